@@ -1,0 +1,231 @@
+"""The one model of this library: M transformers that answer in one forward pass."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from .config import GROUPS, KeptHeads, PatchStemConfig, TextStemConfig
+from .config import EnsembleConfig as Config
+from .describe import Description, describe
+from .encoder import Encoder
+from .encoder.grouped import GroupedNorm
+from .errors import ConfigError, DataError
+from .member_states import join_states, member_config, member_state, require_same_architecture
+from .metadata import Metadata
+from .readouts import Readout
+from .stems import PatchStem, TextStem
+
+
+class Ensemble(nn.Module):
+    """A transformer classifier with M members: stem, encoder, readout; `forward` gives `[M, B, C]`.
+
+    A single model is an ensemble with one member, a pruned model one with fewer heads, a Deep Ensemble one
+    whose members share nothing, a Hydra Ensemble one whose members share stem and MLPs.
+    """
+
+    def __init__(self, config: Config, metadata: Metadata | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.metadata = Metadata() if metadata is None else metadata
+        width, copies = config.encoder.width, config.copies("stem")
+        self.stem: PatchStem | TextStem
+        if isinstance(config.stem, PatchStemConfig):
+            self.stem = PatchStem(config.stem, width, copies)
+        else:
+            self.stem = TextStem(config.stem, width, copies)
+        self.encoder = Encoder(config)
+        self.readout = Readout(config)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fresh weights: norms and LayerScale are ones, biases zeros, all else a narrow normal distribution."""
+        norms = {id(m.weight) for m in self.modules() if isinstance(m, GroupedNorm)}
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                leaf = name.rpartition(".")[2]
+                if id(parameter) in norms or leaf == "scale":
+                    parameter.fill_(1.0)
+                elif leaf.endswith("bias"):
+                    parameter.zero_()
+                else:
+                    nn.init.trunc_normal_(parameter, std=0.02)
+
+    # --- running -----------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        inputs: Tensor | Mapping[str, Tensor],
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Member logits `[M, B, C]`.
+
+        Args:
+            inputs: Images `[B, 3, H, W]`, token ids `[B, T]`, or a mapping as tokenizers and image
+                processors give it (`pixel_values`, or `input_ids` with `attention_mask` and
+                `token_type_ids`; `labels` are ignored).
+            attention_mask: `[B, T]`, 0 at padding.
+            token_type_ids: `[B, T]`, the segment of each token.
+        """
+        ids, mask, segments = self._unpack(inputs, attention_mask, token_type_ids)
+        x, key_mask = self.embed(ids, mask, segments)
+        x = self.encoder(x, key_mask, self.readout.tokens_read())
+        logits = cast(Tensor, self.readout(x, key_mask, ids))
+        return logits.expand(self.num_members, *logits.shape[1:])
+
+    def features(
+        self,
+        inputs: Tensor | Mapping[str, Tensor],
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Pooled features `[M, B, d]`, as the classifier (or its hidden layer) sees them."""
+        ids, mask, segments = self._unpack(inputs, attention_mask, token_type_ids)
+        x, key_mask = self.embed(ids, mask, segments)
+        pooled = self.readout.pool(self.encoder(x, key_mask, self.readout.tokens_read()), key_mask, ids)
+        return pooled.expand(self.num_members, *pooled.shape[1:])
+
+    def embed(
+        self, inputs: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What enters the first block: embedded tokens `[G, B, T, d]` and the key mask `[B, T]` or None."""
+        if isinstance(self.stem, PatchStem):
+            return self.stem(inputs), None
+        if attention_mask is not None and attention_mask.shape != inputs.shape:
+            raise DataError(f"attention_mask has shape {list(attention_mask.shape)}, token ids {list(inputs.shape)}")
+        key_mask = None if attention_mask is None else attention_mask.bool()
+        return self.stem(inputs, token_type_ids), key_mask
+
+    def _unpack(
+        self,
+        inputs: Tensor | Mapping[str, Tensor],
+        attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if isinstance(inputs, Tensor):
+            return inputs, attention_mask, token_type_ids
+        name = "pixel_values" if self.kind == "image" else "input_ids"
+        if not isinstance(inputs, Mapping) or name not in inputs:
+            got = sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
+            raise DataError(f"expected a tensor or a mapping with {name!r}, got {got}")
+        if self.kind == "image":
+            return inputs[name], None, None
+        return (
+            inputs[name],
+            inputs.get("attention_mask", attention_mask),
+            inputs.get("token_type_ids", token_type_ids),
+        )
+
+    # --- members -----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def stack(members: Sequence["Ensemble"]) -> "Ensemble":
+        """One ensemble with all members of the given ones and nothing shared between them.
+
+        Stacking three independently trained models gives their Deep Ensemble, in one forward pass.
+        """
+        if not members:
+            raise ConfigError("stack needs at least one ensemble, got none")
+        require_same_architecture([member.config for member in members])
+        singles = [(one, index) for one in members for index in range(one.num_members)]
+        states = [member_state(one.config, one.state_dict(), index) for one, index in singles]
+        heads: KeptHeads = tuple(one.config.heads[index] for one, index in singles)
+        first = members[0]
+        config = Config(first.config.stem, first.config.encoder, first.config.readout, heads)
+        return Ensemble.from_state(config, join_states(config, states), _common_metadata(members))
+
+    def member(self, index: int) -> "Ensemble":
+        """A copy of one member as an ensemble of its own."""
+        if not -self.num_members <= index < self.num_members:
+            raise ConfigError(f"member {index} does not exist: there are {self.num_members}, counted from 0")
+        index %= self.num_members
+        state = member_state(self.config, self.state_dict(), index)
+        return Ensemble.from_state(member_config(self.config, index), state, self.metadata)
+
+    @classmethod
+    def from_state(cls, config: Config, state: Mapping[str, Tensor], metadata: Metadata | None = None) -> "Ensemble":
+        """Build an ensemble around copies of the given tensors, keeping their dtype and device."""
+        with torch.device("meta"):
+            ensemble = cls(config, metadata)
+        ensemble.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)
+        for parameter in ensemble.parameters():
+            parameter.requires_grad_(True)
+        return ensemble.eval()
+
+    def with_metadata(self, **changes: Any) -> "Ensemble":
+        """The same ensemble (weights copied) with some of its metadata replaced."""
+        return Ensemble.from_state(self.config, self.state_dict(), replace(self.metadata, **changes))
+
+    # --- looking at it -----------------------------------------------------------------------------------
+
+    @property
+    def kind(self) -> str:
+        """`"image"` or `"text"`."""
+        return "text" if isinstance(self.config.stem, TextStemConfig) else "image"
+
+    @property
+    def num_members(self) -> int:
+        """Number of members, M."""
+        return self.config.members
+
+    @property
+    def num_layers(self) -> int:
+        """Number of transformer blocks."""
+        return self.config.encoder.layers
+
+    @property
+    def num_heads(self) -> int:
+        """Heads per layer before pruning."""
+        return self.config.encoder.heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.config.encoder.head_dim
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; 0 when there is no classifier."""
+        return self.config.readout.num_classes
+
+    @property
+    def heads(self) -> KeptHeads:
+        """Original indices of the heads kept, `heads[member][layer]`."""
+        return self.config.heads
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return next(self.parameters()).dtype
+
+    def describe(self) -> Description:
+        """Parameters, multiply-adds and heads kept; print it."""
+        return describe(self.config, sum(parameter.numel() for parameter in self.parameters()))
+
+    def __repr__(self) -> str:
+        """One line: members, sizes, heads kept, what is shared."""
+        config, encoder = self.config, self.config.encoder
+        kept = sum(len(heads) for member in config.heads for heads in member)
+        total = encoder.layers * encoder.heads * config.members
+        shared = [group for group in GROUPS if getattr(config.sharing, group)]
+        return (
+            f"Ensemble({self.kind}, members={config.members}, layers={encoder.layers}, width={encoder.width}, "
+            f"heads kept={kept}/{total}, classes={self.num_classes}, shared={shared or 'nothing'}, "
+            f"trunk={config.trunk})"
+        )
+
+
+def _common_metadata(members: Sequence[Ensemble]) -> Metadata:
+    """Metadata of a stack: what the members agree on; their calibrations do not carry over."""
+    first = members[0].metadata
+    same = all(member.metadata.labels == first.labels for member in members)
+    history = tuple(dict.fromkeys(line for member in members for line in member.metadata.history))
+    return replace(first, labels=first.labels if same else (), calibration=None, history=history, metrics={})

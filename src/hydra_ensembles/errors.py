@@ -1,0 +1,33 @@
+"""Every error this library raises on purpose.
+
+All of them are also a `ValueError`, so code that guards against bad values keeps working, and all of them
+follow one rule: the message says what was received, what is accepted, and what to do about it.
+"""
+
+
+class HydraError(ValueError):
+    """Base class of the errors raised by `hydra_ensembles`."""
+
+
+class ConfigError(HydraError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class ConversionError(HydraError):
+    """A foreign model that cannot be translated without changing its predictions."""
+
+
+class CheckpointError(HydraError):
+    """A saved ensemble that is incomplete, inconsistent, or not ours."""
+
+
+class HeadError(HydraError):
+    """A head address or a set of heads that does not exist in this ensemble."""
+
+
+class DataError(HydraError):
+    """Batches, labels or scores that cannot be used as given."""
+
+
+class MissingExtraError(HydraError, ImportError):
+    """An optional library that this call needs is not installed."""

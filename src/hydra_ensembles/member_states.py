@@ -1,0 +1,79 @@
+"""Taking the parameters of an ensemble apart into members, and putting members together.
+
+Every parameter has either a copy axis (one entry per stored copy) or, in attention, a head axis on which the
+heads of the members follow one another. Both come first, so a member is a range of the first axis and
+putting members together is a concatenation.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .config import EnsembleConfig, Group
+from .errors import ConfigError
+
+HEAD_AXIS = ("attention.qkv", "attention.qkv_bias", "attention.out")
+
+
+def place_of(parameter: str) -> tuple[Group, int | None]:
+    """Group and layer (None outside the encoder) of a parameter, by its name."""
+    parts = parameter.split(".")
+    if parts[0] == "encoder":
+        groups: dict[str, Group] = {"attention": "attention", "mlp": "mlp"}
+        return groups.get(parts[3], "norms"), int(parts[2])
+    if parts[0] == "readout":
+        return ("norms" if parts[1] == "norm" else "readout"), None
+    return "stem", None
+
+
+def has_head_axis(parameter: str) -> bool:
+    """Whether the first axis of a parameter counts heads rather than copies."""
+    return parameter.endswith(HEAD_AXIS)
+
+
+def member_config(config: EnsembleConfig, member: int) -> EnsembleConfig:
+    """The configuration of one member on its own."""
+    return EnsembleConfig(config.stem, config.encoder, config.readout, (config.heads[member],))
+
+
+def member_state(config: EnsembleConfig, state: Mapping[str, Tensor], member: int) -> dict[str, Tensor]:
+    """Views of the parameters that one member uses, shaped as in an ensemble with one member."""
+    single: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        group, layer = place_of(name)
+        if config.copies(group, layer) == 1:
+            single[name] = tensor
+        elif has_head_axis(name) and layer is not None:
+            start = sum(len(heads[layer]) for heads in config.heads[:member])
+            single[name] = tensor[start : start + len(config.heads[member][layer])]
+        else:
+            single[name] = tensor[member : member + 1]
+    return single
+
+
+def join_states(config: EnsembleConfig, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Parameters of an ensemble whose members have the given single-member states.
+
+    Where `config` stores a parameter once, the first member's is taken; callers that share a group make
+    sure beforehand that the members agree, or average them.
+    """
+    joined: dict[str, Tensor] = {}
+    for name, tensor in states[0].items():
+        group, layer = place_of(name)
+        if config.copies(group, layer) == 1:
+            joined[name] = tensor
+        else:
+            joined[name] = torch.cat([state[name] for state in states])
+    return joined
+
+
+def require_same_architecture(configs: Sequence[EnsembleConfig]) -> None:
+    """Refuse members that do not descend from one architecture, naming the first fields that differ."""
+    for index, config in enumerate(configs[1:], start=1):
+        differences = configs[0].differences(config)
+        if differences:
+            raise ConfigError(
+                f"member 0 and member {index} do not have the same architecture: {'; '.join(differences[:5])}. "
+                "Members must be copies of one model, pruned or fine-tuned in different ways"
+            )

@@ -1,0 +1,52 @@
+"""What an ensemble remembers beside its weights: labels, preprocessing, calibration, where it came from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .errors import ConfigError
+from .preprocessing import ImagePreprocessing, TextPreprocessing
+
+ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy"]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A temperature (one, or one per member) and a threshold on an uncertainty score.
+
+    Inputs whose score is above `threshold` are to be abstained from; `accepted_share` is the share of the
+    in-distribution validation set the threshold was chosen to accept.
+    """
+
+    temperature: tuple[float, ...] = (1.0,)
+    threshold: float | None = None
+    score: ScoreName = "msp"
+    accepted_share: float = 0.95
+
+    def __post_init__(self) -> None:
+        """Check the temperatures and the share."""
+        if not self.temperature or any(not t > 0 for t in self.temperature):
+            raise ConfigError(f"temperatures must be positive, got {self.temperature}")
+        if not 0.0 < self.accepted_share <= 1.0:
+            raise ConfigError(f"accepted_share must be in (0, 1], got {self.accepted_share}")
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """Everything about an ensemble that is not needed to compute its logits.
+
+    Attributes:
+        source: Library and class the model was converted from.
+        labels: Class names in the order of the logits; empty when unknown.
+        preprocessing: How raw inputs become tensors; None when unknown.
+        calibration: Temperature and abstention threshold; None before calibration.
+        history: What was done to the model, one readable line per step, oldest first.
+        metrics: Measured numbers worth showing on the model card.
+    """
+
+    source: str = ""
+    labels: tuple[str, ...] = ()
+    preprocessing: ImagePreprocessing | TextPreprocessing | None = None
+    calibration: Calibration | None = None
+    history: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)

@@ -1,0 +1,131 @@
+"""Frozen dataclasses to plain JSON data and back, checked field by field.
+
+A configuration that comes from a file is not trusted: every value is held against the annotation of the
+field it is meant for, and whatever does not fit is refused with the path that leads to it.
+"""
+
+import dataclasses
+import math
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from .errors import ConfigError
+
+T = TypeVar("T")
+
+
+def to_plain(value: Any) -> Any:
+    """Turn a (nested) dataclass into dictionaries, lists, strings and numbers.
+
+    A dataclass with a `kind` class variable writes it down, so that a union of dataclasses can be read back.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        plain = {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        kind = getattr(type(value), "kind", None)
+        return {"kind": kind, **plain} if isinstance(kind, str) else plain
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def from_plain(cls: type[T], data: Any, path: str = "config") -> T:
+    """Build the dataclass `cls` from plain data, or raise a `ConfigError` that names the offending path."""
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{path} must be an object with named fields, got {_short(data)}")
+    hints = get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    given = dict(data)
+    kind = getattr(cls, "kind", None)
+    if isinstance(kind, str) and given.pop("kind", kind) != kind:
+        raise ConfigError(f"{path}.kind is {_short(data['kind'])}, expected {kind!r}")
+    unknown = sorted(str(key) for key in given.keys() - fields.keys())
+    if unknown:
+        raise ConfigError(
+            f"{path} has unknown fields {unknown}; known are {sorted(fields)}. "
+            "A file written by a newer version needs a newer hydra_ensembles"
+        )
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in given and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{path} lacks the fields {missing}; the file is incomplete")
+    return cls(**{name: _read(hints[name], item, f"{path}.{name}") for name, item in given.items()})
+
+
+def _read(hint: Any, value: Any, path: str) -> Any:
+    """Check `value` against a type annotation and give it the annotated Python type."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        if isinstance(value, str | int | type(None)) and value in args:
+            return value
+        raise ConfigError(f"{path} must be one of {list(args)}, got {_short(value)}")
+    if origin in (Union, types.UnionType):
+        return _read_union(args, value, path)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{path} must be a list, got {_short(value)}")
+        if len(args) == 2 and args[1] is Ellipsis:
+            return tuple(_read(args[0], item, f"{path}[{i}]") for i, item in enumerate(value))
+        if len(value) != len(args):
+            raise ConfigError(f"{path} must have {len(args)} entries, got {len(value)}")
+        return tuple(_read(arg, item, f"{path}[{i}]") for i, (arg, item) in enumerate(zip(args, value, strict=True)))
+    if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path} must be an object, got {_short(value)}")
+        return {str(key): _read(args[1], item, f"{path}.{key}") for key, item in value.items()}
+    if dataclasses.is_dataclass(hint):
+        return value if isinstance(value, hint) else from_plain(hint, value, path)  # type: ignore[arg-type]
+    return _read_scalar(hint, value, path)
+
+
+def _read_union(options: tuple[Any, ...], value: Any, path: str) -> Any:
+    """Read `value` as the member of the union it names by its `kind`, or as the first one that fits."""
+    if value is None:
+        if type(None) in options:
+            return None
+        raise ConfigError(f"{path} must not be null")
+    choices = [option for option in options if option is not type(None)]
+    tagged = {option.kind: option for option in choices if isinstance(getattr(option, "kind", None), str)}
+    if tagged:
+        kind = value.get("kind") if isinstance(value, Mapping) else None
+        if not isinstance(kind, str) or kind not in tagged:
+            raise ConfigError(f"{path}.kind must be one of {sorted(tagged)}, got {_short(kind)}")
+        return _read(tagged[kind], value, path)
+    problems = []
+    for choice in choices:
+        try:
+            return _read(choice, value, path)
+        except ConfigError as error:
+            problems.append(str(error))
+    raise ConfigError("; or ".join(problems))
+
+
+def _read_scalar(hint: Any, value: Any, path: str) -> Any:
+    """Read a bool, int, float or str; a whole number is a valid float, a bool is never a number."""
+    if hint is Any:
+        return value
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is float and number:
+        try:
+            result = float(value)
+        except OverflowError:
+            result = math.inf
+        if not math.isfinite(result):
+            raise ConfigError(f"{path} must be a finite number, got {_short(value)}")
+        return result
+    if hint is int and number and isinstance(value, int):
+        return value
+    if hint in (bool, str) and isinstance(value, hint):
+        return value
+    name = getattr(hint, "__name__", str(hint))
+    raise ConfigError(f"{path} must be of type {name}, got {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
