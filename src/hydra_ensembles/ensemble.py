@@ -2,11 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from .batches import move, read_batch
+from .checkpoint import (
+    ENSEMBLE,
+    ensemble_contents,
+    open_checkpoint,
+    push_checkpoint,
+    read_ensemble,
+    save_checkpoint,
+)
 from .config import GROUPS, KeptHeads, PatchStemConfig, TextStemConfig
 from .config import EnsembleConfig as Config
 from .describe import Description, describe
@@ -14,7 +24,8 @@ from .encoder import Encoder
 from .encoder.grouped import GroupedNorm
 from .errors import ConfigError, DataError
 from .member_states import join_states, member_config, member_state, require_same_architecture
-from .metadata import Metadata
+from .metadata import Calibration, Metadata, common_metadata
+from .prediction import Prediction
 from .readouts import Readout
 from .stems import PatchStem, TextStem
 
@@ -88,6 +99,39 @@ class Ensemble(nn.Module):
         pooled = self.readout.pool(self.encoder(x, key_mask, self.readout.tokens_read()), key_mask, ids)
         return pooled.expand(self.num_members, *pooled.shape[1:])
 
+    @torch.no_grad()
+    def predict(self, inputs: Any) -> Prediction:
+        """Label, confidence and uncertainty of a batch, with the saved calibration applied.
+
+        Args:
+            inputs: What `forward` takes; or raw inputs, which go through the saved preprocessing: a PIL
+                image, a string, a pair of strings, or a list of them.
+        """
+        if not self.num_classes:
+            raise ConfigError("this ensemble has no classifier; convert the model with num_labels=, or use features()")
+        if not isinstance(inputs, Tensor | Mapping):
+            if self.metadata.preprocessing is None:
+                raise DataError(
+                    f"got {type(inputs).__name__}, but this ensemble has no saved preprocessing; "
+                    "give tensors, or convert the model with processor="
+                )
+            raw: Any = [inputs] if isinstance(inputs, tuple) and self.kind == "text" else inputs
+            inputs = self.metadata.preprocessing(raw)
+        training = self.training
+        self.eval()
+        try:
+            logits = self(move(read_batch(inputs)[0], self.device, self.dtype))
+        finally:
+            self.train(training)
+        calibration = self.metadata.calibration or Calibration()
+        return Prediction.from_logits(
+            logits,
+            temperature=calibration.temperature if len(calibration.temperature) > 1 else calibration.temperature[0],
+            threshold=calibration.threshold,
+            score=calibration.score,
+            class_names=self.metadata.labels or None,
+        )
+
     def embed(
         self, inputs: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -135,7 +179,9 @@ class Ensemble(nn.Module):
         heads: KeptHeads = tuple(one.config.heads[index] for one, index in singles)
         first = members[0]
         config = Config(first.config.stem, first.config.encoder, first.config.readout, heads)
-        return Ensemble.from_state(config, join_states(config, states), _common_metadata(members))
+        return Ensemble.from_state(
+            config, join_states(config, states), common_metadata([member.metadata for member in members])
+        )
 
     def member(self, index: int) -> "Ensemble":
         """A copy of one member as an ensemble of its own."""
@@ -158,6 +204,55 @@ class Ensemble(nn.Module):
     def with_metadata(self, **changes: Any) -> "Ensemble":
         """The same ensemble (weights copied) with some of its metadata replaced."""
         return Ensemble.from_state(self.config, self.state_dict(), replace(self.metadata, **changes))
+
+    # --- saving and loading ------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `config.json`, `model.safetensors`, for text `tokenizer.json`, and a model card into a folder.
+
+        Files of an earlier save are replaced; a kill in between leaves each of them whole.
+        """
+        name = Path(folder).expanduser().resolve().name
+        save_checkpoint(folder, ensemble_contents(name, self.config, self.metadata, self.state_dict()))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        revision: str | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        token: str | None = None,
+    ) -> "Ensemble":
+        """Load what `save_pretrained` or `push_to_hub` wrote, in evaluation mode; no code is run.
+
+        Args:
+            source: Folder, or hub id of the form `owner/name`.
+            revision: Branch, tag or commit on the hub.
+            device: Where the parameters go; None for the CPU.
+            dtype: Floating type to convert to; None keeps the stored one.
+            token: Access token for a private model; None for the one logged in with.
+
+        Raises:
+            CheckpointError: Something is missing, damaged, inconsistent, or not a saved ensemble.
+        """
+        stored = open_checkpoint(source, ENSEMBLE, revision=revision, token=token)
+        config, metadata = read_ensemble(stored)
+        state = stored.tensors(lambda: cls(config), device, dtype, at_least=config.encoder.layers)
+        return cls.from_state(config, state, metadata)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        commit_message: str | None = None,
+    ) -> str:
+        """Publish on the hub as `owner/name`, in one commit; the address of that commit."""
+        contents = ensemble_contents(repo_id, self.config, self.metadata, self.state_dict())
+        return push_checkpoint(repo_id, contents, private=private, token=token, commit_message=commit_message)
 
     # --- looking at it -----------------------------------------------------------------------------------
 
@@ -221,11 +316,3 @@ class Ensemble(nn.Module):
             f"heads kept={kept}/{total}, classes={self.num_classes}, shared={shared or 'nothing'}, "
             f"trunk={config.trunk})"
         )
-
-
-def _common_metadata(members: Sequence[Ensemble]) -> Metadata:
-    """Metadata of a stack: what the members agree on; their calibrations do not carry over."""
-    first = members[0].metadata
-    same = all(member.metadata.labels == first.labels for member in members)
-    history = tuple(dict.fromkeys(line for member in members for line in member.metadata.history))
-    return replace(first, labels=first.labels if same else (), calibration=None, history=history, metrics={})

@@ -1,13 +1,11 @@
 """What an ensemble remembers beside its weights: labels, preprocessing, calibration, where it came from."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from .errors import ConfigError
+from .prediction import ScoreName
 from .preprocessing import ImagePreprocessing, TextPreprocessing
-
-ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy"]
 
 
 @dataclass(frozen=True)
@@ -50,3 +48,11 @@ class Metadata:
     calibration: Calibration | None = None
     history: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def common_metadata(members: Sequence[Metadata]) -> Metadata:
+    """Metadata of an ensemble put together from several: what they agree on; calibrations do not carry over."""
+    first = members[0]
+    same = all(member.labels == first.labels for member in members)
+    history = tuple(dict.fromkeys(line for member in members for line in member.history))
+    return replace(first, labels=first.labels if same else (), calibration=None, history=history, metrics={})

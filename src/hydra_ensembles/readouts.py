@@ -70,7 +70,7 @@ class Readout(nn.Module):
         if pool == "distilled":
             return x[:, :, :2]
         if pool == "map" and self.map is not None:
-            return cast(Tensor, self.map(x))
+            return cast(Tensor, self.map(x[:, :, self.prefix :]))
         if pool == "mean" and key_mask is not None:
             weight = key_mask[None, :, :, None].to(x.dtype)  # [1, B, T, 1]
             return (x * weight).sum(2) / weight.sum(2)

@@ -1,0 +1,91 @@
+"""From a library's live model to the canonical ensemble."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import nn
+
+from ..ensemble import Ensemble
+from ..errors import ConversionError
+from ..metadata import Metadata
+from . import timm, torchvision
+from .declaration import Architecture, qualified_name
+from .processors import read_processor
+from .translate import translate
+
+ARCHITECTURES: tuple[Architecture, ...] = (
+    *timm.ARCHITECTURES,
+    *torchvision.ARCHITECTURES,
+)
+
+
+def convert(
+    model: nn.Module,
+    *,
+    num_labels: int | None = None,
+    labels: Sequence[str] | None = None,
+    processor: Any = None,
+) -> Ensemble:
+    """Translate a model of timm, torchvision or transformers into an `Ensemble` with one member.
+
+    The predictions do not change. The result is a copy, in evaluation mode, and independent of the library
+    the model came from.
+
+    Args:
+        model: A live model; wrappers of `torch.compile` and of data parallelism are looked through.
+        num_labels: For a model without classifier: size of a fresh one.
+        labels: Class names in the order of the logits, where the model does not know them.
+        processor: What turns raw inputs into tensors: a tokenizer or image processor of transformers, or an
+            `ImagePreprocessing` / `TextPreprocessing`. Saved with the ensemble.
+
+    Raises:
+        ConversionError: The architecture, or this variant of it, is not supported.
+    """
+    model = unwrap(model)
+    architecture = find_architecture(model)
+    config = architecture.config(model, num_labels)
+    known = architecture.metadata(model)
+    metadata = replace(
+        known,
+        source=f"{architecture.name} ({qualified_name(model)})",
+        labels=_labels(labels, known, config.readout.num_classes),
+        preprocessing=known.preprocessing if processor is None else read_processor(processor, config.stem),
+        history=(f"converted from {architecture.name}",),
+    )
+    return translate(architecture, model, config, metadata, fresh=num_labels is not None)
+
+
+def find_architecture(model: object) -> Architecture:
+    """The declaration for a live model, or an error that lists what is supported and how to add one."""
+    name = qualified_name(model)
+    for architecture in ARCHITECTURES:
+        if name in architecture.classes:
+            return architecture
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}")
+    if name.startswith("peft."):
+        raise ConversionError(f"{name} wraps a model in adapters; merge them first: model.merge_and_unload()")
+    known = "\n  ".join(f"{one.name}: {', '.join(one.classes)}" for one in ARCHITECTURES)
+    raise ConversionError(
+        f"{name} is not a supported architecture. Supported are\n  {known}\n"
+        "To add one, write a declaration (hydra_ensembles/convert/declaration.py) and list it in "
+        "hydra_ensembles/convert/convert.py"
+    )
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside `torch.compile`, `DataParallel` or `DistributedDataParallel`."""
+    wrappers = ("OptimizedModule", "DataParallel", "DistributedDataParallel")
+    while type(model).__name__ in wrappers:
+        inner: Any = getattr(model, "_orig_mod", None) or model.module
+        model = cast(nn.Module, inner)
+    return model
+
+
+def _labels(given: Sequence[str] | None, known: Metadata, classes: int) -> tuple[str, ...]:
+    if given is None:
+        return known.labels if len(known.labels) == classes else ()
+    if len(given) != classes:
+        raise ConversionError(f"{len(given)} labels were given for {classes} classes")
+    return tuple(str(label) for label in given)

@@ -1,0 +1,198 @@
+"""timm: the `VisionTransformer` family (ViT, AugReg, DeiT, DINOv2 with and without registers, CLIP, SigLIP)."""
+
+from typing import Any
+
+from ..config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from ..metadata import Metadata
+from ..preprocessing import ImagePreprocessing
+from .declaration import Architecture, FusedQKV, Joined, OutProjection, Weights
+from .probe import activation_of, classes_or_fresh, dropout_rate, is_identity, pair, refuse
+
+_VIT = "timm VisionTransformer"
+_DISTILLED = "timm VisionTransformerDistilled"
+
+
+def _gate_and_value(leaf: str) -> Joined:
+    """The first layer of timm's unpacked SwiGLU, which keeps gate and value apart."""
+    return Joined((f"blocks.{{i}}.mlp.fc1_g.{leaf}", f"blocks.{{i}}.mlp.fc1_x.{leaf}"))
+
+
+_WEIGHTS: Weights = {
+    "stem.patch": "patch_embed.proj.weight",
+    "stem.patch_bias": "patch_embed.proj.bias",
+    "stem.class_token": "cls_token",
+    "stem.register_tokens": "reg_token",
+    "stem.position": "pos_embed",
+    "stem.norm": "norm_pre",
+    "encoder.layers.{i}.norm1": "blocks.{i}.norm1",
+    "encoder.layers.{i}.attention.qkv": FusedQKV("blocks.{i}.attn.qkv.weight"),
+    "encoder.layers.{i}.attention.qkv_bias": FusedQKV("blocks.{i}.attn.qkv.bias"),
+    "encoder.layers.{i}.attention.query_norm": "blocks.{i}.attn.q_norm",
+    "encoder.layers.{i}.attention.key_norm": "blocks.{i}.attn.k_norm",
+    "encoder.layers.{i}.attention.out": OutProjection("blocks.{i}.attn.proj.weight"),
+    "encoder.layers.{i}.attention.out_bias": "blocks.{i}.attn.proj.bias",
+    "encoder.layers.{i}.attention.scale": "blocks.{i}.ls1.gamma",
+    "encoder.layers.{i}.norm2": "blocks.{i}.norm2",
+    "encoder.layers.{i}.mlp.up.weight": ("blocks.{i}.mlp.fc1.weight", _gate_and_value("weight")),
+    "encoder.layers.{i}.mlp.up.bias": ("blocks.{i}.mlp.fc1.bias", _gate_and_value("bias")),
+    "encoder.layers.{i}.mlp.down": "blocks.{i}.mlp.fc2",
+    "encoder.layers.{i}.mlp.scale": "blocks.{i}.ls2.gamma",
+    "readout.norm": ("norm", "fc_norm"),
+    "readout.map.query_token": "attn_pool.latent",
+    "readout.map.query": "attn_pool.q",
+    "readout.map.key_value": "attn_pool.kv",
+    "readout.map.out": "attn_pool.proj",
+    "readout.map.norm": "attn_pool.norm",
+    "readout.map.up": "attn_pool.mlp.fc1",
+    "readout.map.down": "attn_pool.mlp.fc2",
+    "readout.classifier": "head",
+}
+
+
+def _vit_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    if model.pos_embed is None:
+        raise refuse(_VIT, "the model has no position embedding")
+    prefix = int(model.num_prefix_tokens)
+    stem = _stem(
+        model, _VIT, registers=int(model.num_reg_tokens), class_token=bool(model.has_class_token), prefix=prefix
+    )
+    encoder = _encoder(model, _VIT)
+    pools = {"token": "cls", "avg": "mean", "map": "map"}
+    if model.global_pool not in pools:
+        raise refuse(_VIT, f"global_pool is {model.global_pool!r}")
+    if model.pool_include_prefix and prefix and model.global_pool != "token":
+        raise refuse(_VIT, "pooling includes the prefix tokens")
+    classes = 0 if is_identity(model.head) else int(model.head.out_features)
+    norm = next((n for n in (model.norm, model.fc_norm) if not is_identity(n)), None)
+    pool = model.attn_pool
+    if pool is not None and (pool.pos_embed is not None or pool.latent_len != 1 or not is_identity(pool.q_norm)):
+        raise refuse(_VIT, "its attention pooling has positions, several queries or a query norm")
+    readout = ReadoutConfig(
+        pool=pools[model.global_pool],  # type: ignore[arg-type]
+        num_classes=classes_or_fresh(classes, num_labels, _VIT),
+        norm="none" if norm is None else "tokens" if norm is model.norm else "pooled",
+        norm_eps=encoder.norm_eps if norm is None else float(norm.eps),
+        bias=is_identity(model.head) or model.head.bias is not None,
+        dropout=dropout_rate(model.head_drop),
+        map_heads=0 if pool is None else int(pool.num_heads),
+        map_mlp_width=0 if pool is None else int(pool.mlp.fc1.out_features),
+        map_activation="gelu" if pool is None else activation_of(pool.mlp.act, _VIT),
+    )
+    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+
+
+def _distilled_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    if model.global_pool != "token":
+        raise refuse(_DISTILLED, f"global_pool is {model.global_pool!r}")
+    stem = _stem(model, _DISTILLED, registers=0, class_token=True, prefix=2, distilled=True)
+    encoder = _encoder(model, _DISTILLED)
+    classes = 0 if is_identity(model.head) else int(model.head.out_features)
+    readout = ReadoutConfig(
+        pool="distilled",
+        num_classes=classes_or_fresh(classes, num_labels, _DISTILLED),
+        norm="tokens",
+        norm_eps=float(model.norm.eps),
+        dropout=dropout_rate(model.head_drop),
+    )
+    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+
+
+def _stem(
+    model: Any, name: str, *, registers: int, class_token: bool, prefix: int, distilled: bool = False
+) -> PatchStemConfig:
+    patch = model.patch_embed
+    if type(patch).__name__ != "PatchEmbed" or not is_identity(patch.norm):
+        raise refuse(name, f"patches are embedded by {type(patch).__name__} with {type(patch.norm).__name__}")
+    if not is_identity(model.patch_drop):
+        raise refuse(name, "it drops patches in training")
+    normed = not is_identity(model.norm_pre)
+    return PatchStemConfig(
+        patch_size=pair(patch.patch_size),
+        grid=pair(patch.grid_size),
+        channels=int(patch.proj.in_channels),
+        patch_bias=patch.proj.bias is not None,
+        class_token=class_token,
+        distillation_token=distilled,
+        registers=registers,
+        position_prefix=0 if model.no_embed_class else prefix,
+        resample="bicubic_antialias",
+        norm=normed,
+        norm_eps=float(model.norm_pre.eps) if normed else 1e-6,
+        dropout=dropout_rate(model.pos_drop),
+    )
+
+
+def _encoder(model: Any, name: str) -> EncoderConfig:
+    blocks = list(model.blocks)
+    first = blocks[0]
+    for block in blocks:
+        if type(block).__name__ != "Block" or type(block.attn).__name__ != "Attention":
+            raise refuse(name, f"a block is a {type(block).__name__} with {type(block.attn).__name__}")
+        if not is_identity(getattr(block.attn, "norm", None)) or not is_identity(getattr(block.mlp, "norm", None)):
+            raise refuse(name, "attention or MLP has a norm of its own inside")
+        if not is_identity(getattr(block.attn, "gate", None)):
+            raise refuse(name, "the attention output is gated")
+    attention, mlp = first.attn, first.mlp
+    gated = type(mlp).__name__ in ("GluMlp", "SwiGLU")
+    if type(mlp).__name__ not in ("Mlp", "GluMlp", "SwiGLU") or getattr(mlp, "gate_last", False):
+        raise refuse(name, f"the MLP is a {type(mlp).__name__}")
+    norm = type(first.norm1).__name__
+    if not norm.startswith(("LayerNorm", "RmsNorm", "RMSNorm")):
+        raise refuse(name, f"the norm is a {norm}")
+    return EncoderConfig(
+        width=int(model.embed_dim),
+        layers=len(blocks),
+        heads=int(attention.num_heads),
+        head_dim=int(attention.head_dim),
+        mlp_width=int(mlp.fc2.in_features),
+        activation=activation_of(mlp.act, name),
+        gated=gated,
+        norm="layer" if norm.startswith("LayerNorm") else "rms",
+        norm_eps=float(first.norm1.eps),
+        qk_norm=not is_identity(attention.q_norm),
+        qkv_bias=attention.qkv.bias is not None,
+        out_bias=attention.proj.bias is not None,
+        mlp_bias=mlp.fc2.bias is not None,
+        layer_scale=not is_identity(first.ls1),
+        attention_dropout=dropout_rate(attention.attn_drop),
+        projection_dropout=dropout_rate(attention.proj_drop),
+        activation_dropout=dropout_rate(mlp.drop1),
+        output_dropout=dropout_rate(getattr(mlp, "drop2", mlp.drop1)),
+        drop_path=tuple(dropout_rate(block.drop_path1) for block in blocks),
+    )
+
+
+def _metadata(model: Any) -> Metadata:
+    found: dict[str, Any] = dict(getattr(model, "pretrained_cfg", None) or {})
+    interpolation = found.get("interpolation", "bicubic")
+    preprocessing = ImagePreprocessing(
+        size=pair(model.patch_embed.img_size),
+        mean=tuple(float(value) for value in found.get("mean", (0.5, 0.5, 0.5))),
+        std=tuple(float(value) for value in found.get("std", (0.5, 0.5, 0.5))),
+        interpolation=interpolation if interpolation in ("nearest", "bilinear", "bicubic", "lanczos") else "bicubic",
+        crop_fraction=float(found.get("crop_pct") or 1.0),
+        resize_mode="squash" if found.get("crop_mode") == "squash" else "shortest",
+    )
+    labels = found.get("label_names") or ()
+    return Metadata(labels=tuple(labels), preprocessing=preprocessing)
+
+
+VISION_TRANSFORMER = Architecture(
+    name=_VIT,
+    classes=("timm.models.vision_transformer.VisionTransformer",),
+    config=_vit_config,
+    weights=_WEIGHTS,
+    metadata=_metadata,
+)
+DISTILLED = Architecture(
+    name=_DISTILLED,
+    classes=("timm.models.deit.VisionTransformerDistilled",),
+    config=_distilled_config,
+    weights={
+        **_WEIGHTS,
+        "stem.distillation_token": "dist_token",
+        "readout.distillation_classifier": "head_dist",
+    },
+    metadata=_metadata,
+)
+ARCHITECTURES: tuple[Architecture, ...] = (VISION_TRANSFORMER, DISTILLED)

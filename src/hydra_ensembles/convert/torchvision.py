@@ -1,0 +1,83 @@
+"""torchvision: `VisionTransformer`, whose attention is an `nn.MultiheadAttention`."""
+
+from typing import Any
+
+from ..config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from ..metadata import Metadata
+from ..preprocessing import ImagePreprocessing
+from .declaration import Architecture, FusedQKV, OutProjection
+from .probe import activation_of, classes_or_fresh, dropout_rate, refuse
+
+_NAME = "torchvision VisionTransformer"
+_LAYER = "encoder.layers.encoder_layer_{i}"
+
+
+def _config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    if type(model.conv_proj).__name__ != "Conv2d":
+        raise refuse(_NAME, "patches are embedded by a stack of convolutions")
+    if hasattr(model.heads, "pre_logits"):
+        raise refuse(_NAME, "the classifier has a hidden layer (representation_size)")
+    blocks = list(model.encoder.layers)
+    attention, mlp = blocks[0].self_attention, blocks[0].mlp
+    if attention.bias_k is not None or attention.add_zero_attn or attention.in_proj_weight is None:
+        raise refuse(_NAME, "its MultiheadAttention has extra keys or separate projections")
+    grid = int(model.image_size) // int(model.patch_size)
+    stem = PatchStemConfig(
+        patch_size=(int(model.patch_size),) * 2,
+        grid=(grid, grid),
+        resample="bicubic_align_corners",
+        dropout=dropout_rate(model.encoder.dropout),
+    )
+    encoder = EncoderConfig(
+        width=int(model.hidden_dim),
+        layers=len(blocks),
+        heads=int(attention.num_heads),
+        head_dim=int(attention.head_dim),
+        mlp_width=int(mlp[0].out_features),
+        activation=activation_of(mlp[1], _NAME),
+        norm_eps=float(blocks[0].ln_1.eps),
+        qkv_bias=attention.in_proj_bias is not None,
+        out_bias=attention.out_proj.bias is not None,
+        attention_dropout=float(attention.dropout),
+        projection_dropout=dropout_rate(blocks[0].dropout),
+        activation_dropout=dropout_rate(mlp[2]),
+        output_dropout=dropout_rate(mlp[4]),
+    )
+    head = getattr(model.heads, "head", None)
+    readout = ReadoutConfig(
+        num_classes=classes_or_fresh(int(getattr(head, "out_features", 0)), num_labels, _NAME),
+        norm_eps=float(model.encoder.ln.eps),
+        bias=getattr(head, "bias", True) is not None,
+    )
+    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+
+
+def _metadata(model: Any) -> Metadata:
+    """The preprocessing of torchvision's own weights, for the image size of the model."""
+    size = (int(model.image_size),) * 2
+    return Metadata(preprocessing=ImagePreprocessing(size=size, interpolation="bilinear", crop_fraction=0.875))
+
+
+VISION_TRANSFORMER = Architecture(
+    name=_NAME,
+    classes=("torchvision.models.vision_transformer.VisionTransformer",),
+    config=_config,
+    weights={
+        "stem.patch": "conv_proj.weight",
+        "stem.patch_bias": "conv_proj.bias",
+        "stem.class_token": "class_token",
+        "stem.position": "encoder.pos_embedding",
+        "encoder.layers.{i}.norm1": f"{_LAYER}.ln_1",
+        "encoder.layers.{i}.attention.qkv": FusedQKV(f"{_LAYER}.self_attention.in_proj_weight"),
+        "encoder.layers.{i}.attention.qkv_bias": FusedQKV(f"{_LAYER}.self_attention.in_proj_bias"),
+        "encoder.layers.{i}.attention.out": OutProjection(f"{_LAYER}.self_attention.out_proj.weight"),
+        "encoder.layers.{i}.attention.out_bias": f"{_LAYER}.self_attention.out_proj.bias",
+        "encoder.layers.{i}.norm2": f"{_LAYER}.ln_2",
+        "encoder.layers.{i}.mlp.up": f"{_LAYER}.mlp.0",
+        "encoder.layers.{i}.mlp.down": f"{_LAYER}.mlp.3",
+        "readout.norm": "encoder.ln",
+        "readout.classifier": "heads.head",
+    },
+    metadata=_metadata,
+)
+ARCHITECTURES: tuple[Architecture, ...] = (VISION_TRANSFORMER,)

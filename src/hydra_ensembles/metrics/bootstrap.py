@@ -1,0 +1,225 @@
+"""Bootstrap confidence intervals for a metric, and for the difference of two methods on the same samples.
+
+Samples are drawn with replacement and the interval holds the middle share of the replicates (percentile
+method). A difference uses the same draws for both methods, so the luck of the draw cancels. For OOD metrics
+ID and OOD samples are drawn separately, and an unweighted mean over several OOD sets shares the ID draws.
+The draws depend on the seed and the numbers of samples alone, not on the device.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, DataError
+from ._checks import Convention, check_convention, check_same_length, check_scores, where
+from ._counts import aupr_from_counts, auroc_from_counts, cumulative_counts, fpr95_from_counts, joint_ranks
+
+OodMetric = Literal["auroc", "aupr", "fpr95"]
+
+# Draws held in memory at once; a thousand resamples of ten thousand samples are cut into pieces of this size.
+_DRAWS_AT_ONCE = 4_000_000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A number with its bootstrap confidence interval.
+
+    Attributes:
+        value: The metric on the samples themselves.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        level: Share of the replicates between the ends.
+        resamples: Number of replicates.
+    """
+
+    value: float
+    low: float
+    high: float
+    level: float
+    resamples: int
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+
+def bootstrap_metric(
+    metric: Callable[..., float],
+    samples: Sequence[Tensor],
+    *,
+    resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+    name: str | None = None,
+) -> Interval:
+    """Interval of `metric(*samples)`, a function of arrays with one row a sample.
+
+    Hand over the least the metric needs: it is called once a resample. `top_label` gives confidence and
+    correctness for `ece_of_confidence`, and the mean of `brier_per_sample` is the Brier score.
+
+    Args:
+        metric: Called with the drawn rows of each array.
+        samples: Arrays `[B, ...]`, all of one length.
+        resamples: Number of resamples.
+        level: Share of the replicates the interval holds.
+        seed: Seed of the draws.
+        name: Name of the set, for error messages.
+    """
+    _check_settings(resamples, level)
+    count = _sample_count(samples, name)
+    replicates = [_call(metric, samples, rows) for rows in _rows(count, resamples, seed)]
+    return _interval(float(metric(*samples)), np.array(replicates), level)
+
+
+def bootstrap_difference(
+    metric: Callable[..., float],
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    *,
+    resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+    name: str | None = None,
+) -> Interval:
+    """Paired interval of `metric(*first) - metric(*second)`; row i is the same sample in both."""
+    _check_settings(resamples, level)
+    count = _sample_count([*first, *second], name)
+    replicates = [_call(metric, first, rows) - _call(metric, second, rows) for rows in _rows(count, resamples, seed)]
+    return _interval(float(metric(*first)) - float(metric(*second)), np.array(replicates), level)
+
+
+def bootstrap_ood(
+    metric: OodMetric,
+    id_scores: Tensor,
+    ood_scores: Tensor | Sequence[Tensor],
+    *,
+    convention: Convention = "torch-uncertainty",
+    resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+    name: str | None = None,
+) -> Interval:
+    """Interval of an OOD metric, or of its unweighted mean over several OOD sets.
+
+    Args:
+        metric: `"auroc"`, `"aupr"` or `"fpr95"`.
+        id_scores: `[n]`, higher = more uncertain.
+        ood_scores: `[m]`, or one such vector for each OOD set.
+        convention: As in `hydra_ensembles.metrics.ood`.
+        resamples: Number of resamples.
+        level: Share of the replicates the interval holds.
+        seed: Seed of the draws.
+        name: Name of the OOD set, for error messages.
+    """
+    _check_settings(resamples, level)
+    value, replicates = _ood_replicates(metric, id_scores, ood_scores, convention, resamples, seed, name)
+    return _interval(value, replicates, level)
+
+
+def bootstrap_ood_difference(
+    metric: OodMetric,
+    first: tuple[Tensor, Tensor | Sequence[Tensor]],
+    second: tuple[Tensor, Tensor | Sequence[Tensor]],
+    *,
+    convention: Convention = "torch-uncertainty",
+    resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+    name: str | None = None,
+) -> Interval:
+    """Paired interval of first minus second, each given as `(id_scores, ood_scores)` on the same samples."""
+    _check_settings(resamples, level)
+    for role, scores, others in zip(("ID", "OOD"), map(_as_list, first), map(_as_list, second), strict=True):
+        lengths, other_lengths = [len(s) for s in scores], [len(s) for s in others]
+        if lengths != other_lengths:
+            raise DataError(
+                f"{where(name)}the first method has {lengths} {role} scores and the second {other_lengths}; "
+                "a paired difference needs both methods on the same samples, in the same order"
+            )
+    value, replicates = _ood_replicates(metric, *first, convention, resamples, seed, name)
+    other_value, other_replicates = _ood_replicates(metric, *second, convention, resamples, seed, name)
+    return _interval(value - other_value, replicates - other_replicates, level)
+
+
+def _ood_replicates(
+    metric: OodMetric,
+    id_scores: Tensor,
+    ood_scores: Tensor | Sequence[Tensor],
+    convention: Convention,
+    resamples: int,
+    seed: int,
+    name: str | None,
+) -> tuple[float, np.ndarray]:
+    """The metric on the samples, and on every resample `[R]`, averaged over the OOD sets."""
+    check_convention(convention)
+    if metric not in get_args(OodMetric):
+        raise ConfigError(f"metric={metric!r} is not known; choose one of {', '.join(get_args(OodMetric))}")
+    ood_sets = _as_list(ood_scores)
+    if not ood_sets:
+        raise DataError(f"{where(name)}got no OOD set; at least one is needed")
+    id_scores = check_scores(id_scores, "ID scores", name)
+    values, replicates = [], []
+    # the ID stream comes first and each set has its own: more sets do not change the draws of the others
+    id_stream, *ood_streams = np.random.SeedSequence(seed).spawn(1 + len(ood_sets))
+    for scores, stream in zip(ood_sets, ood_streams, strict=True):
+        scores = check_scores(scores, "OOD scores", name)
+        id_ranks, ood_ranks, distinct = (tensor.cpu() for tensor in joint_ranks(id_scores, scores))
+        thresholds = len(distinct)
+        values.append(_from_ranks(metric, convention, id_ranks.unsqueeze(0), ood_ranks.unsqueeze(0), thresholds))
+        at_once = max(1, _DRAWS_AT_ONCE // (len(id_ranks) + len(ood_ranks)))
+        id_rng, ood_rng = np.random.default_rng(id_stream), np.random.default_rng(stream)
+        pieces = []
+        for start in range(0, resamples, at_once):
+            rows = min(at_once, resamples - start)
+            id_drawn = id_ranks[torch.from_numpy(id_rng.integers(len(id_ranks), size=(rows, len(id_ranks))))]
+            ood_drawn = ood_ranks[torch.from_numpy(ood_rng.integers(len(ood_ranks), size=(rows, len(ood_ranks))))]
+            pieces.append(_from_ranks(metric, convention, id_drawn, ood_drawn, thresholds))
+        replicates.append(torch.cat(pieces))
+    return torch.cat(values).mean().item(), torch.stack(replicates).mean(dim=0).numpy()
+
+
+def _from_ranks(
+    metric: OodMetric, convention: Convention, id_ranks: Tensor, ood_ranks: Tensor, thresholds: int
+) -> Tensor:
+    """The metric of each row of ranks, `[R, n]` and `[R, m]` -> `[R]`."""
+    fp, tp = cumulative_counts(id_ranks, thresholds), cumulative_counts(ood_ranks, thresholds)
+    if metric == "auroc":
+        return auroc_from_counts(fp, tp)
+    if metric == "aupr":
+        return aupr_from_counts(fp, tp, convention)
+    return fpr95_from_counts(fp, tp, convention)
+
+
+def _as_list(scores: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [scores] if isinstance(scores, Tensor) else list(scores)
+
+
+def _rows(count: int, resamples: int, seed: int) -> Iterator[Tensor]:
+    generator = np.random.default_rng(seed)
+    for _ in range(resamples):
+        yield torch.from_numpy(generator.integers(count, size=count))
+
+
+def _call(metric: Callable[..., float], samples: Sequence[Tensor], rows: Tensor) -> float:
+    return float(metric(*(sample[rows.to(sample.device)] for sample in samples)))
+
+
+def _sample_count(samples: Sequence[Tensor], name: str | None) -> int:
+    if not samples:
+        raise DataError(f"{where(name)}got no arrays to draw samples from; give at least one")
+    return check_same_length({f"rows in array {i}": len(sample) for i, sample in enumerate(samples)}, name)
+
+
+def _check_settings(resamples: int, level: float) -> None:
+    if resamples < 1:
+        raise ConfigError(f"resamples={resamples} draws nothing; use 1 or more (1000 is the custom)")
+    if not 0 < level < 1:
+        raise ConfigError(f"level={level} is not a share of the replicates; use a number in (0, 1), as 0.95")
+
+
+def _interval(value: float, replicates: np.ndarray, level: float) -> Interval:
+    low, high = np.quantile(replicates, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(value, float(low), float(high), level, len(replicates))

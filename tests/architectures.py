@@ -1,0 +1,104 @@
+"""Small random models of every supported architecture, for the tests that run once per architecture."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ArchitectureCase:
+    """One architecture of one library.
+
+    Attributes:
+        name: Shown in the test's name.
+        build: Makes a small random model, evaluation mode, dropout 0, no parameter left at zero or one.
+        inputs: A batch, under the names transformers uses (`pixel_values`, or `input_ids` with masks).
+        logits: What the original model answers.
+        kind: Image or text.
+        convert_kwargs: Arguments of `convert` beside the model.
+        other_inputs: Batches of other image sizes the library itself can take.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], Inputs]
+    logits: Callable[[nn.Module, Inputs], Tensor]
+    kind: Literal["image", "text"]
+    convert_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    other_inputs: tuple[Callable[[], Inputs], ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def perturbed(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Add noise to every parameter, so that a bias or LayerScale that gets lost is noticed."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model.eval()
+
+
+def images(height: int, width: int, batch: int = 3, seed: int = 1) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    return {"pixel_values": torch.randn(batch, 3, height, width, generator=generator)}
+
+
+def _timm_model(name: str, **settings: Any) -> nn.Module:
+    import timm
+
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": 5}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return perturbed(timm.create_model(name, **{**sizes, **settings}))
+
+
+def _timm_case(label: str, name: str, other: tuple[tuple[int, int], ...] = (), **settings: Any) -> ArchitectureCase:
+    size = settings.get("img_size", 32)
+    return ArchitectureCase(
+        name=f"timm-{label}",
+        build=lambda: _timm_model(name, **settings),
+        inputs=lambda: images(size, size),
+        logits=lambda model, inputs: model(inputs["pixel_values"]),
+        kind="image",
+        other_inputs=tuple(lambda size=size: images(*size) for size in other),  # type: ignore[misc]
+    )
+
+
+def _torchvision_model() -> nn.Module:
+    import torchvision
+
+    torch.manual_seed(0)
+    return perturbed(torchvision.models.VisionTransformer(32, 8, 2, 4, 32, 64, num_classes=5))
+
+
+_DINO = {"img_size": 28, "patch_size": 7}
+VISION_CASES: list[ArchitectureCase] = [
+    _timm_case("vit", "vit_base_patch16_224"),
+    _timm_case("vit-dynamic", "vit_base_patch16_224", ((48, 32), (24, 40)), dynamic_img_size=True),
+    _timm_case("augreg-qknorm-avg", "vit_base_patch16_224", qk_norm=True, global_pool="avg", init_values=0.1),
+    _timm_case("deit3", "deit3_base_patch16_224"),
+    _timm_case("deit-distilled", "deit_base_distilled_patch16_224", ((40, 40),), dynamic_img_size=True),
+    _timm_case("dinov2", "vit_small_patch14_dinov2", ((42, 28),), dynamic_img_size=True, **_DINO),
+    _timm_case("dinov2-registers", "vit_small_patch14_reg4_dinov2", **_DINO),
+    _timm_case("dinov2-swiglu", "vit_giant_patch14_dinov2", **_DINO),
+    _timm_case("clip", "vit_base_patch16_clip_224"),
+    _timm_case("clip-quickgelu", "vit_base_patch16_clip_quickgelu_224"),
+    _timm_case("siglip", "vit_base_patch16_siglip_224"),
+    _timm_case("siglip-gap", "vit_base_patch16_siglip_gap_224"),
+    ArchitectureCase(
+        name="torchvision-vit",
+        build=_torchvision_model,
+        inputs=lambda: images(32, 32),
+        logits=lambda model, inputs: model(inputs["pixel_values"]),
+        kind="image",
+    ),
+]

@@ -1,0 +1,36 @@
+"""An ensemble is one graph: `torch.compile` and `torch.export` take it whole."""
+
+import pytest
+import torch
+from architectures import ArchitectureCase, perturbed
+from contract.cases import ALL_CASES
+
+import hydra_ensembles as he
+
+pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
+
+
+def ensemble_of(case: ArchitectureCase) -> he.Ensemble:
+    members = [he.convert(perturbed(case.build(), seed), **case.convert_kwargs) for seed in (1, 2)]
+    return he.Ensemble.stack(members)
+
+
+@torch.no_grad()
+def test_compile_makes_one_graph(case: ArchitectureCase) -> None:
+    ensemble, inputs = ensemble_of(case), case.inputs()
+    torch.compiler.reset()
+    compiled = torch.compile(ensemble, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(**_arguments(inputs)), ensemble(inputs), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_export_takes_the_ensemble(case: ArchitectureCase) -> None:
+    ensemble, inputs = ensemble_of(case), case.inputs()
+    program = torch.export.export(ensemble, (), _arguments(inputs))
+    assert torch.allclose(program.module()(**_arguments(inputs)), ensemble(inputs), rtol=1e-4, atol=1e-5)
+
+
+def _arguments(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The batch as arguments of `forward`: the main input has a name of ours, the rest keep theirs."""
+    names = {"pixel_values": "inputs", "input_ids": "inputs"}
+    return {names.get(name, name): tensor for name, tensor in inputs.items()}

@@ -1,0 +1,90 @@
+"""Converted == original, for every architecture."""
+
+import copy
+
+import pytest
+import torch
+from architectures import ArchitectureCase, Inputs
+from contract.cases import ALL_CASES
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hydra_ensembles as he
+
+pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
+
+
+@torch.no_grad()
+def test_logits_equal_the_originals(case: ArchitectureCase) -> None:
+    model = case.build()
+    ensemble = he.convert(model, **case.convert_kwargs)
+    inputs = case.inputs()
+    logits = ensemble(inputs)
+    expected = case.logits(model, inputs)
+    assert ensemble.num_members == 1
+    assert logits.shape == (1, *expected.shape)
+    assert relative_error(logits[0], expected) < 1e-5
+
+
+@torch.no_grad()
+def test_other_sizes_equal_the_originals(case: ArchitectureCase) -> None:
+    if not case.other_inputs:
+        pytest.skip("the original model takes one size only")
+    model = case.build()
+    ensemble = he.convert(model, **case.convert_kwargs)
+    for make in case.other_inputs:
+        inputs = make()
+        assert relative_error(ensemble(inputs)[0], case.logits(model, inputs)) < 1e-5
+
+
+@torch.no_grad()
+def test_bfloat16_stays_within_its_rounding(case: ArchitectureCase) -> None:
+    model, inputs = case.build(), case.inputs()
+    exact = case.logits(model, inputs)
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    rounded = cast(inputs, torch.bfloat16)
+    original = case.logits(half, rounded).float()
+    converted = he.convert(half, **case.convert_kwargs)(rounded)[0].float()
+    allowed = 2 * (original - exact).abs().max() + exact.abs().max() * 2**-7
+    assert (converted - exact).abs().max() <= allowed
+
+
+def test_gradients_equal_the_originals_in_training(case: ArchitectureCase) -> None:
+    model, inputs = case.build().train(), case.inputs()
+    ensemble = he.convert(model, **case.convert_kwargs).train()
+    logits = case.logits(model, inputs)
+    labels = torch.arange(len(logits)) % logits.shape[1]
+    F.cross_entropy(logits, labels).backward()
+    F.cross_entropy(ensemble(inputs)[0], labels).backward()
+
+    expected = dict(he.convert(_holding_gradients(model), **case.convert_kwargs).named_parameters())
+    scale = max(parameter.abs().max().item() for parameter in expected.values())
+    for name, parameter in ensemble.named_parameters():
+        assert parameter.grad is not None, name
+        assert (parameter.grad - expected[name]).abs().max() <= 1e-4 * scale, name
+
+
+def test_the_original_is_not_touched(case: ArchitectureCase) -> None:
+    model = case.build()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ensemble = he.convert(model, **case.convert_kwargs)
+    with torch.no_grad():
+        for parameter in ensemble.parameters():
+            parameter.zero_()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def _holding_gradients(model: nn.Module) -> nn.Module:
+    """A copy whose parameters are the gradients: converting it lays them out as the canonical ones."""
+    holder = copy.deepcopy(model)
+    for mine, theirs in zip(holder.parameters(), model.parameters(), strict=True):
+        mine.data = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad.clone()
+    return holder

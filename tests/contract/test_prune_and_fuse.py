@@ -1,0 +1,69 @@
+"""masked == pruned, and fused == members in turn, for every architecture."""
+
+import pytest
+import torch
+from architectures import ArchitectureCase
+from contract.cases import ALL_CASES
+from torch import Tensor
+
+import hydra_ensembles as he
+from hydra_ensembles.heads.mask import masked
+
+pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
+
+UNEVEN = [
+    [(0, 1), (0, 2), (1, 0)],
+    [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)],  # nothing left in the second layer
+    [(0, 0), (0, 1), (0, 2), (0, 3)],
+]
+EVEN = [[(0, 0), (1, 1)], [(0, 1), (1, 2)], [(0, 3), (1, 3)]]
+
+
+def close(actual: Tensor, expected: Tensor) -> bool:
+    return bool((actual - expected).abs().max() <= 1e-5 * expected.abs().max())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("heads", UNEVEN, ids=["some", "layer-emptied", "first-layer-emptied"])
+def test_pruned_equals_masked(case: ArchitectureCase, heads: list[tuple[int, int]]) -> None:
+    base, inputs = he.convert(case.build(), **case.convert_kwargs), case.inputs()
+    whole = base(inputs)
+    pruned = he.prune(base, heads)
+    with masked(base, heads):
+        expected = base(inputs)
+    assert close(pruned(inputs), expected)
+    assert not close(expected, whole)
+    assert torch.equal(base(inputs), whole)
+    assert sum(len(layer) for layer in pruned.heads[0]) == 8 - len(heads)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("choice", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_fused_equals_members_in_turn_when_shared_groups_are_equal(
+    case: ArchitectureCase, choice: list[list[tuple[int, int]]]
+) -> None:
+    base, inputs = he.convert(case.build(), **case.convert_kwargs), case.inputs()
+    members = [he.prune(base, heads) for heads in choice]
+    expected = torch.cat([member(inputs) for member in members])
+    for settings in ({}, {"norms": "mean", "readout": "mean"}, {"stem": "separate", "mlp": "separate"}):
+        fused = he.fuse(members, **settings)
+        assert close(fused(inputs), expected)
+    assert fused.config.trunk == 0
+
+
+@torch.no_grad()
+def test_a_common_first_layer_becomes_the_trunk(case: ArchitectureCase) -> None:
+    base, inputs = he.convert(case.build(), **case.convert_kwargs), case.inputs()
+    members = [he.prune(base, [(0, 1), (1, head)]) for head in range(3)]
+    fused = he.fuse(members)
+    assert fused.config.trunk == 1
+    assert close(fused(inputs), torch.cat([member(inputs) for member in members]))
+    assert [fused.member(i).heads for i in range(3)] == [member.heads for member in members]
+    assert all(close(fused.member(i)(inputs), members[i](inputs)) for i in range(3))
+
+
+def test_gradients_reach_every_parameter_of_a_fused_ensemble(case: ArchitectureCase) -> None:
+    base = he.convert(case.build(), **case.convert_kwargs)
+    fused = he.fuse([he.prune(base, heads) for heads in EVEN]).train()
+    fused(case.inputs()).square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in fused.parameters())

@@ -1,0 +1,41 @@
+"""torch-uncertainty as the referee, loaded without the training framework its package needs."""
+
+import importlib
+import importlib.util
+import sys
+import types
+import warnings
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def referee():
+    """`torch_uncertainty.metrics.classification` of version 0.12.1.
+
+    Its top-level module imports a training framework that metrics do not need, so an empty package with the
+    same path stands in for it during the import.
+    """
+    spec = importlib.util.find_spec("torch_uncertainty")
+    if spec is None:
+        pytest.skip("torch-uncertainty, the referee, is not installed")
+    package = types.ModuleType("torch_uncertainty")
+    package.__path__ = list(spec.submodule_search_locations)
+    sys.modules["torch_uncertainty"] = package
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return importlib.import_module("torch_uncertainty.metrics.classification")
+            except ImportError as error:
+                pytest.skip(f"torch-uncertainty, the referee, cannot be imported: {error}")
+    finally:
+        del sys.modules["torch_uncertainty"]
+
+
+@pytest.fixture
+def quiet():
+    """The referees warn about memory, and scikit-learn about nothing of ours: not what is tested here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

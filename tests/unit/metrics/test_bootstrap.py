@@ -1,0 +1,171 @@
+"""Bootstrap intervals: the same numbers as a plain loop, honest coverage, pairing, and speed."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from cases import random_scores
+
+from hydra_ensembles import metrics
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.metrics import (
+    bootstrap_difference,
+    bootstrap_metric,
+    bootstrap_ood,
+    bootstrap_ood_difference,
+    ece_of_confidence,
+)
+from hydra_ensembles.metrics.bootstrap import _ood_replicates
+
+T = torch.tensor
+CONVENTIONS = ["torch-uncertainty", "openood"]
+POINT_METRICS = {"auroc": metrics.auroc, "aupr": metrics.aupr, "fpr95": metrics.fpr95}
+
+
+def mean(values):
+    return values.double().mean().item()
+
+
+def gaussian_scores(seed, n=300, m=200, shift=1.0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(n, generator=g), torch.randn(m, generator=g) + shift
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("metric", POINT_METRICS)
+def test_value_and_replicates_equal_the_metric_on_each_resample(metric, convention):
+    point = POINT_METRICS[metric]
+    for seed in range(10):  # ties, constants and half precision among them
+        id_scores, ood_scores = random_scores(seed)
+        value, replicates = _ood_replicates(metric, id_scores, ood_scores, convention, 20, seed, None)
+        assert value == pytest.approx(point(id_scores, ood_scores, convention), abs=1e-12)
+        id_rng, ood_rng = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
+        expected = [
+            point(
+                id_scores[id_rng.integers(len(id_scores), size=len(id_scores))],
+                ood_scores[ood_rng.integers(len(ood_scores), size=len(ood_scores))],
+                convention,
+            )
+            for _ in range(20)
+        ]
+        np.testing.assert_allclose(replicates, expected, atol=1e-12)
+
+
+def test_pieces_do_not_change_the_result(monkeypatch):
+    id_scores, ood_scores = gaussian_scores(0)
+    whole = bootstrap_ood("auroc", id_scores, ood_scores, resamples=50)
+    monkeypatch.setattr("hydra_ensembles.metrics.bootstrap._DRAWS_AT_ONCE", 1500)
+    assert bootstrap_ood("auroc", id_scores, ood_scores, resamples=50) == whole
+
+
+def test_seeds():
+    id_scores, ood_scores = gaussian_scores(0)
+    first = bootstrap_ood("auroc", id_scores, ood_scores, resamples=50, seed=1)
+    assert first == bootstrap_ood("auroc", id_scores, ood_scores, resamples=50, seed=1)
+    assert first.low != bootstrap_ood("auroc", id_scores, ood_scores, resamples=50, seed=2).low
+    values = torch.rand(50)
+    assert bootstrap_metric(mean, [values]) == bootstrap_metric(mean, [values])
+    assert bootstrap_metric(mean, [values]).low != bootstrap_metric(mean, [values], seed=1).low
+
+
+def test_mean_interval_has_the_width_of_the_standard_error():
+    values = torch.randn(400, generator=torch.Generator().manual_seed(0))
+    interval = bootstrap_metric(mean, [values], resamples=2000)
+    assert interval.value == pytest.approx(mean(values))
+    assert (interval.high - interval.low) / 2 == pytest.approx(1.96 * values.std().item() / 20, rel=0.1)
+    narrower = bootstrap_metric(mean, [values], resamples=2000, level=0.5)
+    assert interval.low < narrower.low < narrower.value < narrower.high < interval.high
+    assert interval.value in interval
+    assert interval.high + 1 not in interval
+
+
+def test_intervals_cover_the_truth_about_as_often_as_they_say():
+    truth = 0.5 * (1 + torch.erf(T(0.5)).item())  # AUROC of unit Gaussians one apart: P(N(1, 2) > 0)
+    hits = [truth in bootstrap_ood("auroc", *gaussian_scores(seed), resamples=300, level=0.8) for seed in range(150)]
+    assert 0.72 <= np.mean(hits) <= 0.88
+
+
+def test_ood_interval_over_several_sets_shares_the_id_draws():
+    id_scores, near = gaussian_scores(0)
+    far = near + 2
+    both = bootstrap_ood("auroc", id_scores, [near, far], resamples=100)
+    alone = [bootstrap_ood("auroc", id_scores, scores, resamples=100) for scores in (near, far)]
+    assert both.value == pytest.approx((alone[0].value + alone[1].value) / 2)
+    assert bootstrap_ood("auroc", id_scores, [near], resamples=100) == alone[0]
+    # an OOD set so far away that it is always detected only halves the interval of the other
+    certain = bootstrap_ood("auroc", id_scores, [near, near + 1000], resamples=100)
+    assert certain.high - certain.low == pytest.approx((alone[0].high - alone[0].low) / 2)
+
+
+def test_paired_difference_is_sharper_than_two_intervals():
+    id_scores, ood_scores = gaussian_scores(0)
+    g = torch.Generator().manual_seed(1)
+    worse = (id_scores + 0.1 * torch.randn(300, generator=g), ood_scores - 0.1)
+    difference = bootstrap_ood_difference("auroc", (id_scores, ood_scores), worse)
+    assert difference.value == pytest.approx(metrics.auroc(id_scores, ood_scores) - metrics.auroc(*worse))
+    assert 0 not in difference
+    single = bootstrap_ood("auroc", id_scores, ood_scores)
+    assert difference.high - difference.low < (single.high - single.low) / 2
+    same = bootstrap_ood_difference("fpr95", (id_scores, ood_scores), (id_scores, ood_scores))
+    assert (same.value, same.low, same.high) == (0, 0, 0)
+
+
+def test_paired_difference_of_a_sample_metric():
+    g = torch.Generator().manual_seed(0)
+    hard = torch.randn(500, generator=g)
+    first, second = hard + 0.05 + 0.1 * torch.randn(500, generator=g), hard
+    difference = bootstrap_difference(mean, [first], [second])
+    assert difference.value == pytest.approx(mean(first) - mean(second))
+    assert 0 not in difference
+    assert difference.high - difference.low < 0.03
+    swapped = bootstrap_difference(mean, [second], [first])
+    assert (swapped.low, swapped.high) == pytest.approx((-difference.high, -difference.low))
+
+
+def test_several_arrays_are_drawn_together():
+    confidence = torch.rand(200, generator=torch.Generator().manual_seed(0))
+    correct = confidence > 0.5
+    assert bootstrap_metric(lambda c, k: mean((c > 0.5) == k), [confidence, correct], resamples=50).low == 1
+    interval = bootstrap_metric(ece_of_confidence, [confidence, correct], resamples=200)
+    assert 0 < interval.low <= interval.high < 1
+
+
+def test_ten_thousand_samples_in_a_few_seconds():
+    id_scores, ood_scores = gaussian_scores(0, n=10_000, m=10_000)
+    start = time.perf_counter()
+    interval = bootstrap_ood("auroc", id_scores, ood_scores, resamples=1000)
+    assert time.perf_counter() - start < 20  # about two seconds on one idle core
+    assert interval.high - interval.low < 0.02
+    assert interval.value in interval
+
+
+def test_one_sample_gives_a_point():
+    interval = bootstrap_ood("auroc", T([0.0]), T([1.0]), resamples=10)
+    assert (interval.value, interval.low, interval.high) == (1, 1, 1)
+
+
+def test_bad_input():
+    ones = torch.ones(3)
+    with pytest.raises(DataError, match="set 'near': there are no OOD scores"):
+        bootstrap_ood("auroc", ones, T([]), name="near")
+    with pytest.raises(DataError, match="set 'near': there are no ID scores"):
+        bootstrap_ood("auroc", T([]), ones, name="near")
+    with pytest.raises(DataError, match="got no OOD set"):
+        bootstrap_ood("auroc", ones, [])
+    with pytest.raises(DataError, match=r"first method has \[3\] OOD scores and the second \[2\]"):
+        bootstrap_ood_difference("auroc", (ones, ones), (ones, ones[:2]))
+    with pytest.raises(DataError, match="set 'val': got 3 rows in array 0, 2 rows in array 1"):
+        bootstrap_metric(mean, [ones, ones[:2]], name="val")
+    with pytest.raises(DataError, match="got no samples"):
+        bootstrap_metric(mean, [ones[:0]])
+    with pytest.raises(DataError, match="got no arrays"):
+        bootstrap_metric(mean, [])
+    with pytest.raises(ConfigError, match="metric='accuracy'"):
+        bootstrap_ood("accuracy", ones, ones)
+    with pytest.raises(ConfigError, match="convention='tu'"):
+        bootstrap_ood("auroc", ones, ones, convention="tu")
+    with pytest.raises(ConfigError, match="resamples=0"):
+        bootstrap_metric(mean, [ones], resamples=0)
+    with pytest.raises(ConfigError, match="level=95"):
+        bootstrap_metric(mean, [ones], level=95)

@@ -1,0 +1,259 @@
+"""Accuracy, Brier, NLL and calibration errors: hand-computed conventions, referees, and bad input."""
+
+import math
+
+import pytest
+import torch
+from cases import random_probs
+from sklearn import metrics as sklearn_metrics
+from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
+
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.metrics import (
+    accuracy,
+    adaptive_ece,
+    adaptive_ece_of_confidence,
+    brier,
+    brier_per_sample,
+    ece,
+    ece_of_confidence,
+    nll,
+    nll_of_log_probs,
+    nll_per_sample,
+    reliability_bins,
+    top_label,
+)
+
+T = torch.tensor
+METRICS = [accuracy, brier, nll, ece, adaptive_ece, reliability_bins, top_label]
+
+
+def binary(*confidences):
+    """Two-class rows whose first class has the given probability."""
+    first = T(confidences)
+    return torch.stack([first, 1 - first], dim=1)
+
+
+def updated(metric, *inputs):
+    metric.update(*inputs)
+    return float(metric.compute())
+
+
+# --- conventions, by hand -----------------------------------------------------------------------------------
+
+
+def test_accuracy_is_exact():
+    probs = binary(*[0.9] * 9, 0.2)
+    assert accuracy(probs, torch.zeros(10, dtype=torch.long)) == 0.9
+
+
+def test_brier_sums_over_classes():
+    probs = T([[0.7, 0.2, 0.1], [0.0, 0.0, 1.0]])
+    assert brier(probs, T([0, 0])) == pytest.approx(((0.3**2 + 0.2**2 + 0.1**2) + 2) / 2)
+    assert brier_per_sample(probs, T([0, 0])).tolist() == pytest.approx([0.14, 2.0])
+
+
+def test_nll_is_of_the_label():
+    assert nll(binary(0.5, 0.25), T([0, 0])) == pytest.approx((math.log(2) + math.log(4)) / 2)
+    assert nll_per_sample(binary(0.5, 0.25), T([1, 1])).tolist() == pytest.approx([math.log(2), math.log(4 / 3)])
+    assert nll(binary(1.0), T([1])) == math.inf
+
+
+def test_nll_of_log_probs_survives_underflow():
+    logits = T([[0.0, 500.0]])
+    assert nll(logits.softmax(-1), T([0])) == math.inf
+    assert nll_of_log_probs(logits.log_softmax(-1), T([0])) == pytest.approx(500)
+    probs, labels = random_probs(3)
+    assert nll_of_log_probs(probs.log(), labels) == pytest.approx(nll(probs, labels), abs=1e-6)
+
+
+def test_ece_uses_fifteen_bins_of_equal_width():
+    # 0.61 and 0.65 share the bin [9/15, 10/15); 0.9 is in another
+    probs, labels = binary(0.61, 0.65, 0.9), T([0, 1, 0])
+    assert ece(probs, labels) == pytest.approx((abs(1 - (0.61 + 0.65)) + abs(1 - 0.9)) / 3)
+
+
+def test_ece_gives_certainty_a_bin_of_its_own():
+    # 1.0 (wrong) and 0.95 (right) would cancel to |1 - 1.95| if they shared the last bin
+    probs, labels = binary(1.0, 0.95), T([1, 0])
+    assert ece(probs, labels) == pytest.approx((1.0 + 0.05) / 2)
+    bins = reliability_bins(probs, labels)
+    assert bins.count.tolist() == [0] * 14 + [2]
+
+
+def test_adaptive_ece_uses_bins_of_equal_count():
+    confidences = [0.51, 0.55, 0.6, 0.7, 0.8]
+    labels = T([1, 0, 0, 1, 0])
+    # five samples in two bins: three and two
+    expected = (abs(2 - (0.51 + 0.55 + 0.6)) + abs(1 - (0.7 + 0.8))) / 5
+    assert adaptive_ece(binary(*confidences), labels, bins=2) == pytest.approx(expected)
+    assert adaptive_ece(binary(*confidences[::-1]), labels.flip(0), bins=2) == pytest.approx(expected)
+
+
+def test_adaptive_ece_drops_empty_bins():
+    # fewer samples than bins: one sample a bin
+    assert adaptive_ece(binary(0.6, 0.9), T([0, 1])) == pytest.approx((0.4 + 0.9) / 2)
+    assert adaptive_ece(binary(0.6), T([0])) == pytest.approx(0.4)
+
+
+def test_reliability_bins_by_hand():
+    bins = reliability_bins(binary(0.61, 0.65, 0.9), T([0, 1, 0]))
+    assert bins.edges.tolist() == pytest.approx([i / 15 for i in range(16)])
+    assert bins.count.sum() == 3
+    assert (bins.count[9], bins.count[13]) == (2, 1)
+    assert bins.confidence[9].item() == pytest.approx(0.63)
+    assert bins.accuracy[9].item() == pytest.approx(0.5)
+    assert bins.accuracy[0].isnan()
+
+
+# --- referees -----------------------------------------------------------------------------------------------
+
+
+def test_random_cases_equal_the_referees(referee, quiet):
+    for seed in range(500):
+        probs, labels = random_probs(seed)
+        classes = probs.shape[1]
+        assert accuracy(probs, labels) == pytest.approx(
+            float(multiclass_accuracy(probs, labels, classes, average="micro")), abs=1e-6
+        )
+        expected = updated(referee.BrierScore(num_classes=classes), probs, labels)
+        assert brier(probs, labels) == pytest.approx(expected, abs=1e-5), seed
+        expected = updated(referee.CategoricalNLL(), probs, labels)
+        assert nll(probs, labels) == pytest.approx(expected, rel=1e-4, abs=1e-5), seed
+        expected = updated(referee.CalibrationError(task="multiclass", num_bins=15, num_classes=classes), probs, labels)
+        assert ece(probs, labels) == pytest.approx(expected, abs=1e-5), seed
+        assert ece_of_confidence(*top_label(probs, labels)) == pytest.approx(expected, abs=1e-5), seed
+        adaptive = referee.AdaptiveCalibrationError(task="multiclass", num_bins=15, num_classes=classes)
+        expected = updated(adaptive, probs, labels)
+        if len(labels) >= 15 and len(probs.amax(-1).unique()) == len(labels):
+            assert adaptive_ece(probs, labels) == pytest.approx(expected, abs=1e-5), seed
+        elif len(labels) < 15:
+            assert math.isnan(expected)  # why the empty bins are dropped here
+            confidence, correct = top_label(probs, labels)
+            gaps = (confidence - correct.float()).abs()
+            assert adaptive_ece(probs, labels) == pytest.approx(gaps.mean().item(), abs=1e-6)
+
+
+def test_tied_confidences_equal_the_referee_under_a_stable_sort(referee, quiet, monkeypatch):
+    unstable = torch.sort
+    monkeypatch.setattr(torch, "sort", lambda values: unstable(values, stable=True))
+    for seed in range(300):
+        g = torch.Generator().manual_seed(seed)
+        samples = int(torch.randint(15, 90, (), generator=g))
+        probs = binary(*(torch.randint(4, 9, (samples,), generator=g) / 8).tolist())
+        labels = torch.randint(0, 2, (samples,), generator=g)
+        adaptive = referee.AdaptiveCalibrationError(task="multiclass", num_bins=15, num_classes=2)
+        assert adaptive_ece(probs, labels) == pytest.approx(updated(adaptive, probs, labels), abs=1e-6), seed
+        expected = float(multiclass_calibration_error(probs, labels, 2, 15))
+        assert ece(probs, labels) == pytest.approx(expected, abs=1e-6), seed
+        assert ece_of_confidence(*top_label(probs, labels)) == pytest.approx(expected, abs=1e-6), seed
+
+
+@pytest.mark.parametrize("bins", [1, 7, 15, 40])
+def test_other_numbers_of_bins(referee, quiet, bins):
+    for seed in range(40):
+        g = torch.Generator().manual_seed(seed)
+        probs = (4 * torch.randn(100, 5, generator=g)).double().softmax(-1)
+        labels = torch.randint(0, 5, (100,), generator=g)
+        expected = float(multiclass_calibration_error(probs, labels, 5, bins))
+        assert ece(probs, labels, bins=bins) == expected
+        assert ece_of_confidence(*top_label(probs, labels), bins=bins) == pytest.approx(expected, abs=1e-6)
+        adaptive = referee.AdaptiveCalibrationError(task="multiclass", num_bins=bins, num_classes=5)
+        assert adaptive_ece(probs, labels, bins=bins) == pytest.approx(updated(adaptive, probs, labels), abs=1e-5)
+
+
+def test_nll_equals_scikit_learn_on_two_classes():
+    for seed in range(100):
+        probs, _ = random_probs(seed, max_classes=3)
+        labels = torch.randint(0, 2, (len(probs),), generator=torch.Generator().manual_seed(seed))
+        probs = probs.double().clamp(1e-6, 1)
+        probs = probs / probs.sum(-1, keepdim=True)
+        expected = sklearn_metrics.log_loss(labels, probs.numpy(), labels=[0, 1])
+        assert nll(probs, labels) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_thousand_classes(referee, quiet):
+    g = torch.Generator().manual_seed(0)
+    probs = (4 * torch.randn(2000, 1000, generator=g)).softmax(-1)
+    labels = torch.where(torch.rand(2000, generator=g) < 0.6, probs.argmax(-1), torch.randint(0, 1000, (2000,)))
+    task = {"task": "multiclass", "num_classes": 1000, "num_bins": 15}
+    assert ece(probs, labels) == pytest.approx(updated(referee.CalibrationError(**task), probs, labels), abs=1e-5)
+    expected = updated(referee.AdaptiveCalibrationError(**task), probs, labels)
+    assert adaptive_ece(probs, labels) == pytest.approx(expected, abs=1e-5)
+    assert brier(probs, labels) == pytest.approx(updated(referee.BrierScore(1000), probs, labels), abs=1e-5)
+    assert nll(probs, labels) == pytest.approx(updated(referee.CategoricalNLL(), probs, labels), rel=1e-5)
+
+
+# --- dtypes and rounding ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("classes", [2, 1000])
+def test_half_precision_equals_the_same_values_in_float32(dtype, classes):
+    g = torch.Generator().manual_seed(1)
+    probs = (3 * torch.randn(5000, classes, generator=g)).softmax(-1).to(dtype)
+    labels = torch.randint(0, classes, (5000,), generator=g)
+    # the widened rows only sum to one within half precision, so compare on what top_label sees
+    confidence, correct = top_label(probs, labels)
+    assert confidence.dtype == torch.float32
+    assert ece(probs, labels) == pytest.approx(ece_of_confidence(confidence, correct), abs=1e-5)
+    widened = ece_of_confidence(confidence.to(dtype), correct)  # exact: the values came from this dtype
+    assert widened == ece_of_confidence(confidence, correct)
+    assert adaptive_ece(probs, labels) == adaptive_ece_of_confidence(confidence, correct)
+    per_sample = (probs.float() - torch.nn.functional.one_hot(labels, classes)).square().sum(-1)
+    assert brier(probs, labels) == pytest.approx(per_sample.mean().item(), abs=1e-5)
+
+
+def test_rounding_above_one_does_not_turn_probabilities_into_logits():
+    probs = T([[1.0000001, 0.0], [0.0, 1.0000001], [0.75, 0.25]])
+    assert (probs > 1).any()
+    assert ece(probs, T([0, 1, 0])) == pytest.approx(0.25 / 3, abs=1e-6)
+
+
+def test_labels_of_every_integer_dtype():
+    probs, labels = random_probs(8)
+    for dtype in (torch.uint8, torch.int32, torch.int64):
+        assert accuracy(probs, labels.to(dtype)) == accuracy(probs, labels)
+        assert nll(probs, labels.to(dtype)) == nll(probs, labels)
+
+
+# --- bad input ----------------------------------------------------------------------------------------------
+
+PROBS, LABELS = binary(0.5, 0.75), T([0, 1])
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize(
+    ("probs", "labels", "message"),
+    [
+        (torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), "set 'val': got no samples"),
+        (PROBS, T([0]), "set 'val': got 2 rows of probabilities, 1 labels"),
+        (PROBS, T([0, 2]), "set 'val': labels run from 0 to 2, but the probabilities have 2 classes"),
+        (PROBS, T([-1, 0]), "set 'val': labels run from -1 to 0"),
+        (PROBS, T([0.0, 1.0]), "set 'val': labels must be integer class indices.*float32"),
+        (PROBS, T([[0, 1]]), r"set 'val': labels must have shape \[B\]"),
+        (torch.ones(2, 1), LABELS, r"set 'val': probabilities have 1 class\(es\)"),
+        (PROBS[0], LABELS, r"set 'val': probabilities must have shape \[B, C\], but have \[2\]"),
+        (T([[0.5, torch.nan], [1, 0]]), LABELS, r"set 'val': 1 of 4 probabilities are NaN or infinite.*\(0, 1\)"),
+        (T([[3.0, -2.0], [1, 0]]), LABELS, "set 'val': rows must be probabilities.*softmax"),
+        (T([[0.2, 0.2], [1, 0]]), LABELS, "set 'val': rows must be probabilities.*off by 0.6"),
+        (T([[1, 0], [1, 0]]), LABELS, "set 'val': probabilities must be floating point"),
+    ],
+)
+def test_bad_sets_are_named(metric, probs, labels, message):
+    with pytest.raises(DataError, match=message):
+        metric(probs, labels, name="val")
+
+
+@pytest.mark.parametrize("metric", [ece_of_confidence, adaptive_ece_of_confidence])
+def test_bad_confidences(metric):
+    with pytest.raises(DataError, match="set 'val': confidences must be floating point numbers in"):
+        metric(T([1.5]), T([True]), name="val")
+    with pytest.raises(DataError, match="got 1 confidences, 2 correct flags"):
+        metric(T([0.5]), T([True, False]))
+
+
+@pytest.mark.parametrize("metric", [ece, adaptive_ece, reliability_bins])
+def test_no_bins(metric):
+    with pytest.raises(ConfigError, match="bins=0"):
+        metric(PROBS, LABELS, bins=0)

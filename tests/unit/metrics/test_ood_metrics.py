@@ -1,0 +1,200 @@
+"""AUROC, AUPR, FPR95: hand-computed conventions, referees, and bad input."""
+
+import numpy as np
+import pytest
+import torch
+from cases import random_scores
+from sklearn import metrics as sklearn_metrics
+from torchmetrics.functional.classification import binary_auroc, binary_average_precision
+
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.metrics import aupr, auroc, discordance, fpr95, roc_curve
+
+T = torch.tensor
+
+
+def joined(id_scores, ood_scores):
+    scores = torch.cat([id_scores, ood_scores])
+    return scores, torch.cat([torch.zeros(len(id_scores)), torch.ones(len(ood_scores))]).long()
+
+
+def openood(id_scores, ood_scores):
+    """The definitions of OpenOOD's evaluator, with every distinct score kept as a threshold."""
+    scores, is_ood = (t.double().numpy() for t in joined(id_scores, ood_scores))
+    fpr, tpr, _ = sklearn_metrics.roc_curve(is_ood, scores, drop_intermediate=False)
+    precision, recall, _ = sklearn_metrics.precision_recall_curve(is_ood, scores)
+    return {
+        "auroc": sklearn_metrics.auc(fpr, tpr),
+        "aupr": sklearn_metrics.auc(recall, precision),
+        "fpr95": fpr[np.argmax(tpr >= 0.95)],
+    }
+
+
+# --- conventions, by hand -----------------------------------------------------------------------------------
+
+# descending: 0.9 OOD, 0.8 ID, 0.7 OOD, 0.6 ID, 0.5 ID
+ID, OOD = T([0.8, 0.6, 0.5]), T([0.9, 0.7])
+
+
+def test_auroc_by_hand():
+    assert auroc(ID, OOD) == 5 / 6  # of six pairs only (0.8, 0.7) is in the wrong order
+    assert auroc(OOD, ID) == 1 / 6
+    assert auroc(T([0.5]), T([0.5])) == 0.5
+
+
+def test_aupr_by_hand():
+    # precision 1 at recall 1/2, 2/3 at recall 1
+    assert aupr(ID, OOD) == pytest.approx(0.5 * 1 + 0.5 * (2 / 3))
+    # trapezoids: from (0, 1) to (1/2, 1), drop to (1/2, 1/2), up to (1, 2/3)
+    assert aupr(ID, OOD, "openood") == pytest.approx(0.5 * 1 + 0.5 * (1 / 2 + 2 / 3) / 2)
+
+
+def test_fpr95_takes_the_nearest_recall_or_the_first_sufficient_one():
+    # 18 OOD samples on top, one ID below them, then the last OOD sample: recall is 18/19 = 0.947 or 1
+    ood_scores = torch.cat([torch.linspace(0.8, 0.9, 18), T([0.1])])
+    id_scores = T([0.5, 0.05])
+    assert fpr95(id_scores, ood_scores, "openood") == 0.5  # recall 1, one of two ID samples flagged
+    assert fpr95(id_scores, ood_scores, "torch-uncertainty") == 0.5  # recall 0.947, below the ID run
+    assert fpr95(T([0.05, 0.04]), ood_scores) == 0.0
+
+
+def test_fpr95_torch_uncertainty_counts_the_id_run_that_follows():
+    ood_scores = torch.cat([torch.linspace(0.8, 0.9, 19), T([0.1])])  # recall 0.95 exactly after 19
+    id_scores = T([0.5, 0.4, 0.3, 0.05])
+    assert fpr95(id_scores, ood_scores, "torch-uncertainty") == 0.75
+    assert fpr95(id_scores, ood_scores, "openood") == 0.0
+
+
+def test_constant_scores():
+    constant = torch.zeros(7)
+    assert auroc(constant, constant[:3]) == 0.5
+    assert aupr(constant, constant[:3]) == pytest.approx(0.3)
+    assert aupr(constant, constant[:3], "openood") == pytest.approx((1 + 0.3) / 2)
+    for convention in ("torch-uncertainty", "openood"):
+        assert fpr95(constant, constant[:3], convention) == 1.0
+
+
+def test_one_sample_each():
+    assert (auroc(T([0.0]), T([1.0])), aupr(T([0.0]), T([1.0])), fpr95(T([0.0]), T([1.0]))) == (1, 1, 0)
+    assert (auroc(T([1.0]), T([0.0])), aupr(T([1.0]), T([0.0])), fpr95(T([1.0]), T([0.0]))) == (0, 0.5, 1)
+
+
+# --- referees -----------------------------------------------------------------------------------------------
+
+
+def test_torch_uncertainty_convention_equals_its_referee(referee, quiet):
+    for seed in range(700):
+        id_scores, ood_scores = random_scores(seed)
+        scores, is_ood = joined(id_scores, ood_scores)
+        metric = referee.FPR95(pos_label=1)
+        metric.update(scores, is_ood)
+        assert fpr95(id_scores, ood_scores) == pytest.approx(float(metric.compute()), abs=1e-6), seed
+        assert auroc(id_scores, ood_scores) == pytest.approx(float(binary_auroc(scores, is_ood)), abs=1e-5)
+        expected = float(binary_average_precision(scores.float(), is_ood))
+        assert aupr(id_scores, ood_scores) == pytest.approx(expected, abs=1e-5), seed
+
+
+def test_openood_convention_equals_its_definition():
+    for seed in range(400):
+        id_scores, ood_scores = random_scores(seed)
+        expected = openood(id_scores, ood_scores)
+        assert auroc(id_scores, ood_scores, "openood") == pytest.approx(expected["auroc"], abs=1e-12)
+        assert aupr(id_scores, ood_scores, "openood") == pytest.approx(expected["aupr"], abs=1e-12)
+        assert fpr95(id_scores, ood_scores, "openood") == expected["fpr95"], seed
+
+
+def test_large_sets_equal_the_referees(referee, quiet):
+    g = torch.Generator().manual_seed(0)
+    id_scores, ood_scores = torch.rand(5000, generator=g), torch.rand(7000, generator=g).sqrt()
+    scores, is_ood = joined(id_scores, ood_scores)
+    metric = referee.FPR95(pos_label=1)
+    metric.update(scores, is_ood)
+    assert fpr95(id_scores, ood_scores) == pytest.approx(float(metric.compute()), abs=1e-6)
+    expected = sklearn_metrics.roc_auc_score(is_ood, scores)
+    assert auroc(id_scores, ood_scores) == pytest.approx(expected, abs=1e-12)
+
+
+def test_discordance_counts_pairs():
+    for seed in range(300):
+        id_scores, ood_scores = random_scores(seed)
+        difference = id_scores.double()[:, None] - ood_scores.double()[None, :]
+        assert discordance(id_scores, ood_scores) == 2 * int((difference > 0).sum()) + int((difference == 0).sum())
+
+
+# --- ranks, not values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("convention", ["torch-uncertainty", "openood"])
+def test_scores_far_outside_the_unit_interval_are_not_squashed(convention):
+    id_scores, ood_scores = random_scores(0, low=40)
+    for stretch in (lambda s: 1e4 * s.double() - 3e3, lambda s: -1 / (s.double() + 1e-3)):
+        for metric in (auroc, aupr, fpr95):
+            assert metric(stretch(id_scores), stretch(ood_scores), convention) == metric(
+                id_scores, ood_scores, convention
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.uint8])
+def test_every_dtype_keeps_the_order(dtype):
+    id_scores, ood_scores = T([0, 3, 3, 200]).to(dtype), T([1, 3, 250]).to(dtype)
+    assert discordance(id_scores, ood_scores) == 2 * (3 + 1 + 0) + 2
+    for metric in (auroc, aupr, fpr95):
+        assert metric(id_scores, ood_scores) == metric(id_scores.double(), ood_scores.double())
+
+
+def test_mixed_dtypes_and_infinite_scores():
+    assert discordance(T([1.0, 2.0]).half(), T([2, 3])) == 1
+    assert discordance(T([0.1]), T([0.1], dtype=torch.float64)) == 2  # 0.1 in float32 is above 0.1 in float64
+    assert auroc(T([-torch.inf, 0.0]), T([torch.inf, 1.0])) == 1
+    assert aupr(T([-torch.inf, 0.0]), T([torch.inf, 1.0]), "openood") == 1
+    assert auroc(T([-0.0]), T([0.0])) == 0.5
+
+
+def test_half_precision_counts_beyond_its_integers():
+    id_scores, ood_scores = torch.zeros(5000).half(), torch.ones(4000).half()
+    id_scores[:1250] = 2
+    assert auroc(id_scores, ood_scores) == 0.75
+    assert fpr95(id_scores, ood_scores) == 0.25
+
+
+def test_scores_that_carry_gradients():
+    scores = torch.rand(5, requires_grad=True)
+    assert auroc(scores, scores + 1) == 1
+    assert aupr(scores, scores + 1) == 1
+
+
+def test_roc_curve_points():
+    curve = roc_curve(ID, OOD)
+    assert curve.fpr.tolist() == pytest.approx([0, 0, 1 / 3, 1 / 3, 1])
+    assert curve.tpr.tolist() == pytest.approx([0, 0.5, 0.5, 1, 1])
+    assert curve.thresholds.tolist() == pytest.approx([torch.inf, 0.9, 0.8, 0.7, 0.5])
+    for seed in range(50):
+        id_scores, ood_scores = random_scores(seed)
+        curve = roc_curve(id_scores, ood_scores)
+        area = torch.trapezoid(curve.tpr, curve.fpr).item()
+        assert area == pytest.approx(auroc(id_scores, ood_scores), abs=1e-12)
+
+
+# --- bad input ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("metric", [auroc, aupr, fpr95, discordance, roc_curve])
+@pytest.mark.parametrize(
+    ("id_scores", "ood_scores", "message"),
+    [
+        (T([]), T([1.0]), "set 'textures': there are no ID scores"),
+        (T([1.0]), T([]), "set 'textures': there are no OOD scores"),
+        (T([1.0, 2.0]), T([1.0, torch.nan]), "set 'textures': 1 of 2 OOD scores are NaN, the first at index 1"),
+        (T([[1.0]]), T([1.0]), r"set 'textures': ID scores must be a vector \[B\].*\[1, 1\]"),
+        (T([1.0 + 1j]), T([1.0]), "set 'textures': ID scores must be real"),
+    ],
+)
+def test_bad_scores_are_named(metric, id_scores, ood_scores, message):
+    with pytest.raises(DataError, match=message):
+        metric(id_scores, ood_scores, name="textures")
+
+
+@pytest.mark.parametrize("metric", [auroc, aupr, fpr95])
+def test_unknown_convention(metric):
+    with pytest.raises(ConfigError, match="'torch-uncertainty', 'openood'"):
+        metric(ID, OOD, "0.13")

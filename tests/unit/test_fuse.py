@@ -1,0 +1,188 @@
+"""Averaging, counting and refusing in `fuse`, on models built from a configuration."""
+
+import pytest
+import torch
+from torch import nn
+
+import hydra_ensembles as he
+from hydra_ensembles.config import (
+    EncoderConfig,
+    EnsembleConfig,
+    PatchStemConfig,
+    ReadoutConfig,
+    all_heads,
+)
+from hydra_ensembles.member_states import place_of
+
+
+def small(seed: int = 0, **changes: int) -> he.Ensemble:
+    encoder = EncoderConfig(width=24, layers=3, heads=4, head_dim=6, mlp_width=48, **changes)  # type: ignore[arg-type]
+    config = EnsembleConfig(PatchStemConfig((4, 4), (2, 2)), encoder, ReadoutConfig(num_classes=5), all_heads(encoder))
+    return noisy(he.Ensemble(config), seed)
+
+
+def noisy(ensemble: he.Ensemble, seed: int, group: str | None = None) -> he.Ensemble:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in ensemble.named_parameters():
+            if group is None or place_of(name)[0] == group:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return ensemble.eval()
+
+
+def tuned(base: he.Ensemble, member: int, groups: tuple[str, ...] = ("attention", "mlp", "norms", "readout")) -> he.Ensemble:
+    """A copy with two heads of its own gone, moved away from the base as fine-tuning would."""
+    copy = he.prune(base, [(0, member % 4), (1, (member + 1) % 4)])
+    for group in groups:
+        noisy(copy, 100 + member, group)
+    return copy
+
+
+IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("members", range(1, 9))
+@torch.no_grad()
+def test_the_fused_mlp_is_the_arithmetic_mean(members: int) -> None:
+    base = small()
+    parts = [tuned(base, m) for m in range(members)]
+    fused = he.fuse(parts)
+    for name, parameter in fused.named_parameters():
+        if place_of(name)[0] != "mlp":
+            continue
+        total = torch.zeros_like(parts[0].get_parameter(name), dtype=torch.float64)
+        for part in parts:
+            total += part.get_parameter(name).double()
+        assert parameter.shape[0] == 1
+        assert torch.allclose(parameter.double(), total / members, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("group", ["norms", "readout", "stem"])
+@torch.no_grad()
+def test_other_groups_are_averaged_on_request(group: str) -> None:
+    parts = [tuned(small(), m, groups=("stem", "attention", "mlp", "norms", "readout")) for m in range(3)]
+    settings = {"stem": "separate", "mlp": "separate", group: "mean"}
+    fused = he.fuse(parts, **settings)  # type: ignore[arg-type]
+    names = [name for name, _ in fused.named_parameters() if place_of(name)[0] == group]
+    assert names
+    for name in names:
+        mean = torch.stack([part.get_parameter(name) for part in parts]).mean(0)
+        assert torch.allclose(fused.get_parameter(name), mean, atol=1e-6)
+
+
+@torch.no_grad()
+def test_with_everything_separate_it_is_a_stack() -> None:
+    parts = [tuned(small(), m) for m in range(3)]
+    fused = he.fuse(parts, stem="separate", mlp="separate", norms="separate", readout="separate")
+    stacked = he.Ensemble.stack(parts)
+    assert fused.config == stacked.config
+    assert all(torch.equal(tensor, stacked.state_dict()[name]) for name, tensor in fused.state_dict().items())
+
+
+@pytest.mark.parametrize("trunk", [0, 1, 2, 3])
+@torch.no_grad()
+def test_the_trunk_is_found_exactly_when_it_exists(trunk: int) -> None:
+    base = small()
+    parts = []
+    for member in range(3):
+        part = he.prune(base, [])
+        if trunk < 3:
+            part.get_parameter(f"encoder.layers.{trunk}.norm2.bias").add_(member * 1e-3)
+        parts.append(part)
+    fused = he.fuse(parts)
+    assert fused.config.trunk == trunk
+    expected = torch.cat([part(IMAGES) for part in parts])
+    assert torch.allclose(fused(IMAGES), expected, atol=1e-5)
+    stored = {name: p.shape[0] for name, p in fused.named_parameters() if name.endswith("norm1.weight")}
+    assert stored == {f"encoder.layers.{i}.norm1.weight": 1 if i < trunk else 3 for i in range(3)}
+
+
+def test_unequal_stems_are_refused_with_the_way_out() -> None:
+    parts = [tuned(small(), m, groups=("stem",)) for m in range(2)]
+    with pytest.raises(he.HydraError, match=r'differ in stem\..*stem="mean"'):
+        he.fuse(parts)
+
+
+def test_members_of_different_architectures_are_refused_by_name() -> None:
+    with pytest.raises(he.HydraError, match=r"encoder\.norm_first: True and False"):
+        he.fuse([small(), small(norm_first=False)])
+
+
+@pytest.mark.parametrize("settings", [{"mlp": "shared"}, {"stem": "same"}, {"readout": None}])
+def test_unknown_settings_are_refused(settings: dict[str, str]) -> None:
+    with pytest.raises(he.HydraError, match="must be one of"):
+        he.fuse([small()], **settings)  # type: ignore[arg-type]
+
+
+def test_no_members_are_refused() -> None:
+    with pytest.raises(he.HydraError, match="at least one"):
+        he.fuse([])
+    with pytest.raises(he.HydraError, match="at least one"):
+        he.Ensemble.stack([])
+
+
+def test_pruning_refuses_heads_that_are_not_there() -> None:
+    base = small()
+    once = he.prune(base, [(0, 1)])
+    for heads, message in [
+        ([(0, 1)], "not in this ensemble"),
+        ([(7, 0)], "3 layers"),
+        ([(0, 9)], "not in this ensemble"),
+        ([(0, 0), (0, 0)], "twice"),
+        ([(0, 0, "text")], "tower"),
+        (["x"], "a head is"),
+    ]:
+        with pytest.raises(he.HydraError, match=message):
+            he.prune(once, heads)  # type: ignore[arg-type]
+    with pytest.raises(he.HydraError, match="one member"):
+        he.prune(he.fuse([base, once]), [(0, 2)])
+
+
+def vit_base() -> EnsembleConfig:
+    encoder = EncoderConfig(width=768, layers=12, heads=12, head_dim=64, mlp_width=3072)
+    return EnsembleConfig(
+        PatchStemConfig((16, 16), (14, 14)), encoder, ReadoutConfig(num_classes=1000), all_heads(encoder)
+    )
+
+
+def on_meta(config: EnsembleConfig) -> he.Ensemble:
+    with torch.device("meta"):
+        return he.Ensemble(config)
+
+
+class TestCounts:
+    """ViT-B/16 with 1,000 classes: the integers behind the paper's Table 7 (docs/paper_map.md explains them)."""
+
+    pruned_heads = tuple(tuple(range(4, 12)) for _ in range(12))
+
+    def test_single(self) -> None:
+        described = on_meta(vit_base()).describe()
+        assert described.parameters == 86_567_656
+        assert described.multiply_adds == 17_563_828_224
+
+    def test_pruned_to_8_of_12_heads(self) -> None:
+        base = vit_base()
+        config = EnsembleConfig(base.stem, base.encoder, base.readout, (self.pruned_heads,))
+        described = on_meta(config).describe()
+        assert described.parameters == 77_121_256
+        assert described.multiply_adds == 15_466_260_480
+
+    @pytest.mark.parametrize(("norms", "parameters"), [(True, 116_463_288), (False, 116_540_088)])
+    def test_fused(self, norms: bool, parameters: int) -> None:
+        from hydra_ensembles.config import Sharing
+
+        base = vit_base()
+        heads = tuple(tuple(tuple(range(m, m + 8)) for _ in range(12)) for m in range(3))
+        sharing = Sharing(stem=True, mlp=True, norms=norms)
+        described = on_meta(EnsembleConfig(base.stem, base.encoder, base.readout, heads, sharing)).describe()
+        assert described.parameters == parameters
+        assert described.multiply_adds == 46_167_570_432
+
+    def test_fuse_gives_that_ensemble(self) -> None:
+        """The same numbers through `prune` and `fuse` on a real module, not through a configuration."""
+        base = he.Ensemble(vit_base())
+        assert isinstance(base, nn.Module)
+        members = [he.prune(base, [(layer, (m + k) % 12) for layer in range(12) for k in range(4)]) for m in range(3)]
+        assert members[0].describe().parameters == 77_121_256
+        assert he.fuse(members).describe().parameters == 116_540_088
+        assert he.fuse(members, norms="mean").describe().parameters == 116_463_288

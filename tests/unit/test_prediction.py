@@ -1,0 +1,311 @@
+"""`Prediction`: uncertainty identities for any logits, scores, abstention, picking and joining samples."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.prediction import Prediction, ScoreName, ood_score, scale_logits
+
+T = torch.tensor
+SCORES = ScoreName.__args__
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+TENSORS = [
+    field.name for field in dataclasses.fields(Prediction) if field.type is torch.Tensor or "Tensor" in str(field.type)
+]
+
+
+@st.composite
+def member_logits(draw, min_members=1):
+    """Logits of any floating dtype, from all equal to saturated at the largest float16."""
+    members = draw(st.integers(min_members, 8))
+    samples = draw(st.integers(1, 5))
+    classes = draw(st.sampled_from([2, 3, 10, 1000]))
+    dtype = draw(st.sampled_from(DTYPES))
+    scale = draw(st.sampled_from([0.0, 1e-4, 1.0, 10.0, 100.0, 1e4, 65504.0]))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    logits = torch.randn(members, samples, classes, generator=g)
+    if draw(st.booleans()):  # only extremes: ties among saturated logits
+        logits = logits.sign()
+    return (logits * scale).clamp(-65504, 65504).to(dtype)
+
+
+def random_prediction(samples=6, members=3, classes=4, seed=0, **kwargs):
+    g = torch.Generator().manual_seed(seed)
+    return Prediction.from_logits(3 * torch.randn(members, samples, classes, generator=g), **kwargs)
+
+
+def assert_same(first, second):
+    for name in TENSORS:
+        if getattr(first, name) is None:
+            assert getattr(second, name) is None
+        else:
+            assert torch.equal(getattr(first, name), getattr(second, name)), name
+    for name in ("threshold", "score_name", "class_names"):
+        assert getattr(first, name) == getattr(second, name)
+
+
+# --- identities ---------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(member_logits())
+def test_uncertainty_identities(logits):
+    p = Prediction.from_logits(logits)
+    classes, members = logits.shape[-1], logits.shape[0]
+    bound = math.log(classes)
+    for name in TENSORS:
+        value = getattr(p, name)
+        assert value is None or value.isfinite().all(), name
+    assert p.probs.dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(p.probs.sum(-1), torch.ones_like(p.confidence), atol=1e-5, rtol=0)
+    torch.testing.assert_close(p.aleatoric + p.epistemic, p.entropy, atol=1e-6, rtol=1e-6)
+    for part in (p.entropy, p.aleatoric, p.epistemic):
+        assert (part >= 0).all()
+        assert (part <= bound + 1e-4).all()
+    assert (p.epistemic <= math.log(members) + 1e-4).all()
+    expected = torch.special.entr(p.probs.double()).sum(-1)
+    torch.testing.assert_close(p.entropy.double(), expected, atol=1e-4, rtol=1e-4)
+    assert ((p.confidence >= 1 / classes - 1e-6) & (p.confidence <= 1)).all()
+    for share in (p.disagreement, p.variation_ratio):
+        assert ((share >= 0) & (share <= 1)).all()
+    for name in SCORES:
+        assert p.score(name).isfinite().all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(member_logits(min_members=2), st.randoms(use_true_random=False))
+def test_the_order_of_members_does_not_matter(logits, random):
+    order = random.sample(range(len(logits)), len(logits))
+    p, q = Prediction.from_logits(logits), Prediction.from_logits(logits[order])
+    clear = p.probs.topk(2).values.diff().abs().squeeze(-1) > 1e-5  # rounding may swap equal classes
+    assert torch.equal(p.label[clear], q.label[clear])
+    for name in ("probs", "confidence", "entropy", "aleatoric", "epistemic", "disagreement"):
+        torch.testing.assert_close(getattr(p, name), getattr(q, name), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(p.variation_ratio[clear], q.variation_ratio[clear])
+    for name in SCORES:
+        torch.testing.assert_close(p.score(name), q.score(name), atol=1e-4, rtol=1e-4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(member_logits())
+def test_equal_members_have_no_epistemic_uncertainty(logits):
+    p = Prediction.from_logits(logits[:1].expand_as(logits))
+    single = Prediction.from_logits(logits[:1])
+    torch.testing.assert_close(p.probs, single.probs)
+    assert (p.epistemic <= 1e-4).all()
+    assert not p.disagreement.any()
+    assert not single.variation_ratio.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_saturated_logits(dtype):
+    largest = 65504.0 if dtype != torch.bfloat16 else 65280.0
+    for extreme in (1e4, largest):
+        logits = torch.full((2, 1, 3), -extreme, dtype=dtype)
+        logits[0, 0, 0] = logits[1, 0, 1] = extreme  # two certain members, opposite
+        p = Prediction.from_logits(logits)
+        assert p.probs.tolist() == [[0.5, 0.5, 0.0]]
+        assert p.aleatoric.item() == 0
+        assert p.epistemic.item() == pytest.approx(math.log(2))
+        assert p.entropy.item() == pytest.approx(math.log(2))
+        assert p.log_probs.isfinite().all()
+        assert p.score("energy").item() == pytest.approx(-math.log(2), abs=1e-3)
+    uniform = Prediction.from_logits(torch.full((2, 1, 3), 65280.0, dtype=dtype))
+    assert uniform.entropy.item() == pytest.approx(math.log(3))
+
+
+def test_the_largest_float32_gives_no_nan():
+    huge = torch.finfo(torch.float32).max
+    p = Prediction.from_logits(T([[[huge, -huge], [huge, huge]]]))
+    assert p.probs.tolist() == [[1, 0], [0.5, 0.5]]
+    assert not any(getattr(p, name).isnan().any() for name in TENSORS if getattr(p, name) is not None)
+
+
+# --- values -------------------------------------------------------------------------------------------------
+
+
+def test_by_hand():
+    logits = T([[[0.9, 0.1]], [[0.4, 0.6]], [[0.2, 0.8]]]).log()
+    p = Prediction.from_logits(logits, class_names=["cat", "dog"])
+    assert p.probs[0].tolist() == pytest.approx([0.5, 0.5])
+    assert p.log_probs.exp()[0].tolist() == pytest.approx([0.5, 0.5])
+    p = Prediction.from_logits(logits[1:], class_names=["cat", "dog"])
+    assert p.probs[0].tolist() == pytest.approx([0.3, 0.7])
+    assert (p.label.item(), p.names()) == (1, ["dog"])
+    assert p.confidence.item() == pytest.approx(0.7)
+    assert p.entropy.item() == pytest.approx(-0.3 * math.log(0.3) - 0.7 * math.log(0.7))
+    assert p.score().item() == p.score("msp").item() == pytest.approx(0.3)
+    mean_logits = logits[1:].mean(0)[0]
+    assert p.score("max_logit").item() == pytest.approx(-mean_logits[1].item())
+    assert p.score("energy").item() == pytest.approx(-math.log(mean_logits.exp().sum().item()), abs=1e-6)
+    assert p.score("mutual_information") is p.epistemic
+    assert p.score("entropy") is p.entropy
+    assert (len(p), p.members, p.classes) == (1, 2, 2)
+    assert repr(p) == "Prediction(1 samples, 2 members, 2 classes, score='msp', threshold=None)"
+
+
+def test_disagreement_and_variation_ratio():
+    votes = T([[0, 0], [0, 1], [1, 2]])  # three members, two samples
+    p = Prediction.from_logits(5 * torch.nn.functional.one_hot(votes, 3).float())
+    assert p.disagreement.tolist() == pytest.approx([2 / 3, 1])
+    assert p.variation_ratio.tolist() == pytest.approx([1 / 3, 2 / 3])
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("temperature", [None, 2.0, [0.5, 1.0, 2.0]])
+def test_ood_score_equals_that_of_the_prediction(name, temperature):
+    logits = torch.randn(3, 20, 5, generator=torch.Generator().manual_seed(0))
+    expected = Prediction.from_logits(logits, temperature).score(name)
+    torch.testing.assert_close(ood_score(logits, name, temperature), expected)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_are_higher_when_uncertain(name):
+    sure, unsure = T([[[9.0, 0.0, 0.0]]] * 2), T([[[1.0, 0.0, 0.0]], [[0.0, 1.0, 0.0]]])
+    assert ood_score(sure, name) < ood_score(unsure, name)
+
+
+def test_temperature_divides_each_members_logits():
+    logits = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+    one = Prediction.from_logits(logits, temperature=2.0)
+    torch.testing.assert_close(one.probs, (logits / 2).softmax(-1).mean(0))
+    for temperature in ([0.5, 4.0], T([0.5, 4.0]), np.array([0.5, 4.0])):
+        each = Prediction.from_logits(logits, temperature=temperature)
+        expected = ((logits[0] / 0.5).softmax(-1) + (logits[1] / 4).softmax(-1)) / 2
+        torch.testing.assert_close(each.probs, expected)
+    # what is kept are the divided logits, so a prediction can be made again from them
+    assert_same(each, Prediction.from_logits(each.member_logits))
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_accept_is_a_score_at_or_below_the_threshold(name):
+    free = random_prediction(samples=50, score=name)
+    assert free.accept is None
+    threshold = free.score().median().item()
+    p = random_prediction(samples=50, score=name, threshold=threshold)
+    assert p.accept.dtype == torch.bool
+    assert torch.equal(p.accept, p.score(name) <= threshold)
+    assert p.accept.sum() == 25  # the median itself is accepted
+    assert (p[p.accept].score() <= threshold).all()
+    assert p[p.accept].accept.all()
+
+
+def test_gradients_flow():
+    logits = torch.randn(2, 3, 4, requires_grad=True)
+    Prediction.from_logits(logits).entropy.sum().backward()
+    assert logits.grad.isfinite().all()
+
+
+# --- samples ------------------------------------------------------------------------------------------------
+
+
+def test_picking_samples():
+    p = random_prediction(samples=6, threshold=0.4, class_names="abcd")
+    assert_same(p[:], p)
+    for index, rows in [
+        (2, [2]),
+        (-1, [5]),
+        (np.int64(3), [3]),
+        (T(4), [4]),
+        (slice(1, 4), [1, 2, 3]),
+        (slice(None, None, 2), [0, 2, 4]),
+        ([4, 0], [4, 0]),
+        (T([1, 1]), [1, 1]),
+        (np.array([5, 2]), [5, 2]),
+        (T([True, False, False, True, False, False]), [0, 3]),
+        ([False] * 5 + [True], [5]),
+        ([], []),
+        (torch.zeros(6, dtype=torch.bool), []),
+    ]:
+        part = p[index]
+        assert len(part) == len(rows)
+        assert torch.equal(part.member_logits, p.member_logits[:, rows])
+        for name in ("probs", "label", "epistemic", "accept"):
+            assert torch.equal(getattr(part, name), getattr(p, name)[rows])
+        assert part.names() == [p.names()[row] for row in rows]
+    for index in (6, -7):
+        with pytest.raises(IndexError, match="6 samples"):
+            p[index]
+    assert [part.label.item() for part in p] == p.label.tolist()
+
+
+def test_joining_batches():
+    p = random_prediction(samples=6, threshold=0.4, class_names="abcd")
+    assert_same(Prediction.concat([p[:2], p[2:3], p[3:]]), p)
+    assert_same(Prediction.concat([p]), p)
+    for other, what in [
+        (random_prediction(members=2, threshold=0.4, class_names="abcd"), "members = 2"),
+        (random_prediction(classes=5, threshold=0.4, class_names="abcde"), "classes = 5"),
+        (random_prediction(threshold=0.5, class_names="abcd"), "threshold = 0.5"),
+        (random_prediction(threshold=0.4, score="entropy", class_names="abcd"), "score_name = 'entropy'"),
+        (random_prediction(threshold=0.4), "class_names = None"),
+    ]:
+        with pytest.raises(DataError, match=f"prediction 1 has {what}"):
+            Prediction.concat([p, other])
+    with pytest.raises(DataError, match="got no predictions"):
+        Prediction.concat([])
+
+
+def test_moving_devices():
+    p = random_prediction(threshold=0.4)
+    assert_same(p.to("cpu"), p)
+    moved = p.to(torch.device("meta"))
+    assert {getattr(moved, name).device.type for name in TENSORS} == {"meta"}
+
+
+def test_no_samples():
+    p = Prediction.from_logits(torch.zeros(2, 0, 3), threshold=0.5)
+    assert len(p) == len(p.accept) == 0
+
+
+def test_a_prediction_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        random_prediction().threshold = 1
+
+
+# --- bad input ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [Prediction.from_logits, ood_score, scale_logits])
+def test_bad_logits(make):
+    logits = torch.zeros(2, 3, 4)
+    logits[1, 2, 3] = torch.nan
+    logits[1, 0, 1] = -torch.inf
+    with pytest.raises(DataError, match=r"2 of 24 member logits .* member 1, sample 0, class 1 \(value -inf\)"):
+        make(logits)
+    with pytest.raises(DataError, match=r"\[M, B, C\].*but have \[3, 4\].*unsqueeze"):
+        make(torch.zeros(3, 4))
+    with pytest.raises(DataError, match="0 members and 4 classes"):
+        make(torch.zeros(0, 3, 4))
+    with pytest.raises(DataError, match="2 members and 1 classes"):
+        make(torch.zeros(2, 3, 1))
+    with pytest.raises(DataError, match=r"floating point, but have dtype torch\.int64"):
+        make(torch.zeros(2, 3, 4, dtype=torch.int64))
+
+
+def test_bad_settings():
+    logits = torch.ones(2, 3, 4)
+    for temperature in (0.0, -1.0, math.nan, math.inf, [1.0, 0.0]):
+        with pytest.raises(ConfigError, match="must be positive and finite"):
+            Prediction.from_logits(logits, temperature=temperature)
+    for temperature in ([1.0], [1.0, 1.0, 1.0], [[1.0, 1.0]]):
+        with pytest.raises(ConfigError, match="for 2 members; give one number, or one per member"):
+            Prediction.from_logits(logits, temperature=temperature)
+    with pytest.raises(DataError, match="24 of 24 member logits divided by the temperature"):
+        Prediction.from_logits(1e30 * logits, temperature=1e-30)
+    with pytest.raises(ConfigError, match="score 'odin' is not known; choose one of msp, entropy"):
+        Prediction.from_logits(logits, score="odin")
+    with pytest.raises(ConfigError, match="score 'odin'"):
+        random_prediction().score("odin")
+    with pytest.raises(ConfigError, match="threshold is NaN"):
+        Prediction.from_logits(logits, threshold=math.nan)
+    with pytest.raises(DataError, match="got 2 class names for 4 classes"):
+        Prediction.from_logits(logits, class_names=["a", "b"])
+    with pytest.raises(DataError, match="pass class_names="):
+        random_prediction().names()
