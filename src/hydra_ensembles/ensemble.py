@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .batches import move, read_batch
+from .batches import Inputs, move, read_batch
 from .checkpoint import (
     ENSEMBLE,
     ensemble_contents,
@@ -25,6 +25,7 @@ from .encoder.grouped import GroupedNorm
 from .errors import ConfigError, DataError
 from .member_states import join_states, member_config, member_state, require_same_architecture
 from .metadata import Calibration, Metadata, common_metadata
+from .optimize import OptimizedEnsemble, optimize
 from .prediction import Prediction
 from .readouts import Readout
 from .stems import PatchStem, TextStem
@@ -81,7 +82,7 @@ class Ensemble(nn.Module):
             attention_mask: `[B, T]`, 0 at padding.
             token_type_ids: `[B, T]`, the segment of each token.
         """
-        ids, mask, segments = self._unpack(inputs, attention_mask, token_type_ids)
+        ids, mask, segments = self.unpack(inputs, attention_mask, token_type_ids)
         x, key_mask = self.embed(ids, mask, segments)
         x = self.encoder(x, key_mask, self.readout.tokens_read())
         logits = cast(Tensor, self.readout(x, key_mask, ids))
@@ -94,7 +95,7 @@ class Ensemble(nn.Module):
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
         """Pooled features `[M, B, d]`, as the classifier (or its hidden layer) sees them."""
-        ids, mask, segments = self._unpack(inputs, attention_mask, token_type_ids)
+        ids, mask, segments = self.unpack(inputs, attention_mask, token_type_ids)
         x, key_mask = self.embed(ids, mask, segments)
         pooled = self.readout.pool(self.encoder(x, key_mask, self.readout.tokens_read()), key_mask, ids)
         return pooled.expand(self.num_members, *pooled.shape[1:])
@@ -107,8 +108,15 @@ class Ensemble(nn.Module):
             inputs: What `forward` takes; or raw inputs, which go through the saved preprocessing: a PIL
                 image, a string, a pair of strings, or a list of them.
         """
-        if not self.num_classes:
-            raise ConfigError("this ensemble has no classifier; convert the model with num_labels=, or use features()")
+        training = self.training
+        self.eval()
+        try:
+            return self.prediction_of(self(self.prepare(inputs)))
+        finally:
+            self.train(training)
+
+    def prepare(self, inputs: Any) -> Inputs:
+        """Inputs for `forward` on the device and in the dtype of the ensemble; raw ones are preprocessed."""
         if not isinstance(inputs, Tensor | Mapping):
             if self.metadata.preprocessing is None:
                 raise DataError(
@@ -117,12 +125,12 @@ class Ensemble(nn.Module):
                 )
             raw: Any = [inputs] if isinstance(inputs, tuple) and self.kind == "text" else inputs
             inputs = self.metadata.preprocessing(raw)
-        training = self.training
-        self.eval()
-        try:
-            logits = self(move(read_batch(inputs)[0], self.device, self.dtype))
-        finally:
-            self.train(training)
+        return move(read_batch(inputs)[0], self.device, self.dtype)
+
+    def prediction_of(self, logits: Tensor) -> Prediction:
+        """What member logits `[M, B, C]` of this ensemble say, with its calibration applied."""
+        if not self.num_classes:
+            raise ConfigError("this ensemble has no classifier; convert the model with num_labels=, or use features()")
         calibration = self.metadata.calibration or Calibration()
         return Prediction.from_logits(
             logits,
@@ -143,12 +151,13 @@ class Ensemble(nn.Module):
         key_mask = None if attention_mask is None else attention_mask.bool()
         return self.stem(inputs, token_type_ids), key_mask
 
-    def _unpack(
+    def unpack(
         self,
         inputs: Tensor | Mapping[str, Tensor],
         attention_mask: Tensor | None,
         token_type_ids: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The main input, mask and segments, whether they come as arguments or in a mapping."""
         if isinstance(inputs, Tensor):
             return inputs, attention_mask, token_type_ids
         name = "pixel_values" if self.kind == "image" else "input_ids"
@@ -162,6 +171,12 @@ class Ensemble(nn.Module):
             inputs.get("attention_mask", attention_mask),
             inputs.get("token_type_ids", token_type_ids),
         )
+
+    def optimize(
+        self, example_inputs: Tensor | Mapping[str, Tensor] | None = None, **options: Any
+    ) -> "OptimizedEnsemble[Ensemble]":
+        """A frozen, faster runner of this ensemble; see `hydra_ensembles.optimize.optimize` for the options."""
+        return optimize(self, example_inputs, **options)
 
     # --- members -----------------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ def _facts_section(config: EnsembleConfig, metadata: Metadata, state: Mapping[st
         ["multiply-adds", f"{facts.multiply_adds:,} for one input of {facts.tokens} tokens"],
     ]
     if config.members > 1:
-        trunk = f"the first {config.trunk} layers" if config.trunk else "no layers"
+        trunk = f"first {config.trunk} of {encoder.layers} layers" if config.trunk else "none"
         rows += [["shared by the members", ", ".join(shared) or "nothing"], ["shared trunk", trunk]]
     if metadata.preprocessing is not None:
         rows.append(["preprocessing", str(metadata.preprocessing)])

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._extras import require
 from .errors import ConfigError, DataError
+from .text_cleaning import TextCleaning, clean_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -22,8 +23,9 @@ Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 class ImagePreprocessing:
     """Resize, crop and normalise images.
 
-    `resize_mode="shortest"` scales the short side to `size / crop_fraction` and crops the centre;
-    `"squash"` scales both sides to `size` and ignores the aspect ratio.
+    `resize_mode="shortest"` scales the short side to `size / crop_fraction`, `"squash"` scales both sides to
+    it and ignores the aspect ratio; then the centre is cropped to `size`. Fractions of a pixel are cut off, as
+    the libraries do that the numbers come from.
     """
 
     kind: ClassVar[str] = "image"
@@ -64,16 +66,21 @@ class ImagePreprocessing:
         method = getattr(resampling, self.interpolation.upper())
         image = image.convert("L" if len(self.mean) == 1 else "RGB")
         height, width = self.size
-        if self.resize_mode == "squash":
-            image = image.resize((width, height), method)
-        else:
-            scale = max(height / image.height, width / image.width) / self.crop_fraction
-            resized = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
-            image = image.resize(resized, method)
-            left, top = (image.width - width) // 2, (image.height - height) // 2
-            image = image.crop((left, top, left + width, top + height))
+        image = image.resize(self._resized(image.width, image.height), method)
+        left, top = (image.width - width) // 2, (image.height - height) // 2
+        image = image.crop((left, top, left + width, top + height))
         array = np.asarray(image, dtype=np.float32) / 255.0
         return torch.from_numpy(array).reshape(height, width, -1).permute(2, 0, 1)  # [channels, H, W]
+
+    def _resized(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height before the crop, of an image that is `width` wide and `height` high."""
+        # the small number undoes the rounding of a fraction such as 224 / 232
+        tall, wide = (int(side / self.crop_fraction + 1e-6) for side in self.size)
+        if self.resize_mode == "squash":
+            return wide, tall
+        if tall * width >= wide * height:  # the height is the side that has to grow more
+            return tall * width // height, tall
+        return wide, wide * height // width
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ class TextPreprocessing:
     """Tokenise strings with the `tokenizers` library alone.
 
     `tokenizer` is the content of a `tokenizer.json`. It is saved as a file of its own, not in the config.
+    `cleaning` is what CLIP's tokenizers do to a string before; see `clean_text`.
     """
 
     kind: ClassVar[str] = "text"
@@ -91,6 +99,7 @@ class TextPreprocessing:
     pad_to_max: bool = False
     attention_mask: bool = True
     segments: bool = False
+    cleaning: TextCleaning = "none"
     tokenizer: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
@@ -99,6 +108,8 @@ class TextPreprocessing:
             raise ConfigError(f"max_length must be between 1 and 1048576 tokens, got {self.max_length}")
         if self.pad_id < 0:
             raise ConfigError(f"pad_id must not be negative, got {self.pad_id}")
+        if self.cleaning not in get_args(TextCleaning):
+            raise ConfigError(f"cleaning must be one of {list(get_args(TextCleaning))}, got {self.cleaning!r}")
 
     def __call__(self, texts: "str | Sequence[str | tuple[str, str]]") -> dict[str, Tensor]:
         """Turn strings (or pairs of strings) into `input_ids` and what else the model takes, `[B, T]` each."""
@@ -113,13 +124,18 @@ class TextPreprocessing:
             raise DataError("this model was saved without a tokenizer; give token ids instead of strings")
         length = self.max_length if self.pad_to_max else None
         tokenizer = _tokenizer(self.tokenizer, self.max_length, self.pad_id, self.pad_token, length)
-        encodings = tokenizer.encode_batch(batch)
+        encodings = tokenizer.encode_batch([self._clean(text) for text in batch])
         encoded = {"input_ids": torch.tensor([encoding.ids for encoding in encodings])}
         if self.attention_mask:
             encoded["attention_mask"] = torch.tensor([encoding.attention_mask for encoding in encodings])
         if self.segments:
             encoded["token_type_ids"] = torch.tensor([encoding.type_ids for encoding in encodings])
         return encoded
+
+    def _clean(self, text: str | tuple[str, str]) -> str | tuple[str, str]:
+        if isinstance(text, str):
+            return clean_text(text, self.cleaning)
+        return clean_text(text[0], self.cleaning), clean_text(text[1], self.cleaning)
 
 
 @lru_cache(maxsize=8)

@@ -6,6 +6,7 @@ field it is meant for, and whatever does not fit is refused with the path that l
 
 import dataclasses
 import math
+import numbers
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -19,6 +20,7 @@ def to_plain(value: Any) -> Any:
     """Turn a (nested) dataclass into dictionaries, lists, strings and numbers.
 
     A dataclass with a `kind` class variable writes it down, so that a union of dataclasses can be read back.
+    Numbers of other libraries (NumPy's) become Python's.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         plain = {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
@@ -28,11 +30,22 @@ def to_plain(value: Any) -> Any:
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
-    return value
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
-def from_plain(cls: type[T], data: Any, path: str = "config") -> T:
-    """Build the dataclass `cls` from plain data, or raise a `ConfigError` that names the offending path."""
+def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool = False) -> T:
+    """Build the dataclass `cls` from plain data, or raise a `ConfigError` that names the offending path.
+
+    Args:
+        cls: The dataclass; its annotations say what is accepted.
+        data: Plain data, as JSON gives it.
+        path: Name of `data` in error messages.
+        complete: Accept no default in place of a field that is not given, here and in nested dataclasses.
+    """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path} must be an object with named fields, got {_short(data)}")
     hints = get_type_hints(cls)
@@ -50,14 +63,15 @@ def from_plain(cls: type[T], data: Any, path: str = "config") -> T:
     missing = [
         name
         for name, field in fields.items()
-        if name not in given and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if name not in given
+        and (complete or (field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING))
     ]
     if missing:
         raise ConfigError(f"{path} lacks the fields {missing}; the file is incomplete")
-    return cls(**{name: _read(hints[name], item, f"{path}.{name}") for name, item in given.items()})
+    return cls(**{name: _read(hints[name], item, f"{path}.{name}", complete) for name, item in given.items()})
 
 
-def _read(hint: Any, value: Any, path: str) -> Any:
+def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
     """Check `value` against a type annotation and give it the annotated Python type."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
@@ -65,25 +79,26 @@ def _read(hint: Any, value: Any, path: str) -> Any:
             return value
         raise ConfigError(f"{path} must be one of {list(args)}, got {_short(value)}")
     if origin in (Union, types.UnionType):
-        return _read_union(args, value, path)
+        return _read_union(args, value, path, complete)
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{path} must be a list, got {_short(value)}")
         if len(args) == 2 and args[1] is Ellipsis:
-            return tuple(_read(args[0], item, f"{path}[{i}]") for i, item in enumerate(value))
+            return tuple(_read(args[0], item, f"{path}[{i}]", complete) for i, item in enumerate(value))
         if len(value) != len(args):
             raise ConfigError(f"{path} must have {len(args)} entries, got {len(value)}")
-        return tuple(_read(arg, item, f"{path}[{i}]") for i, (arg, item) in enumerate(zip(args, value, strict=True)))
+        pairs = enumerate(zip(args, value, strict=True))
+        return tuple(_read(arg, item, f"{path}[{i}]", complete) for i, (arg, item) in pairs)
     if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path} must be an object, got {_short(value)}")
-        return {str(key): _read(args[1], item, f"{path}.{key}") for key, item in value.items()}
+        return {str(key): _read(args[1], item, f"{path}.{key}", complete) for key, item in value.items()}
     if dataclasses.is_dataclass(hint):
-        return value if isinstance(value, hint) else from_plain(hint, value, path)  # type: ignore[arg-type]
+        return value if isinstance(value, hint) else from_plain(hint, value, path, complete=complete)  # type: ignore[arg-type]
     return _read_scalar(hint, value, path)
 
 
-def _read_union(options: tuple[Any, ...], value: Any, path: str) -> Any:
+def _read_union(options: tuple[Any, ...], value: Any, path: str, complete: bool) -> Any:
     """Read `value` as the member of the union it names by its `kind`, or as the first one that fits."""
     if value is None:
         if type(None) in options:
@@ -95,11 +110,11 @@ def _read_union(options: tuple[Any, ...], value: Any, path: str) -> Any:
         kind = value.get("kind") if isinstance(value, Mapping) else None
         if not isinstance(kind, str) or kind not in tagged:
             raise ConfigError(f"{path}.kind must be one of {sorted(tagged)}, got {_short(kind)}")
-        return _read(tagged[kind], value, path)
+        return _read(tagged[kind], value, path, complete)
     problems = []
     for choice in choices:
         try:
-            return _read(choice, value, path)
+            return _read(choice, value, path, complete)
         except ConfigError as error:
             problems.append(str(error))
     raise ConfigError("; or ".join(problems))

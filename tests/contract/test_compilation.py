@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from architectures import ArchitectureCase, perturbed
-from contract.cases import ALL_CASES
 
 import hydra_ensembles as he
+from architectures import ArchitectureCase
+from contract.all_architectures import ALL_CASES
+from contract.models import variants
 
 pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
 
 
 def ensemble_of(case: ArchitectureCase) -> he.Ensemble:
-    members = [he.convert(perturbed(case.build(), seed), **case.convert_kwargs) for seed in (1, 2)]
-    return he.Ensemble.stack(members)
+    return he.Ensemble.stack(variants(case)[:2])
 
 
 @torch.no_grad()

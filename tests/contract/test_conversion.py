@@ -4,14 +4,15 @@ import copy
 
 import pytest
 import torch
-from architectures import ArchitectureCase, Inputs
-from contract.cases import ALL_CASES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hydra_ensembles as he
+from architectures import ArchitectureCase, Inputs
+from contract.all_architectures import ALL_CASES
 
-pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
+every_architecture = pytest.mark.parametrize("case", ALL_CASES, ids=str)
+resizable = pytest.mark.parametrize("case", [case for case in ALL_CASES if case.other_inputs], ids=str)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -22,6 +23,7 @@ def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
 
 
+@every_architecture
 @torch.no_grad()
 def test_logits_equal_the_originals(case: ArchitectureCase) -> None:
     model = case.build()
@@ -34,10 +36,9 @@ def test_logits_equal_the_originals(case: ArchitectureCase) -> None:
     assert relative_error(logits[0], expected) < 1e-5
 
 
+@resizable
 @torch.no_grad()
 def test_other_sizes_equal_the_originals(case: ArchitectureCase) -> None:
-    if not case.other_inputs:
-        pytest.skip("the original model takes one size only")
     model = case.build()
     ensemble = he.convert(model, **case.convert_kwargs)
     for make in case.other_inputs:
@@ -45,6 +46,7 @@ def test_other_sizes_equal_the_originals(case: ArchitectureCase) -> None:
         assert relative_error(ensemble(inputs)[0], case.logits(model, inputs)) < 1e-5
 
 
+@every_architecture
 @torch.no_grad()
 def test_bfloat16_stays_within_its_rounding(case: ArchitectureCase) -> None:
     model, inputs = case.build(), case.inputs()
@@ -57,6 +59,7 @@ def test_bfloat16_stays_within_its_rounding(case: ArchitectureCase) -> None:
     assert (converted - exact).abs().max() <= allowed
 
 
+@every_architecture
 def test_gradients_equal_the_originals_in_training(case: ArchitectureCase) -> None:
     model, inputs = case.build().train(), case.inputs()
     ensemble = he.convert(model, **case.convert_kwargs).train()
@@ -72,6 +75,7 @@ def test_gradients_equal_the_originals_in_training(case: ArchitectureCase) -> No
         assert (parameter.grad - expected[name]).abs().max() <= 1e-4 * scale, name
 
 
+@every_architecture
 def test_the_original_is_not_touched(case: ArchitectureCase) -> None:
     model = case.build()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

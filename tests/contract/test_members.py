@@ -2,22 +2,18 @@
 
 import pytest
 import torch
-from architectures import ArchitectureCase, perturbed
-from contract.cases import ALL_CASES
 
 import hydra_ensembles as he
+from architectures import ArchitectureCase
+from contract.all_architectures import ALL_CASES
+from contract.models import variants
 
 pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
 
 
-def three_models(case: ArchitectureCase) -> list[he.Ensemble]:
-    """Three models that differ everywhere, stem and readout included."""
-    return [he.convert(perturbed(case.build(), seed), **case.convert_kwargs) for seed in (11, 12, 13)]
-
-
 @torch.no_grad()
 def test_stacked_models_answer_like_the_models_in_turn(case: ArchitectureCase) -> None:
-    members, inputs = three_models(case), case.inputs()
+    members, inputs = variants(case), case.inputs()
     stacked = he.Ensemble.stack(members)
     expected = torch.cat([member(inputs) for member in members])
     assert stacked.num_members == 3
@@ -27,7 +23,7 @@ def test_stacked_models_answer_like_the_models_in_turn(case: ArchitectureCase) -
 
 @torch.no_grad()
 def test_a_member_taken_out_is_the_member_put_in(case: ArchitectureCase) -> None:
-    members = three_models(case)
+    members = variants(case)
     stacked = he.Ensemble.stack(members)
     for index, member in enumerate(members):
         taken = stacked.member(index).state_dict()
@@ -35,7 +31,7 @@ def test_a_member_taken_out_is_the_member_put_in(case: ArchitectureCase) -> None
 
 
 def test_every_parameter_of_a_stack_gets_a_gradient(case: ArchitectureCase) -> None:
-    stacked = he.Ensemble.stack(three_models(case)).train()
+    stacked = he.Ensemble.stack(variants(case)).train()
     stacked(case.inputs()).square().sum().backward()
     for name, parameter in stacked.named_parameters():
         assert parameter.grad is not None, name

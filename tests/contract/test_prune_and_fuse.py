@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from architectures import ArchitectureCase
-from contract.cases import ALL_CASES
 from torch import Tensor
 
 import hydra_ensembles as he
+from architectures import ArchitectureCase
+from contract.all_architectures import ALL_CASES
+from contract.models import base
 from hydra_ensembles.heads.mask import masked
 
 pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
@@ -26,14 +27,14 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 @torch.no_grad()
 @pytest.mark.parametrize("heads", UNEVEN, ids=["some", "layer-emptied", "first-layer-emptied"])
 def test_pruned_equals_masked(case: ArchitectureCase, heads: list[tuple[int, int]]) -> None:
-    base, inputs = he.convert(case.build(), **case.convert_kwargs), case.inputs()
-    whole = base(inputs)
-    pruned = he.prune(base, heads)
-    with masked(base, heads):
-        expected = base(inputs)
+    whole, inputs = base(case), case.inputs()
+    before = whole(inputs)
+    pruned = he.prune(whole, heads)
+    with masked(whole, heads):
+        expected = whole(inputs)
     assert close(pruned(inputs), expected)
-    assert not close(expected, whole)
-    assert torch.equal(base(inputs), whole)
+    assert not close(expected, before)
+    assert torch.equal(whole(inputs), before)
     assert sum(len(layer) for layer in pruned.heads[0]) == 8 - len(heads)
 
 
@@ -42,8 +43,8 @@ def test_pruned_equals_masked(case: ArchitectureCase, heads: list[tuple[int, int
 def test_fused_equals_members_in_turn_when_shared_groups_are_equal(
     case: ArchitectureCase, choice: list[list[tuple[int, int]]]
 ) -> None:
-    base, inputs = he.convert(case.build(), **case.convert_kwargs), case.inputs()
-    members = [he.prune(base, heads) for heads in choice]
+    whole, inputs = base(case), case.inputs()
+    members = [he.prune(whole, heads) for heads in choice]
     expected = torch.cat([member(inputs) for member in members])
     for settings in ({}, {"norms": "mean", "readout": "mean"}, {"stem": "separate", "mlp": "separate"}):
         fused = he.fuse(members, **settings)
@@ -53,8 +54,8 @@ def test_fused_equals_members_in_turn_when_shared_groups_are_equal(
 
 @torch.no_grad()
 def test_a_common_first_layer_becomes_the_trunk(case: ArchitectureCase) -> None:
-    base, inputs = he.convert(case.build(), **case.convert_kwargs), case.inputs()
-    members = [he.prune(base, [(0, 1), (1, head)]) for head in range(3)]
+    whole, inputs = base(case), case.inputs()
+    members = [he.prune(whole, [(0, 1), (1, head)]) for head in range(3)]
     fused = he.fuse(members)
     assert fused.config.trunk == 1
     assert close(fused(inputs), torch.cat([member(inputs) for member in members]))
@@ -63,7 +64,7 @@ def test_a_common_first_layer_becomes_the_trunk(case: ArchitectureCase) -> None:
 
 
 def test_gradients_reach_every_parameter_of_a_fused_ensemble(case: ArchitectureCase) -> None:
-    base = he.convert(case.build(), **case.convert_kwargs)
-    fused = he.fuse([he.prune(base, heads) for heads in EVEN]).train()
+    whole = base(case)
+    fused = he.fuse([he.prune(whole, heads) for heads in EVEN]).train()
     fused(case.inputs()).square().sum().backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in fused.parameters())

@@ -6,10 +6,10 @@ from typing import Any, cast
 
 from torch import nn
 
-from ..ensemble import Ensemble
 from ..errors import ConversionError
 from ..metadata import Metadata
-from . import timm, torchvision
+from . import open_clip, timm, torchvision, transformers_clip, transformers_text, transformers_vision
+from .clip import DUAL_ARCHITECTURES, convert_dual, find_dual_architecture
 from .declaration import Architecture, qualified_name
 from .processors import read_processor
 from .translate import translate
@@ -17,6 +17,10 @@ from .translate import translate
 ARCHITECTURES: tuple[Architecture, ...] = (
     *timm.ARCHITECTURES,
     *torchvision.ARCHITECTURES,
+    *transformers_vision.ARCHITECTURES,
+    *transformers_text.ARCHITECTURES,
+    *transformers_clip.ARCHITECTURES,
+    *open_clip.ARCHITECTURES,
 )
 
 
@@ -26,8 +30,8 @@ def convert(
     num_labels: int | None = None,
     labels: Sequence[str] | None = None,
     processor: Any = None,
-) -> Ensemble:
-    """Translate a model of timm, torchvision or transformers into an `Ensemble` with one member.
+) -> Any:
+    """Translate a model of timm, torchvision, transformers or open_clip into one of ours, with one member.
 
     The predictions do not change. The result is a copy, in evaluation mode, and independent of the library
     the model came from.
@@ -37,12 +41,21 @@ def convert(
         num_labels: For a model without classifier: size of a fresh one.
         labels: Class names in the order of the logits, where the model does not know them.
         processor: What turns raw inputs into tensors: a tokenizer or image processor of transformers, or an
-            `ImagePreprocessing` / `TextPreprocessing`. Saved with the ensemble.
+            `ImagePreprocessing` / `TextPreprocessing`. Saved with the ensemble. For a dual encoder also a
+            processor of both, open_clip's tokenizer, or a list of processors.
+
+    Returns:
+        An `Ensemble`; for a dual encoder (CLIP), whose features stay the same instead, a `DualEncoder`.
 
     Raises:
         ConversionError: The architecture, or this variant of it, is not supported.
     """
     model = unwrap(model)
+    dual = find_dual_architecture(model)
+    if dual is not None:
+        if num_labels is not None or labels is not None:
+            raise ConversionError(f"{dual.name} has no classifier; leave num_labels and labels out")
+        return convert_dual(dual, model, processor)
     architecture = find_architecture(model)
     config = architecture.config(model, num_labels)
     known = architecture.metadata(model)
@@ -66,7 +79,10 @@ def find_architecture(model: object) -> Architecture:
         raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}")
     if name.startswith("peft."):
         raise ConversionError(f"{name} wraps a model in adapters; merge them first: model.merge_and_unload()")
-    known = "\n  ".join(f"{one.name}: {', '.join(one.classes)}" for one in ARCHITECTURES)
+    declared = [(one.name, one.classes) for one in ARCHITECTURES] + [
+        (one.name, one.classes) for one in DUAL_ARCHITECTURES
+    ]
+    known = "\n  ".join(f"{architecture}: {', '.join(classes)}" for architecture, classes in declared)
     raise ConversionError(
         f"{name} is not a supported architecture. Supported are\n  {known}\n"
         "To add one, write a declaration (hydra_ensembles/convert/declaration.py) and list it in "

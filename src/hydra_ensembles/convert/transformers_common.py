@@ -66,7 +66,7 @@ def linear_or_none(module: Any, architecture: str) -> nn.Linear | None:
 
 
 def metadata_of_classifier(model: Any) -> Metadata:
-    """Class names from the configuration, unless they are the placeholders `LABEL_0`, `LABEL_1`, …"""
+    """Class names from the configuration, unless they are placeholders like `LABEL_0`."""
     names = {int(index): str(name) for index, name in (getattr(model.config, "id2label", None) or {}).items()}
     if sorted(names) != list(range(len(names))) or all(re.fullmatch(r"LABEL_\d+", name) for name in names.values()):
         return Metadata()

@@ -147,7 +147,7 @@ def _distilbert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
 
-def _table_sizes(embeddings: Any) -> dict[str, int]:
+def _table_sizes(embeddings: Any) -> dict[str, Any]:
     """Sizes of the embedding tables, read off the tables: they may have been resized after loading."""
     return {
         "vocabulary": embeddings.word_embeddings.num_embeddings,

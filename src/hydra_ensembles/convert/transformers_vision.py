@@ -192,6 +192,8 @@ def _readout(model: Any, name: str, num_labels: int | None, classifier: nn.Linea
     classes = classes_or_fresh(0 if classifier is None else classifier.out_features, num_labels, name)
     pooler = getattr(model, "pooler", None)
     hidden: HiddenActivation | None = None
+    if not classes and pool == "distilled":
+        raise refuse(name, "it has two classifiers without classes; convert its encoder instead (model.deit)")
     if not classes and pooler is not None:
         if model.config.pooler_act not in ("tanh", "relu", "gelu"):
             raise refuse(name, f"its pooler has the activation {model.config.pooler_act!r}")

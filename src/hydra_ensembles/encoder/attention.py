@@ -5,6 +5,7 @@ members lie one after another (member by member). Pruning a head drops one row o
 contiguous range of it, and members may keep different numbers of heads without any padding.
 """
 
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -13,6 +14,13 @@ from torch.nn import functional as F
 
 from ..config import EncoderConfig
 from .grouped import GroupedNorm, empty
+from .head_products import (
+    Plan,
+    into_heads_batched,
+    into_heads_grouped,
+    out_of_heads_batched,
+    out_of_heads_grouped,
+)
 
 
 class Attention(nn.Module):
@@ -20,16 +28,24 @@ class Attention(nn.Module):
 
     Attributes:
         sizes: Number of heads of each copy; K is their sum.
+        plan: How members with inputs of their own are run: `"batched"` in one product (where all have the
+            same number of heads; otherwise a loop), `"loop"` one after another, `"grouped"` in one product
+            whatever their sizes. The result is the same.
         qkv: `[K, 3, d_k, d]`, the input projections, a head's query, key and value together.
         qkv_bias: `[K, 3, d_k]` or None.
         out: `[K, d_k, d]`, a head's part of the output projection.
         out_bias: `[G, d]` or None; it counts even where no head is left.
         scale: `[G, d]` or None, the LayerScale of the sublayer.
+        distinct: None, or `[K]`: where members that see the same input have heads in common, `qkv` holds each
+            different head once and this says which one each of the K heads is.
     """
+
+    distinct: Tensor | None
 
     def __init__(self, config: EncoderConfig, sizes: tuple[int, ...]) -> None:
         super().__init__()
         self.sizes = sizes
+        self.plan: Plan = "batched"
         self.causal = config.causal
         self.dropout = config.attention_dropout
         copies, total, width, head_dim = len(sizes), sum(sizes), config.width, config.head_dim
@@ -41,6 +57,7 @@ class Attention(nn.Module):
         self.out_bias = empty(copies, width) if config.out_bias else None
         self.scale = empty(copies, width) if config.layer_scale else None
         self.out_dropout = nn.Dropout(config.projection_dropout)
+        self.register_buffer("distinct", None, persistent=False)
 
     @property
     def even(self) -> bool:
@@ -67,13 +84,57 @@ class Attention(nn.Module):
         """Outputs of the single heads, before the output projection.
 
         Returns:
-            `[R, T', H', d_k]` with all heads that share an input on one axis. N = 1: R = B and H' = K. One
-            copy for N members: R = N·B and H' = K. Otherwise, even: R = M·B, H' = K / M; uneven: R = B, H' = K.
+            `[B, T', K, d_k]`, all heads of all members side by side; except that members which run in one
+            batch, or share one copy while their inputs differ, stay apart: `[N·B, T', heads, d_k]`.
         """
         if not sum(self.sizes):  # no head left in any member: nothing to attend with
             tokens = x.shape[2] if read is None else len(range(*read.indices(x.shape[2])))
             return x.new_zeros(x.shape[0] * x.shape[1], tokens, 0, self.out.shape[1])
-        q, k, v = self._project_in(x, read)  # each [R, T, H', d_k]
+        if self._runs_in_a_loop(x):
+            copies = zip(x, self._ranges(), strict=True)
+            return torch.cat([self._attend(one[None], key_mask, read, *rows) for one, rows in copies], dim=2)
+        if self.distinct is not None:
+            return self._attend(x, key_mask, read, 0, self.qkv.shape[0]).index_select(2, self.distinct)
+        return self._attend(x, key_mask, read, 0, sum(self.sizes))
+
+    def project(self, z: Tensor, members: int) -> Tensor:
+        """Output projection of head outputs as `mix` gives them for an input with `members` as first axis."""
+        copies = len(self.sizes)
+        if not sum(self.sizes):
+            y = z.new_zeros(members, z.shape[0] // members, z.shape[1], self.out.shape[2])
+        elif copies == 1:
+            y = (z.flatten(2) @ self.out.flatten(0, 1)).unflatten(0, (members, -1))  # [N, B, T', d]
+        elif self.plan == "batched" and self.even and members > 1:
+            y = out_of_heads_batched(z, self.out, copies)  # [M, B, T', d]
+        elif self.plan == "grouped":
+            y = out_of_heads_grouped(z, self.out, self.sizes)
+        else:
+            parts = zip(z.split(self.sizes, dim=2), self.out.split(self.sizes), strict=True)
+            y = torch.stack([part.flatten(2) @ weight.flatten(0, 1) for part, weight in parts])
+        return y if self.out_bias is None else y + self.out_bias[:, None, None, :]
+
+    def _runs_in_a_loop(self, x: Tensor) -> bool:
+        """Whether members with inputs of their own are to be run one after another."""
+        apart = x.shape[0] > 1 and len(self.sizes) > 1
+        return apart and (self.plan == "loop" or (self.plan == "batched" and not self.even))
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        """First and last head (exclusive) of each copy."""
+        ends = list(accumulate(self.sizes))
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+    def _attend(self, x: Tensor, key_mask: Tensor | None, read: slice | None, start: int, stop: int) -> Tensor:
+        """Attention of the heads `start:stop`, all of them seeing `x`, or each copy its own part of `x`."""
+        if start == stop:
+            tokens = x.shape[2] if read is None else len(range(*read.indices(x.shape[2])))
+            return x.new_zeros(x.shape[1], tokens, 0, self.out.shape[1])
+        if read is None:
+            q, k, v = self._into_heads(x, start, stop, slice(0, 3)).unbind(3)  # each [R, T, H', d_k]
+        else:
+            q = self._into_heads(x[:, :, read], start, stop, slice(0, 1))[:, :, :, 0]
+            k, v = self._into_heads(x, start, stop, slice(1, 3)).unbind(3)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self._norm_heads(q, self.query_norm, start, stop), self._norm_heads(k, self.key_norm, start, stop)
         repeats = q.shape[0] // x.shape[1]  # R = repeats · B
         mask = self._attention_mask(key_mask, repeats, q.shape[1], k.shape[1], x.device)
         z = F.scaled_dot_product_attention(
@@ -86,73 +147,28 @@ class Attention(nn.Module):
         )
         return z.transpose(1, 2)  # [R, T', H', d_k]
 
-    def project(self, z: Tensor, members: int) -> Tensor:
-        """Output projection of head outputs as `mix` gives them for an input with `members` as first axis."""
-        copies = len(self.sizes)
-        flat = z.flatten(2)  # [R, T', H'·d_k]
-        if not sum(self.sizes):
-            y = flat.new_zeros(members, flat.shape[0] // members, flat.shape[1], self.out.shape[2])
-        elif copies == 1:
-            y = flat @ self.out.flatten(0, 1)  # [R, T', d]
-            y = y.unflatten(0, (members, -1))  # [N, B, T', d]
-        elif self.even:
-            weight = self.out.unflatten(0, (copies, -1)).flatten(1, 2)  # [M, h·d_k, d]
-            if members == 1:
-                rows = flat.unflatten(2, (copies, -1)).permute(2, 0, 1, 3)  # [M, B, T', h·d_k]
-            else:
-                rows = flat.unflatten(0, (copies, -1))
-            y = torch.bmm(rows.flatten(1, 2), weight).unflatten(1, rows.shape[1:3])  # [M, B, T', d]
-        else:
-            parts = zip(z.split(self.sizes, dim=2), self.out.split(self.sizes), strict=True)
-            y = torch.stack([part.flatten(2) @ weight.flatten(0, 1) for part, weight in parts])  # [M, B, T', d]
-        return y if self.out_bias is None else y + self.out_bias[:, None, None, :]
-
-    def _project_in(self, x: Tensor, read: slice | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values `[R, T, H', d_k]`; queries only at the positions in `read`."""
-        if read is None:
-            q, k, v = self._linear(x, slice(0, 3)).unbind(3)
-        else:
-            q = self._linear(x[:, :, read], slice(0, 1))[:, :, :, 0]
-            k, v = self._linear(x, slice(1, 3)).unbind(3)
-        if self.query_norm is not None and self.key_norm is not None:
-            q = self._norm_heads(q, self.query_norm, x.shape[0])
-            k = self._norm_heads(k, self.key_norm, x.shape[0])
-        return q, k, v
-
-    def _linear(self, x: Tensor, parts: slice) -> Tensor:
+    def _into_heads(self, x: Tensor, start: int, stop: int, parts: slice) -> Tensor:
         """Project `[N, B, T, d]` to `[R, T, H', P, d_k]` for the chosen parts of (query, key, value)."""
-        weight = self.qkv[:, parts]  # [K, P, d_k, d]
-        bias = None if self.qkv_bias is None else self.qkv_bias[:, parts]
-        copies, head = len(self.sizes), weight.shape[1:3]
-        if copies == 1 or x.shape[0] == 1:  # one input for all heads: a single product
+        weight = self.qkv[start:stop, parts]  # [H', P, d_k, d]
+        bias = None if self.qkv_bias is None else self.qkv_bias[start:stop, parts]
+        if len(self.sizes) == 1 or x.shape[0] == 1:  # one input for all these heads: a single product
             y = F.linear(x.flatten(0, 1), weight.flatten(0, 2), None if bias is None else bias.flatten())
-            return y.unflatten(2, (-1, *head))  # [N·B, T, K, P, d_k]
-        if self.even:
-            rows = weight.unflatten(0, (copies, -1)).flatten(1, 3)  # [M, h·P·d_k, d]
-            flat = x.flatten(1, 2)  # [M, B·T, d]
-            if bias is None:
-                y = torch.bmm(flat, rows.transpose(1, 2))
-            else:
-                y = torch.baddbmm(bias.reshape(copies, 1, -1), flat, rows.transpose(1, 2))
-            heads = weight.shape[0] // copies
-            return y.reshape(x.shape[0] * x.shape[1], x.shape[2], heads, *head)  # [M·B, T, h, P, d_k]
-        biases = (None,) * copies if bias is None else bias.split(self.sizes)
-        pieces = [
-            F.linear(xm, wm.flatten(0, 2), None if bm is None else bm.flatten()).reshape(*xm.shape[:2], size, *head)
-            for xm, wm, bm, size in zip(x, weight.split(self.sizes), biases, self.sizes, strict=True)
-        ]
-        return torch.cat(pieces, dim=2)  # [B, T, K, P, d_k]
+            return y.unflatten(2, (-1, *weight.shape[1:3]))
+        if self.plan == "grouped":
+            return into_heads_grouped(x, weight, bias, self.sizes)
+        return into_heads_batched(x, weight, bias, len(self.sizes))
 
-    def _norm_heads(self, x: Tensor, norm: GroupedNorm, members: int) -> Tensor:
+    def _norm_heads(self, x: Tensor, norm: GroupedNorm, start: int, stop: int) -> Tensor:
         """Normalise each head of `[R, T, H', d_k]` with the weights of the copy it belongs to."""
         copies = len(self.sizes)
-        if copies == 1:
-            return cast(Tensor, norm(x[None]))[0]
-        if self.even and members > 1:
-            return cast(Tensor, norm(x.unflatten(0, (copies, -1)))).flatten(0, 1)
-        parts = x.split(self.sizes, dim=2)  # heads of all copies side by side
-        one = [norm.for_copy(copy, part) for copy, part in enumerate(parts)]
-        return torch.cat(one, dim=2)
+        if norm.weight.shape[0] == 1:
+            return norm.for_copy(0, x)
+        if stop - start < sum(self.sizes):  # the heads of one copy
+            return norm.for_copy(self._ranges().index((start, stop)), x)
+        if x.shape[2] == stop - start:  # all copies side by side
+            parts = x.split(self.sizes, dim=2)
+            return torch.cat([norm.for_copy(copy, part) for copy, part in enumerate(parts)], dim=2)
+        return cast(Tensor, norm(x.unflatten(0, (copies, -1)))).flatten(0, 1)  # copies on the batch axis
 
     def _attention_mask(
         self, key_mask: Tensor | None, repeats: int, queries: int, keys: int, device: torch.device

@@ -1,7 +1,5 @@
 """The stack of blocks."""
 
-from typing import cast
-
 from torch import Tensor, nn
 
 from ..config import EnsembleConfig
@@ -26,4 +24,4 @@ class Encoder(nn.Module):
         last = len(self.layers) - 1
         for index, block in enumerate(self.layers):
             x = block(x, key_mask, read if index == last else None)
-        return cast(Tensor, x)
+        return x

@@ -22,12 +22,13 @@ class GroupedLinear(nn.Module):
 
     def __init__(self, copies: int, inputs: int, outputs: int, bias: bool = True) -> None:
         super().__init__()
+        self.one_by_one = False  # run the copies one after another instead of in one batched product
         self.weight = empty(copies, outputs, inputs)
         self.bias = empty(copies, outputs) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[N, …, in]` to `[max(N, G), …, out]`."""
-        return grouped_linear(x, self.weight, self.bias)
+        return grouped_linear(x, self.weight, self.bias, self.one_by_one)
 
     def extra_repr(self) -> str:
         """Sizes, for `repr`."""
@@ -35,16 +36,19 @@ class GroupedLinear(nn.Module):
         return f"copies={copies}, inputs={inputs}, outputs={outputs}, bias={self.bias is not None}"
 
 
-def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, one_by_one: bool = False) -> Tensor:
     """Apply weights `[G, out, in]` to activations `[N, …, in]`; N and G are equal, or one of them is 1."""
     if weight.shape[0] == 1:
         return F.linear(x, weight[0], None if bias is None else bias[0])
     members, _, inputs = weight.shape
+    if one_by_one:
+        parts = x.expand(members, *x.shape[1:])
+        biases = [None] * members if bias is None else list(bias)
+        return torch.stack([F.linear(*one) for one in zip(parts, weight, biases, strict=True)])
     rows = x.flatten(1, -2).expand(members, -1, inputs)  # [N, B·T, in] -> [M, B·T, in]
-    if bias is None:
-        y = torch.bmm(rows, weight.transpose(1, 2))  # [M, B·T, out]
-    else:
-        y = torch.baddbmm(bias[:, None, :], rows, weight.transpose(1, 2))
+    y = torch.bmm(rows, weight.transpose(1, 2))  # [M, B·T, out]
+    if bias is not None:
+        y = y + bias[:, None, :]
     return y.unflatten(1, x.shape[1:-1])  # [M, B, T, out]
 
 

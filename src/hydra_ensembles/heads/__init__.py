@@ -1,0 +1,8 @@
+"""Which heads to keep: addresses, masks, rankings and the choice of members."""
+
+from .head import Head, HeadLike
+from .mask import masked
+from .ranking import HeadRanking, jensen_shannon, overlap
+from .taylor import taylor
+
+__all__ = ["Head", "HeadLike", "HeadRanking", "jensen_shannon", "masked", "overlap", "taylor"]

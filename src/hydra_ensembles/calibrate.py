@@ -1,0 +1,256 @@
+"""Calibration on held-out data: a temperature, and a threshold that says when to abstain."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .batches import Batches, iterate, move, require_labels
+from .ensemble import Ensemble
+from .errors import ConfigError, DataError
+from .metadata import Calibration
+from .metrics import aurc
+from .prediction import Prediction, ScoreName, scale_logits
+
+COLDEST, HOTTEST = 0.05, 20.0  # temperatures searched
+_GRID = 24
+_PRECISION = 1e-5  # of the logarithm of a temperature
+_WORTHWHILE = 1e-6  # a gain in NLL below this is rounding, and 1 stays
+_SWEEPS = 20  # over the members, when each has a temperature of its own
+_ROWS = 8192  # samples whose logits are raised to float64 at a time
+
+
+@dataclass(frozen=True)
+class CalibrationFit:
+    """A calibration, and what it does to the data it was fitted on.
+
+    Attributes:
+        calibration: Temperature and threshold.
+        samples: Number of samples it was fitted on.
+        accuracy: Of the mean probabilities, with the temperature.
+        nll_before: Negative log-likelihood of the mean probabilities without a temperature.
+        nll_after: The same with it; never larger.
+        accepted: Share of the samples that the threshold accepts.
+        risk: Share of wrong answers among those accepted.
+        aurc: Area under the risk-coverage curve of the score.
+    """
+
+    calibration: Calibration
+    samples: int
+    accuracy: float
+    nll_before: float
+    nll_after: float
+    accepted: float
+    risk: float
+    aurc: float
+
+
+def calibrate(
+    ensemble: Ensemble,
+    validation: Batches,
+    *,
+    share: float = 0.95,
+    score: ScoreName = "msp",
+    per_member: bool = False,
+    temperature: bool = True,
+) -> Ensemble:
+    """A copy of an ensemble that knows its temperature and when to abstain; see `fit_calibration`.
+
+    `predict` applies both and they are saved with the model. The numbers of the fit are added to its metrics
+    under `validation/`.
+
+    Args:
+        ensemble: What to calibrate; an earlier calibration is replaced.
+        validation: Held-out in-distribution batches with labels.
+        share: Share of the validation data to accept.
+        score: Uncertainty score that the threshold is on.
+        per_member: Whether each member gets a temperature of its own.
+        temperature: Whether to fit a temperature at all.
+    """
+    logits, labels = _run(ensemble, validation)
+    fit = fit_calibration(logits, labels, share=share, score=score, per_member=per_member, temperature=temperature)
+    metrics = {
+        "validation/accuracy": fit.accuracy,
+        "validation/nll_uncalibrated": fit.nll_before,
+        "validation/nll": fit.nll_after,
+        "validation/accepted_share": fit.accepted,
+        "validation/risk_of_accepted": fit.risk,
+        "validation/aurc": fit.aurc,
+    }
+    degrees = ", ".join(f"{value:.4g}" for value in fit.calibration.temperature)
+    line = f"calibrated on {fit.samples} samples: temperature {degrees}; {score} threshold accepts {fit.accepted:.2%}"
+    return ensemble.with_metadata(
+        calibration=fit.calibration,
+        metrics={**ensemble.metadata.metrics, **metrics},
+        history=(*ensemble.metadata.history, line),
+    )
+
+
+def fit_calibration(
+    member_logits: Tensor,
+    labels: Tensor,
+    *,
+    share: float = 0.95,
+    score: ScoreName = "msp",
+    per_member: bool = False,
+    temperature: bool = True,
+) -> CalibrationFit:
+    """Fit temperature and threshold to member logits from anywhere.
+
+    The temperature divides the member logits before softmax and mean, and minimises the negative log-likelihood of
+    the mean probabilities between 0.05 and 20. It stays 1 unless it helps. The threshold is the smallest that
+    accepts at least `share` of the samples; samples with equal scores are accepted or refused together, so ties can
+    make it more.
+
+    Args:
+        member_logits: `[M, B, C]` of held-out in-distribution samples, at least two.
+        labels: `[B]`.
+        share: Share of the samples to accept, in (0, 1].
+        score: Uncertainty score that the threshold is on.
+        per_member: Whether each member gets a temperature of its own, chosen together.
+        temperature: Whether to fit a temperature at all.
+    """
+    if not 0.0 < share <= 1.0:
+        raise ConfigError(f"share is the part of validation to accept, above 0 and at most 1; got {share}")
+    member_logits = scale_logits(member_logits.detach())
+    labels = _checked_labels(labels, member_logits)
+    before = _nll(member_logits, labels, (1.0,))
+    unchanged: tuple[tuple[float, ...], float] = (1.0,), before
+    chosen, after = _fit_temperature(member_logits, labels, per_member, before) if temperature else unchanged
+    prediction = Prediction.from_logits(
+        member_logits, temperature=chosen if len(chosen) > 1 else chosen[0], score=score
+    )
+    scores, wrong = prediction.score(), prediction.label != labels
+    needed = max(math.ceil(round(share * len(scores), 9)), 1)
+    threshold = scores.sort().values[needed - 1].item()
+    accept = scores <= threshold
+    return CalibrationFit(
+        calibration=Calibration(chosen, threshold, score, share),
+        samples=len(labels),
+        accuracy=1.0 - int(wrong.sum()) / len(wrong),
+        nll_before=before,
+        nll_after=after,
+        accepted=int(accept.sum()) / len(accept),
+        risk=int(wrong[accept].sum()) / int(accept.sum()),
+        aurc=aurc(scores, wrong),
+    )
+
+
+def _fit_temperature(
+    member_logits: Tensor, labels: Tensor, per_member: bool, before: float
+) -> tuple[tuple[float, ...], float]:
+    """The temperature (or one per member) with the lowest NLL, and that NLL; 1 unless another is better."""
+    low, high = _range(member_logits)
+    members = len(member_logits)
+    common, nll = _lowest(lambda value: _nll(member_logits, labels, (value,)), low, high)
+    if before - nll <= _WORTHWHILE:
+        common, nll = 1.0, before
+    if not per_member or members == 1:
+        return (common,), nll
+    chosen = [common] * members
+    parts = [_label_log_probs(member_logits[member], labels, common) for member in range(members)]  # M of [B]
+    for _ in range(_SWEEPS):  # one member at a time, until no change of a single one helps
+        improved = False
+        for member in range(members):
+
+            def with_member(value: float, member: int = member) -> float:
+                part = _label_log_probs(member_logits[member], labels, value)
+                return _mixture_nll([*parts[:member], part, *parts[member + 1 :]])
+
+            value, lower = _lowest(with_member, low, high)
+            if nll - lower > _WORTHWHILE:
+                chosen[member], nll, improved = value, lower, True
+                parts[member] = _label_log_probs(member_logits[member], labels, value)
+        if not improved:
+            break
+    return tuple(chosen), nll
+
+
+def _range(member_logits: Tensor) -> tuple[float, float]:
+    """Logarithms of the temperatures to search: the colder ones must not make the largest logit infinite."""
+    largest = member_logits.abs().max().item() / torch.finfo(member_logits.dtype).max
+    return math.log(max(COLDEST, 2.0 * largest)), math.log(HOTTEST)
+
+
+def _lowest(function: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
+    """Temperature with the lowest value of a function: the best of a grid, then golden section around it.
+
+    The grid is there because the NLL of a mean over members may have more than one valley.
+    """
+    step = (high - low) / (_GRID - 1)
+    grid = [low + index * step for index in range(_GRID)]
+    values = [function(math.exp(point)) for point in grid]
+    best = min(range(_GRID), key=values.__getitem__)
+    left, right = grid[max(best - 1, 0)], grid[min(best + 1, _GRID - 1)]
+    golden = (math.sqrt(5.0) - 1.0) / 2.0
+    inner = [right - golden * (right - left), left + golden * (right - left)]
+    found = [function(math.exp(point)) for point in inner]
+    while right - left > _PRECISION:
+        if found[0] <= found[1]:
+            right, inner[1], found[1] = inner[1], inner[0], found[0]
+            inner[0] = right - golden * (right - left)
+            found[0] = function(math.exp(inner[0]))
+        else:
+            left, inner[0], found[0] = inner[0], inner[1], found[1]
+            inner[1] = left + golden * (right - left)
+            found[1] = function(math.exp(inner[1]))
+    candidates = [(values[best], grid[best]), *zip(found, inner, strict=True)]
+    value, point = min(candidates)
+    return math.exp(point), value
+
+
+def _nll(member_logits: Tensor, labels: Tensor, temperature: tuple[float, ...]) -> float:
+    """NLL of the mean probabilities in float64."""
+    values = temperature * len(member_logits) if len(temperature) == 1 else temperature
+    return _mixture_nll(
+        [_label_log_probs(one, labels, value) for one, value in zip(member_logits, values, strict=True)]
+    )
+
+
+def _mixture_nll(parts: list[Tensor]) -> float:
+    return -(torch.stack(parts).logsumexp(0) - math.log(len(parts))).mean().item()  # M of [B] -> [B]
+
+
+def _label_log_probs(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Log-probability of each label `[B]` under one member's logits `[B, C]`, in float64."""
+    pieces = [
+        (rows.double() / temperature).log_softmax(-1).gather(1, wanted[:, None])[:, 0]
+        for rows, wanted in zip(logits.split(_ROWS), labels.split(_ROWS), strict=True)
+    ]
+    return torch.cat(pieces)
+
+
+def _checked_labels(labels: Tensor, member_logits: Tensor) -> Tensor:
+    samples, classes = member_logits.shape[1:]
+    if labels.ndim != 1 or labels.is_floating_point() or labels.dtype == torch.bool or len(labels) != samples:
+        raise DataError(
+            f"labels must be whole numbers, one for each of the {samples} samples; got {labels.dtype} "
+            f"{list(labels.shape)}"
+        )
+    if samples < 2:
+        raise DataError(f"calibration needs at least two samples (better hundreds), got {samples}")
+    if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise DataError(
+            f"labels run from {int(labels.min())} to {int(labels.max())}, but the logits have {classes} classes "
+            f"(0 to {classes - 1}); check that the model and the data have the same classes"
+        )
+    return labels.to(member_logits.device, torch.int64)
+
+
+@torch.no_grad()
+def _run(ensemble: Ensemble, validation: Batches) -> tuple[Tensor, Tensor]:
+    """Member logits `[M, B, C]` and labels `[B]` of all validation batches, on the CPU."""
+    if not ensemble.num_classes:
+        raise ConfigError("calibration needs a classifier, but this ensemble has none (num_classes is 0)")
+    logits, labels = [], []
+    training = ensemble.training
+    ensemble.eval()
+    try:
+        for index, (inputs, targets) in enumerate(iterate(validation, "validation")):
+            labels.append(require_labels(targets, ensemble.num_classes, "validation", index).cpu())
+            logits.append(ensemble(move(inputs, ensemble.device, ensemble.dtype)).cpu())
+    finally:
+        ensemble.train(training)
+    return torch.cat(logits, dim=1), torch.cat(labels)

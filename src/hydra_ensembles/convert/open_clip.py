@@ -1,0 +1,258 @@
+"""open_clip: its image and text transformers, alone and inside `CLIP` or `CustomTextCLIP`.
+
+A projection is declared as the tower's classifier: that is what it is for a tower on its own, and a dual
+encoder takes it off again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from .._extras import require
+from ..config import EncoderConfig, EnsembleConfig, PatchStemConfig, Pool, ReadoutConfig, TextStemConfig, all_heads
+from ..metadata import Metadata
+from ..preprocessing import ImagePreprocessing
+from . import timm
+from .clip_tokenizer import VOCABULARY, read_simple_tokenizer
+from .declaration import Architecture, Copy, Entry, FusedQKV, OutProjection, Source, Transposed, Weights, qualified_name
+from .probe import activation_of, classes_or_fresh, dropout_rate, is_identity, pair, refuse
+
+_IMAGE = "open_clip image transformer"
+_TIMM = "open_clip image tower from timm"
+_TEXT = "open_clip text transformer"
+_MEAN = (0.48145466, 0.4578275, 0.40821073)  # what open_clip normalises with unless a model says otherwise
+_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+def _layers(prefix: str) -> Weights:
+    layer = f"{prefix}transformer.resblocks.{{i}}"
+    return {
+        "encoder.layers.{i}.norm1": f"{layer}.ln_1",
+        "encoder.layers.{i}.attention.qkv": FusedQKV(f"{layer}.attn.in_proj_weight"),
+        "encoder.layers.{i}.attention.qkv_bias": FusedQKV(f"{layer}.attn.in_proj_bias"),
+        "encoder.layers.{i}.attention.query_norm": f"{layer}.attn.ln_q",
+        "encoder.layers.{i}.attention.key_norm": f"{layer}.attn.ln_k",
+        "encoder.layers.{i}.attention.out": OutProjection(f"{layer}.attn.out_proj.weight"),
+        "encoder.layers.{i}.attention.out_bias": f"{layer}.attn.out_proj.bias",
+        "encoder.layers.{i}.attention.scale": f"{layer}.ls_1.gamma",
+        "encoder.layers.{i}.norm2": f"{layer}.ln_2",
+        "encoder.layers.{i}.mlp.up": f"{layer}.mlp.c_fc",
+        "encoder.layers.{i}.mlp.down": f"{layer}.mlp.c_proj",
+        "encoder.layers.{i}.mlp.scale": f"{layer}.ls_2.gamma",
+    }
+
+
+_IMAGE_WEIGHTS: Weights = {
+    "stem.patch": "conv1.weight",
+    "stem.class_token": "class_embedding",
+    "stem.position": "positional_embedding",
+    "stem.norm": "ln_pre",
+    **_layers(""),
+    "readout.norm": "ln_post",
+    "readout.classifier.weight": Transposed("proj"),
+}
+_TEXT_WEIGHTS: Weights = {
+    "stem.words": "token_embedding.weight",
+    "stem.positions": "positional_embedding",
+    **_layers(""),
+    "readout.norm": "ln_final",
+    "readout.classifier.weight": (Transposed("text_projection"), Copy("text_projection.weight")),
+    "readout.classifier.bias": "text_projection.bias",
+}
+
+
+def _prefixed(weights: Weights, prefix: str) -> Weights:
+    """The same declaration for a model that lies under `prefix`."""
+
+    def one(entry: Entry) -> str | Source:
+        if isinstance(entry, str):
+            return prefix + entry
+        fields: Mapping[str, str | tuple[str, ...]] = vars(entry)
+        moved = {
+            name: prefix + value if isinstance(value, str) else tuple(prefix + part for part in value)
+            for name, value in fields.items()
+        }
+        return type(entry)(**moved)
+
+    return {
+        name: tuple(one(part) for part in entry) if isinstance(entry, tuple) else one(entry)
+        for name, entry in weights.items()
+    }
+
+
+def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    if model.attn_pool is not None:
+        raise refuse(_IMAGE, "it pools by attention (attentional_pool)")
+    if not is_identity(model.patch_dropout):
+        raise refuse(_IMAGE, "it drops patches in training (patch_dropout)")
+    pools: dict[str, Pool] = {"tok": "cls", "avg": "mean"}
+    if model.pool_type not in pools or model.output_tokens:
+        raise refuse(_IMAGE, f"pool_type is {model.pool_type!r}, output_tokens {model.output_tokens}")
+    normed = not is_identity(model.ln_pre)
+    stem = PatchStemConfig(
+        patch_size=pair(model.patch_size),
+        grid=pair(model.grid_size),
+        channels=int(model.conv1.in_channels),
+        patch_bias=False,
+        resample="bicubic_antialias",
+        norm=normed,
+        norm_eps=float(model.ln_pre.eps) if normed else 1e-5,
+    )
+    encoder = _encoder(model.transformer, _IMAGE, causal=False)
+    classes = 0 if model.proj is None else int(model.proj.shape[1])
+    readout = ReadoutConfig(
+        pool=pools[model.pool_type],
+        num_classes=classes_or_fresh(classes, num_labels, _IMAGE),
+        norm="pooled" if model.final_ln_after_pool else "tokens",
+        norm_eps=float(model.ln_post.eps),
+        bias=model.proj is None,
+    )
+    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+
+
+def _timm_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    """A tower of open_clip's adapter: a timm model and perhaps a linear projection, its own or timm's."""
+    trunk, head = model.trunk, dict(model.head.named_children())
+    if qualified_name(trunk) not in timm.VISION_TRANSFORMER.classes:
+        raise refuse(_TIMM, f"its trunk is a {qualified_name(trunk)}")
+    if head.keys() - {"drop", "proj"}:
+        raise refuse(_TIMM, f"its head is made of {sorted(head)}; linear and no projection are supported")
+    config = timm.VISION_TRANSFORMER.config(trunk, None)
+    if "proj" not in head:
+        classes = classes_or_fresh(config.readout.num_classes, num_labels, _TIMM)
+        return replace(config, readout=replace(config.readout, num_classes=classes))
+    if config.readout.num_classes:
+        raise refuse(_TIMM, "both its trunk and its head project")
+    dropout = dropout_rate(head.get("drop"))
+    if dropout and config.readout.dropout:
+        raise refuse(_TIMM, "both its trunk and its head have dropout")
+    readout = replace(
+        config.readout,
+        num_classes=classes_or_fresh(int(head["proj"].out_features), num_labels, _TIMM),
+        bias=head["proj"].bias is not None,
+        dropout=dropout or config.readout.dropout,
+    )
+    return replace(config, readout=readout)
+
+
+def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    """A `TextTransformer`, or a `CLIP`, which carries the parts of one itself."""
+    positions, width = model.positional_embedding.shape
+    if getattr(model, "cls_emb", None) is not None or positions != model.context_length:
+        raise refuse(_TEXT, "a class token is appended to the text (embed_cls)")
+    if getattr(model, "use_pad_mask", False) or getattr(model, "output_tokens", False):
+        raise refuse(_TEXT, "it masks padding by itself, or answers with tokens (use_pad_mask, output_tokens)")
+    pool = getattr(model, "text_pool_type", None) or model.pool_type
+    pools: dict[str, Pool] = {"first": "cls", "last": "last", "argmax": "eot", "eos": "eot"}
+    if pool not in pools:
+        raise refuse(_TEXT, f"pool_type is {pool!r}")
+    end = model.text_eos_id if hasattr(model, "text_eos_id") else model.eos_id
+    stem = TextStemConfig(
+        vocabulary=int(model.token_embedding.num_embeddings),
+        positions=int(positions),
+        embedding_width=int(width),
+        norm=False,
+    )
+    encoder = _encoder(model.transformer, _TEXT, causal=model.attn_mask is not None)
+    projection = model.text_projection
+    linear = isinstance(projection, nn.Linear)
+    found = 0 if projection is None else int(projection.out_features if linear else projection.shape[1])
+    readout = ReadoutConfig(
+        pool=pools[pool],
+        num_classes=classes_or_fresh(found, num_labels, _TEXT),
+        norm="tokens",
+        norm_eps=float(model.ln_final.eps),
+        bias=projection is None or (linear and projection.bias is not None),
+        eot_token=int(end) if pool == "eos" else None,
+    )
+    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+
+
+def _encoder(transformer: Any, name: str, causal: bool) -> EncoderConfig:
+    blocks = list(transformer.resblocks)
+    first = blocks[0]
+    for block in blocks:
+        if type(block).__name__ not in ("ResidualAttentionBlock", "CustomResidualAttentionBlock"):
+            raise refuse(name, f"a block is a {type(block).__name__}")
+        if not is_identity(getattr(block, "ln_attn", None)) or not is_identity(getattr(block.mlp, "ln", None)):
+            raise refuse(name, "attention or MLP has a norm of its own (scale_attn, scale_fc)")
+        extras = ("ln_inner", "head_scale", "logit_scale")
+        if not all(is_identity(getattr(block.attn, extra, None)) for extra in extras):
+            raise refuse(name, "its attention is scaled (scaled_cosine_attn, scale_heads, scale_attn_inner)")
+    attention, mlp = first.attn, first.mlp
+    query_norm: Any = getattr(attention, "ln_q", None)
+    if not is_identity(query_norm) and query_norm.eps != first.ln_1.eps:
+        raise refuse(name, f"its norms differ in eps ({query_norm.eps} and {first.ln_1.eps})")
+    return EncoderConfig(
+        width=int(mlp.c_fc.in_features),
+        layers=len(blocks),
+        heads=int(attention.num_heads),
+        head_dim=int(attention.head_dim),
+        mlp_width=int(mlp.c_fc.out_features),
+        activation=activation_of(mlp.gelu, name),
+        norm_eps=float(first.ln_1.eps),
+        qk_norm=not is_identity(query_norm),
+        layer_scale=not is_identity(first.ls_1),
+        causal=causal,
+    )
+
+
+def _image_metadata(model: Any) -> Metadata:
+    """The transform open_clip itself would use; unknown where it pads images, which has no canonical form."""
+    found: dict[str, Any] = dict(getattr(model, "preprocess_cfg", None) or {})
+    mode = found.get("resize_mode") or "shortest"
+    if mode not in ("shortest", "squash"):
+        return Metadata()
+    mean = found.get("mean") or getattr(model, "image_mean", None) or _MEAN
+    std = found.get("std") or getattr(model, "image_std", None) or _STD
+    return Metadata(
+        preprocessing=ImagePreprocessing(
+            size=pair(found.get("size") or model.image_size),
+            mean=tuple(float(value) for value in mean),
+            std=tuple(float(value) for value in std),
+            interpolation="bilinear" if found.get("interpolation") == "bilinear" else "bicubic",
+            resize_mode="squash" if mode == "squash" else "shortest",
+        )
+    )
+
+
+def _text_metadata(model: Any) -> Metadata:
+    """CLIP's own tokenizer, for every text transformer that has its vocabulary."""
+    if int(model.token_embedding.num_embeddings) != VOCABULARY:
+        return Metadata()
+    tokenizer = require("open_clip", extra="open_clip").tokenizer
+    return Metadata(preprocessing=read_simple_tokenizer(tokenizer.SimpleTokenizer(context_length=model.context_length)))
+
+
+TEXT_IN_DUAL = Architecture(
+    name=_TEXT,
+    classes=("open_clip.model.CLIP",),
+    config=_text_config,
+    weights=_TEXT_WEIGHTS,
+    ignored=("visual.", "logit_scale", "logit_bias"),
+    metadata=_text_metadata,
+)
+IMAGE = Architecture(
+    name=_IMAGE,
+    classes=("open_clip.transformer.VisionTransformer",),
+    config=_image_config,
+    weights=_IMAGE_WEIGHTS,
+    metadata=_image_metadata,
+)
+IMAGE_FROM_TIMM = Architecture(
+    name=_TIMM,
+    classes=("open_clip.timm_model.TimmModel",),
+    config=_timm_config,
+    weights={**_prefixed(timm.VISION_TRANSFORMER.weights, "trunk."), "readout.classifier": ("head.proj", "trunk.head")},
+    metadata=_image_metadata,
+)
+TEXT = Architecture(
+    name=_TEXT,
+    classes=("open_clip.transformer.TextTransformer",),
+    config=_text_config,
+    weights=_TEXT_WEIGHTS,
+    metadata=_text_metadata,
+)
+ARCHITECTURES: tuple[Architecture, ...] = (IMAGE, IMAGE_FROM_TIMM, TEXT)

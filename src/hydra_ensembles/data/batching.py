@@ -1,0 +1,165 @@
+"""Batches of a data set for models: preprocessed, in a reproducible order, as often as they are asked for."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+
+from ..errors import DataError
+from .subsets import hash_key, keyed_order
+
+Batch = tuple[Tensor, Tensor] | dict[str, Tensor]
+Preprocess = Callable[[list[Any]], Tensor | Mapping[str, Tensor]]
+
+
+class Labelled(Protocol):
+    """Anything with a length that gives `(item, label)` by position."""
+
+    def __len__(self) -> int:
+        """Count the items."""
+        ...
+
+    def __getitem__(self, index: int, /) -> tuple[Any, Any]:
+        """Read an item and its label."""
+        ...
+
+
+class Batches:
+    """Batches of a data set; see `batches`."""
+
+    def __init__(
+        self,
+        dataset: Labelled,
+        preprocess: Preprocess,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        num_workers: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        """Remember the settings; see `batches`."""
+        if batch_size < 1:
+            raise DataError(f"batch_size must be at least 1, got {batch_size}")
+        if num_workers < 0:
+            raise DataError(f"num_workers must be 0 (no worker processes) or more, got {num_workers}")
+        self.dataset = dataset
+        self.preprocess = preprocess
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.num_workers = num_workers
+        self.drop_last = drop_last
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        whole = len(self.dataset) / self.batch_size
+        return math.floor(whole) if self.drop_last else math.ceil(whole)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order and random augmentations the next pass has."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Start a pass over the data."""
+        order = keyed_order(len(self.dataset), self.seed, self.epoch) if self.shuffle else None
+        positions = (np.arange(len(self.dataset)) if order is None else order).tolist()
+        chunks = [
+            positions[start : start + self.batch_size]
+            for start in range(0, len(self) * self.batch_size, self.batch_size)
+        ]
+        loader: DataLoader[Any] = DataLoader(
+            _WithPosition(self.dataset),
+            batch_sampler=chunks,
+            collate_fn=_Collate(self.preprocess, self.seed, self.epoch),
+            num_workers=self.num_workers,
+            # The seeds of the workers shall not be drawn from the global generator.
+            generator=torch.Generator().manual_seed(hash_key(self.seed, self.epoch)),
+        )
+        return iter(loader)
+
+
+def batches(
+    dataset: Labelled,
+    preprocess: Preprocess,
+    batch_size: int,
+    shuffle: bool = False,
+    seed: int = 0,
+    num_workers: int = 0,
+    drop_last: bool = False,
+) -> Batches:
+    """Make batches of a data set.
+
+    The result can be iterated any number of times. Every pass over the same epoch is the same, in order and
+    in the random augmentations of `preprocess` (as far as they draw from torch's CPU generator), whatever the
+    number of workers; `set_epoch` moves on. The state of torch's generators is left as it was.
+
+    Args:
+        dataset: Gives `(item, label)` by position.
+        preprocess: Turns a list of items into a tensor `[B, ...]` or a mapping of such tensors: a model's
+            preprocessing, a `TrainTransform`, or any function.
+        batch_size: Items a batch; the last one may be smaller.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Decides order and augmentations.
+        num_workers: Worker processes that read and preprocess; 0 does it in this one.
+        drop_last: Leave out a last batch that is not full.
+
+    Returns:
+        An iterable with a length that yields `(inputs, labels)`, or, where `preprocess` gives a mapping, that
+        mapping with `labels` added; labels are `[B]` integers.
+
+    Raises:
+        DataError: A setting is out of range; while iterating, what `preprocess` gives has the wrong length.
+    """
+    return Batches(
+        dataset,
+        preprocess,
+        batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        num_workers=num_workers,
+        drop_last=drop_last,
+    )
+
+
+class _WithPosition(TorchDataset[tuple[int, Any, int]]):
+    def __init__(self, dataset: Labelled) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: int) -> tuple[int, Any, int]:
+        item, label = self._dataset[index]
+        return index, item, int(label)
+
+
+@dataclass(frozen=True)
+class _Collate:
+    preprocess: Preprocess
+    seed: int
+    epoch: int
+
+    def __call__(self, entries: Sequence[tuple[int, Any, int]]) -> Batch:
+        positions, items, labels = zip(*entries, strict=True)
+        # Only the CPU generator is seeded and put back: `torch.manual_seed` would also reset the generators
+        # of the GPUs, and with them the dropout of the model that is being trained.
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(hash_key(self.seed, self.epoch, positions[0]))
+        try:
+            inputs = self.preprocess(list(items))
+        finally:
+            torch.set_rng_state(state)
+        targets = torch.tensor(labels, dtype=torch.int64)  # [B]
+        tensors = list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
+        for tensor in tensors:
+            if len(tensor) != len(targets):
+                raise DataError(
+                    f"preprocess made {len(tensor)} rows of {len(targets)} items; it must keep one row an item"
+                )
+        if isinstance(inputs, Mapping):
+            return {**inputs, "labels": targets}
+        return inputs, targets

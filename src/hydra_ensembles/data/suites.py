@@ -1,0 +1,158 @@
+"""Near and far OOD suites as data: which sets belong to a task, and how they are loaded."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from ..errors import DataError
+from .dataset import AnyDataset
+from .loading import load
+from .subsets import SomeDataset, cut_position, keyed_order, split, without_classes
+from .tables import Columns, LabelPolicy
+
+SHARE_SEED = 0
+"""Seed of the order in which `SetRef.share` cuts a data set."""
+
+
+@dataclass(frozen=True)
+class SetRef:
+    """A data set by reference: what to load, and which part of it.
+
+    Attributes:
+        name: What reports call it.
+        source: Path below the root, or a name, as `load` takes it.
+        split: Split, as `load` takes it.
+        rows: First row and the row after the last; either may be `None` (open), or negative (from the end).
+        share: Where a part starts and ends as fractions of the data set, shuffled once for good.
+        without: Classes left out, because they overlap the in-distribution task.
+        folder: Folder below the root: torchvision's root, or where the images of a list lie.
+        columns: Column names of a table.
+        config: Configuration of a hub data set.
+        labels: Whether labels are needed.
+    """
+
+    name: str
+    source: str
+    split: str | None = None
+    rows: tuple[int | None, int | None] | None = None
+    share: tuple[float, float] | None = None
+    without: tuple[str, ...] = ()
+    folder: str = ""
+    columns: Columns = field(default_factory=Columns)
+    config: str | None = None
+    labels: LabelPolicy = "required"
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without the data."""
+        if not self.name or not self.source:
+            raise DataError(f"a set needs a name and a source, got {self.name!r} and {self.source!r}")
+        if self.share is not None and not 0 <= self.share[0] < self.share[1] <= 1:
+            raise DataError(f"{self.name}: share must be 0 <= start < end <= 1, got {self.share}")
+
+    def load(self, root: str | Path | None = None) -> AnyDataset:
+        """Load the data set from a root folder.
+
+        Raises:
+            DataError: It is not there, or not as described.
+        """
+        is_list = self.source.endswith(".txt")
+        base = Path(root) if root is not None else Path()
+        data = load(
+            self.source,
+            self.split,
+            root=base if is_list else base / self.folder,
+            columns=self.columns,
+            labels=self.labels,
+            config=self.config,
+            images=self.folder if is_list else None,
+        )
+        return self._part(data)
+
+    @property
+    def part(self) -> tuple[object, ...]:
+        """Which rows of which data this is, whatever the name and the classes left out."""
+        return self.source, self.config, self.split, self.rows, self.share
+
+    def whole(self) -> "SetRef":
+        """Give the same set with no class left out."""
+        return replace(self, without=())
+
+    def _part(self, data: SomeDataset) -> SomeDataset:
+        positions = list(range(len(data)))
+        if self.rows is not None:
+            positions = positions[slice(*self.rows)]
+        if self.share is not None:
+            cuts = [cut_position(fraction, len(data)) for fraction in self.share]
+            chosen = set(keyed_order(len(data), SHARE_SEED)[cuts[0] : cuts[1]].tolist())
+            positions = [position for position in positions if position in chosen]
+        data = data.select(positions, name=self.name)
+        return without_classes(data, self.without) if self.without else data
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A task with its near and far OOD sets.
+
+    Attributes:
+        name: What `suite` calls it.
+        id: Test set of the task.
+        circuit_ood: OOD set on which circuits are chosen; never one of the reported sets.
+        near: OOD sets close to the task.
+        far: OOD sets far from it.
+        notes: What a reader of the results must know.
+        train: Training set, if the suite has one.
+        validation: Validation set of the task, if the suite has one.
+        apart: Further OOD sets, reported by themselves and in no mean.
+        tasks: Further classification tasks (zero-shot suites), without OOD sets of their own.
+    """
+
+    name: str
+    id: SetRef
+    circuit_ood: SetRef
+    near: tuple[SetRef, ...]
+    far: tuple[SetRef, ...]
+    notes: str
+    train: SetRef | None = None
+    validation: SetRef | None = None
+    apart: tuple[SetRef, ...] = ()
+    tasks: tuple[SetRef, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check that every reported set has a name of its own and none chooses the circuits."""
+        reported = [ref.name for ref in (*self.near, *self.far, *self.apart)]
+        if len(set(reported)) != len(reported):
+            raise DataError(f"suite {self.name!r} names a set twice: {sorted(reported)}")
+        for ref in (*self.near, *self.far, *self.apart):
+            if ref.part == self.circuit_ood.part:
+                raise DataError(
+                    f"suite {self.name!r} reports {ref.name!r}, on which its circuits are chosen; report other rows"
+                )
+        if not self.near or not self.far:
+            raise DataError(f"suite {self.name!r} needs at least one near and one far set")
+
+    def load(self, root: str | Path | None = None) -> dict[str, dict[str, AnyDataset]]:
+        """Load the OOD sets: `{"near": {name: data}, "far": {name: data}}`, as `evaluate` takes them.
+
+        Raises:
+            DataError: A set is missing.
+        """
+        return {
+            "near": {ref.name: ref.load(root) for ref in self.near},
+            "far": {ref.name: ref.load(root) for ref in self.far},
+        }
+
+
+def imagenet_validation_split(dataset: SomeDataset) -> tuple[SomeDataset, SomeDataset]:
+    """Split the ImageNet validation set into 1 % for validation and 99 % for testing, as the paper does.
+
+    The paper does not say which images; here they are drawn once for good (`SHARE_SEED`), so that everybody
+    has the same 500 and 49,500.
+    """
+    validation, test = split(dataset, 0.01, SHARE_SEED)
+    return validation, test
+
+
+def named(*suites: Suite) -> Mapping[str, Suite]:
+    """Make a read-only table of suites by name."""
+    return MappingProxyType({entry.name: entry for entry in suites})

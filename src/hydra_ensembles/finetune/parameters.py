@@ -1,0 +1,83 @@
+"""The copy that trains: which of its parameters move, its dropout, its optimizer."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ..config import EnsembleConfig
+from ..ensemble import Ensemble
+from ..errors import ConfigError
+from ..member_states import place_of
+from .recipe import Recipe
+
+
+def training_copy(start: Ensemble, recipe: Recipe, device: torch.device) -> Ensemble:
+    """A copy of the ensemble ready to train: in float32 (or float64), on `device`, frozen where the recipe says."""
+    if not start.num_classes:
+        raise ConfigError("fine-tuning needs a classifier, but this ensemble has none (num_classes is 0)")
+    if recipe.last_blocks is not None and recipe.last_blocks > start.num_layers:
+        raise ConfigError(f"Recipe.last_blocks is {recipe.last_blocks}, but the model has {start.num_layers} blocks")
+    state = {name: tensor.to(device, _training_dtype(tensor)) for name, tensor in start.state_dict().items()}
+    model = Ensemble.from_state(_with_dropout(start.config, recipe.dropout), state)
+    if recipe.reinit_classifier == "zeros":
+        for classifier in (model.readout.classifier, model.readout.distillation_classifier):
+            for parameter in () if classifier is None else classifier.parameters():
+                nn.init.zeros_(parameter)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_trained(name, recipe, start.num_layers))
+    return model
+
+
+def is_trained(name: str, recipe: Recipe, layers: int) -> bool:
+    """Whether the recipe trains the parameter of this name in a model with `layers` blocks."""
+    group, layer = place_of(name)
+    if group not in recipe.train_groups:
+        return False
+    if recipe.last_blocks is None:
+        return True
+    return group != "stem" and (layer is None or layer >= layers - recipe.last_blocks)
+
+
+def trained_parameters(model: Ensemble) -> dict[str, nn.Parameter]:
+    """The parameters that train, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def make_optimizer(model: Ensemble, recipe: Recipe) -> torch.optim.Optimizer:
+    """The recipe's optimizer over the trained parameters; its learning rate is set before every update."""
+    trained = trained_parameters(model)
+    spared = {name for name in trained if recipe.no_decay_on_bias_and_norm and is_bias_or_norm(name)}
+    groups = [
+        {"params": [p for name, p in trained.items() if name not in spared], "weight_decay": recipe.weight_decay},
+        {"params": [p for name, p in trained.items() if name in spared], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=recipe.momentum)
+    return torch.optim.AdamW(groups, lr=0.0, betas=recipe.betas)
+
+
+def is_bias_or_norm(name: str) -> bool:
+    """Whether a parameter is a bias, or the weight of a norm, by its name."""
+    *modules, leaf = name.split(".")
+    return leaf.endswith("bias") or "norm" in modules[-1]
+
+
+def _training_dtype(tensor: Tensor) -> torch.dtype:
+    """Half precision is too coarse for small updates: such weights train in float32."""
+    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+
+
+def _with_dropout(config: EnsembleConfig, rate: float | None) -> EnsembleConfig:
+    if rate is None:
+        return config
+    encoder = replace(config.encoder, projection_dropout=rate, activation_dropout=rate, output_dropout=rate)
+    if rate > 0.0:
+        return replace(config, encoder=encoder)
+    return replace(
+        config,
+        stem=replace(config.stem, dropout=0.0),
+        encoder=replace(encoder, attention_dropout=0.0),
+        readout=replace(config.readout, dropout=0.0, hidden_dropout=0.0),
+    )

@@ -1,0 +1,125 @@
+"""Finding heads in an ensemble, and switching them off for a while.
+
+Heads are always addressed by the index they had before any pruning. Where such a head lies on the head axis
+of its layer's weights depends on what each member kept; that bookkeeping is here and nowhere else.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..config import EnsembleConfig
+from ..encoder import Attention
+from ..ensemble import Ensemble
+from ..errors import ConfigError, HeadError
+from .head import Head, HeadLike, as_heads
+
+TOWER = "main"
+
+
+@contextmanager
+def masked(ensemble: Ensemble, heads: Iterable[HeadLike], member: int | None = None) -> Iterator[Ensemble]:
+    """Switch heads off within a `with` block, by zeroing their part of the output projection.
+
+    The parameters stay the same objects (optimisers keep working) and are restored to the last bit when the
+    block ends, also by an exception. Blocks may be nested, and may name the same head. Logits computed inside
+    must be differentiated inside: autograd refuses to go back through weights that were restored since.
+
+    Args:
+        ensemble: Changed in place until the block ends.
+        heads: Heads by layer and original index.
+        member: The member to switch them off in. None means every member that has the head; at least one
+            must. In a layer whose attention the members share, only None is possible.
+
+    Yields:
+        The ensemble itself.
+
+    Raises:
+        HeadError: A head does not exist, or was pruned; nothing has been changed then.
+    """
+    saved: list[tuple[Attention, int, Tensor]] = []
+    for head in as_heads(heads):
+        rows = head_rows(ensemble.config, head, member)
+        attention = attention_of(ensemble, head.layer)
+        saved += [(attention, row, attention.out.detach()[row].clone()) for row in rows]
+    try:
+        with torch.no_grad():
+            for attention, row, _ in saved:
+                attention.out[row].zero_()
+        yield ensemble
+    finally:
+        with torch.no_grad():
+            for attention, row, values in saved:
+                attention.out[row].copy_(values)
+
+
+def attention_of(ensemble: Ensemble, layer: int) -> Attention:
+    """The attention sublayer of a layer."""
+    attention = ensemble.encoder.layers[layer].attention
+    assert isinstance(attention, Attention)
+    return attention
+
+
+def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> tuple[int, ...]:
+    """Where a head lies on the head axis of `attention.qkv` and `attention.out` of its layer.
+
+    One row for one member; with `member=None`, a row for each stored copy that has the head, at least one.
+    """
+    if member is not None and not 0 <= member < config.members:
+        raise ConfigError(f"member {member} does not exist: there are {config.members}, counted from 0")
+    if head.tower != TOWER:
+        raise HeadError(f"head {head} lies in tower {head.tower!r}; this ensemble has only the tower {TOWER!r}")
+    if not 0 <= head.layer < config.encoder.layers:
+        raise HeadError(f"head {head} does not exist: the layers are 0 to {config.encoder.layers - 1}")
+    copies = config.copies("attention", head.layer)
+    if member is not None and copies < config.members:
+        raise HeadError(
+            f"all {config.members} members share the attention of layer {head.layer}, so head {head} cannot be "
+            f"switched off in member {member} alone; leave `member` out, or separate the members first"
+        )
+    rows, start = [], 0
+    for copy in range(copies):
+        kept = config.heads[copy][head.layer]
+        if head.head in kept and member in (None, copy):
+            rows.append(start + kept.index(head.head))
+        start += len(kept)
+    if not rows:
+        raise HeadError(_missing(config, head, member))
+    return tuple(rows)
+
+
+def existing_heads(config: EnsembleConfig, layers: Iterable[int] | None = None, member: int = 0) -> tuple[Head, ...]:
+    """The heads a member keeps in the given layers (None: in all), first layer first."""
+    chosen = checked_layers(config, layers)
+    return tuple(Head(layer, head) for layer in chosen for head in config.heads[member][layer])
+
+
+def checked_layers(config: EnsembleConfig, layers: Iterable[int] | None) -> tuple[int, ...]:
+    """Layer numbers in ascending order, each of which exists; None stands for all of them."""
+    count = config.encoder.layers
+    if layers is None:
+        return tuple(range(count))
+    chosen = tuple(layers)
+    bad = [layer for layer in chosen if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < count]
+    if bad or not chosen or len(set(chosen)) != len(chosen):
+        raise HeadError(
+            f"layers must be distinct numbers from 0 to {count - 1}, at least one, got {list(chosen)}; "
+            "leave `layers` out to take all of them"
+        )
+    return tuple(sorted(chosen))
+
+
+def _missing(config: EnsembleConfig, head: Head, member: int | None) -> str:
+    """Say which heads exist in the layer of a head that does not."""
+    if not 0 <= head.head < config.encoder.heads:
+        problem = f"head {head} does not exist: the model had heads 0 to {config.encoder.heads - 1} in every layer"
+    else:
+        problem = f"head {head} was pruned"
+    members = range(config.members) if member is None else (member,)
+    kept = {f"member {index}": list(config.heads[index][head.layer]) for index in members}
+    lists = {str(heads) for heads in kept.values()}
+    shown = lists.pop() if len(lists) == 1 else "; ".join(f"{name}: {heads}" for name, heads in kept.items())
+    who = f" of member {member}" if member is not None and config.members > 1 else ""
+    return f"{problem}. Heads left in layer {head.layer}{who}: {shown}"

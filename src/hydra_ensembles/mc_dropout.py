@@ -1,0 +1,151 @@
+"""MC Dropout as an ensemble: the members are passes of one model with different neurons dropped."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from .batches import move, read_batch
+from .config import EnsembleConfig
+from .ensemble import Ensemble
+from .errors import ConfigError, DataError
+from .prediction import Prediction
+from .randomness import torch_seeded
+
+
+def mc_dropout(ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> "MCDropout":
+    """See an ensemble as many: each member is one pass with a random part of the activations dropped.
+
+    Args:
+        ensemble: Any ensemble, trained with dropout or without; it is untouched, and its weights are shared.
+        p: Rate of the dropout.
+        passes: Number of passes; all run in one batch.
+        seed: Of the dropout.
+    """
+    return MCDropout(ensemble, p, passes, seed)
+
+
+class MCDropout(nn.Module):
+    """A view of an ensemble in which every pass is a member; `forward` gives `[M·passes, B, C]`.
+
+    Dropout sits where vision and text transformers have it in training: on the embedded tokens and, in each layer,
+    after the attention projection, the MLP activation and the MLP output. Attention weights and the input of the
+    classifier get it too where the model itself was trained so. Stochastic depth stays off.
+
+    The same inputs get the same answer every time, in training and in evaluation mode alike: the seed starts
+    afresh with each call, so batches of one size are seen through the same masks.
+    """
+
+    def __init__(self, ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> None:
+        super().__init__()
+        if not 0.0 <= p < 1.0:
+            raise ConfigError(f"p is the rate of the dropout, at least 0 and below 1; got {p}")
+        if passes < 1:
+            raise ConfigError(f"passes must be at least 1, got {passes}")
+        if seed < 0:
+            raise ConfigError(f"seed must not be negative, got {seed}")
+        self.p, self.passes, self.seed = p, passes, seed
+        with torch.device("meta"):
+            self.model = Ensemble(_with_dropout(ensemble.config, p), replace(ensemble.metadata, calibration=None))
+        self.model.load_state_dict(ensemble.state_dict(), assign=True)  # the same storage, seen twice
+        self.eval()
+
+    def train(self, mode: bool = True) -> "MCDropout":
+        """Change the mode of this view; its model keeps dropping in either."""
+        super().train(mode)
+        self.model.train(True)
+        return self
+
+    def forward(
+        self,
+        inputs: Tensor | Mapping[str, Tensor],
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Member logits `[M·passes, B, C]` for what `Ensemble.forward` takes; the passes of a member lie together."""
+        if self.p == 0.0:  # every pass is the same
+            logits = cast(Tensor, self.model(inputs, attention_mask, token_type_ids))
+            return logits.repeat_interleave(self.passes, dim=0)
+        many = {key: self._repeat(value) for key, value in inputs.items()} if isinstance(inputs, Mapping) else None
+        with torch_seeded(self.seed, self.device):
+            logits = self.model(
+                self._repeat(cast(Tensor, inputs)) if many is None else many,
+                None if attention_mask is None else self._repeat(attention_mask),
+                None if token_type_ids is None else self._repeat(token_type_ids),
+            )  # [M, passes·B, C]
+        return logits.unflatten(1, (self.passes, -1)).flatten(0, 1)  # [M·passes, B, C]
+
+    @torch.no_grad()
+    def predict(self, inputs: Any) -> Prediction:
+        """Label, confidence and uncertainty of a batch; takes what `Ensemble.predict` takes.
+
+        The calibration of the ensemble does not carry over: it was made for other probabilities.
+        """
+        if not isinstance(inputs, Tensor | Mapping):
+            preprocessing = self.model.metadata.preprocessing
+            if preprocessing is None:
+                raise DataError(f"got {type(inputs).__name__}, but there is no saved preprocessing; give tensors")
+            raw: Any = [inputs] if isinstance(inputs, tuple) and self.kind == "text" else inputs
+            inputs = preprocessing(raw)
+        logits = self(move(read_batch(inputs)[0], self.device, self.dtype))
+        return Prediction.from_logits(logits, class_names=self.model.metadata.labels or None)
+
+    def _repeat(self, tensor: Tensor) -> Tensor:
+        """`[B, …]` to `[passes·B, …]`, pass after pass."""
+        return tensor.repeat(self.passes, *(1,) * (tensor.dim() - 1))
+
+    @property
+    def kind(self) -> str:
+        """`"image"` or `"text"`."""
+        return self.model.kind
+
+    @property
+    def num_members(self) -> int:
+        """Number of members: passes, times the members of the ensemble."""
+        return self.passes * self.model.num_members
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; 0 when there is no classifier."""
+        return self.model.num_classes
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return self.model.dtype
+
+    def __repr__(self) -> str:
+        """One line: rate, passes, and the ensemble."""
+        return f"MCDropout(p={self.p}, passes={self.passes}, seed={self.seed}, of={self.model!r})"
+
+
+def _with_dropout(config: EnsembleConfig, p: float) -> EnsembleConfig:
+    """The configuration with dropout at `p` in the places of the baseline and wherever the model has its own."""
+
+    def where_present(own: float) -> float:
+        return p if own > 0.0 else 0.0
+
+    return replace(
+        config,
+        stem=replace(config.stem, dropout=p),
+        encoder=replace(
+            config.encoder,
+            attention_dropout=where_present(config.encoder.attention_dropout),
+            projection_dropout=p,
+            activation_dropout=p,
+            output_dropout=p,
+            drop_path=(),
+        ),
+        readout=replace(
+            config.readout,
+            dropout=where_present(config.readout.dropout),
+            hidden_dropout=where_present(config.readout.hidden_dropout),
+        ),
+    )

@@ -1,0 +1,282 @@
+"""Small random CLIP models of transformers and open_clip, whole and as single towers."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from architectures import ArchitectureCase, Inputs, images, perturbed
+
+CONTEXT = 12
+VOCABULARY = 60
+END = 59  # also the highest id, so that both ways to find the end of a text agree on it
+
+
+@dataclass(frozen=True)
+class DualCase:
+    """One dual encoder of one library.
+
+    Attributes:
+        name: Shown in the test's name.
+        build: Makes a small random model, evaluation mode, no parameter left at zero or one.
+        texts: A batch of token ids, padded; with a mask where the library takes one.
+        image_features: What the original answers, before normalisation.
+        text_features: Likewise.
+        logits: The original's logits per image.
+        other_sizes: Further image sizes that the library itself can take.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    texts: Callable[[], Inputs]
+    image_features: Callable[[Any, Tensor], Tensor]
+    text_features: Callable[[Any, Inputs], Tensor]
+    logits: Callable[[Any, Tensor, Inputs], Tensor]
+    other_sizes: tuple[tuple[int, int], ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+    @staticmethod
+    def pixels(height: int = 32, width: int = 32) -> Tensor:
+        return images(height, width)["pixel_values"]
+
+
+def texts(end: int, pad: int, mask: bool) -> Inputs:
+    """Four texts of different length, each with its end token; all after it is padding."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(5, END - 4, (4, CONTEXT), generator=generator)
+    ends = torch.tensor([CONTEXT - 1, 6, 3, 1])
+    positions = torch.arange(CONTEXT)[None]
+    ids = ids.masked_fill(positions == ends[:, None], end).masked_fill(positions > ends[:, None], pad)
+    inputs = {"input_ids": ids}
+    if mask:
+        inputs["attention_mask"] = (positions <= ends[:, None]).long()
+    return inputs
+
+
+# --- transformers ----------------------------------------------------------------------------------------
+
+_IMAGE: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+    "projection_dim": 24,
+}
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    "eos_token_id": END,
+    "bos_token_id": END - 1,
+    "pad_token_id": 1,
+    "projection_dim": 24,
+}
+_SIZES = ((48, 48), (24, 40), (16, 64))
+
+
+def transformers_clip(image: dict[str, Any], text: dict[str, Any], **settings: Any) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.CLIPConfig(
+        text_config={**_TEXT, **text}, vision_config={**_IMAGE, **image}, **{"projection_dim": 24, **settings}
+    )
+    return perturbed(transformers.CLIPModel(config))
+
+
+def _transformers_case(
+    label: str, image: dict[str, Any], text: dict[str, Any], *, end: int = END, pad: int = 1, mask: bool = True
+) -> DualCase:
+    def logits(model: Any, pixels: Tensor, inputs: Inputs) -> Tensor:
+        return model(pixel_values=pixels, interpolate_pos_encoding=True, **inputs).logits_per_image
+
+    return DualCase(
+        name=f"transformers-{label}",
+        build=lambda: transformers_clip(image, text),
+        texts=lambda: texts(end, pad, mask),
+        image_features=lambda model, pixels: (
+            model.get_image_features(pixels, interpolate_pos_encoding=True).pooler_output
+        ),
+        text_features=lambda model, inputs: model.get_text_features(**inputs).pooler_output,
+        logits=logits,
+        other_sizes=_SIZES,
+    )
+
+
+# --- open_clip -------------------------------------------------------------------------------------------
+
+_OPEN_IMAGE: dict[str, Any] = {"layers": 2, "width": 48, "head_width": 12, "patch_size": 8, "image_size": 32}
+_OPEN_TEXT: dict[str, Any] = {
+    "context_length": CONTEXT,
+    "vocab_size": VOCABULARY,
+    "width": 32,
+    "heads": 4,
+    "layers": 2,
+}
+
+
+def open_clip_model(
+    image: dict[str, Any] | None = None, text: dict[str, Any] | None = None, custom: bool = False, **settings: Any
+) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg, CustomTextCLIP
+
+    torch.manual_seed(0)
+    kind = CustomTextCLIP if custom else CLIP
+    vision = CLIPVisionCfg(**{**_OPEN_IMAGE, **(image or {})})
+    return perturbed(kind(24, vision, CLIPTextCfg(**{**_OPEN_TEXT, **(text or {})}), **settings))
+
+
+def open_clip_from_timm(name: str, pool: str, projection: str, **settings: Any) -> nn.Module:
+    """A model whose image tower is a small timm model; open_clip builds it by name, so names get sizes here."""
+    import timm
+
+    create = timm.create_model
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 4}
+
+    def small(model: str, **arguments: Any) -> nn.Module:
+        return create(model, **{**sizes, **arguments})
+
+    image = {"timm_model_name": name, "timm_pool": pool, "timm_proj": projection, "image_size": 32, **settings}
+    timm.create_model = small
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return open_clip_model(image, custom=True, init_logit_bias=-10.0)
+    finally:
+        timm.create_model = create
+
+
+def _open_clip_case(
+    label: str, build: Callable[[], nn.Module], *, end: int = END, sizes: tuple[tuple[int, int], ...] = ()
+) -> DualCase:
+    return DualCase(
+        name=f"open_clip-{label}",
+        build=build,
+        texts=lambda: texts(end, 0, mask=False),
+        image_features=lambda model, pixels: model.encode_image(pixels),
+        text_features=lambda model, inputs: model.encode_text(inputs["input_ids"]),
+        logits=lambda model, pixels, inputs: model.get_logits(pixels, inputs["input_ids"])[0],
+        other_sizes=sizes,
+    )
+
+
+_SIGLIP_TEXT = {
+    "no_causal_mask": True,
+    "pool_type": "last",
+    "proj_bias": True,
+    "norm_kwargs": {"eps": 1e-6},
+    "act_kwargs": {"approximate": "tanh"},
+}
+DUAL_CASES: list[DualCase] = [
+    _transformers_case("quickgelu", {}, {}),
+    _transformers_case("gelu", {"hidden_act": "gelu"}, {"hidden_act": "gelu"}),
+    _transformers_case("legacy-end", {"layer_norm_eps": 1e-3}, {"eos_token_id": 2}),
+    _transformers_case("end-not-highest", {}, {"eos_token_id": 4}, end=4),
+    _transformers_case("padded-with-end", {}, {"pad_token_id": END}, pad=END),
+    _transformers_case("no-mask", {"num_channels": 3}, {}, mask=False),
+    _transformers_case("same-widths", {"hidden_size": 32}, {"num_hidden_layers": 3}),
+    _open_clip_case("plain", open_clip_model),
+    _open_clip_case("quickgelu", lambda: open_clip_model(quick_gelu=True)),
+    _open_clip_case("mean", lambda: open_clip_model({"pool_type": "avg", "no_ln_pre": True})),
+    _open_clip_case("norm-after-pool", lambda: open_clip_model({"pool_type": "avg", "final_ln_after_pool": True})),
+    _open_clip_case("layer-scale", lambda: open_clip_model({"ls_init_value": 0.3}, {"ls_init_value": 0.2})),
+    _open_clip_case("qk-norm", lambda: open_clip_model({"qk_norm": True}, {"qk_norm": True})),
+    _open_clip_case("end-token", lambda: open_clip_model(text={"pool_type": "eos", "eos_id": 4}), end=4),
+    _open_clip_case("first-token", lambda: open_clip_model(text={"pool_type": "first"})),
+    _open_clip_case("nonscalar", lambda: open_clip_model(nonscalar_logit_scale=True, init_logit_bias=-3.0)),
+    _open_clip_case("sincos", lambda: open_clip_model({"pos_embed_type": "sin_cos_2d"})),
+    _open_clip_case("oblong", lambda: open_clip_model({"image_size": (32, 32), "patch_size": (8, 16)})),
+    _open_clip_case("custom", lambda: open_clip_model(text={"layers": 3}, custom=True, init_logit_bias=-3.0)),
+    _open_clip_case("custom-siglip-text", lambda: open_clip_model(text=_SIGLIP_TEXT, custom=True)),
+    _open_clip_case(
+        "no-text-projection", lambda: open_clip_model(text={"width": 24, "proj_type": "none"}, custom=True)
+    ),
+    _open_clip_case("timm-linear", lambda: open_clip_from_timm("vit_base_patch16_224", "token", "linear")),
+    _open_clip_case(
+        "timm-linear-bias",
+        lambda: open_clip_from_timm("vit_base_patch16_clip_224", "avg", "linear", timm_proj_bias=True, timm_drop=0.1),
+    ),
+    _open_clip_case("timm-own-head", lambda: open_clip_from_timm("vit_base_patch16_224", "token", "")),
+    _open_clip_case("timm-siglip", lambda: open_clip_from_timm("vit_base_patch16_siglip_224", "map", "none")),
+]
+
+
+# --- single towers ---------------------------------------------------------------------------------------
+
+
+def _tower(name: str, config: str, settings: dict[str, Any], **more: Any) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    return perturbed(getattr(transformers, name)(getattr(transformers, config)(**{**settings, **more})))
+
+
+def _image_classifier() -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.CLIPConfig(text_config=_TEXT, vision_config=_IMAGE, num_labels=5)
+    return perturbed(transformers.CLIPForImageClassification(config))
+
+
+def _image_tower(label: str, build: Callable[[], nn.Module], answer: str) -> ArchitectureCase:
+    resize = answer != "logits"  # the classifier does not hand the request on to resample positions
+    return ArchitectureCase(
+        name=f"transformers-clip-{label}",
+        build=build,
+        inputs=lambda: images(32, 32),
+        logits=lambda model, inputs: getattr(
+            model(**inputs, **({"interpolate_pos_encoding": True} if resize else {})), answer
+        ),
+        kind="image",
+        other_inputs=(lambda: images(24, 40),) if resize else (),
+    )
+
+
+def _text_tower(label: str, name: str, answer: str) -> ArchitectureCase:
+    return ArchitectureCase(
+        name=f"transformers-clip-{label}",
+        build=lambda: _tower(name, "CLIPTextConfig", _TEXT),
+        inputs=lambda: texts(END, 1, mask=True),
+        logits=lambda model, inputs: getattr(model(**inputs), answer),
+        kind="text",
+    )
+
+
+TOWER_CASES: list[ArchitectureCase] = [
+    _image_tower("image", lambda: _tower("CLIPVisionModel", "CLIPVisionConfig", _IMAGE), "pooler_output"),
+    _image_tower(
+        "image-projected",
+        lambda: _tower("CLIPVisionModelWithProjection", "CLIPVisionConfig", _IMAGE),
+        "image_embeds",
+    ),
+    _image_tower("image-classifier", _image_classifier, "logits"),
+    _text_tower("text", "CLIPTextModel", "pooler_output"),
+    _text_tower("text-projected", "CLIPTextModelWithProjection", "text_embeds"),
+    ArchitectureCase(
+        name="open_clip-image",
+        build=lambda: open_clip_model().visual,  # type: ignore[return-value]
+        inputs=lambda: images(32, 32),
+        logits=lambda model, inputs: model(inputs["pixel_values"]),
+        kind="image",
+    ),
+    ArchitectureCase(
+        name="open_clip-text",
+        build=lambda: open_clip_model(custom=True).text,  # type: ignore[return-value]
+        inputs=lambda: texts(END, 0, mask=False),
+        logits=lambda model, inputs: model(inputs["input_ids"]),
+        kind="text",
+    ),
+]

@@ -1,0 +1,136 @@
+"""Small random models of transformers, for the tests that run once per architecture."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from architectures import ArchitectureCase, Inputs, images, perturbed
+
+_VISION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+    "num_labels": 5,
+}
+_VIT = {**_VISION, "intermediate_size": 64}
+_DINOV2 = {**_VISION, "mlp_ratio": 2, "layerscale_value": 0.5}
+_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_TEXT = {
+    **_DROPOUT,
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 24,
+    "num_labels": 5,
+}
+_DISTILBERT = {
+    "vocab_size": 60,
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 64,
+    "max_position_embeddings": 24,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "seq_classif_dropout": 0.0,
+    "num_labels": 5,
+}
+
+
+def transformers_model(model: str, config: str, settings: dict[str, Any], **arguments: Any) -> nn.Module:
+    """A random model of a transformers class, by the names of the class and of its configuration."""
+    import transformers
+
+    torch.manual_seed(0)
+    return perturbed(getattr(transformers, model)(getattr(transformers, config)(**settings), **arguments))
+
+
+def token_batch(pad: int, segments: bool, tokens: int = 11, seed: int = 2) -> Inputs:
+    """Three sequences of different length, padded on the right with `pad`; no other token has that id."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 60, (3, tokens), generator=generator)
+    mask = torch.arange(tokens)[None] < torch.tensor([tokens, tokens - 4, 3])[:, None]  # [B, T]
+    inputs = {"input_ids": ids.masked_fill(~mask, pad), "attention_mask": mask.long()}
+    if segments:
+        inputs["token_type_ids"] = (torch.arange(tokens)[None] > 5).long() * mask
+    return inputs
+
+
+def _features(model: nn.Module, inputs: Inputs) -> Tensor:
+    """What a bare encoder answers: its pooler's output, or its first token."""
+    output = model(**inputs)
+    pooled = getattr(output, "pooler_output", None)
+    return output.last_hidden_state[:, 0] if pooled is None else pooled
+
+
+def _vision_case(
+    label: str, model: str, config: str, settings: dict[str, Any], resize: bool = True, bare: bool = False
+) -> ArchitectureCase:
+    """An image model; `resize` where the library has to be asked to resample the position embedding."""
+
+    def logits(model: nn.Module, inputs: Inputs) -> Tensor:
+        asked: dict[str, Any] = {"interpolate_pos_encoding": True} if resize else {}
+        return _features(model, {**inputs, **asked}) if bare else model(**inputs, **asked).logits
+
+    return ArchitectureCase(
+        name=f"transformers-{label}",
+        build=lambda: transformers_model(model, config, settings),
+        inputs=lambda: images(32, 32),
+        logits=logits,
+        kind="image",
+        other_inputs=(lambda: images(48, 48), lambda: images(24, 40), lambda: images(16, 64)),
+    )
+
+
+def _text_case(
+    label: str,
+    model: str,
+    config: str,
+    settings: dict[str, Any],
+    pad: int = 0,
+    segments: bool = True,
+    bare: bool = False,
+    **arguments: Any,
+) -> ArchitectureCase:
+    return ArchitectureCase(
+        name=f"transformers-{label}",
+        build=lambda: transformers_model(model, config, settings, **arguments),
+        inputs=lambda: token_batch(pad, segments),
+        logits=_features if bare else lambda model, inputs: model(**inputs).logits,
+        kind="text",
+    )
+
+
+_SWIGLU = {**_DINOV2, "use_swiglu_ffn": True}
+_REGISTERS = {**_DINOV2, "num_register_tokens": 3}
+_TEACHER = "DeiTForImageClassificationWithTeacher"
+_BERT, _ROBERTA = "BertForSequenceClassification", "RobertaForSequenceClassification"
+_ELECTRA = "ElectraForSequenceClassification"
+_NARROW = {**_TEXT, "embedding_size": 16}
+CASES: list[ArchitectureCase] = [
+    _vision_case("vit", "ViTForImageClassification", "ViTConfig", _VIT),
+    _vision_case("vit-bare", "ViTModel", "ViTConfig", {**_VIT, "qkv_bias": False}, bare=True),
+    _vision_case("deit", "DeiTForImageClassification", "DeiTConfig", _VIT),
+    _vision_case("deit-teacher", _TEACHER, "DeiTConfig", _VIT),
+    _vision_case("dinov2", "Dinov2ForImageClassification", "Dinov2Config", _DINOV2, resize=False),
+    _vision_case("dinov2-swiglu-bare", "Dinov2Model", "Dinov2Config", _SWIGLU, resize=False, bare=True),
+    _vision_case(
+        "dinov2-registers",
+        "Dinov2WithRegistersForImageClassification",
+        "Dinov2WithRegistersConfig",
+        _REGISTERS,
+        resize=False,
+    ),
+    _text_case("bert", _BERT, "BertConfig", _TEXT),
+    _text_case("bert-bare", "BertModel", "BertConfig", {**_TEXT, "hidden_act": "gelu_new"}, bare=True),
+    _text_case("roberta", _ROBERTA, "RobertaConfig", {**_TEXT, "type_vocab_size": 1}, pad=1, segments=False),
+    _text_case("roberta-bare", "RobertaModel", "RobertaConfig", _TEXT, pad=1, bare=True, add_pooling_layer=False),
+    _text_case("distilbert", "DistilBertForSequenceClassification", "DistilBertConfig", _DISTILBERT, segments=False),
+    _text_case("electra", _ELECTRA, "ElectraConfig", {**_TEXT, "embedding_size": 32}),
+    _text_case("electra-projected", _ELECTRA, "ElectraConfig", _NARROW),
+]

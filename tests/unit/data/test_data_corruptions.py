@@ -1,0 +1,276 @@
+import colorsys
+import io
+import itertools
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hydra_ensembles.data import CORRUPTIONS, SEVERITIES, ImageDataset, corrupt, corrupted
+from hydra_ensembles.data.corruptions import MEANING, PARAMETER_SETS, PARAMETERS
+from hydra_ensembles.data.corruptions.fields import clipped_zoom, motion_blur, plasma
+from hydra_ensembles.errors import DataError
+
+SIZES = {"imagenet": 128, "tinyimagenet": 64, "cifar": 32}
+
+
+def scene(size: int, width: int | None = None) -> np.ndarray:
+    """A picture with smooth areas, edges, fine structure and colours that avoid black and white."""
+    rows, columns = np.mgrid[:size, : width or size] / size
+    red = 90 + 60 * np.sin(9 * columns + 4 * rows)
+    green = 110 + 50 * ((rows * 6).astype(int) % 2)
+    blue = 100 + 40 * np.sin(70 * rows * columns) + 40 * (columns > rows)
+    return np.stack([red, green, blue], axis=-1).astype(np.uint8)
+
+
+def distortion(image: np.ndarray, name: str, severity: int, parameters: str) -> float:
+    """Mean squared error, over a few seeds."""
+    results = [corrupt(image, name, severity, seed, parameters).astype(float) for seed in range(2)]
+    return float(np.mean([((result - image) ** 2).mean() for result in results]))
+
+
+def test_all_fifteen_have_five_severities_in_every_set() -> None:
+    assert len(CORRUPTIONS) == 15
+    for parameters in PARAMETER_SETS:
+        assert list(PARAMETERS[parameters]) == list(CORRUPTIONS)
+        for name, severities in PARAMETERS[parameters].items():
+            assert len(severities) == 5
+            assert {len(values) for values in severities} == {len(MEANING[name])}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "name", "published"),
+    [
+        ("imagenet", "gaussian_noise", [0.08, 0.12, 0.18, 0.26, 0.38]),
+        ("imagenet", "shot_noise", [60, 25, 12, 5, 3]),
+        ("imagenet", "impulse_noise", [0.03, 0.06, 0.09, 0.17, 0.27]),
+        ("imagenet", "brightness", [0.1, 0.2, 0.3, 0.4, 0.5]),
+        ("imagenet", "contrast", [0.4, 0.3, 0.2, 0.1, 0.05]),
+        ("imagenet", "pixelate", [0.6, 0.5, 0.4, 0.3, 0.25]),
+        ("imagenet", "jpeg_compression", [25, 18, 15, 10, 7]),
+        ("tinyimagenet", "jpeg_compression", [65, 58, 50, 40, 25]),
+        ("cifar", "gaussian_noise", [0.04, 0.06, 0.08, 0.09, 0.10]),
+        ("cifar", "contrast", [0.75, 0.5, 0.4, 0.3, 0.15]),
+        ("cifar", "jpeg_compression", [80, 65, 58, 50, 40]),
+    ],
+)
+def test_published_parameters(parameters: str, name: str, published: list[float]) -> None:
+    assert [values[0] for values in PARAMETERS[parameters][name]] == published
+
+
+def test_published_parameters_with_several_numbers() -> None:
+    imagenet = PARAMETERS["imagenet"]
+    assert imagenet["motion_blur"] == ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))
+    assert imagenet["snow"][2] == (0.55, 0.3, 4, 0.9, 12, 8, 0.7)
+    assert imagenet["elastic_transform"][0] == pytest.approx((488, 170.8, 24.4))
+    assert PARAMETERS["cifar"]["fog"] == ((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75))
+
+
+@pytest.mark.parametrize("parameters", PARAMETER_SETS)
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_distortion_grows_with_severity(name: str, parameters: str) -> None:
+    """In the main: the published numbers of a few corruptions trade one parameter against another."""
+    one_parameter_grows = {
+        "gaussian_noise",
+        "shot_noise",
+        "impulse_noise",
+        "defocus_blur",
+        "zoom_blur",
+        "fog",
+        "brightness",
+        "contrast",
+    }
+    image = scene(SIZES[parameters])
+    errors = [distortion(image, name, severity, parameters) for severity in SEVERITIES]
+    assert min(errors) > 0
+    if name == "elastic_transform":
+        return  # its first severities move the whole image, its last ones tear it: not ordered by this measure
+    assert errors[4] > errors[0] * 1.2
+    assert errors[3] + errors[4] > errors[0] + errors[1]
+    if name in one_parameter_grows:
+        assert all(later > earlier for earlier, later in itertools.pairwise(errors))
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_a_seed_repeats_and_another_differs(name: str) -> None:
+    image = scene(48)
+    first = corrupt(image, name, 3, seed=1)
+    assert np.array_equal(first, corrupt(image, name, 3, seed=1))
+    deterministic = {"defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression"}
+    assert np.array_equal(first, corrupt(image, name, 3, seed=2)) == (name in deterministic)
+
+
+@pytest.mark.parametrize("shape", [(33, 57), (1, 1), (3, 90), (64, 2)])
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_any_size(name: str, shape: tuple[int, int]) -> None:
+    image = scene(*shape)
+    for severity in (1, 5):
+        result = corrupt(image, name, severity, seed=0)
+        assert result.shape == image.shape
+        assert result.dtype == np.uint8
+
+
+def test_pil_in_pil_out_and_grey_becomes_rgb() -> None:
+    image = Image.fromarray(scene(20, 30))
+    result = corrupt(image, "fog", 2, seed=0)
+    assert isinstance(result, Image.Image)
+    assert (result.mode, result.size) == ("RGB", (30, 20))
+    assert np.array_equal(np.asarray(result), corrupt(scene(20, 30), "fog", 2, seed=0))
+    grey = scene(20)[..., 0]
+    from_grey = corrupt(grey, "contrast", 1, seed=0)
+    assert from_grey.shape == (20, 20, 3)
+    assert np.array_equal(from_grey, np.asarray(corrupt(Image.fromarray(grey), "contrast", 1, seed=0)))
+
+
+def test_the_input_is_untouched() -> None:
+    image = scene(24)
+    before = image.copy()
+    for name in CORRUPTIONS:
+        corrupt(image, name, 5, seed=0)
+    assert np.array_equal(image, before)
+
+
+@pytest.mark.parametrize("severity", SEVERITIES)
+def test_brightness_is_the_hsv_formula(severity: int) -> None:
+    image = scene(12)
+    image[0, 0] = 0  # black has no hue
+    image[0, 1] = (255, 0, 17)
+    added = PARAMETERS["imagenet"]["brightness"][severity - 1][0]
+    result = corrupt(image, "brightness", severity, seed=0)
+    for row, column in itertools.product(range(12), range(12)):
+        hue, saturation, value = colorsys.rgb_to_hsv(*(image[row, column] / 255))
+        expected = np.array(colorsys.hsv_to_rgb(hue, saturation, min(value + added, 1))) * 255
+        # Values are truncated, so rounding in the last digit may move one by one.
+        assert np.abs(result[row, column] - expected).max() < 1.001
+
+
+@pytest.mark.parametrize("severity", SEVERITIES)
+def test_contrast_shrinks_the_distance_from_the_mean(severity: int) -> None:
+    image = scene(30)
+    factor = PARAMETERS["imagenet"]["contrast"][severity - 1][0]
+    mean = image.reshape(-1, 3).mean(axis=0)
+    expected = mean + factor * (image - mean)
+    assert np.abs(corrupt(image, "contrast", severity, seed=0) + 0.5 - expected).max() <= 0.5 + 1e-9
+
+
+def test_pixelate_averages_blocks() -> None:
+    image = scene(40)
+    blocks = image.reshape(10, 4, 10, 4, 3).mean(axis=(1, 3))
+    expected = np.repeat(np.repeat(blocks, 4, axis=0), 4, axis=1)
+    result = corrupt(image, "pixelate", 5, seed=0)  # scale 0.25: blocks of 4 by 4
+    # Pillow filters the two axes in turn and rounds after each.
+    assert np.abs(result - expected).max() <= 1.0
+    assert np.array_equal(result[:4, :4], np.broadcast_to(result[0, 0], (4, 4, 3)))
+
+
+def test_jpeg_is_pillows_at_the_published_quality() -> None:
+    image = scene(40)
+    stored = io.BytesIO()
+    Image.fromarray(image).save(stored, "JPEG", quality=10)
+    assert np.array_equal(corrupt(image, "jpeg_compression", 4, seed=0), np.asarray(Image.open(stored)))
+
+
+def test_noise_has_the_published_moments() -> None:
+    flat = np.full((200, 200, 3), 128, dtype=np.uint8)
+    noise = corrupt(flat, "gaussian_noise", 1, seed=0) / 255 - 128 / 255
+    assert noise.std() == pytest.approx(0.08, rel=0.02)
+    counts = corrupt(flat, "shot_noise", 1, seed=0) / 255 * 60
+    assert counts.mean() == pytest.approx(60 * 128 / 255, rel=0.02)
+    assert counts.var() == pytest.approx(60 * 128 / 255, rel=0.05)  # a Poisson count varies as its mean
+    impulses = corrupt(flat, "impulse_noise", 5, seed=0)
+    assert (impulses == 255).mean() == pytest.approx(0.135, rel=0.05)
+    assert (impulses == 0).mean() == pytest.approx(0.135, rel=0.05)
+    assert set(np.unique(impulses)) == {0, 128, 255}
+
+
+def test_defocus_spreads_a_point_over_a_disc() -> None:
+    image = np.zeros((41, 41, 3), dtype=np.uint8)
+    image[20, 20] = 255
+    spread = corrupt(image, "defocus_blur", 1, seed=0)[..., 0]  # radius 3: 29 pixels
+    rows, columns = np.nonzero(spread)
+    assert len(rows) == 29
+    assert ((rows - 20) ** 2 + (columns - 20) ** 2).max() == 9
+    assert set(spread[rows, columns].tolist()) == {255 // 29}
+
+
+def test_motion_blur_follows_the_line() -> None:
+    """Half a Gaussian that starts at the pixel: a point leaves a tail on the side it is read from."""
+    image = np.zeros((21, 21))
+    image[10, 10] = 1.0
+    weights = np.exp(-(np.arange(7) ** 2) / 8.0)
+    weights /= weights.sum()
+    level = motion_blur(image, radius=3, sigma=2, angle=0)
+    assert level[10, 4:11] == pytest.approx(weights[::-1])
+    assert level.sum() == pytest.approx(1)
+    upright = motion_blur(image, radius=3, sigma=2, angle=-90)
+    assert upright[10:17, 10] == pytest.approx(weights)
+    assert motion_blur(np.full((5, 9), 3.0), 10, 4, 33) == pytest.approx(np.full((5, 9), 3.0))
+
+
+def test_zooming_by_one_changes_nothing_and_by_two_keeps_the_middle() -> None:
+    image = scene(16, 24).astype(float)
+    assert clipped_zoom(image, 1.0) == pytest.approx(image)
+    zoomed = clipped_zoom(image, 2.0)
+    assert zoomed.shape == image.shape
+    assert zoomed[0, 0] == pytest.approx(image[4, 6])
+    assert zoomed[-1, -1] == pytest.approx(image[11, 17])
+
+
+def test_plasma_fills_the_unit_interval_and_smoother_means_smoother() -> None:
+    smooth = plasma(64, 64, 3.0, np.random.default_rng(0))
+    rough = plasma(64, 64, 1.4, np.random.default_rng(0))
+    for field in (smooth, rough):
+        assert (field.min(), field.max()) == (0, 1)
+    assert np.abs(np.diff(smooth)).mean() < 0.5 * np.abs(np.diff(rough)).mean()
+    assert plasma(3, 70, 2.0, np.random.default_rng(0)).shape == (3, 70)
+
+
+def test_glass_blur_moves_pixels_no_further_than_it_says() -> None:
+    """A vertical edge stays sharp beyond the reach of the scattering and of the blur."""
+    image = np.zeros((40, 40, 3), dtype=np.uint8)
+    image[:, 20:] = 200
+    result = corrupt(image, "glass_blur", 1, seed=0)[..., 0]  # reach 1, two rounds, blur 0.7
+    assert (result[:, :10] == 0).all()
+    assert (result[:, 30:] >= 198).all()
+    assert ((result[:, 18:22] > 10) & (result[:, 18:22] < 190)).any()
+
+
+def test_snow_and_brightness_lighten_and_fog_greys() -> None:
+    image = scene(64)
+    assert corrupt(image, "snow", 3, 0).mean() > image.mean()
+    assert corrupt(image, "frost", 1, 0).mean() > image.mean()
+    assert corrupt(image, "fog", 5, 0).std(axis=-1).mean() < image.std(axis=-1).mean()
+
+
+def test_a_corrupted_data_set() -> None:
+    pictures = [Image.fromarray(scene(16))] * 4
+    data = ImageDataset(pictures, [0, 1, 0, 1], ["a", "b"], "scenes")
+    noisy = corrupted(data, "gaussian_noise", 2, seed=3, parameters="cifar")
+    assert (len(noisy), noisy.labels.tolist(), noisy.class_names) == (4, [0, 1, 0, 1], ("a", "b"))
+    assert noisy.name == "scenes [gaussian_noise 2]"
+    first, second = np.asarray(noisy[0][0]), np.asarray(noisy[1][0])
+    assert not np.array_equal(first, second)  # the same picture, other random numbers
+    assert np.array_equal(first, np.asarray(noisy[0][0]))
+    of_subset = corrupted(data.select([1]), "gaussian_noise", 2, seed=3, parameters="cifar")
+    assert np.array_equal(np.asarray(of_subset[0][0]), second)
+    small = corrupted(data, "fog", 1, prepare=lambda image: image.resize((8, 8)))
+    assert small[0][0].size == (8, 8)
+
+
+def test_what_is_refused() -> None:
+    image = scene(8)
+    with pytest.raises(DataError, match=r"no corruption 'rain'; choose one of gaussian_noise"):
+        corrupt(image, "rain", 1, 0)
+    with pytest.raises(DataError, match="severity must be 1, 2, 3, 4 or 5, got 0"):
+        corrupt(image, "fog", 0, 0)
+    with pytest.raises(DataError, match=r"no parameter set 'mnist'; choose one of imagenet"):
+        corrupt(image, "fog", 1, 0, "mnist")
+    with pytest.raises(DataError, match="got an array of float64"):
+        corrupt(image / 255, "fog", 1, 0)
+    with pytest.raises(DataError, match=r"shape \[H, W, 3\] or \[H, W\], got \[8, 8, 4\]"):
+        corrupt(np.zeros((8, 8, 4), dtype=np.uint8), "fog", 1, 0)
+    with pytest.raises(DataError, match="got a str"):
+        corrupt("image.png", "fog", 1, 0)
+    data = ImageDataset([Image.fromarray(image)], [0])
+    with pytest.raises(DataError, match="severity must be"):
+        corrupted(data, "fog", 6)

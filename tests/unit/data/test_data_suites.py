@@ -1,0 +1,165 @@
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import numpy as np
+import pytest
+from stand_ins import WriteParquet, encoded, picture
+
+from hydra_ensembles.data import (
+    SUITES,
+    SetRef,
+    Suite,
+    TextDataset,
+    imagenet_validation_split,
+    overlaps,
+    suite,
+)
+from hydra_ensembles.errors import DataError
+
+
+def names(refs: tuple[SetRef, ...]) -> list[str]:
+    return [ref.name for ref in refs]
+
+
+@pytest.mark.parametrize(
+    ("name", "circuits", "near", "far"),
+    [
+        ("paper-imagenet", "openimage_o", ["ssb_hard", "ninco"], ["inaturalist", "textures"]),
+        ("paper-cifar100", "tinyimagenet", ["cifar10"], ["mnist", "svhn", "textures", "places365"]),
+        ("paper-sst2", "ag_news", ["yelp", "amazon"], ["newsgroups20", "trec", "mnli", "rte", "wmt16"]),
+        ("paper-zero-shot-imagenet", "openimage_o", ["ssb_hard", "ninco"], ["inaturalist", "textures"]),
+        (
+            "paper-zero-shot-cifar100",
+            "openimage_o",
+            ["cifar10", "tinyimagenet"],
+            ["mnist", "svhn", "textures", "places365"],
+        ),
+        ("cifar10", "tinyimagenet", ["cifar100"], ["dtd10", "scene15", "mnist", "fashion_mnist", "eurosat"]),
+        (
+            "tinyimagenet",
+            "cifar10",
+            ["cifar100", "caltech101"],
+            ["dtd10", "scene15", "mnist", "fashion_mnist", "eurosat"],
+        ),
+        ("sst2", "ag_news", ["yelp", "amazon"], ["newsgroups20", "trec", "mnli", "rte", "wmt16"]),
+        (
+            "zero-shot",
+            "cifar10-circuits",
+            ["cifar100", "caltech101"],
+            ["dtd10", "scene15", "mnist", "fashion_mnist", "eurosat"],
+        ),
+        (
+            "zero-shot-cifar100",
+            "cifar10-circuits",
+            ["cifar10", "tinyimagenet"],
+            ["dtd10", "scene15", "mnist", "fashion_mnist", "eurosat"],
+        ),
+    ],
+)
+def test_the_lists(name: str, circuits: str, near: list[str], far: list[str]) -> None:
+    chosen = suite(name)
+    assert chosen.circuit_ood.name == circuits
+    assert (names(chosen.near), names(chosen.far)) == (near, far)
+    assert chosen.notes
+
+
+def test_every_suite_is_listed_above_and_unknown_ones_are_refused() -> None:
+    assert len(SUITES) == 10
+    assert all(name == entry.name for name, entry in SUITES.items())
+    with pytest.raises(DataError, match=r"no suite 'imagenet'; choose one of cifar10, tinyimagenet"):
+        suite("imagenet")
+
+
+def test_the_zero_shot_averages_have_nine_data_sets() -> None:
+    assert len(suite("paper-zero-shot-imagenet").tasks) + 1 == 9
+    assert names(suite("sst2").apart) == ["imdb"]
+
+
+@pytest.mark.parametrize("name", sorted(SUITES))
+def test_circuits_are_never_chosen_on_reported_rows(name: str) -> None:
+    chosen = suite(name)
+    reported = [ref.part for ref in (*chosen.near, *chosen.far, *chosen.apart, *chosen.tasks, chosen.id)]
+    assert chosen.circuit_ood.part not in reported
+    assert chosen.validation is None or chosen.validation.part not in reported
+
+
+def test_a_suite_checks_itself() -> None:
+    one, two, three = (SetRef(letter, letter) for letter in "abc")
+    with pytest.raises(DataError, match="names a set twice"):
+        Suite("x", id=one, circuit_ood=three, near=(two,), far=(two,), notes="")
+    with pytest.raises(DataError, match="reports 'c', on which its circuits are chosen"):
+        Suite("x", id=one, circuit_ood=three, near=(two,), far=(three,), notes="")
+    with pytest.raises(DataError, match="at least one near and one far"):
+        Suite("x", id=one, circuit_ood=three, near=(two,), far=(), notes="")
+    with pytest.raises(DataError, match="share must be"):
+        SetRef("a", "a", share=(0.5, 0.5))
+    with pytest.raises(DataError, match="needs a name and a source"):
+        SetRef("a", "")
+    with pytest.raises(FrozenInstanceError):
+        one.name = "b"  # type: ignore[misc]
+
+
+def test_sets_load_their_part(tmp_path: Path, write_parquet: WriteParquet) -> None:
+    columns = {"text": [str(row) for row in range(100)], "label": [row % 4 for row in range(100)]}
+    write_parquet(tmp_path / "text" / "numbers" / "test.parquet", columns, ["a", "b", "c", "d"])
+    whole = SetRef("numbers", "text/numbers", "test")
+    assert whole.load(tmp_path).name == "numbers"
+    first = SetRef("first", "text/numbers", "test", rows=(None, 30), without=("b", "d"))
+    assert first.load(tmp_path).rows.tolist() == list(range(0, 30, 2))
+    assert first.whole().load(tmp_path).rows.tolist() == list(range(30))
+    last = SetRef("last", "text/numbers", "test", rows=(-5, None))
+    assert last.load(tmp_path).rows.tolist() == [95, 96, 97, 98, 99]
+    small = SetRef("small", "text/numbers", "test", share=(0.0, 0.1)).load(tmp_path)
+    large = SetRef("large", "text/numbers", "test", share=(0.1, 1.0)).load(tmp_path)
+    assert (len(small), len(large)) == (10, 90)
+    assert set(small.rows) | set(large.rows) == set(range(100))
+
+
+def test_a_suite_loads_near_and_far(tmp_path: Path, write_parquet: WriteParquet) -> None:
+    for name in "abc":
+        write_parquet(tmp_path / name / "test.parquet", {"text": [name], "label": [0]})
+    refs = {name: SetRef(name, name, "test") for name in "abcd"}
+    made = Suite("x", refs["a"], SetRef("e", "e"), near=(refs["b"],), far=(refs["c"],), notes="")
+    loaded = made.load(tmp_path)
+    assert {group: list(sets) for group, sets in loaded.items()} == {"near": ["b"], "far": ["c"]}
+    assert loaded["far"]["c"][0] == ("c", 0)
+    with pytest.raises(DataError, match="does not exist"):
+        Suite("x", refs["a"], SetRef("e", "e"), near=(refs["b"],), far=(refs["d"],), notes="").load(tmp_path)
+
+
+def test_the_papers_image_suites_read_an_openood_folder(tmp_path: Path) -> None:
+    """Stand-in for the folder of OpenOOD 1.5: lists, and images below two folders."""
+    chosen = suite("paper-cifar100")
+    for number, ref in enumerate((*chosen.near, *chosen.far, chosen.circuit_ood, chosen.id)):
+        image = tmp_path / ref.folder / ref.name / "0.png"
+        image.parent.mkdir(parents=True, exist_ok=True)
+        image.write_bytes(encoded(picture(number)))
+        listing = tmp_path / ref.source
+        listing.parent.mkdir(parents=True, exist_ok=True)
+        label = 7 if ref is chosen.id else -1
+        listing.write_text(f"{ref.name}/0.png {label}\n")
+    loaded = chosen.load(tmp_path)
+    assert list(loaded["far"]) == ["mnist", "svhn", "textures", "places365"]
+    assert loaded["far"]["svhn"].labels.tolist() == [-1]
+    assert np.array_equal(np.asarray(loaded["far"]["svhn"][0][0]), np.asarray(picture(2)))
+    assert chosen.id.load(tmp_path).labels.tolist() == [7]
+
+
+def test_the_imagenet_validation_set_is_split_once_for_good() -> None:
+    data = TextDataset(range(50_000), np.arange(50_000) // 50)  # type: ignore[arg-type]
+    validation, test = imagenet_validation_split(data)
+    assert (len(validation), len(test)) == (500, 49_500)
+    assert not set(validation.rows) & set(test.rows)
+    assert validation.rows[:5].tolist() == [281, 315, 462, 591, 731]
+    shares = [suite("paper-imagenet").validation, suite("paper-imagenet").id]
+    assert [ref.share for ref in shares if ref is not None] == [(0.0, 0.01), (0.01, 1.0)]
+    same = SetRef("imagenet", "x", share=(0.01, 1.0))._part(data)
+    assert np.array_equal(same.rows, test.rows)
+
+
+def test_overlap_lists_can_be_read_from_both_sides() -> None:
+    pairs = overlaps.CIFAR10_TINYIMAGENET
+    assert overlaps.left(pairs) == ("automobile", "bird", "cat", "dog", "frog", "ship", "truck")
+    assert len(overlaps.right(pairs)) == 24
+    assert overlaps.right(overlaps.CIFAR100_TINYIMAGENET).count("trolleybus") == 1
+    assert suite("cifar10").circuit_ood.without == overlaps.right(pairs)

@@ -1,0 +1,297 @@
+import copy
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+from finetune_cases import CLASSES, LAYERS, batches, same, samples, shuffled, tiny, tiny_text
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hydra_ensembles.config import GROUPS, Sharing
+from hydra_ensembles.encoder import GroupedNorm
+from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.finetune import Recipe, finetune
+from hydra_ensembles.finetune.learner import ensemble_loss
+from hydra_ensembles.finetune.parameters import make_optimizer, training_copy
+from hydra_ensembles.member_states import place_of
+
+RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, steps=4, schedule="constant")
+
+
+def train(member, data=None, recipe=RECIPE, validation=None, **options):
+    return finetune(member, batches() if data is None else data, recipe, validation, progress=False, **options)
+
+
+def changed(before: Ensemble, after: Ensemble) -> set[str]:
+    state = after.state_dict()
+    return {name for name, tensor in before.state_dict().items() if not torch.equal(tensor, state[name])}
+
+
+def test_training_learns_and_leaves_the_input_alone():
+    member, data = tiny(), batches(96)
+    before = copy.deepcopy(member)
+    images, labels = samples(96)
+    recipe = dataclasses.replace(RECIPE, optimizer="adamw", learning_rate=0.01, steps=None, epochs=5)
+    trained = train(member, data, recipe, validation=data)
+    assert same(member, before)
+    assert not trained.training
+    assert all(parameter.requires_grad for parameter in trained.parameters())
+    assert trained.config == member.config
+    accuracy = (trained(images)[0].argmax(-1) == labels).double().mean().item()
+    assert accuracy > 0.8
+    assert trained.metadata.metrics["validation/accuracy"] == pytest.approx(accuracy)
+
+
+def test_metadata_says_what_was_done_and_forgets_the_calibration():
+    trained = train(tiny())
+    assert trained.metadata.calibration is None
+    assert trained.metadata.metrics == {}
+    assert trained.metadata.history[0] == "made"
+    assert "4 steps: sgd, learning rate 0.05, seed 0" in trained.metadata.history[1]
+
+
+def test_one_plain_step_equals_torch_by_hand():
+    member, (images, labels) = tiny(), samples(8)
+    recipe = Recipe(
+        optimizer="sgd", learning_rate=0.1, steps=3, schedule="constant", label_smoothing=0.1, weight_decay=0.01
+    )
+    trained = train(member, [(images, labels)], recipe)
+    reference = copy.deepcopy(member).train()
+    spared = [p for n, p in reference.named_parameters() if n.endswith("bias") or "norm" in n]
+    rest = [p for n, p in reference.named_parameters() if not (n.endswith("bias") or "norm" in n)]
+    optimizer = torch.optim.SGD(
+        [{"params": rest, "weight_decay": 0.01}, {"params": spared, "weight_decay": 0.0}], lr=0.1, momentum=0.9
+    )
+    for _ in range(3):
+        loss = nn.CrossEntropyLoss(label_smoothing=0.1)(reference(images)[0], labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    expected = reference.state_dict()
+    for name, tensor in trained.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name])
+
+
+def test_label_smoothing_is_torchs_and_members_add_up():
+    logits, labels = torch.randn(3, 5, 4), torch.randint(4, (5,))
+    for smoothing in (0.0, 0.1):
+        torchs = nn.CrossEntropyLoss(label_smoothing=smoothing)
+        expected = sum(torchs(member, labels) for member in logits)
+        torch.testing.assert_close(ensemble_loss(logits, labels, smoothing), expected)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_only_the_chosen_group_moves(group):
+    member = tiny()
+    moved = changed(member, train(member, recipe=dataclasses.replace(RECIPE, train_groups=(group,))))
+    assert moved
+    assert {place_of(name)[0] for name in moved} == {group}
+
+
+def test_last_blocks_freeze_everything_before_them():
+    member = tiny()
+    moved = changed(member, train(member, recipe=dataclasses.replace(RECIPE, last_blocks=1)))
+    assert all(place_of(name)[1] in (None, LAYERS - 1) and place_of(name)[0] != "stem" for name in moved)
+    assert {place_of(name)[0] for name in moved} == {"attention", "mlp", "norms", "readout"}
+    with pytest.raises(ConfigError, match="last_blocks is 4, but the model has 2"):
+        train(member, recipe=dataclasses.replace(RECIPE, last_blocks=4))
+
+
+def test_frozen_groups_get_no_gradient():
+    model = training_copy(tiny(), dataclasses.replace(RECIPE, train_groups=("norms",)), torch.device("cpu"))
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert frozen
+    assert all(place_of(name)[0] != "norms" for name in frozen)
+
+
+def test_the_classifier_starts_at_zero():
+    member = tiny()
+    recipe = dataclasses.replace(RECIPE, reinit_classifier="zeros", train_groups=("readout",))
+    model = training_copy(member, recipe, torch.device("cpu"))
+    assert model.readout.classifier is not None
+    assert not model.readout.classifier.weight.any()
+    assert not model.readout.classifier.bias.any()
+    images, _ = samples(4)
+    assert not model(images).any()
+    assert member.readout.classifier.weight.any()  # type: ignore[union-attr]
+
+
+def test_dropout_of_the_recipe_applies_only_while_training():
+    member = tiny()
+    model = training_copy(member, dataclasses.replace(RECIPE, dropout=0.1), torch.device("cpu"))
+    encoder = model.config.encoder
+    assert (encoder.projection_dropout, encoder.activation_dropout, encoder.output_dropout) == (0.1, 0.1, 0.1)
+    assert encoder.attention_dropout == 0.0
+    assert train(member, recipe=dataclasses.replace(RECIPE, dropout=0.1)).config == member.config
+    assert not same(train(member), train(member, recipe=dataclasses.replace(RECIPE, dropout=0.1)))
+    kept = training_copy(tiny(dropout=0.2), RECIPE, torch.device("cpu"))
+    assert kept.config.encoder.output_dropout == 0.2
+    off = training_copy(tiny(dropout=0.2), dataclasses.replace(RECIPE, dropout=0.0), torch.device("cpu"))
+    assert off.config == tiny().config
+
+
+def test_weight_decay_spares_biases_and_norms():
+    model = tiny_text()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    recipe = dataclasses.replace(RECIPE, weight_decay=0.01)
+    decayed, spared = make_optimizer(model, recipe).param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.01, 0.0)
+    assert all("bias" in names[p] or "norm" in names[p] for p in spared["params"])
+    assert not any("bias" in names[p] or "norm" in names[p] for p in decayed["params"])
+    assert len(decayed["params"]) + len(spared["params"]) == len(names)
+    norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, GroupedNorm)}
+    assert norms < {names[p] for p in spared["params"]}
+    everywhere = make_optimizer(model, dataclasses.replace(recipe, no_decay_on_bias_and_norm=False))
+    assert [group["weight_decay"] for group in everywhere.param_groups] == [0.01]
+
+
+def test_accumulation_equals_one_large_batch():
+    member, (images, labels) = tiny(), samples(20)
+    uneven = list(zip(images.split(8), labels.split(8), strict=True))  # 8 + 8 + 4
+    recipe = dataclasses.replace(RECIPE, gradient_accumulation=3, clip_norm=0.5)
+    grouped = train(member, uneven, recipe).state_dict()
+    whole = train(member, [(images, labels)], dataclasses.replace(recipe, gradient_accumulation=1)).state_dict()
+    for name, tensor in grouped.items():
+        torch.testing.assert_close(tensor, whole[name], rtol=1e-4, atol=1e-6)
+
+
+def test_clipping_bounds_the_update():
+    member, data = tiny(), batches(8)
+    recipe = Recipe(optimizer="sgd", learning_rate=1.0, momentum=0.0, steps=1, schedule="constant", clip_norm=1e-3)
+    trained = train(member, data, recipe).state_dict()
+    moved = torch.cat([(trained[name] - tensor).flatten() for name, tensor in member.state_dict().items()])
+    assert moved.norm().item() == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("members", [1, 2])
+def test_mixed_precision_is_near_float32(precision, members):
+    member = tiny(members=members)
+    recipe = dataclasses.replace(RECIPE, precision=precision)
+    mixed, full = train(member, recipe=recipe), train(member)
+    assert mixed.dtype == torch.float32
+    assert not same(mixed, full)
+    for name, tensor in mixed.state_dict().items():
+        torch.testing.assert_close(tensor, full.state_dict()[name], rtol=0.1, atol=5e-3)
+
+
+def test_half_precision_ensembles_come_back_in_half_precision():
+    member = tiny().to(torch.bfloat16)
+    trained = train(member, recipe=dataclasses.replace(RECIPE, train_groups=("readout",)))
+    assert trained.dtype == torch.bfloat16
+    assert changed(member, trained) == {"readout.classifier.weight", "readout.classifier.bias"}
+
+
+def test_members_of_one_ensemble_train_as_they_would_alone_when_nothing_is_shared():
+    first, second = tiny(seed=1), tiny(seed=2)
+    together = train(Ensemble.stack([first, second]))
+    for index, alone in enumerate((first, second)):
+        expected = train(alone).state_dict()
+        for name, tensor in together.member(index).state_dict().items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_shared_groups_and_a_trunk_train_too():
+    member = tiny(members=2, sharing=Sharing(stem=True, mlp=True), trunk=1)
+    assert changed(member, train(member)) == set(member.state_dict())
+
+
+def test_members_do_not_depend_on_how_they_are_scheduled():
+    members = [tiny(seed=seed, dropout=0.2) for seed in range(3)]
+    data = shuffled()
+    together = train(members, data)
+    assert isinstance(together, list)
+    torch.manual_seed(123)  # whatever happened before does not matter
+    for index in (2, 0, 1):
+        assert same(train(members[index], data, index=index), together[index])
+    assert not same(train(members[2], data, index=1), together[2])  # another member, other random numbers
+
+
+def test_the_random_state_of_the_caller_is_untouched():
+    loader = DataLoader(
+        TensorDataset(*samples()), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(5)
+    )
+    torch.manual_seed(1)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), loader.generator.get_state()
+    first = train(tiny(dropout=0.1), loader, validation=loader)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.random.get_state()[1].tolist() == states[2]
+    assert torch.equal(loader.generator.get_state(), states[3])
+    torch.manual_seed(2)
+    loader.generator.manual_seed(6)
+    assert same(first, train(tiny(dropout=0.1), loader, validation=loader))
+
+
+def test_another_seed_gives_another_order():
+    assert not same(train(tiny(), shuffled()), train(tiny(), shuffled(), dataclasses.replace(RECIPE, seed=1)))
+
+
+def test_epochs_are_announced_to_the_source():
+    told: list[int] = []
+
+    class Source(list):
+        def set_epoch(self, epoch: int) -> None:
+            told.append(epoch)
+
+    train(tiny(), Source(batches(16)), dataclasses.replace(RECIPE, steps=None, epochs=3))
+    assert told == [0, 1, 2]
+
+
+def test_text_trains_with_masks_in_a_mapping():
+    ids = torch.randint(1, 20, (12, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(12, 6, dtype=torch.long)
+    mask[:, 4:] = 0
+    data = [{"input_ids": ids, "attention_mask": mask, "labels": (ids[:, 0] > 9).long()}]
+    member = tiny_text()
+    recipe = Recipe.preset("sst2", learning_rate=1e-3, patience=None, epochs=3)
+    moved = changed(member, train(member, data, recipe))
+    assert moved
+    assert all(place_of(name)[0] != "stem" for name in moved)
+
+
+def test_bad_requests_are_refused_with_advice():
+    member = tiny()
+    with pytest.raises(DataError, match="read only once"):
+        train(member, iter(batches()))
+    with pytest.raises(DataError, match="train has no batches"):
+        train(member, [])
+    with pytest.raises(DataError, match="batch 0 of train has no labels"):
+        train(member, [samples(4)[0]])
+    with pytest.raises(DataError, match=f"the model has {CLASSES} classes"):
+        train(member, [(samples(4)[0], torch.tensor([0, 1, 2, 3]))])
+    with pytest.raises(ConfigError, match="needs validation data to choose"):
+        train(member, recipe=Recipe(grid=(0.1, 0.2), steps=2))
+    with pytest.raises(ConfigError, match="patience=1"):
+        train(member, recipe=dataclasses.replace(RECIPE, patience=1))
+    with pytest.raises(ConfigError, match="empty sequence"):
+        train([])
+    with pytest.raises(ConfigError, match="item 0 is a Linear"):
+        train([nn.Linear(2, 2)])
+    with pytest.raises(ConfigError, match="needs a classifier"):
+        train(tiny(classes=0))
+    with pytest.raises(ConfigError, match="warm-up takes 5 updates"):
+        train(member, batches(16), Recipe(learning_rate=0.1, epochs=2, warmup=5))
+    with pytest.raises(DataError, match="validation has no batches"):
+        train(member, validation=[])
+
+
+def test_a_loss_that_is_not_finite_names_the_step_and_the_batch():
+    data = batches()
+    data[2][0][0, 0, 0, 0] = float("nan")
+    with pytest.raises(DataError, match=r"the loss is nan at step 2 \(batch 2 of epoch 0, member 0"):
+        train(tiny(), data)
+    with pytest.raises(DataError, match=r"at step 1 \(batch 2 of epoch 0"):
+        train(tiny(), data, dataclasses.replace(RECIPE, gradient_accumulation=2))
+
+
+def test_progress_is_shown_when_asked(capsys):
+    finetune(tiny(), batches(), RECIPE, batches())
+    shown = capsys.readouterr().err
+    assert "member 0, learning rate 0.05" in shown
+    assert "4/4" in shown
+    train(tiny())
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,200 @@
+"""Switching heads off and on again, and finding them."""
+
+import pytest
+import torch
+from random_ensembles import HEADS, LAYERS, SHAPES, random_batches, random_ensemble, without_heads
+from torch import Tensor
+
+from hydra_ensembles.config import Sharing
+from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.errors import ConfigError, HeadError
+from hydra_ensembles.heads.head import Head
+from hydra_ensembles.heads.mask import checked_layers, existing_heads, head_rows, masked
+
+UNEQUAL = (((0, 2), (1,), (0, 1, 2, 3)), ((1, 2, 3), (), (0, 3)))  # two members
+
+
+def bits(ensemble: Ensemble) -> dict[str, Tensor]:
+    return {name: tensor.clone().view(torch.int64) for name, tensor in ensemble.state_dict().items()}
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_masked_equals_cut_out(shape: str) -> None:
+    ensemble = random_ensemble(shape)
+    inputs, _ = random_batches(ensemble)[0]
+    off = {(0, 1), (1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)}  # the last layer loses all its heads
+    before = ensemble(inputs)
+    with masked(ensemble, off) as inside:
+        assert inside is ensemble
+        logits = ensemble(inputs)
+    torch.testing.assert_close(logits, without_heads(ensemble, off)(inputs), rtol=1e-12, atol=1e-12)
+    assert (logits - before).abs().max() > 1e-3
+    assert torch.equal(ensemble(inputs), before)
+
+
+def test_restores_every_bit() -> None:
+    ensemble = random_ensemble()
+    with torch.no_grad():
+        ensemble.encoder.layers[1].attention.out[2] = torch.tensor(-0.0)
+        ensemble.encoder.layers[1].attention.out[3, 0, :3] = torch.tensor([torch.nan, torch.inf, 5e-324])
+    before = bits(ensemble)
+    with masked(ensemble, [(1, 2), (1, 3), (0, 0)]):
+        assert not same(before, bits(ensemble))
+    assert same(before, bits(ensemble))
+
+
+def test_restores_on_an_exception() -> None:
+    ensemble = random_ensemble()
+    before = bits(ensemble)
+    with pytest.raises(KeyboardInterrupt), masked(ensemble, [(0, 0), (2, 1)]):
+        raise KeyboardInterrupt
+    assert same(before, bits(ensemble))
+
+
+def test_a_bad_head_changes_nothing() -> None:
+    ensemble = random_ensemble()
+    before = bits(ensemble)
+    with pytest.raises(HeadError), masked(ensemble, [(0, 0), (0, HEADS)]):
+        pass
+    assert same(before, bits(ensemble))
+
+
+def test_nested_masks_add_up_and_come_off_one_by_one() -> None:
+    ensemble = random_ensemble()
+    inputs, _ = random_batches(ensemble)[0]
+    before = bits(ensemble)
+    with masked(ensemble, [(0, 0), (1, 1)]):
+        outer = ensemble(inputs)
+        with masked(ensemble, [(1, 1), (2, 2)]):
+            both = ensemble(inputs)
+        assert torch.equal(ensemble(inputs), outer)
+    assert same(before, bits(ensemble))
+    torch.testing.assert_close(both, without_heads(ensemble, {(0, 0), (1, 1), (2, 2)})(inputs))
+
+
+def test_no_heads_is_no_mask() -> None:
+    ensemble = random_ensemble()
+    inputs, _ = random_batches(ensemble)[0]
+    with masked(ensemble, []):
+        inside = ensemble(inputs)
+    assert torch.equal(inside, ensemble(inputs))
+
+
+def test_works_beside_an_optimiser() -> None:
+    ensemble = random_ensemble().train()
+    inputs, labels = random_batches(ensemble)[0]
+    parameters = dict(ensemble.named_parameters())
+    optimiser = torch.optim.SGD(ensemble.parameters(), lr=0.1)
+    with masked(ensemble, [(1, 1)]):
+        torch.nn.functional.cross_entropy(ensemble(inputs)[0], labels).backward()
+    assert all(parameter is parameters[name] for name, parameter in ensemble.named_parameters())
+    assert all(parameter.requires_grad and parameter.is_leaf for parameter in ensemble.parameters())
+    gradient = ensemble.encoder.layers[1].attention.qkv.grad
+    assert gradient is not None
+    assert torch.equal(gradient[1], torch.zeros_like(gradient[1]))  # a head that is off has no say
+    assert gradient[0].abs().max() > 0
+    before = ensemble.encoder.layers[1].attention.out.clone()
+    optimiser.step()
+    assert not torch.equal(ensemble.encoder.layers[1].attention.out, before)
+
+
+def test_gradients_across_the_end_of_a_mask_are_refused() -> None:
+    ensemble = random_ensemble()
+    inputs, _ = random_batches(ensemble)[0]
+    with masked(ensemble, [(1, 1)]):
+        logits = ensemble(inputs)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logits.sum().backward()
+
+
+class TestMembers:
+    @pytest.mark.parametrize("member", [0, 1])
+    def test_one_member(self, member: int) -> None:
+        ensemble = random_ensemble(heads=UNEQUAL)
+        inputs, _ = random_batches(ensemble)[0]
+        off = [(0, 2), (2, 3)]
+        before = ensemble(inputs)
+        with masked(ensemble, off, member=member):
+            logits = ensemble(inputs)
+        alone = ensemble.member(member)
+        with masked(alone, off):
+            torch.testing.assert_close(logits[member], alone(inputs)[0])
+        assert torch.equal(logits[1 - member], before[1 - member])
+        assert not torch.equal(logits[member], before[member])
+
+    def test_every_member_that_has_the_head(self) -> None:
+        ensemble = random_ensemble(heads=UNEQUAL)
+        inputs, _ = random_batches(ensemble)[0]
+        with masked(ensemble, [(0, 2), (0, 0)]):  # both members keep 0.2, only the first keeps 0.0
+            logits = ensemble(inputs)
+        for member, off in enumerate(([(0, 2), (0, 0)], [(0, 2)])):
+            alone = ensemble.member(member)
+            with masked(alone, off):
+                torch.testing.assert_close(logits[member], alone(inputs)[0])
+
+    @pytest.mark.parametrize(("sharing", "trunk"), [(Sharing(attention=True), 0), (Sharing(), 1)])
+    def test_shared_attention(self, sharing: Sharing, trunk: int) -> None:
+        heads = ((tuple(range(HEADS)),) * LAYERS,) * 3
+        ensemble = random_ensemble(heads=heads, sharing=sharing, trunk=trunk)
+        inputs, _ = random_batches(ensemble)[0]
+        with masked(ensemble, [(0, 2)]):
+            logits = ensemble(inputs)
+        for member in range(3):
+            alone = ensemble.member(member)
+            with masked(alone, [(0, 2)]):
+                torch.testing.assert_close(logits[member], alone(inputs)[0])
+        with pytest.raises(HeadError, match=r"members share the attention of layer 0.*leave `member` out"):
+            head_rows(ensemble.config, Head(0, 2), member=1)
+
+    def test_rows_count_the_heads_of_earlier_members(self) -> None:
+        config = random_ensemble(heads=UNEQUAL).config
+        assert head_rows(config, Head(0, 2)) == (1, 3)
+        assert head_rows(config, Head(0, 2), member=1) == (3,)
+        assert head_rows(config, Head(2, 3), member=1) == (5,)
+        assert head_rows(config, Head(1, 1)) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("heads", "member", "message"),
+    [
+        ([(3, 0)], None, r"head 3\.0 does not exist: the layers are 0 to 2"),
+        ([(-1, 0)], None, r"the layers are 0 to 2"),
+        ([(0, 9)], None, r"head 0\.9 does not exist.*heads 0 to 3.*member 0: \[0, 2\]; member 1: \[1, 2, 3\]"),
+        ([(0, 3)], 0, r"head 0\.3 was pruned\. Heads left in layer 0 of member 0: \[0, 2\]"),
+        ([(1, 1)], 1, r"head 1\.1 was pruned\. Heads left in layer 1 of member 1: \[\]"),
+        ([(0, 2), (0, 2)], None, r"head 0\.2 is listed twice"),
+        ([(0, 2, "text")], None, r"tower 'text'"),
+        ([7], None, r"a head is"),
+    ],
+)
+def test_heads_that_do_not_exist(heads: list[tuple[int, int]], member: int | None, message: str) -> None:
+    ensemble = random_ensemble(heads=UNEQUAL)
+    with pytest.raises(HeadError, match=message), masked(ensemble, heads, member):
+        pass
+
+
+@pytest.mark.parametrize("member", [2, -1])
+def test_members_that_do_not_exist(member: int) -> None:
+    with pytest.raises(ConfigError, match="there are 2"), masked(random_ensemble(heads=UNEQUAL), [(0, 2)], member):
+        pass
+
+
+def test_existing_heads() -> None:
+    config = random_ensemble(heads=UNEQUAL).config
+    assert existing_heads(config, [2, 0], member=1) == (
+        (0, 1, "main"),
+        (0, 2, "main"),
+        (0, 3, "main"),
+        *(Head(2, head) for head in (0, 3)),
+    )
+    assert len(existing_heads(random_ensemble().config)) == LAYERS * HEADS
+
+
+@pytest.mark.parametrize("layers", [[], [0, 0], [3], [-1], [True], [0.5]])
+def test_layers_that_do_not_exist(layers: list[int]) -> None:
+    with pytest.raises(HeadError, match="distinct numbers from 0 to 2"):
+        checked_layers(random_ensemble().config, layers)

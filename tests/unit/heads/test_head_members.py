@@ -1,0 +1,207 @@
+"""Choosing members: the right heads, reproducibly, and never the same member twice."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from random_ensembles import HEADS, LAYERS, random_batches, random_ensemble, without_heads
+
+from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.errors import ConfigError, HeadError
+from hydra_ensembles.heads.head import Head
+from hydra_ensembles.heads.members import circuit_members, random_members, sampled_members, taylor_members
+from hydra_ensembles.heads.ranking import HeadRanking
+from hydra_ensembles.heads.taylor import taylor
+
+EVERY = [Head(layer, head) for layer in range(12) for head in range(12)]
+
+
+def ranking(heads: list[Head], score: str = "avg", **provenance: Any) -> HeadRanking:
+    return HeadRanking(tuple(heads), (0.0,) * len(heads), f"test/{score}", score, provenance)
+
+
+def circuits() -> dict[str, HeadRanking]:
+    return {
+        "ood": ranking(EVERY[::-1], "ood"),
+        "acc": ranking(EVERY[50:] + EVERY[:50], "acc"),
+        "avg": ranking(EVERY, "avg"),
+    }
+
+
+class TestCircuits:
+    def test_order_is_avg_acc_ood(self) -> None:
+        rankings = circuits()
+        expected = tuple(rankings[score].first(48) for score in ("avg", "acc", "ood"))
+        for members in (1, 2, 3):
+            assert circuit_members(rankings, 48, members) == expected[:members]
+        assert circuit_members({"avg": rankings["avg"]}, 48, 1) == expected[:1]
+
+    def test_further_members_come_from_the_pool_of_avg(self) -> None:
+        rankings = circuits()
+        chosen = circuit_members(rankings, 48, 6, pool=100, seed=5)
+        assert chosen[:3] == circuit_members(rankings, 48, 3)
+        assert len({frozenset(member) for member in chosen}) == 6
+        assert all(set(member) <= set(EVERY[:100]) and len(member) == 48 for member in chosen[3:])
+        assert chosen == circuit_members(rankings, 48, 6, pool=100, seed=5)
+        assert chosen[3:] != circuit_members(rankings, 48, 6, pool=100, seed=6)[3:]
+        assert chosen[:5] == circuit_members(rankings, 48, 5, pool=100, seed=5)  # one more member changes no other
+
+    def test_the_pool_is_the_whole_ranking_by_default(self) -> None:
+        drawn = circuit_members(circuits(), 48, 12)[3:]
+        assert any(set(member) - set(EVERY[:100]) for member in drawn)
+
+    def test_a_draw_never_repeats_a_circuit(self) -> None:
+        heads = EVERY[:3]
+        rankings = {
+            "avg": ranking(heads, "avg"),
+            "acc": ranking([heads[1], heads[2]], "acc"),
+            "ood": ranking(EVERY[7:9], "ood"),
+        }
+        for seed in range(20):  # of the three pairs of the pool, only one is left
+            assert circuit_members(rankings, 2, 4, seed=seed)[3] == (heads[0], heads[2])
+        with pytest.raises(HeadError, match=r"prune=2 out of 3 heads leaves 1 different choices for 2 more members"):
+            circuit_members(rankings, 2, 5)
+
+    def test_circuits_that_agree(self) -> None:
+        rankings = circuits() | {"ood": ranking(EVERY[1::-1] + EVERY[2:], "ood")}  # the first two in other order
+        with pytest.raises(HeadError, match=r"circuits for 'avg' and 'ood' remove the same 2 heads.*`prune`"):
+            circuit_members(rankings, 2, 3)
+        assert len(circuit_members(rankings, 1, 3)) == 3
+
+    def test_missing_and_swapped_rankings(self) -> None:
+        rankings = circuits()
+        with pytest.raises(HeadError, match=r"need rankings for \['avg', 'acc', 'ood'\], got \['avg'\]"):
+            circuit_members({"avg": rankings["avg"]}, 48, 4)
+        with pytest.raises(HeadError, match=r"rankings\['acc'\] is a ranking for 'ood'"):
+            circuit_members(rankings | {"acc": rankings["ood"]}, 48, 2)
+
+    def test_rankings_of_different_models(self) -> None:
+        rankings = {"avg": ranking(EVERY, "avg", model="one"), "acc": ranking(EVERY[::-1], "acc", model="two")}
+        with pytest.raises(HeadError, match="2 different models"):
+            circuit_members(rankings, 3, 2)
+
+
+class TestSampled:
+    def test_48_out_of_100_three_times(self) -> None:
+        chosen = sampled_members(ranking(EVERY), prune=48, pool=100, members=3, seed=0)
+        assert [len(member) for member in chosen] == [48, 48, 48]
+        assert len(set(chosen)) == 3
+        for member in chosen:
+            assert set(member) <= set(EVERY[:100])
+            assert list(member) == sorted(member, key=EVERY.index)  # removal order
+        assert chosen == sampled_members(ranking(EVERY), prune=48, pool=100, members=3, seed=0)
+        assert not set(chosen) & set(sampled_members(ranking(EVERY), prune=48, pool=100, members=3, seed=1))
+
+    def test_the_draw_of_a_seed_never_changes(self) -> None:
+        chosen = sampled_members(ranking(EVERY[:6]), prune=2, pool=6, members=3, seed=42)
+        assert [[str(head) for head in member] for member in chosen] == PINNED
+
+    @given(st.integers(1, 6), st.integers(0, 10_000))
+    def test_all_subsets_can_be_had(self, prune: int, seed: int) -> None:
+        """As many members as there are subsets: collisions are drawn again until none is left out."""
+        count = math.comb(6, prune)
+        chosen = sampled_members(ranking(EVERY[:8]), prune, pool=6, members=count, seed=seed)
+        assert len({frozenset(member) for member in chosen}) == count
+        with pytest.raises(HeadError, match="`pool`"):
+            sampled_members(ranking(EVERY[:8]), prune, pool=6, members=count + 1, seed=seed)
+
+    def test_every_head_of_the_pool_is_as_likely(self) -> None:
+        counts = dict.fromkeys(EVERY[:10], 0)
+        for seed in range(500):
+            for head in sampled_members(ranking(EVERY), prune=4, pool=10, members=1, seed=seed)[0]:
+                counts[head] += 1
+        assert all(150 < count < 250 for count in counts.values())  # 200 expected, deviation about 11
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"pool": 48}, r"prune=48 out of 48 heads leaves 1 different choices for 3 more members.*`pool`"),
+            ({"pool": 47}, "prune is 48, but there are 47 heads"),
+            ({"pool": 145}, "the ranking has 144"),
+            ({"prune": 0}, "prune=0"),
+            ({"members": 0}, "at least one member"),
+        ],
+    )
+    def test_impossible(self, settings: dict[str, int], message: str) -> None:
+        with pytest.raises(HeadError, match=message):
+            sampled_members(ranking(EVERY), **({"prune": 48, "pool": 100, "members": 3} | settings))
+
+    def test_negative_seed(self) -> None:
+        with pytest.raises(ConfigError, match="seed"):
+            sampled_members(ranking(EVERY), 4, 10, 2, seed=-1)
+
+
+# The keys of PCG64(42) are 0.77 0.44 0.86 0.70 0.09 0.98, then 0.76 0.79 0.13 0.45 0.37 0.93, then
+# 0.64 0.82 0.44 0.23 0.55 0.06: the two smallest of each.
+PINNED = [["0.1", "0.4"], ["0.2", "0.4"], ["0.3", "0.5"]]
+
+
+class TestTaylor:
+    def rank(self, seed: int, count: int | None, scope: Any = "global") -> HeadRanking:
+        ensemble = random_ensemble()
+        batches = random_batches(ensemble, (2,) * 10)
+        return taylor(ensemble, batches, budget=6, scope=scope, seed=seed, calibration_batches=count)
+
+    @pytest.mark.parametrize("scope", ["layer", "global"])
+    def test_one_per_seed(self, scope: Any) -> None:
+        rankings = [self.rank(seed, 1, scope) for seed in (0, 2, 3)]
+        assert taylor_members(rankings, 6) == tuple(ranking.first(6) for ranking in rankings)
+
+    def test_all_batches(self) -> None:
+        with pytest.raises(
+            HeadError, match=r"rankings 0 and 1.*used all calibration batches; set `calibration_batches`"
+        ):
+            taylor_members([self.rank(0, None), self.rank(1, None)], 6)
+
+    def test_same_seed(self) -> None:
+        with pytest.raises(HeadError, match=r"rankings 1 and 2.*both were made with seed=1"):
+            taylor_members([self.rank(0, 1), self.rank(1, 1), self.rank(1, 1)], 6)
+
+    def test_same_batches(self) -> None:
+        with pytest.raises(HeadError, match="seeds 0 and 1 drew the same batches"):
+            taylor_members([self.rank(0, 10), self.rank(1, 10)], 6)
+
+    def test_same_heads_from_different_batches(self) -> None:
+        rankings = [self.rank(0, 5), self.rank(1, 5)]
+        assert rankings[0].provenance["data"] != rankings[1].provenance["data"]
+        with pytest.raises(HeadError, match="drew different batches"):
+            taylor_members(rankings, LAYERS * HEADS)
+
+    def test_rankings_without_provenance(self) -> None:
+        with pytest.raises(HeadError, match="rank with another seed"):
+            taylor_members([ranking(EVERY[:3], "taylor"), ranking(EVERY[2::-1], "taylor")], 3)
+
+    def test_impossible(self) -> None:
+        with pytest.raises(HeadError, match="at least one member"):
+            taylor_members([], 3)
+        with pytest.raises(HeadError, match="exactly 6 heads"):
+            taylor_members([self.rank(0, 1, "layer")], 3)
+
+
+class TestRandom:
+    def test_control(self) -> None:
+        ensemble = random_ensemble()
+        chosen = random_members(ensemble, prune=5, members=4, seed=3)
+        assert len(set(chosen)) == 4
+        assert all(len(set(member)) == 5 and list(member) == sorted(member) for member in chosen)
+        assert chosen == random_members(ensemble, prune=5, members=4, seed=3)
+        assert chosen != random_members(ensemble, prune=5, members=4, seed=4)
+
+    def test_only_heads_that_are_left(self) -> None:
+        pruned = without_heads(random_ensemble(), {(0, 0), (1, 1), (1, 2)})
+        chosen = random_members(pruned, prune=2, members=10, layers=[1, 0])  # all pairs
+        drawn = {head for member in chosen for head in member}
+        assert drawn == {Head(0, 1), Head(0, 2), Head(0, 3), Head(1, 0), Head(1, 3)}
+
+    def test_impossible(self) -> None:
+        ensemble = random_ensemble()
+        with pytest.raises(HeadError, match=r"leaves 1 different choices for 2 more members.*`layers`"):
+            random_members(ensemble, prune=4, members=2, layers=[1])
+        with pytest.raises(HeadError, match="prune is 13"):
+            random_members(ensemble, prune=13, members=1)
+        with pytest.raises(HeadError, match="from 0 to 2"):
+            random_members(ensemble, prune=1, members=1, layers=[9])
+        with pytest.raises(ConfigError, match="2 members"):
+            random_members(Ensemble.stack([ensemble, ensemble]), prune=1, members=1)

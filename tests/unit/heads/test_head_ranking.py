@@ -1,0 +1,209 @@
+"""Rankings: what they accept, how they compare, and that files bring back exactly what was saved."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydra_ensembles.errors import HeadError, HydraError
+from hydra_ensembles.heads.head import Head, as_head, as_heads
+from hydra_ensembles.heads.ranking import HeadRanking, jensen_shannon, overlap
+
+
+def ranking(*heads: tuple[int, int] | tuple[int, int, str], **changes: Any) -> HeadRanking:
+    fields: dict[str, Any] = {"scores": [0.5] * len(heads), "method": "circuit/exact", "score": "avg"}
+    return HeadRanking(heads=heads, **(fields | changes))  # type: ignore[arg-type]
+
+
+class TestHead:
+    @pytest.mark.parametrize("value", [Head(2, 3), (2, 3), [2, 3], (2, 3, "main"), np.array([2, 3]).tolist()])
+    def test_readings(self, value: Any) -> None:
+        assert as_head(value) == Head(2, 3, "main")
+
+    def test_numpy_integers_become_plain(self) -> None:
+        head = as_head((np.int64(2), np.int32(3)))  # type: ignore[arg-type]
+        assert [type(part) for part in head] == [int, int, str]
+
+    @pytest.mark.parametrize("value", [(1,), (1, 2, 3), (1, 2, "a", 4), (1.0, 2), (True, 0), "12", 5, None, ("1", 2)])
+    def test_what_is_no_head(self, value: Any) -> None:
+        with pytest.raises(HeadError, match="a head is"):
+            as_head(value)
+
+    def test_order_is_kept_and_repetition_refused(self) -> None:
+        assert as_heads([(1, 0), (0, 5)]) == (Head(1, 0), Head(0, 5))
+        assert as_heads([(1, 0), (1, 0, "text")])[1].tower == "text"
+        with pytest.raises(HeadError, match=r"1\.0 is listed twice"):
+            as_heads([(1, 0), Head(1, 0)])
+
+    def test_text(self) -> None:
+        assert str(Head(3, 7)) == "3.7"
+        assert str(Head(3, 7, "text")) == "text:3.7"
+
+
+class TestFirst:
+    def test_removal_order(self) -> None:
+        made = ranking((2, 1), (0, 0), (1, 3))
+        assert made.first(2) == (Head(2, 1), Head(0, 0))
+        assert made.first(0) == ()
+        assert len(made) == len(made.first(3)) == 3
+
+    @pytest.mark.parametrize("count", [4, -1])
+    def test_more_than_there_are(self, count: int) -> None:
+        with pytest.raises(HeadError, match=f"{count} heads were asked for, the ranking has 3"):
+            ranking((2, 1), (0, 0), (1, 3)).first(count)
+
+    def test_only_as_a_whole(self) -> None:
+        made = ranking((0, 1), (1, 0), only=2)
+        assert made.first(2) == made.heads
+        with pytest.raises(HeadError, match=r"exactly 2 heads, 1 were asked for; rank again with budget=1"):
+            made.first(1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "changes", "message"),
+    [
+        ([(0, 0), (0, 0)], {}, "twice"),
+        ([(0, 0)], {"scores": [1.0, 2.0]}, "got 2 for 1"),
+        ([(0, 0)], {"scores": [math.nan]}, r"score of head 0\.0 is nan"),
+        ([(0, 0)], {"scores": [math.inf]}, "finite"),
+        ([(-1, 0)], {}, "counts layers and heads from 0"),
+        ([(0, 0)], {"only": 2}, "`only` is 2"),
+    ],
+)
+def test_impossible_rankings(heads: list[tuple[int, int]], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(HeadError, match=message):
+        ranking(*heads, **changes)
+
+
+class TestComparison:
+    def test_overlap(self) -> None:
+        first = ranking((0, 0), (1, 1), (2, 2), (0, 3))
+        second = ranking((1, 1), (2, 0), (0, 0), (0, 3, "text"))
+        assert overlap(first, second, 1) == 0.0
+        assert overlap(first, second, 2) == 0.5
+        assert overlap(first, second, 3) == pytest.approx(2 / 3)
+        assert overlap(first, second, 4) == 0.5  # another tower is another head
+        assert overlap(first, first, 4) == 1.0
+
+    def test_divergence_by_hand(self) -> None:
+        # Shares per layer (3/4, 1/4, 0) and (1/4, 1/4, 1/2); their mean is (1/2, 1/4, 1/4).
+        first = ranking((0, 0), (0, 1), (0, 2), (1, 0))
+        second = ranking((2, 0), (1, 3), (2, 1), (0, 0))
+        to_mean = 3 / 4 * math.log(3 / 2)
+        from_mean = 1 / 4 * math.log(1 / 2) + 1 / 2 * math.log(2)
+        assert jensen_shannon(first, second, 4) == pytest.approx((to_mean + from_mean) / 2, rel=1e-12)
+        assert jensen_shannon(first, second, 4) == pytest.approx(0.2386928131, abs=1e-10)
+        assert jensen_shannon(second, first, 4) == jensen_shannon(first, second, 4)
+
+    def test_divergence_at_its_ends(self) -> None:
+        low, high = ranking((0, 0), (0, 1), (0, 2)), ranking((1, 0), (1, 1), (0, 3))
+        assert jensen_shannon(low, high, 2) == math.log(2)
+        assert jensen_shannon(low, ranking((0, 3), (0, 4), (0, 5)), 3) == 0.0  # same layers, other heads
+        assert jensen_shannon(low, ranking((0, 0, "text")), 1) == math.log(2)
+
+    @given(st.data())
+    def test_divergence_is_a_divergence(self, data: st.DataObject) -> None:
+        every = [(layer, head) for layer in range(4) for head in range(3)]
+        count = data.draw(st.integers(1, 12))
+        first, second = (ranking(*data.draw(st.permutations(every))) for _ in range(2))
+        value = jensen_shannon(first, second, count)
+        assert 0.0 <= value <= math.log(2)
+        assert value == pytest.approx(jensen_shannon(second, first, count), abs=1e-15)
+        if set(first.first(count)) == set(second.first(count)):
+            assert value == 0.0
+
+    @pytest.mark.parametrize("compare", [overlap, jensen_shannon])
+    @pytest.mark.parametrize("count", [0, -1, 3])
+    def test_counts_that_cannot_be_compared(self, compare: Any, count: int) -> None:
+        with pytest.raises(HeadError):
+            compare(ranking((0, 0), (0, 1)), ranking((0, 0), (0, 1)), count)
+
+
+class TestFiles:
+    @pytest.mark.parametrize("only", [None, 3])
+    def test_round_trip(self, tmp_path: Path, only: int | None) -> None:
+        provenance = {"seed": 3, "removed": ((0, 0), Head(1, 2)), "nested": {"sizes": (1, 2), "none": None}}
+        scores = (0.1, 1 / 3, 5e-324)
+        made = ranking((2, 1), (0, 0), (1, 3, "text"), scores=scores, provenance=provenance, only=only)
+        path = tmp_path / "deep" / "ranking.json"
+        made.save(str(path))
+        loaded = HeadRanking.load(path)
+        assert loaded == made
+        assert all(isinstance(head, Head) for head in loaded.heads)
+        assert loaded.scores == scores
+        assert loaded.provenance["removed"] == [[0, 0], [1, 2, "main"]]
+
+    @given(
+        heads=st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), unique=True),
+        score=st.floats(allow_nan=False, allow_infinity=False),
+    )
+    def test_round_trip_of_anything(
+        self, tmp_path_factory: pytest.TempPathFactory, heads: list[tuple[int, int]], score: float
+    ) -> None:
+        made = ranking(*heads, scores=[score] * len(heads))
+        path = tmp_path_factory.getbasetemp() / "any.json"
+        made.save(path)
+        assert HeadRanking.load(path) == made
+
+    def test_provenance_is_not_shared_with_the_caller(self) -> None:
+        provenance = {"seed": 1}
+        made = ranking((0, 0), provenance=provenance)
+        provenance["seed"] = 2
+        assert made.provenance == {"seed": 1}
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"heads": [[0, 0, "main"]]},
+            {"heads": [[0, 0, "main"], [0, 0, "main"]]},
+            {"heads": [[0, 0, "main"], [0, "1", "main"]]},
+            {"heads": [[0, 0, "main"], [0, 1.5, "main"]]},
+            {"heads": [[0, 0, "main"], [0, 1]]},
+            {"heads": [[0, 0, "main"], [0, -1, "main"]]},
+            {"heads": "0.0"},
+            {"heads": None},
+            {"scores": [0.5, None]},
+            {"scores": [0.5, math.nan]},
+            {"scores": [0.5, 10**400]},
+            {"method": 3},
+            {"provenance": []},
+            {"only": "2"},
+            {"only": 1},
+            {"surprise": 1},
+        ],
+    )
+    def test_corrupt_fields(self, tmp_path: Path, change: dict[str, Any]) -> None:
+        path = tmp_path / "ranking.json"
+        ranking((0, 0), (0, 1)).save(path)
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        with pytest.raises(HydraError, match=r"ranking\.json is not a saved head ranking"):
+            HeadRanking.load(path)
+
+    @pytest.mark.parametrize(
+        "content",
+        [b"", b"{", b"[]", b"null", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"heads": ' + b"9" * 5000 + b"}"],
+        ids=["empty", "cut", "list", "null", "no fields", "no text", "deep", "huge number"],
+    )
+    def test_corrupt_files(self, tmp_path: Path, content: bytes) -> None:
+        path = tmp_path / "ranking.json"
+        path.write_bytes(content)
+        with pytest.raises(HydraError, match="not a saved head ranking"):
+            HeadRanking.load(path)
+
+    def test_any_truncation_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "ranking.json"
+        ranking((0, 0), (0, 1), provenance={"seed": 1}).save(path)
+        content = path.read_bytes()
+        for length in range(len(content) - 1):
+            path.write_bytes(content[:length])
+            with pytest.raises(HydraError):
+                HeadRanking.load(path)
+
+    def test_missing_file(self, tmp_path: Path) -> None:
+        with pytest.raises(HydraError, match="not a saved head ranking"):
+            HeadRanking.load(tmp_path / "none.json")

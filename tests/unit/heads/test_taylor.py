@@ -1,0 +1,366 @@
+"""Taylor scores against a second implementation, and everything a caller may get wrong."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from random_ensembles import CLASSES, HEADS, LAYERS, SHAPES, Batch, random_batches, random_ensemble, without_heads
+from slow_taylor import slow_scores
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from hydra_ensembles.config import EnsembleConfig
+from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.errors import ConfigError, DataError, HeadError
+from hydra_ensembles.heads.fingerprint import data_fingerprint, model_fingerprint
+from hydra_ensembles.heads.taylor import taylor
+
+REFEREED = ["image-cls", "text-mean-post-norm"]
+
+
+def joined(batches: list[Batch]) -> Batch:
+    """All samples in one batch."""
+    labels = torch.cat([labels for _, labels in batches])
+    first = batches[0][0]
+    if isinstance(first, Tensor):
+        return torch.cat([inputs for inputs, _ in batches if isinstance(inputs, Tensor)]), labels
+    return {key: torch.cat([inputs[key] for inputs, _ in batches]) for key in first}, labels  # type: ignore[index]
+
+
+def lowest(scores: dict[tuple[int, int], float], count: int) -> list[tuple[int, int]]:
+    return sorted(scores, key=lambda head: (scores[head], head))[:count]
+
+
+class TestScores:
+    @pytest.mark.parametrize("shape", REFEREED)
+    def test_global(self, shape: str) -> None:
+        ensemble = random_ensemble(shape)
+        batches = random_batches(ensemble, (5, 1, 3))  # unequal: a mean of batch means would be another number
+        ranking = taylor(ensemble, batches, budget=3, scope="global")
+        expected = slow_scores(ensemble, *joined(batches), list(range(LAYERS)), set())
+        order = lowest(expected, LAYERS * HEADS)
+        assert [head[:2] for head in ranking.heads] == order
+        assert ranking.scores == pytest.approx([expected[head] for head in order], rel=1e-9)
+        assert list(ranking.scores) == sorted(ranking.scores)
+
+    @pytest.mark.parametrize("shape", REFEREED)
+    @pytest.mark.parametrize("each", [1, 3])
+    def test_layer_by_layer(self, shape: str, each: int) -> None:
+        ensemble = random_ensemble(shape, seed=3)
+        batches = random_batches(ensemble, (4, 2))
+        ranking = taylor(ensemble, batches, budget=each * LAYERS)
+        off: list[tuple[int, int]] = []
+        expected: list[float] = []
+        for layer in range(LAYERS):  # score, remove, score the next on what is left
+            scores = slow_scores(ensemble, *joined(batches), [layer], set(off))
+            off += lowest(scores, each)
+            expected += [scores[head] for head in off[-each:]]
+        assert [head[:2] for head in ranking.heads] == off
+        assert ranking.scores == pytest.approx(expected, rel=1e-9)
+
+    def test_recomputing_matters(self) -> None:
+        """The scores of later layers are not those of the whole model, or the test above proves little."""
+        ensemble = random_ensemble(seed=3)
+        batches = random_batches(ensemble, (4, 2))
+        at_once = taylor(ensemble, batches, budget=3, scope="global")
+        whole = dict(zip(at_once.heads, at_once.scores, strict=True))
+        in_turn = taylor(ensemble, batches, budget=3 * LAYERS)
+        later = [(score, whole[head]) for head, score in zip(in_turn.heads, in_turn.scores, strict=True) if head.layer]
+        assert all(abs(score - other) > 1e-3 * other for score, other in later)
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("scope", ["layer", "global"])
+    def test_removed_heads_are_as_good_as_cut_out(self, shape: str, scope: Any) -> None:
+        ensemble = random_ensemble(shape)
+        batches = random_batches(ensemble)
+        removed = [(0, 1), (2, 2), (2, 0)]
+        masked = taylor(ensemble, batches, budget=4, scope=scope, layers=[2, 1], removed=removed)
+        pruned = taylor(without_heads(ensemble, set(removed)), batches, budget=4, scope=scope, layers=[1, 2])
+        assert masked.heads == pruned.heads
+        assert masked.scores == pytest.approx(pruned.scores, rel=1e-9)
+        assert {head.layer for head in masked.heads} == {1, 2}
+        assert not set(removed) & {head[:2] for head in masked.heads}
+
+    def test_biases_do_not_count(self) -> None:
+        """Scaling the weights of one head's projections by zero leaves a score of zero, whatever its biases."""
+        ensemble = random_ensemble()
+        with torch.no_grad():
+            ensemble.encoder.layers[1].attention.qkv[2] = 0.0
+        ranking = taylor(ensemble, random_batches(ensemble), budget=1, scope="global")
+        assert ranking.heads[0][:2] == (1, 2)
+        assert ranking.scores[0] == 0.0 < ranking.scores[1]
+
+    def test_ties_go_to_the_first_head(self) -> None:
+        ensemble = random_ensemble()
+        with torch.no_grad():
+            for layer in ensemble.encoder.layers:
+                layer.attention.out.zero_()
+        ranking = taylor(ensemble, random_batches(ensemble), budget=3, scope="global")
+        assert [head[:2] for head in ranking.heads] == list(itertools.product(range(LAYERS), range(HEADS)))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_lower_precision_is_close(self, dtype: torch.dtype) -> None:
+        ensemble = random_ensemble()
+        batches = random_batches(ensemble)
+        exact = taylor(ensemble, batches, budget=3, scope="global")
+        rough = taylor(ensemble, batches, budget=3, scope="global", dtype=dtype)
+        close = 1e-4 if dtype is torch.float32 else 0.1
+        assert dict(zip(rough.heads, rough.scores, strict=True)) == pytest.approx(
+            dict(zip(exact.heads, exact.scores, strict=True)), rel=close
+        )
+        assert rough.provenance["dtype"] == str(dtype)
+
+
+class TestRanking:
+    def test_per_layer_holds_as_a_whole(self) -> None:
+        ensemble = random_ensemble()
+        ranking = taylor(ensemble, random_batches(ensemble), budget=6)
+        assert len(ranking) == ranking.only == 6
+        assert len(ranking.first(6)) == 6
+        assert [head.layer for head in ranking.heads] == [0, 0, 1, 1, 2, 2]
+        for count in (3, 5):
+            with pytest.raises(HeadError, match="exactly 6 heads"):
+                ranking.first(count)
+
+    def test_global_takes_any_number(self) -> None:
+        ensemble = random_ensemble()
+        ranking = taylor(ensemble, random_batches(ensemble), budget=2, scope="global")
+        assert ranking.only is None
+        assert all(len(ranking.first(count)) == count for count in range(LAYERS * HEADS + 1))
+
+    def test_all_heads_of_a_layer_may_go(self) -> None:
+        ensemble = random_ensemble()
+        ranking = taylor(ensemble, random_batches(ensemble), budget=LAYERS * HEADS)
+        assert len(set(ranking.heads)) == LAYERS * HEADS
+
+    def test_provenance(self) -> None:
+        ensemble = random_ensemble()
+        batches = random_batches(ensemble)
+        ranking = taylor(ensemble, batches, budget=3, removed=[(0, 0)], seed=7)
+        assert (ranking.method, ranking.score) == ("taylor/layer", "taylor")
+        assert ranking.provenance == {
+            "model": model_fingerprint(ensemble),
+            "data": data_fingerprint(batches),
+            "samples": 12,
+            "batches": [0, 1, 2],
+            "calibration_batches": None,
+            "seed": 7,
+            "budget": 3,
+            "layers": [0, 1, 2],
+            "removed": [[0, 0, "main"]],
+            "dtype": "torch.float64",
+        }
+
+
+class TestCalibrationData:
+    def sources(self, batches: list[Batch]) -> dict[str, Any]:
+        def generator() -> Iterator[Batch]:
+            yield from batches
+
+        return {
+            "list": batches,
+            "generator": generator(),
+            "mappings": [{"pixel_values": inputs, "labels": labels} for inputs, labels in batches],
+            "loader": DataLoader(batches, batch_size=None),  # type: ignore[arg-type]
+        }
+
+    @pytest.mark.parametrize("scope", ["layer", "global"])
+    @pytest.mark.parametrize("count", [None, 2])
+    def test_every_kind_of_source_gives_the_same(self, scope: Any, count: int | None) -> None:
+        ensemble = random_ensemble()
+        sources = self.sources(random_batches(ensemble, (3,) * 6))
+        results = {
+            name: taylor(ensemble, source, budget=3, scope=scope, seed=1, calibration_batches=count)
+            for name, source in sources.items()
+        }
+        first = results["list"]
+        for other in results.values():
+            assert other.heads == first.heads
+            assert other.scores == first.scores
+            assert other.provenance["batches"] == first.provenance["batches"]
+        assert len(first.provenance["batches"]) == (count or 6)
+
+    def test_seeds_draw_different_batches(self) -> None:
+        ensemble = random_ensemble()
+        batches = random_batches(ensemble, (3,) * 8)
+        drawn = [
+            taylor(ensemble, batches, budget=3, scope="global", seed=seed, calibration_batches=2) for seed in range(6)
+        ]
+        assert len({tuple(ranking.provenance["batches"]) for ranking in drawn}) > 3
+        assert len({ranking.scores for ranking in drawn}) > 3
+        chosen = drawn[0].provenance["batches"]
+        only_those = taylor(ensemble, [batches[index] for index in chosen], budget=3, scope="global")
+        assert only_those.scores == drawn[0].scores
+
+    def test_all_batches_leave_nothing_to_the_seed(self) -> None:
+        ensemble = random_ensemble()
+        batches = random_batches(ensemble, (3,) * 4)
+        first = taylor(ensemble, batches, budget=3, seed=0)
+        second = taylor(ensemble, batches, budget=3, seed=1)
+        assert (first.heads, first.scores) == (second.heads, second.scores)
+
+    def test_a_shuffling_loader_follows_the_seed(self) -> None:
+        ensemble = random_ensemble()
+        data = TensorDataset(*joined(random_batches(ensemble, (30,))))  # type: ignore[arg-type]
+        loader = DataLoader(data, batch_size=4, shuffle=True)
+
+        def rank(seed: int) -> Any:
+            return taylor(ensemble, loader, budget=3, seed=seed, calibration_batches=2)
+
+        state = torch.get_rng_state()
+        first = rank(0)
+        assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers are left alone
+        torch.rand(5)
+        assert rank(0) == first
+        assert rank(1).provenance["data"] != first.provenance["data"]
+
+    def test_a_loader_reads_only_what_is_drawn(self) -> None:
+        ensemble = random_ensemble()
+        batches = random_batches(ensemble, (3,) * 6)
+        images, labels = joined(batches)
+        read: list[int] = []
+
+        class Counted(Dataset[Any]):
+            def __len__(self) -> int:
+                return 18
+
+            def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+                read.append(index)
+                return images[index], labels[index]  # type: ignore[index]
+
+        loader = DataLoader(Counted(), batch_size=3)
+        ranking = taylor(ensemble, loader, budget=3, seed=1, calibration_batches=2)
+        assert ranking == taylor(ensemble, batches, budget=3, seed=1, calibration_batches=2)
+        chosen = ranking.provenance["batches"]
+        assert read == [3 * batch + sample for batch in chosen for sample in range(3)]
+
+    def test_an_iterable_dataset(self) -> None:
+        ensemble = random_ensemble()
+        batches = random_batches(ensemble, (3,) * 6)
+        images, labels = joined(batches)
+
+        class Stream(IterableDataset[Any]):
+            def __iter__(self) -> Iterator[Any]:
+                yield from zip(images, labels, strict=True)
+
+        ranking = taylor(ensemble, DataLoader(Stream(), batch_size=3), budget=3, seed=1, calibration_batches=2)
+        assert ranking == taylor(ensemble, batches, budget=3, seed=1, calibration_batches=2)
+
+    def test_works_under_no_grad_and_inference_mode(self) -> None:
+        ensemble = random_ensemble()
+        batches = random_batches(ensemble)
+        expected = taylor(ensemble, batches, budget=3)
+        with torch.no_grad():
+            assert taylor(ensemble, batches, budget=3) == expected
+        with torch.inference_mode():
+            assert taylor(ensemble, batches, budget=3) == expected
+
+
+def test_the_ensemble_is_left_alone() -> None:
+    ensemble = random_ensemble("image-mean-layerscale").train()
+    ensemble.encoder.layers[1].eval()
+    ensemble.readout.requires_grad_(False)
+    batches = random_batches(ensemble)
+    ensemble(batches[0][0]).sum().backward()
+    parameters = dict(ensemble.named_parameters())
+    before = {name: (p.clone(), p.requires_grad, p.grad, p._version) for name, p in parameters.items()}
+    gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    assert 0 < len(gradients) < len(parameters)
+    modes = [module.training for module in ensemble.modules()]
+    taylor(ensemble, batches, budget=6)
+    with pytest.raises(DataError):
+        taylor(ensemble, [*batches, (batches[0][0], batches[0][1] + CLASSES)], budget=6)
+    assert modes == [module.training for module in ensemble.modules()]
+    for name, parameter in ensemble.named_parameters():
+        value, requires_grad, grad, version = before[name]
+        assert parameter is parameters[name]
+        assert torch.equal(parameter, value)
+        assert parameter.requires_grad == requires_grad
+        assert parameter.grad is grad
+        assert grad is None or torch.equal(grad, gradients[name])
+        assert parameter._version == version
+
+
+def test_dropout_is_off() -> None:
+    ensemble = random_ensemble()
+    config = ensemble.config
+    noisy = dataclasses.replace(config.encoder, attention_dropout=0.5, output_dropout=0.5, drop_path=(0.5,) * LAYERS)
+    trained = Ensemble.from_state(
+        EnsembleConfig(config.stem, noisy, config.readout, config.heads), ensemble.state_dict()
+    ).train()
+    batches = random_batches(ensemble)
+    assert taylor(trained, batches, budget=3).scores == taylor(ensemble, batches, budget=3).scores
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("settings", "error", "message"),
+        [
+            ({"budget": 0}, HeadError, "budget is 0"),
+            ({"budget": 13}, HeadError, "budget is 13.*12 heads"),
+            ({"budget": 4}, HeadError, 'evenly over 3 layers.*multiple of 3, or scope="global"'),
+            ({"budget": 3, "layers": [3]}, HeadError, "from 0 to 2"),
+            ({"budget": 8, "layers": [0, 1], "removed": [(2, 0)]}, None, ""),
+            ({"budget": 8, "layers": [0, 1], "removed": [(1, 0)]}, HeadError, "budget is 8.*7 heads"),
+            ({"budget": 6, "layers": [0, 1], "removed": [(1, 0), (1, 1)]}, HeadError, "layer 1 has only 2 left"),
+            ({"budget": 3, "removed": [(0, 7)]}, HeadError, r"head 0\.7 does not exist"),
+            ({"budget": 3, "removed": [(0, 1), (0, 1)]}, HeadError, "twice"),
+            ({"budget": 3, "scope": "block"}, ConfigError, r"\['layer', 'global'\], got 'block'"),
+            ({"budget": 3, "seed": -1}, ConfigError, "seed must not be negative"),
+            ({"budget": 3, "calibration_batches": 0}, ConfigError, "at least 1"),
+            ({"budget": 3, "calibration_batches": 4}, DataError, "has 3 batches"),
+            ({"budget": 3, "dtype": torch.int64}, ConfigError, "floating-point"),
+        ],
+    )
+    def test_settings(self, settings: dict[str, Any], error: type[Exception] | None, message: str) -> None:
+        ensemble = random_ensemble()
+        batches = random_batches(ensemble)
+        if error is None:
+            assert len(taylor(ensemble, batches, **settings)) == settings["budget"]
+            return
+        with pytest.raises(error, match=message):
+            taylor(ensemble, batches, **settings)
+
+    @pytest.mark.parametrize("scope", ["layer", "global"])
+    def test_data(self, scope: Any) -> None:
+        ensemble = random_ensemble()
+        good = random_batches(ensemble)
+        images, labels = good[1]
+        bad: list[tuple[Any, str]] = [
+            ([], "no samples"),
+            (iter([]), "no samples"),
+            (DataLoader([]), "no samples"),  # type: ignore[arg-type]
+            ([(images, labels + CLASSES)], "batch 0.*labels from.*4 classes"),
+            ([*good, (images, labels - 2)], "batch 3.*labels from"),
+            ([good[0], images], "batch 1.*no labels"),
+            ([good[0], (images, labels[:2])], "batch 1.*5 inputs and 2 labels"),
+            ([good[0], (images * torch.nan, labels)], "batch 1.*loss of nan.*check its inputs"),
+        ]
+        for batches, message in bad:
+            with pytest.raises(DataError, match=message):
+                taylor(ensemble, batches, budget=3, scope=scope)
+
+    @pytest.mark.parametrize("empty", [[], iter([]), DataLoader([])])  # type: ignore[arg-type]
+    def test_nothing_to_draw_from(self, empty: Any) -> None:
+        with pytest.raises(DataError, match="no samples"):
+            taylor(random_ensemble(), empty, budget=3, calibration_batches=2)
+
+    def test_broken_weights(self) -> None:
+        ensemble = random_ensemble()
+        with torch.no_grad():
+            ensemble.encoder.layers[0].attention.qkv[0, 0] = torch.nan
+        with pytest.raises(DataError, match="loss of nan"):
+            taylor(ensemble, random_batches(ensemble), budget=3)
+
+    def test_models(self) -> None:
+        ensemble = random_ensemble()
+        batches = random_batches(ensemble)
+        with pytest.raises(ConfigError, match=r"2 members.*member\(i\)"):
+            taylor(Ensemble.stack([ensemble, ensemble]), batches, budget=3)
+        config = ensemble.config
+        headless = Ensemble(dataclasses.replace(config, readout=dataclasses.replace(config.readout, num_classes=0)))
+        with pytest.raises(ConfigError, match="no classifier"):
+            taylor(headless, batches, budget=3)

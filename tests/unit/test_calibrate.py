@@ -1,0 +1,233 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from hydra_ensembles.calibrate import COLDEST, HOTTEST, calibrate, fit_calibration
+from hydra_ensembles.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.metadata import Metadata
+from hydra_ensembles.prediction import Prediction
+
+
+def tiny(members: int = 2, classes: int = 4) -> Ensemble:
+    encoder = EncoderConfig(width=8, layers=1, heads=2, head_dim=4, mlp_width=8)
+    config = EnsembleConfig(
+        PatchStemConfig(patch_size=(4, 4), grid=(2, 2)),
+        encoder,
+        ReadoutConfig(num_classes=classes),
+        all_heads(encoder, members),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        ensemble = Ensemble(config, Metadata(history=("made",), metrics={"kept": 1.0}))
+        with torch.no_grad():
+            for parameter in ensemble.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.5)
+    return ensemble.eval()
+
+
+def sample(members: int, count: int, classes: int, scale: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Member logits that carry some signal, sharpened by `scale`."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(classes, (count,), generator=generator)
+    logits = torch.randn(members, count, classes, generator=generator) + F.one_hot(labels, classes)
+    return logits * scale, labels
+
+
+def nll(logits: Tensor, labels: Tensor, temperature: tuple[float, ...]) -> float:
+    """The definition, by a loop over members."""
+    degrees = temperature if len(temperature) > 1 else temperature * len(logits)
+    probs = sum((one.double() / t).softmax(-1) for one, t in zip(logits, degrees, strict=True)) / len(logits)
+    return F.nll_loss(probs.log(), labels).item()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    members=st.integers(1, 3),
+    count=st.integers(2, 40),
+    classes=st.integers(2, 5),
+    scale=st.floats(0.01, 30.0),
+    seed=st.integers(0, 1000),
+    per_member=st.booleans(),
+    share=st.floats(0.01, 1.0),
+    score=st.sampled_from(["msp", "entropy", "mutual_information", "max_logit", "energy"]),
+)
+def test_nll_never_worsens_and_the_threshold_accepts_the_share(
+    members, count, classes, scale, seed, per_member, share, score
+):
+    logits, labels = sample(members, count, classes, scale, seed)
+    fit = fit_calibration(logits, labels, share=share, score=score, per_member=per_member)
+    temperature = fit.calibration.temperature
+    assert len(temperature) == (members if per_member and members > 1 else 1)
+    assert fit.nll_after <= fit.nll_before
+    assert fit.nll_before == pytest.approx(nll(logits, labels, (1.0,)), rel=1e-9)
+    assert fit.nll_after == pytest.approx(nll(logits, labels, temperature), rel=1e-9)
+    prediction = Prediction.from_logits(
+        logits,
+        temperature=temperature if len(temperature) > 1 else temperature[0],
+        threshold=fit.calibration.threshold,
+        score=score,
+    )
+    accepted = int(prediction.accept.sum())
+    assert accepted / count >= share - 1e-9
+    assert accepted / count == fit.accepted
+    threshold = fit.calibration.threshold
+    fewer = int((prediction.score() < threshold).sum())  # any smaller threshold would not be enough
+    assert fewer / count < share
+    wrong = prediction.label != labels
+    assert fit.risk == pytest.approx(wrong[prediction.accept].double().mean().item())
+    assert fit.accuracy == pytest.approx(1 - wrong.double().mean().item())
+
+
+def test_a_known_temperature_is_found():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 20_000, 5, generator=generator, dtype=torch.float64) * 2
+    labels = torch.multinomial(logits[0].softmax(-1), 1, generator=generator)[:, 0]
+    assert fit_calibration(logits, labels).calibration.temperature[0] == pytest.approx(1.0, abs=0.05)
+    assert fit_calibration(logits * 3, labels).calibration.temperature[0] == pytest.approx(3.0, rel=0.05)
+    assert fit_calibration(logits / 4, labels).calibration.temperature[0] == pytest.approx(0.25, rel=0.05)
+
+
+def test_the_found_temperature_is_the_minimum():
+    logits, labels = sample(3, 200, 5, 4.0, seed=1)
+    fit = fit_calibration(logits, labels)
+    best = min(
+        nll(logits, labels, (math.exp(math.log(COLDEST) + i / 2000 * math.log(HOTTEST / COLDEST)),))
+        for i in range(2001)
+    )
+    assert fit.nll_after <= best + 1e-7
+
+
+def test_one_temperature_per_member_is_at_least_as_good_as_one_for_all():
+    logits, labels = sample(3, 300, 4, 1.0, seed=2)
+    logits = logits * torch.tensor([0.2, 1.0, 8.0])[:, None, None]
+    common = fit_calibration(logits, labels)
+    each = fit_calibration(logits, labels, per_member=True)
+    assert each.nll_after < common.nll_after - 0.01
+    first, _, last = each.calibration.temperature
+    assert first < last
+
+
+def test_a_perfect_temperature_stays_exactly_one():
+    assert fit_calibration(torch.zeros(2, 10, 3), torch.arange(10) % 3).calibration.temperature == (1.0,)
+
+
+def test_the_temperature_can_be_left_alone():
+    logits, labels = sample(2, 50, 3, 10.0, seed=3)
+    fit = fit_calibration(logits, labels, temperature=False)
+    assert fit.calibration.temperature == (1.0,)
+    assert fit.nll_after == fit.nll_before
+
+
+def test_separable_data_stay_within_the_range():
+    labels = torch.arange(30) % 3
+    logits = F.one_hot(labels, 3).float()[None] * 5
+    assert fit_calibration(logits, labels).calibration.temperature[0] == pytest.approx(COLDEST, rel=1e-3)
+    assert fit_calibration(-logits, labels).calibration.temperature[0] == pytest.approx(HOTTEST, rel=1e-3)
+    huge = fit_calibration(logits.clamp(max=1) * 1e38, labels)
+    assert math.isfinite(huge.nll_after)
+
+
+def test_equal_scores_are_accepted_together():
+    logits = torch.zeros(1, 20, 2)
+    logits[0, :15, 0] = 3.0  # 15 equal and certain, 5 equal and uncertain
+    labels = torch.zeros(20, dtype=torch.long)
+    assert fit_calibration(logits, labels, share=0.5).accepted == 0.75
+    assert fit_calibration(logits, labels, share=0.75).accepted == 0.75
+    assert fit_calibration(logits, labels, share=0.8).accepted == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_logits_are_accepted(dtype):
+    logits, labels = sample(2, 60, 3, 5.0, seed=4)
+    fit = fit_calibration(logits.to(dtype), labels)
+    assert fit.nll_after < fit.nll_before
+    prediction = Prediction.from_logits(
+        logits.to(dtype), temperature=fit.calibration.temperature[0], threshold=fit.calibration.threshold
+    )
+    assert int(prediction.accept.sum()) == 57
+
+
+def test_data_that_cannot_calibrate_are_refused():
+    logits, labels = sample(2, 10, 3, 1.0, seed=5)
+    bad = logits.clone()
+    bad[1, 3, 2] = float("nan")
+    with pytest.raises(DataError, match="member 1, sample 3, class 2"):
+        fit_calibration(bad, labels)
+    with pytest.raises(DataError, match="at least two samples"):
+        fit_calibration(logits[:, :1], labels[:1])
+    with pytest.raises(DataError, match="at least two samples"):
+        fit_calibration(logits[:, :0], labels[:0])
+    with pytest.raises(DataError, match="one for each of the 10 samples"):
+        fit_calibration(logits, labels[:9])
+    with pytest.raises(DataError, match="whole numbers"):
+        fit_calibration(logits, labels.double())
+    with pytest.raises(DataError, match="labels run from"):
+        fit_calibration(logits, labels + 1)
+    with pytest.raises(DataError, match=r"\[M, B, C\]"):
+        fit_calibration(logits[0], labels)
+    for share in (0.0, 1.1, float("nan")):
+        with pytest.raises(ConfigError, match="share is the part"):
+            fit_calibration(logits, labels, share=share)
+    with pytest.raises(ConfigError, match="score 'sharpness' is not known"):
+        fit_calibration(logits, labels, score="sharpness")  # type: ignore[arg-type]
+
+
+def validation(count: int = 40) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    images = torch.randn(count, 3, 8, 8, generator=generator) * 3
+    labels = torch.randint(4, (count,), generator=generator)
+    return list(zip(images.split(16), labels.split(16), strict=True))
+
+
+@pytest.mark.parametrize("per_member", [False, True])
+def test_a_calibrated_ensemble_predicts_and_abstains(tmp_path, per_member):
+    ensemble, data = tiny(), validation()
+    ensemble.train()
+    calibrated = calibrate(ensemble, data, share=0.8, score="entropy", per_member=per_member)
+    assert ensemble.training
+    assert ensemble.metadata.calibration is None
+    assert not calibrated.training
+    calibration = calibrated.metadata.calibration
+    assert calibration is not None
+    assert (calibration.score, calibration.accepted_share) == ("entropy", 0.8)
+    assert len(calibration.temperature) == (2 if per_member else 1)
+    metrics = calibrated.metadata.metrics
+    assert metrics["kept"] == 1.0
+    assert metrics["validation/nll"] <= metrics["validation/nll_uncalibrated"]
+    assert metrics["validation/accepted_share"] == 0.8
+    assert "calibrated on 40 samples" in calibrated.metadata.history[-1]
+    calibrated.save_pretrained(tmp_path)
+    loaded = Ensemble.from_pretrained(tmp_path)
+    assert loaded.metadata.calibration == calibration
+    for model in (calibrated, loaded):
+        predictions = Prediction.concat([model.predict(images) for images, _ in data])
+        assert int(predictions.accept.sum()) == 32
+        labels = torch.cat([target for _, target in data])
+        found = F.nll_loss(predictions.log_probs, labels).item()
+        assert found == pytest.approx(metrics["validation/nll"], rel=1e-5)
+        wrong = (predictions.label != labels)[predictions.accept].double().mean().item()
+        assert wrong == pytest.approx(metrics["validation/risk_of_accepted"])
+
+
+def test_an_earlier_calibration_is_replaced_not_stacked():
+    once = calibrate(tiny(), validation())
+    twice = calibrate(once, validation())
+    assert once.metadata.calibration == twice.metadata.calibration
+
+
+def test_validation_that_cannot_be_used_is_named():
+    with pytest.raises(DataError, match="validation has no batches"):
+        calibrate(tiny(), [])
+    with pytest.raises(DataError, match="batch 0 of validation has no labels"):
+        calibrate(tiny(), [validation()[0][0]])
+    with pytest.raises(DataError, match="the model has 3 classes"):
+        calibrate(tiny(classes=3), validation())
+    with pytest.raises(ConfigError, match="this ensemble has none"):
+        calibrate(tiny(classes=0), validation())

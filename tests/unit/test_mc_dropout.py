@@ -1,0 +1,153 @@
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from hydra_ensembles.config import (
+    EncoderConfig,
+    EnsembleConfig,
+    PatchStemConfig,
+    ReadoutConfig,
+    TextStemConfig,
+    all_heads,
+)
+from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.mc_dropout import MCDropout, mc_dropout
+from hydra_ensembles.metadata import Calibration, Metadata
+
+ENCODER = EncoderConfig(width=16, layers=2, heads=2, head_dim=8, mlp_width=24, drop_path=(0.0, 0.5))
+IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def tiny(members: int = 1, text: bool = False, encoder: EncoderConfig = ENCODER, **readout) -> Ensemble:
+    stem: PatchStemConfig | TextStemConfig = PatchStemConfig(patch_size=(4, 4), grid=(2, 2))
+    if text:
+        stem = TextStemConfig(vocabulary=20, positions=8, embedding_width=16, segments=2)
+    config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=4, **readout), all_heads(encoder, members))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        ensemble = Ensemble(config, Metadata(labels=("a", "b", "c", "d"), calibration=Calibration(threshold=0.5)))
+        with torch.no_grad():
+            for parameter in ensemble.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return ensemble.eval()
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_passes_are_members(members):
+    view = mc_dropout(tiny(members), p=0.2, passes=5)
+    logits = view(IMAGES)
+    assert logits.shape == (5 * members, 3, 4)
+    assert view.num_members == 5 * members
+    assert (view.num_classes, view.kind) == (4, "image")
+    assert logits.std(dim=0).min() > 0
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_without_dropout_it_is_the_plain_model_exactly(members):
+    ensemble = tiny(members)
+    logits = mc_dropout(ensemble, p=0.0, passes=4)(IMAGES)
+    expected = ensemble(IMAGES)
+    for member in range(members):
+        for one in logits[4 * member : 4 * member + 4]:
+            assert torch.equal(one, expected[member])
+
+
+def test_many_passes_average_to_the_deterministic_model():
+    ensemble = tiny()
+    expected = ensemble(IMAGES)[0]
+    few, many = (mc_dropout(ensemble, p=0.02, passes=passes)(IMAGES).mean(0) for passes in (4, 600))
+    assert (many - expected).abs().max() < (few - expected).abs().max()
+    torch.testing.assert_close(many, expected, atol=0.05, rtol=0.05)
+
+
+def test_the_answer_depends_on_the_seed_only():
+    ensemble = tiny()
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = mc_dropout(ensemble, 0.3, 4, seed=7)
+    answer = first(IMAGES)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert torch.equal(first(IMAGES), answer)
+    assert torch.equal(first.train()(IMAGES), answer)
+    assert torch.equal(first.eval()(IMAGES), answer)
+    assert torch.equal(mc_dropout(ensemble, 0.3, 4, seed=7)(IMAGES), answer)
+    assert not torch.equal(mc_dropout(ensemble, 0.3, 4, seed=8)(IMAGES), answer)
+
+
+def test_the_ensemble_is_untouched_and_its_weights_are_shared():
+    ensemble = tiny()
+    before = {name: tensor.clone() for name, tensor in ensemble.state_dict().items()}
+    config, expected = ensemble.config, ensemble(IMAGES)
+    view = mc_dropout(ensemble, 0.3, 4)
+    view(IMAGES)
+    assert ensemble.config == config
+    assert not ensemble.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in ensemble.state_dict().items())
+    assert torch.equal(ensemble(IMAGES), expected)
+    pairs = zip(ensemble.parameters(), view.parameters(), strict=True)
+    assert all(one.data_ptr() == other.data_ptr() for one, other in pairs)
+    view.half()
+    assert ensemble.dtype == torch.float32
+
+
+def test_dropout_sits_where_the_baseline_has_it():
+    view = MCDropout(tiny(), p=0.25, passes=2)
+    config = view.model.config
+    assert config.stem.dropout == 0.25
+    encoder = config.encoder
+    assert (encoder.projection_dropout, encoder.activation_dropout, encoder.output_dropout) == (0.25, 0.25, 0.25)
+    assert (encoder.attention_dropout, encoder.drop_path) == (0.0, ())
+    assert (config.readout.dropout, config.readout.hidden_dropout) == (0.0, 0.0)
+    rates = [module.p for module in view.modules() if isinstance(module, nn.Dropout)]
+    assert rates.count(0.25) == 1 + 3 * 2  # the stem, and three places in each of two layers
+
+
+def test_places_the_model_was_trained_with_are_kept():
+    encoder = dataclasses.replace(ENCODER, attention_dropout=0.1)
+    config = MCDropout(tiny(encoder=encoder, dropout=0.1), p=0.3, passes=2).model.config
+    assert (config.encoder.attention_dropout, config.readout.dropout) == (0.3, 0.3)
+
+
+def test_text_repeats_masks_and_segments_too():
+    ensemble = tiny(text=True)
+    ids = torch.randint(1, 20, (3, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(3, 6, dtype=torch.long)
+    mask[1:, 4:] = 0
+    segments = torch.zeros(3, 6, dtype=torch.long)
+    view = mc_dropout(ensemble, 0.2, 3)
+    apart = view(ids, mask, segments)
+    together = view({"input_ids": ids, "attention_mask": mask, "token_type_ids": segments})
+    assert apart.shape == (3, 3, 4)
+    assert torch.equal(apart, together)
+    changed = ids.clone()
+    changed[1:, 4:] = 0  # behind the mask
+    torch.testing.assert_close(view(changed, mask, segments), apart)
+
+
+def test_predict_gives_uncertainty_and_no_foreign_calibration():
+    prediction = mc_dropout(tiny(), 0.3, 8).predict(IMAGES)
+    assert prediction.members == 8
+    assert (prediction.epistemic > 0).all()
+    assert prediction.accept is None
+    assert prediction.class_names == ("a", "b", "c", "d")
+    with pytest.raises(DataError, match="no saved preprocessing"):
+        mc_dropout(tiny(), 0.3, 8).predict("text")
+
+
+def test_gradients_flow_to_the_inputs():
+    images = IMAGES.clone().requires_grad_(True)
+    mc_dropout(tiny(), 0.1, 2)(images).sum().backward()
+    assert images.grad is not None
+    assert images.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(("arguments", "message"), [((1.0, 2), "rate"), ((-0.1, 2), "rate"), ((0.1, 0), "passes")])
+def test_settings_that_cannot_work_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        mc_dropout(tiny(), *arguments)
+    with pytest.raises(ConfigError, match="seed"):
+        mc_dropout(tiny(), 0.1, 2, seed=-1)
