@@ -1,13 +1,38 @@
 """Uncertainty from one pretrained transformer: prune different heads, fuse the copies, predict in one pass."""
 
 from ._version import __version__
+from .build import HydraConfig, build
+from .calibrate import calibrate, fit_calibration
 from .convert import convert
+from .dual_encoder import DualEncoder
 from .ensemble import Ensemble
 from .errors import HydraError
+from .finetune import Recipe, finetune
 from .fuse import fuse
-from .heads.head import Head
-from .heads.ranking import HeadRanking
+from .heads import Head, HeadRanking, extract_circuit, masked, taylor
+from .mc_dropout import mc_dropout
 from .prediction import Prediction
 from .prune import prune
 
-__all__ = ["Ensemble", "Head", "HeadRanking", "HydraError", "Prediction", "__version__", "convert", "fuse", "prune"]
+__all__ = [
+    "DualEncoder",
+    "Ensemble",
+    "Head",
+    "HeadRanking",
+    "HydraConfig",
+    "HydraError",
+    "Prediction",
+    "Recipe",
+    "__version__",
+    "build",
+    "calibrate",
+    "convert",
+    "extract_circuit",
+    "finetune",
+    "fit_calibration",
+    "fuse",
+    "masked",
+    "mc_dropout",
+    "prune",
+    "taylor",
+]

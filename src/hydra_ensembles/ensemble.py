@@ -57,6 +57,8 @@ class Ensemble(nn.Module):
         norms = {id(m.weight) for m in self.modules() if isinstance(m, GroupedNorm)}
         with torch.no_grad():
             for name, parameter in self.named_parameters():
+                if parameter.is_meta:  # nothing to fill; drawing numbers for it would still take time
+                    continue
                 leaf = name.rpartition(".")[2]
                 if id(parameter) in norms or leaf == "scale":
                     parameter.fill_(1.0)
@@ -211,7 +213,9 @@ class Ensemble(nn.Module):
         """Build an ensemble around copies of the given tensors, keeping their dtype and device."""
         with torch.device("meta"):
             ensemble = cls(config, metadata)
-        ensemble.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)
+        ensemble.load_state_dict(
+            {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}, assign=True
+        )
         for parameter in ensemble.parameters():
             parameter.requires_grad_(True)
         return ensemble.eval()

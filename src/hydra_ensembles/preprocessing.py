@@ -25,7 +25,8 @@ class ImagePreprocessing:
 
     `resize_mode="shortest"` scales the short side to `size / crop_fraction`, `"squash"` scales both sides to
     it and ignores the aspect ratio; then the centre is cropped to `size`. Fractions of a pixel are cut off, as
-    the libraries do that the numbers come from.
+    the libraries do that the numbers come from. Where the crop cannot be centred to the pixel, its corner is
+    rounded half to even (`"round"`: torchvision, timm, open_clip) or down (`"floor"`: transformers).
     """
 
     kind: ClassVar[str] = "image"
@@ -36,6 +37,7 @@ class ImagePreprocessing:
     interpolation: Interpolation = "bicubic"
     crop_fraction: float = 1.0
     resize_mode: Literal["shortest", "squash"] = "shortest"
+    crop_corner: Literal["round", "floor"] = "round"
 
     def __post_init__(self) -> None:
         """Check sizes, channels and the crop."""
@@ -67,7 +69,8 @@ class ImagePreprocessing:
         image = image.convert("L" if len(self.mean) == 1 else "RGB")
         height, width = self.size
         image = image.resize(self._resized(image.width, image.height), method)
-        left, top = (image.width - width) // 2, (image.height - height) // 2
+        half = round if self.crop_corner == "round" else int
+        left, top = half((image.width - width) / 2), half((image.height - height) / 2)
         image = image.crop((left, top, left + width, top + height))
         array = np.asarray(image, dtype=np.float32) / 255.0
         return torch.from_numpy(array).reshape(height, width, -1).permute(2, 0, 1)  # [channels, H, W]

@@ -1,6 +1,7 @@
 """All architectures the contract tests run on."""
 
 from architectures import VISION_CASES, ArchitectureCase
+from architectures_clip import TOWER_CASES
 from architectures_transformers import CASES as TRANSFORMERS_CASES
 
-ALL_CASES: list[ArchitectureCase] = [*VISION_CASES, *TRANSFORMERS_CASES]
+ALL_CASES: list[ArchitectureCase] = [*VISION_CASES, *TRANSFORMERS_CASES, *TOWER_CASES]

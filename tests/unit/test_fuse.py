@@ -30,7 +30,9 @@ def noisy(ensemble: he.Ensemble, seed: int, group: str | None = None) -> he.Ense
     return ensemble.eval()
 
 
-def tuned(base: he.Ensemble, member: int, groups: tuple[str, ...] = ("attention", "mlp", "norms", "readout")) -> he.Ensemble:
+def tuned(
+    base: he.Ensemble, member: int, groups: tuple[str, ...] = ("attention", "mlp", "norms", "readout")
+) -> he.Ensemble:
     """A copy with two heads of its own gone, moved away from the base as fine-tuning would."""
     copy = he.prune(base, [(0, member % 4), (1, (member + 1) % 4)])
     for group in groups:

@@ -1,6 +1,7 @@
 """Preprocessing read off the objects that libraries use for it: tokenizers, image processors, transforms."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -162,7 +163,7 @@ def _read_transformers_images(processor: Any) -> ImagePreprocessing:
         )
     scale = 255.0 * float(processor.rescale_factor) if processor.do_rescale else 255.0  # of pixels in [0, 1]
     scale = 1.0 if abs(scale - 1.0) < 1e-6 else scale
-    return _image_preprocessing(
+    preprocessing = _image_preprocessing(
         resized,
         (crop["height"], crop["width"]) if crop else resized,
         squash=squash,
@@ -170,6 +171,7 @@ def _read_transformers_images(processor: Any) -> ImagePreprocessing:
         std=_channels(processor.image_std if processor.do_normalize else 1.0, scale),
         interpolation=_interpolation(processor.resample),
     )
+    return replace(preprocessing, crop_corner="floor")
 
 
 def _read_torchvision_preset(preset: Any) -> ImagePreprocessing:

@@ -38,9 +38,12 @@ class Attention(nn.Module):
         scale: `[G, d]` or None, the LayerScale of the sublayer.
         distinct: None, or `[K]`: where members that see the same input have heads in common, `qkv` holds each
             different head once and this says which one each of the K heads is.
+        head_ends: `[M]` of int32, where each copy's heads end on the axis of all heads; the plan `"grouped"`
+            needs it, see `use_plan`.
     """
 
     distinct: Tensor | None
+    head_ends: Tensor | None
 
     def __init__(self, config: EncoderConfig, sizes: tuple[int, ...]) -> None:
         super().__init__()
@@ -58,6 +61,13 @@ class Attention(nn.Module):
         self.scale = empty(copies, width) if config.layer_scale else None
         self.out_dropout = nn.Dropout(config.projection_dropout)
         self.register_buffer("distinct", None, persistent=False)
+        self.register_buffer("head_ends", None, persistent=False)
+
+    def use_plan(self, plan: Plan) -> None:
+        """Choose how members with inputs of their own are run."""
+        self.plan = plan
+        ends = torch.tensor(list(accumulate(self.sizes)), dtype=torch.int32, device=self.out.device)
+        self.head_ends = ends if plan == "grouped" else None
 
     @property
     def even(self) -> bool:
@@ -106,8 +116,8 @@ class Attention(nn.Module):
             y = (z.flatten(2) @ self.out.flatten(0, 1)).unflatten(0, (members, -1))  # [N, B, T', d]
         elif self.plan == "batched" and self.even and members > 1:
             y = out_of_heads_batched(z, self.out, copies)  # [M, B, T', d]
-        elif self.plan == "grouped":
-            y = out_of_heads_grouped(z, self.out, self.sizes)
+        elif self.head_ends is not None:
+            y = out_of_heads_grouped(z, self.out, self.head_ends)
         else:
             parts = zip(z.split(self.sizes, dim=2), self.out.split(self.sizes), strict=True)
             y = torch.stack([part.flatten(2) @ weight.flatten(0, 1) for part, weight in parts])
@@ -154,8 +164,8 @@ class Attention(nn.Module):
         if len(self.sizes) == 1 or x.shape[0] == 1:  # one input for all these heads: a single product
             y = F.linear(x.flatten(0, 1), weight.flatten(0, 2), None if bias is None else bias.flatten())
             return y.unflatten(2, (-1, *weight.shape[1:3]))
-        if self.plan == "grouped":
-            return into_heads_grouped(x, weight, bias, self.sizes)
+        if self.head_ends is not None:
+            return into_heads_grouped(x, weight, bias, self.head_ends)
         return into_heads_batched(x, weight, bias, len(self.sizes))
 
     def _norm_heads(self, x: Tensor, norm: GroupedNorm, start: int, stop: int) -> Tensor:

@@ -5,7 +5,6 @@ differ from member to member, each member's to its own heads; when all members s
 product with all K heads is enough and none of this is needed.
 """
 
-from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -42,14 +41,16 @@ def out_of_heads_batched(z: Tensor, weight: Tensor, members: int) -> Tensor:
     return y.unflatten(1, rows.shape[1:3])
 
 
-def into_heads_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[int, ...]) -> Tensor:
+def into_heads_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, head_ends: Tensor) -> Tensor:
     """One grouped product; members may have different numbers of heads, and none is padded.
+
+    `head_ends` `[M]` counts the heads up to and including each member's.
 
     Returns:
         `[B, T, K, P, d_k]`, all members' heads side by side.
     """
     heads, parts, head_dim, width = weight.shape
-    ends = torch.tensor([end * parts * head_dim for end in accumulate(sizes)], dtype=torch.int32, device=x.device)
+    ends = head_ends * (parts * head_dim)
     columns = weight.reshape(-1, width).t()  # [d, K·P·d_k]
     y = F.grouped_mm(x.flatten(1, 2), columns, offs=ends)  # [B·T, K·P·d_k]
     if bias is not None:
@@ -57,10 +58,9 @@ def into_heads_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: tu
     return y.reshape(x.shape[1], x.shape[2], heads, parts, head_dim)
 
 
-def out_of_heads_grouped(z: Tensor, weight: Tensor, sizes: tuple[int, ...]) -> Tensor:
+def out_of_heads_grouped(z: Tensor, weight: Tensor, head_ends: Tensor) -> Tensor:
     """One grouped product from `[B, T, K, d_k]` through `[K, d_k, d]` to `[M, B, T, d]`."""
-    head_dim = weight.shape[1]
-    ends = torch.tensor([end * head_dim for end in accumulate(sizes)], dtype=torch.int32, device=z.device)
+    ends = head_ends * weight.shape[1]
     rows = z.reshape(z.shape[0] * z.shape[1], -1)  # [B·T, K·d_k]
     y = F.grouped_mm(rows, weight.flatten(0, 1), offs=ends)  # [M, B·T, d]
     return y.unflatten(1, z.shape[:2])

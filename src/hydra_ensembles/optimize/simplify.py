@@ -43,9 +43,9 @@ def use_plan(ensemble: E, plan: Plan) -> E:
     """Set how members with inputs of their own are run, in every layer of a simplified copy."""
     for module in ensemble.modules():
         if isinstance(module, Attention):
-            module.plan = plan
             if plan == "batched":
                 _pad_heads(module)
+            module.use_plan(plan)
         elif isinstance(module, GroupedLinear):
             module.one_by_one = plan == "loop"
     return ensemble

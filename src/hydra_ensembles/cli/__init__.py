@@ -1,0 +1,1 @@
+"""The command line, `hydra-ensembles`: one file a command."""

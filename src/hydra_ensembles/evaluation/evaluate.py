@@ -1,0 +1,154 @@
+"""`evaluate`: run a model over an in-distribution set, OOD sets and shifted sets, and measure everything."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..batches import Batches
+from ..data.batching import Preprocess
+from ..data.dataset import Dataset
+from ..ensemble import Ensemble
+from ..errors import ConfigError
+from ..metadata import Calibration
+from ..metrics import Convention
+from ..prediction import ScoreName
+from ..preprocessing import ImagePreprocessing, TextPreprocessing
+from .core import check_settings, evaluate_logits
+from .evaluation import Evaluation
+from .measure import read_groups
+from .processes import rank_and_world
+from .provenance import describe_model, provenance_of
+from .running import Pass, Runner, running
+
+Data = Batches | Dataset[Any]
+
+
+def evaluate(
+    ensemble: Ensemble | Callable[[Any], Any],
+    id_data: Data,
+    ood: Mapping[str, Any] | None = None,
+    shift: Mapping[str, Data] | None = None,
+    *,
+    name: str | None = None,
+    id_name: str | None = None,
+    score: ScoreName = "msp",
+    scores: Sequence[ScoreName] = (),
+    convention: Convention = "torch-uncertainty",
+    calibration: Calibration | None = None,
+    preprocess: Preprocess | None = None,
+    batch_size: int = 64,
+    num_workers: int = 0,
+    device: str | torch.device | None = None,
+    bootstrap: int = 0,
+    gallery: int = 0,
+    keep_logits: bool = False,
+    progress: bool = True,
+) -> Evaluation:
+    """Measure a model: accuracy, calibration, diversity, OOD detection, selective risk. One pass over each set.
+
+    Under `torchrun` or `accelerate` (an initialised `torch.distributed`) the processes share the batches, every
+    one of them gets the whole result, and the numbers are those of a single process.
+
+    Args:
+        ensemble: An `Ensemble`, or anything that is called with the inputs of a batch and answers with member
+            logits `[M, B, C]` (`[B, C]` counts as one member; an object with `.logits` is looked into).
+        id_data: Labelled in-distribution set: batches, as a `DataLoader` gives them, or a data set of
+            `hydra_ensembles.data`, which is put in batches with the model's preprocessing.
+        ood: OOD sets, `{"near": {name: data}, "far": {...}}` as `Suite.load` gives them, or flat, `{name: data}`,
+            which gives the mean over all sets only. A group `"apart"` is reported, but in no mean. Labels of
+            OOD sets are not read.
+        shift: `{name: data}` of labelled sets under distribution shift, such as corruptions.
+        name: What tables call the model.
+        id_name: Name of the in-distribution set; that of a data set is known.
+        score: Score that detects OOD samples, of the mean over members.
+        scores: Further scores to report.
+        convention: How AUPR and FPR95 are defined; see `hydra_ensembles.metrics.ood`.
+        calibration: Temperature and threshold to apply; an `Ensemble` brings its own.
+        preprocess: Turns a list of raw items into inputs; an `Ensemble` brings its own.
+        batch_size: For data sets that are not in batches.
+        num_workers: Worker processes for such data sets.
+        device: Where to run; a model is moved there and back. None: where it is.
+        bootstrap: Number of resamples for confidence intervals; 0 for none.
+        gallery: How many of the inputs it was most and least sure about to keep, for the report; 0 for none.
+            They become part of the saved evaluation.
+        keep_logits: Whether the result keeps the member logits, to be saved beside it.
+        progress: Whether to show progress bars.
+
+    Raises:
+        DataError: A set is empty, has one class, holds NaN, or does not fit the model; the message names it.
+        ConfigError: A setting is not known.
+    """
+    check_settings(score, scores, convention, bootstrap)
+    if gallery < 0:
+        raise ConfigError(f"gallery={gallery} is not a number of inputs; use 0 for none, or 6")
+    groups = read_groups(ood)
+    calibration, preprocess, preprocessing = _own_settings(ensemble, calibration, preprocess)
+    temperature = None if calibration is None else torch.tensor(calibration.temperature).squeeze()
+    passes: dict[tuple[str, str], Pass] = {}
+    id_name = id_name or _set_name(id_data)
+    with running(ensemble, None if device is None else torch.device(device)) as (place, dtype):
+        runner = Runner(
+            model=ensemble,
+            device=place,
+            dtype=dtype,
+            preprocess=preprocess,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            keep=gallery,
+            score=score,
+            temperature=temperature,
+            progress=progress,
+        )
+        in_distribution = runner.run(id_data, id_name, labelled=True)
+        for sets in groups.values():
+            for key, data in sets.items():
+                passes["ood", key] = runner.run(data, key, labelled=False)
+        for key, data in (shift or {}).items():
+            passes["shift", key] = runner.run(data, key, labelled=True)
+    members, _, classes = in_distribution.logits.shape
+    shown = [(id_name, in_distribution), *((key, one) for (part, key), one in passes.items() if part == "ood")]
+    return evaluate_logits(
+        in_distribution.logits,
+        in_distribution.labels,
+        {group: {key: passes["ood", key].logits for key in sets} for group, sets in groups.items()},
+        {
+            key: (one.logits, one.labels)
+            for (part, key), one in passes.items()
+            if part == "shift" and one.labels is not None
+        },
+        name=name or "model",
+        id_name=id_name,
+        score=score,
+        scores=scores,
+        convention=convention,
+        calibration=calibration,
+        bootstrap=bootstrap,
+        keep_logits=keep_logits,
+        model=describe_model(ensemble, members, classes, calibration),
+        provenance=provenance_of(place, in_distribution.dtype, rank_and_world()[1]),
+        gallery=[item for key, one in shown for item in one.extremes.items(key, preprocessing)],
+    )
+
+
+def _own_settings(
+    model: object, calibration: Calibration | None, preprocess: Preprocess | None
+) -> tuple[Calibration | None, Preprocess | None, ImagePreprocessing | TextPreprocessing | None]:
+    """Calibration and preprocessing, those of an `Ensemble` where none are given; and how to undo the latter."""
+    if isinstance(model, Ensemble):
+        if not model.num_classes:
+            raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
+        calibration = calibration or model.metadata.calibration
+        preprocess = preprocess or model.metadata.preprocessing
+    known = preprocess if isinstance(preprocess, ImagePreprocessing | TextPreprocessing) else None
+    if known is None and isinstance(model, Ensemble):
+        known = model.metadata.preprocessing
+    return calibration, preprocess, known
+
+
+def _set_name(data: object) -> str:
+    """The name a data set gives itself, also inside a loader."""
+    for candidate in (data, getattr(data, "dataset", None)):
+        if isinstance(candidate, Dataset):
+            return candidate.name
+    return "id"

@@ -1,0 +1,149 @@
+"""The curves behind the report's figures, thinned so that an evaluation stays a small file."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..metrics import reliability_bins, risk_coverage, roc_curve
+from ..prediction import Prediction
+
+POINTS = 160
+"""Most points a stored curve has."""
+
+HISTOGRAM_BINS = 40
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of a line, in drawing order."""
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Equal-width bins of confidence.
+
+    Attributes:
+        count: Samples in each bin.
+        confidence: Mean confidence; None in an empty bin.
+        accuracy: Share of correct predictions; None in an empty bin.
+    """
+
+    count: tuple[int, ...]
+    confidence: tuple[float | None, ...]
+    accuracy: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the figures of a report are drawn from.
+
+    Attributes:
+        reliability: Of the in-distribution set.
+        risk_coverage: Error among the most certain share of the in-distribution set.
+        score_edges: Common bin edges of the score histograms; scores beyond the ends count in the end bins.
+        id_scores: Histogram of the score on the in-distribution set.
+        ood_scores: The same for each OOD set.
+        roc: ROC curve of each OOD set.
+        agreement_id: Share of in-distribution samples on which two members predict the same class, `[M][M]`.
+        agreement_ood: The same, unweighted mean over the OOD sets; None without any.
+    """
+
+    reliability: Reliability
+    risk_coverage: Curve
+    score_edges: tuple[float, ...]
+    id_scores: tuple[int, ...]
+    ood_scores: Mapping[str, tuple[int, ...]]
+    roc: Mapping[str, Curve]
+    agreement_id: tuple[tuple[float, ...], ...]
+    agreement_ood: tuple[tuple[float, ...], ...] | None
+
+
+def make_figures(
+    prediction: Prediction, labels: Tensor, id_scores: Tensor, ood: Mapping[str, tuple[Prediction, Tensor]]
+) -> Figures:
+    """Work out every curve.
+
+    Args:
+        prediction: For the in-distribution set.
+        labels: `[B]`.
+        id_scores: `[B]`, higher = more uncertain.
+        ood: Prediction and scores of each OOD set.
+    """
+    wrong = prediction.label != labels
+    curve = risk_coverage(id_scores, wrong)
+    edges = _edges([id_scores, *(scores for _, scores in ood.values())])
+    tables = [_agreement(other) for other, _ in ood.values()]
+    return Figures(
+        reliability=_reliability(prediction, labels),
+        risk_coverage=_thin(curve.coverage, curve.risk),
+        score_edges=_rounded(edges),
+        id_scores=_histogram(id_scores, edges),
+        ood_scores={name: _histogram(scores, edges) for name, (_, scores) in ood.items()},
+        roc={name: _roc(id_scores, scores, name) for name, (_, scores) in ood.items()},
+        agreement_id=_table(_agreement(prediction)),
+        agreement_ood=_table(torch.stack(tables).mean(dim=0)) if tables else None,
+    )
+
+
+def _reliability(prediction: Prediction, labels: Tensor) -> Reliability:
+    bins = reliability_bins(prediction.probs, labels)
+    filled = (bins.count > 0).tolist()
+
+    def shown(values: Tensor) -> tuple[float | None, ...]:
+        return tuple(_round(value) if full else None for value, full in zip(values.tolist(), filled, strict=True))
+
+    return Reliability(tuple(bins.count.tolist()), shown(bins.confidence), shown(bins.accuracy))
+
+
+def _roc(id_scores: Tensor, ood_scores: Tensor, name: str) -> Curve:
+    curve = roc_curve(id_scores, ood_scores, name=name)
+    return _thin(curve.fpr, curve.tpr)
+
+
+def _agreement(prediction: Prediction) -> Tensor:
+    votes = prediction.member_probs.argmax(dim=-1)  # [M, B]
+    return torch.stack([(votes == vote).double().mean(dim=1) for vote in votes])  # [M, M]
+
+
+def _edges(scores: list[Tensor]) -> Tensor:
+    """Common edges that span all but a thousandth of the samples of each set at either end."""
+    ends = [np.quantile(scores_of_set.double().numpy(), (0.001, 0.999)) for scores_of_set in scores]
+    low, high = min(float(end[0]) for end in ends), max(float(end[1]) for end in ends)
+    if not low < high:
+        low, high = low - 0.5, high + 0.5
+    return torch.linspace(low, high, HISTOGRAM_BINS + 1, dtype=torch.float64)
+
+
+def _histogram(scores: Tensor, edges: Tensor) -> tuple[int, ...]:
+    bins = torch.bucketize(scores.double(), edges, right=True) - 1
+    return tuple(torch.bincount(bins.clamp(0, len(edges) - 2), minlength=len(edges) - 1).tolist())
+
+
+def _thin(x: Tensor, y: Tensor) -> Curve:
+    """At most `POINTS` of the points, evenly spaced along the curve, the first and last always among them."""
+    if len(x) > POINTS:
+        length = torch.cat([torch.zeros(1).double(), (x.diff().abs() + y.diff().abs()).cumsum(dim=0)])
+        wanted = torch.linspace(0, float(length[-1]), POINTS, dtype=torch.float64)
+        chosen = torch.searchsorted(length, wanted).clamp(max=len(x) - 1)
+        chosen[-1] = len(x) - 1
+        chosen = torch.unique(chosen)
+        x, y = x[chosen], y[chosen]
+    return Curve(_rounded(x), _rounded(y))
+
+
+def _table(values: Tensor) -> tuple[tuple[float, ...], ...]:
+    return tuple(_rounded(row) for row in values)
+
+
+def _rounded(values: Tensor) -> tuple[float, ...]:
+    return tuple(_round(value) for value in values.tolist())
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -1,0 +1,118 @@
+"""The model as it is between two greedy steps, with everything that is known about it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..head import Head
+from .base_activations import GroupActivations, embed
+from .carried import CarriedActivations
+from .choice import NO_HEAD, Choice
+from .distributed import Ranks
+from .memory import default_budget, plan
+from .naive import require_finite
+from .samples import IntArray, Samples
+from .scores import LEAST_CONFIDENT, MOST_CONFIDENT, Objective, judge, quantum
+from .working_model import WorkingModel
+
+
+class CurrentModel:
+    """A model that loses heads, its activations and answers on all samples, and those carried for candidates.
+
+    Attributes:
+        candidates: All heads that may be removed, over the whole run.
+        index_of: Their positions in `candidates`.
+        own: Those that this rank evaluates.
+        base: The model's activations, by group of samples.
+        carried: Activations of candidates, by group of samples.
+        wrong: `[n_id]`, the model's errors.
+        confidence: `[n]`, its confidences.
+        choice: Its result, with `NO_HEAD` for a head.
+        hardest_first: Sample numbers, those first that add most to its integer.
+    """
+
+    def __init__(
+        self,
+        model: WorkingModel,
+        samples: Samples,
+        objective: Objective,
+        candidates: Sequence[Head],
+        ranks: Ranks,
+        batch_size: int,
+        memory_budget: int | None,
+    ) -> None:
+        self.model, self.samples, self.objective = model, samples, objective
+        self.batch_size = batch_size
+        self.device, dtype = model.ensemble.device, model.ensemble.dtype
+        self.candidates = list(candidates)
+        self.index_of = {head: index for index, head in enumerate(candidates)}
+        self.own = frozenset(ranks.share(candidates))
+        with torch.no_grad():
+            self.base = embed(model, samples, batch_size)
+            budget = default_budget(self.device) if memory_budget is None else memory_budget
+            memory = plan(budget, self.base, model.layers)
+            self._levels = memory.base_levels
+            self._refresh([0] * len(self.base))
+        layer_of = np.array([head.layer if head in self.own else -1 for head in candidates], np.int64)
+        self.carried = [
+            CarriedActivations(layer_of, len(group), model.layers, group.token_shape, slots, dtype, self.device)
+            for group, slots in zip(self.base, memory.slots, strict=True)
+        ]
+
+    @torch.no_grad()
+    def remove(self, head: Head) -> None:
+        """Take a head out: what was computed below it stays right, the rest is brought up to date."""
+        index = self.index_of.get(head)
+        self.model.drop(head)
+        known = []
+        for group, carried in zip(self.base, self.carried, strict=True):
+            known.append(head.layer if index is None else self._adopt(group, carried, index, head.layer))
+            carried.forget_above(head.layer)
+            if index is not None:
+                carried.forget_candidate(index)
+        self._refresh(known)
+
+    def value_on(self, count: int) -> int:
+        """The integer of the model on its `count` hardest samples alone."""
+        if count not in self._values:
+            chosen = torch.zeros(self.objective.samples, dtype=torch.bool, device=self.device)
+            chosen[torch.from_numpy(self.hardest_first[:count]).to(self.device)] = True
+            split = self.objective.id_count
+            confidence = self.confidence.clone()
+            confidence[:split][~chosen[:split]] = MOST_CONFIDENT
+            confidence[split:][~chosen[split:]] = LEAST_CONFIDENT
+            errors, discordance = self.objective.count((self.wrong & chosen[:split])[None], confidence[None])
+            self._values[count] = self.objective.value(int(errors), int(discordance))
+        return self._values[count]
+
+    def _refresh(self, known: Sequence[int]) -> None:
+        """Bring activations above the known levels of each group, and the answers, up to date."""
+        total = self.objective.samples
+        wrong, finite = (torch.empty(total, dtype=torch.bool, device=self.device) for _ in range(2))
+        self.confidence = torch.empty(total, dtype=torch.int64, device=self.device)
+        for group, inputs, level in zip(self.base, self.samples.groups, known, strict=True):
+            logits = group.recompute(level, self._levels, self.batch_size)
+            numbers = torch.from_numpy(inputs.numbers).to(self.device)
+            answers = judge(logits, self.samples.labels[numbers], quantum(self.model.ensemble.dtype))
+            wrong[numbers], self.confidence[numbers], finite[numbers] = answers
+        require_finite(finite, self.samples, None)
+        self.wrong = wrong[: self.objective.id_count]
+        counts = self.objective.count(self.wrong[None], self.confidence[None])
+        errors, discordance = (int(count) for count in counts)
+        self.choice = Choice(self.objective.value(errors, discordance), NO_HEAD, errors, discordance)
+        self.hardest_first: IntArray = self.objective.hardest_first(self.wrong, self.confidence)
+        self._values: dict[int, int] = {}
+
+    def _adopt(self, group: GroupActivations, carried: CarriedActivations, index: int, layer: int) -> int:
+        """Take over what was computed for a candidate that is now the model; the highest level that is right."""
+        rows = np.arange(len(group))
+        known = layer
+        for level in sorted(group.levels):
+            if level <= layer:
+                continue
+            if not carried.holds_all(index, level):
+                break
+            group.levels[level] = carried.load(level, np.full(len(group), index), rows)[0]
+            known = level
+        return known

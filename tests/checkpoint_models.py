@@ -1,0 +1,122 @@
+"""Small ensembles that between them use every part of the checkpoint format, with random weights."""
+
+import torch
+from torch import Tensor
+
+from hydra_ensembles.config import (
+    EncoderConfig,
+    EnsembleConfig,
+    KeptHeads,
+    PatchStemConfig,
+    ReadoutConfig,
+    Sharing,
+    TextStemConfig,
+    all_heads,
+)
+from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.metadata import Calibration, Metadata
+from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing
+
+TOKENIZER = (
+    '{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,'
+    ' "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,'
+    ' "model": {"type": "WordLevel", "vocab": {"[PAD]": 0, "hello": 1, "wörld": 2}, "unk_token": "[PAD]"}}\n'
+)
+
+RAGGED: KeptHeads = (
+    ((0, 1), (), (3,)),
+    ((0, 2), (1, 2, 3), ()),
+    ((1,), (), (0, 1, 2, 3)),
+)
+
+
+def encoder(layers: int = 3, **changes: object) -> EncoderConfig:
+    return EncoderConfig(width=8, layers=layers, heads=4, head_dim=2, mlp_width=12, **changes)  # type: ignore[arg-type]
+
+
+def single() -> EnsembleConfig:
+    return EnsembleConfig(
+        PatchStemConfig((4, 4), (2, 2)), encoder(), ReadoutConfig(num_classes=3), all_heads(encoder())
+    )
+
+
+def ragged() -> EnsembleConfig:
+    """Three members, nothing shared, other heads each, layers without any head."""
+    return EnsembleConfig(PatchStemConfig((4, 4), (2, 3)), encoder(), ReadoutConfig(num_classes=3), RAGGED)
+
+
+def hydra() -> EnsembleConfig:
+    """Three members over a shared stem, trunk and MLP, with LayerScale and a gated MLP."""
+    blocks = encoder(layer_scale=True, gated=True, activation="silu", qk_norm=True, drop_path=(0.0, 0.1, 0.2))
+    heads = tuple(((0, 1), *member[1:]) for member in RAGGED)
+    stem = PatchStemConfig((4, 4), (2, 2), distillation_token=True, registers=2, position_prefix=2)
+    readout = ReadoutConfig(pool="distilled", num_classes=3)
+    return EnsembleConfig(stem, blocks, readout, heads, Sharing(stem=True, mlp=True), trunk=1)
+
+
+def map_pooled() -> EnsembleConfig:
+    stem = PatchStemConfig((2, 2), (2, 2), class_token=False, position_prefix=0)
+    readout = ReadoutConfig(pool="map", map_heads=2, map_mlp_width=6)
+    return EnsembleConfig(stem, encoder(norm="rms", qkv_bias=False), readout, RAGGED, Sharing(readout=True))
+
+
+def text() -> EnsembleConfig:
+    stem = TextStemConfig(vocabulary=11, positions=9, embedding_width=6, segments=2, project=True)
+    readout = ReadoutConfig(pool="cls", num_classes=2, hidden="tanh", norm="none")
+    return EnsembleConfig(stem, encoder(norm_first=False), readout, RAGGED, Sharing(stem=True, norms=True))
+
+
+def tiny() -> EnsembleConfig:
+    """Two members, one layer: for tests that load hundreds of times."""
+    return EnsembleConfig(
+        PatchStemConfig((2, 2), (1, 2)),
+        EncoderConfig(width=4, layers=1, heads=2, head_dim=2, mlp_width=4),
+        ReadoutConfig(num_classes=2),
+        (((0,),), ((0, 1),)),
+        Sharing(stem=True),
+    )
+
+
+CONFIGS = {f.__name__: f for f in (single, ragged, hydra, map_pooled, text)}
+
+
+def metadata_for(config: EnsembleConfig) -> Metadata:
+    """Metadata with every field set."""
+    preprocessing: ImagePreprocessing | TextPreprocessing
+    if isinstance(config.stem, TextStemConfig):
+        preprocessing = TextPreprocessing(max_length=9, segments=True, tokenizer=TOKENIZER)
+    else:
+        preprocessing = ImagePreprocessing(size=(8, 8), interpolation="bilinear", crop_fraction=0.875)
+    return Metadata(
+        source="timm VisionTransformer | vit_tiny",
+        labels=tuple(f"class {i} “ü”" for i in range(config.readout.num_classes)),
+        preprocessing=preprocessing,
+        calibration=Calibration(temperature=(0.5,) * config.members, threshold=0.1, score="entropy"),
+        history=("converted", "pruned 4 heads\nwith taylor"),
+        metrics={"accuracy": 0.1 + 0.2, "nll": 1e-300},
+    )
+
+
+def ensemble(config: EnsembleConfig, dtype: torch.dtype = torch.float32, metadata: Metadata | None = None) -> Ensemble:
+    """An ensemble with random values everywhere, biases and norms too."""
+    generator = torch.Generator().manual_seed(0)
+    model = Ensemble(config, metadata_for(config) if metadata is None else metadata)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model.to(dtype).eval()
+
+
+def inputs_for(config: EnsembleConfig, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    if isinstance(config.stem, TextStemConfig):
+        return torch.randint(0, config.stem.vocabulary, (2, min(5, config.stem.max_tokens)), generator=generator)
+    return torch.randn(2, config.stem.channels, *config.stem.image_size, generator=generator).to(dtype)
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Equal dtype, shape and bytes; unlike `torch.equal`, NaN equals NaN and 0 differs from -0."""
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    one, two = (t.detach().contiguous().flatten().view(torch.uint8) for t in (first, second))
+    return torch.equal(one, two)

@@ -1,0 +1,101 @@
+"""Evaluations of made-up methods, for the tests of tables and reports: quick to make, with everything in them."""
+
+import torch
+from torch import Tensor
+
+from hydra_ensembles.config import KeptHeads
+from hydra_ensembles.evaluation import Evaluation, GalleryItem, ModelInfo, evaluate_logits
+from hydra_ensembles.evaluation.gallery import image_uri
+from hydra_ensembles.metadata import Calibration
+from hydra_ensembles.metrics.cost import Cost
+
+CLASSES, LAYERS, HEADS = 4, 3, 5
+CLASS_NAMES = ("ant", "bee", "cat", "dog & <b>fox</b>")
+TARGETS = torch.randint(CLASSES, (160,), generator=torch.Generator().manual_seed(0))
+
+
+def kept_heads(members: int, dropped: int = 2) -> KeptHeads:
+    generator = torch.Generator().manual_seed(members)
+    return tuple(
+        tuple(tuple(sorted(torch.randperm(HEADS, generator=generator)[dropped:].tolist())) for _ in range(LAYERS))
+        for _ in range(members)
+    )
+
+
+def noise(samples: int, members: int, scale: float, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(members, samples, CLASSES, generator=generator)
+
+
+def gallery(kind: str = "image") -> list[GalleryItem]:
+    picture = image_uri(torch.linspace(0, 1, 3 * 16 * 16).reshape(3, 16, 16))
+    content = picture if kind == "image" else "a text with <script>alert(1)</script> in it"
+    return [
+        GalleryItem(data, shelf, index, kind, content, 0.1, 0.9, index, None if data != "own" else label)
+        for data in ("own", "close")
+        for shelf in (("sure", "unsure", "wrong") if data == "own" else ("sure", "unsure"))
+        for index, label in ((0, 0), (3, 1))
+    ]
+
+
+def evaluation(
+    name: str = "Single",
+    members: int = 1,
+    strength: float = 2.0,
+    seed: int = 1,
+    *,
+    ood: bool = True,
+    shift: bool = True,
+    heads: KeptHeads | None = None,
+    bootstrap: int = 0,
+    threshold: float | None = None,
+    items: list[GalleryItem] | None = None,
+) -> Evaluation:
+    one_hot = torch.nn.functional.one_hot(TARGETS, CLASSES)
+    logits = noise(len(TARGETS), members, 1.0, seed) + strength * one_hot
+    sets = {
+        "near": {"close": noise(90, members, 1.4, seed + 10)},
+        "far": {"textures": noise(70, members, 1.0, seed + 11), "digits": noise(80, members, 0.7, seed + 12)},
+    }
+    info = ModelInfo(
+        "image",
+        members,
+        CLASSES,
+        CLASS_NAMES,
+        parameters=1_000_000 * (1 + members),
+        multiply_adds=10**9 * members,
+        tokens=17,
+        heads=heads or kept_heads(members, 0 if members == 1 else 2),
+        heads_per_layer=HEADS,
+        source="made for a test",
+        history=("converted", "pruned"),
+    )
+    return evaluate_logits(
+        logits,
+        TARGETS,
+        sets if ood else None,
+        {"fog": (logits + noise(len(TARGETS), members, 1.0, seed + 13), TARGETS)} if shift else None,
+        name=name,
+        id_name="own",
+        model=info,
+        bootstrap=bootstrap,
+        calibration=Calibration(threshold=threshold),
+        gallery=items or (),
+    )
+
+
+def methods() -> list[Evaluation]:
+    """Three methods, of which the last one has everything a report can show."""
+    return [
+        evaluation("Single", bootstrap=20),
+        evaluation("Deep Ensemble", members=3, strength=2.4, seed=3),
+        evaluation("Hydra", members=3, strength=2.2, seed=2, bootstrap=20, threshold=0.5, items=gallery()),
+    ]
+
+
+def costs() -> list[Cost]:
+    rows = {"Single": (2_000_000, 1.0), "Deep Ensemble": (6_000_000, 3.0), "Hydra": (4_000_000, 1.25)}
+    return [
+        Cost(name, parameters, 10**9, 5 * ratio, 4.9 * ratio, 5.2 * ratio, ratio, 2**20 * 30, 4, "NVIDIA H200", 20)
+        for name, (parameters, ratio) in rows.items()
+    ]

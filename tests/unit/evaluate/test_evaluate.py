@@ -1,0 +1,208 @@
+"""Running models over data: what is accepted, what is applied, what is refused."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import CLASSES, HEADS, NAMES, image_batches, text_batches, tiny_ensemble
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from hydra_ensembles.data import ImageDataset, batches
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.evaluation import evaluate, evaluate_logits
+from hydra_ensembles.metadata import Calibration
+
+OOD = {"near": {"close": image_batches((5, 6), seed=5)}, "far": {"noise": image_batches((7,), seed=6, scale=5.0)}}
+
+
+def logits_and_labels(model, data):
+    with torch.no_grad():
+        return torch.cat([model(x) for x, _ in data], dim=1), torch.cat([y for _, y in data])
+
+
+def test_evaluate_is_evaluate_logits_of_the_models_answers():
+    model, data = tiny_ensemble(), image_batches()
+    shift = {"blur": image_batches((9,), seed=8)}
+    found = evaluate(model, data, OOD, shift, progress=False, scores=("entropy",), keep_logits=True)
+    expected = evaluate_logits(
+        *logits_and_labels(model, data),
+        {group: {name: logits_and_labels(model, one)[0] for name, one in sets.items()} for group, sets in OOD.items()},
+        {"blur": logits_and_labels(model, shift["blur"])},
+        scores=("entropy",),
+    )
+    assert found.numbers() == expected.numbers()
+    assert found.figures == expected.figures
+    assert found.samples == {"id": 27, "ood.close": 11, "ood.noise": 7, "shift.blur": 9}
+    assert found.logits is not None
+    assert torch.equal(found.logits.id.logits, logits_and_labels(model, data)[0])
+
+
+def test_the_model_is_described():
+    model = tiny_ensemble()
+    info = evaluate(model, image_batches(), progress=False, name="tiny").model
+    assert (info.kind, info.members, info.classes) == ("image", 3, CLASSES)
+    assert info.heads == HEADS
+    assert info.heads_label == "1.8x3"
+    assert info.parameters == model.describe().parameters
+    assert info.class_names == NAMES
+    assert info.history == ("made", "tested")
+
+
+def test_saved_calibration_is_applied_and_can_be_replaced():
+    calibration = Calibration(temperature=(2.0, 1.0, 0.5), threshold=0.3)
+    plain, data = tiny_ensemble(), image_batches()
+    calibrated = plain.with_metadata(calibration=calibration)
+    found = evaluate(calibrated, data, OOD, progress=False)
+    assert found.selective is not None
+    assert found.model.calibration == calibration
+    assert found.numbers() == evaluate(plain, data, OOD, progress=False, calibration=calibration).numbers()
+    assert found.id != evaluate(plain, data, OOD, progress=False).id
+    prediction = calibrated.predict(torch.cat([x for x, _ in data]))
+    assert found.selective.accepted == pytest.approx(prediction.accept.float().mean().item(), abs=1e-6)
+
+
+def test_any_callable_with_two_axes_counts_as_one_member():
+    linear = nn.Linear(3 * 8 * 8, CLASSES)
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), linear).train()
+    found = evaluate(model, image_batches(), OOD, progress=False)
+    assert (found.model.kind, found.model.members, found.model.parameters) == ("callable", 1, 3 * 64 * 4 + 4)
+    assert all(module.training for module in model.modules())  # dropout was off and is on again
+    flat = evaluate(lambda x: linear(x.flatten(1)), image_batches(), OOD, progress=False)
+    assert flat.numbers() == found.numbers()
+
+
+def test_an_answer_with_logits_is_looked_into():
+    class Answer:
+        def __init__(self, logits):
+            self.logits = logits
+
+    model = tiny_ensemble()
+    wrapped = evaluate(lambda x: Answer(model(x)), image_batches(), progress=False)
+    assert wrapped.numbers() == evaluate(model, image_batches(), progress=False).numbers()
+
+
+def test_texts_come_as_mappings():
+    model = tiny_ensemble("text")
+    found = evaluate(model, text_batches(), {"other": text_batches((4,), seed=3)}, progress=False, gallery=2)
+    assert found.model.kind == "text"
+    assert found.id.samples == 11
+    assert found.gallery[0].kind == "text"
+    assert found.gallery[0].content.startswith("token ids ")
+
+
+def test_one_pass_over_each_set_and_streams_are_fine(capsys):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(image_batches())
+
+    found = evaluate(tiny_ensemble(), DataLoader(Stream(), batch_size=None), {"gone": iter(OOD["far"]["noise"])})
+    assert found.id.samples == 27
+    assert found.ood["gone"].samples == 7
+    assert "id" in capsys.readouterr().err  # the progress bar names the set
+
+
+def test_data_sets_are_put_in_batches_with_the_models_preprocessing():
+    pillow = pytest.importorskip("PIL.Image")
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), dtype=np.uint8)
+    pictures = [pillow.fromarray(array) for array in pixels]
+    dataset = ImageDataset(pictures, [i % CLASSES for i in range(12)], NAMES, name="pictures")
+    model = tiny_ensemble()
+    found = evaluate(model, dataset, {"same": dataset}, batch_size=5, progress=False)
+    prepared = batches(dataset, model.metadata.preprocessing, 5)
+    assert found.id_name == "pictures"
+    assert found == evaluate(model, prepared, {"same": prepared}, progress=False)
+    assert found.means["all"]["msp"].auroc == 0.5
+    with pytest.raises(ConfigError, match="set 'pictures' is a data set of raw items"):
+        evaluate(lambda x: x, dataset, progress=False)
+
+
+def test_the_gallery_holds_the_extremes():
+    model, data = tiny_ensemble(), image_batches()
+    found = evaluate(model, data, OOD, progress=False, gallery=3)
+    prediction = model.predict(torch.cat([x for x, _ in data]))
+    labels = torch.cat([y for _, y in data])
+    order = prediction.score("msp").sort(stable=True).indices
+    shelves = {
+        shelf: [i.index for i in found.gallery if (i.set, i.shelf) == ("id", shelf)]
+        for shelf in ("sure", "unsure", "wrong")
+    }
+    assert shelves["sure"] == order[:3].tolist()
+    assert shelves["unsure"] == order.flip(0)[:3].tolist()
+    assert shelves["wrong"] == [i for i in order.tolist() if prediction.label[i] != labels[i]][:3]
+    ood_items = [item for item in found.gallery if item.set == "noise"]
+    assert {item.shelf for item in ood_items} == {"sure", "unsure"}
+    assert all(item.label is None for item in ood_items)
+    assert found.gallery[0].content.startswith("data:image/jpeg;base64,")
+    assert found.gallery[0].confidence == pytest.approx(prediction.confidence[order[0]].item(), abs=1e-6)
+
+
+def test_half_precision_model_and_double_inputs_meet():
+    model = tiny_ensemble().to(torch.bfloat16)
+    data = [(x.double(), y) for x, y in image_batches()]
+    found = evaluate(model, data, progress=False)
+    assert found.provenance.dtype == "bfloat16"
+    assert found.id.samples == 27
+
+
+def test_device_is_put_back():
+    model = tiny_ensemble()
+    evaluate(model, image_batches(), device="cpu", progress=False)
+    assert model.device.type == "cpu"
+    with pytest.raises(DataError, match="set 'id'"):
+        evaluate(lambda x: x.to("cpu").sum(), image_batches(), device="cpu", progress=False)
+
+
+def broken(model, batch):
+    """The model, but its answer to one batch holds a NaN."""
+    calls = iter(range(100))
+
+    def answer(inputs):
+        logits = model(inputs).clone()
+        if next(calls) == batch:
+            logits[0, 1, 2] = float("nan")
+        return logits
+
+    return answer
+
+
+def with_labels(label):
+    return [(x, torch.full_like(y, label)) for x, y in image_batches()]
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "says"),
+    [
+        (None, ([],), "set 'id' has no batches"),
+        (None, (image_batches(), {"void": []}), "set 'void' has no batches"),
+        (None, (with_labels(1),), "set 'id': all 27 labels are 1"),
+        (None, (with_labels(CLASSES),), "batch 0 of set 'id' has labels from 4 to 4; the model has 4 classes"),
+        (None, ([x for x, _ in image_batches()],), "batch 0 of set 'id' has no labels"),
+        (None, (image_batches(), None, {"fog": [x for x, _ in image_batches()]}), "set 'fog' has no labels"),
+        (broken(tiny_ensemble(), 2), (image_batches(),), "set 'id': 1 of 96 member logits .* of batch 2 are NaN"),
+        (broken(tiny_ensemble(), 5), (image_batches(), OOD), "set 'close': 1 of 72 member logits .* of batch 1"),
+        (lambda x: x[:, 0, 0, :2].T, (image_batches(),), r"set 'id': the model answered batch 0"),
+        (lambda x: "yes", (image_batches(),), r"set 'id': the model must answer with logits"),
+        (lambda x: torch.randn(2, len(x), 4 if len(x) == 8 else 5), (image_batches(),), "changes its mind"),
+    ],
+)
+def test_errors_name_the_set(model, arguments, says):
+    with pytest.raises(DataError, match=says):
+        evaluate(model or tiny_ensemble(), *arguments, progress=False)
+
+
+def test_a_model_without_classifier_and_bad_settings_are_refused_before_the_run():
+    def never(inputs):
+        raise AssertionError("the model ran")
+
+    for settings in ({"score": "doubt"}, {"convention": "x"}, {"bootstrap": -1}, {"gallery": -1}):
+        with pytest.raises(ConfigError):
+            evaluate(never, image_batches(), progress=False, **settings)
+    with pytest.raises(DataError, match="nearby"):
+        evaluate(never, image_batches(), {"nearby": {}, "far": {}}, progress=False)
+
+
+def test_loaders_of_tensors_work_as_users_have_them():
+    inputs, labels = (torch.cat(parts) for parts in zip(*image_batches(), strict=True))
+    loader = DataLoader(TensorDataset(inputs, labels), batch_size=10)
+    found = evaluate(tiny_ensemble(), loader, progress=False)
+    assert found.id.accuracy == evaluate(tiny_ensemble(), image_batches(), progress=False).id.accuracy

@@ -1,0 +1,276 @@
+"""The pure core: numbers from member logits, errors that name the set, JSON and stored logits."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from sample_logits import CLASSES, id_logits, labels, ood_logits, suite
+
+from hydra_ensembles import metrics
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.evaluation import Evaluation, MemberLogits, evaluate_logits, evaluate_stored
+from hydra_ensembles.metadata import Calibration
+from hydra_ensembles.prediction import Prediction
+
+
+@pytest.fixture(scope="module")
+def evaluation() -> Evaluation:
+    targets = labels()
+    shifted = {"fog": (id_logits(targets, strength=1.5, seed=9), targets)}
+    return evaluate_logits(
+        id_logits(targets), targets, suite(), shifted, scores=("energy", "mutual_information"), keep_logits=True
+    )
+
+
+def test_every_number_is_that_of_the_metric_functions(evaluation):
+    targets = labels()
+    prediction = Prediction.from_logits(id_logits(targets))
+    probs = prediction.probs
+    assert evaluation.id.samples == 200
+    assert evaluation.id.accuracy == metrics.accuracy(probs, targets)
+    assert evaluation.id.brier == metrics.brier(probs, targets)
+    assert evaluation.id.nll == pytest.approx(metrics.nll(probs, targets), rel=1e-6)
+    assert evaluation.id.ece == pytest.approx(metrics.ece(probs, targets), abs=1e-7)
+    assert evaluation.id.aece == metrics.adaptive_ece(probs, targets)
+    assert evaluation.id.mutual_information == metrics.mutual_information(prediction.member_probs)
+    assert evaluation.id.disagreement == metrics.disagreement(prediction.member_probs)
+    wrong = prediction.label != targets
+    assert evaluation.id.aurc == metrics.aurc(1 - prediction.confidence, wrong)
+    assert evaluation.id.risk_at_coverage["0.80"] == metrics.risk_at_coverage(1 - prediction.confidence, wrong, 0.8)
+    shifted = Prediction.from_logits(id_logits(targets, strength=1.5, seed=9))
+    assert evaluation.shift["fog"].accuracy == metrics.accuracy(shifted.probs, targets)
+
+
+def test_detection_per_set_per_score_and_unweighted_means(evaluation):
+    prediction = Prediction.from_logits(id_logits(labels()))
+    sets = {name: Prediction.from_logits(logits) for group in suite().values() for name, logits in group.items()}
+    for score in ("msp", "energy", "mutual_information"):
+        for name, answer in sets.items():
+            found = evaluation.ood[name].detection[score]
+            scores = prediction.score(score), answer.score(score)
+            assert found.auroc == metrics.auroc(*scores)
+            assert found.fpr95 == metrics.fpr95(*scores)
+            assert found.aupr == metrics.aupr(*scores)
+        far = [evaluation.ood[name].detection[score].auroc for name in ("textures", "digits")]
+        near = evaluation.ood["close"].detection[score].auroc
+        assert evaluation.means["near"][score].auroc == near
+        assert evaluation.means["far"][score].auroc == pytest.approx(sum(far) / 2, abs=1e-15)
+        assert evaluation.means["all"][score].auroc == pytest.approx((sum(far) + near) / 3, abs=1e-15)
+    assert evaluation.ood["digits"].samples == 120
+    assert evaluation.ood["digits"].disagreement == metrics.disagreement(sets["digits"].member_probs)
+
+
+def test_flat_sets_give_the_mean_over_all_only_and_apart_is_in_no_mean():
+    targets = labels()
+    flat = evaluate_logits(id_logits(targets), targets, suite()["far"])
+    assert set(flat.means) == {"all"}
+    grouped = evaluate_logits(id_logits(targets), targets, {**suite(), "apart": {"twin": ood_logits(seed=8)}})
+    assert grouped.ood["twin"].group == "apart"
+    assert grouped.means == evaluate_logits(id_logits(targets), targets, suite()).means
+
+
+def test_numbers_are_flat_and_named(evaluation):
+    numbers = evaluation.numbers()
+    assert numbers["accuracy"] == evaluation.id.accuracy
+    assert numbers["near.auroc"] == evaluation.means["near"]["msp"].auroc
+    assert numbers["energy:far.fpr95"] == evaluation.means["far"]["energy"].fpr95
+    assert numbers["ood.digits.aupr"] == evaluation.ood["digits"].detection["msp"].aupr
+    assert numbers["shift.fog.ece"] == evaluation.shift["fog"].ece
+    assert numbers["risk@0.90"] == evaluation.id.risk_at_coverage["0.90"]
+    assert all(math.isfinite(value) for value in numbers.values())
+
+
+def test_openood_convention_changes_what_it_should():
+    targets = labels()
+    ours = evaluate_logits(id_logits(targets), targets, suite())
+    theirs = evaluate_logits(id_logits(targets), targets, suite(), convention="openood")
+    assert ours.means["all"]["msp"].auroc == theirs.means["all"]["msp"].auroc
+    assert ours.means["all"]["msp"].aupr != theirs.means["all"]["msp"].aupr
+
+
+def test_temperature_and_threshold_of_the_calibration_are_applied():
+    targets, logits = labels(), id_logits(labels())
+    calibration = Calibration(temperature=(2.0,), threshold=0.4, score="msp")
+    found = evaluate_logits(logits, targets, suite(), calibration=calibration)
+    plain = evaluate_logits(logits / 2, targets, {g: {n: x / 2 for n, x in s.items()} for g, s in suite().items()})
+    assert found.id == plain.id
+    assert found.means == plain.means
+    prediction = Prediction.from_logits(logits, temperature=2.0, threshold=0.4)
+    assert found.selective is not None
+    assert found.selective.accepted == pytest.approx(prediction.accept.float().mean().item(), abs=1e-6)
+    wrong = (prediction.label != targets)[prediction.accept]
+    assert found.selective.risk == pytest.approx(wrong.float().mean().item(), abs=1e-6)
+    refused = ~Prediction.from_logits(suite()["far"]["digits"], temperature=2.0, threshold=0.4).accept
+    assert found.ood["digits"].abstained == pytest.approx(refused.float().mean().item(), abs=1e-6)
+    assert plain.selective is None
+    assert plain.ood["digits"].abstained is None
+
+
+def test_a_threshold_that_refuses_everything_leaves_no_risk():
+    found = evaluate_logits(id_logits(labels()), labels(), calibration=Calibration(threshold=-1.0))
+    assert found.selective is not None
+    assert (found.selective.accepted, found.selective.risk) == (0.0, None)
+
+
+def test_json_round_trip_is_exact(evaluation, tmp_path):
+    path = tmp_path / "run.json"
+    evaluation.save(path)
+    assert Evaluation.load(path) == evaluation
+    assert Evaluation.load(path).logits is None
+    json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_stored_logits_rebuild_the_evaluation(evaluation, tmp_path):
+    evaluation.save(tmp_path / "run.json")
+    loaded = Evaluation.load(tmp_path / "run.json", with_logits=True)
+    assert loaded.logits is not None
+    again = evaluate_stored(loaded.logits, scores=("energy", "mutual_information"))
+    assert list(again.ood) == list(evaluation.ood)
+    assert [one.group for one in again.ood.values()] == [one.group for one in evaluation.ood.values()]
+    for key, value in evaluation.numbers().items():
+        assert again.numbers()[key] == pytest.approx(value, abs=0.02), key  # half precision
+    evaluation.logits.save(tmp_path / "exact.safetensors", dtype=torch.float32)
+    exact = evaluate_stored(MemberLogits.load(tmp_path / "exact.safetensors"), scores=("energy", "mutual_information"))
+    assert dataclasses.replace(exact, model=evaluation.model) == evaluation
+
+
+def test_logits_too_large_for_half_precision_are_stored_whole(tmp_path):
+    targets = labels()
+    logits = id_logits(targets) * 1e5
+    evaluate_logits(logits, targets, keep_logits=True).save(tmp_path / "run.json")
+    assert torch.equal(MemberLogits.load(tmp_path / "run.logits.safetensors").id.logits, logits)
+
+
+def test_huge_logits_keep_the_likelihood_finite(tmp_path):
+    targets = labels()
+    logits = id_logits(targets)
+    logits[:, 0] = -3e38
+    logits[:, 0, (targets[0] + 1) % CLASSES] = 3e38
+    found = evaluate_logits(logits, targets)
+    assert math.isfinite(found.id.nll)
+    assert found.id.nll > 1e30
+    found.save(tmp_path / "run.json")
+    assert Evaluation.load(tmp_path / "run.json") == found
+
+
+def test_one_member_has_no_diversity_and_takes_two_axes():
+    targets = labels()
+    logits = id_logits(targets, members=1)
+    found = evaluate_logits(logits[0], targets, {"noise": ood_logits(members=1)})
+    assert found == evaluate_logits(logits, targets, {"noise": ood_logits(members=1)})
+    assert found.id.mutual_information == found.id.disagreement == 0
+    assert found.figures.agreement_id == ((1.0,),)
+
+
+def test_half_precision_logits_are_raised():
+    targets = labels()
+    found = evaluate_logits(id_logits(targets).half(), targets, suite())
+    full = evaluate_logits(id_logits(targets).half().float(), targets, suite())
+    assert found.numbers() == full.numbers()
+    assert found.provenance.dtype == "float16"
+
+
+def test_bootstrap_intervals_hold_the_numbers():
+    targets = labels()
+    found = evaluate_logits(id_logits(targets), targets, suite(), bootstrap=60)
+    numbers = found.numbers()
+    wanted = {"accuracy", "brier", "nll", "ece", "aece", "aurc", "near.auroc", "far.fpr95", "all.aupr"}
+    assert wanted <= set(found.intervals)
+    for key, interval in found.intervals.items():
+        assert interval.value == pytest.approx(numbers[key], rel=1e-6, abs=1e-7), key
+        assert interval.low <= interval.high
+    assert numbers["accuracy"] in found.intervals["accuracy"]
+    assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_figures_describe_the_same_numbers(evaluation):
+    figures = evaluation.figures
+    assert sum(figures.reliability.count) == 200
+    assert sum(figures.id_scores) == 200
+    assert sum(figures.ood_scores["digits"]) == 120
+    curve = figures.roc["digits"]
+    area = torch.trapezoid(torch.tensor(curve.y).double(), torch.tensor(curve.x).double()).item()
+    assert area == pytest.approx(evaluation.ood["digits"].detection["msp"].auroc, abs=0.01)
+    assert (curve.x[0], curve.y[0], curve.x[-1], curve.y[-1]) == (0, 0, 1, 1)
+    assert figures.risk_coverage.y[-1] == pytest.approx(1 - evaluation.id.accuracy, abs=1e-5)
+    off_diagonal = [figures.agreement_id[i][j] for i in range(3) for j in range(i)]
+    assert 1 - sum(off_diagonal) / 3 == pytest.approx(evaluation.id.disagreement, abs=1e-4)
+    empty = [count == 0 for count in figures.reliability.count]
+    assert [value is None for value in figures.reliability.accuracy] == empty
+
+
+def _with(logits: torch.Tensor, value: float) -> torch.Tensor:
+    changed = logits.clone()
+    changed[1, 7, 2] = value
+    return changed
+
+
+TARGETS = labels()
+GOOD = id_logits(TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((GOOD[:, :0], TARGETS[:0]), "set 'mine': there are no samples"),
+        ((_with(GOOD, math.nan), TARGETS), "set 'mine': 1 of 3000 member logits .* are NaN"),
+        ((_with(GOOD, math.inf), TARGETS), "set 'mine': 1 of 3000 member logits .* are NaN or infinite"),
+        ((GOOD, torch.zeros(200).long()), "set 'mine': all 200 labels are 0"),
+        ((GOOD, TARGETS + 1), "set 'mine': labels run from 1 to 5, but the model has 5 classes"),
+        ((GOOD, TARGETS - 1), "set 'mine': labels run from -1 to 3"),
+        ((GOOD, TARGETS[:-1]), "set 'mine': got 200 samples, 199 labels"),
+        ((GOOD, TARGETS.float()), "set 'mine': labels must be whole numbers"),
+        ((GOOD[..., :1], TARGETS), "set 'mine': .* two classes"),
+        ((GOOD.long(), TARGETS), "set 'mine': member logits must be floating point"),
+        ((GOOD, TARGETS, {"empty": GOOD[:, :0]}), "set 'empty': there are no samples"),
+        ((GOOD, TARGETS, {"nan": _with(GOOD, math.nan)}), "set 'nan': 1 of 3000"),
+        ((GOOD, TARGETS, {"wide": torch.randn(3, 9, 6)}), "set 'wide': .* 6 classes, and the in-distribution"),
+        ((GOOD, TARGETS, {"two": GOOD[:2]}), "set 'two': .* 2 members"),
+        ((GOOD, TARGETS, None, {"fog": (GOOD, TARGETS[:5])}), "set 'fog': got 200 samples, 5 labels"),
+        ((GOOD, TARGETS, None, {"fog": (GOOD[:, :3], torch.ones(3).long())}), "set 'fog': all 3 labels are 1"),
+        ((GOOD, TARGETS, {"near": {"a": GOOD}, "far": {"a": GOOD}}), r"\['a'\] occur in more than one group"),
+        ((GOOD, TARGETS, {"near": {"a": GOOD}, "b": GOOD}), r"keys \['near', 'b'\]"),
+        ((GOOD, TARGETS, {"nearby": {"a": GOOD}}), r"keys \['nearby'\]"),
+    ],
+)
+def test_errors_name_the_set(arguments, says):
+    with pytest.raises(DataError, match=says):
+        evaluate_logits(*arguments, id_name="mine")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"score": "doubt"}, r"\['doubt'\] are not known"),
+        ({"scores": ("energy", "doubt")}, r"\['doubt'\] are not known"),
+        ({"scores": "energy"}, "is a string"),
+        ({"convention": "mine"}, "convention='mine'"),
+        ({"bootstrap": -1}, "bootstrap=-1"),
+    ],
+)
+def test_unknown_settings_are_refused(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        evaluate_logits(GOOD, TARGETS, **settings)
+
+
+def test_files_that_are_no_evaluation_are_refused(tmp_path, evaluation):
+    with pytest.raises(DataError, match="cannot be read"):
+        Evaluation.load(tmp_path / "missing.json")
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(DataError, match="not a saved evaluation"):
+        Evaluation.load(tmp_path / "other.json")
+    (tmp_path / "cut.json").write_text(json.dumps(evaluation.to_dict())[:-40])
+    with pytest.raises(DataError, match="cannot be read"):
+        Evaluation.load(tmp_path / "cut.json")
+    newer = {**evaluation.to_dict(), "version": 99}
+    with pytest.raises(DataError, match="version 99"):
+        Evaluation.from_dict(newer)
+    wrong = {**evaluation.to_dict(), "id": {**evaluation.to_dict()["id"], "accuracy": "high"}}
+    with pytest.raises(ConfigError, match=r"id\.accuracy"):
+        Evaluation.from_dict(wrong)
+    evaluation.renamed("x").save(tmp_path / "run.json")
+    (tmp_path / "run.logits.safetensors").write_bytes(b"nothing")
+    with pytest.raises(DataError, match="stored member logits"):
+        Evaluation.load(tmp_path / "run.json", with_logits=True)

@@ -1,0 +1,63 @@
+"""Tiny ensembles for images and texts, and batches for them."""
+
+import torch
+from torch import Tensor
+
+from hydra_ensembles.config import (
+    EncoderConfig,
+    EnsembleConfig,
+    PatchStemConfig,
+    ReadoutConfig,
+    Sharing,
+    TextStemConfig,
+)
+from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.metadata import Metadata
+from hydra_ensembles.preprocessing import ImagePreprocessing
+
+CLASSES = 4
+ENCODER = EncoderConfig(width=12, layers=2, heads=3, head_dim=4, mlp_width=16)
+HEADS = (((0, 1), (1, 2)), ((0, 2), (0, 1, 2)), ((1,), (2,)))  # [member][layer]
+NAMES = ("ant", "bee", "cat <b>", "dog & fox")
+
+
+def tiny_ensemble(kind: str = "image", seed: int = 0, members: int = 3, **metadata: object) -> Ensemble:
+    stem: PatchStemConfig | TextStemConfig = PatchStemConfig(patch_size=(4, 4), grid=(2, 2))
+    if kind == "text":
+        stem = TextStemConfig(vocabulary=30, positions=8, embedding_width=12)
+    else:
+        metadata = {"preprocessing": ImagePreprocessing((8, 8)), **metadata}
+    config = EnsembleConfig(
+        stem, ENCODER, ReadoutConfig(num_classes=CLASSES), HEADS[:members], Sharing(stem=True, mlp=True)
+    )
+    ensemble = Ensemble(config, Metadata(source="made here", labels=NAMES, history=("made", "tested"), **metadata))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in ensemble.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5 + (parameter == 1.0))
+    return ensemble.eval()
+
+
+def image_batches(
+    sizes: tuple[int, ...] = (8, 8, 8, 3), seed: int = 0, scale: float = 1.0
+) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (scale * torch.randn(size, 3, 8, 8, generator=generator), torch.randint(CLASSES, (size,), generator=generator))
+        for size in sizes
+    ]
+
+
+def text_batches(sizes: tuple[int, ...] = (6, 5), seed: int = 0) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for size in sizes:
+        lengths = torch.randint(3, 8, (size, 1), generator=generator)
+        batches.append(
+            {
+                "input_ids": torch.randint(30, (size, 7), generator=generator),
+                "attention_mask": (torch.arange(7)[None] < lengths).long(),
+                "labels": torch.randint(CLASSES, (size,), generator=generator),
+            }
+        )
+    return batches

@@ -1,0 +1,88 @@
+"""The model card: valid for the hub, and true to the model."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from huggingface_hub import ModelCard
+
+from checkpoint_models import CONFIGS, ensemble, hydra, map_pooled, metadata_for, single, text
+from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.metadata import Metadata
+from hydra_ensembles.model_card import model_card, one_line
+
+
+def card_of(model: Ensemble, name: str = "my-model") -> str:
+    return model_card(name, model.config, model.metadata, model.state_dict())
+
+
+def test_the_hub_can_read_every_card() -> None:
+    tasks = {}
+    for name, config in CONFIGS.items():
+        card = ModelCard(card_of(ensemble(config())))
+        assert card.data.library_name == "hydra_ensembles"
+        assert "uncertainty" in card.data.tags
+        tasks[name] = card.data.pipeline_tag
+    assert tasks["single"] == "image-classification"
+    assert tasks["text"] == "text-classification"
+    assert tasks["map_pooled"] == "image-feature-extraction"
+
+
+def test_the_card_tells_what_was_pruned_and_shared() -> None:
+    card = card_of(ensemble(hydra()))
+    assert "14 of 36 heads are kept, of 4 per layer" in card
+    assert "| 1 | 0 (without 0, 1, 2, 3) | 3 (without 0) | 0 (without 0, 1, 2, 3) |" in card
+    assert "| 2 | 1 (without 0, 1, 2) | 0 (without 0, 1, 2, 3) | 4 |" in card
+    assert "| shared by the members | stem, mlp |" in card
+    assert "| shared trunk | first 1 of 3 layers |" in card
+    assert f"| parameters | {ensemble(hydra()).describe().parameters:,} (float32) |" in card
+    assert "Nothing was pruned: every member keeps all 4 heads" in card_of(ensemble(single()))
+
+
+def test_the_card_tells_what_is_known_beside_the_weights() -> None:
+    card = card_of(ensemble(text()))
+    for line in (
+        "| source | timm VisionTransformer \\| vit_tiny |",
+        "Temperature: 0.5, 0.5, 0.5. Abstain where the score `entropy` is above 0.1; this accepted 95 %",
+        "| accuracy | 0.3 |",
+        "2. pruned 4 heads with taylor",
+        "class 0 “ü”, class 1 “ü”",
+        "TextPreprocessing(max_length=9",
+    ):
+        assert line in card
+    assert '"vocab"' not in card  # the tokenizer itself has no place here
+    bare = card_of(ensemble(text(), metadata=Metadata()))
+    for title in ("Metrics", "Calibration", "Labels", "History", "preprocessing"):
+        assert title in card
+        assert title not in bare
+    assert "| source | unknown |" in bare
+
+
+def test_the_code_on_the_card_loads_the_model(tmp_path: Path) -> None:
+    model = ensemble(map_pooled())
+    model.save_pretrained(tmp_path / 'it\'s "mine"')
+    card = (tmp_path / 'it\'s "mine"/README.md').read_text(encoding="utf-8")
+    code = card.split("```python\n")[1].split("```")[0].splitlines()
+    assert len(code) == 3
+    assert code[0] == "import hydra_ensembles as he"
+    call = code[1].removeprefix("model = he.Ensemble.from_pretrained(").removesuffix(")")
+    assert call == repr('it\'s "mine"')
+    assert code[2] == "result = model.features(images)"
+    assert hasattr(model, "features")
+
+
+def test_text_from_outside_cannot_break_the_layout() -> None:
+    assert one_line("a\n\n# b | c\t") == "a # b \\| c"
+    nasty = "x\n---\n# title | cell"
+    metadata = replace(
+        metadata_for(single()), source=nasty, labels=(nasty,) * 3, history=(nasty,), metrics={nasty: 1.0}
+    )
+    card = card_of(ensemble(single(), metadata=metadata), name=nasty)
+    assert [line for line in card.splitlines() if line.startswith("# ")] == ["# x --- # title \\| cell"]
+    assert card.splitlines().count("---") == 2
+    assert ModelCard(card).data.library_name == "hydra_ensembles"
+
+
+def test_many_labels_are_cut_short() -> None:
+    metadata = Metadata(labels=tuple(f"label {i}" for i in range(25)))
+    config = replace(single(), readout=replace(single().readout, num_classes=25))
+    assert "label 19 and 5 more" in card_of(ensemble(config, metadata=metadata))
