@@ -51,7 +51,8 @@ def images(height: int, width: int, batch: int = 3, seed: int = 1) -> Inputs:
     return {"pixel_values": torch.randn(batch, 3, height, width, generator=generator)}
 
 
-def _timm_model(name: str, **settings: Any) -> nn.Module:
+def timm_model(name: str, **settings: Any) -> nn.Module:
+    """A small random model of a timm architecture."""
     import timm
 
     torch.manual_seed(0)
@@ -65,7 +66,7 @@ def _timm_case(label: str, name: str, other: tuple[tuple[int, int], ...] = (), *
     size = settings.get("img_size", 32)
     return ArchitectureCase(
         name=f"timm-{label}",
-        build=lambda: _timm_model(name, **settings),
+        build=lambda: timm_model(name, **settings),
         inputs=lambda: images(size, size),
         logits=lambda model, inputs: model(inputs["pixel_values"]),
         kind="image",

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from chromium import Chromium, chromium  # noqa: F401 (a fixture)
 
+from chromium import Chromium, find_chromium
 from hydra_ensembles.report import write_report
 from sample_evaluations import costs, methods
 
@@ -14,12 +14,17 @@ PHONE, DESK = 390, 1280
 
 
 @pytest.fixture(scope="module")
+def chromium() -> Chromium:
+    return find_chromium()
+
+
+@pytest.fixture(scope="module")
 def report(tmp_path_factory) -> Path:
     return write_report(tmp_path_factory.mktemp("report") / "report.html", methods(), costs=costs())
 
 
 @pytest.mark.parametrize("width", [PHONE, DESK])
-def test_every_figure_is_drawn_and_nothing_overflows(chromium: Chromium, report: Path, tmp_path, width):  # noqa: F811
+def test_every_figure_is_drawn_and_nothing_overflows(chromium: Chromium, report: Path, tmp_path, width):
     found = chromium.measure(report, tmp_path, width)
     assert found["page"] <= found["window"]  # only tables scroll, inside their frames
     assert found["figures"] == {
@@ -39,7 +44,7 @@ def test_every_figure_is_drawn_and_nothing_overflows(chromium: Chromium, report:
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [PHONE, DESK])
 def test_it_follows_the_colour_scheme_and_logs_no_error(
-    chromium: Chromium,  # noqa: F811
+    chromium: Chromium,
     report: Path,
     tmp_path,
     width,
