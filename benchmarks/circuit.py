@@ -69,11 +69,15 @@ def measure(case: Case, score: Score, method: Method, options: argparse.Namespac
     steps = min(options.naive_steps or options.budget, options.budget) if method == "naive" else options.budget
     seconds, ranking = timed(case, score, method, steps, options)
     made = ranking.provenance
-    kept = case.model.heads[0]
-    heads = sum(len(kept[layer]) for layer in case.layers or range(case.model.num_layers))
-    factor = sum(heads - step for step in range(options.budget)) / sum(heads - step for step in range(steps))
-    whole = steps == options.budget
-    factor = 1.0 if whole else factor
+    heads = sum(len(case.model.heads[0][layer]) for layer in case.layers or range(case.model.num_layers))
+    left = sum(heads - step for step in range(steps, options.budget))  # heads not evaluated yet
+    forwards, blocks = made["model_forwards"], made["layer_evaluations"]
+    if left:  # every head costs the same; what is done once for all steps must not be scaled up
+        first, start = timed(case, score, method, 1, options)
+        evaluated = sum(heads - step for step in range(1, steps))
+        seconds += (seconds - first) / evaluated * left
+        forwards += left
+        blocks += round((blocks - start.provenance["layer_evaluations"]) / evaluated * left)
     return Result(
         case=case.name,
         score=score,
@@ -82,12 +86,12 @@ def measure(case: Case, score: Score, method: Method, options: argparse.Namespac
         id_samples=made["id_samples"],
         ood_samples=made["ood_samples"],
         budget=options.budget,
-        seconds=seconds * factor,
-        model_forwards=made["model_forwards"] * factor,
-        layer_evaluations=round(made["layer_evaluations"] * factor),
-        final_score=ranking.scores[-1] if whole else None,
+        seconds=seconds,
+        model_forwards=forwards,
+        layer_evaluations=blocks,
+        final_score=None if left else ranking.scores[-1],
         measured_steps=steps,
-        extrapolated=not whole,
+        extrapolated=left > 0,
         audit=dict(made["audit"]),
         removed=[str(head) for head in ranking.heads],
     )
@@ -236,14 +240,16 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, help="ID samples, and as many OOD samples; default: all there are")
     parser.add_argument("--scores", nargs="+", choices=SCORES, default=list(SCORES))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--naive-steps", type=int, help="measure so many naive steps and extrapolate")
-    parser.add_argument("--screen-size", type=int, default=8)
+    parser.add_argument("--naive-steps", type=int, help="measure so many naive steps (at least 2) and extrapolate")
+    parser.add_argument("--screen-size", type=int, default=16)
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--progress", action="store_true")
     parser.add_argument("--output", type=Path, help="write the results as JSON")
     options = parser.parse_args()
+    if options.naive_steps is not None and options.naive_steps < 2:
+        parser.error("--naive-steps must be at least 2: the first step includes what is done once")
     if not (options.tiny or options.scaling or (options.model and options.id and options.ood)):
         parser.error("give --tiny, --scaling, or --model with --id and --ood")
     return options
