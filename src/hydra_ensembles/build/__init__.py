@@ -1,6 +1,6 @@
 """The whole chain behind one call."""
 
-from .build import build
+from .chain import build
 from .config import HydraConfig
 
 __all__ = ["HydraConfig", "build"]

@@ -10,7 +10,7 @@ from ..data.batching import Preprocess
 from ..data.dataset import Dataset
 from ..ensemble import Ensemble
 from ..errors import ConfigError
-from ..metadata import Calibration
+from ..metadata import Calibration, Metadata
 from ..metrics import Convention
 from ..prediction import ScoreName
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
@@ -134,15 +134,15 @@ def evaluate(
 def _own_settings(
     model: object, calibration: Calibration | None, preprocess: Preprocess | None
 ) -> tuple[Calibration | None, Preprocess | None, ImagePreprocessing | TextPreprocessing | None]:
-    """Calibration and preprocessing, those of an `Ensemble` where none are given; and how to undo the latter."""
-    if isinstance(model, Ensemble):
-        if not model.num_classes:
-            raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
-        calibration = calibration or model.metadata.calibration
-        preprocess = preprocess or model.metadata.preprocessing
+    """Calibration and preprocessing, the model's own where none are given; and the latter again, to undo it."""
+    if isinstance(model, Ensemble) and not model.num_classes:
+        raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
+    remembered = getattr(model, "metadata", None)
+    if isinstance(remembered, Metadata):
+        calibration = calibration or remembered.calibration
+        preprocess = preprocess or remembered.preprocessing
+        return calibration, preprocess, remembered.preprocessing
     known = preprocess if isinstance(preprocess, ImagePreprocessing | TextPreprocessing) else None
-    if known is None and isinstance(model, Ensemble):
-        known = model.metadata.preprocessing
     return calibration, preprocess, known
 
 

@@ -85,8 +85,9 @@ def measure_costs(
     if autocast is not None:
         precision = torch.autocast(example.device.type, autocast)
     try:
-        for module, _ in modes:
-            module.training = False
+        for model in models.values():
+            if isinstance(model, nn.Module):
+                model.eval()  # not set by hand: MC Dropout has its own idea of evaluation mode
         with torch.no_grad(), precision:
             for _ in range(warmup):
                 for model in models.values():

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +20,19 @@ class GraphCache:
     """Recorded graphs of one function, one per shape of its arguments, the least recently used dropped first.
 
     A graph reads from buffers of its own; arguments are copied in and the result is copied out, so callers may
-    keep what they get.
+    keep what they get. Graphs of one pool share the memory of their intermediate results, which is safe as long as
+    they are replayed one at a time.
+
+    Args:
+        function: What to record; tensors (or None) in, one tensor out.
+        limit: How many graphs to keep.
+        pool: Handle from `torch.cuda.graph_pool_handle`; None for a pool of its own.
     """
 
-    def __init__(self, function: Callable[..., Tensor], limit: int = 16) -> None:
+    def __init__(self, function: Callable[..., Tensor], limit: int = 16, pool: Any = None) -> None:
         self._function = function
         self._limit = limit
+        self._pool = pool
         self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph, Arguments, Tensor]] = OrderedDict()
 
     def __call__(self, *arguments: Tensor | None) -> Tensor:
@@ -42,7 +50,13 @@ class GraphCache:
         graph.replay()
         return result.clone()
 
+    def forget(self, key: Key) -> None:
+        """Drop the graph of a shape and the memory it holds, if there is one."""
+        self._graphs.pop(key, None)
+
     def _record(self, arguments: Arguments) -> tuple[torch.cuda.CUDAGraph, Arguments, Tensor]:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         buffers = tuple(None if one is None else one.clone() for one in arguments)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -51,6 +65,6 @@ class GraphCache:
                 self._function(*buffers)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._pool):
             result = self._function(*buffers)
         return graph, buffers, result

@@ -36,6 +36,9 @@ class EnsembleLike(Protocol):
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Set whether gradients are recorded."""
 
+    def to(self, dtype: torch.dtype) -> Any:
+        """Convert the floating-point parameters."""
+
     def modules(self) -> Any:
         """All modules."""
 

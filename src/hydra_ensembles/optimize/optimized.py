@@ -1,24 +1,23 @@
 """An ensemble prepared for inference: the fastest of several equivalent ways to run it, chosen by measuring."""
 
-import copy
-import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
-from typing import Any, Generic, TypeVar
+from dataclasses import replace
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..encoder.head_products import Plan
 from ..errors import ConfigError
 from ..prediction import Prediction
+from .choice import Choice, Run, fastest, first_line, nearest
+from .freeze import frozen, with_plan
 from .graphs import Arguments, GraphCache, Key, shape_key
 from .model import EnsembleLike
-from .simplify import simplified, use_plan
+from .options import PLANS, RunOptions
 
-PLANS: tuple[Plan, ...] = ("batched", "loop", "grouped")
 MEASURED_SHAPES = 32  # beyond so many different input shapes, a new one takes the plan of the nearest
-
 
 E = TypeVar("E", bound=EnsembleLike)
 
@@ -26,39 +25,30 @@ E = TypeVar("E", bound=EnsembleLike)
 class OptimizedEnsemble(Generic[E]):
     """Runs like the ensemble it was made from, faster; inference only, with the weights it had then.
 
-    For every shape of input the plans are measured once, at its first call, and the fastest is used from then
-    on. Any batch size gives the same numbers as the ensemble, up to rounding.
+    For every shape of input the plans are measured once, at its first call, and the fastest is used from then on
+    (compiled, if asked for). Any batch size gives the numbers of the ensemble, up to rounding. Not for several
+    threads at a time.
 
     Attributes:
         ensemble: The ensemble it was made from.
-        timings: Seconds of each plan, by input shape.
+        options: How it runs.
+        choices: The plan for each input shape seen, with the measured times.
     """
 
-    def __init__(
-        self,
-        ensemble: E,
-        plans: Sequence[Plan] | None = None,
-        compile: bool = False,
-        graphs: bool | None = None,
-        repeats: int = 5,
-    ) -> None:
-        if graphs and ensemble.device.type != "cuda":
-            raise ConfigError(f"CUDA graphs need an ensemble on a CUDA device, this one is on {ensemble.device}")
-        if plans is not None and (not plans or set(plans) - set(PLANS)):
-            raise ConfigError(f"plans must be some of {list(PLANS)}, got {list(plans)}")
+    def __init__(self, ensemble: E, options: RunOptions | None = None) -> None:
+        self.options = RunOptions() if options is None else options
         self.ensemble = ensemble
-        self.timings: dict[Key, dict[Plan, float]] = {}
-        self._repeats = max(1, repeats)
-        base = simplified(ensemble)
-        self._runs: dict[Plan, Callable[..., Tensor]] = {}
-        for plan in plans if plans is not None else _sensible_plans(base):
-            copied = _shell(base) if _same_weights(base, plan) else copy.deepcopy(base)
-            run: Callable[..., Tensor] = use_plan(copied, plan)
-            if compile:
-                run = torch.compile(run, fullgraph=True, dynamic=False)
-            if graphs or (graphs is None and ensemble.device.type == "cuda"):
-                run = GraphCache(run)
-            self._runs[plan] = run
+        self.choices: dict[Key, Choice] = {}
+        self._device = ensemble.device
+        self._dtype = self.options.dtype or ensemble.dtype
+        _check_device(self.options, self._device)
+        self._graphed = self._device.type == "cuda" if self.options.graphs is None else self.options.graphs
+        self._pool: Any = torch.cuda.graph_pool_handle() if self._graphed else None
+        base = frozen(ensemble, self._dtype, int8=self.options.weights == "int8")
+        plans = self.options.plans or _sensible_plans(base, self.options)
+        self._modules: dict[Plan, E] = {plan: with_plan(base, plan) for plan in plans}
+        self._plain: dict[Plan, Run] = {plan: self._with_graphs(module) for plan, module in self._modules.items()}
+        self._compiled: dict[Plan, Run] = {}
 
     @torch.inference_mode()
     def __call__(
@@ -68,38 +58,111 @@ class OptimizedEnsemble(Generic[E]):
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
         """Member logits `[M, B, C]`."""
-        arguments = self.ensemble.unpack(inputs, attention_mask, token_type_ids)
-        return self._runs[self.plan_for(arguments)](*arguments)
+        arguments = self._arguments(inputs, attention_mask, token_type_ids)
+        key = shape_key(arguments)
+        choice = self.choices.get(key)
+        if choice is None:
+            choice = self._choose(key, arguments)
+        run = self._compiled[choice.plan] if choice.compiled else self._plain[choice.plan]
+        return run(*arguments)
 
     def predict(self, inputs: Any) -> Prediction:
         """Label, confidence and uncertainty of a batch; takes what `Ensemble.predict` takes."""
         return self.ensemble.prediction_of(self(self.ensemble.prepare(inputs)))
 
-    def plan_for(self, arguments: Arguments) -> Plan:
-        """The plan used for inputs of this shape, measured if need be."""
-        if len(self._runs) == 1:
-            return next(iter(self._runs))
+    @torch.inference_mode()
+    def choice_for(
+        self,
+        inputs: Tensor | Mapping[str, Tensor],
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> Choice:
+        """How inputs of this shape are run; measured if need be."""
+        arguments = self._arguments(inputs, attention_mask, token_type_ids)
         key = shape_key(arguments)
-        if key not in self.timings:
-            if len(self.timings) >= MEASURED_SHAPES:
-                key = min(self.timings, key=lambda known: abs(_size(known) - _size(key)))
-            else:
-                self.timings[key] = self._measure(arguments)
-        return min(self.timings[key], key=lambda plan: self.timings[key][plan])
+        return self.choices[key] if key in self.choices else self._choose(key, arguments)
 
-    def _measure(self, arguments: Arguments) -> dict[Plan, float]:
-        """Median seconds of each plan, taken in turns so that a busy machine slows all of them."""
-        for run in self._runs.values():
-            run(*arguments)
-        seconds: dict[Plan, list[float]] = {plan: [] for plan in self._runs}
-        for _ in range(self._repeats):
-            for plan, run in self._runs.items():
-                _synchronize(self.ensemble.device)
-                start = time.perf_counter()
-                run(*arguments)
-                _synchronize(self.ensemble.device)
-                seconds[plan].append(time.perf_counter() - start)
-        return {plan: median(values) for plan, values in seconds.items()}
+    def module(self, plan: Plan) -> E:
+        """The rewritten ensemble as it runs by a plan: uncompiled, without graphs."""
+        if plan not in self._modules:
+            raise ConfigError(f"there is no plan {plan!r} here; there are {list(self._modules)}")
+        return self._modules[plan]
+
+    @property
+    def timings(self) -> dict[Key, Mapping[Plan, float]]:
+        """Seconds of each plan, by input shape, where they were measured."""
+        return {key: choice.seconds for key, choice in self.choices.items() if choice.seconds}
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all weights it computes with, those of all plans together; what plans share counts once."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for module in self._modules.values()
+            for tensor in [*module.parameters(), *module.buffers()]
+        }
+        return sum(storages.values())
+
+    def describe(self) -> str:
+        """Settings, memory, and for every input shape seen so far the plan and the times it was chosen by."""
+        lines = [repr(self)]
+        for key, choice in self.choices.items():
+            shapes = " and ".join(str(list(one[0])) for one in key if one is not None)
+            lines.append(f"  {shapes}: {choice}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """One line: plans, compilation, graphs, type, memory."""
+        compiled = "dynamic" if self.options.compile and self.options.dynamic else bool(self.options.compile)
+        return (
+            f"OptimizedEnsemble(plans={list(self._modules)}, compile={compiled}, graphs={self._graphed}, "
+            f"dtype={str(self._dtype).removeprefix('torch.')}, weights={self.options.weights or 'as computed in'}, "
+            f"memory={self.memory_bytes / 1e6:.1f} MB, shapes seen={len(self.choices)})"
+        )
+
+    # --- choosing ----------------------------------------------------------------------------------------
+
+    def _arguments(
+        self, inputs: Tensor | Mapping[str, Tensor], attention_mask: Tensor | None, token_type_ids: Tensor | None
+    ) -> Arguments:
+        main, mask, segments = self.ensemble.unpack(inputs, attention_mask, token_type_ids)
+        if main.is_floating_point() and main.dtype != self._dtype:
+            main = main.to(self._dtype)
+        return main, mask, segments
+
+    def _choose(self, key: Key, arguments: Arguments) -> Choice:
+        """Choose a plan for a new shape, by measuring where there are several, and compile it."""
+        if len(self._plain) == 1:
+            choice = Choice(next(iter(self._plain)))
+        elif len(self.choices) >= MEASURED_SHAPES:
+            choice = Choice(nearest(self.choices, key).plan, note="plan of the nearest batch size")
+        else:
+            choice = fastest(self._plain, arguments, self.options.repeats, self._device)
+        if self.options.compile:
+            choice = self._with_compilation(choice, arguments)
+        for plan, run in self._plain.items():
+            if isinstance(run, GraphCache) and (choice.compiled or plan != choice.plan):
+                run.forget(key)
+        self.choices[key] = choice
+        return choice
+
+    def _with_compilation(self, choice: Choice, arguments: Arguments) -> Choice:
+        """Compile the chosen plan for these arguments, and say so; or say why it stays uncompiled."""
+        compiled = sum(other.compiled for other in self.choices.values())
+        if compiled >= self.options.compiled_shapes and not self.options.dynamic:
+            return replace(choice, note=f"code is compiled for {compiled} other shapes, the most allowed")
+        if choice.plan not in self._compiled:
+            self._compiled[choice.plan] = self._with_graphs(_compile(self._modules[choice.plan], self.options))
+        try:
+            self._compiled[choice.plan](*arguments)
+        except RuntimeError as error:  # those of the compiler are among them
+            self._plain[choice.plan](*arguments)  # raises by itself where the inputs are to blame
+            warnings.warn(f"torch.compile failed, the plan runs uncompiled: {first_line(error)}", stacklevel=5)
+            return replace(choice, note=f"not compiled: {first_line(error)}")
+        return replace(choice, compiled=True)
+
+    def _with_graphs(self, function: Callable[..., Any]) -> Run:
+        return GraphCache(function, pool=self._pool) if self._graphed else function
 
 
 def optimize(
@@ -107,53 +170,73 @@ def optimize(
     example_inputs: Tensor | Mapping[str, Tensor] | None = None,
     *,
     plans: Sequence[Plan] | None = None,
-    compile: bool = False,
+    compile: bool | str = False,
+    dynamic: bool = False,
+    compiled_shapes: int = 16,
     graphs: bool | None = None,
+    dtype: torch.dtype | None = None,
+    weights: Literal["int8"] | None = None,
 ) -> OptimizedEnsemble[E]:
     """Prepare an ensemble for fast inference.
 
-    What all members have in common is stored and computed once, the rest runs by the fastest plan for the shape
-    of the input. See `OptimizedEnsemble`.
+    What all members have in common is stored and computed once, constants are folded into the weights, and the
+    rest runs by the fastest plan for the shape of the input. See `OptimizedEnsemble`.
 
     Args:
         ensemble: The ensemble; it is not changed, and later changes to it do not reach the result.
         example_inputs: A batch to measure (and compile, and record) with now rather than at the first call.
         plans: Ways to choose from; None for all that can be faster on this device.
-        compile: Whether to run each plan through `torch.compile`.
+        compile: Whether to compile the plan chosen for an input shape; or the name of a backend to do so with.
+        dynamic: Whether compiled code is to serve all batch sizes, instead of one each.
+        compiled_shapes: For so many input shapes code of their own is compiled; further ones run uncompiled.
         graphs: Whether to record CUDA graphs; None does so on a CUDA device.
+        dtype: Floating type to compute in, such as `torch.bfloat16`; None keeps the ensemble's.
+        weights: `"int8"` to store the projections of the encoder in eight bits, on a CPU.
+
+    Raises:
+        ConfigError: A setting is not accepted, or not on this device.
     """
-    result = OptimizedEnsemble(ensemble, plans, compile, graphs)
+    options = RunOptions(
+        plans=None if plans is None else tuple(plans),
+        compile=compile,
+        dynamic=dynamic,
+        compiled_shapes=compiled_shapes,
+        graphs=graphs,
+        dtype=dtype,
+        weights=weights,
+    )
+    result = OptimizedEnsemble(ensemble, options)
     if example_inputs is not None:
         result(example_inputs)
     return result
 
 
-def _sensible_plans(ensemble: EnsembleLike) -> tuple[Plan, ...]:
+def _compile(module: Any, options: RunOptions) -> Run:
+    """Compiled code of a module that may be made for as many shapes as are asked for."""
+    backend = options.compile if isinstance(options.compile, str) else "inductor"
+    compiled = torch.compile(cast(nn.Module, module), fullgraph=True, dynamic=options.dynamic, backend=backend)
+
+    def run(*arguments: Tensor | None) -> Tensor:
+        # the limits of the compiler count for all ensembles together; how often to compile is decided above
+        with torch._dynamo.config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16):
+            return compiled(*arguments)
+
+    return run
+
+
+def _check_device(options: RunOptions, device: torch.device) -> None:
+    if options.graphs and device.type != "cuda":
+        raise ConfigError(f"CUDA graphs need an ensemble on a CUDA device, this one is on {device}")
+    if options.weights == "int8" and device.type != "cpu":
+        raise ConfigError(f"weights in int8 are for the CPU, this ensemble is on {device}; use dtype=torch.bfloat16")
+
+
+def _sensible_plans(ensemble: EnsembleLike, options: RunOptions) -> tuple[Plan, ...]:
     """Plans that differ for this ensemble and can run where it is."""
+    if options.weights == "int8":
+        return ("loop",)
     if ensemble.config.members == 1:
         return ("batched",)
     config = ensemble.config.encoder
     grouped = ensemble.device.type == "cuda" and ensemble.dtype == torch.bfloat16 and config.head_dim % 8 == 0
     return PLANS if grouped and torch.cuda.get_device_capability(ensemble.device) >= (9, 0) else ("batched", "loop")
-
-
-def _same_weights(ensemble: EnsembleLike, plan: Plan) -> bool:
-    """Whether a plan runs on the weights as they are, so that no copy of them is needed."""
-    blocks = ensemble.encoder.layers
-    return plan != "batched" or all(block.attention.even or block.attention.distinct is not None for block in blocks)  # type: ignore[union-attr]
-
-
-def _shell(ensemble: E) -> E:
-    """A copy of the modules around the same parameters."""
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in [*ensemble.parameters(), *ensemble.buffers()]}
-    return copy.deepcopy(ensemble, memo)
-
-
-def _size(key: Key) -> int:
-    shape = key[0]
-    return 0 if shape is None else shape[0][0]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -126,12 +126,14 @@ def _cell(column: Column, runs: Sequence[Evaluation], cost: Cost | None) -> Cell
 
 
 def _rank(cells: list[Cell], column: Column) -> list[Cell]:
-    """Mark the best and the second best number as shown; where all are equal nothing is marked."""
+    """Mark the best number as shown and, of three or more, the second best; where all are equal nothing is marked."""
     shown = [None if cell.value is None else float(f"{cell.value * column.scale:.{column.digits}f}") for cell in cells]
     distinct = sorted({value for value in shown if value is not None}, reverse=column.better == "higher")
     if column.better == "neither" or len(distinct) < 2:
         return cells
-    ranks: dict[float, Rank] = {distinct[0]: "best", distinct[1]: "second"}
+    ranks: dict[float, Rank] = {distinct[0]: "best"}
+    if len(cells) > 2:
+        ranks[distinct[1]] = "second"
     return [
         cell if value is None else Cell(cell.text, cell.value, cell.spread, ranks.get(value, ""))
         for cell, value in zip(cells, shown, strict=True)

@@ -17,8 +17,9 @@ def gallery_html(evaluation: Evaluation) -> str:
             if items:
                 texts = " texts" if items[0].kind == "text" else ""
                 entries = "".join(_entry(item, evaluation.model.class_names) for item in items)
-                parts.append(f'<h3>{escape(name)}: {words}</h3><ul class="shelf{texts}">{entries}</ul>')
-    return "".join(parts)
+                heading = f"<h3>{escape(name)}: {words}</h3>"
+                parts.append(f'<div>{heading}<ul class="shelf{texts}">{entries}</ul></div>')
+    return f'<div class="two">{"".join(parts)}</div>'
 
 
 def _entry(item: GalleryItem, names: tuple[str, ...]) -> str:

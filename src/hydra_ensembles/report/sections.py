@@ -84,6 +84,7 @@ def costs(methods: Mapping[str, Evaluation], measured: Mapping[str, Cost]) -> st
     if not figures:
         return ""
     how = "What each method stores, computes and takes; shorter bars are cheaper."
+    layout = "grid" if len(figures) == 3 else "two"
     note = ""
     if measured:
         one = next(iter(measured.values()))
@@ -91,7 +92,7 @@ def costs(methods: Mapping[str, Evaluation], measured: Mapping[str, Cost]) -> st
             f'<p class="note">Latency: median of {one.repeats} runs of a batch of {one.batch} on {escape(one.device)}, '
             "all methods taking turns in one run.</p>"
         )
-    return section("Cost", how, f'<div class="two">{"".join(figures)}</div>', note)
+    return section("Cost", how, f'<div class="{layout}">{"".join(figures)}</div>', note)
 
 
 def calibration(methods: Mapping[str, Evaluation]) -> str:
@@ -192,14 +193,16 @@ def inside(evaluation: Evaluation, name: str, heads: KeptHeads | None, heads_per
             f'<p class="note">Two members differ {result.disagreement * 100:.1f} % of the time in distribution{beyond}.'
             " Members that agree on known inputs and differ on foreign ones are what makes an ensemble useful.</p>"
         )
-        parts.append(f'<div><h3>Member agreement (%)</h3><div class="row">{"".join(tables)}</div>{note}</div>')
+        parts.append(
+            f'<div class="grow"><h3>Member agreement (%)</h3><div class="row">{"".join(tables)}</div>{note}</div>'
+        )
     if not parts:
         return ""
     how = (
         "Rows are layers, columns are heads; a coloured stripe says that a member keeps the head. The matrices show "
         "how often two members predict the same class."
     )
-    return section("Inside the ensemble", how, *parts)
+    return section("Inside the ensemble", how, f'<div class="row">{"".join(parts)}</div>')
 
 
 def gallery(evaluation: Evaluation, name: str) -> str:

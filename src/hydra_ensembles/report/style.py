@@ -61,7 +61,7 @@ td strong { font-weight: 750; } td u { text-underline-offset: .2em; text-decorat
 .note { color: var(--muted); font-size: .82rem; margin: .6rem 0 0; overflow-wrap: anywhere; }
 .grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 19.5rem), 1fr)); }
 .two { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 24rem), 1fr)); }
-.row { display: flex; flex-wrap: wrap; gap: 1rem; }
+.row { display: flex; flex-wrap: wrap; gap: 1rem; } .row > .grow { flex: 1 1 18rem; }
 figure { margin: 0; background: var(--card); border: 1px solid var(--rule); border-radius: .8rem; padding: .9rem
   .9rem .75rem; min-width: 0; }
 figure svg { display: block; width: 100%; height: auto; overflow: visible; }

@@ -91,22 +91,25 @@ def verdict(comparison: Comparison, focus: str, baseline: str | None, runs: Mapp
         return _alone(focus, runs[focus])
     found = differences(comparison, focus, baseline, runs)
     better, worse, level = (_of(found, outcome) for outcome in ("better", "worse", "level"))
-    sentences = [_opening(focus, baseline, len(better), len(worse), len(level))]
+    noisy = [one for one in found if one.clear is False and one.outcome != "level"]
+    drowned = bool(noisy) and len(noisy) == len(better) + len(worse)
+    sentences = [_opening(focus, baseline, len(better), len(worse), len(level), drowned)]
     if better:
         sentences.append("Better: " + _listing(better) + ".")
     if worse:
         sentences.append("Worse: " + _listing(worse) + ".")
-    noisy = [one for one in found if one.clear is False and one.outcome != "level"]
-    if noisy:
+    if drowned:
+        sentences.append("The 95 % intervals of all of them overlap: more data would be needed to tell the two apart.")
+    elif noisy:
         clear = len(better) + len(worse) - len(noisy)
         sentences.append(
-            f"{clear or 'None'} of these {len(better) + len(worse)} differences {'is' if clear < 2 else 'are'} larger "
+            f"{clear} of these {len(better) + len(worse)} differences {'is' if clear == 1 else 'are'} larger "
             "than the sampling noise (95 % intervals that do not overlap)."
         )
     return sentences + _price(comparison, focus, baseline) + _rivals(comparison, focus, baseline)
 
 
-def _opening(focus: str, baseline: str, better: int, worse: int, level: int) -> str:
+def _opening(focus: str, baseline: str, better: int, worse: int, level: int, drowned: bool) -> str:
     total = better + worse + level
     if not total:
         return f"{focus} and {baseline} have no number in common."
@@ -118,7 +121,8 @@ def _opening(focus: str, baseline: str, better: int, worse: int, level: int) -> 
         return f"{focus} and {baseline} are level on all {total} numbers measured."
     counts = f"better on {better}, worse on {worse}" + (f", level on {level}" if level else "")
     balance = "ahead of" if better > 2 * worse else "behind" if worse > 2 * better else "a mixed result against"
-    return f"Of {total} numbers measured, {focus} is {counts}: {balance} {baseline}."
+    noise = ", but within the sampling noise" if drowned else ""
+    return f"Of {total} numbers measured, {focus} is {counts}: {balance} {baseline}{noise}."
 
 
 def _listing(found: Sequence[Difference]) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...batches import move
 from .samples import Samples, parts
 from .working_model import WorkingModel
 
@@ -76,7 +77,9 @@ def embed(model: WorkingModel, samples: Samples, batch_size: int) -> list[GroupA
             mask, segments = (
                 None if one is None else one[rows] for one in (group.attention_mask, group.token_type_ids)
             )
-            pieces.append(model.ensemble.embed(group.inputs[rows], mask, segments)[0][0])  # [1, B, T, d] -> [B, T, d]
+            inputs = move(group.inputs[rows], model.ensemble.device, model.ensemble.dtype)
+            assert isinstance(inputs, Tensor)
+            pieces.append(model.ensemble.embed(inputs, mask, segments)[0][0])  # [1, B, T, d] -> [B, T, d]
         if group.attention_mask is not None:
             key_mask = group.attention_mask.bool()
         ids = group.inputs if model.ensemble.kind == "text" else None

@@ -10,7 +10,7 @@ from .base_activations import GroupActivations, embed
 from .carried import CarriedActivations
 from .choice import NO_HEAD, Choice
 from .distributed import Ranks
-from .memory import default_budget, plan
+from .memory import plan
 from .naive import require_finite
 from .samples import IntArray, Samples
 from .scores import LEAST_CONFIDENT, MOST_CONFIDENT, Objective, judge, quantum
@@ -40,7 +40,7 @@ class CurrentModel:
         candidates: Sequence[Head],
         ranks: Ranks,
         batch_size: int,
-        memory_budget: int | None,
+        memory_budget: int,
     ) -> None:
         self.model, self.samples, self.objective = model, samples, objective
         self.batch_size = batch_size
@@ -48,10 +48,10 @@ class CurrentModel:
         self.candidates = list(candidates)
         self.index_of = {head: index for index, head in enumerate(candidates)}
         self.own = frozenset(ranks.share(candidates))
+        self._values: dict[int, int] = {}
         with torch.no_grad():
             self.base = embed(model, samples, batch_size)
-            budget = default_budget(self.device) if memory_budget is None else memory_budget
-            memory = plan(budget, self.base, model.layers)
+            memory = plan(memory_budget, self.base, model.layers)
             self._levels = memory.base_levels
             self._refresh([0] * len(self.base))
         layer_of = np.array([head.layer if head in self.own else -1 for head in candidates], np.int64)
@@ -73,18 +73,21 @@ class CurrentModel:
                 carried.forget_candidate(index)
         self._refresh(known)
 
-    def value_on(self, count: int) -> int:
-        """The integer of the model on its `count` hardest samples alone."""
-        if count not in self._values:
-            chosen = torch.zeros(self.objective.samples, dtype=torch.bool, device=self.device)
-            chosen[torch.from_numpy(self.hardest_first[:count]).to(self.device)] = True
-            split = self.objective.id_count
-            confidence = self.confidence.clone()
-            confidence[:split][~chosen[:split]] = MOST_CONFIDENT
-            confidence[split:][~chosen[split:]] = LEAST_CONFIDENT
-            errors, discordance = self.objective.count((self.wrong & chosen[:split])[None], confidence[None])
-            self._values[count] = self.objective.value(int(errors), int(discordance))
-        return self._values[count]
+    def value_on_hardest(self, chunk: int) -> dict[int, int]:
+        """The integers of the model on its hardest samples alone: on one chunk of them, on two, … on all."""
+        if not self._values:
+            total, split = self.objective.samples, self.objective.id_count
+            counts = [*range(chunk, total, chunk), total]
+            place = torch.empty(total, dtype=torch.int64, device=self.device)
+            place[torch.from_numpy(self.hardest_first).to(self.device)] = torch.arange(total, device=self.device)
+            seen = place[None, :] < torch.tensor(counts, device=self.device)[:, None]  # [chunks, n]
+            confidence = torch.where(seen, self.confidence, LEAST_CONFIDENT)
+            confidence[:, :split].masked_fill_(~seen[:, :split], MOST_CONFIDENT)
+            found = self.objective.count(self.wrong & seen[:, :split], confidence)
+            errors, discordance = (column.tolist() for column in found)
+            values = (self.objective.value(e, d) for e, d in zip(errors, discordance, strict=True))
+            self._values.update(zip(counts, values, strict=True))
+        return self._values
 
     def _refresh(self, known: Sequence[int]) -> None:
         """Bring activations above the known levels of each group, and the answers, up to date."""
@@ -102,7 +105,7 @@ class CurrentModel:
         errors, discordance = (int(count) for count in counts)
         self.choice = Choice(self.objective.value(errors, discordance), NO_HEAD, errors, discordance)
         self.hardest_first: IntArray = self.objective.hardest_first(self.wrong, self.confidence)
-        self._values: dict[int, int] = {}
+        self._values.clear()
 
     def _adopt(self, group: GroupActivations, carried: CarriedActivations, index: int, layer: int) -> int:
         """Take over what was computed for a candidate that is now the model; the highest level that is right."""

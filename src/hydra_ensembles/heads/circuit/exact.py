@@ -20,9 +20,11 @@ from .current import CurrentModel
 from .distributed import Ranks
 from .sweep import Sweep
 
-CHUNKS = 16  # parts in which a candidate is evaluated
-_TOGETHER = {"cuda": 16}  # candidates advanced at once: a GPU needs large batches
-_TOGETHER_ELSEWHERE = 4
+_CHUNKS = 16  # parts in which a candidate is evaluated
+_LARGEST_CHUNK = 128
+_TOGETHER = {"cuda": 16, "cpu": 4}  # candidates advanced at once, at least
+_PAIRS = {"cuda": 1024, "cpu": 32}  # pairs of candidate and sample that are worth a sweep
+_TRUST = 0.9  # share of the current model's integer from which on the samples seen say how a candidate will do
 
 
 @dataclass
@@ -40,16 +42,18 @@ class Exact:
     Args:
         current: The model with all heads chosen so far taken out.
         ranks: The processes the candidates are spread over.
-        batch_size: Pairs of candidate and sample in a batch.
+        at_once: Evaluate every candidate on all samples at once, which suits a few of them on a fast device.
     """
 
-    def __init__(self, current: CurrentModel, ranks: Ranks, batch_size: int) -> None:
+    def __init__(self, current: CurrentModel, ranks: Ranks, at_once: bool = False) -> None:
         self.current, self.ranks = current, ranks
         self.objective = current.objective
-        self.together = _TOGETHER.get(current.device.type, _TOGETHER_ELSEWHERE)
-        self.chunk = -(-self.objective.samples // CHUNKS)
+        samples = self.objective.samples
+        self.chunk = samples if at_once else min(-(-samples // _CHUNKS), _LARGEST_CHUNK)
+        kind = "cuda" if current.device.type == "cuda" else "cpu"
+        self.together = max(_TOGETHER[kind], _PAIRS[kind] // self.chunk)
         self.table = AnswerTable(current.candidates, current.samples, self.objective, current.model.ensemble.dtype)
-        self.sweep = Sweep(current, self.table, batch_size)
+        self.sweep = Sweep(current, self.table)
 
     @torch.no_grad()
     def choose(self, candidates: Sequence[Head], known: Choice | None = None) -> Choice:
@@ -60,7 +64,8 @@ class Exact:
             known: One of them with its result, where that is known already.
         """
         self.table.clear()
-        progress = {head: _Progress() for head in candidates if head in self.current.own}
+        unknown = [head for head in candidates if known is None or head != known.head]
+        progress = {head: _Progress() for head in unknown if head in self.current.own}
         self._advance(progress, dict.fromkeys(progress, self.chunk))
         while True:
             complete = [self._so_far(head, one) for head, one in progress.items() if self._is_complete(one)]
@@ -76,24 +81,25 @@ class Exact:
     ) -> dict[Head, int]:
         """How many more samples to evaluate for which candidates.
 
-        The candidate that looks best (its excess over the current model on the same samples is smallest) is
-        evaluated to the end where that promises a better result than the best so far: a good result early
-        ends the others early. And the candidates with the smallest bounds go on by a chunk.
+        Those with the smallest bounds go on by a chunk. And the one that looks best by its excess over the
+        current model on the same samples is evaluated to the end where it promises to be the best so far: a
+        good result early ends the others early.
         """
         open_ = [bound for bound in waiting if best is None or bound < best]
         if not open_:
             return {}
-
-        def outlook(bound: Choice) -> tuple[int, Head]:
-            return bound.value - self.current.value_on(progress[bound.head].evaluated), bound.head
-
-        excess, head = min(map(outlook, open_))
-        if best is None:
-            return {head: self.objective.samples}
-        smallest = open_[: self.together]
-        amounts = {bound.head: self.chunk * max(1, self.together // len(smallest)) for bound in smallest}
-        if self.current.choice.value + excess < best.value:
-            amounts[head] = self.objective.samples
+        current, amounts = self.current.choice.value, {}
+        on_hardest = self.current.value_on_hardest(self.chunk)
+        outlooks = []
+        for bound in open_:
+            seen = on_hardest[progress[bound.head].evaluated]
+            if seen >= _TRUST * current:
+                outlooks.append((current + bound.value - seen, bound.head))
+        if best is not None or not outlooks:
+            smallest = open_[: self.together]
+            amounts = {bound.head: self.chunk * max(1, self.together // len(smallest)) for bound in smallest}
+        if outlooks and (best is None or min(outlooks)[0] < best.value):
+            amounts[min(outlooks)[1]] = self.objective.samples
         return amounts
 
     def _advance(self, progress: Mapping[Head, _Progress], amounts: Mapping[Head, int]) -> None:

@@ -43,7 +43,7 @@ def extract_circuit(
     batch_size: int | None = None,
     journal: str | Path | None = None,
     progress: bool = True,
-    screen_size: int = 8,
+    screen_size: int = 16,
     audit_steps: int | None = None,
     seed: int = 0,
 ) -> HeadRanking:
@@ -62,8 +62,8 @@ def extract_circuit(
       float64 the result is the naive one. In float32 rounding may decide between heads that are a few
       integer units apart; `audit_steps` counts how often it does.
     * `"screened"` predicts the effect of every head from one gradient pass and evaluates only the
-      `screen_size` most promising ones. Approximate; its audited steps tell how often it chose what `"exact"`
-      would have.
+      `screen_size` most promising ones (on a GPU, in float32, these compete in bfloat16 and the winner is
+      evaluated again). Approximate; its audited steps tell how often it chose what `"exact"` would have.
 
     Under `torchrun` or `accelerate launch` the heads are spread over the ranks, and every rank returns the same
     ranking. Dropout is off. The ensemble is left alone.
@@ -166,10 +166,8 @@ def _run(
     with bar:
         counted = (0, 0)
         for index in range(len(done), settings.budget):
-            choice, excess = method.audited(left) if index in audited else (method.choose(left), None)
+            choice, excess = method.take(left, audit=index in audited)
             left.remove(choice.head)
-            if index + 1 < settings.budget:
-                method.remove(choice.head)
             total = _total(evaluation)
             record.add(_step(choice, excess, total, counted))
             counted = total

@@ -16,13 +16,19 @@ _FALLBACK = 1 << 30  # where the system does not say how much is free
 def default_budget(device: torch.device) -> int:
     """Half of the free memory of a GPU, a quarter of that of the host, shared with the other local ranks."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // 2
+        return _free_on_gpu(device) // 2
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         free = 4 * _FALLBACK
     return free // 4 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _free_on_gpu(device: torch.device) -> int:
+    """What the driver has left, and what PyTorch holds without using it."""
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
 
 
 def default_batch_size(model: Ensemble, samples: Samples) -> int:
@@ -32,7 +38,7 @@ def default_batch_size(model: Ensemble, samples: Samples) -> int:
         return 64
     hidden = encoder.mlp_width * (2 if encoder.gated else 1)
     one = max(tokens_of(model, group) for group in samples.groups) * hidden * model.dtype.itemsize
-    return max(1, min(2048, torch.cuda.mem_get_info(device)[0] // (16 * one)))
+    return max(1, min(2048, _free_on_gpu(device) // (16 * one)))
 
 
 @dataclass(frozen=True)

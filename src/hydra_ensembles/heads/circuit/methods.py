@@ -1,8 +1,10 @@
 """The three methods behind one face: choose, check the choice, remove."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import torch
 
 from ...ensemble import Ensemble
 from ..head import Head
@@ -10,6 +12,7 @@ from .choice import Choice
 from .current import CurrentModel
 from .distributed import Ranks
 from .exact import Exact
+from .memory import default_budget
 from .naive import Naive
 from .samples import Samples
 from .scores import Objective
@@ -36,41 +39,43 @@ class Evaluation:
         copy = working_copy(self.model, self.model.dtype, self.model.device)
         return Naive(copy, self.samples, self.objective, self.ranks, self.work, self.batch_size, off)
 
-    def exact(self, candidates: Sequence[Head], off: Sequence[Head]) -> Exact:
-        """Branch and bound, with heads off."""
-        model = WorkingModel(working_copy(self.model, self.model.dtype, self.model.device), self.work)
+    def exact(
+        self,
+        candidates: Sequence[Head],
+        off: Sequence[Head],
+        dtype: torch.dtype | None = None,
+        share: float = 1.0,
+        at_once: bool = False,
+    ) -> Exact:
+        """Branch and bound, with heads off, in a dtype of its own, with a share of the memory."""
+        copy = working_copy(self.model, self.model.dtype if dtype is None else dtype, self.model.device)
+        model = WorkingModel(copy, self.work)
         for head in off:
             model.drop(head)
+        budget = default_budget(self.model.device) if self.memory_budget is None else self.memory_budget
         current = CurrentModel(
-            model,
-            self.samples,
-            self.objective,
-            candidates,
-            self.ranks,
-            self.batch_size,
-            self.memory_budget,
+            model, self.samples, self.objective, candidates, self.ranks, self.batch_size, int(budget * share)
         )
-        return Exact(current, self.ranks, self.batch_size)
+        return Exact(current, self.ranks, at_once)
 
 
 class GreedyMethod(Protocol):
-    """A way to find the best candidate of each greedy step."""
+    """A way to take greedy steps."""
 
     def start(self) -> Choice:
         """The result of the model as it is."""
 
-    def choose(self, candidates: Sequence[Head]) -> Choice:
-        """The candidate to remove."""
+    def take(self, candidates: Sequence[Head], audit: bool) -> tuple[Choice, int | None]:
+        """Choose one of the candidates and leave it off from now on.
 
-    def audited(self, candidates: Sequence[Head]) -> tuple[Choice, int]:
-        """The candidate to remove, and by how many units the method's own choice misses the reference."""
-
-    def remove(self, head: Head) -> None:
-        """Leave a head off from now on."""
+        Returns:
+            The head with its result; and, when audited, by how many units the method's own choice misses
+            that of its reference.
+        """
 
 
 class NaiveMethod:
-    """The reference itself."""
+    """The reference itself; there is nothing to audit it by."""
 
     def __init__(self, naive: Naive) -> None:
         self.naive = naive
@@ -79,17 +84,11 @@ class NaiveMethod:
         """The result of the model as it is."""
         return self.naive.evaluate(None)
 
-    def choose(self, candidates: Sequence[Head]) -> Choice:
-        """The best candidate."""
-        return self.naive.choose(candidates)
-
-    def audited(self, candidates: Sequence[Head]) -> tuple[Choice, int]:
-        """The best candidate; there is nothing to check it against."""
-        return self.choose(candidates), 0
-
-    def remove(self, head: Head) -> None:
-        """Leave a head off from now on."""
-        self.naive.remove(head)
+    def take(self, candidates: Sequence[Head], audit: bool) -> tuple[Choice, int | None]:
+        """Remove the best candidate."""
+        choice = self.naive.choose(candidates)
+        self.naive.remove(choice.head)
+        return choice, 0 if audit else None
 
 
 class ExactMethod:
@@ -102,48 +101,49 @@ class ExactMethod:
         """The result of the model as it is."""
         return self.exact.current.choice
 
-    def choose(self, candidates: Sequence[Head]) -> Choice:
-        """The best candidate."""
-        return self.exact.choose(candidates)
-
-    def audited(self, candidates: Sequence[Head]) -> tuple[Choice, int]:
-        """The best candidate, and how far it is from the best by the naive method's own count."""
-        choice = self.choose(candidates)
-        if self.referee is None:
-            return choice, 0
-        return choice, self.referee.evaluate(choice.head).value - self.referee.choose(candidates).value
-
-    def remove(self, head: Head) -> None:
-        """Leave a head off from now on."""
-        self.exact.current.remove(head)
+    def take(self, candidates: Sequence[Head], audit: bool) -> tuple[Choice, int | None]:
+        """Remove the best candidate; audited, hold it against the best by the naive method's own count."""
+        choice, excess = self.exact.choose(candidates), None
         if self.referee is not None:
-            self.referee.remove(head)
+            if audit:
+                excess = self.referee.evaluate(choice.head).value - self.referee.choose(candidates).value
+            self.referee.remove(choice.head)
+        self.exact.current.remove(choice.head)
+        return choice, excess
 
 
 class ScreenedMethod:
-    """Branch and bound over the candidates a gradient finds promising, audited by branch and bound over all."""
+    """Evaluation of the candidates that a gradient finds promising, audited by branch and bound over all.
 
-    def __init__(self, exact: Exact, size: int) -> None:
-        self.exact, self.size = exact, size
+    Args:
+        exact: The model whose results are reported.
+        size: Candidates to evaluate at each step.
+        coarse: Where it pays, the same model in half precision: it takes the gradients and chooses among the
+            promising candidates. Otherwise `exact` does that too.
+    """
+
+    def __init__(self, exact: Exact, size: int, coarse: Exact | None) -> None:
+        self.exact, self.size, self.coarse = exact, size, coarse
 
     def start(self) -> Choice:
         """The result of the model as it is."""
         return self.exact.current.choice
 
-    def choose(self, candidates: Sequence[Head]) -> Choice:
-        """The best of the most promising candidates."""
-        promising = shortlist(self.exact.current, candidates, self.size)
-        return self.exact.choose(self.exact.ranks.from_first(promising))
-
-    def audited(self, candidates: Sequence[Head]) -> tuple[Choice, int]:
-        """The best candidate, and how far from it the screened choice was."""
-        screened = self.choose(candidates)
-        best = self.exact.choose(candidates, known=screened)
-        return best, screened.value - best.value
-
-    def remove(self, head: Head) -> None:
-        """Leave a head off from now on."""
+    def take(self, candidates: Sequence[Head], audit: bool) -> tuple[Choice, int | None]:
+        """Remove the best of the promising candidates; audited, the best of all."""
+        judge = self.exact if self.coarse is None else self.coarse
+        promising = judge.ranks.from_first(shortlist(judge.current, candidates, self.size))
+        choice, excess = judge.choose(promising), None
+        if audit:
+            screened = choice if self.coarse is None else self.exact.choose([choice.head])
+            choice = self.exact.choose(candidates, known=screened)
+            excess = screened.value - choice.value
+        head = choice.head
         self.exact.current.remove(head)
+        if self.coarse is not None:  # its own count is not precise enough to be reported
+            self.coarse.current.remove(head)
+            choice = replace(self.exact.current.choice, head=head)
+        return choice, excess
 
 
 def start_method(
@@ -152,7 +152,10 @@ def start_method(
     """Set a method up for a model without the heads in `off`, to choose among the candidates."""
     if settings.method == "naive":
         return NaiveMethod(evaluation.naive(off))
-    exact = evaluation.exact(candidates, off)
-    if settings.method == "screened":
-        return ScreenedMethod(exact, settings.screen_size)
-    return ExactMethod(exact, evaluation.naive(off) if settings.audit_steps else None)
+    if settings.method == "exact":
+        referee = evaluation.naive(off) if settings.audit_steps else None
+        return ExactMethod(evaluation.exact(candidates, off), referee)
+    if evaluation.model.device.type != "cuda" or settings.dtype != torch.float32:
+        return ScreenedMethod(evaluation.exact(candidates, off), settings.screen_size, None)
+    coarse = evaluation.exact(candidates, off, torch.bfloat16, share=0.5, at_once=True)
+    return ScreenedMethod(evaluation.exact(candidates, off, share=0.5), settings.screen_size, coarse)

@@ -8,7 +8,6 @@ from the edge.) Only the candidates with the best predictions are evaluated.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from .current import CurrentModel
 from .samples import IntArray, parts
 
 _SOFTNESS = 0.1  # width of a smoothed step, in standard deviations of the log-odds
-_GRADIENT_SHARE = 8  # a gradient pass holds the activations of all blocks: smaller batches
+_BLOCKS_IN_A_BATCH = 3  # a gradient pass holds the activations of all blocks, so its batches are smaller
 
 
 def shortlist(current: CurrentModel, candidates: Sequence[Head], size: int) -> list[Head]:
@@ -63,7 +62,7 @@ def predicted_log_odds(current: CurrentModel, candidates: Sequence[Head], number
         targets: `[R]`, the class whose log-odds are meant; -1 for the answer.
     """
     predicted = torch.empty(len(candidates), len(numbers), dtype=torch.float32, device=current.device)
-    size = max(1, current.batch_size // _GRADIENT_SHARE)
+    size = max(1, current.batch_size * _BLOCKS_IN_A_BATCH // current.model.layers)
     groups, rows = current.samples.group_of[numbers], current.samples.row_of[numbers]
     for group in np.unique(groups):
         members = (groups == group).nonzero()[0]
@@ -80,8 +79,7 @@ def _gate_gradients(current: CurrentModel, group: int, rows: Tensor, targets: Te
     """Log-odds `[B]` of some samples of a group, and their gradients by layer, `[B, heads]`."""
     model, base = current.model, current.base[group]
     before = model.work.multiply_adds
-    fast = current.device.type == "cuda" and model.ensemble.dtype == torch.float32
-    with torch.enable_grad(), torch.autocast("cuda", torch.bfloat16) if fast else nullcontext():
+    with torch.enable_grad():
         x, mask = base.levels[0].index_select(0, rows)[None], base.mask(rows)
         gates = [torch.ones(len(rows), len(kept), device=x.device, requires_grad=True) for kept in model.kept]
         for layer, gate in enumerate(gates):

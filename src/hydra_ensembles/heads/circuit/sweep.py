@@ -20,11 +20,10 @@ class Sweep:
     Args:
         current: The current model and its activations.
         table: Takes the answers.
-        batch_size: Pairs in a batch.
     """
 
-    def __init__(self, current: CurrentModel, table: AnswerTable, batch_size: int) -> None:
-        self.current, self.table, self.batch_size = current, table, batch_size
+    def __init__(self, current: CurrentModel, table: AnswerTable) -> None:
+        self.current, self.table = current, table
         self.model, self.samples = current.model, current.samples
         self.layer_of: IntArray = np.array([head.layer for head in current.candidates], np.int64)
         self.head_of: IntArray = np.array([head.head for head in current.candidates], np.int64)
@@ -35,7 +34,7 @@ class Sweep:
         for index in np.unique(group_of):
             chosen = (group_of == index).nonzero()[0]
             chosen = chosen[np.argsort(row_of[chosen], kind="stable")]  # candidates of a sample stay together
-            for part in parts(len(chosen), self.batch_size):
+            for part in parts(len(chosen), self.current.batch_size):
                 pairs = chosen[part]
                 self._walk(index, candidates[pairs], numbers[pairs], row_of[pairs])
 

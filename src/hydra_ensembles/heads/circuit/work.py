@@ -34,6 +34,11 @@ class BlockCost:
         inner, width = heads * self.encoder.head_dim, self.encoder.width
         return 2 * inner * (width * (queries + tokens) + queries * tokens)
 
+    def few_queries(self, heads: int, tokens: int, queries: int) -> int:
+        """The same without keys and values of all tokens (`working_model.few_queries`)."""
+        width, asked = self.encoder.width, heads * queries
+        return asked * (4 * self.encoder.head_dim * width + 2 * tokens * width)
+
     def head_output(self, queries: int) -> int:
         """The output projection of a single head."""
         return queries * self.encoder.head_dim * self.encoder.width

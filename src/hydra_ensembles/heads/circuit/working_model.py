@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ...encoder import Block
+from ...encoder import Attention, Block
 from ...ensemble import Ensemble
 from ..head import Head
 from .work import BlockCost, Work
@@ -38,13 +38,15 @@ class WorkingModel:
     def block(self, layer: int, x: Tensor, key_mask: Tensor | None) -> Tensor:
         """Run one block on `[1, B, T, d]`; after the last, only the tokens the readout looks at are left."""
         self._count(layer, x, inputs=x.shape[1], outputs=x.shape[1])
-        return cast(Tensor, self._block(layer)(x, key_mask, self._read_after(layer)))
+        block, read = self._block(layer), self._read_after(layer)
+        attended = self._scaled(block, block.attention.project(self._mix(layer, x, key_mask), 1))
+        return block.finish(x if read is None else x[:, :, read], attended)
 
     def gated_block(self, layer: int, x: Tensor, key_mask: Tensor | None, gates: Tensor) -> Tensor:
         """Run one block with the output of each head multiplied by its gate, `[B, heads]`."""
         self._count(layer, x, inputs=x.shape[1], outputs=x.shape[1])
         block, read = self._block(layer), self._read_after(layer)
-        z = block.attention.mix(block.attention_input(x), key_mask, read)  # [B, T', H, d_k]
+        z = self._mix(layer, x, key_mask)  # [B, T', H, d_k]
         attended = self._scaled(block, block.attention.project(z * gates[:, None, :, None].to(z.dtype), 1))
         return block.finish(x if read is None else x[:, :, read], attended)
 
@@ -67,7 +69,7 @@ class WorkingModel:
         """
         self._count(layer, x, inputs=x.shape[1], outputs=len(rows), heads_off=len(rows))
         block, read = self._block(layer), self._read_after(layer)
-        z = block.attention.mix(block.attention_input(x), key_mask, read)  # [S, T', H, d_k]
+        z = self._mix(layer, x, key_mask)  # [S, T', H, d_k]
         attended = block.attention.project(z, 1)[0].index_select(0, rows)  # [S, T', d] -> [P, T', d]
         for head, runs in heads:
             position = self.kept[layer].index(head)
@@ -94,11 +96,27 @@ class WorkingModel:
                 setattr(attention, name, nn.Parameter(tensor.detach().index_select(0, index), requires_grad=False))
         attention.sizes = (len(rows),)
 
+    def _mix(self, layer: int, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """Outputs of the single heads of a block, `[B, T', H, d_k]`."""
+        block, read = self._block(layer), self._read_after(layer)
+        x = block.attention_input(x)
+        if self._has_few_queries(layer):
+            return few_queries(block.attention, x[0], key_mask, x[0, :, read])
+        return block.attention.mix(x, key_mask, read)
+
+    def _has_few_queries(self, layer: int) -> bool:
+        """Whether the block has queries of one or two tokens, and keys that are linear in its input."""
+        attention = self._block(layer).attention
+        linear = not attention.causal and attention.key_norm is None and bool(self.kept[layer])
+        return linear and self._read_after(layer) is not None
+
     def _count(self, layer: int, x: Tensor, inputs: int, outputs: int, heads_off: int = 0) -> None:
         """Count a block with attention for `inputs` samples and an MLP for `outputs`."""
         tokens, read = x.shape[2], self._read_after(layer)
         queries = tokens if read is None else len(range(*read.indices(tokens)))
-        products = inputs * self.cost.attention(len(self.kept[layer]), tokens, queries)
+        few = self._has_few_queries(layer)
+        attention = self.cost.few_queries if few else self.cost.attention
+        products = inputs * attention(len(self.kept[layer]), tokens, queries)
         products += outputs * self.cost.mlp(queries) + heads_off * self.cost.head_output(queries)
         self.work.add(outputs + (inputs if heads_off else 0), products)
 
@@ -112,3 +130,33 @@ class WorkingModel:
     def _scaled(block: Block, attended: Tensor) -> Tensor:
         scale = block.attention.scale
         return attended if scale is None else attended * scale[:, None, None, :]
+
+
+def few_queries(attention: Attention, x: Tensor, key_mask: Tensor | None, asking: Tensor) -> Tensor:
+    """Attention from a few tokens, without the keys and values of all the others.
+
+    The score of a token is (W_q a) · (W_k x) = (W_kᵀ W_q a) · x, and the mixture of values is W_v applied to a
+    mixture of inputs; so W_k and W_v are applied once for each query, not once for each token. The bias of the
+    keys adds the same to all scores of a query and drops out.
+
+    Args:
+        attention: One copy, no norm on queries or keys, not causal.
+        x: `[B, T, d]`, the input of all tokens.
+        key_mask: `[B, T]`, true where a token may be attended to; None when all may.
+        asking: `[B, T', d]`, the input of the tokens that ask.
+
+    Returns:
+        `[B, T', H, d_k]`.
+    """
+    heads, _, head_dim, _ = attention.qkv.shape
+    to_query, to_key, to_value = attention.qkv.unbind(1)  # each [H, d_k, d]
+    q = torch.einsum("bqd,hkd->bqhk", asking, to_query)
+    if attention.qkv_bias is not None:
+        q = q + attention.qkv_bias[:, 0]
+    probes = torch.einsum("bqhk,hkd->bqhd", q, to_key).flatten(1, 2)  # [B, T'·H, d]
+    scores = probes @ x.transpose(1, 2) * head_dim**-0.5  # [B, T'·H, T]
+    if key_mask is not None:
+        scores = scores.masked_fill(~key_mask[:, None, :], -torch.inf)
+    mixed = (scores.softmax(-1) @ x).unflatten(1, (-1, heads))  # [B, T', H, d]
+    z = torch.einsum("bqhd,hkd->bqhk", mixed, to_value)
+    return z if attention.qkv_bias is None else z + attention.qkv_bias[:, 2]

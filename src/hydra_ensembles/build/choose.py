@@ -1,0 +1,131 @@
+"""Ranking heads, and choosing which of them each member loses."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..ensemble import Ensemble
+from ..heads import Head, HeadRanking, extract_circuit, taylor
+from ..heads.circuit.settings import Score
+from ..heads.members import circuit_members, random_members, sampled_members, taylor_members
+from .checks import open_layers, prunable
+from .config import HydraConfig
+from .data import BuildData
+from .member_choice import MemberChoice
+from .run_folder import RunFolder
+
+CIRCUITS: tuple[Score, ...] = ("avg", "acc", "ood")  # in the order in which members take them
+TAYLOR_DRAWS = 4  # rankings made per member before giving up on members that differ
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """Chooses the heads of all members; rankings are products of the run folder."""
+
+    config: HydraConfig
+    base: Ensemble
+    data: BuildData
+    run: RunFolder
+    progress: bool
+
+    def members(self) -> tuple[MemberChoice, ...]:
+        """What each member loses, and why."""
+        match self.config.strategy:
+            case "random":
+                return self._random()
+            case "taylor":
+                return self._taylor()
+            case "sampled":
+                return self._sampled()
+            case "circuit":
+                return self._circuits()
+
+    @property
+    def _layers(self) -> range:
+        return open_layers(self.config, self.base)
+
+    @property
+    def _pool(self) -> int:
+        return self.config.pool_size(prunable(self.base, self._layers))
+
+    def _random(self) -> tuple[MemberChoice, ...]:
+        config = self.config
+        chosen = random_members(self.base, config.prune, config.members, config.seed, self._layers)
+        return _named(chosen, ["random heads"] * config.members)
+
+    def _sampled(self) -> tuple[MemberChoice, ...]:
+        config = self.config
+        ranking = self._circuit("avg", self._pool)
+        chosen = sampled_members(ranking, config.prune, self._pool, config.members, config.seed)
+        return _named(chosen, ["drawn from circuit avg"] * config.members)
+
+    def _circuits(self) -> tuple[MemberChoice, ...]:
+        """One circuit for each of the first members; the ranking that others are drawn from goes further."""
+        config = self.config
+        pool = self._pool if config.draws_from_pool else None
+        scores = CIRCUITS[: config.members]
+        rankings: dict[str, HeadRanking] = {
+            score: self._circuit(score, pool if pool is not None and score == "avg" else config.prune)
+            for score in scores
+        }
+        chosen = circuit_members(rankings, config.prune, config.members, pool, config.seed)
+        drawn = config.members - len(scores)
+        return _named(chosen, [*(f"circuit {score}" for score in scores), *["drawn from circuit avg"] * drawn])
+
+    def _taylor(self) -> tuple[MemberChoice, ...]:
+        """Rankings on batches drawn by one seed after another; one that repeats an earlier member is passed over."""
+        config = self.config
+        rankings: list[HeadRanking] = []
+        kept: list[tuple[int, HeadRanking]] = []
+        taken: set[frozenset[Head]] = set()
+        for seed in range(config.seed, config.seed + config.members * TAYLOR_DRAWS):
+            rankings.append(self._taylor_ranking(seed))
+            heads = frozenset(rankings[-1].first(config.prune))
+            if heads not in taken:
+                taken.add(heads)
+                kept.append((seed, rankings[-1]))
+            if len(kept) == config.members:
+                break
+        else:
+            taylor_members(rankings, config.prune)  # says which of them are equal, and what to do about it
+        chosen = taylor_members([ranking for _, ranking in kept], config.prune)
+        return _named(chosen, [f"taylor, seed {seed}" for seed, _ in kept])
+
+    def _circuit(self, score: Score, budget: int) -> HeadRanking:
+        ranking = self.data.ranking
+        assert ranking is not None  # the checks have seen to it
+        return self.run.ranking(
+            f"rankings/{score}",
+            lambda: extract_circuit(
+                self.base,
+                ranking,
+                self.data.ood,
+                score=score,
+                budget=budget,
+                method=self.config.method,
+                layers=self._layers,
+                journal=self.run.place(f"rankings/{score}.journal"),
+                progress=self.progress,
+            ),
+        )
+
+    def _taylor_ranking(self, seed: int) -> HeadRanking:
+        config, data = self.config, self.data
+        source = data.train if data.train is not None else data.ranking
+        assert source is not None  # the checks have seen to it
+        return self.run.ranking(
+            f"rankings/taylor-{seed}",
+            lambda: taylor(
+                self.base,
+                source,
+                budget=config.prune,
+                scope=config.taylor_scope,
+                layers=self._layers,
+                seed=seed,
+                calibration_batches=config.calibration_batches,
+                progress=self.progress,
+            ),
+        )
+
+
+def _named(chosen: Sequence[tuple[Head, ...]], origins: Sequence[str]) -> tuple[MemberChoice, ...]:
+    return tuple(MemberChoice(origin, heads) for origin, heads in zip(origins, chosen, strict=True))

@@ -1,0 +1,57 @@
+"""What a build depends on, written into its folder so that another build does not go on there."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..ensemble import Ensemble
+from ..errors import CheckpointError
+from ..heads.fingerprint import model_fingerprint
+from ..schema import to_plain
+from .config import HydraConfig
+from .data import BuildData
+
+FORMAT = "hydra_ensembles build 1"
+_SHOWN = 5  # differences named in an error
+
+
+def run_identity(config: HydraConfig, base: Ensemble, data: BuildData) -> dict[str, Any]:
+    """Config, model and data of a build as plain data."""
+    metadata = json.dumps(to_plain(base.metadata), sort_keys=True).encode()
+    return {
+        "format": FORMAT,
+        "config": to_plain(config),
+        "model": {"weights": model_fingerprint(base), "metadata": hashlib.sha256(metadata).hexdigest()},
+        "data": data.fingerprints(),
+    }
+
+
+def require_same_run(file: Path, identity: Mapping[str, Any]) -> None:
+    """Refuse to go on in a folder whose identity file says something else."""
+    advice = f"give another output folder, or delete {file.parent} to start over"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); {advice}") from error
+    lines = list(_differences(found, identity))
+    if lines:
+        more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        raise CheckpointError(
+            f"{file.parent} holds another build: {'; '.join(lines[:_SHOWN])}{more}. To go on: {advice}"
+        )
+
+
+def _differences(theirs: Any, ours: Any, path: str = "") -> Iterator[str]:
+    """What is different, one line for each innermost field."""
+    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+        for key in sorted(theirs.keys() | ours.keys()):
+            yield from _differences(theirs.get(key), ours.get(key), f"{path}.{key}" if path else str(key))
+    elif theirs != ours:
+        yield f"{path or 'the content'} was {_short(theirs)} and is {_short(ours)}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:16]}…"

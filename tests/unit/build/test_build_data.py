@@ -1,0 +1,123 @@
+"""Held-out data: read once, in one order, split into halves that never meet."""
+
+from typing import Any
+
+import pytest
+import torch
+from build_cases import TEXT_BATCHES, shuffled, text_batches
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import hydra_ensembles as he
+from hydra_ensembles.build.data import Batch, halves, read_all, read_data
+from hydra_ensembles.errors import DataError
+
+
+def numbered(sizes: list[int]) -> list[Batch]:
+    """Batches of one-pixel images that are their own number, as are the labels."""
+    numbers = torch.arange(sum(sizes))
+    return [(part.float().view(-1, 1, 1, 1), part) for part in numbers.split(sizes)]
+
+
+def labels_of(batches: list[Batch]) -> list[int]:
+    found = [labels for _, labels in batches]
+    return [int(label) for labels in found if labels is not None for label in labels]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=8).filter(lambda sizes: sum(sizes) > 1),
+    seed=st.integers(0, 99),
+)
+def test_halves_share_nothing_and_leave_nothing_out(sizes: list[int], seed: int) -> None:
+    first, second = halves(numbered(sizes), seed, "id")
+    one, two = labels_of(first), labels_of(second)
+    assert sorted(one + two) == list(range(sum(sizes)))
+    assert len(one) - len(two) in (0, 1)
+    assert one == sorted(one)  # samples keep their order
+    assert two == sorted(two)
+    for inputs, labels in first + second:
+        assert isinstance(inputs, Tensor)
+        assert torch.equal(inputs.flatten(), labels.float())  # each with its own label
+
+
+def test_halves_depend_on_the_seed_alone() -> None:
+    data = numbered([5, 5, 5])
+    assert labels_of(halves(data, 3, "id")[0]) == labels_of(halves(data, 3, "id")[0])
+    assert len({tuple(labels_of(halves(data, seed, "id")[0])) for seed in range(8)}) > 4
+    other_cuts = halves(numbered([1, 14]), 3, "id")
+    assert labels_of(other_cuts[0]) == labels_of(halves(data, 3, "id")[0])
+
+
+def test_text_keeps_its_padding() -> None:
+    originals = {tuple(row.tolist()): mask for batch in text_batches() for row, mask in _rows(batch)}
+    first, second = halves(read_all(text_batches(), "id", 0, 2), 1, "id")
+    seen = 0
+    for inputs, labels in first + second:
+        assert isinstance(inputs, dict)
+        assert set(inputs) == {"input_ids", "attention_mask"}
+        for ids, mask in _rows(inputs):
+            assert torch.equal(originals[tuple(ids.tolist())], mask)
+            seen += 1
+        assert labels is not None
+        assert inputs["input_ids"].shape[1] in [tokens for _, tokens in TEXT_BATCHES]
+    assert seen == sum(count for count, _ in TEXT_BATCHES)
+
+
+def test_one_sample_cannot_be_split() -> None:
+    with pytest.raises(DataError, match="id has 1 samples; splitting it in two needs at least 2"):
+        halves(numbered([1]), 0, "id")
+
+
+def test_a_shuffling_loader_is_read_in_one_order_and_left_alone() -> None:
+    loader = shuffled()
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    first = read_all(loader, "id", 0, 3)
+    assert torch.equal(torch.rand(1), expected)  # the global generator does not notice
+    again, other = read_all(loader, "id", 0, 3), read_all(loader, "id", 1, 3)
+    assert labels_of(first) == labels_of(again)
+    assert labels_of(first) != labels_of(other)
+    own = torch.Generator().manual_seed(1)
+    own_loader = DataLoader(loader.dataset, batch_size=4, shuffle=True, generator=own)
+    state = own.get_state()
+    assert labels_of(read_all(own_loader, "id", 0, 3)) == labels_of(read_all(own_loader, "id", 0, 3))
+    assert torch.equal(own.get_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([], "id has no batches"),
+        ([(torch.zeros(0, 3, 8, 8), torch.zeros(0, dtype=torch.long))], "id has no samples in its 1 batches"),
+        ([torch.zeros(2, 3, 8, 8)], "batch 0 of id has no labels"),
+        ([(torch.zeros(2, 3), torch.tensor([0, 3]))], "batch 0 of id has labels from 0 to 3; the model has 3 classes"),
+        ([{"text": ["a"], "labels": torch.tensor([0])}], "batch 0 of id has 'text' as a list; give tensors"),
+        (
+            [{"a": torch.zeros(2), "b": torch.zeros(3), "labels": torch.tensor([0, 1])}],
+            r"batch 0 of id has different numbers of samples: \{'a': 2, 'b': 3\}",
+        ),
+    ],
+)
+def test_batches_that_cannot_be_used_are_named(batches: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_all(batches, "id", 0, 3)
+
+
+def test_validation_replaces_the_second_half() -> None:
+    config = he.HydraConfig(prune=1)
+    one = [(torch.zeros(6, 3, 8, 8), torch.arange(6) % 3)]
+    both = read_data(config, 3, train=None, id=iter(one), ood=iter(one), validation=None)
+    assert both.samples() == {"ranking": 3, "validation": 3, "ood": 6}
+    given_ = read_data(config, 3, train=None, id=one, ood=one, validation=one)
+    assert given_.samples() == {"ranking": 6, "validation": 6, "ood": 6}
+    random = he.HydraConfig(prune=1, strategy="random")
+    unused = read_data(random, 3, train=one, id=one, ood=["is not read"], validation=None)
+    assert unused.samples() == {"ranking": 3, "validation": 3, "ood": None}
+    assert unused.train is None
+
+
+def _rows(batch: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(batch["input_ids"], batch["attention_mask"], strict=True))

@@ -1,0 +1,118 @@
+"""Models and data for the tests of circuit extraction."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from random_ensembles import CLASSES, IMAGE, SHAPES, TEXT, WIDTH, Shape, encoder
+from torch import Tensor
+
+from hydra_ensembles.config import EnsembleConfig, PatchStemConfig, ReadoutConfig, TextStemConfig, all_heads
+from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.heads.circuit import Score, extract_circuit
+from hydra_ensembles.heads.ranking import HeadRanking
+
+Inputs = Tensor | dict[str, Tensor]
+Batches = list[tuple[Inputs, Tensor]]
+SCORES: tuple[Score, ...] = ("acc", "ood", "avg")
+
+MORE_SHAPES = {
+    "image-distilled-registers": Shape(
+        PatchStemConfig(patch_size=(2, 2), grid=(2, 3), distillation_token=True, registers=2, position_prefix=2),
+        encoder(),
+        ReadoutConfig(pool="distilled", num_classes=CLASSES),
+    ),
+    "image-post-norm-cls": Shape(IMAGE, encoder(norm_first=False), ReadoutConfig(num_classes=CLASSES, norm="none")),
+    "image-qknorm-cls": Shape(IMAGE, encoder(qk_norm=True, layer_scale=True), ReadoutConfig(num_classes=CLASSES)),
+    "text-end-of-text": Shape(
+        TEXT, encoder(causal=True, activation="quick_gelu"), ReadoutConfig(pool="eot", num_classes=CLASSES)
+    ),
+    "text-segments-projected": Shape(
+        TextStemConfig(
+            vocabulary=20, positions=10, embedding_width=WIDTH - 3, segments=2, positions_after=1, project=True
+        ),
+        encoder(norm_first=False, out_bias=False),
+        ReadoutConfig(num_classes=CLASSES, norm="none"),
+    ),
+}
+CIRCUIT_SHAPES = {**SHAPES, **MORE_SHAPES}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model with ID and OOD batches."""
+
+    model: Ensemble
+    id_batches: Batches
+    ood_batches: Batches
+
+    def extract(self, **options: object) -> HeadRanking:
+        """Extract a circuit in float64, without a progress bar."""
+        return extract_circuit(
+            self.model, self.id_batches, self.ood_batches, **{"progress": False, "dtype": torch.float64} | options
+        )
+
+
+def random_problem(
+    shape: str = "image-cls",
+    id_sizes: tuple[int, ...] = (5, 4, 2),
+    ood_sizes: tuple[int, ...] = (6, 3),
+    seed: int = 0,
+    ties: bool = False,
+) -> Problem:
+    """A random model and random data; with `ties`, samples occur more than once, also on both sides."""
+    model = random_model(shape, seed)
+    id_batches = list(batches(model, id_sizes, seed))
+    ood_batches = list(batches(model, ood_sizes, seed + 1000))
+    if ties:
+        inputs, labels = id_batches[0]
+        id_batches.append((inputs, (labels + 1) % CLASSES))
+        ood_batches.append((inputs, labels))
+        ood_batches.append(ood_batches[0])
+    return Problem(model, id_batches, ood_batches)
+
+
+def random_model(shape: str, seed: int = 0) -> Ensemble:
+    """A single model in float64 whose weights, biases and scales are all random."""
+    parts = CIRCUIT_SHAPES[shape]
+    config = EnsembleConfig(parts.stem, parts.encoder, parts.readout, all_heads(parts.encoder))
+    model = Ensemble(config).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(0.4 * noise + (parameter == 1.0))
+    return model.eval()
+
+
+def batches(model: Ensemble, sizes: tuple[int, ...], seed: int) -> Iterator[tuple[Inputs, Tensor]]:
+    """Labelled batches; texts of different batches are padded to different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    for index, size in enumerate(sizes):
+        labels = torch.randint(CLASSES, (size,), generator=generator)
+        labels[0] = index % CLASSES  # more than one class as soon as there are two batches
+        if model.kind == "image":
+            yield torch.randn(size, 3, 4, 6, generator=generator, dtype=torch.float64), labels
+            continue
+        longest = 5 + (index + seed) % 3
+        lengths = torch.randint(2, longest + 1, (size, 1), generator=generator)
+        lengths[0] = longest
+        mask = torch.arange(longest)[None] < lengths
+        ids = torch.randint(2, 19, (size, longest), generator=generator)
+        ids[torch.arange(size), lengths[:, 0] - 1] = 19  # the end of the text has the highest id
+        inputs = {"input_ids": ids.masked_fill(~mask, 1), "attention_mask": mask.long()}
+        if model.config.stem.kind == "text" and model.config.stem.segments:
+            inputs["token_type_ids"] = (torch.arange(longest)[None] > 2).long().expand(size, -1)
+        yield inputs, labels
+
+
+def evidence(ranking: HeadRanking) -> dict[str, object]:
+    """What two methods that agree must agree on."""
+    provenance = ranking.provenance
+    return {
+        "heads": [str(head) for head in ranking.heads],
+        "scores": ranking.scores,
+        "errors": provenance["errors"],
+        "discordance": provenance["discordance"],
+        "start": provenance["start"],
+    }

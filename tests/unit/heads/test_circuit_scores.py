@@ -1,0 +1,111 @@
+"""Scores as integers."""
+
+import numpy as np
+import pytest
+import torch
+from circuit_models import SCORES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydra_ensembles.heads.circuit import Score
+from hydra_ensembles.heads.circuit.scores import (
+    LEAST_CONFIDENT,
+    MOST_CONFIDENT,
+    Objective,
+    discordances,
+    judge,
+    quantum,
+)
+from hydra_ensembles.metrics import auroc, discordance
+
+STEP = quantum(torch.float64)
+
+
+def test_confidence_orders_like_the_maximum_softmax_probability() -> None:
+    logits = 4 * torch.randn(200, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    _, confidence, finite = judge(logits, torch.zeros(200), STEP)
+    probability = logits.softmax(-1).amax(-1)
+    assert torch.equal(confidence.argsort(), probability.argsort())
+    assert torch.allclose(torch.sigmoid(confidence * STEP), probability, atol=1e-8)
+    assert finite.all()
+
+
+def test_confident_answers_do_not_pile_up() -> None:
+    logits = torch.tensor([[50.0, 0.0], [60.0, 0.0], [70.0, 0.0]], dtype=torch.float64)
+    assert logits.softmax(-1).amax(-1).unique().numel() == 1  # all of them round to 1
+    assert judge(logits, torch.zeros(3), STEP)[1].diff().gt(0).all()
+
+
+def test_rounding_noise_breaks_no_tie() -> None:
+    logits = torch.tensor([[1.0, 0.25, 0.5]], dtype=torch.float64)
+    noisy = logits + 1e-15 * torch.tensor([[1.0, -1.0, 1.0]], dtype=torch.float64)
+    assert torch.equal(judge(logits, torch.zeros(1), STEP)[1], judge(noisy, torch.zeros(1), STEP)[1])
+
+
+def test_the_first_of_tied_classes_is_the_answer() -> None:
+    logits = torch.tensor([[0.0, 2.0 - 1e-14, 2.0], [0.0, 2.0, 2.0], [2.0, 0.0, 2.1]], dtype=torch.float64)
+    wrong, _, _ = judge(logits, torch.tensor([1, 2, 2]), STEP)
+    assert wrong.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_not_finite_are_noticed(bad: float) -> None:
+    logits = torch.tensor([[0.0, 1.0], [bad, 1.0]])
+    assert judge(logits, torch.zeros(2), STEP)[2].tolist() == [True, False]
+
+
+confidences = st.lists(st.integers(-4, 4), min_size=1, max_size=8)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.tuples(confidences, confidences), min_size=1, max_size=3))
+def test_discordances_are_those_of_the_metrics(pairs: list[tuple[list[int], list[int]]]) -> None:
+    inside, outside = ([torch.tensor(pair[side]) for pair in pairs] for side in (0, 1))
+    sizes = {(len(a), len(b)) for a, b in zip(inside, outside, strict=True)}
+    for one, other in zip(inside, outside, strict=True):
+        assert int(discordances(one[None], other[None])) == discordance(-one, -other)
+    if len(sizes) == 1:
+        together = discordances(torch.stack(inside), torch.stack(outside))
+        assert together.tolist() == [discordance(-a, -b) for a, b in zip(inside, outside, strict=True)]
+
+
+def test_scores_from_integers() -> None:
+    wrong = torch.tensor([True, False, False, False])
+    confidence = torch.tensor([3, 5, 7, 9, 5, 1])
+    errors, found = (int(count) for count in Objective("avg", 4, 2).count(wrong[None], confidence[None]))
+    assert (errors, found) == (1, 3)  # OOD 5 is above ID 3 and level with ID 5
+    expected = auroc(-confidence[:4], -confidence[4:])
+    assert Objective("acc", 4, 0).achieved(errors, 0) == 0.75
+    assert Objective("ood", 4, 2).achieved(errors, found) == pytest.approx(expected)
+    assert Objective("avg", 4, 2).achieved(errors, found) == pytest.approx((0.75 + expected) / 2)
+    values = (Objective("acc", 4, 0).value(1, 0), Objective("ood", 4, 2).value(1, 3), Objective("avg", 4, 2).value(1, 3))
+    assert values == (1, 3, 7)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@settings(max_examples=30, derandomize=True, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_integers_only_grow_as_samples_come_in(score: Score, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    inside, outside = 7, 0 if score == "acc" else 5
+    objective = Objective(score, inside, outside)
+    wrong = torch.randint(2, (inside,), generator=generator).bool()
+    confidence = torch.randint(6, (inside + outside,), generator=generator)
+    order = objective.hardest_first(wrong, confidence)
+    assert sorted(order) == list(range(objective.samples))
+    values = []
+    for count in range(objective.samples + 1):
+        seen = torch.zeros(objective.samples, dtype=torch.bool)
+        seen[torch.from_numpy(order[:count])] = True
+        partial = torch.where(seen, confidence, LEAST_CONFIDENT)
+        partial[:inside][~seen[:inside]] = MOST_CONFIDENT
+        values.append(objective.value(*map(int, objective.count((wrong & seen[:inside])[None], partial[None]))))
+    assert values == sorted(values)
+    assert values[-1] == objective.value(*map(int, objective.count(wrong[None], confidence[None])))
+
+
+def test_hardest_samples_come_first() -> None:
+    wrong = torch.tensor([False, True, False])
+    assert Objective("acc", 3, 0).hardest_first(wrong, torch.tensor([1, 9, 5])).tolist() == [1, 0, 2]
+    order = Objective("ood", 3, 2).hardest_first(wrong, torch.tensor([1, 9, 5, 0, 6]))
+    assert order.tolist() == [4, 0, 2, 3, 1] or np.array_equal(order[:3], [4, 0, 2])
