@@ -14,8 +14,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@echo "The embedded demo is not built yet; until then see the README for five lines that run today."
 
+# One worker per core, one thread each; a test file stays on one worker, so that its fixtures are made once.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -241,7 +241,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--scores", nargs="+", choices=SCORES, default=list(SCORES))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--naive-steps", type=int, help="measure so many naive steps (at least 2) and extrapolate")
-    parser.add_argument("--screen-size", type=int, default=16)
+    parser.add_argument("--screen-size", type=int, default=12)
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -8,7 +8,24 @@ from architectures import ArchitectureCase
 from contract.all_architectures import ALL_CASES
 from contract.models import variants
 
-pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
+# One architecture per kind of stem, norm placement, pooling and activation; the rest compile the same code.
+QUICK = {
+    "timm-vit",
+    "timm-augreg-qknorm-avg",
+    "timm-deit-distilled",
+    "timm-dinov2-swiglu",
+    "timm-siglip",
+    "transformers-dinov2",
+    "transformers-bert",
+    "transformers-roberta",
+    "transformers-electra-projected",
+    "transformers-clip-text",
+}
+pytestmark = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case.name in QUICK else pytest.mark.slow) for case in ALL_CASES],
+    ids=str,
+)
 
 
 def ensemble_of(case: ArchitectureCase) -> he.Ensemble:

@@ -10,15 +10,15 @@ import hydra_ensembles as he
 from hydra_ensembles.data import Dataset, batches, load, split, subset, without_classes
 from hydra_ensembles.data.overlaps import CIFAR10_TINYIMAGENET, right
 
-SIZES = {"train": 160, "id": 80, "ood": 32, "test": 160}
+SIZES = {"train": 128, "id": 64, "ood": 24, "test": 128}
 HEAD = he.Recipe(
     optimizer="adamw", learning_rate=3e-3, epochs=4, train_groups=("readout",), label_smoothing=0.1, dropout=0.0
 )
 RECIPE = he.Recipe(
     optimizer="adamw",
     learning_rate=2e-5,
-    steps=6,
-    warmup=2,
+    steps=4,
+    warmup=1,
     schedule="linear",
     clip_norm=1.0,
     dropout=0.1,
@@ -29,7 +29,7 @@ RECIPE = he.Recipe(
 
 def config(case: str) -> he.HydraConfig:
     """Circuits over the last layers only, so that they take seconds."""
-    return he.HydraConfig(prune=4, recipe=RECIPE, shared_layers={"dinov2": 10, "minilm": 4}[case])
+    return he.HydraConfig(prune=3, recipe=RECIPE, shared_layers={"dinov2": 10, "minilm": 5}[case])
 
 
 def dinov2(weights: Path, data: Path) -> tuple[he.Ensemble, dict[str, Dataset[Any]]]:
@@ -53,6 +53,7 @@ def minilm(folder: Path, data: Path) -> tuple[he.Ensemble, dict[str, Dataset[Any
     model = transformers.AutoModel.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
+    tokenizer.model_max_length = 32  # the news are long
     ensemble = he.convert(model, num_labels=2, processor=tokenizer)
     return ensemble, _slices(load(data / "text/sst2", "train"), load(data / "text/ag_news", "validation"))
 

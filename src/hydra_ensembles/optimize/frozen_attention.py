@@ -152,7 +152,7 @@ class FrozenAttention(nn.Module):
         bias = None
         if self.out_bias is not None:
             bias = self.out_bias[min(copy, self.out_bias.shape[0] - 1)]
-        return F.linear(z.flatten(2), weight.t(), bias)
+        return F.linear(z.flatten(2).flatten(0, 1), weight.t(), bias).unflatten(0, z.shape[:2])
 
     def _with_bias(self, y: Tensor) -> Tensor:
         """`[M, B, T', d]` with each member's bias."""

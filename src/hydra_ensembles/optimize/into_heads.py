@@ -41,8 +41,8 @@ class IntoHeads(nn.Module):
         """All heads, or `start:stop` of them, on `[R, T, d]` that each of them sees: one plain product."""
         weight = dense(self.weight, start, stop)  # [H', P, d_k, d]
         bias = None if self.bias is None else self.bias[start:stop].flatten()
-        y = F.linear(x, weight.flatten(0, 2), bias)
-        return y.unflatten(2, (-1, *weight.shape[1:3])).unbind(3)
+        y = F.linear(x.flatten(0, 1), weight.flatten(0, 2), bias)  # two axes: one product, not one for each of R
+        return y.reshape(*x.shape[:2], *weight.shape[:3]).unbind(3)
 
     def batched(self, x: Tensor, members: int) -> Parts:
         """`[M, B, T, d]`, each member's part by its own K / M heads, members on the batch axis of the result."""

@@ -22,7 +22,9 @@ def varied(inputs: Inputs, copies: int, seed: int) -> Inputs:
     ends = many["attention_mask"].sum(1) if "attention_mask" in many else torch.full((len(ids),), ids.shape[1])
     for row, end in enumerate(ends.tolist()):
         words = ids[row, 1 : end - 1]  # first and last token may have a meaning of their own
-        ids[row, 1 : end - 1] = words[torch.randint(len(words), words.shape, generator=generator)] if len(words) else words
+        ids[row, 1 : end - 1] = (
+            words[torch.randint(len(words), words.shape, generator=generator)] if len(words) else words
+        )
     return {**many, "input_ids": ids}
 
 

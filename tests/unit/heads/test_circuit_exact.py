@@ -21,7 +21,7 @@ def assert_same_choices(problem: Problem, **options: object) -> None:
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("shape", CIRCUIT_SHAPES)
 def test_every_shape_of_model(shape: str, score: Score) -> None:
-    assert_same_choices(random_problem(shape), score=score, budget=5)
+    assert_same_choices(random_problem(shape), score=score, budget=4)
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -44,12 +44,12 @@ def test_ties_between_heads_go_to_the_first(score: Score) -> None:
     assert first.head in (0, 1)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 7, 1000])
-def test_batch_size_changes_nothing(batch_size: int) -> None:
-    problem = random_problem("text-mean-post-norm")
-    expected = problem.extract(method="naive", budget=4)
-    assert evidence(problem.extract(method="exact", budget=4, batch_size=batch_size)) == evidence(expected)
-    assert evidence(problem.extract(method="naive", budget=4, batch_size=batch_size)) == evidence(expected)
+@pytest.mark.parametrize("method", ["naive", "exact"])
+def test_batch_size_changes_nothing(method: str) -> None:
+    problem = random_problem("text-mean-post-norm", id_sizes=(5, 2), ood_sizes=(4,))
+    expected = evidence(problem.extract(budget=2))
+    for batch_size in (1, 3, 7):
+        assert evidence(problem.extract(method=method, budget=2, batch_size=batch_size)) == expected
 
 
 def test_how_samples_are_batched_changes_nothing() -> None:
@@ -59,17 +59,17 @@ def test_how_samples_are_batched_changes_nothing() -> None:
     assert evidence(apart.extract(budget=4)) == evidence(together.extract(budget=4))
 
 
-@pytest.mark.parametrize("memory_budget", [1, 20_000, 60_000, 10**9])
+@pytest.mark.parametrize("memory_budget", [1, 30_000, 60_000])
 def test_memory_changes_the_work_and_nothing_else(memory_budget: int) -> None:
     problem = random_problem("image-mean-layerscale", id_sizes=(9, 6), ood_sizes=(12,))
-    expected = problem.extract(method="naive", budget=8)
-    assert evidence(problem.extract(method="exact", budget=8, memory_budget=memory_budget)) == evidence(expected)
+    expected = problem.extract(method="naive", budget=6)
+    assert evidence(problem.extract(method="exact", budget=6, memory_budget=memory_budget)) == evidence(expected)
 
 
 def test_carried_activations_save_work() -> None:
     problem = random_problem("image-mean-layerscale", id_sizes=(9, 6), ood_sizes=(12,))
     poor, rich = (
-        problem.extract(score="ood", budget=8, memory_budget=budget).provenance["model_forwards"]
+        problem.extract(score="ood", budget=6, memory_budget=budget).provenance["model_forwards"]
         for budget in (1, 10**9)
     )
     assert rich < 0.9 * poor
@@ -131,7 +131,7 @@ def tiny_problems(draw: st.DrawFn) -> Problem:
     return Problem(model, some(2), some(1))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(problem=tiny_problems(), score=st.sampled_from(SCORES), data=st.data())
 def test_any_tiny_model(problem: Problem, score: Score, data: st.DataObject) -> None:
     total = problem.model.num_layers * problem.model.num_heads

@@ -26,7 +26,7 @@ def test_confidence_orders_like_the_maximum_softmax_probability() -> None:
     _, confidence, finite = judge(logits, torch.zeros(200), STEP)
     probability = logits.softmax(-1).amax(-1)
     assert torch.equal(confidence.argsort(), probability.argsort())
-    assert torch.allclose(torch.sigmoid(confidence * STEP), probability, atol=1e-8)
+    assert torch.allclose(torch.sigmoid(confidence.double() * STEP), probability, atol=1e-8)
     assert finite.all()
 
 
@@ -78,7 +78,11 @@ def test_scores_from_integers() -> None:
     assert Objective("acc", 4, 0).achieved(errors, 0) == 0.75
     assert Objective("ood", 4, 2).achieved(errors, found) == pytest.approx(expected)
     assert Objective("avg", 4, 2).achieved(errors, found) == pytest.approx((0.75 + expected) / 2)
-    values = (Objective("acc", 4, 0).value(1, 0), Objective("ood", 4, 2).value(1, 3), Objective("avg", 4, 2).value(1, 3))
+    values = (
+        Objective("acc", 4, 0).value(1, 0),
+        Objective("ood", 4, 2).value(1, 3),
+        Objective("avg", 4, 2).value(1, 3),
+    )
     assert values == (1, 3, 7)
 
 

@@ -7,10 +7,11 @@ from trained_vit import id_pictures, ood_pictures, trained_vit
 
 from hydra_ensembles.heads.circuit import Score
 from hydra_ensembles.heads.circuit.distributed import Ranks
-from hydra_ensembles.heads.circuit.methods import Evaluation
+from hydra_ensembles.heads.circuit.gradients import predicted_log_odds, predicted_values
+from hydra_ensembles.heads.circuit.methods import Evaluation, ScreenedMethod
 from hydra_ensembles.heads.circuit.samples import read_samples
 from hydra_ensembles.heads.circuit.scores import Objective
-from hydra_ensembles.heads.circuit.screened import predicted_log_odds, predicted_values, shortlist
+from hydra_ensembles.heads.circuit.screened import Screen
 from hydra_ensembles.heads.circuit.work import Work
 from hydra_ensembles.heads.circuit.working_model import working_copy
 from hydra_ensembles.heads.mask import existing_heads, masked
@@ -70,21 +71,43 @@ def test_predictions_are_first_order() -> None:
         assert torch.allclose(predicted[index].double(), real, atol=1e-5)
 
 
-def test_a_shortlist_of_all_heads_is_exact() -> None:
-    problem = random_problem()
-    exact, screened = problem.extract(budget=4), problem.extract(method="screened", budget=4, screen_size=12)
-    assert screened.heads == exact.heads
-    assert screened.provenance["audit"] == {"steps": [0, 2], "divergences": 0, "largest_excess": 0}
-
-
-def test_audited_steps_take_the_exact_choice() -> None:
+def test_audits_report_and_change_nothing() -> None:
     problem = random_problem(seed=2)
-    options = {"budget": 4, "method": "screened", "screen_size": 1}
-    audited = problem.extract(**options, audit_steps=4)
-    assert audited.heads == problem.extract(budget=4).heads
-    assert audited.provenance["audit"]["divergences"] > 0
-    assert audited.provenance["audit"]["largest_excess"] > 0
-    assert problem.extract(**options, audit_steps=0).provenance["audit"]["steps"] == []
+    options = {"budget": 4, "method": "screened", "screen_size": 1, "score": "ood"}
+    silent, audited = problem.extract(**options, audit_steps=0), problem.extract(**options, audit_steps=4)
+    assert audited.heads == silent.heads
+    assert audited.scores == silent.scores
+    assert silent.provenance["audit"] == {"steps": [], "divergences": 0, "largest_excess": 0}
+    audit = audited.provenance["audit"]
+    assert audit["steps"] == [0, 1, 2, 3]
+    assert 0 < audit["divergences"] <= 4
+    assert audit["largest_excess"] > 0
+
+
+def test_an_audit_holds_the_choice_against_the_best_of_all() -> None:
+    problem = random_problem(seed=2)
+    screened = problem.extract(budget=1, method="screened", screen_size=1, audit_steps=1, score="ood")
+    best = problem.extract(budget=1, method="naive", score="ood")
+    missed = screened.provenance["discordance"][0] - best.provenance["discordance"][0]
+    assert screened.provenance["audit"]["largest_excess"] == missed
+
+
+def test_screening_in_half_precision(problem: Problem) -> None:
+    """What runs on a GPU: bfloat16 chooses, the precise model reports."""
+    setup = evaluation(problem, "avg")
+    heads = list(existing_heads(problem.model.config))
+    coarse = setup.half_precision(heads, [], memory_share=0.5)
+    assert coarse.model.ensemble.dtype == torch.bfloat16
+    method = ScreenedMethod(setup.exact(heads, [], memory_share=0.5), Screen(coarse, Ranks(), 6))
+    naive, off = setup.naive([]), []
+    for audit in (True, False, True):
+        choice, excess = method.take([head for head in heads if head not in off], audit)
+        assert naive.evaluate(choice.head) == choice
+        assert (excess is not None) == audit
+        assert excess is None or excess >= 0
+        naive.remove(choice.head)
+        off.append(choice.head)
+    assert len(set(off)) == 3
 
 
 def test_layers_without_heads_are_skipped() -> None:
@@ -97,6 +120,6 @@ def test_layers_without_heads_are_skipped() -> None:
 def test_a_shortlist_is_in_the_order_of_the_model(problem: Problem) -> None:
     setup = evaluation(problem, "acc")
     heads = list(existing_heads(problem.model.config))
-    chosen = shortlist(setup.exact(heads, []).current, heads, 5)
+    chosen = Screen(setup.exact(heads, []).current, Ranks(), 5).shortlist(heads)
     assert len(chosen) == 5
     assert chosen == sorted(chosen)

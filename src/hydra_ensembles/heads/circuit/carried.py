@@ -79,6 +79,8 @@ class CarriedActivations:
 
     def forget_above(self, level: int) -> None:
         """Give back what lies above a level; what lies at it or below is still right."""
+        if len(self._free) == len(self._pool):
+            return  # nothing is held
         self._release(np.s_[:, level + 1 :])
         held = self._slot[:, : level + 1] >= 0  # [K, levels, rows]
         highest = level - held[:, ::-1].argmax(1)  # of those that hold anything

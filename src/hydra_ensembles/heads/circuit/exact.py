@@ -42,14 +42,12 @@ class Exact:
     Args:
         current: The model with all heads chosen so far taken out.
         ranks: The processes the candidates are spread over.
-        at_once: Evaluate every candidate on all samples at once, which suits a few of them on a fast device.
     """
 
-    def __init__(self, current: CurrentModel, ranks: Ranks, at_once: bool = False) -> None:
+    def __init__(self, current: CurrentModel, ranks: Ranks) -> None:
         self.current, self.ranks = current, ranks
         self.objective = current.objective
-        samples = self.objective.samples
-        self.chunk = samples if at_once else min(-(-samples // _CHUNKS), _LARGEST_CHUNK)
+        self.chunk = min(-(-self.objective.samples // _CHUNKS), _LARGEST_CHUNK)
         kind = "cuda" if current.device.type == "cuda" else "cpu"
         self.together = max(_TOGETHER[kind], _PAIRS[kind] // self.chunk)
         self.table = AnswerTable(current.candidates, current.samples, self.objective, current.model.ensemble.dtype)

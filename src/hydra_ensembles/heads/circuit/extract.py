@@ -43,7 +43,7 @@ def extract_circuit(
     batch_size: int | None = None,
     journal: str | Path | None = None,
     progress: bool = True,
-    screen_size: int = 16,
+    screen_size: int = 12,
     audit_steps: int | None = None,
     seed: int = 0,
 ) -> HeadRanking:
@@ -61,9 +61,10 @@ def extract_circuit(
       from step to step, and heads that can no longer win are given up before all samples were looked at. In
       float64 the result is the naive one. In float32 rounding may decide between heads that are a few
       integer units apart; `audit_steps` counts how often it does.
-    * `"screened"` predicts the effect of every head from one gradient pass and evaluates only the
-      `screen_size` most promising ones (on a GPU, in float32, these compete in bfloat16 and the winner is
-      evaluated again). Approximate; its audited steps tell how often it chose what `"exact"` would have.
+    * `"screened"` predicts the effect of every head from one gradient pass, evaluates only the `screen_size`
+      most promising ones (on a GPU, in bfloat16 where the evaluation is in float32) and chooses among them by a
+      smoothed score, which ties less. Approximate; audited steps tell how often its choice was as good as that
+      of `"exact"`.
 
     Under `torchrun` or `accelerate launch` the heads are spread over the ranks, and every rank returns the same
     ranking. Dropout is off. The ensemble is left alone.
@@ -85,8 +86,8 @@ def extract_circuit(
         journal: A file to note every step in. Where it exists, the run goes on after its last step.
         progress: Show a progress bar.
         screen_size: Heads that `"screened"` evaluates at each step.
-        audit_steps: Steps, spread evenly, at which the choice of `"exact"` is checked by `"naive"`, or that of
-            `"screened"` by `"exact"` (which then decides). None for 0 and 2.
+        audit_steps: Steps, spread evenly, at which the choice of `"exact"` is held against that of `"naive"`, or
+            the choice of `"screened"` against that of `"exact"`. None for 0 and 2.
         seed: Start of PyTorch's random numbers while the batches are read, for loaders that shuffle.
 
     Returns:

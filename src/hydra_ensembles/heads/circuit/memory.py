@@ -33,12 +33,22 @@ def _free_on_gpu(device: torch.device) -> int:
 
 def default_batch_size(model: Ensemble, samples: Samples) -> int:
     """Samples (or pairs of candidate and sample) in a batch: enough to keep the device busy, if they fit."""
-    device, encoder = model.device, model.config.encoder
-    if device.type != "cuda":
+    if model.device.type != "cuda":
         return 64
+    encoder = model.config.encoder
     hidden = encoder.mlp_width * (2 if encoder.gated else 1)
     one = max(tokens_of(model, group) for group in samples.groups) * hidden * model.dtype.itemsize
-    return max(1, min(2048, _free_on_gpu(device) // (16 * one)))
+    return max(1, min(2048, _free_on_gpu(model.device) // (32 * one)))
+
+
+def gradient_batch_size(model: Ensemble, samples: Samples, batch_size: int) -> int:
+    """Samples in a batch whose activations are held in all blocks at once, for a gradient."""
+    if model.device.type != "cuda":
+        return batch_size
+    encoder = model.config.encoder
+    values = encoder.layers * (12 * encoder.width + 3 * encoder.mlp_width * (2 if encoder.gated else 1))
+    one = max(tokens_of(model, group) for group in samples.groups) * values * model.dtype.itemsize
+    return max(1, min(2048, _free_on_gpu(model.device) // (4 * one)))
 
 
 @dataclass(frozen=True)

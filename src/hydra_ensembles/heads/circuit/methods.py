@@ -16,7 +16,7 @@ from .memory import default_budget
 from .naive import Naive
 from .samples import Samples
 from .scores import Objective
-from .screened import shortlist
+from .screened import Screen
 from .settings import CircuitSettings
 from .work import Work
 from .working_model import WorkingModel, working_copy
@@ -39,24 +39,24 @@ class Evaluation:
         copy = working_copy(self.model, self.model.dtype, self.model.device)
         return Naive(copy, self.samples, self.objective, self.ranks, self.work, self.batch_size, off)
 
-    def exact(
-        self,
-        candidates: Sequence[Head],
-        off: Sequence[Head],
-        dtype: torch.dtype | None = None,
-        share: float = 1.0,
-        at_once: bool = False,
-    ) -> Exact:
-        """Branch and bound, with heads off, in a dtype of its own, with a share of the memory."""
-        copy = working_copy(self.model, self.model.dtype if dtype is None else dtype, self.model.device)
-        model = WorkingModel(copy, self.work)
+    def exact(self, candidates: Sequence[Head], off: Sequence[Head], memory_share: float = 1.0) -> Exact:
+        """Branch and bound, with heads off, with a share of the memory."""
+        return Exact(self._current(candidates, off, self.model.dtype, self.batch_size, memory_share), self.ranks)
+
+    def half_precision(self, candidates: Sequence[Head], off: Sequence[Head], memory_share: float) -> CurrentModel:
+        """The model in bfloat16, with heads off, in few large batches."""
+        return self._current(candidates, off, torch.bfloat16, 4 * self.batch_size, memory_share)
+
+    def _current(
+        self, candidates: Sequence[Head], off: Sequence[Head], dtype: torch.dtype, batch_size: int, memory_share: float
+    ) -> CurrentModel:
+        model = WorkingModel(working_copy(self.model, dtype, self.model.device), self.work)
         for head in off:
             model.drop(head)
         budget = default_budget(self.model.device) if self.memory_budget is None else self.memory_budget
-        current = CurrentModel(
-            model, self.samples, self.objective, candidates, self.ranks, self.batch_size, int(budget * share)
+        return CurrentModel(
+            model, self.samples, self.objective, candidates, self.ranks, batch_size, int(budget * memory_share)
         )
-        return Exact(current, self.ranks, at_once)
 
 
 class GreedyMethod(Protocol):
@@ -117,33 +117,26 @@ class ScreenedMethod:
 
     Args:
         exact: The model whose results are reported.
-        size: Candidates to evaluate at each step.
-        coarse: Where it pays, the same model in half precision: it takes the gradients and chooses among the
-            promising candidates. Otherwise `exact` does that too.
+        screen: Chooses; where it pays, by the same model in half precision.
     """
 
-    def __init__(self, exact: Exact, size: int, coarse: Exact | None) -> None:
-        self.exact, self.size, self.coarse = exact, size, coarse
+    def __init__(self, exact: Exact, screen: Screen) -> None:
+        self.exact, self.screen = exact, screen
 
     def start(self) -> Choice:
         """The result of the model as it is."""
         return self.exact.current.choice
 
     def take(self, candidates: Sequence[Head], audit: bool) -> tuple[Choice, int | None]:
-        """Remove the best of the promising candidates; audited, the best of all."""
-        judge = self.exact if self.coarse is None else self.coarse
-        promising = judge.ranks.from_first(shortlist(judge.current, candidates, self.size))
-        choice, excess = judge.choose(promising), None
+        """Remove the best of the promising candidates; audited, hold it against the best of all."""
+        head, excess = self.screen.choose(candidates), None
         if audit:
-            screened = choice if self.coarse is None else self.exact.choose([choice.head])
-            choice = self.exact.choose(candidates, known=screened)
-            excess = screened.value - choice.value
-        head = choice.head
+            screened = self.exact.choose([head])
+            excess = screened.value - self.exact.choose(candidates, known=screened).value
         self.exact.current.remove(head)
-        if self.coarse is not None:  # its own count is not precise enough to be reported
-            self.coarse.current.remove(head)
-            choice = replace(self.exact.current.choice, head=head)
-        return choice, excess
+        if self.screen.current is not self.exact.current:
+            self.screen.current.remove(head)
+        return replace(self.exact.current.choice, head=head), excess
 
 
 def start_method(
@@ -155,7 +148,9 @@ def start_method(
     if settings.method == "exact":
         referee = evaluation.naive(off) if settings.audit_steps else None
         return ExactMethod(evaluation.exact(candidates, off), referee)
-    if evaluation.model.device.type != "cuda" or settings.dtype != torch.float32:
-        return ScreenedMethod(evaluation.exact(candidates, off), settings.screen_size, None)
-    coarse = evaluation.exact(candidates, off, torch.bfloat16, share=0.5, at_once=True)
-    return ScreenedMethod(evaluation.exact(candidates, off, share=0.5), settings.screen_size, coarse)
+    if evaluation.model.device.type == "cuda" and settings.dtype == torch.float32:
+        coarse = evaluation.half_precision(candidates, off, memory_share=0.5)
+        exact = evaluation.exact(candidates, off, memory_share=0.5)
+        return ScreenedMethod(exact, Screen(coarse, evaluation.ranks, settings.screen_size))
+    exact = evaluation.exact(candidates, off)
+    return ScreenedMethod(exact, Screen(exact.current, evaluation.ranks, settings.screen_size))

@@ -48,10 +48,16 @@ def judge(logits: Tensor, labels: Tensor, step: float) -> tuple[Tensor, Tensor, 
     precise = logits.double()
     largest = precise.amax(-1, keepdim=True)
     answer = (precise >= largest - step / 256).int().argmax(-1)  # the first of those that tie
-    others = precise.scatter(-1, answer[..., None], -torch.inf)
-    log_odds = (largest[..., 0] - others.logsumexp(-1)).clamp(-_LARGEST_LOG_ODDS, _LARGEST_LOG_ODDS)
-    confidence = (log_odds / step).round().nan_to_num().long()
+    odds = log_odds(precise, answer).clamp(-_LARGEST_LOG_ODDS, _LARGEST_LOG_ODDS)
+    confidence = (odds / step).round().nan_to_num().long()
     return answer != labels, confidence, precise.isfinite().all(-1)
+
+
+def log_odds(logits: Tensor, classes: Tensor) -> Tensor:
+    """log(p / (1 - p)) of one class for each row: `[B, C]` and `[B]` to `[B]`."""
+    chosen = classes[..., None]
+    others = logits.scatter(-1, chosen, -torch.inf).logsumexp(-1)
+    return logits.gather(-1, chosen)[..., 0] - others
 
 
 def discordances(id_confidence: Tensor, ood_confidence: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class CircuitSettings:
         """The settings a journal must agree on to be continued.
 
         A larger budget continues a finished run, because the removal order of a smaller one is its
-        beginning; unless the choice of audited steps depends on it.
+        beginning; unless steps are audited, because which ones depends on it.
         """
         settings: dict[str, object] = {
             "score": self.score,

@@ -1,0 +1,279 @@
+"""An optimized ensemble: choosing plans, compiling, changing shapes, precision, memory."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hydra_ensembles.config import KeptHeads, Sharing
+from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.optimize import Choice, OptimizedEnsemble, RunOptions
+from hydra_ensembles.optimize import optimized as optimized_module
+from hydra_ensembles.optimize.choice import fastest, nearest
+from hydra_ensembles.optimize.graphs import shape_key
+from unit.heads.random_ensembles import random_batches, random_ensemble
+
+EVEN: KeptHeads = (((0, 1), (0, 3), (1, 2)),) * 3
+UNEVEN: KeptHeads = (((0, 1, 2), (0, 3), (1,)), ((0, 2), (0, 1, 2, 3), (2, 3)), ((1,), (3,), (0, 1, 2)))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def hydra(shape: str = "image-cls", heads: KeptHeads = UNEVEN) -> Ensemble:
+    return random_ensemble(shape, heads, Sharing(stem=True, mlp=True), dtype=torch.float32)
+
+
+def images(batch: int) -> Tensor:
+    return torch.randn(batch, 3, 4, 6, generator=torch.Generator().manual_seed(batch))
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> bool:
+    return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())
+
+
+# --- choosing --------------------------------------------------------------------------------------------
+
+
+def test_a_shape_is_measured_once_and_its_choice_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def watched(runs: Any, arguments: Any, *rest: Any) -> Choice:
+        measured.append(arguments[0].shape[0])
+        return fastest(runs, arguments, *rest)
+
+    monkeypatch.setattr(optimized_module, "fastest", watched)
+    ensemble = hydra()
+    fast = ensemble.optimize(images(2))
+    for batch in (2, 3, 2, 3, 1):
+        fast(images(batch))
+    assert measured == [2, 3, 1]
+    assert fast.choice_for(images(3)) is fast.choices[shape_key((images(3), None, None))]
+    assert set(fast.choice_for(images(3)).seconds) == {"batched", "loop"}
+
+
+def test_the_fastest_plan_is_chosen() -> None:
+    import time
+
+    runs = {"batched": lambda x: time.sleep(0.02), "loop": lambda x: None}
+    choice = fastest(runs, (images(1),), 3, torch.device("cpu"))  # type: ignore[arg-type]
+    assert choice.plan == "loop"
+    assert choice.seconds["batched"] > choice.seconds["loop"]
+
+
+def test_beyond_a_number_of_shapes_the_nearest_batch_size_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimized_module, "MEASURED_SHAPES", 2)
+    ensemble = hydra()
+    fast = ensemble.optimize()
+    for batch in (1, 8, 6):
+        assert close(fast(images(batch)), ensemble(images(batch)))
+    late = fast.choice_for(images(6))
+    assert late.plan == fast.choice_for(images(8)).plan
+    assert not late.seconds
+    assert "nearest" in str(late)
+    known = {shape_key((images(2),)): Choice("loop"), shape_key((images(9),)): Choice("batched")}
+    assert nearest(known, shape_key((images(4),))).plan == "loop"
+
+
+def _failing(*arguments: Any) -> Tensor:
+    raise NotImplementedError("strides must be a multiple of 16 bytes\nand more")
+
+
+def test_a_plan_that_fails_drops_out_with_its_reason() -> None:
+    ensemble = hydra()
+    fast = ensemble.optimize(plans=["grouped", "loop"])
+    fast._plain["grouped"] = _failing
+    assert close(fast(images(3)), ensemble(images(3)))
+    choice = fast.choice_for(images(3))
+    assert choice.plan == "loop"
+    assert choice.failures == {"grouped": "strides must be a multiple of 16 bytes"}
+    assert "grouped failed: strides" in fast.describe()
+
+
+def test_when_every_plan_fails_the_error_is_shown() -> None:
+    fast = hydra().optimize(plans=["grouped", "loop"])
+    fast._plain["grouped"] = fast._plain["loop"] = _failing
+    with pytest.raises(NotImplementedError, match="multiple of 16"):
+        fast(images(2))
+    assert not fast.choices
+
+
+def test_bad_inputs_are_reported_as_such() -> None:
+    with pytest.raises(ValueError, match="expected images"):
+        hydra().optimize()(torch.zeros(2, 3))
+
+
+# --- shapes ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_padding_masks_and_changing_lengths() -> None:
+    for shape in ("text-post-norm", "text-mean-post-norm", "text-causal"):
+        ensemble = hydra(shape)
+        fast = ensemble.optimize()
+        for size in (5, 1):
+            batch = random_batches(ensemble, (size,))[0][0]
+            assert isinstance(batch, dict)
+            for tokens in (7, 3, 1):
+                part = {name: tensor[:, :tokens] for name, tensor in batch.items()}
+                assert close(fast(part), ensemble(part))
+                assert close(fast(part["input_ids"]), ensemble(part["input_ids"]))
+
+
+# --- compiling -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphs_made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Modules compiled from now on run as they are; each graph the compiler makes of them is noted."""
+    made: list[Any] = []
+    real = torch.compile
+
+    def backend(graph: Any, example_inputs: Any) -> Any:
+        made.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda module, **options: real(module, **{**options, "backend": backend}))
+    return made
+
+
+@torch.no_grad()
+def test_compiled_code_stays_right_beyond_the_compilers_limit(graphs_made: list[Any]) -> None:
+    ensemble = hydra()
+    fast = ensemble.optimize(compile=True, plans=["batched"])
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for batch in (1, 2, 3, 2, 1):
+            assert close(fast(images(batch)), ensemble(images(batch)))
+    assert all(choice.compiled for choice in fast.choices.values())
+    assert len(graphs_made) == 3
+
+
+@torch.no_grad()
+def test_dynamic_code_serves_all_batch_sizes(graphs_made: list[Any]) -> None:
+    ensemble = hydra()
+    fast = ensemble.optimize(compile=True, dynamic=True, plans=["batched"], compiled_shapes=1)
+    for batch in (4, 2, 3, 5, 1):
+        assert close(fast(images(batch)), ensemble(images(batch)))
+    assert all(choice.compiled for choice in fast.choices.values())
+    assert len(graphs_made) <= 2  # a batch of one may have code of its own
+
+
+@torch.no_grad()
+def test_code_is_made_for_so_many_shapes_and_the_others_run_without() -> None:
+    ensemble = hydra()
+    fast = ensemble.optimize(compile="eager", compiled_shapes=1, plans=["loop"])
+    for batch in (3, 1, 3):
+        assert close(fast(images(batch)), ensemble(images(batch)))
+    assert [choice.compiled for choice in fast.choices.values()] == [True, False]
+    assert "most allowed" in fast.describe()
+
+
+def test_only_the_chosen_plan_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def watched(module: Any, **options: Any) -> Any:
+        compiled.append(module)
+        return module
+
+    monkeypatch.setattr(torch, "compile", watched)
+    fast = hydra().optimize(compile=True)
+    assert not compiled
+    fast(images(2))
+    assert compiled == [fast.module(fast.choice_for(images(2)).plan)]
+
+
+@torch.no_grad()
+def test_text_with_masks_compiles() -> None:
+    ensemble = hydra("text-post-norm")
+    fast = ensemble.optimize(compile="eager", plans=["batched"])
+    batch = random_batches(ensemble, (3,))[0][0]
+    assert close(fast(batch), ensemble(batch))
+    assert all(choice.compiled for choice in fast.choices.values())
+
+
+@torch.no_grad()
+def test_a_failing_compiler_is_reported_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda module, **options: _failing)
+    ensemble = hydra()
+    fast = ensemble.optimize(compile=True)
+    with pytest.warns(UserWarning, match="runs uncompiled: strides"):
+        logits = fast(images(2))
+    assert close(logits, ensemble(images(2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(fast(images(2)), logits)
+    assert "not compiled: strides" in fast.describe()
+
+
+# --- precision and memory --------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_lower_precision_is_used_for_weights_and_inputs() -> None:
+    ensemble = hydra()
+    fast = ensemble.optimize(dtype=torch.bfloat16)
+    logits = fast(images(4))
+    assert logits.dtype == torch.bfloat16
+    assert close(logits.float(), ensemble(images(4)), 0.05)
+    assert {p.dtype for p in fast.module("loop").parameters()} == {torch.bfloat16}
+    assert fast.predict(images(4)).probs.dtype == torch.float32
+    assert fast.memory_bytes < 0.6 * ensemble.optimize().memory_bytes
+
+
+def test_half_precision_folds_in_full_precision() -> None:
+    ensemble = hydra()
+    half = hydra().to(torch.bfloat16)
+    with torch.no_grad():
+        assert close(half.optimize()(images(2).bfloat16()).float(), ensemble(images(2)), 0.05)
+    assert half.optimize().module("loop").dtype == torch.bfloat16
+
+
+def test_memory_counts_what_plans_share_once() -> None:
+    even = hydra(heads=EVEN)
+    alone, both = even.optimize(plans=["loop"]), even.optimize(plans=["loop", "batched"])
+    assert alone.memory_bytes == both.memory_bytes
+    assert alone.memory_bytes == sum(p.nbytes for p in _tensors(alone))
+    uneven = hydra()
+    assert uneven.optimize(plans=["loop", "batched"]).memory_bytes > uneven.optimize(plans=["loop"]).memory_bytes
+
+
+def _tensors(fast: OptimizedEnsemble[Ensemble]) -> list[Tensor]:
+    module = fast.module("loop")
+    return [*module.parameters(), *module.buffers()]
+
+
+def test_description_and_repr_name_plans_and_times() -> None:
+    fast = hydra().optimize(images(2))
+    assert repr(fast).startswith("OptimizedEnsemble(plans=['batched', 'loop'], compile=False, graphs=False")
+    assert "[2, 3, 4, 6]: " in fast.describe()
+    assert " ms" in fast.describe()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plans": ()}, "some of"),
+        ({"plans": ("fast",)}, "some of"),
+        ({"dtype": torch.int8}, "floating type"),
+        ({"weights": "int4"}, "None or 'int8'"),
+        ({"weights": "int8", "plans": ("batched",)}, "'loop' alone"),
+        ({"compiled_shapes": 0}, "at least 1"),
+        ({"graphs": True}, "CUDA device"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OptimizedEnsemble(hydra(), RunOptions(**options))
+
+
+def test_a_plan_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no plan 'grouped'"):
+        hydra().optimize().module("grouped")
