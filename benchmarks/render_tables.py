@@ -72,6 +72,7 @@ def fusion_table(name: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "circuits": lambda: circuit_table("circuit_dinov2_cifar10.json"),
+    "scaling": lambda: circuit_table("circuit_scaling.json"),
     "fusion": lambda: fusion_table("fusion_dinov2_cifar10.json"),
 }
 

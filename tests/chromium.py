@@ -77,9 +77,15 @@ class Chromium:
         return measured
 
 
+def installed_chromium() -> Chromium | None:
+    """The installed Chromium, if there is one."""
+    binary = next((path for name in _NAMES if (path := shutil.which(name))), None)
+    return None if binary is None else Chromium(binary)
+
+
 def find_chromium() -> Chromium:
     """The installed Chromium, or a skip."""
-    binary = next((path for name in _NAMES if (path := shutil.which(name))), None)
-    if binary is None:
+    found = installed_chromium()
+    if found is None:
         pytest.skip(f"no Chromium is installed (looked for {', '.join(_NAMES)})")
-    return Chromium(binary)
+    return found

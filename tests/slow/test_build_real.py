@@ -61,7 +61,8 @@ def test_the_ensemble_answers_like_its_members(case: str, prepared: Path, uninte
     assert accuracy > sum(members) / 3 - 0.05  # with so little training they are no better than the whole model
     summary = json.loads((uninterrupted / "summary.json").read_text())
     assert summary["metrics"]["validation/nll"] <= summary["metrics"]["validation/nll_uncalibrated"]
-    assert summary["samples"] == {"ranking": 32, "validation": 32, "ood": 24}
+    samples, given = summary["samples"], _count(read_batches(prepared)["id"])
+    assert (samples["ranking"], samples["validation"]) == ((given + 1) // 2, given // 2)
 
 
 def test_killed_in_every_stage_it_ends_with_the_same_ensemble(
@@ -104,10 +105,13 @@ def _steps(journal: Path) -> int:
     return len(json.loads(journal.read_text())["steps"]) if journal.exists() else 0
 
 
+def _count(batches: list[Any]) -> int:
+    return sum(len(batch["labels"] if isinstance(batch, dict) else batch[1]) for batch in batches)
+
+
 def _accuracy(ensemble: he.Ensemble, batches: list[Any]) -> float:
-    right = total = 0
+    right = 0
     for batch in batches:
         inputs, labels = (batch, batch["labels"]) if isinstance(batch, dict) else batch
         right += int((ensemble.predict(inputs).label == labels).sum())
-        total += len(labels)
-    return right / total
+    return right / _count(batches)

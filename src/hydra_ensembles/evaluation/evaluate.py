@@ -48,7 +48,8 @@ def evaluate(
     """Measure a model: accuracy, calibration, diversity, OOD detection, selective risk. One pass over each set.
 
     Under `torchrun` or `accelerate` (an initialised `torch.distributed`) the processes share the batches, every
-    one of them gets the whole result, and the numbers are those of a single process.
+    one of them gets the whole result, and the numbers are those of a single process. Give every process the plain
+    loader, in the same order; with NCCL each must have chosen its GPU before (`torch.cuda.set_device`).
 
     Args:
         ensemble: An `Ensemble`, or anything that is called with the inputs of a batch and answers with member

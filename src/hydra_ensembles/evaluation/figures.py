@@ -13,7 +13,8 @@ from ..prediction import Prediction
 POINTS = 160
 """Most points a stored curve has."""
 
-HISTOGRAM_BINS = 40
+HISTOGRAM_BINS = (12, 40)
+"""Fewest and most bins of a score histogram; in between, twice the cube root of the smallest set (Rice's rule)."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,9 @@ def _edges(scores: list[Tensor]) -> Tensor:
     low, high = min(float(end[0]) for end in ends), max(float(end[1]) for end in ends)
     if not low < high:
         low, high = low - 0.5, high + 0.5
-    return torch.linspace(low, high, HISTOGRAM_BINS + 1, dtype=torch.float64)
+    fewest, most = HISTOGRAM_BINS
+    bins = round(2 * min(len(scores_of_set) for scores_of_set in scores) ** (1 / 3))
+    return torch.linspace(low, high, max(fewest, min(bins, most)) + 1, dtype=torch.float64)
 
 
 def _histogram(scores: Tensor, edges: Tensor) -> tuple[int, ...]:

@@ -98,8 +98,8 @@ def costs(methods: Mapping[str, Evaluation], measured: Mapping[str, Cost]) -> st
 def calibration(methods: Mapping[str, Evaluation]) -> str:
     """Reliability diagrams."""
     how = (
-        "A model that says 80 % should be right 80 % of the time. The dark mark is how often it is right; red above it "
-        "is confidence it does not deserve, green below it is confidence it could afford."
+        "A model that says 80 % should be right 80 % of the time. The short line is how often it is right; red above "
+        "it is confidence it does not deserve, green below it is confidence it could afford."
     )
     figures = [plots.reliability(name, one, index) for index, (name, one) in enumerate(methods.items())]
     return section("Can its confidence be trusted?", how, f'<div class="grid">{"".join(figures)}</div>')

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from architectures import ArchitectureCase
 from circuit_models import SCORES, Inputs, Problem, evidence
-from contract.all_architectures import ALL_CASES
 
+from architectures import ArchitectureCase
+from contract.all_architectures import ALL_CASES
 from hydra_ensembles.convert import convert
 from hydra_ensembles.heads.circuit import Score
 

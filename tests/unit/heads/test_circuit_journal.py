@@ -44,7 +44,7 @@ def test_a_killed_run_ends_with_the_same_ranking(tmp_path: Path, method: str) ->
     assert resumed.provenance["audit"] == expected.provenance["audit"]
 
 
-class Interruption(Exception):
+class InterruptedRunError(Exception):
     """Stands for anything that ends a run."""
 
 
@@ -58,11 +58,11 @@ def test_interrupted_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
         def add(self, step: extract.Step) -> None:
             super().add(step)
             if len(self.steps) == after:
-                raise Interruption
+                raise InterruptedRunError
 
     with monkeypatch.context() as patch:
         patch.setattr(extract, "Journal", Interrupted)
-        with pytest.raises(Interruption):
+        with pytest.raises(InterruptedRunError):
             problem.extract(journal=path, **options)
     assert steps_in(path) == after
     assert evidence(problem.extract(journal=path, **options)) == evidence(problem.extract(**options))

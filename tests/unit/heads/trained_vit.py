@@ -13,7 +13,7 @@ CLASSES, LAYERS, HEADS = 6, 6, 8
 _SIZE = 16
 
 
-def pictures(count: int, seed: int, first_pattern: int = 0, noise: float = 0.8) -> tuple[Tensor, Tensor]:
+def pictures(count: int, seed: int, first_pattern: int = 0, noise: float = 0.5) -> tuple[Tensor, Tensor]:
     """Noisy pictures of fixed patterns, shifted at random, and which pattern each shows."""
     generator = torch.Generator().manual_seed(seed)
     shapes = torch.Generator().manual_seed(99)
@@ -36,7 +36,7 @@ def ood_pictures(count: int, seed: int = 2) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def trained_vit(steps: int = 150) -> Ensemble:
+def trained_vit(steps: int = 80) -> Ensemble:
     """The trained model, in float32. Callers must not change it."""
     encoder = EncoderConfig(width=32, layers=LAYERS, heads=HEADS, head_dim=4, mlp_width=64)
     stem = PatchStemConfig(patch_size=(4, 4), grid=(4, 4))

@@ -160,7 +160,7 @@ def test_compiled_code_stays_right_beyond_the_compilers_limit(graphs_made: list[
 def test_dynamic_code_serves_all_batch_sizes(graphs_made: list[Any]) -> None:
     ensemble = hydra()
     fast = ensemble.optimize(compile=True, dynamic=True, plans=["batched"], compiled_shapes=1)
-    for batch in (4, 2, 3, 5, 1):
+    for batch in (5, 2, 7, 1):
         assert close(fast(images(batch)), ensemble(images(batch)))
     assert all(choice.compiled for choice in fast.choices.values())
     assert len(graphs_made) <= 2  # a batch of one may have code of its own

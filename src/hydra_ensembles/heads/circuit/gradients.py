@@ -80,6 +80,7 @@ def _gate_gradients(current: CurrentModel, group: int, rows: Tensor, targets: Te
             x = model.gated_block(layer, x, mask, gate)
         logits = model.logits(x, mask, None if base.ids is None else base.ids[rows]).float()
         odds = log_odds(logits, torch.where(targets < 0, logits.argmax(-1), targets))
+        (gradients,) = torch.autograd.grad(odds.sum(), gates)
     forward = model.work.multiply_adds - before
     model.work.add(len(rows) * model.layers, forward)  # the way back, to activations alone, costs as much again
-    return odds.detach(), torch.autograd.grad(odds.sum(), gates)[0]
+    return odds.detach(), gradients
