@@ -11,30 +11,28 @@ can get); `graphed-eager` (recorded, not compiled). Rows that the output file ha
 """
 
 import argparse
-import gc
+import importlib.metadata
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 import torch
-from contenders import NAMES, ONE_MEMBER, Contender, Workshop
+from contenders import NAMES, ONE_MEMBER, Workshop
+from inference_modes import MODES, Modes, Run, release, synchronize
 from inference_rows import HEADER, Key, Results, Row, line, table
 from model_shapes import SHAPES, Inputs
 from torch import Tensor
 
-import hydra_ensembles
+from hydra_ensembles.encoder.head_products import Plan
 from hydra_ensembles.metrics.cost import measure_costs
-from hydra_ensembles.optimize.graphs import GraphCache
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-MODES = ("graphed", "compiled", "graphed-eager", "eager")
 FIRST_CONTENDERS = ("single", "hydra-k0", "hydra-k8", "hydra-k10", "hydra-uneven", "ours")
 FIRST_BATCHES = (1, 4, 128)
 GROWTH_CONTENDERS = ("hydra-k0", "hydra-k8", "deep-in-turn", "deep-stacked")
 
-Run = Callable[..., Tensor]
 Work = tuple[int, str, int]  # batch, contender, members
 
 
@@ -83,7 +81,7 @@ class Benchmark:
         del mine
         release()
 
-    def _row(self, mode: str, batch: int, name: str, members: int, mine: "Modes", reference: "Modes") -> Row:
+    def _row(self, mode: str, batch: int, name: str, members: int, mine: Modes, reference: Modes) -> Row:
         start = time.perf_counter()
         runs: dict[str, Run] = {"single": reference.run(mode)}
         if mine is not reference:
@@ -158,65 +156,96 @@ class Benchmark:
             raise OutOfTime
 
 
-class Modes:
-    """One contender on one batch, in every mode; what modes have in common is made once."""
+def ordered(options: argparse.Namespace) -> list[Work]:
+    """All work, cells with targets first; the batches in the order given."""
+    work = [
+        (batch, name, members)
+        for batch in options.batches
+        for name in options.contenders
+        for members in (options.members if name not in ONE_MEMBER else (1,))
+    ]
 
-    def __init__(self, contender: Contender, inputs: Inputs) -> None:
-        self.contender, self.inputs = contender, inputs
-        self._made: dict[str, Run] = {}
-        with torch.no_grad():
-            self._plain = contender.run(*inputs.values())
+    def rank(one: Work) -> tuple[bool, int, int]:
+        batch, name, _ = one
+        first = batch in FIRST_BATCHES and name in FIRST_CONTENDERS
+        place = FIRST_CONTENDERS.index(name) if first else list(options.contenders).index(name)
+        return (not first, list(options.batches).index(batch), place)
 
-    def run(self, mode: str) -> Run:
-        """The function to call in a mode."""
-        if mode == "eager":
-            return self.contender.run
-        if mode not in self._made:
-            if mode == "compiled":
-                self._made[mode] = torch.compile(self.contender.run, dynamic=False)
-            else:
-                self._made[mode] = GraphCache(self.run("compiled" if mode == "graphed" else "eager"))
-            with torch.no_grad():
-                self._made[mode](*self.inputs.values())
-        return self._made[mode]
-
-    def error(self, mode: str) -> float | None:
-        """How far a mode's answer is from the plain one; a contender that draws numbers has none."""
-        if self.contender.random:
-            return None
-        with torch.no_grad():
-            difference = relative_difference(self.run(mode)(*self.inputs.values()), self._plain)
-        if not difference < 0.05:
-            raise RuntimeError(f"the answers in mode {mode} are off by {difference:.2g}")
-        return difference
-
-    def check_against(self, expected: Tensor | None) -> None:
-        """Refuse a contender that does not compute what it should."""
-        if expected is not None and not relative_difference(self._plain, expected) < 0.05:
-            raise RuntimeError(f"the answers are off by {relative_difference(self._plain, expected):.2g}")
-
-    def peak_memory(self, mode: str) -> int | None:
-        """Bytes of the weights, and the most that a forward pass allocates; a graph keeps what its function needs."""
-        run = self.run({"graphed": "compiled", "graphed-eager": "eager"}.get(mode, mode))
-        arguments = list(self.inputs.values())
-        with torch.no_grad():
-            if arguments[0].device.type == "cuda":
-                torch.cuda.synchronize()
-                before = torch.cuda.memory_allocated()
-                torch.cuda.reset_peak_memory_stats()
-                run(*arguments)
-                torch.cuda.synchronize()
-                return self.contender.weight_bytes + torch.cuda.max_memory_allocated() - before
-            return self.contender.weight_bytes + allocated_on_cpu(run, arguments)
+    return sorted(dict.fromkeys(work), key=rank)
 
 
-def allocated_on_cpu(run: Run, arguments: list[Tensor]) -> int:
-    """The most bytes of tensors that a call holds at a time."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run(*arguments)
-    held = most = 0
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
+def _with_mapping(run: Run) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    return lambda inputs: run(*inputs.values())
+
+
+def hardware(options: argparse.Namespace) -> str:
+    """What the times were taken on."""
+    if torch.device(options.device).type == "cuda":
+        return torch.cuda.get_device_name()
+    threads = torch.get_num_threads()
+    return f"CPU {platform.machine()}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def settings(options: argparse.Namespace) -> dict[str, str]:
+    """What else the times may depend on."""
+    versions = {}
+    for package in ("hydra-ensembles", "torch", "timm", "transformers", "triton"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    cuda = {"cuda": str(torch.version.cuda)} if torch.device(options.device).type == "cuda" else {}
+    return {
+        **versions,
+        **cuda,
+        "python": platform.python_version(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="vit-b16")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 128])
+    parser.add_argument("--modes", choices=MODES, nargs="+", help="default: graphed on a GPU, eager elsewhere")
+    parser.add_argument("--contenders", choices=NAMES, nargs="+", help="default: all")
+    parser.add_argument("--members", type=int, nargs="+", default=[3], help="several: cost against their number")
+    parser.add_argument("--plan", choices=get_args(Plan), help="run ensembles of ours by this plan, not the fastest")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, help="on a CPU")
+    parser.add_argument("--repeats", type=int, help="timed rounds; default: as many as fit in --seconds")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time for the rounds of a row")
+    parser.add_argument("--time-limit", type=float, help="stop after so many seconds, with what is there")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--again", action="store_true", help="measure rows that the output has already")
+    parser.add_argument("--output", type=Path, help="JSON file that rows are merged into")
+    options = parser.parse_args(arguments)
+    on_gpu = torch.device(options.device).type == "cuda"
+    options.modes = options.modes or (["graphed"] if on_gpu else ["eager"])
+    if not on_gpu and any(mode.startswith("graphed") for mode in options.modes):
+        parser.error(f"CUDA graphs need a GPU, the device is {options.device}")
+    growth = len(options.members) > 1
+    options.contenders = options.contenders or (["single", *GROWTH_CONTENDERS] if growth else list(NAMES))
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = read_options(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    torch._dynamo.config.recompile_limit = 1 << 16  # many models in one process, each compiled for its own shapes
+    torch._dynamo.config.accumulated_recompile_limit = 1 << 16
+    deadline = time.monotonic() + (options.time_limit or float("inf"))
+    results = Results(options.output)
+    before = dict(results.rows)
+    print(HEADER, flush=True)
+    try:
+        Benchmark(options, results, deadline).run()
+    except OutOfTime:
+        print("the time limit has passed; run the same command again for the rest", flush=True)
+    print(table(row for key, row in results.rows.items() if before.get(key) != row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,26 +7,36 @@ from .convert import convert
 from .dual_encoder import DualEncoder
 from .ensemble import Ensemble
 from .errors import HydraError
+from .evaluation import Evaluation, evaluate
 from .finetune import Recipe, finetune
 from .fuse import fuse
 from .heads import Head, HeadRanking, extract_circuit, masked, taylor
 from .mc_dropout import mc_dropout
 from .prediction import Prediction
+from .preprocessing import ImagePreprocessing, TextPreprocessing
+from .projections import Projections
 from .prune import prune
+from .report import compare, write_report
 
 __all__ = [
     "DualEncoder",
     "Ensemble",
+    "Evaluation",
     "Head",
     "HeadRanking",
     "HydraConfig",
     "HydraError",
+    "ImagePreprocessing",
     "Prediction",
+    "Projections",
     "Recipe",
+    "TextPreprocessing",
     "__version__",
     "build",
     "calibrate",
+    "compare",
     "convert",
+    "evaluate",
     "extract_circuit",
     "finetune",
     "fit_calibration",
@@ -35,4 +45,5 @@ __all__ = [
     "mc_dropout",
     "prune",
     "taylor",
+    "write_report",
 ]
