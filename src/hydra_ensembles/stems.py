@@ -47,7 +47,7 @@ class PatchStem(nn.Module):
 
     def _prefix(self) -> Tensor | None:
         tokens = (self.class_token, self.distillation_token, self.register_tokens)
-        present = [token for token in tokens if token is not None]
+        present: list[Tensor] = [token for token in tokens if token is not None]
         return torch.cat(present, dim=1) if present else None
 
     def _grid_of(self, images: Tensor) -> tuple[int, int]:
