@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from model_shapes import Inputs, ModelShape
@@ -21,7 +21,6 @@ from hydra_ensembles.config import EnsembleConfig
 from hydra_ensembles.describe import multiply_adds
 from hydra_ensembles.encoder.head_products import Plan
 from hydra_ensembles.mc_dropout import mc_dropout
-from hydra_ensembles.optimize import OptimizedEnsemble
 from hydra_ensembles.randomness import derive_seed
 
 NAMES = (
@@ -93,7 +92,7 @@ class Workshop:
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, device: str, seed: int) -> None:
         self.shape, self.dtype, self.device, self.seed = shape, dtype, torch.device(device), seed
-        self._runners: dict[tuple[str, int], OptimizedEnsemble[he.Ensemble]] = {}
+        self._ensembles: dict[tuple[str, int], he.Ensemble] = {}
 
     @cached_property
     def model(self) -> nn.Module:
@@ -116,25 +115,25 @@ class Workshop:
             return self._foreign(name, members, self._models(members), _stacked_by_vmap)
         if name == "mc-dropout":
             return self._mc_dropout(members)
-        runner = self._runner(name, members)
+        ensemble = self._kept(name, members)
+        runner = ensemble.optimize(plans=None if plan is None else [plan])
         chosen = plan or runner.choice_for(inputs).plan
         module = runner.module(chosen)
-        config = runner.ensemble.config
         return Contender(
             name=name,
             run=module,
             modules=(module,),
-            parameters=sum(p.numel() for p in runner.ensemble.parameters()),
-            multiply_adds=multiply_adds_done(config, self.shape.tokens, runner.ensemble.readout.tokens_read()),
+            parameters=sum(p.numel() for p in ensemble.parameters()),
+            multiply_adds=multiply_adds_done(ensemble.config, self.shape.tokens, ensemble.readout.tokens_read()),
             plan=chosen,
         )
 
     def answer(self, name: str, members: int, inputs: Inputs) -> Tensor | None:
         """What the ensemble itself answers, before it was rewritten for speed; None for models not of ours."""
-        if (name, members) not in self._runners:
+        if (name, members) not in self._ensembles:
             return None
         with torch.no_grad():
-            return self._runners[name, members].ensemble(*inputs.values())
+            return cast(Tensor, self._ensembles[name, members](*inputs.values()))
 
     @property
     def single_multiply_adds(self) -> int:
@@ -156,10 +155,10 @@ class Workshop:
 
     # --- models of ours ----------------------------------------------------------------------------------
 
-    def _runner(self, name: str, members: int) -> OptimizedEnsemble[he.Ensemble]:
-        if (name, members) not in self._runners:
-            self._runners[name, members] = self._ensemble(name, members).to(self.dtype).optimize()
-        return self._runners[name, members]
+    def _kept(self, name: str, members: int) -> he.Ensemble:
+        if (name, members) not in self._ensembles:
+            self._ensembles[name, members] = self._ensemble(name, members).to(self.dtype)
+        return self._ensembles[name, members]
 
     def _ensemble(self, name: str, members: int) -> he.Ensemble:
         if name == "ours":

@@ -65,8 +65,8 @@ class Benchmark:
         try:
             mine = reference
             if name != "single":
-                mine = Modes(self.workshop.make(name, members, inputs, self.options.plan), inputs)
-                mine.check_against(self.workshop.answer(name, members, inputs))
+                contender = self.workshop.make(name, members, inputs, self.options.plan)
+                mine = Modes(contender, inputs, self.workshop.answer(name, members, inputs))
         except (RuntimeError, NotImplementedError, ValueError, TypeError, ImportError) as error:
             self._fail(modes, batch, name, members, error)
             return
@@ -188,8 +188,8 @@ def hardware(options: argparse.Namespace) -> str:
 
 def settings(options: argparse.Namespace) -> dict[str, str]:
     """What else the times may depend on."""
-    versions = {}
-    for package in ("hydra-ensembles", "torch", "timm", "transformers", "triton"):
+    versions = {"torch": str(torch.__version__)}
+    for package in ("hydra-ensembles", "timm", "transformers", "triton"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -234,14 +234,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = read_options(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    torch._dynamo.config.recompile_limit = 1 << 16  # many models in one process, each compiled for its own shapes
-    torch._dynamo.config.accumulated_recompile_limit = 1 << 16
+    many = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}  # many models, each for its shapes
     deadline = time.monotonic() + (options.time_limit or float("inf"))
     results = Results(options.output)
     before = dict(results.rows)
     print(HEADER, flush=True)
     try:
-        Benchmark(options, results, deadline).run()
+        with torch._dynamo.config.patch(many):
+            Benchmark(options, results, deadline).run()
     except OutOfTime:
         print("the time limit has passed; run the same command again for the rest", flush=True)
     print(table(row for key, row in results.rows.items() if before.get(key) != row), flush=True)

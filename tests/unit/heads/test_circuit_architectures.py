@@ -43,5 +43,5 @@ def test_exact_is_naive(case: ArchitectureCase, score: Score) -> None:
         [({name: tensor[part] for name, tensor in images.items()}, labels[part]) for part in (slice(7), slice(7, 12))],
         [varied(case.inputs(), 3, seed=2)],
     )
-    naive, exact = (problem.extract(method=method, score=score, budget=3) for method in ("naive", "exact"))
+    naive, exact = (problem.extract(method=method, score=score, budget=2) for method in ("naive", "exact"))
     assert evidence(exact) == evidence(naive)

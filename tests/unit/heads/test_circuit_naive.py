@@ -33,7 +33,7 @@ def plain_score(model: Ensemble, problem: Problem, score: Score) -> float:
 @pytest.mark.parametrize("shape", ["image-cls", "text-end-of-text"])
 def test_greedy_choices_and_scores(shape: str, score: Score) -> None:
     problem = random_problem(shape, id_sizes=(6, 5), ood_sizes=(5, 2))
-    ranking = problem.extract(method="naive", score=score, budget=4)
+    ranking = problem.extract(method="naive", score=score, budget=3)
     left = [(layer, head) for layer in range(3) for head in range(4)]
     removed: list[tuple[int, int]] = []
     for head, achieved in zip(ranking.heads, ranking.scores, strict=True):

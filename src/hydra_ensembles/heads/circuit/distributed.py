@@ -50,6 +50,13 @@ class Ranks:
             raise HydraError(f"rank {different[0]} has other {what} than rank 0; all ranks must be given the same")
 
 
+def local_device(device: torch.device) -> torch.device:
+    """The GPU of this rank, where the device is a GPU without a number."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+
+
 @contextmanager
 def all_ranks(device: torch.device) -> Iterator[Ranks]:
     """The ranks of this run: of the process group where one exists, else of one started for the `with` block.

@@ -15,7 +15,7 @@ from ..head import Head, HeadLike, as_heads
 from ..mask import checked_layers
 from ..ranking import HeadRanking
 from .choice import Choice
-from .distributed import Ranks, all_ranks
+from .distributed import Ranks, all_ranks, local_device
 from .journal import Journal, Start, Step
 from .memory import default_batch_size
 from .methods import Evaluation, start_method
@@ -79,7 +79,7 @@ def extract_circuit(
         layers: Layers whose heads are candidates; None for all.
         removed: Heads that are off from the start.
         dtype: Precision of the evaluation; None for the ensemble's own.
-        device: Where to evaluate; None for where the ensemble is.
+        device: Where to evaluate; None for where the ensemble is. `"cuda"` is the GPU of the rank.
         memory_budget: Bytes of activations to keep beside the embedded samples; None for half of the free
             memory of a GPU, or a quarter of the host's.
         batch_size: Samples in a batch, or pairs of head and sample; None for a size that suits the device.
@@ -119,7 +119,7 @@ def extract_circuit(
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" compares ID with OOD samples; give ood_batches, or use score="acc"')
 
-    place = ensemble.device if device is None else torch.device(device)
+    place = local_device(ensemble.device if device is None else torch.device(device))
     with all_ranks(place) as ranks:
         copy = working_copy(ensemble, settings.dtype, place)
         samples = read_samples(copy, id_batches, None if score == "acc" else ood_batches, seed)
