@@ -22,6 +22,7 @@ from hydra_ensembles.heads.circuit.samples import read_samples
 from hydra_ensembles.heads.circuit.scores import Objective
 from hydra_ensembles.heads.circuit.work import Work
 from hydra_ensembles.heads.circuit.working_model import working_copy
+from hydra_ensembles.heads.head import Head
 from hydra_ensembles.heads.mask import existing_heads
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from shared_paths import shared
@@ -39,13 +40,13 @@ def pictures(file: str, start: int = 0) -> Batches:
     return list(zip(images.double().split(20), torch.tensor(table["label"].to_pylist()).split(20), strict=True))
 
 
-def sentences(file: str, tokenizer: Any) -> Batches:
+def sentences(file: str, tokenizer: Any, start: int = 0) -> Batches:
     """Tokenised texts, padded to the longest of their batch."""
-    table = pyarrow.parquet.read_table(shared(f"data/text/{file}")).slice(0, SAMPLES)
+    table = pyarrow.parquet.read_table(shared(f"data/text/{file}")).slice(start, SAMPLES)
     texts, labels = table["text"].to_pylist(), torch.tensor(table["label"].to_pylist())
     parts = [slice(start, start + 12) for start in range(0, SAMPLES, 12)]
     tokens = [
-        dict(tokenizer(texts[part], padding=True, truncation=True, max_length=24, return_tensors="pt"))
+        dict(tokenizer(texts[part], padding=True, truncation=True, max_length=12, return_tensors="pt"))
         for part in parts
     ]
     return [(inputs, labels[part]) for inputs, part in zip(tokens, parts, strict=True)]
@@ -53,7 +54,7 @@ def sentences(file: str, tokenizer: Any) -> Batches:
 
 @torch.no_grad()
 def fit_classifier(model: Ensemble, batches: Batches) -> Ensemble:
-    """Least squares on the features, so that answers mean something."""
+    """Least squares on the features of other samples, so that answers mean something and are not all right."""
     features = torch.cat([model.features(inputs)[0] for inputs, _ in batches])
     labels = torch.cat([labels for _, labels in batches])
     if model.readout.hidden is not None:
@@ -75,7 +76,7 @@ def dinov2() -> tuple[Ensemble, Batches, Batches]:
     model = timm.create_model("vit_small_patch14_dinov2", img_size=56, num_classes=10)
     model.load_state_dict(checkpoint_filter_fn({k: v.float() for k, v in weights.items()}, model), strict=False)
     id_batches, ood_batches = pictures("cifar10/test.parquet"), pictures("tinyimagenet/validation.parquet", 100)
-    return fit_classifier(he.convert(model).double(), id_batches), id_batches, ood_batches
+    return fit_classifier(he.convert(model).double(), pictures("cifar10/test.parquet", 500)), id_batches, ood_batches
 
 
 @pytest.fixture(scope="module")
@@ -87,15 +88,16 @@ def minilm() -> tuple[Ensemble, Batches, Batches]:
     model = he.convert(transformers.AutoModel.from_pretrained(folder).eval(), num_labels=2).double()
     id_batches = sentences("sst2/validation.parquet", tokenizer)
     ood_batches = sentences("ag_news/validation.parquet", tokenizer)
-    return fit_classifier(model, id_batches), id_batches, ood_batches
+    return fit_classifier(model, sentences("sst2/validation.parquet", tokenizer, 500)), id_batches, ood_batches
 
 
-def naive_results(model: Ensemble, id_batches: Batches, ood_batches: Batches) -> Iterator[list[Choice]]:
-    """Counts of every head of the last three layers: as the model is, and without the best head for `avg`."""
+def naive_results(
+    model: Ensemble, id_batches: Batches, ood_batches: Batches, heads: list[Head], off: list[Head]
+) -> Iterator[list[Choice]]:
+    """Counts of every one of some heads: as the model is, and without the best head for `avg`."""
     copy = working_copy(model, torch.float64, model.device)
     samples = read_samples(copy, id_batches, ood_batches, seed=0)
-    naive = Naive(copy, samples, Objective("avg", SAMPLES, SAMPLES), Ranks(), Work(), batch_size=64)
-    heads = list(existing_heads(model.config, range(model.num_layers - 3, model.num_layers)))
+    naive = Naive(copy, samples, Objective("avg", SAMPLES, SAMPLES), Ranks(), Work(), 64, off)
     for _ in range(2):
         found = [naive.evaluate(head) for head in heads]
         yield found
@@ -110,10 +112,16 @@ def best(results: list[Choice], score: str) -> Choice:
 
 @pytest.mark.parametrize("name", ["dinov2", "minilm"])
 def test_last_three_layers(name: str, request: pytest.FixtureRequest) -> None:
-    """All three scores at the first step, and the second step of `avg`: the naive counts serve them all."""
+    """All three scores at the first step, and the second step of `avg`: the naive counts serve them all.
+
+    Every other head (of MiniLM, three of four) is off from the start, to save the naive method some time.
+    """
     model, id_batches, ood_batches = request.getfixturevalue(name)
-    first, second = naive_results(model, id_batches, ood_batches)
-    options: dict[str, Any] = {"layers": range(model.num_layers - 3, model.num_layers), "progress": False}
+    layers = range(model.num_layers - 3, model.num_layers)
+    heads = [head for head in existing_heads(model.config, layers) if head.head % (model.num_heads // 3) == 0]
+    off = [head for head in existing_heads(model.config, layers) if head not in heads]
+    first, second = naive_results(model, id_batches, ood_batches, list(heads), off)
+    options: dict[str, Any] = {"layers": layers, "removed": off, "progress": False}
     for score in SCORES:
         expected = [best(first, score)] + ([best(second, score)] if score == "avg" else [])
         ranking = extract_circuit(
@@ -124,16 +132,26 @@ def test_last_three_layers(name: str, request: pytest.FixtureRequest) -> None:
             assert ranking.provenance["errors"] == [choice.errors for choice in expected]
         if score != "acc":
             assert ranking.provenance["discordance"] == [choice.discordance for choice in expected]
-    assert len({(one.errors, one.discordance) for one in first}) > 5
+    assert len({(one.errors, one.discordance) for one in first}) > 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("layers", [3, 6])
 @pytest.mark.parametrize("name", ["dinov2", "minilm"])
-def test_all_layers(name: str, score: str, request: pytest.FixtureRequest) -> None:
+def test_all_heads(name: str, layers: int, score: str, request: pytest.FixtureRequest) -> None:
     model, id_batches, ood_batches = request.getfixturevalue(name)
     naive, exact = (
-        extract_circuit(model, id_batches, ood_batches, score=score, budget=4, method=method, progress=False)
+        extract_circuit(
+            model,
+            id_batches,
+            ood_batches,
+            score=score,
+            budget=2,
+            method=method,
+            layers=range(model.num_layers - layers, model.num_layers),
+            progress=False,
+        )
         for method in ("naive", "exact")
     )
     assert exact.heads == naive.heads

@@ -52,7 +52,7 @@ class Ranks:
 
 def local_device(device: torch.device) -> torch.device:
     """The GPU of this rank, where the device is a GPU without a number."""
-    if device.type != "cuda" or device.index is not None:
+    if str(device) != "cuda":
         return device
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
