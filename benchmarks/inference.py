@@ -4,6 +4,7 @@
     python benchmarks/inference.py --batches 1 4 32 128 512 --modes graphed compiled eager graphed-eager
     python benchmarks/inference.py --shape vit-s16 --dtype float32 --batches 8 --modes eager --device cpu --threads 2
     python benchmarks/inference.py --members 1 2 3 5 8 --modes graphed-eager --batches 4 128
+    for batch in 1 4 128; do python benchmarks/inference.py --prepare-only --batches $batch & done; wait
 
 Every contender is timed in turn with the user's own model, in the same mode. Modes: `eager`; `compiled`
 (`torch.compile` for that batch size); `graphed` (compiled, then recorded as a CUDA graph: the best the user's model
@@ -72,6 +73,13 @@ class Benchmark:
             return
         for mode in modes:
             self._check_time()
+            if self.options.prepare_only:
+                start = time.perf_counter()
+                mine.run("compiled")
+                print(
+                    f"{name:<18}{members:>2} batch {batch}: prepared in {time.perf_counter() - start:.1f} s", flush=True
+                )
+                break
             try:
                 row = self._row(mode, batch, name, members, mine, reference)
             except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
@@ -219,6 +227,11 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--time-limit", type=float, help="stop after so many seconds, with what is there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", action="store_true", help="measure rows that the output has already")
+    parser.add_argument(
+        "--prepare-only",
+        action="store_true",
+        help="compile and measure nothing: several such processes at a time fill the compiler's cache for a later run",
+    )
     parser.add_argument("--output", type=Path, help="JSON file that rows are merged into")
     options = parser.parse_args(arguments)
     on_gpu = torch.device(options.device).type == "cuda"

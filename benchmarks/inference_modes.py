@@ -11,7 +11,7 @@ from torch import Tensor
 from hydra_ensembles.optimize.graphs import GraphCache
 
 MODES = ("graphed", "compiled", "graphed-eager", "eager")
-TOLERANCE = 0.05  # relative; answers in bfloat16 differ by about a hundredth
+TOLERANCE = 0.1  # relative; answers in bfloat16 differ by about a hundredth, wrong ones by about one
 
 Run = Callable[..., Tensor]
 

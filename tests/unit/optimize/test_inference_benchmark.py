@@ -221,6 +221,17 @@ def test_cost_against_the_number_of_members_and_a_given_plan(tmp_path: Path) -> 
     }
 
 
+def test_preparing_compiles_and_measures_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(function) or function)
+    report = run(tmp_path / "inference.json", "--batches", "2", "--contenders", "single", "hydra-k8", "--prepare-only")
+    assert report["rows"] == []
+    assert len(compiled) == 2
+    assert "prepared in" in capsys.readouterr().out
+
+
 def test_cells_with_targets_come_first() -> None:
     options = inference.read_options([*TINY[:4], "--device", "cpu", "--batches", "32", "4", "128"])
     work = inference.ordered(options)
