@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from model_shapes import Inputs, ModelShape
@@ -37,7 +37,9 @@ NAMES = (
     "mc-dropout",
     "hydra-k4",
     "hydra-k6",
+    "hydra-int8",
 )
+CPU_ONLY = ("hydra-int8",)
 LABELS = {
     "single": "the user's own model",
     "ours": "our single (M = 1)",
@@ -52,6 +54,7 @@ LABELS = {
     "hydra-k8": "Hydra, trunk of 8",
     "hydra-k10": "Hydra, trunk of 10",
     "hydra-uneven": "Hydra, uneven heads",
+    "hydra-int8": "Hydra, no trunk, int8 weights",
 }
 ONE_MEMBER = ("single", "ours", "pruned")
 NOISE = 0.02  # what fine-tuning does, coarse enough to survive bfloat16
@@ -116,7 +119,8 @@ class Workshop:
         if name == "mc-dropout":
             return self._mc_dropout(members)
         ensemble = self._kept(name, members)
-        runner = ensemble.optimize(plans=None if plan is None else [plan])
+        weights: Literal["int8"] | None = "int8" if name == "hydra-int8" else None
+        runner = ensemble.optimize(plans=None if plan is None else [plan], weights=weights)
         chosen = plan or runner.choice_for(inputs).plan
         module = runner.module(chosen)
         return Contender(
@@ -170,10 +174,10 @@ class Workshop:
         if name == "hydra-uneven":
             pruned = [he.prune(self.base, self._unevenly(member)) for member in range(members)]
             return he.fuse([self._tuned(one, 0, member) for member, one in enumerate(pruned)])
-        match = re.fullmatch(r"hydra-k(\d+)", name)
+        match = re.fullmatch(r"hydra-(?:k(\d+)|int8)", name)
         if match is None:
             raise ValueError(f"there is no contender {name!r}; there are {', '.join(NAMES)}")
-        trunk = int(match[1])
+        trunk = int(match[1] or 0)
         pruned = [he.prune(self.base, self._evenly(trunk, member)) for member in range(members)]
         return he.fuse([self._tuned(one, trunk, member) for member, one in enumerate(pruned)])
 

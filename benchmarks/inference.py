@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from contenders import NAMES, ONE_MEMBER, Workshop
+from contenders import CPU_ONLY, NAMES, ONE_MEMBER, Workshop
 from inference_modes import MODES, Modes, Run, release, synchronize
 from inference_rows import HEADER, Key, Results, Row, line, table
 from model_shapes import SHAPES, Inputs
@@ -239,7 +239,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if not on_gpu and any(mode.startswith("graphed") for mode in options.modes):
         parser.error(f"CUDA graphs need a GPU, the device is {options.device}")
     growth = len(options.members) > 1
-    options.contenders = options.contenders or (["single", *GROWTH_CONTENDERS] if growth else list(NAMES))
+    possible = [name for name in NAMES if not (on_gpu and name in CPU_ONLY)]
+    options.contenders = options.contenders or (["single", *GROWTH_CONTENDERS] if growth else possible)
     return options
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from contenders import LABELS
 from inference_rows import Results, Row
-from inference_tables import chosen, gpu_rows, rendered, usual
+from inference_tables import chosen, fitted_line, gpu_rows, rendered, usual
 
 ROOT = Path(__file__).resolve().parents[1]
 COLOURS = {
@@ -147,14 +147,6 @@ def _growth(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
     return groups
 
 
-def fitted_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Intercept and slope of the line that fits best by least squares."""
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    spread = sum((one - mean_x) ** 2 for one in x)
-    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
-    return mean_y - slope * mean_x, slope
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", type=Path, default=ROOT / "results" / "inference.json")
@@ -164,12 +156,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true", help="write nothing, fail where the tables are not up to date")
     options = parser.parse_args(arguments)
     rows = list(Results(options.input).rows.values())
-    if options.tables or options.check:
-        before = options.document.read_text()
-        after = rendered(before, rows)
-        if options.check and after != before:
-            sys.exit(f"{options.document} is not what the results say; run benchmarks/inference_figures.py --tables")
-        options.document.write_text(after)
     if not options.check:
         drawn = [
             cost_figure(rows, options.figures / "inference_cost.svg"),
@@ -177,6 +163,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             members_figure(rows, options.figures / "inference_members.svg"),
         ]
         print(f"{sum(drawn)} of {len(drawn)} figures drawn; the others need rows that are not there yet")
+    if options.tables or options.check:
+        before = options.document.read_text()
+        after = rendered(before, rows, {path.name for path in options.figures.glob("*.svg")})
+        if options.check and after != before:
+            sys.exit(f"{options.document} is not what the results say; run benchmarks/inference_figures.py --tables")
+        options.document.write_text(after)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Tables of `docs/performance.md`, from the rows that `inference.py` measured."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from contenders import LABELS, NAMES
@@ -17,6 +17,7 @@ ORDER = [
     "deep-stacked",
     *sorted((name for name in NAMES if name.startswith("hydra-k")), key=lambda name: int(name[7:])),
     "hydra-uneven",
+    "hydra-int8",
 ]
 
 
@@ -155,15 +156,42 @@ def cpu_table(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
     lines = [
-        "| hardware | batch | contender | latency | to three in turn | arithmetic alone | to single | parameters |",
-        "|---|---:|---|---:|---:|---:|---:|---:|",
+        "| hardware | batch | contender | latency | to three in turn | arithmetic alone | to single | weights "
+        "| peak memory |",
+        "|---|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in sorted(rows, key=lambda row: (row.hardware, row.batch, _place(row.contender))):
         lines.append(
             f"| {row.hardware} | {row.batch} | {label(row)} | {row.latency_ms:,.0f} ms | {_ratio(row.ratio_to_deep)} "
-            f"| {row.limit / 3:.2f}x | {_times(row)} | {row.parameters / 1e6:.1f} M |"
+            f"| {row.limit / 3:.2f}x | {_times(row)} | {row.weight_bytes / 1e6:.0f} MB "
+            f"| {(row.peak_memory_bytes or 0) / 1e6:.0f} MB |"
         )
     return "\n".join([*lines, "", source(rows)])
+
+
+def members_table(rows: Sequence[Row]) -> str:
+    """The ratio to the user's model by number of members, and what each member adds."""
+    counts = sorted({row.members for row in rows})
+    lines = ["| batch | contender | " + " | ".join(f"M = {count}" for count in counts) + " | fitted |"]
+    lines.append("|---:|---|" + "---:|" * (len(counts) + 1))
+    for batch in sorted({row.batch for row in rows}):
+        for name in _names(chosen(rows, batch=batch)):
+            mine = {row.members: row for row in chosen(rows, batch=batch, contender=name)}
+            if len(mine) < 3:
+                continue
+            intercept, slope = fitted_line(list(mine), [row.ratio_to_single for row in mine.values()])
+            cells = [_times(mine[count]) if count in mine else "" for count in counts]
+            first = next(iter(mine.values()))
+            lines.append(f"| {batch} | {label(first)} | " + " | ".join(cells) + f" | {intercept:.2f} + {slope:.2f} M |")
+    return "\n".join([*lines, "", source(rows)]) if len(lines) > 2 else ""
+
+
+def fitted_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Intercept and slope of the line that fits best by least squares."""
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    spread = sum((one - mean_x) ** 2 for one in x)
+    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
+    return mean_y - slope * mean_x, slope
 
 
 def source(rows: Sequence[Row]) -> str:
@@ -217,6 +245,10 @@ TABLES: dict[str, tuple[Callable[[Sequence[Row]], str], str]] = {
         lambda rows: modes_table([row for row in usual(_vit(rows)) if row.batch in (4, 128)]),
         "--modes graphed compiled graphed-eager eager --batches 4 128",
     ),
+    "members": (
+        lambda rows: members_table(_vit(rows, mode="graphed-eager")),
+        "--members 1 2 3 5 8 --modes graphed-eager --batches 4 128",
+    ),
     "others": (
         lambda rows: others_table(
             [
@@ -234,12 +266,27 @@ TABLES: dict[str, tuple[Callable[[Sequence[Row]], str], str]] = {
 }
 
 
-def rendered(text: str, rows: Sequence[Row]) -> str:
-    """A document with every block `<!-- inference: NAME -->` … `<!-- end -->` written anew."""
+FIGURES = {
+    "batches": ("inference_batches.svg", "Cost against batch size; dotted, what arithmetic alone would give"),
+    "details": ("inference_cost.svg", "Time of a batch of 4, parameters and multiply-adds"),
+    "members": ("inference_members.svg", "Cost against the number of members"),
+}
+
+
+def rendered(text: str, rows: Sequence[Row], figures: Collection[str] = ()) -> str:
+    """A document with every block `<!-- inference: NAME -->` … `<!-- end -->` written anew.
+
+    Args:
+        text: The document.
+        rows: What was measured.
+        figures: Names of the figures there are, in a folder beside the document; a block shows the one it has.
+    """
 
     def write(match: re.Match[str]) -> str:
         make, command = TABLES[match[1]]
         made = make(rows) or f"Not measured yet: run `python benchmarks/inference.py {command}`."
-        return f"<!-- inference: {match[1]} -->\n{made}\n<!-- end -->"
+        file, title = FIGURES.get(match[1], ("", ""))
+        drawing = f"\n\n![{title}](figures/{file})" if file in figures else ""
+        return f"<!-- inference: {match[1]} -->\n{made}{drawing}\n<!-- end -->"
 
     return re.sub(r"<!-- inference: (\w+) -->\n.*?<!-- end -->", write, text, flags=re.DOTALL)

@@ -60,13 +60,13 @@ def test_every_contender_answers_for_all_members(name: str, workshop: Any, input
     made = workshop.make(name, members, inputs)
     modes = inference_modes.Modes(made, inputs, workshop.answer(name, members, inputs))
     error = modes.error("eager")
-    assert error is None if made.random else error < 1e-5
+    assert error is None if made.random else error < (0.05 if name == "hydra-int8" else 1e-5)
     with torch.no_grad():
         logits = made.run(*inputs.values())
     assert logits.shape == ((3, 5) if name == "single" else (members, 3, 5))
     if members > 1:
         assert min((logits[0] - one).abs().max() for one in logits[1:]) > 0  # members differ
-    assert made.weight_bytes >= 4 * 0.95 * made.parameters
+    assert made.weight_bytes >= (1 if name == "hydra-int8" else 4 * 0.95) * made.parameters
 
 
 @pytest.mark.parametrize("trunk", [0, 8, 10])
@@ -307,6 +307,8 @@ def test_tables_say_what_was_measured_and_which_targets_are_met() -> None:
     assert "| GPU | Hydra, no trunk | 1 | 1.2 | 1.70 | 3.00 | 1.89x | no |" in text
     assert "| GPU | Hydra, trunk of 8 | 4 | 1.25 | 1.20 | 3.00 | 1.33x | yes |" in text
     assert "| CPU aarch64, 2 threads | Hydra, no trunk | 8 | 0.9 | 0.57 |" in text
+    growth = "0.90x | 1.30x | 1.70x | 2.50x | 3.70x | 0.50 + 0.40 M"
+    assert f"| 4 | Hydra, no trunk | {growth} |" in text
 
 
 def test_figures_are_drawn_from_the_rows(tmp_path: Path) -> None:
@@ -324,9 +326,10 @@ def test_figures_are_drawn_from_the_rows(tmp_path: Path) -> None:
     drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
     assert set(drawn) == {"inference_cost.svg", "inference_batches.svg", "inference_members.svg"}
     assert "0.50 + 0.40 M" in drawn["inference_members.svg"]
+    assert all(f"](figures/{name})" in document.read_text() for name in drawn)
     inference_figures.main(arguments)
     assert drawn == {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
 
 
 def test_a_line_is_fitted_by_least_squares() -> None:
-    assert inference_figures.fitted_line([1, 2, 4], [3.0, 5.0, 9.0]) == pytest.approx((1.0, 2.0))
+    assert inference_tables.fitted_line([1, 2, 4], [3.0, 5.0, 9.0]) == pytest.approx((1.0, 2.0))
