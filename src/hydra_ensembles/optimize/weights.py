@@ -9,11 +9,14 @@ from torch.nn import functional as F
 from ..encoder import GroupedLinear
 
 
-class Int8Weight(nn.Module):
-    """A weight as whole numbers from -127 to 127 with a scale for each of its rows.
+BLOCK = 32  # numbers that share a scale: 9 bits for each weight. One scale for a whole row costs OOD detection
 
-    Rows are what one number of the result is made of: the scale is taken over the axis that the product sums over.
-    The first axis can be read in part, so that no more than what is needed is turned back at a time.
+
+class Int8Weight(nn.Module):
+    """A weight as whole numbers from -127 to 127 with a scale for every 32 of them.
+
+    The numbers that share a scale lie next to each other on the axis that the product sums over. The first axis can
+    be read in part, so that no more than what is needed is turned back at a time.
     """
 
     values: Tensor
@@ -21,13 +24,17 @@ class Int8Weight(nn.Module):
 
     def __init__(self, weight: Tensor, summed: int) -> None:
         super().__init__()
-        scale = weight.detach().abs().amax(summed, keepdim=True).clamp_min(1e-12) / 127
-        self.register_buffer("values", torch.round(weight.detach() / scale).to(torch.int8))
+        self.summed = summed
+        size = next(size for size in range(BLOCK, 0, -1) if weight.shape[summed] % size == 0)
+        blocks = weight.detach().unflatten(summed, (-1, size))
+        scale = blocks.abs().amax(summed + 1, keepdim=True).clamp_min(1e-12) / 127
+        self.register_buffer("values", torch.round(blocks / scale).to(torch.int8))
         self.register_buffer("scale", scale)
 
     def forward(self, start: int = 0, stop: int | None = None) -> Tensor:
         """The weight, or rows `start:stop` of its first axis, in the type of the scale."""
-        return self.values[start:stop].to(self.scale.dtype) * self.scale[start:stop]
+        blocks = self.values[start:stop].to(self.scale.dtype) * self.scale[start:stop]
+        return blocks.flatten(self.summed, self.summed + 1)
 
 
 def dense(weight: Tensor | Int8Weight, start: int = 0, stop: int | None = None) -> Tensor:

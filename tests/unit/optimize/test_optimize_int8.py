@@ -15,10 +15,21 @@ def test_a_weight_is_off_by_half_a_step_at_most() -> None:
     weight = torch.randn(3, 5, 7)
     stored = Int8Weight(weight, summed=2)
     assert stored.values.dtype == torch.int8
-    assert stored.scale.shape == (3, 5, 1)
-    assert bool(((stored() - weight).abs() <= 0.5001 * stored.scale).all())
+    assert stored.scale.shape == (3, 5, 1, 1)
+    assert bool(((stored() - weight).abs() <= 0.5001 * stored.scale[..., 0]).all())
     assert torch.equal(dense(stored, 1, 3), stored()[1:3])
     assert torch.equal(dense(weight, 1, 3), weight[1:3])
+
+
+def test_a_scale_is_for_32_neighbours() -> None:
+    weight = torch.ones(2, 96, 4)
+    weight[0, 40] = 1000.0  # in the second block of the first row
+    stored = Int8Weight(weight, summed=1)
+    assert stored.scale.shape == (2, 3, 1, 4)
+    off = (stored() - weight).abs().amax(2)  # [2, 96]
+    assert float(off[0, 32:64].max()) == 1.0  # lost beside the large number
+    assert float(off[0, :32].max()) < 1e-6
+    assert float(off[1].max()) < 1e-6
 
 
 def test_rows_of_zeros_stay_zero() -> None:
