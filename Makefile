@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test slow lint format clean
+.PHONY: demo test slow docs lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -12,7 +12,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	@echo "The embedded demo is not built yet; until then see the README for five lines that run today."
+	$(BIN)/hydra-ensembles demo
 
 # One worker per core, one thread each; a test file stays on one worker, so that its fixtures are made once.
 test: $(STAMP)
@@ -20,6 +20,10 @@ test: $(STAMP)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+# The site goes to site/; strict: a warning is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -31,4 +35,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build site

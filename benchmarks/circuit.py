@@ -6,28 +6,26 @@
 
 A data file (`.safetensors` or `.pt`) holds the tensors `inputs`, preprocessed, and `labels`. A model forward is
 one pass of the whole model over all samples. The naive method may be measured on its first steps only
-(`--naive-steps`) and extrapolated by the number of heads evaluated; such numbers are marked.
+(`--naive-steps`), and on some heads only (`--naive-heads`), and extrapolated by the number of heads evaluated;
+such numbers are marked. `--scaling` does both.
 """
 
 import argparse
 import json
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from circuit_cases import Case, cases_of
 
 import hydra_ensembles
-from hydra_ensembles.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
-from hydra_ensembles.ensemble import Ensemble
 from hydra_ensembles.heads.circuit import Method, Score, extract_circuit
 from hydra_ensembles.heads.ranking import HeadRanking
 
-Batches = list[tuple[Tensor, Tensor]]
 SCORES: tuple[Score, ...] = get_args(Score)
 METHODS: tuple[Method, ...] = get_args(Method)
 
@@ -58,34 +56,26 @@ class Result:
     removed: list[str]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model with data."""
-
-    name: str
-    model: Ensemble
-    id_batches: Batches
-    ood_batches: Batches
-    layers: tuple[int, ...] | None = None
-
-
 def measure(case: Case, score: Score, method: Method, options: argparse.Namespace) -> Result:
-    """Run one extraction, or the first steps of a naive one."""
-    steps = min(options.naive_steps or options.budget, options.budget) if method == "naive" else options.budget
-    seconds, ranking = timed(case, score, method, steps, options)
+    """Run one extraction, or a part of a naive one: its first steps, or some of its heads."""
+    naive = method == "naive"
+    steps = min(options.naive_steps or options.budget, options.budget) if naive else options.budget
+    heads = len(case.candidates)
+    asked = min(options.naive_heads or heads, heads) if naive else heads
+    removed = case.candidates[: heads - asked]  # heads that are off cost the naive method as much as others
+    seconds, ranking = timed(case, score, method, steps, options, removed=removed)
     made = ranking.provenance
-    heads = sum(len(case.model.heads[0][layer]) for layer in case.layers or range(case.model.num_layers))
-    left = sum(heads - step for step in range(steps, options.budget))  # heads not evaluated yet
+    left = evaluations(heads, options.budget) - evaluations(asked, steps)
     forwards, blocks = made["model_forwards"], made["layer_evaluations"]
-    if left:  # every head costs the same; what is done once for all steps must not be scaled up
-        first, start = timed(case, score, method, 1, options)
-        evaluated = sum(heads - step for step in range(1, steps))
+    if naive and left:  # every head costs the same; what is done once for all steps must not be scaled up
+        first, start = timed(case, score, method, 1, options, removed=removed)
+        evaluated = evaluations(asked, steps) - asked
         seconds += (seconds - first) / evaluated * left
         forwards += left
         blocks += round((blocks - start.provenance["layer_evaluations"]) / evaluated * left)
     audited: float | None = None
     if method == "screened" and options.audit_steps:
-        audited, again = timed(case, score, method, steps, options, options.audit_steps)
+        audited, again = timed(case, score, method, steps, options, audit_steps=options.audit_steps)
         made = {**made, "audit": again.provenance["audit"]}
     return Result(
         case=case.name,
@@ -107,8 +97,19 @@ def measure(case: Case, score: Score, method: Method, options: argparse.Namespac
     )
 
 
+def evaluations(heads: int, steps: int) -> int:
+    """Heads that the naive method evaluates in so many steps."""
+    return sum(heads - step for step in range(steps))
+
+
 def timed(
-    case: Case, score: Score, method: Method, budget: int, options: argparse.Namespace, audit_steps: int = 0
+    case: Case,
+    score: Score,
+    method: Method,
+    budget: int,
+    options: argparse.Namespace,
+    audit_steps: int = 0,
+    removed: Sequence[tuple[int, int]] = (),
 ) -> tuple[float, HeadRanking]:
     """Seconds of an extraction, from the call to its result, reading of the batches included."""
     synchronize(options.device)
@@ -121,6 +122,7 @@ def timed(
         budget=budget,
         method=method,
         layers=case.layers,
+        removed=removed,
         batch_size=options.batch_size,
         progress=options.progress,
         screen_size=options.screen_size,
@@ -129,6 +131,31 @@ def timed(
     )
     synchronize(options.device)
     return time.perf_counter() - start, ranking
+
+
+def estimate(cases: Sequence[Case], options: argparse.Namespace) -> float:
+    """Seconds that all runs will take, roughly: one forward, timed, and how many forwards a method may need."""
+    total = 0.0
+    for case in cases:
+        heads, batches = len(case.candidates), [*case.id_batches, *case.ood_batches]
+        needed = evaluations(heads, options.budget)
+        steps = min(options.naive_steps or options.budget, options.budget)
+        asked = min(options.naive_heads or heads, heads)
+        part = evaluations(asked, steps) + (0 if (asked, steps) == (heads, options.budget) else asked)
+        with torch.no_grad():
+            for _ in range(2):  # the second time counts
+                synchronize(options.device)
+                start = time.perf_counter()
+                for inputs, _ in batches:
+                    for piece in inputs.split(64):
+                        case.model(piece)
+                synchronize(options.device)
+                forward = time.perf_counter() - start
+        for score in options.scores:
+            forwards = {"naive": part, "exact": needed / (12 if score == "acc" else 4), "screened": needed / 20}
+            share = 0.5 if score == "acc" else 1.0
+            total += share * forward * sum(forwards[method] for method in options.methods)
+    return total
 
 
 def synchronize(device: str) -> None:
@@ -168,74 +195,6 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-# --- cases -----------------------------------------------------------------------------------------------
-
-
-def load_batches(path: Path, device: str, limit: int | None) -> Batches:
-    """A data file as one batch on the device."""
-    tensors = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
-    inputs, labels = tensors["inputs"][:limit].float(), tensors["labels"][:limit].long()
-    return [(inputs.to(device), labels.to(device))]
-
-
-def random_case(
-    name: str, encoder: EncoderConfig, stem: PatchStemConfig, samples: int, options: argparse.Namespace
-) -> Case:
-    """A model with random weights and, as labels, its own predictions; OOD pictures have more contrast."""
-    generator = torch.Generator().manual_seed(options.seed)
-    config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=10), all_heads(encoder))
-    model = Ensemble(config)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if parameter.dim() > 2:
-                fan_in = parameter.shape[-1]
-                scale = 1.0 if "classifier" in key or "position" in key else 1.5 / fan_in**0.5
-                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
-    model = model.to(options.device, torch.float32).eval()
-    height, width = stem.image_size
-    shape = (samples, stem.channels, height, width)
-    inside = torch.randn(shape, generator=generator)
-    outside = 2 * torch.randn(shape, generator=generator)
-    inside, outside = inside.to(options.device), outside.to(options.device)
-    with torch.no_grad():
-        labels = torch.cat([model(part)[0].argmax(-1) for part in inside.split(64)])
-    return Case(name, model, [(inside, labels)], [(outside, torch.zeros_like(labels))])
-
-
-def tiny_case(options: argparse.Namespace) -> Case:
-    encoder = EncoderConfig(width=64, layers=4, heads=4, head_dim=16, mlp_width=128)
-    stem = PatchStemConfig(patch_size=(4, 4), grid=(4, 4))
-    return random_case("tiny", encoder, stem, options.samples or 64, options)
-
-
-def scaling_cases(options: argparse.Namespace) -> list[Case]:
-    """ViT-B/16 shape: more samples with all heads, and more heads with the same samples."""
-    encoder = EncoderConfig(width=768, layers=12, heads=12, head_dim=64, mlp_width=3072)
-    stem = PatchStemConfig(patch_size=(16, 16), grid=(14, 14))
-    middle = options.samples or 128
-    cases = []
-    for samples in (middle // 2, middle, middle * 2):
-        made = random_case(f"ViT-B/16, 12 layers, {samples} + {samples} samples", encoder, stem, samples, options)
-        cases.append(made)
-        if samples == middle:
-            for count in (3, 6):
-                layers = tuple(range(12 - count, 12))
-                name = f"ViT-B/16, last {count} layers, {samples} + {samples} samples"
-                cases.append(Case(name, made.model, made.id_batches, made.ood_batches, layers))
-    return cases
-
-
-def cases_of(options: argparse.Namespace) -> list[Case]:
-    if options.tiny:
-        return [tiny_case(options)]
-    if options.scaling:
-        return scaling_cases(options)
-    model = Ensemble.from_pretrained(options.model).to(options.device, torch.float32)
-    id_batches = load_batches(options.id, options.device, options.samples)
-    ood_batches = load_batches(options.ood, options.device, options.samples)
-    return [Case(options.name or options.model.name, model, id_batches, ood_batches)]
-
-
 # --- command ---------------------------------------------------------------------------------------------
 
 
@@ -247,30 +206,45 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--id", type=Path, help="file of ID samples")
     parser.add_argument("--ood", type=Path, help="file of OOD samples")
     parser.add_argument("--name", help="what to call the case in the results")
-    parser.add_argument("--budget", type=int, default=8)
+    parser.add_argument("--budget", type=int, help="default: 8, and 4 for --scaling")
     parser.add_argument("--samples", type=int, help="ID samples, and as many OOD samples; default: all there are")
     parser.add_argument("--scores", nargs="+", choices=SCORES, default=list(SCORES))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--naive-steps", type=int, help="measure so many naive steps (at least 2) and extrapolate")
-    parser.add_argument("--screen-size", type=int, default=12)
-    parser.add_argument("--audit-steps", type=int, default=3, help="of a second run of the screened method")
+    parser.add_argument(
+        "--naive-steps", type=int, help="measure so many naive steps (at least 2) and extrapolate; 0: all"
+    )
+    parser.add_argument("--naive-heads", type=int, help="and only so many heads (at least 3); 0: all")
+    parser.add_argument("--image-size", type=int, default=112, help="of --scaling")
+    parser.add_argument("--screen-size", type=int, default=6)
+    parser.add_argument(
+        "--audit-steps", type=int, help="of a second run of the screened method; default: 3, and 0 for --scaling"
+    )
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--progress", action="store_true")
     parser.add_argument("--output", type=Path, help="write the results as JSON")
     options = parser.parse_args()
-    if options.naive_steps is not None and options.naive_steps < 2:
-        parser.error("--naive-steps must be at least 2: the first step includes what is done once")
+    if options.naive_steps and options.naive_steps < 2:
+        parser.error("--naive-steps must be at least 2, or 0 for all: the first step includes what is done once")
+    if options.naive_heads and (options.naive_heads < 3 or options.naive_steps != 2):
+        parser.error("--naive-heads must be at least 3, or 0 for all, and goes with --naive-steps 2")
+    if options.scaling and options.naive_steps is None and options.naive_heads is None:
+        options.naive_steps, options.naive_heads = 2, 4
     if not (options.tiny or options.scaling or (options.model and options.id and options.ood)):
         parser.error("give --tiny, --scaling, or --model with --id and --ood")
+    options.budget = options.budget or (4 if options.scaling else 8)
+    if options.audit_steps is None:
+        options.audit_steps = 0 if options.scaling else 3
     return options
 
 
 def main() -> None:
     options = read_options()
     results: list[Result] = []
-    for case in cases_of(options):
+    cases = cases_of(options)
+    print(f"about {estimate(cases, options):.0f} s", flush=True)
+    for case in cases:
         timed(case, options.scores[0], "screened", 1, options)  # libraries load and kernels are chosen here
         for score in options.scores:
             for method in options.methods:

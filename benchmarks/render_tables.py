@@ -14,6 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import proposition1_figure
+from demo_table import demo_table
+from study_tables import study_tables
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
 
@@ -74,6 +78,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "circuits": lambda: circuit_table("circuit_dinov2_cifar10.json"),
     "scaling": lambda: circuit_table("circuit_scaling.json"),
     "fusion": lambda: fusion_table("fusion_dinov2_cifar10.json"),
+    "proposition1": proposition1_figure.table,
+    "demo": lambda: demo_table(RESULTS / "demo.json"),
+    **study_tables(RESULTS / "studies"),
 }
 
 

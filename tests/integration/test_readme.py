@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
+from PIL import Image
+from safetensors.torch import save_file
 
 from architectures import timm_model
 
@@ -14,6 +17,22 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 
 def blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def my_timm_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures in two folders, and a checkpoint of a model that is smaller than the one the text names."""
+    for index in range(80):
+        place = folder / "pictures" / ("dark" if index % 2 else "light")
+        place.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 36), (index, 255 - index, 60 if index % 2 else 200)).save(place / f"{index}.png")
+    create = timm.create_model
+    small = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 8, "num_heads": 4}
+
+    def create_small(name: str, **settings: Any) -> torch.nn.Module:
+        return create(name, **small, **settings)
+
+    save_file(create_small("vit_small_patch16_224", num_classes=2).state_dict(), folder / "mine.safetensors")
+    monkeypatch.setattr(timm, "create_model", create_small)
 
 
 def test_the_readme_code_runs(
@@ -36,10 +55,14 @@ def test_the_readme_code_runs(
         "id_loader": [(images[i : i + 32], labels[i : i + 32]) for i in range(0, 96, 32)],
         "ood_loader": [(others[i : i + 32], labels[:32]) for i in range(0, 96, 32)],
     }
-    found = blocks()
-    assert len(found) == 2
-    for code in found:
-        exec(code, names)
+    my_timm_model(tmp_path, monkeypatch)
+    build, mine, steps = blocks()
+    exec(build, names)
+    exec(mine, {})
+    assert re.match(r"\['(dark|light)'\] tensor\(\[0", capsys.readouterr().out)
+    assert len([line for line in mine.splitlines() if line.strip()]) <= 10
+    assert mine in (README.parent / "docs" / "quickstart.md").read_text()
+    exec(steps, names)
     assert "heads kept" in capsys.readouterr().out
     assert (tmp_path / "my-hydra" / "model.safetensors").exists()
     assert (tmp_path / "run" / "summary.json").exists()

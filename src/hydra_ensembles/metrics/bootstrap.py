@@ -144,6 +144,25 @@ def bootstrap_ood_difference(
     return _interval(value - other_value, replicates - other_replicates, level)
 
 
+def ood_replicates(
+    metric: OodMetric,
+    id_scores: Tensor,
+    ood_scores: Tensor | Sequence[Tensor],
+    *,
+    convention: Convention = "torch-uncertainty",
+    resamples: int = 1000,
+    seed: int = 0,
+    name: str | None = None,
+) -> tuple[float, np.ndarray]:
+    """The metric, and its value on every resample `[R]`, to put differences of many methods together.
+
+    The draws depend on the seed and the numbers of samples alone, so replicates of methods on the same samples
+    are paired.
+    """
+    _check_settings(resamples, 0.5)
+    return _ood_replicates(metric, id_scores, ood_scores, convention, resamples, seed, name)
+
+
 def _ood_replicates(
     metric: OodMetric,
     id_scores: Tensor,

@@ -48,11 +48,18 @@ class InterruptedRunError(Exception):
     """Stands for anything that ends a run."""
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("after", [1, 2, 4])
-def test_interrupted_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, after: int) -> None:
+@pytest.mark.parametrize(
+    ("method", "after", "budget"),
+    [
+        *((method, after, BUDGET) for method in METHODS for after in (1, 2, 4)),
+        *(("screened", after, 11) for after in (3, 7, 8, 9)),  # it starts afresh after eight steps
+    ],
+)
+def test_interrupted_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, after: int, budget: int
+) -> None:
     problem, path = random_problem(), tmp_path / "journal.json"
-    options = {"budget": BUDGET, "method": method, "screen_size": 3}
+    options = {"budget": budget, "method": method, "screen_size": 3}
 
     class Interrupted(extract.Journal):
         def add(self, step: extract.Step) -> None:
@@ -66,7 +73,7 @@ def test_interrupted_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
             problem.extract(journal=path, **options)
     assert steps_in(path) == after
     assert evidence(problem.extract(journal=path, **options)) == evidence(problem.extract(**options))
-    assert steps_in(path) == BUDGET
+    assert steps_in(path) == budget
 
 
 def test_a_finished_journal_needs_no_work(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from .distributed import Ranks
 from .memory import plan
 from .naive import require_finite
 from .samples import IntArray, Samples
-from .scores import LEAST_CONFIDENT, MOST_CONFIDENT, Objective, judge, quantum
+from .scores import LEAST_CONFIDENT, MOST_CONFIDENT, Objective, judge, margins, quantum
 from .working_model import WorkingModel
 
 
@@ -28,6 +28,7 @@ class CurrentModel:
         carried: Activations of candidates, by group of samples.
         wrong: `[n_id]`, the model's errors.
         confidence: `[n]`, its confidences.
+        margin: `[n]`, how far the labels of its ID samples are ahead of the other classes.
         choice: Its result, with `NO_HEAD` for a head.
         hardest_first: Sample numbers, those first that add most to its integer.
     """
@@ -41,6 +42,7 @@ class CurrentModel:
         ranks: Ranks,
         batch_size: int,
         memory_budget: int,
+        carry: bool = True,
     ) -> None:
         self.model, self.samples, self.objective = model, samples, objective
         self.batch_size = batch_size
@@ -55,9 +57,10 @@ class CurrentModel:
             self._levels = memory.base_levels
             self._refresh([0] * len(self.base))
         layer_of = np.array([head.layer if head in self.own else -1 for head in candidates], np.int64)
+        room = memory.slots if carry else (0,) * len(self.base)
         self.carried = [
             CarriedActivations(layer_of, len(group), model.layers, group.token_shape, slots, dtype, self.device)
-            for group, slots in zip(self.base, memory.slots, strict=True)
+            for group, slots in zip(self.base, room, strict=True)
         ]
 
     @torch.no_grad()
@@ -94,10 +97,13 @@ class CurrentModel:
         total = self.objective.samples
         wrong, finite = (torch.empty(total, dtype=torch.bool, device=self.device) for _ in range(2))
         self.confidence = torch.empty(total, dtype=torch.int64, device=self.device)
+        self.margin = torch.empty(total, dtype=torch.float64, device=self.device)
         for group, inputs, level in zip(self.base, self.samples.groups, known, strict=True):
             logits = group.recompute(level, self._levels, self.batch_size)
             numbers = torch.from_numpy(inputs.numbers).to(self.device)
-            answers = judge(logits, self.samples.labels[numbers], quantum(self.model.ensemble.dtype))
+            labels = self.samples.labels[numbers]
+            answers = judge(logits, labels, quantum(self.model.ensemble.dtype))
+            self.margin[numbers] = margins(logits, labels)
             wrong[numbers], self.confidence[numbers], finite[numbers] = answers
         require_finite(finite, self.samples, None)
         self.wrong = wrong[: self.objective.id_count]

@@ -43,7 +43,7 @@ def extract_circuit(
     batch_size: int | None = None,
     journal: str | Path | None = None,
     progress: bool = True,
-    screen_size: int = 12,
+    screen_size: int = 6,
     audit_steps: int | None = None,
     seed: int = 0,
 ) -> HeadRanking:
@@ -61,10 +61,10 @@ def extract_circuit(
       from step to step, and heads that can no longer win are given up before all samples were looked at. In
       float64 the result is the naive one. In float32 rounding may decide between heads that are a few
       integer units apart; `audit_steps` counts how often it does.
-    * `"screened"` predicts the effect of every head from one gradient pass, evaluates only the `screen_size`
-      most promising ones (on a GPU, in bfloat16 where the evaluation is in float32) and chooses among them by a
-      smoothed score, which ties less. Approximate; audited steps tell how often its choice was as good as that
-      of `"exact"`.
+    * `"screened"` remembers what each head does to each sample, from when it was last measured or from a gradient
+      pass, and so estimates all heads without running them; only those that come out best are measured, on the
+      harder half of the samples (on a GPU, float32 products in TF32). Approximate; audited steps tell how often
+      its choice was as good as that of `"exact"`.
 
     Under `torchrun` or `accelerate launch` the heads are spread over the ranks, and every rank returns the same
     ranking. Dropout is off. The ensemble is left alone.
@@ -85,7 +85,8 @@ def extract_circuit(
         batch_size: Samples in a batch, or pairs of head and sample; None for a size that suits the device.
         journal: A file to note every step in. Where it exists, the run goes on after its last step.
         progress: Show a progress bar.
-        screen_size: Heads that `"screened"` evaluates at each step.
+        screen_size: Heads that `"screened"` measures at a step, at most; twice as many at every eighth step, where
+            it starts from nothing.
         audit_steps: Steps, spread evenly, at which the choice of `"exact"` is held against that of `"naive"`, or
             the choice of `"screened"` against that of `"exact"`. None for 0 and 2.
         seed: Start of PyTorch's random numbers while the batches are read, for loaders that shuffle.
@@ -152,7 +153,7 @@ def _run(
     if len(done) >= settings.budget:
         return
     left = [head for head in candidates if head not in set(done)]
-    method = start_method(settings, evaluation, left, [*settings.removed, *done])
+    method = start_method(settings, evaluation, candidates, done)
     if record.start is None:
         start = method.start()
         record.start = Start(start.errors, start.discordance)

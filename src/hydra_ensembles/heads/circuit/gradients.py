@@ -1,4 +1,4 @@
-"""What the log-odds of every sample would be without each head, to first order, from one gradient pass."""
+"""What every head does to every sample, to first order, from one gradient pass."""
 
 from collections.abc import Sequence
 
@@ -8,47 +8,53 @@ from torch import Tensor
 
 from ..head import Head
 from .current import CurrentModel
+from .effects import Effects
 from .memory import gradient_batch_size
 from .samples import IntArray, parts
-from .scores import log_odds
-from .smooth import smooth_values
+from .scores import log_odds, margins
 
 
-def predicted_values(current: CurrentModel, candidates: Sequence[Head]) -> list[float]:
-    """Smooth estimates of the integers that candidates would have.
+def predict_effects(effects: Effects, candidates: Sequence[Head], numbers: IntArray) -> None:
+    """Predict the effects of candidates on some samples, and correct what is remembered by it.
 
-    The surrogate that is differentiated is the log-odds of a class, for each sample by itself: of the answer
-    and, where the answer is wrong, of the label. (The gradient of the summed score alone would not do: whether
-    a sample changes sides depends on how far it is from the edge.)
+    What is differentiated is a number for each sample by itself: its confidence, and the margin of its label.
+    (The gradient of the summed score alone would not do: whether a sample changes sides depends on how far it
+    is from the edge.) Where the answer is the label, one gradient has to serve for both.
     """
-    objective, labels = current.objective, current.samples.labels
-    split, total = objective.id_count, objective.samples
-    answers = torch.full((total,), -1, device=current.device)
-    of_label: Tensor | None = None
-    of_answer: Tensor | None = None
-    if objective.score == "acc":
-        of_label = predicted_log_odds(current, candidates, np.arange(split), labels)
-    elif objective.score == "ood":
-        of_answer = predicted_log_odds(current, candidates, np.arange(total), answers)
-    else:  # the label's log-odds are the answer's, except where the answer is wrong
-        wrong = current.wrong.nonzero()[:, 0]
-        numbers = np.concatenate([np.arange(total), wrong.cpu().numpy()])
-        both = predicted_log_odds(current, candidates, numbers, torch.cat([answers, labels[wrong]]))
-        of_answer, of_label = both[:, :total], both[:, :split].clone()
-        of_label[:, wrong] = both[:, total:]
-    return [float(value) for value in smooth_values(objective, of_label, of_answer).tolist()]
+    current, score = effects.current, effects.objective.score
+    rows = torch.tensor([current.index_of[head] for head in candidates], device=current.device)
+    labels = current.samples.labels[torch.from_numpy(numbers).to(current.device)]
+    if score == "acc":
+        effects.predict(rows, numbers, None, shifts(current, candidates, numbers, labels))
+        return
+    again: IntArray = np.empty(0, np.int64)  # places in `numbers` of samples with wrong answers
+    if score == "avg":
+        wrong = np.zeros(effects.objective.samples, bool)
+        wrong[: effects.objective.id_count] = current.wrong.cpu().numpy()
+        again = wrong[numbers].nonzero()[0]
+    places = torch.from_numpy(again).to(current.device)
+    targets = torch.cat([torch.full_like(labels, -1), labels[places]])
+    found = shifts(current, candidates, np.concatenate([numbers, numbers[again]]), targets)  # [K, S + wrong]
+    confidence, margin = found[:, : len(numbers)], found[:, : len(numbers)].clone()
+    margin[:, places] = found[:, len(numbers) :]
+    effects.predict(rows, numbers, confidence, margin)
 
 
-def predicted_log_odds(current: CurrentModel, candidates: Sequence[Head], numbers: IntArray, targets: Tensor) -> Tensor:
-    """First-order estimates of log-odds without each of the candidates, `[K, R]`.
+def shifts(current: CurrentModel, candidates: Sequence[Head], numbers: IntArray, targets: Tensor) -> Tensor:
+    """First-order estimates of how numbers change without each of the candidates, `[K, R]` in float64.
 
     Args:
         current: The model the candidates would be removed from.
         candidates: Heads it still has.
         numbers: `[R]`, sample numbers; a sample may occur more than once.
-        targets: `[R]`, the class whose log-odds are meant; -1 for the answer.
+        targets: `[R]`, the class whose margin is meant; -1 for the log-odds of the answer.
     """
-    predicted = torch.empty(len(candidates), len(numbers), dtype=torch.float32, device=current.device)
+    starts = np.cumsum([0, *(len(kept) for kept in current.model.kept)])
+    columns = torch.tensor(
+        [int(starts[head.layer]) + current.model.kept[head.layer].index(head.head) for head in candidates],
+        device=current.device,
+    )
+    found = torch.empty(len(candidates), len(numbers), dtype=torch.float64, device=current.device)
     size = gradient_batch_size(current.model.ensemble, current.samples, current.batch_size)
     groups, rows = current.samples.group_of[numbers], current.samples.row_of[numbers]
     for group in np.unique(groups):
@@ -56,20 +62,13 @@ def predicted_log_odds(current: CurrentModel, candidates: Sequence[Head], number
         for part in parts(len(members), size):
             places = torch.from_numpy(members[part]).to(current.device)
             chosen = torch.from_numpy(rows[members[part]]).to(current.device)
-            odds, gradients = _gate_gradients(current, int(group), chosen, targets[places])
-            column = [_column(current, head) for head in candidates]
-            predicted[:, places] = odds - gradients[:, column].T
-    return predicted
+            gradients = _gate_gradients(current, int(group), chosen, targets[places])
+            found[:, places] = -gradients.double().nan_to_num()[:, columns].T
+    return found
 
 
-def _column(current: CurrentModel, head: Head) -> int:
-    """Where a head is among all heads that are left, layer by layer."""
-    kept = current.model.kept
-    return sum(len(layer) for layer in kept[: head.layer]) + kept[head.layer].index(head.head)
-
-
-def _gate_gradients(current: CurrentModel, group: int, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-odds `[B]` of some samples of a group, and their gradients with respect to all gates, `[B, heads]`."""
+def _gate_gradients(current: CurrentModel, group: int, rows: Tensor, targets: Tensor) -> Tensor:
+    """Gradients of some samples of a group with respect to the gates of all heads, `[B, heads]`."""
     model, base = current.model, current.base[group]
     before = model.work.multiply_adds
     with torch.enable_grad():
@@ -78,9 +77,9 @@ def _gate_gradients(current: CurrentModel, group: int, rows: Tensor, targets: Te
         gates = torch.ones(len(rows), sum(sizes), device=x.device, requires_grad=True)  # of each sample by itself
         for layer, gate in enumerate(gates.split(sizes, dim=1)):
             x = model.gated_block(layer, x, mask, gate)
-        logits = model.logits(x, mask, None if base.ids is None else base.ids[rows]).float()
-        odds = log_odds(logits, torch.where(targets < 0, logits.argmax(-1), targets))
-        (gradients,) = torch.autograd.grad(odds.sum(), gates)
+        logits = model.logits(x, mask, None if base.ids is None else base.ids[rows]).double()
+        numbers = torch.where(targets < 0, log_odds(logits, logits.argmax(-1)), margins(logits, targets))
+        (gradients,) = torch.autograd.grad(numbers.sum(), gates)
     forward = model.work.multiply_adds - before
     model.work.add(len(rows) * model.layers, forward)  # the way back, to activations alone, costs as much again
-    return odds.detach(), gradients
+    return gradients

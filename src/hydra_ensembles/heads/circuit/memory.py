@@ -48,7 +48,7 @@ def gradient_batch_size(model: Ensemble, samples: Samples, batch_size: int) -> i
     encoder = model.config.encoder
     values = encoder.layers * (12 * encoder.width + 3 * encoder.mlp_width * (2 if encoder.gated else 1))
     one = max(tokens_of(model, group) for group in samples.groups) * values * model.dtype.itemsize
-    return max(1, min(2048, _free_on_gpu(model.device) // (4 * one)))
+    return max(1, min(512, _free_on_gpu(model.device) // (4 * one)))
 
 
 @dataclass(frozen=True)

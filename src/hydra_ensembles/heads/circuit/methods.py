@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
-
 from ...ensemble import Ensemble
 from ..head import Head
 from .choice import Choice
@@ -16,7 +14,7 @@ from .memory import default_budget
 from .naive import Naive
 from .samples import Samples
 from .scores import Objective
-from .screened import Screen
+from .screened import AFRESH, Screen
 from .settings import CircuitSettings
 from .work import Work
 from .working_model import WorkingModel, working_copy
@@ -39,24 +37,16 @@ class Evaluation:
         copy = working_copy(self.model, self.model.dtype, self.model.device)
         return Naive(copy, self.samples, self.objective, self.ranks, self.work, self.batch_size, off)
 
-    def exact(self, candidates: Sequence[Head], off: Sequence[Head], memory_share: float = 1.0) -> Exact:
-        """Branch and bound, with heads off, with a share of the memory."""
-        return Exact(self._current(candidates, off, self.model.dtype, self.batch_size, memory_share), self.ranks)
-
-    def half_precision(self, candidates: Sequence[Head], off: Sequence[Head], memory_share: float) -> CurrentModel:
-        """The model in bfloat16, with heads off, in few large batches."""
-        return self._current(candidates, off, torch.bfloat16, 4 * self.batch_size, memory_share)
-
-    def _current(
-        self, candidates: Sequence[Head], off: Sequence[Head], dtype: torch.dtype, batch_size: int, memory_share: float
-    ) -> CurrentModel:
-        model = WorkingModel(working_copy(self.model, dtype, self.model.device), self.work)
+    def exact(self, candidates: Sequence[Head], off: Sequence[Head], carry: bool = True) -> Exact:
+        """Branch and bound, with heads off; without `carry`, candidates keep nothing from step to step."""
+        model = WorkingModel(working_copy(self.model, self.model.dtype, self.model.device), self.work)
         for head in off:
             model.drop(head)
         budget = default_budget(self.model.device) if self.memory_budget is None else self.memory_budget
-        return CurrentModel(
-            model, self.samples, self.objective, candidates, self.ranks, batch_size, int(budget * memory_share)
+        current = CurrentModel(
+            model, self.samples, self.objective, candidates, self.ranks, self.batch_size, budget, carry
         )
+        return Exact(current, self.ranks)
 
 
 class GreedyMethod(Protocol):
@@ -113,11 +103,11 @@ class ExactMethod:
 
 
 class ScreenedMethod:
-    """Evaluation of the candidates that a gradient finds promising, audited by branch and bound over all.
+    """Measures the candidates that are expected to be good, audited by branch and bound over all.
 
     Args:
         exact: The model whose results are reported.
-        screen: Chooses; where it pays, by the same model in half precision.
+        screen: Chooses, by the same model.
     """
 
     def __init__(self, exact: Exact, screen: Screen) -> None:
@@ -134,23 +124,37 @@ class ScreenedMethod:
             screened = self.exact.choose([head])
             excess = screened.value - self.exact.choose(candidates, known=screened).value
         self.exact.current.remove(head)
-        if self.screen.current is not self.exact.current:
-            self.screen.current.remove(head)
         return replace(self.exact.current.choice, head=head), excess
+
+    def repeat(self, candidates: Sequence[Head], head: Head) -> None:
+        """Take a step whose result is known, to remember what was measured in it."""
+        self.screen.choose(candidates)
+        self.exact.current.remove(head)
 
 
 def start_method(
-    settings: CircuitSettings, evaluation: Evaluation, candidates: Sequence[Head], off: Sequence[Head]
+    settings: CircuitSettings, evaluation: Evaluation, candidates: Sequence[Head], done: Sequence[Head]
 ) -> GreedyMethod:
-    """Set a method up for a model without the heads in `off`, to choose among the candidates."""
+    """Set a method up to go on after some steps.
+
+    Args:
+        settings: What to do.
+        evaluation: What to do it with.
+        candidates: The heads that could be chosen at the first step.
+        done: Those that were chosen so far.
+    """
+    repeated = len(done) % AFRESH if settings.method == "screened" else 0
+    skipped = len(done) - repeated
+    off = [*settings.removed, *done[:skipped]]
+    left = [head for head in candidates if head not in done[:skipped]]
     if settings.method == "naive":
         return NaiveMethod(evaluation.naive(off))
     if settings.method == "exact":
         referee = evaluation.naive(off) if settings.audit_steps else None
-        return ExactMethod(evaluation.exact(candidates, off), referee)
-    if evaluation.model.device.type == "cuda" and settings.dtype == torch.float32:
-        coarse = evaluation.half_precision(candidates, off, memory_share=0.5)
-        exact = evaluation.exact(candidates, off, memory_share=0.5)
-        return ScreenedMethod(exact, Screen(coarse, evaluation.ranks, settings.screen_size))
-    exact = evaluation.exact(candidates, off)
-    return ScreenedMethod(exact, Screen(exact.current, evaluation.ranks, settings.screen_size))
+        return ExactMethod(evaluation.exact(left, off), referee)
+    exact = evaluation.exact(left, off, carry=False)
+    screened = ScreenedMethod(exact, Screen(exact.current, evaluation.ranks, settings.screen_size, skipped))
+    for head in done[skipped:]:
+        screened.repeat(left, head)
+        left.remove(head)
+    return screened

@@ -53,6 +53,13 @@ def judge(logits: Tensor, labels: Tensor, step: float) -> tuple[Tensor, Tensor, 
     return answer != labels, confidence, precise.isfinite().all(-1)
 
 
+def margins(logits: Tensor, labels: Tensor) -> Tensor:
+    """How far the logit of the label lies above the largest other one, `[B]`, in float64; 0 for OOD samples."""
+    precise, known = logits.double(), labels.clamp(min=0)[:, None]
+    others = precise.scatter(-1, known, -torch.inf).amax(-1)
+    return torch.where(labels < 0, 0.0, precise.gather(-1, known)[:, 0] - others)
+
+
 def log_odds(logits: Tensor, classes: Tensor) -> Tensor:
     """log(p / (1 - p)) of one class for each row: `[B, C]` and `[B]` to `[B]`."""
     chosen = classes[..., None]

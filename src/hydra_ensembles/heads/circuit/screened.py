@@ -1,10 +1,12 @@
-"""Choosing among the few candidates that a gradient finds promising. Approximate.
+"""Choosing among the few candidates that are expected to be good. Approximate.
 
-A gradient pass predicts a smooth value for every candidate; those with the smallest are evaluated, and the one
-with the smallest smooth value, now of its real log-odds, is chosen. Smooth values foresee which samples are
-about to change sides, where integers tie: after many steps this is worth more than an error less now.
+What a head does to every sample is remembered from the last time it was measured, and predicted by a gradient
+before. So the integers of all candidates can be estimated without running anything; only those that come out
+best are measured, until one that was measured in this step is ahead of all others. A measurement leaves out the
+easy samples, whose share in the integers hardly depends on the head: what is remembered stands in for them.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,43 +15,66 @@ import torch
 from ..head import Head
 from .current import CurrentModel
 from .distributed import Ranks
-from .gradients import predicted_values
-from .smooth import SmoothTable
+from .effects import Effects
+from .gradients import predict_effects
+from .precision import fast_products
+from .samples import IntArray
 from .sweep import Sweep
+
+AFRESH = 8  # steps after which all that is remembered is forgotten; a resumed run repeats at most as many
+PREDICT_EVERY = 2  # steps after which a gradient corrects what is remembered
+_HARD = 0.5  # share of the samples, hardest first, on which a candidate is measured or predicted again
+_TOGETHER = 3  # candidates measured at once
 
 
 class Screen:
-    """Predicts, and evaluates the most promising.
+    """Estimates all candidates and measures the most promising ones.
 
     Args:
         current: The model with all heads chosen so far taken out.
         ranks: The processes the candidates are spread over.
-        size: Candidates to evaluate.
+        size: Candidates to measure in a step, at most; twice as many where nothing is remembered.
+        step: Greedy steps taken so far; a multiple of `AFRESH`.
     """
 
-    def __init__(self, current: CurrentModel, ranks: Ranks, size: int) -> None:
-        self.current, self.ranks, self.size = current, ranks, size
-        dtype = current.model.ensemble.dtype
-        self.table = SmoothTable(current.candidates, current.samples, current.objective, dtype)
-        self.sweep = Sweep(current, self.table)
+    def __init__(self, current: CurrentModel, ranks: Ranks, size: int, step: int) -> None:
+        self.current, self.ranks, self.size, self.step = current, ranks, size, step
+        self.effects = Effects(current)
+        self.sweep = Sweep(current, self.effects)
 
-    @torch.no_grad()
     def choose(self, candidates: Sequence[Head]) -> Head:
-        """The best of the most promising candidates."""
-        promising = self.ranks.from_first(self.shortlist(candidates))
-        own = [head for head in promising if head in self.current.own]
-        values: list[float] = []
-        if own:
-            indices = np.array([self.current.index_of[head] for head in own], np.int64)
-            samples = self.current.objective.samples
-            self.sweep.run(np.repeat(indices, samples), np.tile(np.arange(samples), len(own)))
-            values = self.table.smooth_values(indices)
-        _, head = self.ranks.smallest(min(zip(values, own, strict=True), default=None))
-        return head
+        """The best of the promising candidates, as far as the estimates go."""
+        afresh, predict = self.step % AFRESH == 0, self.step % PREDICT_EVERY == 0
+        self.step += 1
+        most = min(len(candidates), 2 * self.size if afresh else self.size)
+        least = most if afresh else 1
+        measured: set[Head] = set()
+        with torch.no_grad(), fast_products(self.current.device):
+            if afresh:
+                self.effects.forget()
+            if predict:
+                predict_effects(self.effects, candidates, self._hardest(1.0 if afresh else _HARD))
+            while True:
+                ordered = self.ranks.from_first(self.effects.best_first(candidates))
+                settled = ordered[0] in measured and len(measured) >= least
+                if settled or len(measured) == most:
+                    return next(head for head in ordered if head in measured)
+                promising = [head for head in ordered if head not in measured]
+                chosen = promising[: min(self.size if afresh else _TOGETHER, most - len(measured))]
+                self._measure(chosen)
+                measured.update(chosen)
 
-    def shortlist(self, candidates: Sequence[Head]) -> list[Head]:
-        """The most promising candidates, first layer first."""
-        if len(candidates) <= self.size:
-            return list(candidates)
-        best = sorted(zip(predicted_values(self.current, candidates), candidates, strict=True))[: self.size]
-        return sorted(head for _, head in best)
+    def _measure(self, heads: Sequence[Head]) -> None:
+        """Run candidates on the hardest samples, each on one of the ranks, and tell all ranks."""
+        rows = [self.current.index_of[head] for head in heads]
+        own = self.ranks.share(rows)
+        numbers = self._hardest(_HARD)
+        if own:
+            self.sweep.run(np.repeat(np.array(own, np.int64), len(numbers)), np.tile(numbers, len(own)))
+        if self.ranks.size > 1:
+            for theirs, known in self.ranks.gather((own, self.effects.read(own))):
+                self.effects.write(theirs, known)
+
+    def _hardest(self, share: float) -> IntArray:
+        """Numbers of a share of the samples, the hardest ones."""
+        return self.current.hardest_first[: math.ceil(share * self.current.objective.samples)]

@@ -25,7 +25,7 @@ class CircuitSettings:
         layers: Layers whose heads are candidates, ascending.
         removed: Heads that are off from the start.
         dtype: Precision of the evaluation.
-        screen_size: Heads that `"screened"` evaluates at each step.
+        screen_size: Heads that `"screened"` measures at a step, at most.
         audit_steps: Steps at which the choice is checked against the method's reference.
     """
 

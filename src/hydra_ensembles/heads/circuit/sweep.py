@@ -1,13 +1,21 @@
 """Evaluating many candidates on many samples in one walk through the layers."""
 
+from typing import Protocol
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from .answers import AnswerTable
 from .base_activations import GroupActivations
 from .current import CurrentModel
 from .samples import IntArray, parts
+
+
+class Recorder(Protocol):
+    """What takes the answers."""
+
+    def record(self, candidates: IntArray, numbers: IntArray, logits: Tensor) -> None:
+        """Take in logits `[P, C]` of pairs of candidate and sample."""
 
 
 class Sweep:
@@ -22,7 +30,7 @@ class Sweep:
         table: Takes the answers.
     """
 
-    def __init__(self, current: CurrentModel, table: AnswerTable) -> None:
+    def __init__(self, current: CurrentModel, table: Recorder) -> None:
         self.current, self.table = current, table
         self.model, self.samples = current.model, current.samples
         self.layer_of: IntArray = np.array([head.layer for head in current.candidates], np.int64)

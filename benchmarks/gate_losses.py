@@ -1,0 +1,83 @@
+"""The loss of an ensemble as a function of gates on its heads: value, gradient and Hessian.
+
+A gate multiplies a head's part of the output projection: 1 is the model as it is, 0 the model without the head. Pruning
+a set of heads is the step from 1 to 0 in their gates, so this small gradient and Hessian are all that a second-order
+statement about pruning whole heads needs.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import hydra_ensembles as he
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """A mean loss around the whole model: value, gradient `[L·H]` and Hessian `[L·H, L·H]` in the gates, float64."""
+
+    value: float
+    gradient: Tensor
+    hessian: Tensor
+
+
+def gated_loss(model: he.Ensemble, gates: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy summed over a batch, with gates `[L, H]` on the heads of a model with one member, none pruned."""
+    weights = {
+        f"encoder.layers.{layer}.attention.out": model.get_parameter(f"encoder.layers.{layer}.attention.out").detach()
+        * gates[layer, :, None, None]  # [H, d_k, d]
+        for layer in range(model.num_layers)
+    }
+    logits = functional_call(model, weights, (inputs,))[0]  # [1, B, C] -> [B, C]
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+def mean_loss(model: he.Ensemble, gates: Tensor, batches: Iterable[Batch]) -> float:
+    """Mean cross-entropy over all samples."""
+    total, samples = 0.0, 0
+    with torch.no_grad():
+        for inputs, labels in batches:
+            total += gated_loss(model, gates, inputs, labels).item()
+            samples += len(labels)
+    return total / samples
+
+
+def expand(model: he.Ensemble, batches: Iterable[Batch]) -> Expansion:
+    """Value, gradient and Hessian of the mean loss at the whole model."""
+    count = model.num_layers * model.num_heads
+    value, samples = 0.0, 0
+    gradient = torch.zeros(count, dtype=torch.float64)
+    hessian = torch.zeros(count, count, dtype=torch.float64)
+    for inputs, labels in batches:
+        gates = torch.ones(model.num_layers, model.num_heads, dtype=model.dtype, requires_grad=True)
+        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels cannot be differentiated twice
+            loss = gated_loss(model, gates, inputs, labels)
+            (slope,) = torch.autograd.grad(loss, gates, create_graph=True)
+            flat = slope.flatten()
+            rows = [torch.autograd.grad(flat[row], gates, retain_graph=True)[0].flatten() for row in range(count)]
+        value += loss.item()
+        gradient += flat.detach().double()
+        hessian += torch.stack(rows).double()
+        samples += len(labels)
+    hessian = (hessian + hessian.T) / 2  # symmetric but for rounding
+    return Expansion(value / samples, gradient / samples, hessian / samples)
+
+
+def pruning_step(model: he.Ensemble, heads: Sequence[he.Head]) -> Tensor:
+    """The step `[L·H]` in the gates that takes these heads out."""
+    step = torch.zeros(model.num_layers, model.num_heads, dtype=torch.float64)
+    for head in heads:
+        step[head.layer, head.head] = -1.0
+    return step.flatten()
+
+
+def gates_after(model: he.Ensemble, step: Tensor, share: float = 1.0) -> Tensor:
+    """Gates `[L, H]` after a share of a step."""
+    return (1.0 + share * step).reshape(model.num_layers, model.num_heads).to(model.dtype)

@@ -1,0 +1,15 @@
+"""The embedded demo: a small trained vision transformer and a sample of real images, inside the package."""
+
+from .embedded import DemoSample, load_backbone, load_deep_logits, load_sample
+from .run import DemoResult, run_demo
+from .settings import DemoSettings
+
+__all__ = [
+    "DemoResult",
+    "DemoSample",
+    "DemoSettings",
+    "load_backbone",
+    "load_deep_logits",
+    "load_sample",
+    "run_demo",
+]

@@ -1,0 +1,58 @@
+"""From run folders to results, and from results to the same tables again."""
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from ..schema import to_plain
+from .claims import study_claims
+from .recipe import load_recipe
+from .results import SAME, StoredStudy, bring_together, save
+from .rows import largest_difference, study_rows
+from .tables import TABLES
+
+
+def collect(name: str, output: Path, folder: Path, *, tiny: bool = False) -> str:
+    """Bring the seeds of a run folder together, make every table, write `NAME.json` and `NAME.npz`.
+
+    Returns:
+        The tables in Markdown.
+
+    Raises:
+        DataError: A seed is not finished.
+    """
+    study = bring_together(load_recipe(name, tiny), output)
+    made = make_tables(study)
+    save(study, made, folder)
+    return written({**study.facts, **made})
+
+
+def rebuild(name: str, folder: Path) -> str:
+    """Make every number of a study again from its stored logits and hold it against the stored one.
+
+    Returns:
+        The tables in Markdown.
+
+    Raises:
+        DataError: Results are missing, or come out different.
+    """
+    study = StoredStudy.load(name, folder)
+    made = make_tables(study)
+    gap = largest_difference(made["rows"], study.facts["rows"])
+    verdicts = [[one["verdict"] for one in claims] for claims in (made["claims"], study.facts["claims"])]
+    if gap > SAME or verdicts[0] != verdicts[1]:
+        raise DataError(
+            f"the tables of {name} come out different from its stored logits (by up to {gap:.2g}); the files in "
+            f"{folder} do not belong together, or the metrics changed: run `--collect` again"
+        )
+    return written({**study.facts, **made})
+
+
+def make_tables(study: StoredStudy) -> dict[str, Any]:
+    """Rows and claims as plain data."""
+    return {"rows": study_rows(study), "claims": [to_plain(one) for one in study_claims(study)]}
+
+
+def written(facts: dict[str, Any]) -> str:
+    """All tables of a study, one below the other."""
+    return "\n\n".join(f"### {facts['study']}: {name}\n\n{table(facts)}" for name, table in TABLES.items())

@@ -1,0 +1,73 @@
+"""The method table: every row of the results, and the units it is made of. Further baselines are added here."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from .decision import Chosen, Decision
+from .recipe import StudyRecipe
+from .specs import CLASSIFIERS, DROPOUT, backbone
+
+SINGLE = "Single"
+TEMPERATURE = "Temperature Scaling"
+DEEP = "Deep Ensembles"
+DEEP_CLASSIFIERS = "Deep Ensembles (classifiers)"
+HYDRA = "Hydra (Circ)"
+HYDRA_TRUNK = "Hydra (Circ), shared trunk"
+HYDRA_PAPER = "Hydra (Circ), paper's setting"
+HYDRA_APART = "Hydra (Circ), paper's setting, MLPs apart"
+HYDRA_TAYLOR = "Hydra (Taylor)"
+HYDRA_RANDOM = "Hydra (random heads)"
+
+Units = tuple[str, ...]
+
+
+def _backbones(recipe: StudyRecipe) -> Units:
+    return tuple(backbone(index) for index in range(recipe.members))
+
+
+FIXED: Mapping[str, Callable[[StudyRecipe], Units]] = MappingProxyType(
+    {
+        SINGLE: lambda recipe: (backbone(0),),
+        TEMPERATURE: lambda recipe: (backbone(0),),
+        DEEP: _backbones,
+        DEEP_CLASSIFIERS: lambda recipe: (CLASSIFIERS,) if "classifier" in recipe.trainings else (),
+        "MC Dropout": lambda recipe: (DROPOUT,),
+        "Taylor": lambda recipe: (recipe.taylor.member(0),),
+        "CircAvg": lambda recipe: (recipe.paper.member(0),),
+        "CircAcc": lambda recipe: (recipe.paper.member(1),),
+        "CircOOD": lambda recipe: (recipe.paper.member(2),),
+        HYDRA_RANDOM: lambda recipe: (recipe.random.fused,),
+        HYDRA_TAYLOR: lambda recipe: (recipe.taylor.fused,),
+        HYDRA_PAPER: lambda recipe: (recipe.paper.fused,),
+        HYDRA_APART: lambda recipe: recipe.paper.members(recipe.members),
+    }
+)
+"""Methods whose settings stand in the recipe; no units where a study does not have the method."""
+
+CHOSEN: Mapping[str, Callable[[Decision], Chosen]] = MappingProxyType(
+    {HYDRA: lambda decision: decision.hydra, HYDRA_TRUNK: lambda decision: decision.trunk}
+)
+"""Methods whose settings were chosen on half B."""
+
+CALIBRATED = frozenset({TEMPERATURE})
+"""Methods whose main numbers are those after calibration; for all others they stand beside."""
+
+
+def fixed_methods(recipe: StudyRecipe) -> dict[str, Units]:
+    """The methods of a study that need no decision, with their units."""
+    found = {name: units(recipe) for name, units in FIXED.items()}
+    return {name: units for name, units in found.items() if units}
+
+
+def all_methods(recipe: StudyRecipe, decision: Decision) -> dict[str, Units]:
+    """Every method of a study with its units."""
+    chosen = {name: pick(decision) for name, pick in CHOSEN.items()}
+    return {
+        **fixed_methods(recipe),
+        **{name: one.members.units(one.mlp, recipe.members) for name, one in chosen.items()},
+    }
+
+
+def all_units(methods: Mapping[str, Units]) -> list[str]:
+    """Every unit once, in the order of the methods."""
+    return list(dict.fromkeys(unit for units in methods.values() for unit in units))

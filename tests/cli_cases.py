@@ -1,0 +1,132 @@
+"""A small world for the command line: a timm ViT, a BERT, images and reviews, in one folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from hydra_ensembles.cli.main import make_app
+
+COLOURS = ("blue", "green", "red")
+VIT_OPTIONS = {"img_size": 16, "patch_size": 8, "depth": 3, "num_heads": 4}
+WORDS = ("good", "fine", "great", "bad", "dull", "long", "film", "plot", "a", "the")
+SMALL_BERT = {
+    "vocab_size": 13,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 16,
+    "id2label": {0: "negative", 1: "positive"},
+    "label2id": {"negative": 0, "positive": 1},
+}
+
+
+def run(*arguments: object, **settings: Any) -> Any:
+    """The command line in this process."""
+    return CliRunner().invoke(make_app(), [str(argument) for argument in arguments], **settings)
+
+
+def succeed(*arguments: object, **settings: Any) -> str:
+    """Run a command that must work; its standard output."""
+    result = run(*arguments, **settings)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def fail(*arguments: object, **settings: Any) -> str:
+    """Run a command that must refuse its input; the one line it says."""
+    result = run(*arguments, **settings)
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+def vit_flags(weights: Path) -> list[str]:
+    """The small ViT as the command line names it."""
+    options = [f"--model-option={name}={value}" for name, value in VIT_OPTIONS.items()]
+    return ["timm:test_vit", "--weights", str(weights), *options]
+
+
+def perturbed(model: torch.nn.Module) -> torch.nn.Module:
+    """All parameters far from zero, so that every head matters."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model.eval()
+
+
+def small_vit() -> Any:
+    import timm
+
+    torch.manual_seed(0)
+    return perturbed(timm.create_model("test_vit", num_classes=len(COLOURS), **VIT_OPTIONS))
+
+
+def save_vit(path: Path) -> Path:
+    save_file(small_vit().state_dict(), path)
+    return path
+
+
+def save_bert(folder: Path) -> Path:
+    """A classifier of transformers with its tokenizer, as `save_pretrained` leaves it."""
+    import tokenizers
+    import transformers
+
+    torch.manual_seed(0)
+    model = perturbed(transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL_BERT)))
+    model.save_pretrained(folder)
+    vocabulary = {word: index for index, word in enumerate(("[PAD]", "[UNK]", "[CLS]", *WORDS))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", model_max_length=16
+    )
+    fast.save_pretrained(folder)
+    return folder
+
+
+def save_images(folder: Path, count: int, seed: int) -> Path:
+    """Noise in which one colour is brighter: a sub-folder a colour."""
+    generator = np.random.default_rng(seed)
+    for channel, colour in enumerate(reversed(COLOURS)):
+        (folder / colour).mkdir(parents=True)
+        for index in range(count):
+            pixels = generator.integers(0, 150, (20, 24, 3))
+            pixels[..., channel] += 60
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / colour / f"{index}.png")
+    return folder
+
+
+def save_stripes(folder: Path, count: int, seed: int) -> Path:
+    """Images without a class."""
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(seed)
+    for index in range(count):
+        pixels = np.zeros((20, 24, 3), np.uint8)
+        pixels[:: index % 4 + 2] = generator.integers(0, 255, 3)
+        Image.fromarray(pixels).save(folder / f"{index}.png")
+    return folder
+
+
+def reviews(count: int, seed: int) -> list[tuple[str, int]]:
+    generator = np.random.default_rng(seed)
+    return [(" ".join(generator.choice(WORDS, size=5).tolist()), index % 2) for index in range(count)]
+
+
+def save_reviews(file: Path, count: int, seed: int) -> Path:
+    """Reviews as CSV or JSON lines, by the suffix."""
+    rows = reviews(count, seed)
+    if file.suffix == ".csv":
+        text = "text,label\n" + "".join(f"{review},{label}\n" for review, label in rows)
+    else:
+        text = "".join(json.dumps({"text": review, "label": label}) + "\n" for review, label in rows)
+    file.write_text(text)
+    return file

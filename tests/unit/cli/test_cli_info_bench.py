@@ -1,0 +1,107 @@
+"""`hydra-ensembles info` and `hydra-ensembles bench`."""
+
+import json
+
+import pytest
+
+import hydra_ensembles as he
+from cli_cases import COLOURS, VIT_OPTIONS, fail, succeed, vit_flags
+from hydra_ensembles.cli.head_map import KEPT, PRUNED, head_map
+from hydra_ensembles.report import load_costs
+
+
+def test_info_of_a_run(run_folder):
+    out = succeed("info", run_folder)
+    assert "members        3" in out
+    assert "stem         " in out
+    assert "shared by all members" in out
+    assert "one per member" in out
+    assert "3: blue, green, red" in out
+    assert "abstain where msp is above" in out
+    assert "history" in out
+    assert "heads kept: 24 of 36" in out
+    rows = [line.split()[1:] for line in out.splitlines() if KEPT in line and "kept" not in line]
+    assert len(rows) == 3
+    assert [sum(row[member].count(PRUNED) for row in rows) for member in range(3)] == [4, 4, 4]
+
+
+def test_info_as_json(run_folder, text_folder):
+    found = json.loads(succeed("info", run_folder, "--json"))
+    hydra = he.Ensemble.from_pretrained(run_folder / "ensemble")
+    assert found["parameters"] == hydra.describe().parameters
+    assert sum(group["parameters"] for group in found["groups"].values()) == found["parameters"]
+    assert found["groups"]["mlp"]["shared"] is True
+    assert found["groups"]["attention"]["shared"] is False
+    assert found["heads"] == [[list(layer) for layer in member] for member in hydra.heads]
+    assert found["labels"] == list(COLOURS)
+    assert found["calibration"]["threshold"] is not None
+    text = json.loads(succeed("info", text_folder, "--json"))
+    assert text["preprocessing"]["tokenizer"] is True
+
+
+def test_info_of_models_that_are_not_ours(world):
+    out = succeed("info", *vit_flags(world / "mine.safetensors"))
+    assert "none: predictions come without a verdict" in out
+    assert "3, without names" in out
+    assert "2: negative, positive" in succeed("info", world / "bert")
+
+
+def test_info_of_a_dual_encoder(tmp_path):
+    from architectures_clip import transformers_clip
+
+    he.convert(transformers_clip({}, {})).save_pretrained(tmp_path / "clip")
+    out = succeed("info", tmp_path / "clip")
+    assert "(image tower)" in out
+    assert "(text tower)" in out
+    assert "there is no classifier" in out
+    assert set(json.loads(succeed("info", tmp_path / "clip", "--json"))) == {"kind", "image", "text"}
+    assert "is a dual encoder" in fail("bench", tmp_path / "clip")
+
+
+def test_a_head_map_is_broken_where_the_line_ends():
+    heads = (((0,), (1, 2)), ((0, 1, 2), ()), ((2,), (0,)))
+    wide, narrow = head_map(heads, 3, width=80), head_map(heads, 3, width=20)
+    assert wide.splitlines()[1] == f"    0  {KEPT}{PRUNED}{PRUNED}       {KEPT * 3}       {PRUNED}{PRUNED}{KEPT}"
+    assert len(narrow.split("\n\n")) == 3
+    assert "member 2" in narrow.split("\n\n")[2]
+
+
+def test_bench_beside_baselines(run_folder, tmp_path):
+    out = succeed("bench", run_folder, "--batch", "1,2", "--batch", 3, "--baseline", "single", "--baseline", "deep",
+                  "--optimize", "--repeats", 2, "--warmup", 0, "-o", tmp_path / "costs.json")  # fmt: skip
+    assert "inputs/s" in out
+    costs = load_costs(tmp_path / "costs.json")
+    assert [cost.batch for cost in costs] == [1] * 4 + [2] * 4 + [3] * 4
+    single, deep, hydra, optimized = costs[:4]
+    assert (single.name, deep.name, hydra.name) == ("single", "deep", "run")
+    assert optimized.name == "run, optimized"
+    base = he.Ensemble.from_pretrained(run_folder / "base").describe().parameters
+    assert single.parameters == base
+    assert deep.parameters == 3 * base
+    assert base < (hydra.parameters or 0) < 3 * base
+    assert single.latency_ratio == 1.0
+
+
+def test_bench_of_texts_and_of_models_that_are_not_ours(text_folder, world):
+    quick = ["--repeats", 1, "--warmup", 0, "--batch", 1]
+    assert "text-run" in succeed("bench", text_folder, "--tokens", 5, *quick)
+    assert "bert" in succeed("bench", text_folder, "--baseline", world / "bert", *quick)
+    options = [f"--model-option={name}={value}" for name, value in VIT_OPTIONS.items()]
+    out = succeed("bench", "test_vit", "--random-weights", *options, "--baseline", "none", *quick)
+    assert "test_vit" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--batch", "many"], "--batch takes whole numbers"),
+        (["--batch", "0"], "at least 1"),
+        (["--name", "single"], "both called 'single'"),
+    ],
+)
+def test_bench_with_wrong_flags(run_folder, flags, says):
+    assert says in fail("bench", run_folder, *flags)
+
+
+def test_bench_against_a_model_for_other_inputs(run_folder, world):
+    assert "only models for the same inputs compare" in fail("bench", run_folder, "--baseline", world / "bert")

@@ -1,0 +1,110 @@
+"""What the package carries: the right files, small enough, licensed, disjoint, and loadable with torch alone."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+import hydra_ensembles as he
+from hydra_ensembles.demo import load_backbone, load_deep_logits, load_sample
+from hydra_ensembles.demo.embedded import BACKBONE, DEEP_LOGITS, SAMPLE
+from hydra_ensembles.demo.packed_images import read_packed
+
+ROOT = Path(__file__).resolve().parents[3]
+SIZES = {
+    "circuit_id": 256,
+    "circuit_ood": 256,
+    "calibration": 256,
+    "test": 455,
+    "AnnualCrop": 300,
+    "River": 300,
+    "FashionMNIST": 300,
+}
+CHECKSUMS = {
+    SAMPLE: "@SAMPLE@",
+    DEEP_LOGITS: "@DEEP@",
+    BACKBONE / "model.safetensors": "@MODEL@",
+}
+
+
+def test_files_are_those_that_were_made() -> None:
+    found = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in CHECKSUMS}
+    assert found == CHECKSUMS
+
+
+def test_files_are_small() -> None:
+    assert SAMPLE.stat().st_size <= 6_000_000
+    assert sum(path.stat().st_size for path in BACKBONE.iterdir()) <= 6_000_000
+    assert DEEP_LOGITS.stat().st_size <= 200_000
+
+
+def test_files_are_packaged_and_licensed() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    package = Path(he.__file__).parent
+    packaged = {path for pattern in patterns["hydra_ensembles"] for path in package.glob(pattern)}
+    card, licence = SAMPLE.parent / "DATA_CARD.md", SAMPLE.parent / "LICENSE-DATA.md"
+    assert {SAMPLE, DEEP_LOGITS, card, licence, *BACKBONE.iterdir()} <= packaged
+    assert all(name in card.read_text() for name in ("Helber", "Xiao", "MIT licence", *SIZES))
+    assert all(words in licence.read_text() for words in ("Patrick Helber", "Zalando SE", "MIT License"))
+
+
+def test_the_sets_have_the_sizes_and_classes_of_the_card() -> None:
+    sample = load_sample()
+    assert {name: len(images) for name, images in sample.sets.items()} == SIZES
+    assert set(Counter(sample.test.labels.tolist()).values()) == {65}
+    assert all(set(one.labels.tolist()) == set(range(7)) for one in (sample.circuit_id, sample.calibration))
+    assert all(set(one.labels.tolist()) == {-1} for one in (sample.circuit_ood, *sample.near.values()))
+    assert len(sample.test.class_names) == 7
+    assert sample.test[0][0].size == (64, 64)
+    assert sample.far["FashionMNIST"][0][0].size == (28, 28)
+
+
+def test_no_image_is_in_two_sets_or_was_trained_on() -> None:
+    images = [(name, image) for name, one in read_packed(SAMPLE).items() for image in one.images]
+    assert len({(image.split, image.row) for _, image in images}) == len(images)
+    assert len({image.content for _, image in images}) == len(images)
+    # training used the seven classes of eurosat/train; only the foreign PermanentCrop comes from there
+    assert {name for name, image in images if image.split == "eurosat/train"} == {"circuit_ood"}
+    assert {image.split for name, image in images if name == "test"} == {"eurosat/test"}
+
+
+def test_the_backbone_is_what_the_card_says() -> None:
+    backbone = load_backbone()
+    assert (backbone.num_members, backbone.num_layers, backbone.num_heads, backbone.num_classes) == (1, 6, 6, 7)
+    assert backbone.describe().parameters <= 3_000_000
+    assert backbone.metadata.labels == load_sample().test.class_names
+    assert backbone.dtype == torch.float32
+
+
+def test_the_backbone_loads_without_other_model_libraries() -> None:
+    code = (
+        "import sys\nfrom hydra_ensembles.demo import load_backbone\nload_backbone()\n"
+        "print([name for name in ('timm', 'transformers', 'torchvision', 'pyarrow') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_first_of_the_stored_logits_are_those_of_the_backbone() -> None:
+    logits, sample, backbone = load_deep_logits(), load_sample(), load_backbone()
+    assert {name: tuple(one.shape) for name, one in logits.items()} == {
+        name: (3, count, 7) for name, count in SIZES.items()
+    }
+    for name, images in sample.sets.items():
+        inputs = backbone.prepare([images[index][0] for index in range(8)])
+        with torch.no_grad():
+            torch.testing.assert_close(backbone(inputs)[0], logits[name][0, :8], atol=0.05, rtol=0.02)
+    assert not torch.allclose(logits["test"][0], logits["test"][1], atol=0.5)
+
+
+def test_the_log_says_how_well_the_copies_were_trained() -> None:
+    log = json.loads((ROOT / "results" / "demo_backbone.json").read_text())
+    assert [copy["seed"] for copy in log["copies"]] == [0, 1, 2]
+    assert all(copy["accuracy"]["test"] >= 0.97 for copy in log["copies"])
+    assert log["samples"]["train"] == 8400
+    assert log["parameters"] == load_backbone().describe().parameters

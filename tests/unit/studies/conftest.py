@@ -1,0 +1,34 @@
+from pathlib import Path
+
+import pytest
+from small_study import CPU, SmallStore, small_recipe, small_store
+
+from hydra_ensembles.studies.results import StoredStudy, bring_together, save
+from hydra_ensembles.studies.run import run_stages
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SmallStore]:
+    """A run folder in which every stage of two seeds has run."""
+    output, store = tmp_path_factory.mktemp("run"), small_store()
+    run_stages(small_recipe(), store, output, CPU)
+    return output, store
+
+
+@pytest.fixture(scope="session")
+def study(finished: tuple[Path, SmallStore]) -> StoredStudy:
+    return bring_together(small_recipe(), finished[0])
+
+
+@pytest.fixture
+def results(study: StoredStudy, tables: dict, tmp_path: Path) -> Path:
+    """A folder with the results of the small study."""
+    save(study, tables, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def tables(study: StoredStudy) -> dict:
+    from hydra_ensembles.studies.collecting import make_tables
+
+    return make_tables(study)

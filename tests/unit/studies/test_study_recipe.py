@@ -1,0 +1,92 @@
+"""Recipes: what they say, what they refuse, what tiny makes of them."""
+
+from dataclasses import replace
+
+import pytest
+
+from hydra_ensembles.data import suite
+from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.studies import STUDIES, load_recipe
+from hydra_ensembles.studies.methods import fixed_methods
+from hydra_ensembles.studies.specs import MemberSet
+
+HEADS = 72
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_recipes_are_those_of_the_studies(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert recipe.members == 3
+    assert len(recipe.seeds) >= 3
+    assert recipe.paper.prune == (36 if recipe.kind == "text" else 24)
+    assert {one.heads for one in recipe.explore} == {"circuits", "sampled"}
+    assert all(one.prune < HEADS for one in recipe.explore)
+    assert suite(recipe.suite).train is not None
+    assert "bf16" in {training.precision for training in recipe.trainings.values()}
+
+
+def test_vision_prunes_twelve_and_twenty_four_heads() -> None:
+    for name in STUDIES[:2]:
+        assert {one.prune for one in load_recipe(name).explore} == {12, 24}
+
+
+def test_only_text_has_classifiers_on_a_shared_backbone() -> None:
+    with_it = [name for name in STUDIES if "Deep Ensembles (classifiers)" in fixed_methods(load_recipe(name))]
+    assert with_it == ["text-sst2"]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_tiny_shrinks_counts_and_keeps_the_methods(name: str) -> None:
+    whole, tiny = load_recipe(name), load_recipe(name, tiny=True)
+    assert list(fixed_methods(tiny)) == list(fixed_methods(whole))
+    assert {one.heads for one in tiny.explore} == {one.heads for one in whole.explore}
+    assert all(training.steps == 1 for training in tiny.trainings.values())
+    assert tiny.paper.prune < whole.paper.prune
+    assert tiny.digest != whole.digest
+
+
+def test_member_sets_have_names_of_their_own() -> None:
+    for name in STUDIES:
+        recipe = load_recipe(name)
+        sets = [recipe.taylor, recipe.random, *recipe.explore, *recipe.explore_trunk]
+        assert len({one.key for one in sets}) == len(sets)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": "best"}, "heads must be one of"),
+        ({"prune": 0}, "at least 1"),
+        ({"pool": 30}, "need a pool"),
+        ({"heads": "sampled"}, "need a pool"),
+        ({"heads": "sampled", "pool": 24}, "nothing to choose"),
+    ],
+)
+def test_member_sets_check_themselves(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MemberSet(**{"heads": "circuits", "prune": 24, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"explore_seeds": (7,)}, "explore_seeds"),
+        ({"name": "vision"}, "studies are"),
+        ({"trainings": {}}, "backbone"),
+        ({"explore": ()}, "at least one choice"),
+        ({"explore": (MemberSet("taylor", 24),)}, "among circuits"),
+        ({"explore": (MemberSet("circuits", 24, trunk=2),)}, "explore_trunk"),
+        ({"explore": (MemberSet("circuits", 24, training="none"),)}, "needs a training"),
+        ({"paper": MemberSet("circuits", 24, trunk=3)}, "without a trunk"),
+        ({"accuracy_weight": 2.0}, "accuracy_weight"),
+    ],
+)
+def test_recipes_check_themselves(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(load_recipe("vision-cifar10"), **changes)
+
+
+def test_unknown_study_is_named() -> None:
+    with pytest.raises(ConfigError, match="no study 'imagenet'"):
+        load_recipe("imagenet")
