@@ -19,6 +19,9 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,24 +115,15 @@ def train(bundle: Path, output: Path, copies: int, epochs: int, limit: int | Non
     images, labels = _pixels(sets["train"], limit)
     parts = {name: _inputs(one, limit) for name, one in sample.items()}
     held_out = {name: (_inputs(sets[name], limit), _labels(sets[name], limit)) for name in ("validation", "test")}
-    logits: dict[str, list[Tensor]] = {name: [] for name in parts}
-    states, logs = [], []
-    for seed in range(copies):
-        started = time.perf_counter()
-        model, epochs_log = _train_copy(seed, images.to(device), labels.to(device), held_out, epochs)
-        state = {name: tensor.half().cpu().contiguous() for name, tensor in model.state_dict().items()}
-        model.load_state_dict({name: tensor.float() for name, tensor in state.items()})  # as it will be shipped
-        for name, inputs in parts.items():
-            logits[name].append(_logits(model, inputs).half())
-        accuracy = {name: _accuracy(model, *pair) for name, pair in held_out.items()}
-        states.append(state)
-        logs.append({"seed": seed, "seconds": round(time.perf_counter() - started, 1), "accuracy": accuracy})
-        print(json.dumps(logs[-1]), flush=True)
-        logs[-1]["epochs"] = epochs_log
+    make = partial(_copy, images=images, labels=labels, parts=parts, held_out=held_out, epochs=epochs, device=device)
+    with ProcessPoolExecutor(copies, mp_context=torch.multiprocessing.get_context("spawn")) as pool:  # one GPU fits all
+        found = list(pool.map(make, range(copies)))
+    states, logs = [one.state for one in found], [one.log for one in found]
+    logits = {name: torch.stack([one.logits[name] for one in found]) for name in parts}  # [copies, N, C]
     save_file(states[0], output / "backbone.safetensors")
     others = {f"{copy}.{name}": value for copy, state in enumerate(states[1:], 1) for name, value in state.items()}
     save_file(others, output / "copies.safetensors")
-    save_file({name: torch.stack(found) for name, found in logits.items()}, output / "deep_logits.safetensors")
+    save_file(logits, output / "deep_logits.safetensors")
     facts = {
         "command": f"python examples/train_demo_backbone.py train --copies {copies} --epochs {epochs}",
         "settings": {
@@ -147,6 +141,36 @@ def train(bundle: Path, output: Path, copies: int, epochs: int, limit: int | Non
         "copies": logs,
     }
     (output / "log.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """One trained model: weights in float16, logits `[N, C]` of each part of the sample in float16, and its log."""
+
+    state: dict[str, Tensor]
+    logits: dict[str, Tensor]
+    log: dict[str, Any]
+
+
+def _copy(
+    seed: int,
+    *,
+    images: Tensor,
+    labels: Tensor,
+    parts: dict[str, Tensor],
+    held_out: dict[str, tuple[Tensor, Tensor]],
+    epochs: int,
+    device: str,
+) -> _Copy:
+    started = time.perf_counter()
+    model, epochs_log = _train_copy(seed, images.to(device), labels.to(device), held_out, epochs)
+    state = {name: tensor.half().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    model.load_state_dict({name: tensor.float() for name, tensor in state.items()})  # as it will be shipped
+    accuracy = {name: _accuracy(model, *pair) for name, pair in held_out.items()}
+    facts = {"seed": seed, "seconds": round(time.perf_counter() - started, 1), "accuracy": accuracy}
+    print(json.dumps(facts), flush=True)
+    logits = {name: _logits(model, inputs).half() for name, inputs in parts.items()}
+    return _Copy(state, logits, {**facts, "epochs": epochs_log})
 
 
 def _train_copy(
@@ -188,7 +212,7 @@ def _vision_transformer(classes: int) -> torch.nn.Module:
     from timm.models.vision_transformer import VisionTransformer
 
     model: torch.nn.Module = VisionTransformer(
-        img_size=SIZE, patch_size=8, embed_dim=144, depth=6, num_heads=6, num_classes=classes, drop_path_rate=DROP_PATH
+        img_size=SIZE, patch_size=8, embed_dim=192, depth=6, num_heads=6, num_classes=classes, drop_path_rate=DROP_PATH
     )
     return model
 
@@ -197,11 +221,10 @@ def _augmented(images: Tensor) -> Tensor:
     """Inputs from images `[B, 3, h, w]` in 0-255: turned, mirrored, moved, scaled and coloured, each by itself."""
     count, device = len(images), images.device
     pixels = images.float() / 255
-    zoomed = torch.rand(count, device=device) < 0.5
-    scale = torch.where(zoomed, torch.empty(count, device=device).uniform_(0.8, 1.0), 1.0)
+    scale = torch.empty(count, device=device).uniform_(0.75, 1.0)
     turn = torch.randint(4, (count,), device=device) * (math.pi / 2)
     mirror = torch.randint(2, (count,), device=device) * 2.0 - 1.0
-    shift = torch.randint(-8, 9, (count, 2), device=device) * (2 / SIZE)  # whole pixels: no blur where not zoomed
+    shift = torch.empty(count, 2, device=device).uniform_(-0.25, 0.25)
     rotation = torch.stack([turn.cos() * mirror, -turn.sin(), turn.sin() * mirror, turn.cos()], 1).view(-1, 2, 2)
     transform = torch.cat([rotation * scale[:, None, None], shift[:, :, None]], 2)  # [B, 2, 3]
     grid = F.affine_grid(transform, list(pixels.shape), align_corners=False)
@@ -273,7 +296,7 @@ def main() -> None:
     training.add_argument("--bundle", type=Path, default=Path("carry/demo"))
     training.add_argument("--output", type=Path, required=True)
     training.add_argument("--copies", type=int, default=3)
-    training.add_argument("--epochs", type=int, default=200)
+    training.add_argument("--epochs", type=int, default=100)
     training.add_argument("--limit", type=int, help="use only about so many images of each set")
     training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     storing = commands.add_parser("store", help="put what was trained into the package")
