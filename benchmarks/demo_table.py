@@ -35,8 +35,9 @@ def demo_table(path: Path) -> str:
             f"{samples['test']} test images of seven EuroSAT classes; near-OOD: {samples['AnnualCrop']} AnnualCrop and "
             f"{samples['River']} River, two classes the model does not know; far-OOD: {samples['FashionMNIST']} "
             f"Fashion-MNIST. Circuits: {settings['method']}, {samples['circuit_id']} ID and "
-            f"{samples['circuit_ood']} OOD validation images, {settings['prune']} of 36 heads pruned per member, no "
-            "fine-tuning. OOD score: maximum softmax probability (*by MI*: mutual information). \\* Stored logits of "
+            f"{samples['circuit_ood']} OOD validation images, {settings['prune']} of 36 heads pruned per member, none "
+            f"in the first {settings['shared_layers']} of 6 layers, which the members share; no fine-tuning. "
+            "OOD score: maximum softmax probability (*by MI*: mutual information). \\* Stored logits of "
             "three models trained from different seeds; its time is that of a stack of three models. Time: a batch of "
             f"{settings['latency_batch']} on {data['hardware']}, against Single. From `results/{path.name}`.",
         ]

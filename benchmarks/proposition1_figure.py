@@ -75,11 +75,10 @@ def table() -> str:
     for name, one in data["sets"].items():
         if is_random(name):
             continue
-        curvature = one["noisy_second_order"] - one["clean_second_order"]
         lines.append(
             f"| {data['prune']}, {name} | {one['clean_loss']:.3f} | {one['noisy_loss']:.3f} | {_gap(one):.3f} "
             f"| {one['gap_change']:+.3f} | {one['gap_change_second_order']:+.3f} | {one['noisy_first_order']:+.3f} "
-            f"| {curvature:+.3f} |"
+            f"| {_curvature(one):+.3f} |"
         )
     return "\n".join([*lines, "", *_summary(data)])
 
@@ -88,16 +87,22 @@ def _gap(row: dict[str, Any]) -> float:
     return float(row["noisy_loss"] - row["clean_loss"])
 
 
+def _curvature(row: dict[str, Any]) -> float:
+    return float(row["noisy_second_order"] - row["clean_second_order"])
+
+
 def _summary(data: dict[str, Any]) -> list[str]:
     drawn = [one for name, one in data["sets"].items() if is_random(name)]
     wider = sum(one["gap_change"] > 0 for one in drawn)
     same_sign = sum((one["gap_change"] > 0) == (one["gap_change_second_order"] > 0) for one in data["sets"].values())
+    meeting = sum(one["noisy_first_order"] >= 0 and _curvature(one) > 0 for one in data["sets"].values())
     found = data["conditions"]
     positive = sum(value > 0 for value in found["eigenvalues_of_hessian_difference"])
     aligned, curved, both = (f"{found[f'share_{name}']:.1%}" for name in ("aligned", "curved", "both"))
     return [
         f"- Random sets of {data['prune']} heads: the gap grew for {wider} of the {len(drawn)} that were measured.",
         f"- For {same_sign} of all {len(data['sets'])} sets the second-order estimate and the change have one sign.",
+        f"- Sets measured that meet both conditions on the step: {meeting} of {len(data['sets'])}.",
         f"- Eigenvalues of the difference of the Hessians: {positive} of {data['heads']} are positive.",
         f"- Of {found['random_sets']:,} random sets, {aligned} do not point against the noisy gradient, {curved} have "
         f"more curvature on corrupted images, {both} both.",

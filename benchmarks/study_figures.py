@@ -15,7 +15,7 @@ from hydra_ensembles.studies.methods import DEEP, HYDRA, HYDRA_TRUNK, SINGLE
 from hydra_ensembles.studies.recipe import STUDIES
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "studies"
-COLOURS = {SINGLE: "#4d4d4d", DEEP: "#b2182b", HYDRA: "#2166ac", HYDRA_TRUNK: "#4393c3"}
+MARKERS = {SINGLE: "s", DEEP: "D", HYDRA: "*", HYDRA_TRUNK: "P"}  # the four to look at; others are dots
 
 
 def draw(facts: Mapping[str, Any], path: Path) -> None:
@@ -27,12 +27,14 @@ def draw(facts: Mapping[str, Any], path: Path) -> None:
 
     matplotlib.rcParams.update({"svg.hashsalt": "studies", "svg.fonttype": "none", "font.size": 9})
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    for name, cost in facts["costs"]["costs"].items():
+    colours = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    for index, (name, cost) in enumerate(facts["costs"]["costs"].items()):
         values = [100 * value for value in facts["rows"][name]["chosen.all.auroc"]]
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         place = (cost["latency_ratio"], statistics.mean(values))
-        axes.errorbar(*place, yerr=spread, fmt="o", color=COLOURS.get(name, "#999999"), capsize=2)
-        axes.annotate(name, place, textcoords="offset points", xytext=(5, 4), fontsize=7)
+        mark, size = MARKERS.get(name, "o"), 9 if name in MARKERS else 5
+        axes.errorbar(*place, yerr=spread, fmt=mark, color=colours[index], markersize=size, capsize=2, label=name)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=7, frameon=False)
     axes.set_xlabel("latency of a batch, over that of one model")
     axes.set_ylabel("OOD AUROC (%), mean over sets, score chosen on half B")
     axes.set_title(f"{facts['study']}: {facts['costs']['device']}, {facts['costs']['dtype']}")

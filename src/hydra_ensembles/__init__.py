@@ -17,6 +17,7 @@ from .preprocessing import ImagePreprocessing, TextPreprocessing
 from .projections import Projections
 from .prune import prune
 from .report import compare, write_report
+from .zero_shot import retarget, zero_shot
 
 __all__ = [
     "DualEncoder",
@@ -44,6 +45,8 @@ __all__ = [
     "masked",
     "mc_dropout",
     "prune",
+    "retarget",
     "taylor",
     "write_report",
+    "zero_shot",
 ]

@@ -89,6 +89,9 @@ def _readout(config: EnsembleConfig, tokens: int) -> int:
     readout, width = config.readout, config.encoder.width
     features = 2 * width if readout.pool == "cls_mean" else width
     total = features * features if readout.hidden else 0
+    if readout.cosine is not None and readout.cosine.width is not None:
+        total += features * readout.cosine.width
+        features = readout.cosine.width
     total += features * readout.num_classes * (2 if readout.pool == "distilled" else 1)
     if readout.pool == "map":
         total += width * width * (2 + 2 * tokens) + 2 * tokens * width + 2 * width * readout.map_mlp_width

@@ -104,13 +104,7 @@ class DualEncoder(nn.Module):
         return logits if self.logit_bias is None else logits + self.logit_bias[:, None, None]
 
     def _encode(self, tower: Ensemble, projection: GroupedLinear | None, inputs: Any, normalize: bool) -> Tensor:
-        if not isinstance(inputs, Tensor | Mapping):
-            inputs = tower.prepare(list(inputs) if isinstance(inputs, tuple) else inputs)
-        x = cast(Tensor, tower(inputs))  # [M or 1, B, d]
-        if projection is not None:
-            x = projection(x)
-        if normalize:
-            x = F.normalize(x, dim=-1)
+        x = embed(tower, projection, inputs, normalize)
         return x.expand(self.num_members, *x.shape[1:])  # [M, B, e]
 
     # --- members -----------------------------------------------------------------------------------------
@@ -260,6 +254,16 @@ class DualEncoder(nn.Module):
             f"DualEncoder(members={self.num_members}, embedding={self.embedding_width}, "
             f"image={self.image!r}, text={self.text!r})"
         )
+
+
+def embed(tower: Ensemble, projection: GroupedLinear | None, inputs: Any, normalize: bool) -> Tensor:
+    """Embeddings `[G, B, e]` of what a tower takes; G is 1 where neither tower nor projection has members."""
+    if not isinstance(inputs, Tensor | Mapping):
+        inputs = tower.prepare(list(inputs) if isinstance(inputs, tuple) else inputs)
+    x = cast(Tensor, tower(inputs))  # [M or 1, B, d]
+    if projection is not None:
+        x = projection(x)
+    return F.normalize(x, dim=-1) if normalize else x
 
 
 def _numbers(values: float | Tensor, like: Ensemble) -> nn.Parameter:

@@ -16,19 +16,23 @@ from .checkpoint import (
     push_checkpoint,
     read_ensemble,
     save_checkpoint,
+    with_text_side,
 )
 from .config import GROUPS, KeptHeads, PatchStemConfig, TextStemConfig
 from .config import EnsembleConfig as Config
 from .describe import Description, describe
+from .dual_config import output_width
 from .encoder import Encoder
 from .encoder.grouped import GroupedNorm
 from .errors import ConfigError, DataError
 from .member_states import join_states, member_config, member_state, require_same_architecture
-from .metadata import Calibration, Metadata, common_metadata
+from .metadata import Calibration, Metadata, common_metadata, member_metadata
 from .optimize import OptimizedEnsemble, optimize
 from .prediction import Prediction
+from .projections import projection_from
 from .readouts import Readout
 from .stems import PatchStem, TextStem
+from .text_side import TextSettings
 
 
 class Ensemble(nn.Module):
@@ -196,9 +200,8 @@ class Ensemble(nn.Module):
         heads: KeptHeads = tuple(one.config.heads[index] for one, index in singles)
         first = members[0]
         config = Config(first.config.stem, first.config.encoder, first.config.readout, heads)
-        return Ensemble.from_state(
-            config, join_states(config, states), common_metadata([member.metadata for member in members])
-        )
+        metadata = common_metadata([member_metadata(one.metadata, index) for one, index in singles])
+        return Ensemble.from_state(config, join_states(config, states), metadata)
 
     def member(self, index: int) -> "Ensemble":
         """A copy of one member as an ensemble of its own."""
@@ -206,7 +209,7 @@ class Ensemble(nn.Module):
             raise ConfigError(f"member {index} does not exist: there are {self.num_members}, counted from 0")
         index %= self.num_members
         state = member_state(self.config, self.state_dict(), index)
-        return Ensemble.from_state(member_config(self.config, index), state, self.metadata)
+        return Ensemble.from_state(member_config(self.config, index), state, member_metadata(self.metadata, index))
 
     @classmethod
     def from_state(cls, config: Config, state: Mapping[str, Tensor], metadata: Metadata | None = None) -> "Ensemble":
@@ -257,9 +260,9 @@ class Ensemble(nn.Module):
             CheckpointError: Something is missing, damaged, inconsistent, or not a saved ensemble.
         """
         stored = open_checkpoint(source, ENSEMBLE, revision=revision, token=token)
-        config, metadata = read_ensemble(stored)
-        state = stored.tensors(lambda: cls(config), device, dtype, at_least=config.encoder.layers)
-        return cls.from_state(config, state, metadata)
+        config, metadata, texts = read_ensemble(stored)
+        state = stored.tensors(lambda: _with_texts(cls(config), texts), device, dtype, at_least=config.encoder.layers)
+        return cls.from_state(config, *with_text_side(state, metadata, texts))
 
     def push_to_hub(
         self,
@@ -335,3 +338,12 @@ class Ensemble(nn.Module):
             f"heads kept={kept}/{total}, classes={self.num_classes}, shared={shared or 'nothing'}, "
             f"trunk={config.trunk})"
         )
+
+
+def _with_texts(skeleton: Ensemble, texts: TextSettings | None) -> Ensemble:
+    """The ensemble with a text side as part of it: so the tensors of a checkpoint are named."""
+    if texts is not None:
+        parts: dict[str, nn.Module | None] = {"tower": Ensemble(texts.tower)}
+        parts["projection"] = projection_from(texts.projection, output_width(texts.tower))
+        skeleton.text_side = nn.ModuleDict({name: part for name, part in parts.items() if part is not None})
+    return skeleton

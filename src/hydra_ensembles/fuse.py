@@ -2,16 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from .config import EnsembleConfig, Group, Sharing
+from .dual_encoder import DualEncoder
+from .encoder.grouped import GroupedLinear
 from .ensemble import Ensemble
 from .errors import ConfigError
-from .member_states import join_states, member_state, place_of, require_same_architecture
-from .metadata import common_metadata
+from .heads.mask import Model
+from .member_states import common_layers, join_states, member_state, place_of, require_same_architecture
+from .metadata import common_metadata, member_metadata
+from .projections import Projections, linear
+from .text_side import same_tensors
 
 Fusion = Literal["mean", "separate"]
 StemFusion = Literal["shared", "mean", "separate"]
@@ -19,19 +24,22 @@ State = Mapping[str, Tensor]
 
 
 def fuse(
-    members: Sequence[Ensemble],
+    members: Sequence[Model],
     stem: StemFusion = "shared",
     mlp: Fusion = "mean",
     norms: Fusion = "separate",
     readout: Fusion = "separate",
-) -> Ensemble:
-    """One ensemble out of copies of one model that were pruned, and maybe fine-tuned, in different ways.
+) -> Model:
+    """One model out of copies of one model that were pruned, and maybe fine-tuned, in different ways.
 
     Attention stays per member, with each member's own heads. Layers at the start in which all members are
     equal are stored once and run once (the *trunk*), whatever the other settings.
 
+    Of dual encoders both towers are fused, each with these settings; a tower that is the same in all members is
+    stored once. Projections and logit scales go with the readout, and are stored once where they are equal.
+
     Args:
-        members: At least one ensemble; one with several members contributes all of them.
+        members: At least one ensemble, or one dual encoder; one with several members contributes all of them.
         stem: `"shared"` stores one stem and needs the members' stems to be equal; `"mean"` averages them;
             `"separate"` keeps one each.
         mlp: `"mean"` averages weights and biases of the MLPs over the members, `"separate"` keeps them.
@@ -47,6 +55,68 @@ def fuse(
         accepted = ("shared", "mean", "separate") if name == "stem" else ("mean", "separate")
         if value not in accepted:
             raise ConfigError(f"{name} must be one of {list(accepted)}, got {value!r}")
+    given: Sequence[Ensemble | DualEncoder] = members
+    duals = [member for member in given if isinstance(member, DualEncoder)]
+    ensembles = [member for member in given if isinstance(member, Ensemble)]
+    if len(members) not in (len(duals), len(ensembles)):
+        kinds = sorted({type(member).__name__ for member in members})
+        raise ConfigError(f"fuse takes ensembles, or dual encoders, got {kinds}; convert the models first")
+    fused: Ensemble | DualEncoder
+    if duals:
+        fused = _fuse_dual_encoders(duals, stem, mlp, norms, readout)
+    else:
+        fused = _fuse_ensembles(ensembles, stem, mlp, norms, readout)
+    return cast(Model, fused)
+
+
+def _fuse_dual_encoders(
+    members: Sequence[DualEncoder], stem: StemFusion, mlp: Fusion, norms: Fusion, readout: Fusion
+) -> DualEncoder:
+    singles = [one.member(index) for one in members for index in range(one.num_members)]
+    if len({one.logit_bias is None for one in singles}) > 1:
+        raise ConfigError("some members have a logit bias and some have none; all must, or none")
+
+    def tower(towers: Sequence[Ensemble], alone: bool) -> Ensemble:
+        """One tower of all members; `alone` says whether the other tower keeps the members apart."""
+        first = towers[0]
+        same = all(
+            first.config == other.config and same_tensors(first.state_dict(), other.state_dict())
+            for other in towers[1:]
+        )
+        return first if same and not alone else _fuse_ensembles(towers, stem, mlp, norms, readout)
+
+    text = tower([one.text for one in singles], alone=False)
+    image = tower([one.image for one in singles], alone=text.num_members == 1)
+    stacked = Projections.stack([one.projections for one in singles])
+    projections = Projections(*(_fuse_projections(one, readout) for one in (stacked.image, stacked.text)))
+    scale = _once(torch.cat([one.logit_scale for one in singles]), readout)
+    biases: list[Tensor] = [one.logit_bias for one in singles if one.logit_bias is not None]
+    bias = _once(torch.cat(biases), readout) if biases else None
+    copies = max(len(scale), 1 if bias is None else len(bias))
+    scale, bias = scale.expand(copies), None if bias is None else bias.expand(copies)
+    return DualEncoder(image, text, projections, scale, bias).eval()
+
+
+def _fuse_projections(stacked: GroupedLinear | None, how: Fusion) -> GroupedLinear | None:
+    """The projections of all members, stored once where they are equal or averaged."""
+    if stacked is None:
+        return None
+    weight, bias = _once(stacked.weight, how), None if stacked.bias is None else _once(stacked.bias, how)
+    copies = max(len(weight), 1 if bias is None else len(bias))
+    return linear(weight.expand(copies, -1, -1), None if bias is None else bias.expand(copies, -1))
+
+
+def _once(copies: Tensor, how: Fusion) -> Tensor:
+    """Copies `[M, …]` as they are stored: one where they are equal, or averaged; else all."""
+    first = copies[:1].detach()
+    if bool((copies == first).all()):
+        return first
+    return copies.detach().double().mean(0, keepdim=True).to(copies.dtype) if how == "mean" else copies.detach()
+
+
+def _fuse_ensembles(
+    members: Sequence[Ensemble], stem: StemFusion, mlp: Fusion, norms: Fusion, readout: Fusion
+) -> Ensemble:
     require_same_architecture([member.config for member in members])
     singles = [(one, index) for one in members for index in range(one.num_members)]
     states: list[State] = [member_state(one.config, one.state_dict(), index) for one, index in singles]
@@ -74,21 +144,8 @@ def fuse(
         f"fused {len(singles)} members: stem {stem}, mlp {mlp}, norms {norms}, readout {readout}, "
         f"trunk of {config.trunk} layers"
     )
-    metadata = common_metadata([member.metadata for member in members])
+    metadata = common_metadata([member_metadata(one.metadata, index) for one, index in singles])
     return Ensemble.from_state(config, joined, replace(metadata, history=(*metadata.history, line)))
-
-
-def common_layers(heads: Sequence[Sequence[Sequence[int]]], states: Sequence[State]) -> int:
-    """How many layers at the start are equal in all members: same heads and same parameters."""
-    unequal = {
-        layer
-        for name, tensor in states[0].items()
-        if (layer := place_of(name)[1]) is not None
-        and any(tensor.shape != state[name].shape or not torch.equal(tensor, state[name]) for state in states[1:])
-    }
-    layers = len(heads[0])
-    unequal |= {layer for layer in range(layers) if any(member[layer] != heads[0][layer] for member in heads[1:])}
-    return min(unequal, default=layers)
 
 
 def _averages(config: EnsembleConfig, states: Sequence[State], groups: set[Group]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .config import EnsembleConfig, Group
+from .config import GROUPS, EnsembleConfig, Group, Sharing
 from .errors import ConfigError
 
 HEAD_AXIS = ("attention.qkv", "attention.qkv_bias", "attention.out")
@@ -66,6 +66,41 @@ def join_states(config: EnsembleConfig, states: Sequence[Mapping[str, Tensor]]) 
         else:
             joined[name] = torch.cat([state[name] for state in states])
     return joined
+
+
+def common_layers(heads: Sequence[Sequence[Sequence[int]]], states: Sequence[Mapping[str, Tensor]]) -> int:
+    """How many layers at the start are equal in all members: same heads and same parameters."""
+    unequal = {
+        layer
+        for name, tensor in states[0].items()
+        if (layer := place_of(name)[1]) is not None
+        and any(tensor.shape != state[name].shape or not torch.equal(tensor, state[name]) for state in states[1:])
+    }
+    layers = len(heads[0])
+    unequal |= {layer for layer in range(layers) if any(member[layer] != heads[0][layer] for member in heads[1:])}
+    return min(unequal, default=layers)
+
+
+def join_equal(
+    configs: Sequence[EnsembleConfig], states: Sequence[Mapping[str, Tensor]]
+) -> tuple[EnsembleConfig, dict[str, Tensor]]:
+    """Members, each given by itself, in one configuration that stores whatever is equal in all of them once.
+
+    No weight is changed. Members that are equal in everything become a single one.
+    """
+    heads = tuple(config.heads[0] for config in configs)
+    first = configs[0]
+    unequal = {
+        place_of(name)[0]
+        for name, tensor in states[0].items()
+        if any(tensor.shape != state[name].shape or not torch.equal(tensor, state[name]) for state in states[1:])
+    }
+    trunk = common_layers(heads, states)
+    if not unequal and trunk == first.encoder.layers:
+        return first, dict(states[0])
+    sharing = Sharing(**{group: group not in unequal for group in GROUPS if group != "attention"})
+    config = EnsembleConfig(first.stem, first.encoder, first.readout, heads, sharing, trunk)
+    return config, join_states(config, states)
 
 
 def require_same_architecture(configs: Sequence[EnsembleConfig]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from .errors import ConfigError
 from .prediction import ScoreName
 from .preprocessing import ImagePreprocessing, TextPreprocessing
+from .text_side import TextSide, join_text_sides
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Metadata:
         calibration: Temperature and abstention threshold; None before calibration.
         history: What was done to the model, one readable line per step, oldest first.
         metrics: Measured numbers worth showing on the model card.
+        text_side: Of a zero-shot ensemble, the text towers it can be re-targeted with; None where there are none.
     """
 
     source: str = ""
@@ -48,11 +50,27 @@ class Metadata:
     calibration: Calibration | None = None
     history: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    text_side: TextSide | None = None
+
+
+def member_metadata(metadata: Metadata, index: int) -> Metadata:
+    """Metadata of one member on its own."""
+    return metadata if metadata.text_side is None else replace(metadata, text_side=metadata.text_side.member(index))
 
 
 def common_metadata(members: Sequence[Metadata]) -> Metadata:
-    """Metadata of an ensemble put together from several: what they agree on; calibrations do not carry over."""
+    """Metadata of an ensemble put together from members, each with its own: what they agree on.
+
+    Calibrations do not carry over. Text sides are put together.
+    """
     first = members[0]
     same = all(member.labels == first.labels for member in members)
     history = tuple(dict.fromkeys(line for member in members for line in member.history))
-    return replace(first, labels=first.labels if same else (), calibration=None, history=history, metrics={})
+    return replace(
+        first,
+        labels=first.labels if same else (),
+        calibration=None,
+        history=history,
+        metrics={},
+        text_side=join_text_sides([member.text_side for member in members]),
+    )

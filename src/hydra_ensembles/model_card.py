@@ -109,6 +109,9 @@ def _facts_section(config: EnsembleConfig, metadata: Metadata, state: Mapping[st
         rows += [["shared by the members", ", ".join(shared) or "nothing"], ["shared trunk", trunk]]
     if metadata.preprocessing is not None:
         rows.append(["preprocessing", str(metadata.preprocessing)])
+    if metadata.text_side is not None:
+        templates = ", ".join(metadata.text_side.settings.templates)
+        rows.append(["prompts", f"{templates}; the text towers are kept, so `he.retarget` can set other classes"])
     return f"## The model\n\n{table(['', ''], rows)}"
 
 

@@ -1,45 +1,59 @@
-"""Taking heads out for good: a smaller ensemble that computes what masking them would."""
+"""Taking heads out for good: a smaller model that computes what masking them would."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
+from .dual_encoder import DualEncoder
 from .ensemble import Ensemble
 from .errors import HeadError
-from .heads.head import HeadLike, as_heads
+from .heads.head import Head, HeadLike, as_heads
+from .heads.mask import Model, tower_of, towers_of
 from .member_states import has_head_axis, place_of
 
 
-def prune(ensemble: Ensemble, heads: Iterable[HeadLike]) -> Ensemble:
-    """A new ensemble without the given heads; the input is untouched.
+def prune(model: Model, heads: Iterable[HeadLike]) -> Model:
+    """A new ensemble, or dual encoder, without the given heads; the input is untouched.
 
     A head's rows leave the query, key, value and output projections together with their biases; the bias
     of the output projection stays, also in a layer that loses its last head. Heads keep the indices they had
     in the original model, so pruning in two steps and pruning at once name the same heads.
 
     Args:
-        ensemble: One member. Prune members before fusing them; `fused.member(i)` takes one out again.
-        heads: `Head(layer, head)` or `(layer, head)`, original indices.
+        model: One member. Prune members before fusing them; `fused.member(i)` takes one out again.
+        heads: `Head(layer, head)` or `(layer, head)`, original indices; of a dual encoder with the tower,
+            `Head(layer, head, "image")` or `(layer, head, "text")`.
 
     Raises:
         HeadError: A head does not exist, was pruned before, or is listed twice.
     """
-    if ensemble.num_members != 1:
+    if model.num_members != 1:
         raise HeadError(
-            f"prune takes an ensemble with one member, this one has {ensemble.num_members}; "
-            "prune each member (ensemble.member(i)) and fuse them again"
+            f"prune takes a model with one member, this one has {model.num_members}; "
+            "prune each member (model.member(i)) and fuse them again"
         )
     gone = as_heads(heads)
-    kept = [list(layer) for layer in ensemble.heads[0]]
+    kept = {name: [list(layer) for layer in tower.heads[0]] for name, tower in towers_of(model).items()}
     for head in gone:
-        if head.tower != "main":
-            raise HeadError(f"head {head} is in tower {head.tower!r}; this ensemble has the tower 'main' only")
-        if not 0 <= head.layer < ensemble.num_layers or head.head not in kept[head.layer]:
-            left = kept[head.layer] if 0 <= head.layer < ensemble.num_layers else f"{ensemble.num_layers} layers"
-            raise HeadError(f"head {head} is not in this ensemble; layer {head.layer} has {left}")
-        kept[head.layer].remove(head.head)
+        layers = tower_of(model, head).num_layers
+        left = kept[head.tower]
+        if not 0 <= head.layer < layers or head.head not in left[head.layer]:
+            there = f"layer {head.layer} has {left[head.layer]}" if 0 <= head.layer < layers else f"{layers} layers"
+            raise HeadError(f"head {head} is not in this model; it has {there}")
+        left[head.layer].remove(head.head)
+    towers = {
+        name: _keep(tower, kept[name], [head for head in gone if head.tower == name])
+        for name, tower in towers_of(model).items()
+    }
+    if isinstance(model, Ensemble):
+        return next(iter(towers.values()))
+    projections = model.projections.member(0)
+    return DualEncoder(towers["image"], towers["text"], projections, model.logit_scale, model.logit_bias).eval()
 
+
+def _keep(ensemble: Ensemble, kept: Sequence[Sequence[int]], gone: Sequence[Head]) -> Ensemble:
+    """A copy with these heads of every layer, which notes the ones that are gone."""
     state = {}
     for name, tensor in ensemble.state_dict().items():
         _, layer = place_of(name)
@@ -48,7 +62,9 @@ def prune(ensemble: Ensemble, heads: Iterable[HeadLike]) -> Ensemble:
             rows = [row for row, head in enumerate(before) if head in kept[layer]]
             tensor = tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)]
         state[name] = tensor
+    metadata = ensemble.metadata
+    if gone:
+        line = f"pruned {len(gone)} heads: {' '.join(str(head) for head in gone)}"
+        metadata = replace(metadata, calibration=None, metrics={}, history=(*metadata.history, line))
     config = replace(ensemble.config, heads=(tuple(tuple(layer) for layer in kept),))
-    line = f"pruned {len(gone)} heads: {' '.join(str(head) for head in gone)}"
-    metadata = replace(ensemble.metadata, calibration=None, metrics={}, history=(*ensemble.metadata.history, line))
     return Ensemble.from_state(config, state, metadata)

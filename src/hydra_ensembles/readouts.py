@@ -30,7 +30,13 @@ class Readout(nn.Module):
         self.features = features
         self.hidden = GroupedLinear(copies, features, features) if readout.hidden else None
         self.classifier, self.distillation_classifier = None, None
-        if readout.num_classes:
+        self.projection, self.class_embeddings = None, None
+        if readout.cosine is not None:
+            embedding = readout.cosine.width or features
+            if readout.cosine.width is not None:
+                self.projection = GroupedLinear(copies, features, embedding, readout.cosine.bias)
+            self.class_embeddings = GroupedLinear(copies, embedding, readout.num_classes, readout.bias)
+        elif readout.num_classes:
             self.classifier = GroupedLinear(copies, features, readout.num_classes, readout.bias)
             if readout.pool == "distilled":
                 self.distillation_classifier = GroupedLinear(copies, features, readout.num_classes, readout.bias)
@@ -61,6 +67,9 @@ class Readout(nn.Module):
             x = self.hidden_dropout(ACTIVATIONS[self.config.hidden](self.hidden(x)))
         if self.distillation_classifier is not None and self.classifier is not None:
             return cast(Tensor, self.classifier(x[:, :, 0]) + self.distillation_classifier(x[:, :, 1])) / 2
+        if self.class_embeddings is not None:
+            x = x if self.projection is None else self.projection(x)  # [N', B, e]
+            return cast(Tensor, self.class_embeddings(F.normalize(x, dim=-1)))
         return x if self.classifier is None else cast(Tensor, self.classifier(x))
 
     def _pool_tokens(self, x: Tensor, key_mask: Tensor | None, ids: Tensor | None) -> Tensor:

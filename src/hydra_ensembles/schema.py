@@ -15,15 +15,24 @@ from .errors import ConfigError
 
 T = TypeVar("T")
 
+ADDED_LATER: Mapping[str, bool] = types.MappingProxyType({"added_later": True})
+"""Metadata of a dataclass field that files of earlier releases do not have; its default says what they meant."""
+
 
 def to_plain(value: Any) -> Any:
     """Turn a (nested) dataclass into dictionaries, lists, strings and numbers.
 
-    A dataclass with a `kind` class variable writes it down, so that a union of dataclasses can be read back.
+    A dataclass with a `kind` class variable writes it down, so that a union of dataclasses can be read back. A
+    field that is `ADDED_LATER` is written where it differs from its default.
     Numbers of other libraries (NumPy's) become Python's.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        plain = {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        items = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+        plain = {
+            field.name: to_plain(item)
+            for field, item in items
+            if not field.metadata.get("added_later") or item != field.default
+        }
         kind = getattr(type(value), "kind", None)
         return {"kind": kind, **plain} if isinstance(kind, str) else plain
     if isinstance(value, Mapping):
@@ -44,7 +53,8 @@ def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool 
         cls: The dataclass; its annotations say what is accepted.
         data: Plain data, as JSON gives it.
         path: Name of `data` in error messages.
-        complete: Accept no default in place of a field that is not given, here and in nested dataclasses.
+        complete: Accept no default in place of a field that is not given, here and in nested dataclasses, except
+            for fields that are `ADDED_LATER`.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path} must be an object with named fields, got {_short(data)}")
@@ -64,7 +74,10 @@ def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool 
         name
         for name, field in fields.items()
         if name not in given
-        and (complete or (field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING))
+        and (
+            (complete and not field.metadata.get("added_later"))
+            or (field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING)
+        )
     ]
     if missing:
         raise ConfigError(f"{path} lacks the fields {missing}; the file is incomplete")

@@ -1,6 +1,7 @@
 """The demo through the command line, as a newcomer runs it."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -37,7 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def done(place: Path) -> subprocess.CompletedProcess[str]:
     """The demo on few images."""
-    return demo("--limit", "24", folder=place)
+    return demo("--limit", "32", folder=place)
 
 
 def test_it_shows_every_method_and_says_what_to_do_next(done: subprocess.CompletedProcess[str]) -> None:
@@ -60,8 +61,8 @@ def test_it_writes_every_number_down(done: subprocess.CompletedProcess[str], pla
     folder = place / "hydra-demo"
     found = json.loads((folder / "results.json").read_text())
     assert tuple(found["methods"]) == METHODS
-    assert found["samples"]["test"] == found["samples"]["River"] == 24
-    assert found["samples"]["circuit_id"] == found["samples"]["circuit_ood"] >= 128
+    assert found["samples"]["test"] == found["samples"]["River"] == 32
+    assert found["samples"]["circuit_id"] == found["samples"]["circuit_ood"] == 32
     assert found["methods"][DEEP]["parameters"] > found["methods"][HYDRA_CIRC]["parameters"]
     assert [cost["name"] for cost in found["measured"]["costs"]] == list(METHODS)
     assert json.loads((folder / "config.json").read_text())["settings"] == found["settings"]
@@ -74,8 +75,8 @@ def test_a_member_by_itself_scores_what_the_table_says(done: subprocess.Complete
     folder = place / "hydra-demo"
     member = he.Ensemble.from_pretrained(folder / "model").member(0)
     sample = load_sample()
-    images = sample.test.select(range(24))
-    fresh = he.evaluate(member, images, {"near": {"River": sample.near["River"].select(range(24))}}, progress=False)
+    images = sample.test.select(range(32))
+    fresh = he.evaluate(member, images, {"near": {"River": sample.near["River"].select(range(32))}}, progress=False)
     told = json.loads((folder / "results.json").read_text())["methods"][CIRC_AVG]["numbers"]
     assert fresh.id.accuracy == told["accuracy"]
 
@@ -91,7 +92,7 @@ def test_the_report_opens_in_a_browser(done: subprocess.CompletedProcess[str], p
 
 
 def test_a_second_run_has_the_same_numbers(done: subprocess.CompletedProcess[str], place: Path) -> None:
-    again = demo("--limit", "24", "--output", "again", folder=place)
+    again = demo("--limit", "32", "--output", "again", folder=place)
     assert again.returncode == 0, again.stderr
     assert without_times(place / "again" / "results.json") == without_times(place / "hydra-demo" / "results.json")
 
@@ -106,6 +107,19 @@ def test_bad_folders_are_refused_in_one_line(done: subprocess.CompletedProcess[s
     other = demo("--seed", "3", folder=place)
     assert other.returncode == 2
     assert "other settings" in other.stderr
+
+
+def test_ctrl_c_leaves_no_half_written_model(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hydra_ensembles", "demo", "--limit", "32"]
+    running = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    folder, waited = tmp_path / "hydra-demo", time.perf_counter() + 100
+    while not (folder / "work" / "circuit" / "base" / "config.json").exists() and time.perf_counter() < waited:
+        time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=100)
+    assert running.returncode == 130, said
+    assert "the same command goes on from here" in said
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "work"]
 
 
 @pytest.mark.slow

@@ -5,7 +5,14 @@ plain data back (`Stored`), so every kind of model goes through the same files a
 """
 
 from .contents import Contents
-from .ensemble_record import ENSEMBLE, ensemble_contents, metadata_to_plain, read_ensemble, read_metadata
+from .ensemble_record import (
+    ENSEMBLE,
+    ensemble_contents,
+    metadata_to_plain,
+    read_ensemble,
+    read_metadata,
+    with_text_side,
+)
 from .hub import push_checkpoint
 from .reading import Stored, open_checkpoint
 from .writing import save_checkpoint
@@ -21,4 +28,5 @@ __all__ = [
     "read_ensemble",
     "read_metadata",
     "save_checkpoint",
+    "with_text_side",
 ]

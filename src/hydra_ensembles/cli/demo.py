@@ -24,7 +24,7 @@ def demo(
     ] = Path("hydra-demo"),
     seed: Annotated[int, typer.Option(min=0, help="Draws the images that heads are ranked on.")] = 0,
     limit: Annotated[
-        int | None, typer.Option(min=16, help="Evaluate on so many images of each set only: faster, less certain.")
+        int | None, typer.Option(min=16, help="Use at most so many images of each set: faster, less certain.")
     ] = None,
     progress: Annotated[bool, typer.Option(help="Show progress bars.")] = True,
 ) -> None:

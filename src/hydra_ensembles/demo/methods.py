@@ -46,7 +46,7 @@ class DemoData:
     @classmethod
     def prepare(cls, sample: DemoSample, backbone: Ensemble, settings: DemoSettings) -> "DemoData":
         """Decode and preprocess all images; of the circuit sets as many as the settings say, drawn by the seed."""
-        count, size = settings.circuit_images, settings.batch_size
+        count, size = settings.ranking_images, settings.batch_size
         circuit_id = subset(sample.circuit_id, count, settings.seed, stratified=True)
         circuit_ood = subset(sample.circuit_ood, count, settings.seed)
 
@@ -99,7 +99,7 @@ class Methods:
         settings = self.settings
         with self._step(
             "circuits",
-            f"Extracting circuits ({settings.method}, {settings.circuit_images} ID + {settings.circuit_images} OOD "
+            f"Extracting circuits ({settings.method}, {settings.ranking_images} ID + {settings.ranking_images} OOD "
             f"images): which {settings.prune} of 36 heads can each of three members do without?",
         ):
             circuit = self._build("circuit", settings.circuit_build, self.data.circuit_id)

@@ -28,9 +28,10 @@ def table(rows: Mapping[str, Row], costs: tuple[Cost, ...], settings: DemoSettin
     shown = compare({name: row.evaluation for name, row in rows.items()}, costs, COLUMNS)
     notes = (
         *shown.notes,
-        f"Circuits: {settings.method}, on {settings.circuit_images} ID + {settings.circuit_images} OOD validation "
-        f"images (PermanentCrop); {settings.prune} of 36 heads pruned per member, no fine-tuning. All methods have a "
-        "temperature fitted on the same validation images.",
+        f"Circuits: {settings.method}, on {settings.ranking_images} ID + {settings.ranking_images} OOD validation "
+        f"images (PermanentCrop); {settings.prune} of 36 heads pruned per member, none in the {settings.shared_layers} "
+        "layers that all members share; no fine-tuning. Temperatures of all methods are fitted on the same validation "
+        "images.",
         'AUROC and FPR95 by maximum softmax probability; "by MI": the same AUROC by mutual information between '
         "members, which a single model does not have.",
         f"{DEEP}: stored logits of three backbones trained from different seeds; its time is that of a stack of three "

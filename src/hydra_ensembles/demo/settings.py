@@ -14,9 +14,10 @@ class DemoSettings:
     Attributes:
         seed: Draws the images to rank heads on, and the batches of each Taylor ranking.
         prune: Heads each member loses, of 36; the choice is in `results/demo_choice.json`.
+        shared_layers: The first so many of 6 layers stay whole and are common to all members, so they run once.
         method: How circuits are extracted.
-        circuit_images: ID images, and as many OOD images, to rank heads on.
-        limit: Use only so many images of every other set; None for all.
+        circuit_images: ID images, and as many OOD images, to rank heads on; fewer if `limit` is lower.
+        limit: Use at most so many images of every set; None for all.
         batch_size: Images a batch while ranking and evaluating.
         bootstrap: Resamples behind the confidence intervals.
         latency_batch: Images in the batch whose time is measured.
@@ -24,7 +25,8 @@ class DemoSettings:
     """
 
     seed: int = 0
-    prune: int = 10
+    prune: int = 9
+    shared_layers: int = 2
     method: Method = "exact"
     circuit_images: int = 128
     limit: int | None = None
@@ -41,19 +43,31 @@ class DemoSettings:
                 raise ConfigError(f"DemoSettings.{name} must be at least {smallest}, got {getattr(self, name)}")
 
     @property
+    def ranking_images(self) -> int:
+        """ID images, and as many OOD images, that heads are ranked on."""
+        return self.circuit_images if self.limit is None else min(self.circuit_images, self.limit)
+
+    @property
     def circuit_build(self) -> HydraConfig:
         """Three members: the circuits for both goals, for accuracy, and for OOD detection."""
-        return HydraConfig(prune=self.prune, strategy="circuit", method=self.method, seed=self.seed)
+        return HydraConfig(
+            prune=self.prune,
+            strategy="circuit",
+            method=self.method,
+            shared_layers=self.shared_layers,
+            seed=self.seed,
+        )
 
     @property
     def taylor_build(self) -> HydraConfig:
         """Three members: Taylor rankings on different batches."""
-        half = max(1, -(-self.circuit_images // self.taylor_batch_size) // 2)
+        half = max(1, -(-self.ranking_images // self.taylor_batch_size) // 2)
         return HydraConfig(
             prune=self.prune,
             strategy="taylor",
             taylor_scope="global",
             calibration_batches=half,
+            shared_layers=self.shared_layers,
             seed=self.seed,
         )
 

@@ -6,11 +6,13 @@ of its layer's weights depends on what each member kept; that bookkeeping is her
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..config import EnsembleConfig
+from ..dual_encoder import DualEncoder
 from ..encoder import Attention
 from ..ensemble import Ensemble
 from ..errors import ConfigError, HeadError
@@ -18,9 +20,11 @@ from .head import Head, HeadLike, as_heads
 
 TOWER = "main"
 
+Model = TypeVar("Model", Ensemble, DualEncoder)
+
 
 @contextmanager
-def masked(ensemble: Ensemble, heads: Iterable[HeadLike], member: int | None = None) -> Iterator[Ensemble]:
+def masked(model: Model, heads: Iterable[HeadLike], member: int | None = None) -> Iterator[Model]:
     """Switch heads off within a `with` block, by zeroing their part of the output projection.
 
     The parameters stay the same objects (optimisers keep working) and are restored to the last bit when the
@@ -28,31 +32,52 @@ def masked(ensemble: Ensemble, heads: Iterable[HeadLike], member: int | None = N
     must be differentiated inside: autograd refuses to go back through weights that were restored since.
 
     Args:
-        ensemble: Changed in place until the block ends.
-        heads: Heads by layer and original index.
+        model: An ensemble or a dual encoder; changed in place until the block ends.
+        heads: Heads by layer and original index; those of a dual encoder with their tower, `"image"` or `"text"`.
         member: The member to switch them off in. None means every member that has the head; at least one
             must. In a layer whose attention the members share, only None is possible.
 
     Yields:
-        The ensemble itself.
+        The model itself.
 
     Raises:
         HeadError: A head does not exist, or was pruned; nothing has been changed then.
     """
     saved: list[tuple[Attention, int, Tensor]] = []
     for head in as_heads(heads):
-        rows = head_rows(ensemble.config, head, member)
-        attention = attention_of(ensemble, head.layer)
+        tower = tower_of(model, head)
+        if member is not None and tower.num_members < model.num_members:
+            raise HeadError(
+                f"one {head.tower} tower serves all {model.num_members} members, so head {head} cannot be switched "
+                f"off in member {member} alone; leave `member` out"
+            )
+        rows = head_rows(tower.config, head, member, head.tower)
+        attention = attention_of(tower, head.layer)
         saved += [(attention, row, attention.out.detach()[row].clone()) for row in rows]
     try:
         with torch.no_grad():
             for attention, row, _ in saved:
                 attention.out[row].zero_()
-        yield ensemble
+        yield model
     finally:
         with torch.no_grad():
             for attention, row, values in saved:
                 attention.out[row].copy_(values)
+
+
+def towers_of(model: Ensemble | DualEncoder) -> dict[str, Ensemble]:
+    """The transformers of a model, by the name its heads give as their tower."""
+    return {TOWER: model} if isinstance(model, Ensemble) else {"image": model.image, "text": model.text}
+
+
+def tower_of(model: Ensemble | DualEncoder, head: Head) -> Ensemble:
+    """The transformer a head lies in."""
+    towers = towers_of(model)
+    if head.tower not in towers:
+        kind = "an ensemble has" if isinstance(model, Ensemble) else "a dual encoder has"
+        examples = " or ".join(f"Head({head.layer}, {head.head}, {name!r})" for name in towers)
+        raise HeadError(f"head {head} lies in tower {head.tower!r}; {kind} {list(towers)}, such as {examples}")
+    return towers[head.tower]
 
 
 def attention_of(ensemble: Ensemble, layer: int) -> Attention:
@@ -62,15 +87,16 @@ def attention_of(ensemble: Ensemble, layer: int) -> Attention:
     return attention
 
 
-def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> tuple[int, ...]:
+def head_rows(config: EnsembleConfig, head: Head, member: int | None = None, tower: str = TOWER) -> tuple[int, ...]:
     """Where a head lies on the head axis of `attention.qkv` and `attention.out` of its layer.
 
-    One row for one member; with `member=None`, a row for each stored copy that has the head, at least one.
+    One row for one member; with `member=None`, a row for each stored copy that has the head, at least one. `tower`
+    is the name of the transformer that the configuration belongs to.
     """
     if member is not None and not 0 <= member < config.members:
         raise ConfigError(f"member {member} does not exist: there are {config.members}, counted from 0")
-    if head.tower != TOWER:
-        raise HeadError(f"head {head} lies in tower {head.tower!r}; this ensemble has only the tower {TOWER!r}")
+    if head.tower != tower:
+        raise HeadError(f"head {head} lies in tower {head.tower!r}; this is the tower {tower!r}")
     if not 0 <= head.layer < config.encoder.layers:
         raise HeadError(f"head {head} does not exist: the layers are 0 to {config.encoder.layers - 1}")
     copies = config.copies("attention", head.layer)
@@ -90,10 +116,12 @@ def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> 
     return tuple(rows)
 
 
-def existing_heads(config: EnsembleConfig, layers: Iterable[int] | None = None, member: int = 0) -> tuple[Head, ...]:
+def existing_heads(
+    config: EnsembleConfig, layers: Iterable[int] | None = None, member: int = 0, tower: str = TOWER
+) -> tuple[Head, ...]:
     """The heads a member keeps in the given layers (None: in all), first layer first."""
     chosen = checked_layers(config, layers)
-    return tuple(Head(layer, head) for layer in chosen for head in config.heads[member][layer])
+    return tuple(Head(layer, head, tower) for layer in chosen for head in config.heads[member][layer])
 
 
 def checked_layers(config: EnsembleConfig, layers: Iterable[int] | None) -> tuple[int, ...]:

@@ -26,9 +26,9 @@ SIZES = {
     "FashionMNIST": 300,
 }
 CHECKSUMS = {
-    SAMPLE: "@SAMPLE@",
-    DEEP_LOGITS: "@DEEP@",
-    BACKBONE / "model.safetensors": "@MODEL@",
+    SAMPLE: "23f1a958f82cbdd91962b2bed3bd831491ad59a224fd6851dedf7138243d3007",
+    DEEP_LOGITS: "09e33cb779c043fc07b40c81f868ca216fe27d67696fb7484e801de079660753",
+    BACKBONE / "model.safetensors": "aa8ef1b6f1b4f6fae78f596c2b4961d6bd1a66a4972ce0bf01ad4979f8bb7605",
 }
 
 

@@ -62,9 +62,9 @@ def extract_circuit(
       float64 the result is the naive one. In float32 rounding may decide between heads that are a few
       integer units apart; `audit_steps` counts how often it does.
     * `"screened"` remembers what each head does to each sample, from when it was last measured or from a gradient
-      pass, and so estimates all heads without running them; only those that come out best are measured, on the
-      harder half of the samples (on a GPU, float32 products in TF32). Approximate; audited steps tell how often
-      its choice was as good as that of `"exact"`.
+      pass, and so estimates all heads without running them; only those that come out best are measured (on a GPU,
+      with float32 products in TF32). Approximate; audited steps tell how often its choice was as good as that of
+      `"exact"`.
 
     Under `torchrun` or `accelerate launch` the heads are spread over the ranks, and every rank returns the same
     ranking. Dropout is off. The ensemble is left alone.

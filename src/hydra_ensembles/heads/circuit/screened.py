@@ -2,8 +2,9 @@
 
 What a head does to every sample is remembered from the last time it was measured, and predicted by a gradient
 before. So the integers of all candidates can be estimated without running anything; only those that come out
-best are measured, until one that was measured in this step is ahead of all others. A measurement leaves out the
-easy samples, whose share in the integers hardly depends on the head: what is remembered stands in for them.
+best are measured, until one that was measured in this step is ahead of all others. A measurement first leaves
+the easier samples out, and what is remembered stands in for them. They are run for the head that is about to be
+chosen: the hardest samples alone make every head look dispensable, because they can hardly get worse.
 """
 
 import math
@@ -48,27 +49,32 @@ class Screen:
         self.step += 1
         most = min(len(candidates), 2 * self.size if afresh else self.size)
         least = most if afresh else 1
-        measured: set[Head] = set()
+        half, whole = self._hardest(_HARD), self._hardest(1.0)
+        measured: set[Head] = set()  # on the harder half
+        finished: set[Head] = set()  # on all samples
         with torch.no_grad(), fast_products(self.current.device):
             if afresh:
                 self.effects.forget()
             if predict:
-                predict_effects(self.effects, candidates, self._hardest(1.0 if afresh else _HARD))
+                predict_effects(self.effects, candidates, whole if afresh else half)
             while True:
                 ordered = self.ranks.from_first(self.effects.best_first(candidates))
-                settled = ordered[0] in measured and len(measured) >= least
-                if settled or len(measured) == most:
-                    return next(head for head in ordered if head in measured)
                 promising = [head for head in ordered if head not in measured]
-                chosen = promising[: min(self.size if afresh else _TOGETHER, most - len(measured))]
-                self._measure(chosen)
-                measured.update(chosen)
+                if len(measured) < least or (ordered[0] not in measured and len(measured) < most):
+                    chosen = promising[: min(self.size if afresh else _TOGETHER, most - len(measured))]
+                    self._measure(chosen, half)
+                    measured.update(chosen)
+                    continue
+                best = next(head for head in ordered if head in measured)
+                if best in finished:
+                    return best
+                self._measure([best], whole[len(half) :])
+                finished.add(best)
 
-    def _measure(self, heads: Sequence[Head]) -> None:
-        """Run candidates on the hardest samples, each on one of the ranks, and tell all ranks."""
+    def _measure(self, heads: Sequence[Head], numbers: IntArray) -> None:
+        """Run candidates on some samples, each on one of the ranks, and tell all ranks."""
         rows = [self.current.index_of[head] for head in heads]
         own = self.ranks.share(rows)
-        numbers = self._hardest(_HARD)
         if own:
             self.sweep.run(np.repeat(np.array(own, np.int64), len(numbers)), np.tile(numbers, len(own)))
         if self.ranks.size > 1:

@@ -1,0 +1,164 @@
+"""The text half of a dual encoder that a zero-shot ensemble keeps, as plain data, to answer for other classes later.
+
+It takes no part in inference, so it is no module: it stays where it is when the ensemble moves to another device,
+and neither training nor counting parameters sees it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import EnsembleConfig
+from .dual_config import ProjectionConfig
+from .errors import ConfigError
+from .member_states import join_equal, member_config, member_state
+from .preprocessing import TextPreprocessing
+
+TOWER, PROJECTION = "tower.", "projection."
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """What a text side is made of, without its weights.
+
+    Attributes:
+        tower: The text tower.
+        projection: From its features to the embedding; None when they are the embedding.
+        logit_scale: Logarithm of the scale of the cosines, one number or one per member.
+        logit_bias: Added to the scaled cosines; None for no bias.
+        templates: The sentences in which the class names stood.
+        preprocessing: The tokenizer.
+    """
+
+    tower: EnsembleConfig
+    projection: ProjectionConfig | None
+    logit_scale: tuple[float, ...]
+    logit_bias: tuple[float, ...] | None
+    templates: tuple[str, ...]
+    preprocessing: TextPreprocessing
+
+    def __post_init__(self) -> None:
+        """Check that everything is there once, or once per member."""
+        counts = {"tower": self.tower.members, "logit_scale": len(self.logit_scale)}
+        if self.projection is not None:
+            counts["projection"] = self.projection.copies
+        if self.logit_bias is not None:
+            counts["logit_bias"] = len(self.logit_bias)
+        if any(count not in (1, self.members) for count in counts.values()):
+            raise ConfigError(f"each part of a text side is there once or once per member, got {counts}")
+
+    @property
+    def members(self) -> int:
+        """Number of members that differ in anything; 1 when one text side serves all."""
+        copies = 1 if self.projection is None else self.projection.copies
+        return max(self.tower.members, copies, len(self.logit_scale))
+
+
+@dataclass(frozen=True, eq=False)
+class TextSide:
+    """A text tower with its projection, scale, templates and tokenizer.
+
+    Attributes:
+        settings: Everything but the weights.
+        state: The weights: `tower.…` as in an ensemble, and `projection.…`.
+    """
+
+    settings: TextSettings
+    state: Mapping[str, Tensor] = field(repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether settings and weights are the same."""
+        if not isinstance(other, TextSide) or self.settings != other.settings:
+            return False
+        return same_tensors(self.state, other.state)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TextSide":
+        """Itself: it is never changed."""
+        return self
+
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The weights of the tower (`TOWER`) or the projection (`PROJECTION`), by their names in there."""
+        return {name.removeprefix(prefix): tensor for name, tensor in self.state.items() if name.startswith(prefix)}
+
+    def member(self, index: int) -> "TextSide":
+        """The text side of one member."""
+        old = self.settings
+        if old.members == 1:
+            return self
+        of_tower = index if old.tower.members > 1 else 0
+        tower = member_state(old.tower, self.part(TOWER), of_tower)
+        projection = self.part(PROJECTION)
+        if old.projection is not None and old.projection.copies > 1:
+            projection = {name: tensor[index : index + 1] for name, tensor in projection.items()}
+        settings = replace(
+            old,
+            tower=member_config(old.tower, of_tower),
+            projection=None if old.projection is None else replace(old.projection, copies=1),
+            logit_scale=_one(old.logit_scale, index),
+            logit_bias=None if old.logit_bias is None else _one(old.logit_bias, index),
+        )
+        return TextSide(settings, named(tower, projection))
+
+
+def join_text_sides(sides: Sequence[TextSide | None]) -> TextSide | None:
+    """One text side for several members, each given by itself; what is equal in all of them is stored once.
+
+    None where a member has none, or where they do not belong together (other templates, another model).
+    """
+    present = [side for side in sides if side is not None]
+    if not present or len(present) < len(sides):
+        return None
+    first = present[0].settings
+    for one in (side.settings for side in present):
+        same = (one.templates, one.preprocessing, one.projection) == (
+            first.templates,
+            first.preprocessing,
+            first.projection,
+        )
+        if not same or first.tower.differences(one.tower) or (one.logit_bias is None) != (first.logit_bias is None):
+            return None
+    config, tower = join_equal([side.settings.tower for side in present], [side.part(TOWER) for side in present])
+    projections = [side.part(PROJECTION) for side in present]
+    projection, stored = projections[0], first.projection
+    if stored is not None and not all(same_tensors(projection, other) for other in projections[1:]):
+        projection = {name: torch.cat([one[name] for one in projections]) for name in projection}
+        stored = replace(stored, copies=len(present))
+    biases = [side.settings.logit_bias for side in present if side.settings.logit_bias is not None]
+    settings = replace(
+        first,
+        tower=config,
+        projection=stored,
+        logit_scale=_all([side.settings.logit_scale for side in present]),
+        logit_bias=_all(biases) if biases else None,
+    )
+    return TextSide(settings, named(tower, projection))
+
+
+def named(tower: Mapping[str, Tensor], projection: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of both parts under the names they have in a text side."""
+    return {
+        **{TOWER + name: tensor for name, tensor in tower.items()},
+        **{PROJECTION + name: tensor for name, tensor in projection.items()},
+    }
+
+
+def same_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    """Whether two sets of weights are the same, to the last bit."""
+    return first.keys() == second.keys() and all(
+        tensor.shape == second[name].shape and torch.equal(tensor, second[name].to(tensor.device))
+        for name, tensor in first.items()
+    )
+
+
+def _one(values: tuple[float, ...], index: int) -> tuple[float, ...]:
+    return values if len(values) == 1 else (values[index],)
+
+
+def _all(values: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """The numbers of single members, one after another; once where they are equal."""
+    return values[0] if len(set(values)) == 1 else tuple(value for one in values for value in one)
