@@ -215,7 +215,7 @@ def read_options() -> argparse.Namespace:
     )
     parser.add_argument("--naive-heads", type=int, help="and only so many heads (at least 3); 0: all")
     parser.add_argument("--image-size", type=int, default=112, help="of --scaling")
-    parser.add_argument("--screen-size", type=int, default=6)
+    parser.add_argument("--screen-size", type=int, help="default: a third of the heads")
     parser.add_argument(
         "--audit-steps", type=int, help="of a second run of the screened method; default: 3, and 0 for --scaling"
     )

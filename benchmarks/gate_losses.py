@@ -28,25 +28,37 @@ class Expansion:
     hessian: Tensor
 
 
-def gated_loss(model: he.Ensemble, gates: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy summed over a batch, with gates `[L, H]` on the heads of a model with one member, none pruned."""
+@dataclass(frozen=True)
+class Quality:
+    """Means over samples: cross-entropy, share of right answers, largest probability."""
+
+    loss: float
+    accuracy: float
+    confidence: float
+
+
+def gated_logits(model: he.Ensemble, gates: Tensor, inputs: Tensor) -> Tensor:
+    """Logits `[B, C]` with gates `[L, H]` on the heads of a model with one member, none pruned."""
     weights = {
         f"encoder.layers.{layer}.attention.out": model.get_parameter(f"encoder.layers.{layer}.attention.out").detach()
         * gates[layer, :, None, None]  # [H, d_k, d]
         for layer in range(model.num_layers)
     }
-    logits = functional_call(model, weights, (inputs,))[0]  # [1, B, C] -> [B, C]
-    return F.cross_entropy(logits, labels, reduction="sum")
+    logits: Tensor = functional_call(model, weights, (inputs,))[0]  # [1, B, C] -> [B, C]
+    return logits
 
 
-def mean_loss(model: he.Ensemble, gates: Tensor, batches: Iterable[Batch]) -> float:
-    """Mean cross-entropy over all samples."""
-    total, samples = 0.0, 0
+def measure(model: he.Ensemble, gates: Tensor, batches: Iterable[Batch]) -> Quality:
+    """What a model with these gates answers."""
+    sums, samples = torch.zeros(3, dtype=torch.float64), 0
     with torch.no_grad():
         for inputs, labels in batches:
-            total += gated_loss(model, gates, inputs, labels).item()
+            logits = gated_logits(model, gates, inputs).double()
+            confidence, label = logits.softmax(-1).max(-1)
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+            sums += torch.stack([loss, (label == labels).sum(), confidence.sum()])
             samples += len(labels)
-    return total / samples
+    return Quality(*(sums / samples).tolist())
 
 
 def expand(model: he.Ensemble, batches: Iterable[Batch]) -> Expansion:
@@ -58,7 +70,7 @@ def expand(model: he.Ensemble, batches: Iterable[Batch]) -> Expansion:
     for inputs, labels in batches:
         gates = torch.ones(model.num_layers, model.num_heads, dtype=model.dtype, requires_grad=True)
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels cannot be differentiated twice
-            loss = gated_loss(model, gates, inputs, labels)
+            loss = F.cross_entropy(gated_logits(model, gates, inputs), labels, reduction="sum")
             (slope,) = torch.autograd.grad(loss, gates, create_graph=True)
             flat = slope.flatten()
             rows = [torch.autograd.grad(flat[row], gates, retain_graph=True)[0].flatten() for row in range(count)]

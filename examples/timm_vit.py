@@ -57,10 +57,9 @@ NAMES = {  # ours: timm's
 def embedded_vit() -> Any:
     """The trained model of the package, put back into timm: it stands for your model, without a download."""
     stored = load_backbone()
-    sizes = {"img_size": 64, "patch_size": 8, "embed_dim": 192, "depth": stored.num_layers}
-    model = timm.create_model(
-        "vit_tiny_patch16_224", num_heads=stored.num_heads, num_classes=stored.num_classes, **sizes
-    )
+    sizes = {"img_size": 64, "patch_size": 8, "embed_dim": stored.config.encoder.width, "depth": stored.num_layers}
+    heads, classes = stored.num_heads, stored.num_classes
+    model = timm.create_model("vit_tiny_patch16_224", num_heads=heads, num_classes=classes, **sizes)
     wanted, found = model.state_dict(), {}
     for name, tensor in stored.state_dict().items():
         if name.endswith(("attention.qkv", "attention.qkv_bias")):
@@ -74,6 +73,12 @@ def embedded_vit() -> Any:
     return model.eval()
 
 
+def verdicts(prediction: he.Prediction) -> list[str]:
+    """What to do with each answer; without a calibrated threshold all are accepted."""
+    taken = [True] * len(prediction) if prediction.accept is None else prediction.accept.tolist()
+    return ["accept" if one else "abstain" for one in taken]
+
+
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -85,8 +90,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("hydra-vit"), help="folder for run and model")
     options = parser.parse_args()
     sample = load_sample().sets
-    embedded = data.subset(sample["calibration"], 128, seed=0)
-    images = embedded if options.images is None else data.load(options.images)
+    images = sample["calibration"] if options.images is None else data.load(options.images)
     others = None if options.others is None else data.load(options.others, labels="optional")
     if options.model is None:
         model, processor = embedded_vit(), load_backbone().metadata.preprocessing
@@ -97,11 +101,12 @@ def main() -> None:
     hydra = make_ensemble(model, processor, images, others, options.prune, options.output)
     print(hydra.describe())
 
-    pictures = [images[index][0] for index in range(4)]
-    p = hydra.predict([*pictures, sample["FashionMNIST"][0][0]])
-    for row, name in enumerate([*(images.class_names[images.labels[index]] for index in range(4)), "a shoe or shirt"]):
-        said = f"{p.names()[row]:20} confidence {p.confidence[row]:.2f}  epistemic {p.epistemic[row]:.4f}"
-        print(f"{said}  {'accept' if p.accept is not None and p.accept[row] else 'abstain':8} (is: {name})")
+    p = hydra.predict([images[index][0] for index in range(5)])
+    for row, name in enumerate(p.names()):
+        said = f"{name:20} confidence {p.confidence[row]:.2f}  epistemic {p.epistemic[row]:.4f}"
+        print(f"{said}  {verdicts(p)[row]:8} (is: {images.class_names[images.labels[row]]})")
+    odd = verdicts(hydra.predict([sample["FashionMNIST"][index][0] for index in range(32)]))
+    print(f"of 32 pictures of clothes, which no class is for, it abstains from {odd.count('abstain')}")
     print(f"saved to {options.output / 'model'}")
 
 

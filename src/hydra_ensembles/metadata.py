@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from .errors import ConfigError
 from .prediction import ScoreName
 from .preprocessing import ImagePreprocessing, TextPreprocessing
+from .schema import ADDED_LATER
 from .text_side import TextSide, join_text_sides
 
 
@@ -50,7 +51,7 @@ class Metadata:
     calibration: Calibration | None = None
     history: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
-    text_side: TextSide | None = None
+    text_side: TextSide | None = field(default=None, metadata=ADDED_LATER)
 
 
 def member_metadata(metadata: Metadata, index: int) -> Metadata:

@@ -65,6 +65,17 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> GroupedLinear:
     return projection
 
 
+def compose(inner: GroupedLinear | None, outer: GroupedLinear | None) -> GroupedLinear | None:
+    """The one map that does what two do, one after the other; None stands for a map that changes nothing."""
+    if inner is None or outer is None:
+        return inner if outer is None else outer
+    bias = None if outer.bias is None else outer.bias.detach()  # [G, out]
+    if inner.bias is not None:
+        through = (outer.weight @ inner.bias[..., None])[..., 0].detach()
+        bias = through if bias is None else through + bias
+    return linear((outer.weight @ inner.weight).detach(), bias)
+
+
 def _take(projection: GroupedLinear | None, index: int) -> GroupedLinear | None:
     if projection is None:
         return None

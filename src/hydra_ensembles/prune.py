@@ -39,7 +39,7 @@ def prune(model: Model, heads: Iterable[HeadLike]) -> Model:
         layers = tower_of(model, head).num_layers
         left = kept[head.tower]
         if not 0 <= head.layer < layers or head.head not in left[head.layer]:
-            there = f"layer {head.layer} has {left[head.layer]}" if 0 <= head.layer < layers else f"{layers} layers"
+            there = f"{layers} layers" if not 0 <= head.layer < layers else f"{left[head.layer]} in its layer"
             raise HeadError(f"head {head} is not in this model; it has {there}")
         left[head.layer].remove(head.head)
     towers = {

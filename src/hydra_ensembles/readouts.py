@@ -62,15 +62,23 @@ class Readout(nn.Module):
 
     def classify(self, pooled: Tensor) -> Tensor:
         """Hidden layer and classifier on pooled features, `[N, B, d]` to `[N', B, C]`."""
+        if self.class_embeddings is not None:
+            return cast(Tensor, self.class_embeddings(self.embedding(pooled)))
+        x = self._hidden(pooled)
+        if self.distillation_classifier is not None and self.classifier is not None:
+            return cast(Tensor, self.classifier(x[:, :, 0]) + self.distillation_classifier(x[:, :, 1])) / 2
+        return x if self.classifier is None else cast(Tensor, self.classifier(x))
+
+    def embedding(self, pooled: Tensor) -> Tensor:
+        """What is compared with class embeddings: pooled features `[N, B, d]` projected, of length one `[N', B, e]`."""
+        x = self._hidden(pooled)
+        return F.normalize(x if self.projection is None else self.projection(x), dim=-1)
+
+    def _hidden(self, pooled: Tensor) -> Tensor:
         x = self.dropout(pooled)
         if self.hidden is not None and self.config.hidden is not None:
             x = self.hidden_dropout(ACTIVATIONS[self.config.hidden](self.hidden(x)))
-        if self.distillation_classifier is not None and self.classifier is not None:
-            return cast(Tensor, self.classifier(x[:, :, 0]) + self.distillation_classifier(x[:, :, 1])) / 2
-        if self.class_embeddings is not None:
-            x = x if self.projection is None else self.projection(x)  # [N', B, e]
-            return cast(Tensor, self.class_embeddings(F.normalize(x, dim=-1)))
-        return x if self.classifier is None else cast(Tensor, self.classifier(x))
+        return cast(Tensor, x)
 
     def _pool_tokens(self, x: Tensor, key_mask: Tensor | None, ids: Tensor | None) -> Tensor:
         pool = self.config.pool

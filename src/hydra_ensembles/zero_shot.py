@@ -13,7 +13,7 @@ from .ensemble import Ensemble
 from .errors import ConfigError, DataError
 from .member_states import place_of
 from .metadata import Metadata
-from .projections import linear, projection_config
+from .projections import compose, linear, projection_config
 from .prompts import DEFAULT_TEMPLATES, Templates, checked_names, checked_templates, class_embeddings
 from .text_side import PROJECTION, TOWER, TextSettings, TextSide, named
 
@@ -43,6 +43,11 @@ def zero_shot(
         HydraError: Names or templates that are missing, empty or listed twice, a dual encoder without tokenizer, or
             an image tower that has no single feature vector.
     """
+    if not isinstance(dual, DualEncoder):
+        raise ConfigError(
+            f"zero_shot takes a DualEncoder, got a {type(dual).__name__}; convert a CLIP model, or use retarget to "
+            "give a zero-shot ensemble other classes"
+        )
     names, sentences = checked_names(class_names), checked_templates(templates)
     classes = class_embeddings(dual.text, dual.projections.text, names, sentences)  # [1 or M, C, e]
     weight, bias = _scaled(classes, dual.logit_scale, dual.logit_bias)
@@ -135,14 +140,7 @@ def _image_projection(dual: DualEncoder) -> GroupedLinear | None:
             f"the image tower must end in one feature vector; this one has the readout {readout.config}. Use the image "
             "tower of a dual encoder as it was converted"
         )
-    inner = readout.classifier
-    if inner is None or outer is None:
-        return inner if outer is None else outer
-    bias = None if outer.bias is None else outer.bias.detach()  # [G, e]
-    if inner.bias is not None:
-        through = (outer.weight @ inner.bias[..., None])[..., 0].detach()
-        bias = through if bias is None else through + bias
-    return linear((outer.weight @ inner.weight).detach(), bias)
+    return compose(readout.classifier, outer)
 
 
 def _config(

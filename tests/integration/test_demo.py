@@ -91,6 +91,7 @@ def test_the_report_opens_in_a_browser(done: subprocess.CompletedProcess[str], p
     assert not find_chromium().screenshot(report, tmp_path / "page.png", 1280, 900)
 
 
+@pytest.mark.slow
 def test_a_second_run_has_the_same_numbers(done: subprocess.CompletedProcess[str], place: Path) -> None:
     again = demo("--limit", "32", "--output", "again", folder=place)
     assert again.returncode == 0, again.stderr

@@ -127,9 +127,9 @@ def test_pruning_refuses_heads_that_are_not_there() -> None:
     base = small()
     once = he.prune(base, [(0, 1)])
     for heads, message in [
-        ([(0, 1)], "not in this ensemble"),
+        ([(0, 1)], "not in this model"),
         ([(7, 0)], "3 layers"),
-        ([(0, 9)], "not in this ensemble"),
+        ([(0, 9)], "not in this model"),
         ([(0, 0), (0, 0)], "twice"),
         ([(0, 0, "text")], "tower"),
         (["x"], "a head is"),

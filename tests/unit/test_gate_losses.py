@@ -37,7 +37,7 @@ def batches() -> list[gate_losses.Batch]:
 
 
 def loss_after(model: he.Ensemble, step: Tensor, share: float, batches: list[gate_losses.Batch]) -> float:
-    return gate_losses.mean_loss(model, gate_losses.gates_after(model, step, share), batches)
+    return gate_losses.measure(model, gate_losses.gates_after(model, step, share), batches).loss
 
 
 def test_a_whole_step_is_pruning(model: he.Ensemble, batches: list[gate_losses.Batch]) -> None:

@@ -1,5 +1,6 @@
 """From one model to a fused, calibrated ensemble: the whole chain, stage by stage, resumable at each."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -8,19 +9,19 @@ from torch import nn
 
 from ..batches import Batches
 from ..calibrate import calibrate
-from ..convert import convert
 from ..ensemble import Ensemble
 from ..errors import ConfigError
 from ..finetune import finetune
 from ..fuse import fuse
-from ..prune import prune
-from .checks import above_the_trunk, require_classifier, require_possible
+from ..prompts import DEFAULT_TEMPLATES, Templates
+from .checks import above_the_trunk, require_possible
 from .choose import Chooser
 from .config import HydraConfig
 from .data import BuildData, read_data
 from .identity import run_identity
 from .member_choice import MemberChoice
 from .run_folder import SUMMARY, RunFolder
+from .start import Start, starting_point
 from .summary import build_summary
 
 
@@ -35,6 +36,8 @@ def build(
     output: str | Path | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
+    class_names: Sequence[str] | None = None,
+    templates: Templates = DEFAULT_TEMPLATES,
 ) -> Ensemble:
     """Make a Hydra Ensemble: convert, rank heads, choose members, prune, fine-tune, fuse, calibrate.
 
@@ -43,8 +46,11 @@ def build(
     point goes on there and (on a CPU) ends with the same bits; of a finished one the result is read back. To
     repeat a stage, delete its product and those after it. The folder of another build is refused.
 
+    Of a dual encoder (CLIP), heads of both towers are ranked together and pruned, and the members classify images
+    by the class names, as `zero_shot` does. For the image tower alone, build from `zero_shot(dual, class_names)`.
+
     Args:
-        model: A model that `convert` takes, or an `Ensemble` with one member. It is not changed.
+        model: A model that `convert` takes, or an `Ensemble` or a `DualEncoder` with one member. It is not changed.
         config: What to make.
         train: Labelled training batches that can be read again and again, for fine-tuning and for Taylor
             rankings.
@@ -55,6 +61,8 @@ def build(
         output: Run folder; None keeps nothing.
         device: Where to compute; None stays where the model is.
         progress: Whether to show progress bars.
+        class_names: Of a dual encoder: the names of the classes, in the order of the labels.
+        templates: Of a dual encoder: sentences with `{label}` where a name goes.
 
     Returns:
         The fused ensemble. In `output` it is saved as `ensemble/`, beside `summary.json`.
@@ -66,19 +74,19 @@ def build(
     """
     if not isinstance(config, HydraConfig):
         raise ConfigError(f"config must be a HydraConfig, got {type(config).__name__}")
-    base = _starting_model(model, device)
-    require_classifier(base)
-    data = read_data(config, base.num_classes, train=train, id=id, ood=ood, validation=validation)
-    require_possible(config, base, data)
-    run = RunFolder(output, run_identity(config, base, data), base.device)
-    return _Chain(config, base, data, run, progress).finish()
+    start = starting_point(model, config, class_names, templates, device)
+    data = read_data(config, start.base.num_classes, train=train, id=id, ood=ood, validation=validation)
+    require_possible(config, start, data)
+    run = RunFolder(output, run_identity(config, start, data), start.base.device)
+    return _Chain(config, start, data, run, progress).finish()
 
 
 class _Chain:
     """The stages. Each gives its product from the run folder, or makes it from that of the stage before."""
 
-    def __init__(self, config: HydraConfig, base: Ensemble, data: BuildData, run: RunFolder, progress: bool) -> None:
-        self.config, self.base, self.data, self.run, self.progress = config, base, data, run, progress
+    def __init__(self, config: HydraConfig, start: Start, data: BuildData, run: RunFolder, progress: bool) -> None:
+        self.config, self.start, self.data, self.run, self.progress = config, start, data, run, progress
+        self.base = start.base
 
     def finish(self) -> Ensemble:
         """Run what is missing; the result, with its summary written."""
@@ -94,7 +102,7 @@ class _Chain:
     @cached_property
     def choices(self) -> tuple[MemberChoice, ...]:
         """The heads each member loses."""
-        return self.run.heads(Chooser(self.config, self.base, self.data, self.run, self.progress).members)
+        return self.run.heads(Chooser(self.config, self.start, self.data, self.run, self.progress).members)
 
     def _calibrated(self) -> Ensemble:
         config, validation = self.config, self.data.validation
@@ -114,7 +122,7 @@ class _Chain:
     def _member(self, index: int) -> Ensemble:
         """One member, pruned and fine-tuned; its history says which member it was and how its heads were chosen."""
         choice = self.choices[index]
-        member = self._finetuned(prune(self.base, choice.heads), index)
+        member = self._finetuned(self.start.pruned(choice.heads), index)
         before, history = len(self.base.metadata.history), member.metadata.history
         lines = (f"member {index} ({choice.origin}): {line}" for line in history[before:])
         return member.with_metadata(history=(*history[:before], *lines))
@@ -132,17 +140,3 @@ class _Chain:
             progress=self.progress,
             index=index,
         )
-
-
-def _starting_model(model: nn.Module, device: torch.device | str | None) -> Ensemble:
-    """The model as an ensemble on the device; a copy where something had to change."""
-    base = model if isinstance(model, Ensemble) else convert(model)
-    if not isinstance(base, Ensemble):
-        raise ConfigError(
-            f"build makes ensembles of classifiers, got a {type(base).__name__}; convert one tower with num_labels= "
-            "and train its classifier first"
-        )
-    if device is None or base.device == torch.device(device):
-        return base
-    state = {name: tensor.to(device) for name, tensor in base.state_dict().items()}
-    return Ensemble.from_state(base.config, state, base.metadata)

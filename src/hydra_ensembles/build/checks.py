@@ -16,42 +16,19 @@ from ..finetune.schedule import rate_factor, warmup_updates
 from ..randomness import derive_seed
 from .config import HydraConfig
 from .data import BuildData, first_rows
+from .start import Start
 
 
-def require_classifier(base: Ensemble) -> None:
-    """Refuse what cannot be the start of a build."""
-    if base.num_members != 1:
-        raise ConfigError(
-            f"build starts from one model, got an ensemble of {base.num_members} members; take one of them with "
-            "ensemble.member(i)"
-        )
-    if base.num_classes < 2:
-        raise ConfigError(
-            f"build starts from a classifier, this model has {base.num_classes} classes; give a model with a "
-            "trained classifier (convert(model, num_labels=...) adds one, finetune trains it)"
-        )
-
-
-def require_possible(config: HydraConfig, base: Ensemble, data: BuildData) -> None:
+def require_possible(config: HydraConfig, start: Start, data: BuildData) -> None:
     """Hold config, model and data against each other."""
     _check_sets(config, data)
-    layers = open_layers(config, base)
-    _check_heads(config, base, layers)
+    base = start.base
+    _check_heads(config, start)
     if config.strategy == "taylor":
         _check_calibration_batches(config, data)
     if config.recipe is not None:
         _check_recipe(config.recipe, config, base, data)
     _check_inputs(base, data)
-
-
-def open_layers(config: HydraConfig, base: Ensemble) -> range:
-    """Layers in which members may differ."""
-    if config.shared_layers >= base.num_layers:
-        raise ConfigError(
-            f"HydraConfig.shared_layers is {config.shared_layers}, the model has {base.num_layers} layers; "
-            "at least the last one must be left for the members to differ"
-        )
-    return range(config.shared_layers, base.num_layers)
 
 
 def above_the_trunk(recipe: Recipe, config: HydraConfig, layers: int) -> Recipe:
@@ -60,11 +37,6 @@ def above_the_trunk(recipe: Recipe, config: HydraConfig, layers: int) -> Recipe:
         return recipe
     free = layers - config.shared_layers
     return replace(recipe, last_blocks=free if recipe.last_blocks is None else min(free, recipe.last_blocks))
-
-
-def prunable(base: Ensemble, layers: range) -> int:
-    """Number of heads in these layers."""
-    return sum(len(base.heads[0][layer]) for layer in layers)
 
 
 def _check_sets(config: HydraConfig, data: BuildData) -> None:
@@ -82,14 +54,15 @@ def _check_sets(config: HydraConfig, data: BuildData) -> None:
         raise DataError("calibration needs held-out data: give id= or validation=, or set calibrate=False")
 
 
-def _check_heads(config: HydraConfig, base: Ensemble, layers: range) -> None:
+def _check_heads(config: HydraConfig, start: Start) -> None:
     """There are enough heads for every member to lose a set of its own."""
-    free = prunable(base, layers)
+    layers = start.layers(config)
+    free = start.heads(layers)
     where = f" above the first {config.shared_layers} layers" if config.shared_layers else ""
     if config.prune > free:
         raise ConfigError(f"HydraConfig.prune is {config.prune}, but there are {free} heads{where}")
-    if config.strategy == "taylor" and config.taylor_scope == "layer":
-        choices = _choices_by_layer(config, [len(base.heads[0][layer]) for layer in layers])
+    if config.strategy == "taylor" and config.taylor_scope == "layer" and layers is not None:
+        choices = _choices_by_layer(config, [len(start.base.heads[0][layer]) for layer in layers])
     else:
         choices = math.comb(config.pool_size(free) if config.draws_from_pool else free, config.prune)
     if choices < config.members:

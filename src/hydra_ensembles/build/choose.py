@@ -3,15 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..ensemble import Ensemble
 from ..heads import Head, HeadRanking, extract_circuit, taylor
 from ..heads.circuit.settings import Score
 from ..heads.members import circuit_members, random_members, sampled_members, taylor_members
-from .checks import open_layers, prunable
 from .config import HydraConfig
 from .data import BuildData
 from .member_choice import MemberChoice
 from .run_folder import RunFolder
+from .start import Start
 
 CIRCUITS: tuple[Score, ...] = ("avg", "acc", "ood")  # in the order in which members take them
 TAYLOR_DRAWS = 4  # rankings made per member before giving up on members that differ
@@ -22,7 +21,7 @@ class Chooser:
     """Chooses the heads of all members; rankings are products of the run folder."""
 
     config: HydraConfig
-    base: Ensemble
+    start: Start
     data: BuildData
     run: RunFolder
     progress: bool
@@ -40,16 +39,16 @@ class Chooser:
                 return self._circuits()
 
     @property
-    def _layers(self) -> range:
-        return open_layers(self.config, self.base)
+    def _layers(self) -> range | None:
+        return self.start.layers(self.config)
 
     @property
     def _pool(self) -> int:
-        return self.config.pool_size(prunable(self.base, self._layers))
+        return self.config.pool_size(self.start.heads(self._layers))
 
     def _random(self) -> tuple[MemberChoice, ...]:
         config = self.config
-        chosen = random_members(self.base, config.prune, config.members, config.seed, self._layers)
+        chosen = random_members(self.start.ranked, config.prune, config.members, config.seed, self._layers)
         return _named(chosen, ["random heads"] * config.members)
 
     def _sampled(self) -> tuple[MemberChoice, ...]:
@@ -96,7 +95,7 @@ class Chooser:
         return self.run.ranking(
             f"rankings/{score}",
             lambda: extract_circuit(
-                self.base,
+                self.start.ranked,
                 ranking,
                 self.data.ood,
                 score=score,
@@ -105,6 +104,7 @@ class Chooser:
                 layers=self._layers,
                 journal=self.run.place(f"rankings/{score}.journal"),
                 progress=self.progress,
+                **self.start.circuit_options,
             ),
         )
 
@@ -115,7 +115,7 @@ class Chooser:
         return self.run.ranking(
             f"rankings/taylor-{seed}",
             lambda: taylor(
-                self.base,
+                self.start.base,
                 source,
                 budget=config.prune,
                 scope=config.taylor_scope,

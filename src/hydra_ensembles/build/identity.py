@@ -3,29 +3,32 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..ensemble import Ensemble
 from ..errors import CheckpointError
 from ..heads.fingerprint import model_fingerprint
 from ..schema import to_plain
 from .config import HydraConfig
 from .data import BuildData
+from .start import Start
 
 FORMAT = "hydra_ensembles build 1"
 _SHOWN = 5  # differences named in an error
 
 
-def run_identity(config: HydraConfig, base: Ensemble, data: BuildData) -> dict[str, Any]:
+def run_identity(config: HydraConfig, start: Start, data: BuildData) -> dict[str, Any]:
     """Config, model and data of a build as plain data."""
-    metadata = json.dumps(to_plain(base.metadata), sort_keys=True).encode()
-    return {
-        "format": FORMAT,
-        "config": to_plain(config),
-        "model": {"weights": model_fingerprint(base), "metadata": hashlib.sha256(metadata).hexdigest()},
-        "data": data.fingerprints(),
+    remembered = replace(start.base.metadata, text_side=None)
+    metadata = json.dumps(to_plain(remembered), sort_keys=True).encode()
+    model: dict[str, Any] = {
+        "weights": model_fingerprint(start.ranked),
+        "metadata": hashlib.sha256(metadata).hexdigest(),
     }
+    if start.dual is not None:
+        model["templates"] = list(start.templates)
+    return {"format": FORMAT, "config": to_plain(config), "model": model, "data": data.fingerprints()}
 
 
 def require_same_run(file: Path, identity: Mapping[str, Any]) -> None:

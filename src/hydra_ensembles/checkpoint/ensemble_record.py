@@ -50,7 +50,7 @@ def read_ensemble(stored: Stored) -> tuple[EnsembleConfig, Metadata, TextSetting
     metadata = read_metadata(stored, data, "config.metadata", own_tokenizer=texts is None)
     try:
         check_fits(config, metadata)
-        check_text_members(config, texts)
+        _check_text_side(config, texts)
     except CheckpointError as error:
         raise CheckpointError(f"{stored.folder / CONFIG}: {error}") from error
     return config, metadata, texts
@@ -79,7 +79,6 @@ def metadata_to_plain(metadata: Metadata) -> tuple[dict[str, Any], str | None]:
         from_plain(Metadata, plain, "metadata")
     except ConfigError as error:
         raise CheckpointError(f"the model cannot be saved: {error}; replace it with with_metadata") from error
-    del plain[TEXT_SIDE]
     tokenizer = plain["preprocessing"].pop("tokenizer", "") if plain["preprocessing"] else ""
     return plain, tokenizer or None
 
@@ -119,7 +118,7 @@ def _refuse_tokenizer(stored: Stored, data: Any, path: str) -> None:
         )
 
 
-def check_text_members(config: EnsembleConfig, texts: TextSettings | None) -> None:
+def _check_text_side(config: EnsembleConfig, texts: TextSettings | None) -> None:
     """Refuse a text side made for another number of members, or for what does not compare with class embeddings."""
     if texts is None:
         return
@@ -127,9 +126,10 @@ def check_text_members(config: EnsembleConfig, texts: TextSettings | None) -> No
         raise CheckpointError("there is a text side, but the ensemble does not classify by class embeddings")
     if texts.members not in (1, config.members):
         raise CheckpointError(f"the text side has {texts.members} members, the ensemble {config.members}")
-    ends = output_width(texts.tower) if texts.projection is None else texts.projection.outputs
-    expected = config.readout.cosine.width or config.encoder.width
-    if config.readout.cosine.width is not None and ends != expected:
+    ends, expected = output_width(texts.tower), config.readout.cosine.width
+    if texts.projection is not None:
+        ends = texts.projection.outputs
+    if expected not in (None, ends):
         raise CheckpointError(f"the text side ends in an embedding of width {ends}, the images in one of {expected}")
 
 

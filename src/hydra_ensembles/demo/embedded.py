@@ -29,7 +29,7 @@ class DemoSample:
     Attributes:
         circuit_id: Labelled EuroSAT images of the backbone's seven classes, to rank heads on.
         circuit_ood: Images of PermanentCrop, a class the backbone does not know, to rank heads on.
-        calibration: Labelled images to fit temperatures on.
+        calibration: Labelled images to choose thresholds on.
         test: Labelled images to report results on.
         near: OOD test sets from the same satellites: classes the backbone does not know.
         far: OOD test set of another kind of image.

@@ -102,11 +102,11 @@ class Methods:
             f"Extracting circuits ({settings.method}, {settings.ranking_images} ID + {settings.ranking_images} OOD "
             f"images): which {settings.prune} of 36 heads can each of three members do without?",
         ):
-            circuit = self._build("circuit", settings.circuit_build, self.data.circuit_id)
+            circuit = self._calibrated(self._build("circuit", settings.circuit_build, self.data.circuit_id))
         with self._step("taylor", "Ranking heads by Taylor scores, for comparison"):
-            taylor = self._build("taylor", settings.taylor_build, self.data.taylor_id)
+            taylor = self._calibrated(self._build("taylor", settings.taylor_build, self.data.taylor_id))
         with self._step("evaluation", "Evaluating on EuroSAT, on unknown land use (near-OOD) and on clothes (far-OOD)"):
-            single = calibrate(self.backbone, self.data.calibration)
+            single = self._calibrated(self.backbone)
             rows = {SINGLE: Row(single, self._evaluated(single, SINGLE))}
             fused = {
                 name: self._evaluated(model, name) for name, model in ((HYDRA_TAYLOR, taylor), (HYDRA_CIRC, circuit))
@@ -145,6 +145,9 @@ class Methods:
             progress=self.progress,
         )
 
+    def _calibrated(self, model: Ensemble) -> Ensemble:
+        return calibrated(model, self.data.calibration)
+
     def _evaluated(self, model: Ensemble, name: str) -> Evaluation:
         return evaluate(
             model,
@@ -161,8 +164,7 @@ class Methods:
 
     def _first_member(self, name: str, build_name: str, fused: Evaluation) -> Row:
         """The first member by itself; without fine-tuning its logits are those it has in the fused ensemble."""
-        member = Ensemble.from_pretrained(self.work / build_name / "members" / "0")
-        member = calibrate(member, self.data.calibration)
+        member = self._calibrated(Ensemble.from_pretrained(self.work / build_name / "members" / "0"))
         logits = fused.logits
         assert logits is not None
         ood = {group: {key: one[:1] for key, one in sets.items()} for group, sets in logits.ood.items()}
@@ -172,7 +174,7 @@ class Methods:
         """Three backbones that share nothing: stored logits, and a stack of the same size to measure."""
         logits = {name: stored[:, : self.settings.limit] for name, stored in load_deep_logits().items()}
         labels = torch.cat([labels for _, labels in self.data.calibration])
-        fit = fit_calibration(logits["calibration"], labels)
+        fit = fit_calibration(logits["calibration"], labels, temperature=False)
         stack = Ensemble.stack([self.backbone] * logits["test"].shape[0]).with_metadata(
             calibration=fit.calibration, history=("stored logits of three backbones trained from different seeds",)
         )
@@ -197,6 +199,15 @@ class Methods:
             model=describe_model(model, model.num_members, model.num_classes, calibration),
             provenance=like.provenance,
         )
+
+
+def calibrated(model: Ensemble, validation: Sequence[Batch]) -> Ensemble:
+    """The model with a threshold for abstaining, and without a temperature.
+
+    Of the 256 calibration images a model gets about five wrong, which is too little to fit a temperature to: it
+    would make the confidences so extreme that they no longer rank OOD images.
+    """
+    return calibrate(model, validation, temperature=False)
 
 
 def _batches(images: ImageDataset, backbone: Ensemble, size: int) -> list[Batch]:

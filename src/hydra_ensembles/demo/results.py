@@ -30,8 +30,7 @@ def table(rows: Mapping[str, Row], costs: tuple[Cost, ...], settings: DemoSettin
         *shown.notes,
         f"Circuits: {settings.method}, on {settings.ranking_images} ID + {settings.ranking_images} OOD validation "
         f"images (PermanentCrop); {settings.prune} of 36 heads pruned per member, none in the {settings.shared_layers} "
-        "layers that all members share; no fine-tuning. Temperatures of all methods are fitted on the same validation "
-        "images.",
+        "layers that all members share; no fine-tuning, no temperature.",
         'AUROC and FPR95 by maximum softmax probability; "by MI": the same AUROC by mutual information between '
         "members, which a single model does not have.",
         f"{DEEP}: stored logits of three backbones trained from different seeds; its time is that of a stack of three "
@@ -62,9 +61,7 @@ def results(
                 "heads_kept": [[len(layer) for layer in member] for member in row.model.heads],
                 "parameters": row.evaluation.model.parameters,
                 "multiply_adds": row.evaluation.model.multiply_adds,
-                "temperature": None
-                if row.model.metadata.calibration is None
-                else list(row.model.metadata.calibration.temperature),
+                "threshold": None if row.evaluation.selective is None else row.evaluation.selective.threshold,
                 "history": list(row.model.metadata.history),
                 "numbers": row.evaluation.numbers(),
                 "intervals": {key: [one.low, one.high] for key, one in row.evaluation.intervals.items()},

@@ -55,6 +55,7 @@ class DemoSettings:
             strategy="circuit",
             method=self.method,
             shared_layers=self.shared_layers,
+            calibrate=False,
             seed=self.seed,
         )
 
@@ -68,6 +69,7 @@ class DemoSettings:
             taylor_scope="global",
             calibration_batches=half,
             shared_layers=self.shared_layers,
+            calibrate=False,
             seed=self.seed,
         )
 

@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from ..batches import Batches, Inputs, iterate
+from ..dual_encoder import DualEncoder
 from ..ensemble import Ensemble
 from ..schema import to_plain
 
 
-def model_fingerprint(ensemble: Ensemble) -> str:
+def model_fingerprint(model: Ensemble | DualEncoder) -> str:
     """SHA-256 over the configuration and every parameter: same on every device, other in another dtype.
 
     Metadata (labels, history, calibration) does not count: it changes no logit.
     """
-    digest = hashlib.sha256(json.dumps(to_plain(ensemble.config), sort_keys=True).encode())
-    for name, tensor in sorted(ensemble.state_dict().items()):
+    digest = hashlib.sha256(json.dumps(to_plain(model.config), sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         digest.update(_content(tensor))
     return digest.hexdigest()

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from ..dual_encoder import DualEncoder
 from ..ensemble import Ensemble
 from ..errors import ConfigError, HeadError
 from .head import Head
-from .mask import existing_heads
+from .mask import existing_heads, towers_of
 from .ranking import HeadRanking
 
 Members = tuple[tuple[Head, ...], ...]
@@ -90,24 +91,27 @@ def sampled_members(ranking: HeadRanking, prune: int, pool: int, members: int, s
 
 
 def random_members(
-    ensemble: Ensemble, prune: int, members: int, seed: int = 0, layers: Iterable[int] | None = None
+    model: Ensemble | DualEncoder, prune: int, members: int, seed: int = 0, layers: Iterable[int] | None = None
 ) -> Members:
     """Members that lose `prune` heads drawn from all heads: the control every ranking has to beat.
 
     Args:
-        ensemble: The model to be pruned, one member.
+        model: The model to be pruned, one member; of a dual encoder, the heads of both towers are drawn from.
         prune: Heads each member loses, listed first layer first.
         members: Number of members.
         seed: Draws the heads.
-        layers: Layers to draw from; None for all of them.
+        layers: Layers to draw from (of each tower); None for all of them.
     """
     _require_counts(prune, members)
-    if ensemble.num_members != 1:
+    if model.num_members != 1:
         raise ConfigError(
-            f"random_members draws from the heads of one model, got an ensemble of {ensemble.num_members} members; "
-            "take one of them with ensemble.member(i)"
+            f"random_members draws from the heads of one model, got {model.num_members} members; take one of them "
+            "with model.member(i)"
         )
-    heads = existing_heads(ensemble.config, layers)
+    chosen = None if layers is None else tuple(layers)
+    heads = [
+        head for name, tower in towers_of(model).items() for head in existing_heads(tower.config, chosen, tower=name)
+    ]
     return tuple(_draw_distinct(heads, prune, members, seed, (), "layers"))
 
 

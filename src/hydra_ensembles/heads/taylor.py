@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from ..batches import Batches, Inputs, move
+from ..dual_encoder import DualEncoder
 from ..ensemble import Ensemble
 from ..errors import ConfigError, DataError, HeadError
 from .calibration_batches import NAME, CalibrationBatches
@@ -165,7 +166,15 @@ def _gradients_of_mean_loss(
     return {layer: total / samples for layer, total in zip(layers, totals, strict=True)}
 
 
-def _require_single_classifier(ensemble: Ensemble) -> None:
+def _require_single_classifier(ensemble: object) -> None:
+    if isinstance(ensemble, DualEncoder):
+        raise ConfigError(
+            "taylor ranks the heads of one transformer, got a dual encoder: the scores of its two towers lie on "
+            "different scales and do not compare. Rank the image tower, as taylor(zero_shot(dual, class_names), …); "
+            "for both towers together use extract_circuit"
+        )
+    if not isinstance(ensemble, Ensemble):
+        raise ConfigError(f"taylor takes an Ensemble, got a {type(ensemble).__name__}; convert the model first")
     if ensemble.num_members != 1:
         raise ConfigError(
             f"taylor ranks the heads of one model, got an ensemble of {ensemble.num_members} members; "

@@ -49,13 +49,13 @@ class GroupActivations:
         return None if self.key_mask is None else self.key_mask.index_select(0, rows)
 
     def recompute(self, above: int, kept: Sequence[int], batch_size: int) -> Tensor:
-        """Bring all levels above one up to date, keep the given ones, and return the logits `[g, C]`."""
+        """Bring all levels above one up to date, keep the given ones, and return the pooled features `[g, d]`."""
         device = self.levels[0].device
         for level in kept:
             if level > above and level not in self.levels:
                 self.levels[level] = torch.empty_like(self.levels[0])
         fresh = {level: self.levels.pop(level) for level in sorted(self.levels) if level > above}
-        logits = []
+        features = []
         for part in parts(len(self), batch_size):
             rows = torch.arange(part.start, part.stop, device=device)
             x, mask = self.at(above, rows), self.mask(rows)
@@ -63,9 +63,9 @@ class GroupActivations:
                 x = self.model.block(layer, x, mask)
                 if layer + 1 in fresh:
                     fresh[layer + 1][part] = x[0]
-            logits.append(self.model.logits(x, mask, None if self.ids is None else self.ids[rows]))
+            features.append(self.model.features(x, mask, None if self.ids is None else self.ids[rows]))
         self.levels |= fresh
-        return torch.cat(logits)
+        return torch.cat(features)
 
 
 def embed(model: WorkingModel, samples: Samples, batch_size: int) -> list[GroupActivations]:

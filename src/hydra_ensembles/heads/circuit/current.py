@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..head import Head
 from .base_activations import GroupActivations, embed
@@ -12,45 +13,40 @@ from .choice import NO_HEAD, Choice
 from .distributed import Ranks
 from .memory import plan
 from .naive import require_finite
-from .samples import IntArray, Samples
+from .samples import IntArray, Samples, parts
 from .scores import LEAST_CONFIDENT, MOST_CONFIDENT, Objective, judge, margins, quantum
 from .working_model import WorkingModel
 
 
-class CurrentModel:
-    """A model that loses heads, its activations and answers on all samples, and those carried for candidates.
+class CurrentTower:
+    """A transformer that loses heads, its activations on all samples, and those carried for candidates.
 
     Attributes:
         candidates: All heads that may be removed, over the whole run.
         index_of: Their positions in `candidates`.
         own: Those that this rank evaluates.
-        base: The model's activations, by group of samples.
+        base: The activations, by group of samples.
         carried: Activations of candidates, by group of samples.
-        wrong: `[n_id]`, the model's errors.
-        confidence: `[n]`, its confidences.
-        margin: `[n]`, how far the labels of its ID samples are ahead of the other classes.
-        choice: Its result, with `NO_HEAD` for a head.
-        hardest_first: Sample numbers, those first that add most to its integer.
+        features: Pooled features `[g, d]`, by group of samples.
     """
 
     def __init__(
         self,
         model: WorkingModel,
         samples: Samples,
-        objective: Objective,
         candidates: Sequence[Head],
         ranks: Ranks,
         batch_size: int,
         memory_budget: int,
         carry: bool = True,
     ) -> None:
-        self.model, self.samples, self.objective = model, samples, objective
+        self.model, self.samples = model, samples
         self.batch_size = batch_size
         self.device, dtype = model.ensemble.device, model.ensemble.dtype
         self.candidates = list(candidates)
         self.index_of = {head: index for index, head in enumerate(candidates)}
         self.own = frozenset(ranks.share(candidates))
-        self._values: dict[int, int] = {}
+        self.features: list[Tensor] = []
         with torch.no_grad():
             self.base = embed(model, samples, batch_size)
             memory = plan(memory_budget, self.base, model.layers)
@@ -76,6 +72,52 @@ class CurrentModel:
                 carried.forget_candidate(index)
         self._refresh(known)
 
+    def _refresh(self, known: Sequence[int]) -> None:
+        """Bring activations above the known levels of each group, and the features, up to date."""
+        self.features = [
+            group.recompute(level, self._levels, self.batch_size) for group, level in zip(self.base, known, strict=True)
+        ]
+
+    def _adopt(self, group: GroupActivations, carried: CarriedActivations, index: int, layer: int) -> int:
+        """Take over what was computed for a candidate that is now the model; the highest level that is right."""
+        rows = np.arange(len(group))
+        known = layer
+        for level in sorted(group.levels):
+            if level <= layer:
+                continue
+            if not carried.holds_all(index, level):
+                break
+            group.levels[level] = carried.load(level, np.full(len(group), index), rows)[0]
+            known = level
+        return known
+
+
+class CurrentModel(CurrentTower):
+    """A classifier that loses heads, with its answers on all samples.
+
+    Attributes:
+        wrong: `[n_id]`, the model's errors.
+        confidence: `[n]`, its confidences.
+        margin: `[n]`, how far the labels of its ID samples are ahead of the other classes.
+        choice: Its result, with `NO_HEAD` for a head.
+        hardest_first: Sample numbers, those first that add most to its integer.
+    """
+
+    def __init__(
+        self,
+        model: WorkingModel,
+        samples: Samples,
+        objective: Objective,
+        candidates: Sequence[Head],
+        ranks: Ranks,
+        batch_size: int,
+        memory_budget: int,
+        carry: bool = True,
+    ) -> None:
+        self.objective = objective
+        self._values: dict[int, int] = {}
+        super().__init__(model, samples, candidates, ranks, batch_size, memory_budget, carry)
+
     def value_on_hardest(self, chunk: int) -> dict[int, int]:
         """The integers of the model on its hardest samples alone: on one chunk of them, on two, … on all."""
         if not self._values:
@@ -94,17 +136,24 @@ class CurrentModel:
 
     def _refresh(self, known: Sequence[int]) -> None:
         """Bring activations above the known levels of each group, and the answers, up to date."""
+        super()._refresh(known)
+        self.answer()
+
+    @torch.no_grad()
+    def answer(self) -> None:
+        """Answer all samples anew from their features; no block is run."""
         total = self.objective.samples
         wrong, finite = (torch.empty(total, dtype=torch.bool, device=self.device) for _ in range(2))
         self.confidence = torch.empty(total, dtype=torch.int64, device=self.device)
         self.margin = torch.empty(total, dtype=torch.float64, device=self.device)
-        for group, inputs, level in zip(self.base, self.samples.groups, known, strict=True):
-            logits = group.recompute(level, self._levels, self.batch_size)
-            numbers = torch.from_numpy(inputs.numbers).to(self.device)
-            labels = self.samples.labels[numbers]
-            answers = judge(logits, labels, quantum(self.model.ensemble.dtype))
-            self.margin[numbers] = margins(logits, labels)
-            wrong[numbers], self.confidence[numbers], finite[numbers] = answers
+        for features, group in zip(self.features, self.samples.groups, strict=True):
+            for rows in parts(len(group), _ROWS):
+                logits = self.model.classify(features[rows])
+                numbers = torch.from_numpy(group.numbers[rows]).to(self.device)
+                labels = self.samples.labels[numbers]
+                answers = judge(logits, labels, quantum(self.model.ensemble.dtype))
+                self.margin[numbers] = margins(logits, labels)
+                wrong[numbers], self.confidence[numbers], finite[numbers] = answers
         require_finite(finite, self.samples, None)
         self.wrong = wrong[: self.objective.id_count]
         counts = self.objective.count(self.wrong[None], self.confidence[None])
@@ -113,15 +162,5 @@ class CurrentModel:
         self.hardest_first: IntArray = self.objective.hardest_first(self.wrong, self.confidence)
         self._values.clear()
 
-    def _adopt(self, group: GroupActivations, carried: CarriedActivations, index: int, layer: int) -> int:
-        """Take over what was computed for a candidate that is now the model; the highest level that is right."""
-        rows = np.arange(len(group))
-        known = layer
-        for level in sorted(group.levels):
-            if level <= layer:
-                continue
-            if not carried.holds_all(index, level):
-                break
-            group.levels[level] = carried.load(level, np.full(len(group), index), rows)[0]
-            known = level
-        return known
+
+_ROWS = 1 << 14  # samples whose logits are held at once

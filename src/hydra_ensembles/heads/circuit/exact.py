@@ -53,6 +53,15 @@ class Exact:
         self.table = AnswerTable(current.candidates, current.samples, self.objective, current.model.ensemble.dtype)
         self.sweep = Sweep(current, self.table)
 
+    @property
+    def result(self) -> Choice:
+        """The result of the model as it is."""
+        return self.current.choice
+
+    def remove(self, head: Head) -> None:
+        """Take a head out for good."""
+        self.current.remove(head)
+
     @torch.no_grad()
     def choose(self, candidates: Sequence[Head], known: Choice | None = None) -> Choice:
         """The candidate whose removal leaves the best score.

@@ -8,11 +8,13 @@ import torch
 from tqdm import tqdm
 
 from ...batches import Batches
+from ...dual_encoder import DualEncoder, Tower
 from ...ensemble import Ensemble
 from ...errors import ConfigError, DataError, HydraError
+from ...prompts import DEFAULT_TEMPLATES, Templates
 from ..fingerprint import model_fingerprint
 from ..head import Head, HeadLike, as_heads
-from ..mask import checked_layers
+from ..mask import TOWER
 from ..ranking import HeadRanking
 from .choice import Choice
 from .distributed import Ranks, all_ranks, local_device
@@ -23,12 +25,13 @@ from .naive import forward_cost
 from .samples import read_samples
 from .scores import Objective
 from .settings import CircuitSettings, Method, Score
+from .subject import subject_of
 from .work import Work
 from .working_model import working_copy
 
 
 def extract_circuit(
-    ensemble: Ensemble,
+    model: Ensemble | DualEncoder,
     id_batches: Batches,
     ood_batches: Batches | None = None,
     *,
@@ -43,9 +46,12 @@ def extract_circuit(
     batch_size: int | None = None,
     journal: str | Path | None = None,
     progress: bool = True,
-    screen_size: int = 6,
+    screen_size: int | None = None,
     audit_steps: int | None = None,
     seed: int = 0,
+    class_names: Sequence[str] | None = None,
+    templates: Templates = DEFAULT_TEMPLATES,
+    towers: Sequence[Tower] = ("image", "text"),
 ) -> HeadRanking:
     """Rank heads by switching them off one after another, each time the one whose loss hurts least.
 
@@ -66,30 +72,37 @@ def extract_circuit(
       with float32 products in TF32). Approximate; audited steps tell how often its choice was as good as that of
       `"exact"`.
 
+    Of a dual encoder, the heads of both towers are candidates together, and images are classified by class names
+    as `zero_shot` does. `"exact"` runs the image tower for heads of the image tower only, and the text tower for
+    heads of the text tower only.
+
     Under `torchrun` or `accelerate launch` the heads are spread over the ranks, and every rank returns the same
-    ranking. Dropout is off. The ensemble is left alone.
+    ranking. Dropout is off. The model is left alone.
 
     Args:
-        ensemble: One member, with a classifier. Heads pruned before are no candidates.
+        model: An ensemble with a classifier, or a dual encoder; one member. Heads pruned before are no candidates.
         id_batches: Labelled in-distribution batches. All samples are held in memory.
         ood_batches: Out-of-distribution batches, needed for `"ood"` and `"avg"`; labels are ignored.
         score: What to keep high.
         budget: Heads to remove.
         method: How to find the best head of each step.
-        layers: Layers whose heads are candidates; None for all.
+        layers: Layers whose heads are candidates; None for all, and where both towers have candidates.
         removed: Heads that are off from the start.
-        dtype: Precision of the evaluation; None for the ensemble's own.
-        device: Where to evaluate; None for where the ensemble is. `"cuda"` is the GPU of the rank.
+        dtype: Precision of the evaluation; None for the model's own.
+        device: Where to evaluate; None for where the model is. `"cuda"` is the GPU of the rank.
         memory_budget: Bytes of activations to keep beside the embedded samples; None for half of the free
             memory of a GPU, or a quarter of the host's.
         batch_size: Samples in a batch, or pairs of head and sample; None for a size that suits the device.
         journal: A file to note every step in. Where it exists, the run goes on after its last step.
         progress: Show a progress bar.
         screen_size: Heads that `"screened"` measures at a step, at most; twice as many at every eighth step, where
-            it starts from nothing.
+            it starts from nothing. None for a third of the candidates.
         audit_steps: Steps, spread evenly, at which the choice of `"exact"` is held against that of `"naive"`, or
             the choice of `"screened"` against that of `"exact"`. None for 0 and 2.
         seed: Start of PyTorch's random numbers while the batches are read, for loaders that shuffle.
+        class_names: Of a dual encoder: the names of the classes, in the order of the labels.
+        templates: Of a dual encoder: sentences with `{label}` where a name goes.
+        towers: Of a dual encoder: the towers whose heads are candidates.
 
     Returns:
         The heads in removal order; `scores` are S after each removal. `provenance` holds the integers behind
@@ -102,31 +115,34 @@ def extract_circuit(
             larger than the number of candidates, batches that are missing, empty, or of a single class, labels
             out of range, logits that are not finite, or a journal of another run.
     """
-    _require_single_classifier(ensemble)
+    subject, off = subject_of(model, class_names, templates, towers), as_heads(removed)
+    subject.require_heads(off)
     settings = CircuitSettings(
         score=score,
         method=method,
         budget=budget,
-        layers=checked_layers(ensemble.config, layers),
-        removed=as_heads(removed),
-        dtype=ensemble.dtype if dtype is None else dtype,
+        layers=subject.layers(layers),
+        removed=off,
+        dtype=model.dtype if dtype is None else dtype,
         screen_size=screen_size,
         audit_steps=(2 if method == "screened" else 0) if audit_steps is None else audit_steps,
+        towers=subject.towers,
+        prompts=subject.prompts,
     )
-    candidates = settings.candidates(ensemble.config)
+    candidates = settings.candidates(subject.configs)
     for name, value in (("memory_budget", memory_budget), ("batch_size", batch_size)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, or None for a default, got {value}")
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" compares ID with OOD samples; give ood_batches, or use score="acc"')
 
-    place = local_device(ensemble.device if device is None else torch.device(device))
+    place = local_device(model.device if device is None else torch.device(device))
     with all_ranks(place) as ranks:
-        copy = working_copy(ensemble, settings.dtype, place)
+        copy = working_copy(subject.classifier, settings.dtype, place)
         samples = read_samples(copy, id_batches, None if score == "acc" else ood_batches, seed)
-        model = model_fingerprint(ensemble)
-        ranks.require_same((model, samples.fingerprint, settings.identity(), budget), "model, data or settings")
-        record = _open_journal(journal, model, samples.fingerprint, settings, ranks)
+        fingerprint = model_fingerprint(model)
+        ranks.require_same((fingerprint, samples.fingerprint, settings.identity(), budget), "model, data or settings")
+        record = _open_journal(journal, fingerprint, samples.fingerprint, settings, ranks)
         evaluation = Evaluation(
             model=copy,
             samples=samples,
@@ -135,9 +151,14 @@ def extract_circuit(
             work=Work(),
             batch_size=default_batch_size(copy, samples) if batch_size is None else batch_size,
             memory_budget=memory_budget,
+            texts=subject.texts(off, settings.dtype, place),
         )
         _run(settings, evaluation, candidates, record, progress)
-    provenance = {"model": model, "data": samples.fingerprint, "seed": seed, "device": place.type}
+    provenance: dict[str, Any] = {"model": fingerprint, "data": samples.fingerprint, "seed": seed, "device": place.type}
+    if subject.names is not None:
+        provenance |= {"towers": subject.towers, "classes": len(subject.names), "templates": subject.templates}
+    if method == "screened":
+        provenance["screen_size"] = settings.screened(len(candidates))
     return _ranking(settings, evaluation, record, provenance)
 
 
@@ -149,7 +170,7 @@ def _run(
     progress: bool,
 ) -> None:
     """Take the greedy steps that the journal does not have yet."""
-    done = [Head(step.layer, step.head) for step in record.steps]
+    done = [Head(step.layer, step.head, step.tower) for step in record.steps]
     if len(done) >= settings.budget:
         return
     left = [head for head in candidates if head not in set(done)]
@@ -185,8 +206,8 @@ def _total(evaluation: Evaluation) -> tuple[int, int]:
 
 
 def _step(choice: Choice, excess: int | None, total: tuple[int, int], before: tuple[int, int]) -> Step:
-    (layer, head, _), blocks, products = choice.head, total[0] - before[0], total[1] - before[1]
-    return Step(layer, head, choice.errors, choice.discordance, blocks, products, excess)
+    (layer, head, tower), blocks, products = choice.head, total[0] - before[0], total[1] - before[1]
+    return Step(layer, head, choice.errors, choice.discordance, blocks, products, excess, tower)
 
 
 def _open_journal(path: str | Path | None, model: str, data: str, settings: CircuitSettings, ranks: Ranks) -> Journal:
@@ -208,13 +229,15 @@ def _open_journal(path: str | Path | None, model: str, data: str, settings: Circ
 def _ranking(
     settings: CircuitSettings, evaluation: Evaluation, record: Journal, provenance: dict[str, Any]
 ) -> HeadRanking:
-    objective, model = evaluation.objective, evaluation.model
+    objective, texts = evaluation.objective, evaluation.texts
     steps = record.steps[: settings.budget]
-    whole_pass = sum(forward_cost(model, group) for group in evaluation.samples.groups)
+    whole_pass = sum(forward_cost(evaluation.model, group) for group in evaluation.samples.groups)
+    if texts is not None:
+        whole_pass += sum(forward_cost(texts.tower, group) for group in texts.prompts.groups)
     excesses = [(index, step.excess) for index, step in enumerate(steps) if step.excess is not None]
     start = record.start
     return HeadRanking(
-        heads=tuple(Head(step.layer, step.head) for step in steps),
+        heads=tuple(Head(step.layer, step.head, step.tower) for step in steps),
         scores=tuple(objective.achieved(step.errors, step.discordance) for step in steps),
         method=f"circuit/{settings.method}",
         score=settings.score,
@@ -223,8 +246,8 @@ def _ranking(
             "id_samples": objective.id_count,
             "ood_samples": objective.ood_count,
             "budget": settings.budget,
-            "layers": list(settings.layers),
-            "removed": [list(head[:2]) for head in settings.removed],
+            "layers": settings.layers,
+            "removed": [list(head[: 2 if head.tower == TOWER else 3]) for head in settings.removed],
             "dtype": str(settings.dtype),
             "approximate": settings.method == "screened",
             "start": None if start is None else objective.achieved(start.errors, start.discordance),
@@ -232,7 +255,6 @@ def _ranking(
             "discordance": [step.discordance for step in steps],
             "layer_evaluations": sum(step.layer_evaluations for step in steps),
             "model_forwards": sum(step.multiply_adds for step in steps) / whole_pass,
-            "screen_size": settings.screen_size if settings.method == "screened" else None,
             "audit": {
                 "steps": [index for index, _ in excesses],
                 "divergences": sum(excess > 0 for _, excess in excesses),
@@ -240,16 +262,3 @@ def _ranking(
             },
         },
     )
-
-
-def _require_single_classifier(ensemble: Ensemble) -> None:
-    if ensemble.num_members != 1:
-        raise ConfigError(
-            f"a circuit is extracted from one model, got an ensemble of {ensemble.num_members} members; take one of "
-            "them with ensemble.member(i)"
-        )
-    if ensemble.num_classes < 2:
-        raise ConfigError(
-            f"a circuit needs answers to score, but this ensemble has {ensemble.num_classes} classes; convert the "
-            "model with num_labels= and train its classifier first"
-        )

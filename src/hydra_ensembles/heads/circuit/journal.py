@@ -26,6 +26,7 @@ class Step:
         multiply_adds: Multiply-adds of this step, over all ranks.
         excess: On an audited step, by how much the choice of the method missed the reference, in units of the
             integer that is minimised; None elsewhere.
+        tower: The tower of the head.
     """
 
     layer: int
@@ -35,6 +36,7 @@ class Step:
     layer_evaluations: int
     multiply_adds: int
     excess: int | None = None
+    tower: str = "main"
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from ...ensemble import Ensemble
 from ..head import Head
 from .choice import Choice
-from .current import CurrentModel
+from .current import CurrentModel, CurrentTower
 from .distributed import Ranks
 from .exact import Exact
+from .joint import JointExact, JointNaive, TextCandidates
 from .memory import default_budget
 from .naive import Naive
 from .samples import Samples
 from .scores import Objective
 from .screened import AFRESH, Screen
 from .settings import CircuitSettings
+from .subject import of_tower
+from .texts import Texts, use_classes
 from .work import Work
 from .working_model import WorkingModel, working_copy
 
@@ -31,22 +35,52 @@ class Evaluation:
     work: Work
     batch_size: int
     memory_budget: int | None
+    texts: Texts | None = None
 
     def naive(self, off: Sequence[Head]) -> Naive:
         """The reference, with heads off, on a copy of its own."""
-        copy = working_copy(self.model, self.model.dtype, self.model.device)
-        return Naive(copy, self.samples, self.objective, self.ranks, self.work, self.batch_size, off)
+        arguments = (_copy(self.model), self.samples, self.objective, self.ranks, self.work, self.batch_size, off)
+        if self.texts is None:
+            return Naive(*arguments)
+        return JointNaive(*arguments, texts=replace(self.texts, tower=_copy(self.texts.tower)))
 
     def exact(self, candidates: Sequence[Head], off: Sequence[Head], carry: bool = True) -> Exact:
         """Branch and bound, with heads off; without `carry`, candidates keep nothing from step to step."""
-        model = WorkingModel(working_copy(self.model, self.model.dtype, self.model.device), self.work)
+        return self._exact(_copy(self.model), candidates, off, carry, self._budget)
+
+    def joint(self, texts: Texts, candidates: Sequence[Head], off: Sequence[Head]) -> JointExact:
+        """The same over the heads of both towers."""
+        tower = self._working(_copy(texts.tower), of_tower(off, text=True))
+        heads = of_tower(candidates, text=True)
+        current = CurrentTower(tower, texts.prompts, heads, self.ranks, self.batch_size, self._budget // 4)
+        text_candidates = TextCandidates(texts, current)
+        model = _copy(self.model)
+        use_classes(model, text_candidates.classes())
+        heads, off = of_tower(candidates, text=False), of_tower(off, text=False)
+        return JointExact(self._exact(model, heads, off, True, self._budget - self._budget // 4), text_candidates)
+
+    @cached_property
+    def _budget(self) -> int:
+        return default_budget(self.model.device) if self.memory_budget is None else self.memory_budget
+
+    def _working(self, model: Ensemble, off: Sequence[Head]) -> WorkingModel:
+        working = WorkingModel(model, self.work)
         for head in off:
-            model.drop(head)
-        budget = default_budget(self.model.device) if self.memory_budget is None else self.memory_budget
+            working.drop(head)
+        return working
+
+    def _exact(
+        self, model: Ensemble, candidates: Sequence[Head], off: Sequence[Head], carry: bool, budget: int
+    ) -> Exact:
+        working = self._working(model, off)
         current = CurrentModel(
-            model, self.samples, self.objective, candidates, self.ranks, self.batch_size, budget, carry
+            working, self.samples, self.objective, candidates, self.ranks, self.batch_size, budget, carry
         )
         return Exact(current, self.ranks)
+
+
+def _copy(model: Ensemble) -> Ensemble:
+    return working_copy(model, model.dtype, model.device)
 
 
 class GreedyMethod(Protocol):
@@ -84,12 +118,12 @@ class NaiveMethod:
 class ExactMethod:
     """Branch and bound, audited by the naive method."""
 
-    def __init__(self, exact: Exact, referee: Naive | None) -> None:
+    def __init__(self, exact: Exact | JointExact, referee: Naive | None) -> None:
         self.exact, self.referee = exact, referee
 
     def start(self) -> Choice:
         """The result of the model as it is."""
-        return self.exact.current.choice
+        return self.exact.result
 
     def take(self, candidates: Sequence[Head], audit: bool) -> tuple[Choice, int | None]:
         """Remove the best candidate; audited, hold it against the best by the naive method's own count."""
@@ -98,7 +132,7 @@ class ExactMethod:
             if audit:
                 excess = self.referee.evaluate(choice.head).value - self.referee.choose(candidates).value
             self.referee.remove(choice.head)
-        self.exact.current.remove(choice.head)
+        self.exact.remove(choice.head)
         return choice, excess
 
 
@@ -151,9 +185,11 @@ def start_method(
         return NaiveMethod(evaluation.naive(off))
     if settings.method == "exact":
         referee = evaluation.naive(off) if settings.audit_steps else None
+        if evaluation.texts is not None:
+            return ExactMethod(evaluation.joint(evaluation.texts, left, off), referee)
         return ExactMethod(evaluation.exact(left, off), referee)
     exact = evaluation.exact(left, off, carry=False)
-    screened = ScreenedMethod(exact, Screen(exact.current, evaluation.ranks, settings.screen_size, skipped))
+    screened = ScreenedMethod(exact, Screen(exact, settings.screened(len(candidates)), skipped))
     for head in done[skipped:]:
         screened.repeat(left, head)
         left.remove(head)

@@ -1,6 +1,7 @@
 """Algorithm 1 as the paper writes it: run the whole model for every candidate. The reference."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class Naive:
         """The result with one more head off (None: with none)."""
         off = self.off if head is None else [*self.off, head]
         wrong, confidence, finite = self._empty(torch.bool), self._empty(torch.int64), self._empty(torch.bool)
-        with masked(self.model, off):
+        with self._switched_off(off):
             for group in self.samples.groups:
                 for rows in parts(len(group), self.batch_size):
                     mask, segments = (
@@ -61,6 +62,12 @@ class Naive:
         errors, discordance = self.objective.count(wrong[None, : self.objective.id_count], confidence[None])
         counts = int(errors), int(discordance)
         return Choice(self.objective.value(*counts), NO_HEAD if head is None else head, *counts)
+
+    @contextmanager
+    def _switched_off(self, heads: Sequence[Head]) -> Iterator[None]:
+        """The model without these heads, within a `with` block."""
+        with masked(self.model, [Head(head.layer, head.head) for head in heads]):
+            yield
 
     def _empty(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(self.objective.samples, dtype=dtype, device=self.model.device)

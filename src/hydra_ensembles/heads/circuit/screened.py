@@ -1,10 +1,14 @@
-"""Choosing among the few candidates that are expected to be good. Approximate.
+"""Choosing among the candidates that are expected to be good. Approximate.
 
 What a head does to every sample is remembered from the last time it was measured, and predicted by a gradient
 before. So the integers of all candidates can be estimated without running anything; only those that come out
-best are measured, until one that was measured in this step is ahead of all others. A measurement first leaves
-the easier samples out, and what is remembered stands in for them. They are run for the head that is about to be
-chosen: the hardest samples alone make every head look dispensable, because they can hardly get worse.
+best are measured, until one that was measured in this step is ahead of all others. Measurements run the harder
+half of the samples first, and what is remembered stands in for the rest; the head about to be chosen is measured
+on all.
+
+Errors are few, so for the accuracy an estimate that is off by one is off by much; but for the same reason branch
+and bound settles most candidates on a handful of samples. There the estimates only make up the list, and branch
+and bound decides within it.
 """
 
 import math
@@ -14,9 +18,8 @@ import numpy as np
 import torch
 
 from ..head import Head
-from .current import CurrentModel
-from .distributed import Ranks
 from .effects import Effects
+from .exact import Exact
 from .gradients import predict_effects
 from .precision import fast_products
 from .samples import IntArray
@@ -25,51 +28,61 @@ from .sweep import Sweep
 AFRESH = 8  # steps after which all that is remembered is forgotten; a resumed run repeats at most as many
 PREDICT_EVERY = 2  # steps after which a gradient corrects what is remembered
 _HARD = 0.5  # share of the samples, hardest first, on which a candidate is measured or predicted again
-_TOGETHER = 3  # candidates measured at once
+_ROUNDS = 3  # in which the candidates of a step are measured, at most
 
 
 class Screen:
     """Estimates all candidates and measures the most promising ones.
 
     Args:
-        current: The model with all heads chosen so far taken out.
-        ranks: The processes the candidates are spread over.
+        exact: Branch and bound on the model with all heads chosen so far taken out.
         size: Candidates to measure in a step, at most; twice as many where nothing is remembered.
         step: Greedy steps taken so far; a multiple of `AFRESH`.
     """
 
-    def __init__(self, current: CurrentModel, ranks: Ranks, size: int, step: int) -> None:
-        self.current, self.ranks, self.size, self.step = current, ranks, size, step
-        self.effects = Effects(current)
-        self.sweep = Sweep(current, self.effects)
+    def __init__(self, exact: Exact, size: int, step: int) -> None:
+        self.exact, self.current, self.ranks = exact, exact.current, exact.ranks
+        self.size, self.step = size, step
+        self.effects = Effects(self.current)
+        self.sweep = Sweep(self.current, self.effects)
 
     def choose(self, candidates: Sequence[Head]) -> Head:
         """The best of the promising candidates, as far as the estimates go."""
         afresh, predict = self.step % AFRESH == 0, self.step % PREDICT_EVERY == 0
         self.step += 1
-        most = min(len(candidates), 2 * self.size if afresh else self.size)
-        least = most if afresh else 1
-        half, whole = self._hardest(_HARD), self._hardest(1.0)
-        measured: set[Head] = set()  # on the harder half
-        finished: set[Head] = set()  # on all samples
+        size = min(len(candidates), 2 * self.size if afresh else self.size)
         with torch.no_grad(), fast_products(self.current.device):
             if afresh:
                 self.effects.forget()
             if predict:
-                predict_effects(self.effects, candidates, whole if afresh else half)
-            while True:
-                ordered = self.ranks.from_first(self.effects.best_first(candidates))
+                predict_effects(self.effects, candidates, self._hardest(1.0 if afresh else _HARD))
+            if self.current.objective.score == "acc":
+                return self.exact.choose(sorted(self._ordered(candidates)[:size])).head
+            return self._first_measured(candidates, most=size, least=size if afresh else 1)
+
+    def _ordered(self, candidates: Sequence[Head]) -> list[Head]:
+        """Candidates by estimate, best first; the same on all ranks."""
+        return self.ranks.from_first(self.effects.best_first(candidates))
+
+    def _first_measured(self, candidates: Sequence[Head], most: int, least: int) -> Head:
+        """The first candidate that is ahead of all others and was measured in this step."""
+        half, whole = self._hardest(_HARD), self._hardest(1.0)
+        together = self.size if least == most else math.ceil(self.size / _ROUNDS)
+        measured: set[Head] = set()  # on the harder half
+        finished: set[Head] = set()  # on all samples
+        while True:
+            ordered = self._ordered(candidates)
+            if len(measured) < least or (ordered[0] not in measured and len(measured) < most):
                 promising = [head for head in ordered if head not in measured]
-                if len(measured) < least or (ordered[0] not in measured and len(measured) < most):
-                    chosen = promising[: min(self.size if afresh else _TOGETHER, most - len(measured))]
-                    self._measure(chosen, half)
-                    measured.update(chosen)
-                    continue
-                best = next(head for head in ordered if head in measured)
-                if best in finished:
-                    return best
-                self._measure([best], whole[len(half) :])
-                finished.add(best)
+                chosen = promising[: min(together, most - len(measured))]
+                self._measure(chosen, half)
+                measured.update(chosen)
+                continue
+            best = next(head for head in ordered if head in measured)
+            if best in finished:
+                return best
+            self._measure([best], whole[len(half) :])
+            finished.add(best)
 
     def _measure(self, heads: Sequence[Head], numbers: IntArray) -> None:
         """Run candidates on some samples, each on one of the ranks, and tell all ranks."""

@@ -1,5 +1,6 @@
 """What a circuit extraction is asked to do, checked before any work starts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -8,7 +9,7 @@ import torch
 from ...config import EnsembleConfig
 from ...errors import ConfigError, HeadError
 from ..head import Head
-from ..mask import existing_heads, head_rows
+from ..mask import TOWER, existing_heads
 
 Score = Literal["acc", "ood", "avg"]
 Method = Literal["naive", "exact", "screened"]
@@ -22,21 +23,25 @@ class CircuitSettings:
         score: What to keep high while heads are removed.
         method: How the best head of a step is found.
         budget: Heads to remove.
-        layers: Layers whose heads are candidates, ascending.
+        layers: Layers whose heads are candidates, ascending; None for all layers of both towers.
         removed: Heads that are off from the start.
         dtype: Precision of the evaluation.
-        screen_size: Heads that `"screened"` measures at a step, at most.
+        screen_size: Heads that `"screened"` measures at a step, at most; None for a third of the candidates.
         audit_steps: Steps at which the choice is checked against the method's reference.
+        towers: Towers whose heads are candidates.
+        prompts: What tells the classes of a dual encoder apart from others; None for an ensemble.
     """
 
     score: Score
     method: Method
     budget: int
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] | None
     removed: tuple[Head, ...]
     dtype: torch.dtype
-    screen_size: int
+    screen_size: int | None
     audit_steps: int
+    towers: tuple[str, ...] = (TOWER,)
+    prompts: str | None = None
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
@@ -45,23 +50,31 @@ class CircuitSettings:
                 raise ConfigError(f"{name} must be one of {list(get_args(accepted))}, got {value!r}")
         if not self.dtype.is_floating_point:
             raise ConfigError(f"dtype must be a floating-point type such as torch.float32, got {self.dtype}")
-        if self.screen_size < 1:
-            raise ConfigError(f"screen_size must be at least 1, got {self.screen_size}")
+        if self.screen_size is not None and self.screen_size < 1:
+            raise ConfigError(f"screen_size must be at least 1, or None for a default, got {self.screen_size}")
+        if self.method == "screened" and "text" in {*self.towers, *(head.tower for head in self.removed)}:
+            raise ConfigError(
+                'method="screened" is for one tower; heads of the text tower are cheap to measure: use method="exact", '
+                'or towers=("image",)'
+            )
         if self.audit_steps < 0:
             raise ConfigError(f"audit_steps must not be negative, got {self.audit_steps}")
 
-    def candidates(self, config: EnsembleConfig) -> list[Head]:
+    def candidates(self, configs: Mapping[str, EnsembleConfig]) -> list[Head]:
         """Heads that may be removed, first layer first; an error where the budget asks for more."""
-        for head in self.removed:
-            head_rows(config, head)  # raises for a head that does not exist or was pruned
         off = set(self.removed)
-        candidates = [head for head in existing_heads(config, self.layers) if head not in off]
+        existing = (head for name in self.towers for head in existing_heads(configs[name], self.layers, tower=name))
+        candidates = [head for head in existing if head not in off]
         if isinstance(self.budget, bool) or not 1 <= self.budget <= len(candidates):
             raise HeadError(
                 f"budget is {self.budget}; with these layers and removed heads there are {len(candidates)} heads "
                 "to choose from, so it must lie between 1 and that number"
             )
         return candidates
+
+    def screened(self, candidates: int) -> int:
+        """How many of that many candidates `"screened"` measures at a step, at most."""
+        return -(-candidates // 3) if self.screen_size is None else self.screen_size
 
     def audited(self) -> frozenset[int]:
         """Numbers of the greedy steps that are audited, spread evenly from the first on."""
@@ -77,11 +90,13 @@ class CircuitSettings:
         settings: dict[str, object] = {
             "score": self.score,
             "method": self.method,
-            "layers": list(self.layers),
+            "layers": None if self.layers is None else list(self.layers),
             "removed": [str(head) for head in self.removed],
             "dtype": str(self.dtype),
             "audit_steps": self.audit_steps,
         }
+        if self.prompts is not None:
+            settings |= {"towers": list(self.towers), "prompts": self.prompts}
         if self.method == "screened":
             settings["screen_size"] = self.screen_size
         if self.audit_steps:

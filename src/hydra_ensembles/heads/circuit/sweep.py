@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .base_activations import GroupActivations
-from .current import CurrentModel
+from .current import CurrentTower
 from .samples import IntArray, parts
 
 
@@ -30,7 +30,7 @@ class Sweep:
         table: Takes the answers.
     """
 
-    def __init__(self, current: CurrentModel, table: Recorder) -> None:
+    def __init__(self, current: CurrentTower, table: Recorder) -> None:
         self.current, self.table = current, table
         self.model, self.samples = current.model, current.samples
         self.layer_of: IntArray = np.array([head.layer for head in current.candidates], np.int64)

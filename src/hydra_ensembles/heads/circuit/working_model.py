@@ -79,7 +79,15 @@ class WorkingModel:
 
     def logits(self, x: Tensor, key_mask: Tensor | None, ids: Tensor | None) -> Tensor:
         """From the tokens after the last block, `[1, B, T', d]`, to logits `[B, C]`."""
-        return cast(Tensor, self.ensemble.readout(x, key_mask, ids))[0]
+        return self.classify(self.features(x, key_mask, ids))
+
+    def features(self, x: Tensor, key_mask: Tensor | None, ids: Tensor | None) -> Tensor:
+        """Pooled features `[B, d]` from the tokens after the last block (`[B, 2, d]` where two tokens are read)."""
+        return self.ensemble.readout.pool(x, key_mask, ids)[0]
+
+    def classify(self, features: Tensor) -> Tensor:
+        """From pooled features to logits `[B, C]`."""
+        return self.ensemble.readout.classify(features[None])[0]
 
     def drop(self, head: Head) -> None:
         """Take a head out: its rows leave the projections, and later passes cost less."""

@@ -1,0 +1,126 @@
+"""masked == pruned, and fused == members in turn, for both towers of every dual encoder."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import hydra_ensembles as he
+from architectures import perturbed
+from architectures_clip import DUAL_CASES, DualCase
+from hydra_ensembles.errors import ConfigError, HeadError
+from hydra_ensembles.heads.members import random_members
+
+every_case = pytest.mark.parametrize("case", DUAL_CASES, ids=str)
+CASE = next(case for case in DUAL_CASES if case.name == "open_clip-nonscalar")
+
+IMAGE = [(0, 1, "image"), (1, 0, "image"), (1, 1, "image"), (1, 2, "image"), (1, 3, "image")]
+TEXT = [(0, 0, "text"), (0, 2, "text"), (1, 3, "text")]
+CHOICES = [[*IMAGE[:1], *TEXT], [*IMAGE, *TEXT[:1]], [(0, 3, "image"), (1, 1, "text")]]
+
+
+def close(actual: Tensor, expected: Tensor) -> bool:
+    return bool((actual - expected).abs().max() <= 1e-5 * expected.abs().max())
+
+
+@every_case
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [IMAGE, TEXT, [*IMAGE, *TEXT]], ids=["image", "text", "both"])
+def test_pruned_equals_masked(case: DualCase, heads: list[tuple[int, int, str]]) -> None:
+    dual, pixels, texts = he.convert(case.build()), case.pixels(), case.texts()
+    assert isinstance(dual, he.DualEncoder)
+    before = dual(pixels, texts)
+    pruned = he.prune(dual, heads)
+    with he.masked(dual, heads) as inside:
+        assert inside is dual
+        expected = dual(pixels, texts)
+    assert close(pruned(pixels, texts), expected)
+    assert not close(expected, before)
+    assert torch.equal(dual(pixels, texts), before)
+    lost = {tower: sum(head[2] == tower for head in heads) for tower in ("image", "text")}
+    for tower, count in lost.items():
+        whole, left = getattr(dual, tower), getattr(pruned, tower)
+        assert sum(map(len, left.heads[0])) == sum(map(len, whole.heads[0])) - count
+
+
+@every_case
+@torch.no_grad()
+def test_fused_equals_members_in_turn(case: DualCase) -> None:
+    dual, pixels, texts = he.convert(case.build()), case.pixels(), case.texts()
+    members = [he.prune(dual, heads) for heads in CHOICES]
+    expected = torch.cat([member(pixels, texts) for member in members])
+    for settings in ({}, {"norms": "mean", "readout": "mean"}, {"stem": "separate", "mlp": "separate"}):
+        fused = he.fuse(members, **settings)  # type: ignore[arg-type]
+        assert fused.num_members == 3
+        assert close(fused(pixels, texts), expected)
+        assert fused.config.scale_copies == 1
+    for index, member in enumerate(members):
+        assert (fused.member(index).image.heads, fused.member(index).text.heads) == (
+            member.image.heads,
+            member.text.heads,
+        )
+
+
+@torch.no_grad()
+def test_a_tower_that_all_members_have_in_common_is_kept_once() -> None:
+    dual, pixels, texts = he.convert(CASE.build()), CASE.pixels(), CASE.texts()
+    for tower, other in (("image", "text"), ("text", "image")):
+        members = [he.prune(dual, [(1, head, tower)]) for head in range(3)]
+        fused = he.fuse(members)
+        assert (getattr(fused, tower).num_members, getattr(fused, other).num_members) == (3, 1)
+        assert close(fused(pixels, texts), torch.cat([member(pixels, texts) for member in members]))
+        refused = he.fuse([fused, members[0]])
+        assert refused.num_members == 4
+        with (
+            pytest.raises(HeadError, match=f"one {other} tower serves all 3 members"),
+            he.masked(fused, [(0, 0, other)], 1),
+        ):
+            pass
+        before = fused(pixels, texts)
+        with he.masked(fused, [(1, 3, tower)], member=1):
+            changed = fused(pixels, texts)
+        assert [torch.equal(changed[index], before[index]) for index in range(3)] == [True, False, True]
+    same = he.fuse([dual, dual])
+    assert (same.num_members, same.image.config.trunk) == (2, 2)
+
+
+@torch.no_grad()
+def test_members_that_were_trained_apart_keep_their_own_projections_and_scales() -> None:
+    pixels, texts = CASE.pixels(), CASE.texts()
+    members = [he.convert(perturbed(CASE.build(), seed)) for seed in (1, 2)]
+    fused = he.fuse(members, stem="separate", mlp="separate")
+    assert (fused.config.scale_copies, fused.config.text_projection.copies) == (2, 2)  # type: ignore[union-attr]
+    assert close(fused(pixels, texts), torch.cat([member(pixels, texts) for member in members]))
+    mean = he.fuse(members, stem="mean", readout="mean")
+    assert (mean.config.scale_copies, mean.config.text_projection.copies) == (1, 1)  # type: ignore[union-attr]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    dual = he.convert(CASE.build())
+    assert isinstance(dual, he.DualEncoder)
+    for heads, message in (
+        ([(0, 1)], r"tower 'main'; a dual encoder has \['image', 'text'\], such as Head\(0, 1, 'image'\)"),
+        ([(0, 9, "text")], r"head text:0\.9 is not in this model"),
+        ([(7, 0, "image")], "it has 2 layers"),
+        ([(0, 0, "image"), (0, 0, "image")], "listed twice"),
+    ):
+        with pytest.raises(HeadError, match=message):
+            he.prune(dual, heads)  # type: ignore[arg-type]
+    with (
+        pytest.raises(HeadError, match=r"tower 'text'; an ensemble has \['main'\]"),
+        he.masked(dual.image, [(0, 0, "text")]),
+    ):
+        pass
+    with pytest.raises(HeadError, match=r"text:0\.9 does not exist"), he.masked(dual, [(0, 9, "text")]):
+        pass
+    with pytest.raises(HeadError, match="one member"):
+        he.prune(he.fuse([dual, dual]), [(0, 0, "image")])
+    with pytest.raises(ConfigError, match=r"got \['DualEncoder', 'Ensemble'\]"):
+        he.fuse([dual, dual.image])  # type: ignore[type-var]
+
+
+def test_random_members_come_from_both_towers() -> None:
+    dual = he.convert(CASE.build())
+    assert isinstance(dual, he.DualEncoder)
+    members = random_members(dual, prune=8, members=3)
+    assert {head.tower for heads in members for head in heads} == {"image", "text"}
+    assert all(he.prune(dual, heads).num_members == 1 for heads in members)

@@ -1,0 +1,217 @@
+"""Circuits over both towers of a dual encoder: exact == naive, and each tower runs for its own heads only."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hydra_ensembles as he
+from architectures_clip import DUAL_CASES
+from hydra_ensembles.errors import ConfigError, DataError, HeadError, HydraError
+from hydra_ensembles.heads.circuit.working_model import WorkingModel
+from hydra_ensembles.heads.members import circuit_members
+from zero_shot_models import NAMES, TEMPLATES, dual_of
+
+CASES = {case.name: case for case in DUAL_CASES}
+VARIED = (
+    "transformers-quickgelu",
+    "open_clip-nonscalar",
+    "open_clip-custom-siglip-text",
+    "open_clip-no-text-projection",
+    "open_clip-timm-siglip",
+)
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def dual_in_float64(name: str = "open_clip-nonscalar") -> he.DualEncoder:
+    return dual_of(CASES[name]).double()
+
+
+def batches(dual: he.DualEncoder, count: int, seed: int) -> list[Batch]:
+    """Random images in two sizes of batches; labels that the model gets right two times out of three."""
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(count, 3, 32, 32, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        answers = he.zero_shot(dual, NAMES)(images)[0].argmax(-1)
+    other = torch.randint(0, len(NAMES), (count,), generator=generator)
+    labels = torch.where(torch.rand(count, generator=generator) < 0.67, answers, other)
+    return [(images[:7], labels[:7]), (images[7:], labels[7:])]
+
+
+def extract(dual: he.DualEncoder, method: Any, seed: int = 0, **settings: Any) -> he.HeadRanking:
+    options = {"score": "avg", "budget": 4, "class_names": NAMES, "templates": TEMPLATES[:2], "progress": False}
+    return he.extract_circuit(
+        dual, batches(dual, 20, seed), batches(dual, 12, seed + 1), method=method, **{**options, **settings}
+    )
+
+
+@pytest.mark.parametrize("score", ["acc", "ood", "avg"])
+@pytest.mark.parametrize("name", VARIED)
+def test_exact_equals_naive(name: str, score: str) -> None:
+    dual = dual_in_float64(name)
+    naive, exact = (extract(dual, method, score=score) for method in ("naive", "exact"))
+    assert exact.heads == naive.heads
+    assert exact.scores == naive.scores
+    assert exact.provenance["start"] == naive.provenance["start"]
+    assert exact.provenance["model_forwards"] < naive.provenance["model_forwards"]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_exact_equals_naive_to_the_last_head(seed: int) -> None:
+    dual = dual_in_float64("transformers-quickgelu")
+    removed = [(0, seed, "image"), (1, 3, "text")]
+    settings: dict[str, Any] = {"budget": 14, "seed": seed, "removed": removed, "batch_size": 5, "memory_budget": 20000}
+    naive, exact = (extract(dual, method, **settings) for method in ("naive", "exact"))
+    assert exact.heads == naive.heads
+    assert {head.tower for head in exact.heads} == {"image", "text"}
+    assert len(set(exact.heads)) == 14
+
+
+@pytest.mark.parametrize("towers", [("image",), ("text",)])
+def test_one_tower_alone(towers: tuple[str, ...]) -> None:
+    dual = dual_in_float64()
+    naive, exact = (extract(dual, method, towers=towers) for method in ("naive", "exact"))
+    assert exact.heads == naive.heads
+    assert {head.tower for head in exact.heads} == set(towers)
+    assert he.prune(dual, exact.first(3)).num_members == 1
+    if towers == ("image",):
+        plain = he.extract_circuit(
+            he.zero_shot(dual, NAMES, TEMPLATES[:2]),
+            batches(dual, 20, 0),
+            batches(dual, 12, 1),
+            budget=6,
+            progress=False,
+        )
+        assert [head[:2] for head in plain.heads] == [head[:2] for head in exact.heads]
+        off = [(0, 1, "text")]
+        naive, exact = (extract(dual, method, towers=towers, removed=off) for method in ("naive", "exact"))
+        assert exact.heads == naive.heads
+        assert exact.heads == extract(he.prune(dual, off), "exact", towers=towers).heads
+
+
+def test_the_score_is_that_of_the_pruned_model() -> None:
+    dual = dual_in_float64()
+    ranking = extract(dual, "exact", score="acc", budget=5)
+    pruned = he.zero_shot(he.prune(dual, ranking.heads), NAMES, TEMPLATES[:2])
+    data = batches(dual, 20, 0)
+    with torch.no_grad():
+        right = sum(int((pruned(images)[0].argmax(-1) == labels).sum()) for images, labels in data)
+    assert ranking.scores[-1] == right / 20
+
+
+def test_the_model_is_left_alone() -> None:
+    dual = dual_in_float64()
+    before = {name: tensor.clone() for name, tensor in dual.state_dict().items()}
+    for method in ("naive", "exact"):
+        extract(dual, method)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in dual.state_dict().items())
+
+
+# --- each tower for its own heads --------------------------------------------------------------------------
+
+
+def test_candidates_run_their_own_tower_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are logged by tower while candidates are chosen and while a head is removed."""
+    from hydra_ensembles.heads.circuit.joint import JointExact
+
+    ran: list[str] = []
+    count = WorkingModel._count
+
+    def counting(model: WorkingModel, *arguments: Any, **more: Any) -> None:
+        ran.append(model.ensemble.kind)
+        count(model, *arguments, **more)
+
+    phases: list[tuple[str, str | None, set[str]]] = []
+    choose, remove = JointExact.choose, JointExact.remove
+
+    def logged_choose(self: JointExact, candidates: Any, known: Any = None) -> Any:
+        texts, images = ([head for head in candidates if (head.tower == "text") == text] for text in (True, False))
+        for part, tower in ((texts, "text"), (images, "image")):
+            ran.clear()
+            choose(self, part)
+            phases.append(("choose", tower, set(ran)))
+        ran.clear()
+        result = choose(self, candidates, known)
+        phases.append(("again", None, {kind for kind in ran if kind == "text"}))
+        return result
+
+    def logged_remove(self: JointExact, head: he.Head) -> None:
+        ran.clear()
+        remove(self, head)
+        phases.append(("remove", head.tower, set(ran)))
+
+    monkeypatch.setattr(WorkingModel, "_count", counting)
+    monkeypatch.setattr(JointExact, "choose", logged_choose)
+    monkeypatch.setattr(JointExact, "remove", logged_remove)
+    extract(dual_in_float64("transformers-quickgelu"), "exact", budget=10)
+    removed = [tower for phase, tower, _ in phases if phase == "remove"]
+    assert set(removed) == {"image", "text"}
+    for phase, tower, kinds in phases:
+        assert kinds <= {tower}, (phase, tower, kinds)  # and a second choice runs no text block: it is remembered
+    after_image = [
+        phases[index + 1][2]
+        for index, (phase, tower, _) in enumerate(phases[:-1])
+        if (phase, tower) == ("remove", "image")
+    ]
+    assert after_image
+    assert all(not kinds for kinds in after_image)  # the image tower changed: text candidates are a product away
+
+
+# --- around it ---------------------------------------------------------------------------------------------
+
+
+def test_a_journal_is_continued(tmp_path: Path) -> None:
+    dual, path = dual_in_float64(), tmp_path / "journal.json"
+    whole = extract(dual, "exact", budget=8)
+    extract(dual, "exact", budget=3, journal=path)
+    assert extract(dual, "exact", budget=8, journal=path).heads == whole.heads
+    with pytest.raises(HydraError, match="prompts"):
+        extract(dual, "exact", budget=8, journal=path, templates="the {label}")
+    whole.save(tmp_path / "ranking.json")
+    assert he.HeadRanking.load(tmp_path / "ranking.json") == whole
+
+
+def test_an_audit_counts_no_divergence() -> None:
+    assert extract(dual_in_float64(), "exact", audit_steps=3).provenance["audit"]["divergences"] == 0
+
+
+@torch.no_grad()
+def test_members_over_both_towers_become_a_hydra_ensemble() -> None:
+    dual = dual_in_float64()
+    rankings = {score: extract(dual, "exact", score=score, budget=5) for score in ("avg", "acc", "ood")}
+    duals = [he.prune(dual, heads) for heads in circuit_members(rankings, prune=5, members=3)]
+    ensemble = he.zero_shot(he.fuse(duals), NAMES)
+    images = batches(dual, 20, 3)[1][0]
+    expected = torch.cat([he.zero_shot(one, NAMES)(images) for one in duals])
+    torch.testing.assert_close(ensemble(images), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"class_names": None}, ConfigError, "give class_names"),
+        ({"towers": ()}, ConfigError, "towers must be some of"),
+        ({"towers": ("image", "main")}, ConfigError, "towers must be some of"),
+        ({"layers": [0]}, ConfigError, "numbered within one tower"),
+        ({"method": "screened"}, ConfigError, 'method="screened" is for one tower'),
+        ({"budget": 17}, HeadError, "there are 16 heads"),
+        ({"removed": [(0, 0)]}, HeadError, "lies in tower 'main'"),
+        ({"removed": [(0, 9, "text")]}, HeadError, "text:0.9 does not exist"),
+        ({"templates": "photo"}, DataError, "must have {label}"),
+    ],
+)
+def test_what_cannot_work_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    settings = {"method": "exact", **change}
+    with pytest.raises(error, match=message):
+        extract(dual_in_float64(), settings.pop("method"), **settings)
+
+
+def test_an_ensemble_takes_no_class_names() -> None:
+    dual = dual_in_float64()
+    with pytest.raises(ConfigError, match="class_names are for dual encoders"):
+        he.extract_circuit(he.zero_shot(dual, NAMES), batches(dual, 20, 0), budget=1, score="acc", class_names=NAMES)
+    with pytest.raises(ConfigError, match="takes a DualEncoder, got a Ensemble"):
+        he.zero_shot(he.zero_shot(dual, NAMES), NAMES)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="ensemble of 2 members"):
+        extract(he.fuse([dual, dual]), "exact")
