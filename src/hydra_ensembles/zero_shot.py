@@ -66,7 +66,7 @@ def zero_shot(
         labels=names,
         calibration=None,
         metrics={},
-        history=(*dual.image.metadata.history, line),
+        history=(*_history(dual), line),
         text_side=_text_side(dual, sentences) if keep_text else None,
     )
     return Ensemble.from_state(config, state, metadata)
@@ -158,6 +158,12 @@ def _config(
         return replace(image, readout=readout, sharing=replace(image.sharing, readout=once))
     all_but_readout = Sharing(stem=True, attention=True, mlp=True, norms=True, readout=once)
     return replace(image, readout=readout, heads=image.heads * members, sharing=all_but_readout, trunk=0)
+
+
+def _history(dual: DualEncoder) -> tuple[str, ...]:
+    """What was done to the image tower, then what was done to the text tower alone."""
+    images, texts = dual.image.metadata.history, dual.text.metadata.history
+    return (*images, *(f"text tower: {line}" for line in texts if line not in images))
 
 
 def _text_side(dual: DualEncoder, templates: tuple[str, ...]) -> TextSide:

@@ -15,9 +15,9 @@ EXPECTED = {  # what each one prints, and the folder it leaves a model in
         "hydra-abstain",
     ),
     "choose_members.py": (r"members +pruned +accuracy.*\n +1 +0 +\d+\.\d%.* 1\.00x +1\.00x\n(?: .*%.*\n){4}", None),
-    "clip_dual_encoder.py": (r"at most \d\.\de-0[6-9]\n(?:image \d: .*\n){2}.*same logits: True", "hydra-clip"),
     "hf_bert.py": (r"positive .* accept .*wonderful\nnegative .* accept .*stale\n", "hydra-bert/model"),
     "timm_vit.py": (r"heads kept(?:.*\n)+(?:.*(?:accept|abstain).*\n){5}of 32 pictures .* from \d+", "hydra-vit/model"),
+    "zero_shot.py": (r"at most \d\.\de-0[5-9]\n(?:.* -> .*epistemic.*\n){5}saved to", "hydra-zero-shot"),
 }
 FASTER = {"choose_members.py": ["--members", "1", "3", "--images", "32"], "abstain.py": ["--images", "48"]}
 

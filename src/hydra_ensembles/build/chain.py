@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -123,7 +124,9 @@ class _Chain:
         """One member, pruned and fine-tuned; its history says which member it was and how its heads were chosen."""
         choice = self.choices[index]
         member = self._finetuned(self.start.pruned(choice.heads), index)
-        before, history = len(self.base.metadata.history), member.metadata.history
+        history = member.metadata.history
+        pairs = zip(self.base.metadata.history, history, strict=False)
+        before = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         lines = (f"member {index} ({choice.origin}): {line}" for line in history[before:])
         return member.with_metadata(history=(*history[:before], *lines))
 

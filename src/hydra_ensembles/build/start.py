@@ -50,8 +50,8 @@ class Start:
         if self.dual is not None:
             if config.shared_layers:
                 raise ConfigError(
-                    f"HydraConfig.shared_layers is {config.shared_layers}, but layers are numbered within one tower and "
-                    "the heads of both are pruned; set it to 0, or build from zero_shot(dual, class_names), which "
+                    f"HydraConfig.shared_layers is {config.shared_layers}, but layers are numbered within one tower "
+                    "and heads of both are pruned; set it to 0, or build from zero_shot(dual, class_names), which "
                     "prunes the image tower alone"
                 )
             return None
@@ -95,8 +95,8 @@ def starting_point(
         )
     if config.strategy == "taylor" or (config.extracts_circuits and config.method == "screened"):
         raise ConfigError(
-            f"strategy {config.strategy!r} with method {config.method!r} ranks the heads of one tower; for both towers use "
-            'circuits with method="exact", or build from zero_shot(dual, class_names), which prunes the image tower alone'
+            f"strategy {config.strategy!r} with method {config.method!r} ranks the heads of one tower; for both use "
+            'circuits with method="exact", or build from zero_shot(dual, class_names), which prunes the image tower'
         )
     names, sentences = checked_names(class_names), checked_templates(templates)
     if device is not None and converted.device != torch.device(device):

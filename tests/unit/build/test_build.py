@@ -23,7 +23,7 @@ from build_cases import (
 
 import hydra_ensembles as he
 from architectures import VISION_CASES
-from hydra_ensembles.build import chain, choose
+from hydra_ensembles.build import chain, choose, start
 from hydra_ensembles.build.config import Strategy
 from hydra_ensembles.errors import ConfigError, DataError, HydraError
 
@@ -303,7 +303,7 @@ def test_bad_input_is_refused_before_any_work(
     def too_late(*_: Any, **__: Any) -> None:
         raise AssertionError("work has begun")
 
-    for module, name in ((choose, "extract_circuit"), (choose, "taylor"), (chain, "prune"), (chain, "finetune")):
+    for module, name in ((choose, "extract_circuit"), (choose, "taylor"), (start, "prune"), (chain, "finetune")):
         monkeypatch.setattr(module, name, too_late)
     with pytest.raises(error, match=message):
         he.build(image_model(), config(**settings), output=tmp_path, **sets(**data))

@@ -18,7 +18,7 @@ from build_cases import batches, image_model, recipe, same, shuffled
 from killed_build import CONFIG, run, watch_replacements
 
 import hydra_ensembles as he
-from hydra_ensembles.build import chain, choose
+from hydra_ensembles.build import chain, choose, start
 from hydra_ensembles.errors import CheckpointError, HydraError
 from hydra_ensembles.finetune.learner import Learner
 
@@ -57,7 +57,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, wrapper)
 
     counted(choose, "extract_circuit", "rank")
-    for name in ("prune", "finetune", "fuse", "calibrate"):
+    counted(start, "prune", "prune")
+    for name in ("finetune", "fuse", "calibrate"):
         counted(chain, name, name)
     counted(Learner, "update", "update")
     return done

@@ -1,0 +1,75 @@
+"""Building from a dual encoder: heads of both towers, zero-shot members, resumed; and from its image tower alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hydra_ensembles as he
+from architectures_clip import DUAL_CASES
+from hydra_ensembles.errors import CheckpointError, ConfigError
+from zero_shot_models import NAMES, OTHER_NAMES, dual_of
+
+CASE = next(case for case in DUAL_CASES if case.name == "open_clip-nonscalar")
+CONFIG = he.HydraConfig(prune=4, strategy="sampled", pool=8, members=3)
+
+
+def data(count: int = 24, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(count, 3, 32, 32, generator=generator)
+    labels = torch.randint(0, len(NAMES), (count,), generator=generator)
+    return list(zip(images.split(8), labels.split(8), strict=True))
+
+
+def build(model: Any, config: he.HydraConfig = CONFIG, **more: Any) -> he.Ensemble:
+    return he.build(model, config, id=data(), ood=data(seed=1), progress=False, **more)
+
+
+@torch.no_grad()
+def test_heads_of_both_towers_are_pruned(tmp_path: Path) -> None:
+    dual, images = dual_of(CASE), CASE.pixels()
+    ensemble = build(dual, class_names=NAMES, output=tmp_path)
+    choices = he.HeadRanking.load(tmp_path / "rankings" / "avg.json")
+    assert {head.tower for head in choices.heads} == {"image", "text"}
+    assert ensemble.metadata.calibration is not None
+    assert any("text tower: pruned" in line for line in ensemble.metadata.history)
+    side = ensemble.metadata.text_side
+    assert side is not None
+    kept = [sum(map(len, heads)) for heads in ensemble.heads]
+    texts = [sum(map(len, heads)) for heads in side.settings.tower.heads]
+    assert [image + text for image, text in zip(kept, texts, strict=True)] == [16 - CONFIG.prune] * 3
+    again = build(dual, class_names=NAMES, output=tmp_path)
+    assert torch.equal(again(images), ensemble(images))
+    assert he.retarget(again, OTHER_NAMES)(images).shape == (3, len(images), len(OTHER_NAMES))
+    with pytest.raises(CheckpointError, match="templates"):
+        build(dual, class_names=NAMES, templates="the {label}", output=tmp_path)
+
+
+def test_the_image_tower_alone() -> None:
+    ensemble = build(he.zero_shot(dual_of(CASE), NAMES))
+    assert [sum(map(len, heads)) for heads in ensemble.heads] == [8 - CONFIG.prune] * 3
+    assert ensemble.metadata.text_side is not None
+    assert ensemble.metadata.text_side.settings.members == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "message"),
+    [
+        (CONFIG, {}, "give class_names="),
+        (he.HydraConfig(prune=4, strategy="taylor"), {"class_names": NAMES}, "ranks the heads of one tower"),
+        (he.HydraConfig(prune=4, method="screened"), {"class_names": NAMES}, "ranks the heads of one tower"),
+        (he.HydraConfig(prune=4, shared_layers=1), {"class_names": NAMES}, "numbered within one tower"),
+        (he.HydraConfig(prune=17), {"class_names": NAMES}, "there are 16 heads"),
+    ],
+)
+def test_what_cannot_work_is_refused(config: he.HydraConfig, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(dual_of(CASE), config, **more)
+
+
+def test_class_names_are_for_dual_encoders() -> None:
+    with pytest.raises(ConfigError, match="an ensemble has its classes already"):
+        build(he.zero_shot(dual_of(CASE), NAMES), class_names=NAMES)
+    with pytest.raises(ConfigError, match="one model"):
+        build(he.fuse([dual_of(CASE)] * 2), class_names=NAMES)
