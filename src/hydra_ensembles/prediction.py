@@ -153,7 +153,7 @@ class Prediction:
         name = self.score_name if name is None else name
         _check_score_name(name)
         if name == "msp":
-            return 1 - self.confidence
+            return _all_but_the_largest(self.probs)
         if name == "entropy":
             return self.entropy
         if name == "mutual_information":
@@ -214,9 +214,17 @@ def ood_score(member_logits: Tensor, name: ScoreName = "msp", temperature: Tempe
         return _logit_score(member_logits, name)
     member_probs = member_logits.softmax(dim=-1)
     if name == "msp":
-        return 1 - member_probs.mean(dim=0).amax(dim=-1)
+        return _all_but_the_largest(member_probs.mean(dim=0))
     parts = entropy_parts(member_probs)
     return parts.total if name == "entropy" else parts.epistemic
+
+
+def _all_but_the_largest(probs: Tensor) -> Tensor:
+    """One minus the largest of the probabilities `[B, C]`, as the sum of the others.
+
+    The difference itself would be zero for all samples that a model is nearly certain of, and their order lost.
+    """
+    return probs.scatter(-1, probs.argmax(dim=-1, keepdim=True), 0.0).sum(dim=-1)
 
 
 def scale_logits(member_logits: Tensor, temperature: Temperature | None = None) -> Tensor:

@@ -309,3 +309,14 @@ def test_bad_settings():
         Prediction.from_logits(logits, class_names=["a", "b"])
     with pytest.raises(DataError, match="pass class_names="):
         random_prediction().names()
+
+
+def test_msp_tells_nearly_certain_samples_apart() -> None:
+    logits = torch.zeros(1, 3, 4)
+    logits[0, :, 0] = torch.tensor([20.0, 30.0, 40.0])  # 1 - p is 0 in float32 for the last two
+    scores = ood_score(logits)
+    assert scores.tolist() == sorted(scores.tolist(), reverse=True)
+    assert len(set(scores.tolist())) == 3
+    assert torch.equal(Prediction.from_logits(logits).score(), scores)
+    expected = 3 * torch.exp(torch.tensor([-20.0, -30.0, -40.0]))
+    assert torch.allclose(scores, expected, rtol=1e-5)

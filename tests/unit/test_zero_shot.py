@@ -177,6 +177,19 @@ def test_it_is_pruned_fused_optimised_calibrated_evaluated_and_saved(tmp_path: P
     assert "he.retarget" in card
 
 
+@torch.no_grad()
+def test_it_compiles_exports_and_runs_in_bfloat16() -> None:
+    pixels = OPEN_CLIP.pixels()
+    ensemble = he.zero_shot(he.fuse([he.prune(dual_of(OPEN_CLIP), [(1, head, "image")]) for head in range(2)]), NAMES)
+    expected = ensemble(pixels)
+    compiled = torch.compile(ensemble, backend="aot_eager", fullgraph=True)
+    assert relative_error(compiled(pixels), expected) < 1e-5
+    assert relative_error(torch.export.export(ensemble, (pixels,)).module()(pixels), expected) < 1e-5
+    half = ensemble.to(torch.bfloat16)
+    assert relative_error(half(pixels.bfloat16()).float(), expected) < 0.05
+    assert he.retarget(half, NAMES).dtype == torch.bfloat16  # by text towers that are still in float32
+
+
 def test_taylor_ranks_the_image_tower_only() -> None:
     dual = dual_of(OPEN_CLIP)
     ranking = he.taylor(he.zero_shot(dual, NAMES), labelled(), budget=2)

@@ -1,5 +1,11 @@
 """Circuits over both towers of a dual encoder: exact == naive, and each tower runs for its own heads only."""
 
+import copy
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +15,8 @@ import torch
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from hydra_ensembles.errors import ConfigError, DataError, HeadError, HydraError
+from hydra_ensembles.heads.circuit import extract as extraction
+from hydra_ensembles.heads.circuit.distributed import Ranks
 from hydra_ensembles.heads.circuit.working_model import WorkingModel
 from hydra_ensembles.heads.members import circuit_members
 from zero_shot_models import NAMES, TEMPLATES, dual_of
@@ -39,11 +47,12 @@ def batches(dual: he.DualEncoder, count: int, seed: int) -> list[Batch]:
     return [(images[:7], labels[:7]), (images[7:], labels[7:])]
 
 
-def extract(dual: he.DualEncoder, method: Any, seed: int = 0, **settings: Any) -> he.HeadRanking:
+def extract(
+    dual: he.DualEncoder, method: Any, seed: int = 0, labelled_by: he.DualEncoder | None = None, **settings: Any
+) -> he.HeadRanking:
     options = {"score": "avg", "budget": 4, "class_names": NAMES, "templates": TEMPLATES[:2], "progress": False}
-    return he.extract_circuit(
-        dual, batches(dual, 20, seed), batches(dual, 12, seed + 1), method=method, **{**options, **settings}
-    )
+    known, odd = (batches(labelled_by or dual, count, seed + more) for count, more in ((20, 0), (12, 1)))
+    return he.extract_circuit(dual, known, odd, method=method, **{**options, **settings})
 
 
 @pytest.mark.parametrize("score", ["acc", "ood", "avg"])
@@ -80,14 +89,16 @@ def test_one_tower_alone(towers: tuple[str, ...]) -> None:
             he.zero_shot(dual, NAMES, TEMPLATES[:2]),
             batches(dual, 20, 0),
             batches(dual, 12, 1),
-            budget=6,
+            budget=4,
             progress=False,
         )
         assert [head[:2] for head in plain.heads] == [head[:2] for head in exact.heads]
+        screened = extract(dual, "screened", towers=towers, screen_size=8)
+        assert {head.tower for head in screened.heads} == {"image"}
         off = [(0, 1, "text")]
         naive, exact = (extract(dual, method, towers=towers, removed=off) for method in ("naive", "exact"))
         assert exact.heads == naive.heads
-        assert exact.heads == extract(he.prune(dual, off), "exact", towers=towers).heads
+        assert exact.heads == extract(he.prune(dual, off), "exact", towers=towers, labelled_by=dual).heads
 
 
 def test_the_score_is_that_of_the_pruned_model() -> None:
@@ -170,6 +181,42 @@ def test_a_journal_is_continued(tmp_path: Path) -> None:
         extract(dual, "exact", budget=8, journal=path, templates="the {label}")
     whole.save(tmp_path / "ranking.json")
     assert he.HeadRanking.load(tmp_path / "ranking.json") == whole
+
+
+@dataclass(frozen=True)
+class ThreadRanks(Ranks):
+    """Ranks that are threads of this process."""
+
+    items: Any = None
+    barrier: Any = None
+
+    def gather(self, item: Any) -> list[Any]:
+        self.items[self.rank] = item
+        self.barrier.wait(60)
+        gathered = [copy.deepcopy(self.items[rank]) for rank in range(self.size)]  # as between processes
+        self.barrier.wait(60)
+        return gathered
+
+
+@pytest.mark.parametrize("method", ["naive", "exact"])
+def test_two_ranks_give_the_ranking_of_one(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dual = dual_in_float64()
+    expected = extract(dual, method)
+    local, items, barrier = threading.local(), {}, threading.Barrier(2)  # type: ignore[var-annotated]
+
+    @contextmanager
+    def all_threads(_: torch.device) -> Iterator[Ranks]:
+        yield local.ranks
+
+    def work(rank: int) -> he.HeadRanking:
+        local.ranks = ThreadRanks(rank, 2, items, barrier)
+        return extract(dual, method)
+
+    monkeypatch.setattr(extraction, "all_ranks", all_threads)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(work, range(2)))
+    for ranking in found:
+        assert (ranking.heads, ranking.scores) == (expected.heads, expected.scores)
 
 
 def test_an_audit_counts_no_divergence() -> None:
