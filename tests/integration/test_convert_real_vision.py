@@ -74,6 +74,7 @@ def test_gradients_equal(dinov2: nn.Module, images: Tensor) -> None:
 def test_a_fused_ensemble_equals_its_members_in_turn(dinov2: nn.Module, images: Tensor) -> None:
     base = he.convert(dinov2)
     members = [he.prune(base, [(layer, (layer + m) % 6) for layer in range(2 * m, 12)]) for m in range(3)]
+    images = images[:2]
     expected = torch.cat([member(images) for member in members])
     fused = he.fuse(members)
     assert (fused(images) - expected).abs().max() <= 1e-5 * expected.abs().max()
