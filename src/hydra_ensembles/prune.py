@@ -13,7 +13,7 @@ from .heads.mask import Model, tower_of, towers_of
 from .member_states import has_head_axis, place_of
 
 
-def prune(model: Model, heads: Iterable[HeadLike]) -> Model:
+def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
     """A new ensemble, or dual encoder, without the given heads; the input is untouched.
 
     A head's rows leave the query, key, value and output projections together with their biases; the bias
@@ -21,22 +21,23 @@ def prune(model: Model, heads: Iterable[HeadLike]) -> Model:
     in the original model, so pruning in two steps and pruning at once name the same heads.
 
     Args:
-        model: One member. Prune members before fusing them; `fused.member(i)` takes one out again.
+        ensemble: An ensemble or a dual encoder with one member. Prune members before fusing them;
+            `fused.member(i)` takes one out again.
         heads: `Head(layer, head)` or `(layer, head)`, original indices; of a dual encoder with the tower,
             `Head(layer, head, "image")` or `(layer, head, "text")`.
 
     Raises:
         HeadError: A head does not exist, was pruned before, or is listed twice.
     """
-    if model.num_members != 1:
+    if ensemble.num_members != 1:
         raise HeadError(
-            f"prune takes a model with one member, this one has {model.num_members}; "
+            f"prune takes a model with one member, this one has {ensemble.num_members}; "
             "prune each member (model.member(i)) and fuse them again"
         )
     gone = as_heads(heads)
-    kept = {name: [list(layer) for layer in tower.heads[0]] for name, tower in towers_of(model).items()}
+    kept = {name: [list(layer) for layer in tower.heads[0]] for name, tower in towers_of(ensemble).items()}
     for head in gone:
-        layers = tower_of(model, head).num_layers
+        layers = tower_of(ensemble, head).num_layers
         left = kept[head.tower]
         if not 0 <= head.layer < layers or head.head not in left[head.layer]:
             there = f"{layers} layers" if not 0 <= head.layer < layers else f"{left[head.layer]} in its layer"
@@ -44,12 +45,12 @@ def prune(model: Model, heads: Iterable[HeadLike]) -> Model:
         left[head.layer].remove(head.head)
     towers = {
         name: _keep(tower, kept[name], [head for head in gone if head.tower == name])
-        for name, tower in towers_of(model).items()
+        for name, tower in towers_of(ensemble).items()
     }
-    if isinstance(model, Ensemble):
+    if isinstance(ensemble, Ensemble):
         return next(iter(towers.values()))
-    projections = model.projections.member(0)
-    return DualEncoder(towers["image"], towers["text"], projections, model.logit_scale, model.logit_bias).eval()
+    projections = ensemble.projections.member(0)
+    return DualEncoder(towers["image"], towers["text"], projections, ensemble.logit_scale, ensemble.logit_bias).eval()
 
 
 def _keep(ensemble: Ensemble, kept: Sequence[Sequence[int]], gone: Sequence[Head]) -> Ensemble:

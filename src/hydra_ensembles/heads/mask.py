@@ -24,7 +24,7 @@ Model = TypeVar("Model", Ensemble, DualEncoder)
 
 
 @contextmanager
-def masked(model: Model, heads: Iterable[HeadLike], member: int | None = None) -> Iterator[Model]:
+def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None) -> Iterator[Model]:
     """Switch heads off within a `with` block, by zeroing their part of the output projection.
 
     The parameters stay the same objects (optimisers keep working) and are restored to the last bit when the
@@ -32,7 +32,7 @@ def masked(model: Model, heads: Iterable[HeadLike], member: int | None = None) -
     must be differentiated inside: autograd refuses to go back through weights that were restored since.
 
     Args:
-        model: An ensemble or a dual encoder; changed in place until the block ends.
+        ensemble: An ensemble or a dual encoder; changed in place until the block ends.
         heads: Heads by layer and original index; those of a dual encoder with their tower, `"image"` or `"text"`.
         member: The member to switch them off in. None means every member that has the head; at least one
             must. In a layer whose attention the members share, only None is possible.
@@ -45,10 +45,10 @@ def masked(model: Model, heads: Iterable[HeadLike], member: int | None = None) -
     """
     saved: list[tuple[Attention, int, Tensor]] = []
     for head in as_heads(heads):
-        tower = tower_of(model, head)
-        if member is not None and tower.num_members < model.num_members:
+        tower = tower_of(ensemble, head)
+        if member is not None and tower.num_members < ensemble.num_members:
             raise HeadError(
-                f"one {head.tower} tower serves all {model.num_members} members, so head {head} cannot be switched "
+                f"one {head.tower} tower serves all {ensemble.num_members} members, so head {head} cannot be switched "
                 f"off in member {member} alone; leave `member` out"
             )
         rows = head_rows(tower.config, head, member, head.tower)
@@ -58,7 +58,7 @@ def masked(model: Model, heads: Iterable[HeadLike], member: int | None = None) -
         with torch.no_grad():
             for attention, row, _ in saved:
                 attention.out[row].zero_()
-        yield model
+        yield ensemble
     finally:
         with torch.no_grad():
             for attention, row, values in saved:

@@ -115,7 +115,7 @@ def bootstrap_ood(
         name: Name of the OOD set, for error messages.
     """
     _check_settings(resamples, level)
-    value, replicates = _ood_replicates(metric, id_scores, ood_scores, convention, resamples, seed, name)
+    value, replicates = ood_replicates(metric, id_scores, ood_scores, convention, resamples, seed, name)
     return _interval(value, replicates, level)
 
 
@@ -139,8 +139,8 @@ def bootstrap_ood_difference(
                 f"{where(name)}the first method has {lengths} {role} scores and the second {other_lengths}; "
                 "a paired difference needs both methods on the same samples, in the same order"
             )
-    value, replicates = _ood_replicates(metric, *first, convention, resamples, seed, name)
-    other_value, other_replicates = _ood_replicates(metric, *second, convention, resamples, seed, name)
+    value, replicates = ood_replicates(metric, *first, convention, resamples, seed, name)
+    other_value, other_replicates = ood_replicates(metric, *second, convention, resamples, seed, name)
     return _interval(value - other_value, replicates - other_replicates, level)
 
 
@@ -148,31 +148,17 @@ def ood_replicates(
     metric: OodMetric,
     id_scores: Tensor,
     ood_scores: Tensor | Sequence[Tensor],
-    *,
     convention: Convention = "torch-uncertainty",
     resamples: int = 1000,
     seed: int = 0,
     name: str | None = None,
 ) -> tuple[float, np.ndarray]:
-    """The metric, and its value on every resample `[R]`, to put differences of many methods together.
+    """The metric, and its value on every resample `[R]`, averaged over the OOD sets.
 
     The draws depend on the seed and the numbers of samples alone, so replicates of methods on the same samples
-    are paired.
+    are paired, and differences of many methods can be put together.
     """
-    _check_settings(resamples, 0.5)
-    return _ood_replicates(metric, id_scores, ood_scores, convention, resamples, seed, name)
-
-
-def _ood_replicates(
-    metric: OodMetric,
-    id_scores: Tensor,
-    ood_scores: Tensor | Sequence[Tensor],
-    convention: Convention,
-    resamples: int,
-    seed: int,
-    name: str | None,
-) -> tuple[float, np.ndarray]:
-    """The metric on the samples, and on every resample `[R]`, averaged over the OOD sets."""
+    _check_settings(resamples)
     check_convention(convention)
     if metric not in get_args(OodMetric):
         raise ConfigError(f"metric={metric!r} is not known; choose one of {', '.join(get_args(OodMetric))}")
@@ -232,7 +218,7 @@ def _sample_count(samples: Sequence[Tensor], name: str | None) -> int:
     return check_same_length({f"rows in array {i}": len(sample) for i, sample in enumerate(samples)}, name)
 
 
-def _check_settings(resamples: int, level: float) -> None:
+def _check_settings(resamples: int, level: float = 0.95) -> None:
     if resamples < 1:
         raise ConfigError(f"resamples={resamples} draws nothing; use 1 or more (1000 is the custom)")
     if not 0 < level < 1:

@@ -146,7 +146,6 @@ def test_a_fraction_of_the_naive_work(problem: Problem, score: Score) -> None:
     ranking = problem.extract(**options)
     passes = 1 + sum(48 - step for step in range(16))
     assert ranking.provenance["screen_size"] == 16
-    print(passes / ranking.provenance["model_forwards"])
     assert 10 * ranking.provenance["model_forwards"] <= passes
     assert problem.extract(**options).heads == ranking.heads
 

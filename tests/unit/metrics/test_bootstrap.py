@@ -16,7 +16,7 @@ from hydra_ensembles.metrics import (
     bootstrap_ood_difference,
     ece_of_confidence,
 )
-from hydra_ensembles.metrics.bootstrap import _ood_replicates
+from hydra_ensembles.metrics.bootstrap import ood_replicates
 
 T = torch.tensor
 CONVENTIONS = ["torch-uncertainty", "openood"]
@@ -38,7 +38,7 @@ def test_value_and_replicates_equal_the_metric_on_each_resample(metric, conventi
     point = POINT_METRICS[metric]
     for seed in range(10):  # ties, constants and half precision among them
         id_scores, ood_scores = random_scores(seed)
-        value, replicates = _ood_replicates(metric, id_scores, ood_scores, convention, 20, seed, None)
+        value, replicates = ood_replicates(metric, id_scores, ood_scores, convention, 20, seed, None)
         assert value == pytest.approx(point(id_scores, ood_scores, convention), abs=1e-12)
         id_rng, ood_rng = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
         expected = [

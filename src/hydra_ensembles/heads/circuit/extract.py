@@ -31,7 +31,7 @@ from .working_model import working_copy
 
 
 def extract_circuit(
-    model: Ensemble | DualEncoder,
+    ensemble: Ensemble | DualEncoder,
     id_batches: Batches,
     ood_batches: Batches | None = None,
     *,
@@ -80,7 +80,7 @@ def extract_circuit(
     ranking. Dropout is off. The model is left alone.
 
     Args:
-        model: An ensemble with a classifier, or a dual encoder; one member. Heads pruned before are no candidates.
+        ensemble: An ensemble with a classifier, or a dual encoder; one member. Heads pruned before are no candidates.
         id_batches: Labelled in-distribution batches. All samples are held in memory.
         ood_batches: Out-of-distribution batches, needed for `"ood"` and `"avg"`; labels are ignored.
         score: What to keep high.
@@ -115,7 +115,7 @@ def extract_circuit(
             larger than the number of candidates, batches that are missing, empty, or of a single class, labels
             out of range, logits that are not finite, or a journal of another run.
     """
-    subject, off = subject_of(model, class_names, templates, towers), as_heads(removed)
+    subject, off = subject_of(ensemble, class_names, templates, towers), as_heads(removed)
     subject.require_heads(off)
     settings = CircuitSettings(
         score=score,
@@ -123,7 +123,7 @@ def extract_circuit(
         budget=budget,
         layers=subject.layers(layers),
         removed=off,
-        dtype=model.dtype if dtype is None else dtype,
+        dtype=ensemble.dtype if dtype is None else dtype,
         screen_size=screen_size,
         audit_steps=(2 if method == "screened" else 0) if audit_steps is None else audit_steps,
         towers=subject.towers,
@@ -136,11 +136,11 @@ def extract_circuit(
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" compares ID with OOD samples; give ood_batches, or use score="acc"')
 
-    place = local_device(model.device if device is None else torch.device(device))
+    place = local_device(ensemble.device if device is None else torch.device(device))
     with all_ranks(place) as ranks:
         copy = working_copy(subject.classifier, settings.dtype, place)
         samples = read_samples(copy, id_batches, None if score == "acc" else ood_batches, seed)
-        fingerprint = model_fingerprint(model)
+        fingerprint = model_fingerprint(ensemble)
         ranks.require_same((fingerprint, samples.fingerprint, settings.identity(), budget), "model, data or settings")
         record = _open_journal(journal, fingerprint, samples.fingerprint, settings, ranks)
         evaluation = Evaluation(
