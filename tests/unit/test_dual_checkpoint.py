@@ -19,6 +19,7 @@ from hydra_ensembles.dual_config import DualEncoderConfig
 from hydra_ensembles.dual_encoder import DualEncoder
 from hydra_ensembles.errors import CheckpointError, HydraError
 from hydra_ensembles.schema import from_plain, to_plain
+from json_places import places
 
 TWO_LIBRARIES = [case for case in DUAL_CASES if case.name in ("transformers-quickgelu", "open_clip-nonscalar")]
 
@@ -97,12 +98,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dual")
     he.convert(open_clip_model()).save_pretrained(folder)
     return folder
-
-
-def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every container in JSON data with each of its keys or positions."""
-    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
-    return [place for key in keys for place in ((value, key), *places(value[key]))]
 
 
 @settings(

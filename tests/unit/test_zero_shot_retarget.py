@@ -16,6 +16,7 @@ from architectures import perturbed
 from architectures_clip import DUAL_CASES, DualCase, open_clip_model
 from hydra_ensembles.errors import CheckpointError, ConfigError, HydraError
 from hydra_ensembles.text_side import join_text_sides
+from json_places import places
 from zero_shot_models import NAMES, OTHER_NAMES, TEMPLATES, dual_of, relative_error
 
 CASES = {case.name: case for case in DUAL_CASES}
@@ -175,11 +176,6 @@ def test_damaged_text_sides_are_refused(change: Any, message: str, saved: Path) 
             he.Ensemble.from_pretrained(saved)
     finally:
         path.write_text(original)
-
-
-def places(value: Any) -> list[tuple[Any, Any]]:
-    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
-    return [place for key in keys for place in ((value, key), *places(value[key]))]
 
 
 @settings(

@@ -1,7 +1,7 @@
 """`hydra-ensembles build`: a Hydra Ensemble from one trained model."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,7 +13,7 @@ from . import options
 from .build_run import run_build
 from .build_settings import resolve_build
 from .errors import one_line_errors
-from .yaml_file import read_pairs
+from .yaml_file import settings_given
 
 EXAMPLES = """\b
 Examples:
@@ -94,10 +94,6 @@ def build(
     Every stage leaves its product in the run folder, together with config.yaml. A build that was interrupted goes on
     where it stopped when the same command is given again.
     """
-    flags: dict[str, Any] = dict(locals())  # the names of parameters are the names of settings
-    for name in ("config", "quiet", "model_option", "recipe_option", "column"):
-        del flags[name]
-    flags["model_options"] = read_pairs(model_option, "--model-option")
-    flags["recipe_options"] = read_pairs(recipe_option, "--recipe-option")
-    flags["columns"] = read_pairs(column, "--column")
+    pairs = {"model_option": "model_options", "recipe_option": "recipe_options", "column": "columns"}
+    flags = settings_given(locals(), pairs, leave_out=("config", "quiet", "pairs"))
     run_build(resolve_build(config, flags), progress=not quiet)

@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -21,7 +21,7 @@ from .errors import one_line_errors
 from .evaluate_settings import EvaluateSettings, read_named
 from .models import load_classifier
 from .settings import USUAL_BATCH
-from .yaml_file import merge_settings, read_pairs, write_yaml
+from .yaml_file import merge_settings, settings_given, write_yaml
 
 EXAMPLES = """\b
 Examples:
@@ -72,11 +72,8 @@ def evaluate(
     quiet: options.QuietOption = False,
 ) -> None:
     """Measure accuracy, calibration, OOD detection and selective risk of a model; write them as JSON."""
-    flags: dict[str, Any] = dict(locals())  # the names of parameters are the names of settings
-    for one in ("config", "quiet", "model_option", "column"):
-        del flags[one]
-    flags["model_options"] = read_pairs(model_option, "--model-option")
-    flags["columns"] = read_pairs(column, "--column")
+    pairs = {"model_option": "model_options", "column": "columns"}
+    flags = settings_given(locals(), pairs, leave_out=("config", "quiet", "pairs"))
     merged = merge_settings(config, flags, [one.name for one in fields(EvaluateSettings)])
     settings = from_plain(EvaluateSettings, merged, "evaluate" if config is None else str(config))
     evaluation = run_evaluation(settings, progress=not quiet)

@@ -75,6 +75,20 @@ def read_pairs(pairs: Sequence[str] | None, flag: str) -> dict[str, Any] | None:
     return found
 
 
+def settings_given(arguments: Mapping[str, Any], pairs: Mapping[str, str], leave_out: Iterable[str]) -> dict[str, Any]:
+    """The settings among the arguments of a command, whose parameters are called like them.
+
+    Args:
+        arguments: All arguments.
+        pairs: Those that hold `name=value` texts, with the setting they make up: `{"column": "columns"}`.
+        leave_out: Those that are no settings.
+    """
+    settings = {name: value for name, value in arguments.items() if name not in {*pairs, *leave_out}}
+    for name, setting in pairs.items():
+        settings[setting] = read_pairs(arguments[name], f"--{name.replace('_', '-')}")
+    return settings
+
+
 def write_yaml(path: Path, settings: Mapping[str, Any], heading: str) -> None:
     """Write settings as YAML, with a comment above."""
     text = require("yaml", extra="cli").safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=100)
