@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from ..encoder import GroupedLinear
 
-BLOCK = 32  # numbers that share a scale: 9 bits for each weight. One scale for a whole row costs OOD detection
+BLOCK = 32  # numbers that share a scale: 9 bits for each weight
 
 
 class Int8Weight(nn.Module):
