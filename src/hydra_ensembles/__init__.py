@@ -17,6 +17,7 @@ from .preprocessing import ImagePreprocessing, TextPreprocessing
 from .projections import Projections
 from .prune import prune
 from .report import compare, write_report
+from .text_tuning import tune_text
 from .zero_shot import retarget, zero_shot
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "prune",
     "retarget",
     "taylor",
+    "tune_text",
     "write_report",
     "zero_shot",
 ]

@@ -1,31 +1,22 @@
-"""What learns: the model, its optimizer and its gradient scaler, moved by one update at a time."""
+"""A classifier that learns, moved by one update at a time."""
 
 import math
-from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional as F
 
-from ..batches import Inputs, move
+from ..batches import Batches, Inputs, move, read_batch, require_labels
 from ..ensemble import Ensemble
 from ..randomness import derive_seed, torch_seeded
-from .checkpoints import optimizer_tensors, restore_optimizer
+from .base_learner import BaseLearner, NotFiniteError
 from .parameters import make_optimizer, trained_parameters, training_copy
 from .recipe import Recipe
 from .runtime import Runtime
+from .validation import measure
 
 Batch = tuple[Inputs, Tensor]
-_AUTOCAST: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class NotFiniteError(ArithmeticError):
-    """A loss or a gradient that is not finite; `batch` is its place among the batches of the update."""
-
-    def __init__(self, what: str, batch: int) -> None:
-        super().__init__(what)
-        self.what, self.batch = what, batch
 
 
 def ensemble_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -38,16 +29,12 @@ def ensemble_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) 
     return F.cross_entropy(flat, labels.repeat(members), label_smoothing=label_smoothing) * members
 
 
-class Learner:
+class Learner(BaseLearner[Batch]):
     """A copy of an ensemble in training."""
 
     def __init__(self, start: Ensemble, recipe: Recipe, runtime: Runtime) -> None:
-        self.recipe, self.runtime = recipe, runtime
         self.model = training_copy(start, recipe, runtime.device)
-        self.trained = trained_parameters(self.model)
-        self.optimizer = make_optimizer(self.model, recipe)
-        self.scaler = GradScaler(runtime.device.type, enabled=recipe.precision == "fp16")
-        self.autocast = _AUTOCAST[recipe.precision]
+        super().__init__(trained_parameters(self.model), make_optimizer(self.model, recipe), recipe, runtime)
         self.parallel: nn.Module = self.model
 
     def begin(self) -> None:
@@ -55,16 +42,14 @@ class Learner:
         self.parallel = self.runtime.wrap(self.model)
         self.parallel.train()
 
-    def update(self, group: list[Batch], rate: float, seed: int) -> float:
-        """One step of the optimizer on one or more batches at once; gives the mean loss over their samples.
+    def read(self, raw: Any, index: int) -> Batch:
+        """Inputs and labels, still where the loader put them."""
+        inputs, labels = read_batch(raw, "train", index)
+        return inputs, require_labels(labels, self.model.num_classes, "train", index)
 
-        Args:
-            group: Batches whose gradients are added up, each weighted by its share of the samples.
-            rate: Learning rate.
-            seed: Of the dropout of this update; every process draws its own.
-        """
-        for options in self.optimizer.param_groups:
-            options["lr"] = rate
+    def update(self, group: list[Batch], rate: float, seed: int) -> float:
+        """One step on batches whose gradients are added up, each weighted by its share of the samples."""
+        self.set_rate(rate)
         samples = sum(len(labels) for _, labels in group)
         losses = []
         for index, (inputs, labels) in enumerate(group):
@@ -75,8 +60,12 @@ class Learner:
                         losses.append(self._backward(inputs, labels, weight, index))
                 else:
                     losses.append(self._backward(inputs, labels, weight, index))
-        self._step()
+        self.step()
         return math.fsum(losses)
+
+    def measure(self, validation: Batches) -> tuple[float, float]:
+        """Accuracy and NLL of the mean member probabilities."""
+        return measure(self.model, validation, self.model.num_classes, self.runtime, self.autocast)
 
     def _backward(self, inputs: Inputs, labels: Tensor, weight: float, index: int) -> float:
         device = self.runtime.device
@@ -89,45 +78,3 @@ class Learner:
             raise NotFiniteError(f"the loss is {value}", index)
         self.scaler.scale(loss * weight).backward()
         return value * weight
-
-    def _step(self) -> None:
-        """Clip and apply the gradients, then forget them."""
-        self.scaler.unscale_(self.optimizer)
-        gradients = [parameter.grad for parameter in self.trained.values() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        if not self.scaler.is_enabled() and not math.isfinite(norm.item()):  # the scaler skips such steps itself
-            raise NotFiniteError(f"the gradient has norm {norm.item()}", 0)
-        if self.recipe.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(self.trained.values(), self.recipe.clip_norm, norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def weights(self) -> dict[str, Tensor]:
-        """A copy of the trained parameters."""
-        return {name: parameter.detach().clone() for name, parameter in self.trained.items()}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything to save: weights, what the optimizer keeps, and the scaler."""
-        tensors: dict[str, Tensor] = {f"weights/{name}": parameter for name, parameter in self.trained.items()}
-        kept = optimizer_tensors(self.optimizer, self.trained)
-        tensors |= {f"optimizer/{name}": value for name, value in kept.items()}
-        if self.scaler.is_enabled():
-            state = self.scaler.state_dict()
-            tensors["scaler/scale"] = torch.tensor(state["scale"], dtype=torch.float64)
-            tensors["scaler/growth_tracker"] = torch.tensor(state["_growth_tracker"])
-        return tensors
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `tensors` gave."""
-        with torch.no_grad():
-            for name, parameter in self.trained.items():
-                parameter.copy_(tensors[f"weights/{name}"])
-        kept = {name.removeprefix("optimizer/"): value for name, value in tensors.items()}
-        restore_optimizer(self.optimizer, self.trained, kept)
-        if self.scaler.is_enabled():
-            scale = {
-                "scale": tensors["scaler/scale"].item(),
-                "_growth_tracker": tensors["scaler/growth_tracker"].item(),
-            }
-            self.scaler.load_state_dict({**self.scaler.state_dict(), **scale})

@@ -1,24 +1,23 @@
-"""One training run: one ensemble at one learning rate, from its start or from its checkpoint to its end."""
+"""One training run: one model at one learning rate, from its start or from its checkpoint to its end."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Generic
 
 from torch import Tensor
 from tqdm import tqdm
 
-from ..batches import Batches, read_batch, require_labels
-from ..ensemble import Ensemble
+from ..batches import Batches
 from ..errors import DataError
 from ..randomness import derive_seed
+from .base_learner import BaseLearner, BatchT, NotFiniteError
 from .checkpoints import Position, RunState, Store
-from .learner import Batch, Learner, NotFiniteError
 from .order import epoch_of, length_of
 from .recipe import Recipe
 from .runtime import Runtime
 from .schedule import rate_factor, warmup_updates
-from .validation import Evaluation, measure
+from .validation import Evaluation
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,18 @@ class RunResult:
     steps: int
 
 
-class Run:
+class Run(Generic[BatchT]):
     """The state of a run and the loop that moves it on."""
 
-    def __init__(self, start: Ensemble, plan: RunPlan, runtime: Runtime, store: Store) -> None:
+    def __init__(
+        self, make_learner: Callable[[], BaseLearner[BatchT]], plan: RunPlan, runtime: Runtime, store: Store
+    ) -> None:
         self.plan, self.recipe = plan, plan.recipe
         self.runtime, self.store = runtime, store
         self.seed = derive_seed(self.recipe.seed, "member", plan.index)
         self.total = self.recipe.updates(length_of(plan.train))
         self.warmup = warmup_updates(self.recipe.warmup, self.total)
-        self.learner = Learner(start, self.recipe, runtime)
+        self.learner = make_learner()
         self.best_weights: dict[str, Tensor] = {}
         self.state = RunState(plan.fingerprint)
 
@@ -117,20 +118,19 @@ class Run:
                 self._save()
         return False
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[BatchT]:
         """Checked batches of this epoch, still where the loader put them."""
         empty = True
         for index, raw in enumerate(self.plan.train):
             empty = False
-            inputs, labels = read_batch(raw, "train", index)
-            yield inputs, require_labels(labels, self.learner.model.num_classes, "train", index)
+            yield self.learner.read(raw, index)
         if empty:
             raise DataError(
                 f"train has no batches in epoch {self.state.position.epoch}; check the loader, and that every process "
                 "gets at least one"
             )
 
-    def _update(self, group: list[Batch], bar: "tqdm[Any]") -> None:
+    def _update(self, group: list[BatchT], bar: "tqdm[Any]") -> None:
         """One step on the batches of the group."""
         recipe, position = self.recipe, self.state.position
         rate = self.plan.rate * rate_factor(
@@ -156,9 +156,8 @@ class Run:
         state, position = self.state, self.state.position
         if self.plan.validation is None or (state.evaluations and state.evaluations[-1].step == position.step):
             return
-        model, autocast = self.learner.model, self.learner.autocast
         with epoch_of(self.plan.validation, 0, derive_seed(self.seed, "validation"), self.runtime.device):
-            accuracy, nll = measure(model, self.plan.validation, model.num_classes, self.runtime, autocast)
+            accuracy, nll = self.learner.measure(self.plan.validation)
         evaluation = Evaluation(position.step, position.epoch, accuracy, nll)
         best = state.best
         if evaluation.better_than(best):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -13,9 +14,9 @@ from ..ensemble import Ensemble
 from ..errors import ConfigError
 from ..heads.fingerprint import model_fingerprint
 from ..randomness import derive_seed
-from ..schema import to_plain
-from .checkpoints import Store
-from .loop import Run, RunPlan, RunResult
+from .grid import best_rate, check_choosing
+from .learner import Learner
+from .loop import RunPlan, RunResult
 from .order import borrowed, fingerprint, require_rereadable
 from .recipe import Recipe
 from .runtime import Runtime, find_runtime
@@ -117,29 +118,9 @@ def finetune(
             folder = None if output is None else Path(output) / f"member-{number}"
             identity = {**data, "model": model_fingerprint(one)} if output is not None else {}
             plan = RunPlan(recipe, 0.0, number, shared, validation, checkpoint_every, identity, progress)
-            trained.append(_train_grid(one, plan, place, folder))
+            learner = partial(Learner, one, recipe, place)
+            trained.append(_result(one, *best_rate(learner, plan, place, folder), recipe))
     return trained[0] if isinstance(member, Ensemble) else trained
-
-
-def _train_grid(start: Ensemble, plan: RunPlan, runtime: Runtime, folder: Path | None) -> Ensemble:
-    """Train once per learning rate and keep the best result."""
-    recipe = plan.recipe
-    best: tuple[RunResult, float] | None = None
-    for rate in sorted(recipe.rates):
-        store = Store(None if folder is None else folder / f"rate-{rate!r}")
-        identity = {
-            **plan.fingerprint,
-            "recipe": to_plain(recipe),
-            "rate": rate,
-            "member": plan.index,
-            "processes": runtime.processes,
-        }
-        result = Run(start, replace(plan, rate=rate, fingerprint=identity), runtime, store).finish()
-        if best is None or (result.best is not None and result.best.better_than(best[0].best)):
-            best = result, rate
-    if best is None:
-        raise ConfigError("the recipe has no learning rate")
-    return _result(start, best[0], best[1], recipe)
 
 
 def _result(start: Ensemble, result: RunResult, rate: float, recipe: Recipe) -> Ensemble:
@@ -179,16 +160,7 @@ def _check(
     require_rereadable(train, "train")
     if validation is not None:
         require_rereadable(validation, "validation")
-    if validation is None and len(recipe.grid) > 1:
-        raise ConfigError(
-            f"the recipe tries {len(recipe.grid)} learning rates {recipe.grid}, which needs validation data to choose "
-            "by; give validation=, or one rate: dataclasses.replace(recipe, grid=(), learning_rate=...)"
-        )
-    if validation is None and recipe.patience is not None:
-        raise ConfigError(
-            f"the recipe stops early (patience={recipe.patience}), which needs validation data; give validation=, or "
-            "set patience=None"
-        )
+    check_choosing(recipe, validation)
     if index < 0 or checkpoint_every < 1:
         raise ConfigError(
             f"index must be at least 0 and checkpoint_every at least 1, got {index} and {checkpoint_every}"

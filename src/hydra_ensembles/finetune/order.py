@@ -10,7 +10,7 @@ random augmentation in such workers, only runs that are not interrupted are repr
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,19 +68,25 @@ def epoch_of(batches: Batches, epoch: int, seed: int, device: torch.device) -> I
         yield
 
 
-def fingerprint(batches: Batches, name: str, seed: int) -> str:
+def content_of(batch: Any, name: str) -> dict[str, Tensor]:
+    """The tensors of a batch by name, labels among them."""
+    inputs, labels = read_batch(batch, name)
+    tensors = {"inputs": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+    return tensors if labels is None else {**tensors, "labels": labels}
+
+
+def fingerprint(
+    batches: Batches, name: str, seed: int, content: Callable[[Any, str], Mapping[str, Tensor]] = content_of
+) -> str:
     """A short name for a data source: its length and the content of the first batch it gives."""
     digest = hashlib.sha256(f"{length_of(batches)}".encode())
     with borrowed(batches), epoch_of(batches, 0, seed, torch.device("cpu")):
         first = next(iter(batches), None)
     if first is None:
         raise DataError(f"{name} has no batches; check the loader")
-    inputs, labels = read_batch(first, name)
-    tensors = {"inputs": inputs} if isinstance(inputs, Tensor) else dict(inputs)
-    for key, tensor in sorted({**tensors, "labels": labels}.items()):
-        if tensor is not None:
-            digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    for key, tensor in sorted(content(first, name).items()):
+        digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 

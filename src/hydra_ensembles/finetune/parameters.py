@@ -1,6 +1,8 @@
 """The copy that trains: which of its parameters move, its dropout, its optimizer."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +20,8 @@ def training_copy(start: Ensemble, recipe: Recipe, device: torch.device) -> Ense
         raise ConfigError("fine-tuning needs a classifier, but this ensemble has none (num_classes is 0)")
     if recipe.last_blocks is not None and recipe.last_blocks > start.num_layers:
         raise ConfigError(f"Recipe.last_blocks is {recipe.last_blocks}, but the model has {start.num_layers} blocks")
-    state = {name: tensor.to(device, _training_dtype(tensor)) for name, tensor in start.state_dict().items()}
-    model = Ensemble.from_state(_with_dropout(start.config, recipe.dropout), state)
+    state = {name: tensor.to(device, training_dtype(tensor)) for name, tensor in start.state_dict().items()}
+    model = Ensemble.from_state(with_dropout(start.config, recipe.dropout), state)
     if recipe.reinit_classifier == "zeros":
         for classifier in (model.readout.classifier, model.readout.distillation_classifier):
             for parameter in () if classifier is None else classifier.parameters():
@@ -52,10 +54,15 @@ def make_optimizer(model: Ensemble, recipe: Recipe) -> torch.optim.Optimizer:
         {"params": [p for name, p in trained.items() if name not in spared], "weight_decay": recipe.weight_decay},
         {"params": [p for name, p in trained.items() if name in spared], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    return optimizer_over(groups, recipe)
+
+
+def optimizer_over(groups: Sequence[dict[str, Any]], recipe: Recipe) -> torch.optim.Optimizer:
+    """The recipe's optimizer over groups of parameters, those without any left out."""
+    filled = [group for group in groups if group["params"]]
     if recipe.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=recipe.momentum)
-    return torch.optim.AdamW(groups, lr=0.0, betas=recipe.betas)
+        return torch.optim.SGD(filled, lr=0.0, momentum=recipe.momentum)
+    return torch.optim.AdamW(filled, lr=0.0, betas=recipe.betas)
 
 
 def is_bias_or_norm(name: str) -> bool:
@@ -64,12 +71,13 @@ def is_bias_or_norm(name: str) -> bool:
     return leaf.endswith("bias") or "norm" in modules[-1]
 
 
-def _training_dtype(tensor: Tensor) -> torch.dtype:
+def training_dtype(tensor: Tensor) -> torch.dtype:
     """Half precision is too coarse for small updates: such weights train in float32."""
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
 
 
-def _with_dropout(config: EnsembleConfig, rate: float | None) -> EnsembleConfig:
+def with_dropout(config: EnsembleConfig, rate: float | None) -> EnsembleConfig:
+    """The configuration with a dropout rate as `Recipe.dropout` means it."""
     if rate is None:
         return config
     encoder = replace(config.encoder, projection_dropout=rate, activation_dropout=rate, output_dropout=rate)

@@ -39,6 +39,10 @@ class Runtime:
         """Sum over all processes."""
         return numbers
 
+    def gather(self, rows: Tensor) -> list[Tensor]:
+        """The tensor of every process, in their order; they may differ in the number of rows."""
+        return [rows]
+
     def wait(self) -> None:
         """Go on when all processes have come this far."""
 
@@ -78,6 +82,16 @@ class Processes(Runtime):
     def total(self, numbers: Tensor) -> Tensor:
         """Sum over all processes."""
         return cast(Tensor, self._accelerator.reduce(numbers, "sum"))
+
+    def gather(self, rows: Tensor) -> list[Tensor]:
+        """The tensor of every process, in their order; they may differ in the number of rows."""
+        own = torch.zeros(self.processes, dtype=torch.long, device=self.device)
+        own[self.rank] = len(rows)
+        counts = self.total(own).tolist()
+        padded = rows.new_zeros(max(counts), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        gathered = cast(Tensor, self._accelerator.gather(padded)).chunk(self.processes)
+        return [part[:count] for part, count in zip(gathered, counts, strict=True)]
 
     def wait(self) -> None:
         """Go on when all processes have come this far."""

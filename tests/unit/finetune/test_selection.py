@@ -7,7 +7,7 @@ import pytest
 import torch
 from finetune_cases import batches, same, shuffled, tiny
 
-from hydra_ensembles.finetune import Recipe, finetune, loop
+from hydra_ensembles.finetune import Recipe, finetune, learner
 from hydra_ensembles.finetune.validation import Evaluation, Patience
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, epochs=4, schedule="constant")
@@ -20,7 +20,7 @@ def journal(folder, rate="0.05", member=0):
 def scripted(monkeypatch, results):
     """Replace measuring on validation by a list of (accuracy, NLL)."""
     waiting = iter(results)
-    monkeypatch.setattr(loop, "measure", lambda *arguments: next(waiting))
+    monkeypatch.setattr(learner, "measure", lambda *arguments: next(waiting))
 
 
 def test_the_best_weights_are_returned(monkeypatch):
@@ -75,7 +75,7 @@ def test_evaluating_more_often_does_not_change_the_training():
         rising = iter(range(100))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                loop,
+                learner,
                 "measure",
                 lambda model, validation, *rest, rising=rising: (len(list(validation)) and next(rising) / 100, 1.0),
             )

@@ -1,0 +1,31 @@
+"""One of several processes that tune together: python parallel_tuning.py FOLDER, with torchrun's variables set."""
+
+import os
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tuning_cases import Batch, pairs, tiny_dual
+
+from hydra_ensembles.finetune import Recipe
+from hydra_ensembles.text_tuning import tune_text
+
+RECIPE = Recipe(
+    optimizer="sgd", learning_rate=0.05, epochs=2, schedule="constant", gradient_accumulation=2, clip_norm=1.0
+)
+
+
+def uneven() -> list[Batch]:
+    """Batches of 6, 6, 7 and 5 pairs: what the two processes read differs in size."""
+    whole = pairs(24, 24, dtype=torch.float64)[0]
+    cuts = (0, 6, 12, 19, 24)
+    return [(whole[0][a:b], whole[1][a:b], whole[2][a:b]) for a, b in pairwise(cuts)]
+
+
+if __name__ == "__main__":
+    tuned = tune_text(
+        tiny_dual(dtype=torch.float64), uneven(), RECIPE, train_image_projection=True, device="cpu", progress=False
+    )
+    save_file(tuned.state_dict(), Path(sys.argv[1]) / f"tuned-{os.environ['RANK']}.safetensors")
