@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import proposition1_figure
+import tower_scores_figure
 from demo_table import demo_table
 from study_tables import study_tables
 
@@ -79,6 +80,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaling": lambda: circuit_table("circuit_scaling.json"),
     "fusion": lambda: fusion_table("fusion_dinov2_cifar10.json"),
     "proposition1": proposition1_figure.table,
+    "tower_scores": tower_scores_figure.table,
     "demo": lambda: demo_table(RESULTS / "demo.json"),
     **study_tables(RESULTS / "studies"),
 }

@@ -122,28 +122,41 @@ def head_importance(
         heads: The heads to score.
     """
     layers = sorted({head.layer for head in heads})
-    gradients = _gradients_of_mean_loss(model, batches, layers)
-    scores: dict[int, Tensor] = {}
-    for layer in layers:
-        weight = attention_of(model, layer).qkv.detach()
-        sensitivity = (weight.cpu().double() * gradients[layer].cpu().double()).abs()  # [K, 3, d_k, d]
-        scores[layer] = sensitivity.mean((2, 3)).mean(1)  # [K, 3] for query, key, value -> [K]
-        if not scores[layer].isfinite().all():
-            raise DataError(
-                f"the gradients of layer {layer} are not finite in {weight.dtype}; use dtype=torch.float32 or "
-                "torch.bfloat16, or check the weights"
-            )
+    weights = [attention_of(model, layer).qkv for layer in layers]
+    gradients = gradients_of_mean_loss(model, batches, weights)
+    scores = {
+        layer: layer_scores(weight, gradient, f"layer {layer}")
+        for layer, weight, gradient in zip(layers, weights, gradients, strict=True)
+    }
     return [float(scores[head.layer][head_rows(model.config, head)[0]]) for head in heads]
 
 
-def _gradients_of_mean_loss(
-    model: Ensemble, batches: Iterable[tuple[int, Inputs, Tensor]], layers: Sequence[int]
-) -> dict[int, Tensor]:
-    """Gradient of the mean cross-entropy over all samples, for the query, key and value weights of some layers.
+def layer_scores(weight: Tensor, gradient: Tensor, where: str) -> Tensor:
+    """Scores `[K]` of the heads of a layer: the mean of |W · dL/dW| over their rows of query, key and value.
 
-    Nothing below the first of these layers is recorded for the backward pass, and no other gradient is made.
+    Args:
+        weight: Input projections `[K, 3, d_k, d]`.
+        gradient: Of the mean loss, of the same shape.
+        where: What an error calls the layer.
     """
-    weights = [attention_of(model, layer).qkv for layer in layers]
+    sensitivity = (weight.detach().cpu().double() * gradient.cpu().double()).abs()
+    scores = sensitivity.mean((2, 3)).mean(1)  # [K, 3] for query, key, value -> [K]
+    if not scores.isfinite().all():
+        raise DataError(
+            f"the gradients of {where} are not finite in {weight.dtype}; use dtype=torch.float32 or torch.bfloat16, "
+            "or check the weights"
+        )
+    return scores
+
+
+def gradients_of_mean_loss(
+    model: Ensemble, batches: Iterable[tuple[int, Inputs, Tensor]], weights: Sequence[Tensor]
+) -> list[Tensor]:
+    """Gradient of the mean cross-entropy over all samples, for some parameters of a model with one member.
+
+    Which parameters require gradients is changed: these and no others, so that nothing below the first of them is
+    recorded for the backward pass.
+    """
     model.requires_grad_(False)
     for weight in weights:
         weight.requires_grad_(True)
@@ -163,7 +176,7 @@ def _gradients_of_mean_loss(
         for total, part in zip(totals, parts, strict=True):
             total += part
         samples += len(labels)
-    return {layer: total / samples for layer, total in zip(layers, totals, strict=True)}
+    return [total / samples for total in totals]
 
 
 def _require_single_classifier(ensemble: object) -> None:
