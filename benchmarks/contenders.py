@@ -55,8 +55,11 @@ LABELS = {
     "hydra-k10": "Hydra, trunk of 10",
     "hydra-uneven": "Hydra, uneven heads",
     "hydra-int8": "Hydra, no trunk, int8 weights",
+    "hydra-joint": "Hydra, circuits of both towers",
+    "single-texts": "the user's own model, text tower in every batch",
+    "hydra-texts": "Hydra, text towers in every batch",
 }
-ONE_MEMBER = ("single", "ours", "pruned")
+ONE_MEMBER = ("single", "ours", "pruned", "single-texts")
 NOISE = 0.02  # what fine-tuning does, coarse enough to survive bfloat16
 DROPOUT = 0.1
 
@@ -111,7 +114,7 @@ class Workshop:
     def make(self, name: str, members: int, inputs: Inputs, plan: Plan | None = None) -> Contender:
         """A contender, with the plan that suits these inputs unless one is given."""
         if name == "single":
-            return self._foreign(name, 1, [self.model], _alone)
+            return self._foreign(name, 1, [self.deployed(self.model)], alone)
         if name == "deep-in-turn":
             return self._foreign(name, members, self._models(members), _in_turn)
         if name == "deep-vmap":
@@ -146,8 +149,13 @@ class Workshop:
 
     # --- models of others --------------------------------------------------------------------------------
 
+    def deployed(self, model: nn.Module) -> nn.Module:
+        """What a user runs of a model of this shape."""
+        return model
+
     def _models(self, members: int) -> list[nn.Module]:
-        return [self._noisy(copy.deepcopy(self.model), "model", member) for member in range(members)]
+        copies = [self._noisy(copy.deepcopy(self.model), "model", member) for member in range(members)]
+        return [self.deployed(one) for one in copies]
 
     def _foreign(
         self, name: str, members: int, models: list[nn.Module], arrange: Callable[..., tuple[Any, list[nn.Module]]]
@@ -226,7 +234,8 @@ class Workshop:
         return [divmod(one, heads) for one in drawn]
 
 
-def _alone(models: list[nn.Module], logits: Callable[..., Tensor]) -> tuple[Any, list[nn.Module]]:
+def alone(models: list[nn.Module], logits: Callable[..., Tensor]) -> tuple[Any, list[nn.Module]]:
+    """One model by itself."""
     model = models[0]
     return lambda *inputs: logits(model, *inputs), models
 

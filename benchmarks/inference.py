@@ -4,6 +4,7 @@
     python benchmarks/inference.py --batches 1 4 32 128 512 --modes graphed compiled eager graphed-eager
     python benchmarks/inference.py --shape vit-s16 --dtype float32 --batches 8 --modes eager --device cpu --threads 2
     python benchmarks/inference.py --members 1 2 3 5 8 --modes graphed-eager --batches 4 128
+    python benchmarks/inference.py --shape clip-b32 --modes graphed-eager --batches 4 128   # zero-shot classifiers
     for batch in 1 4 128; do python benchmarks/inference.py --prepare-only --batches $batch & done; wait
 
 Every contender is timed in turn with the user's own model, in the same mode. Modes: `eager`; `compiled`
@@ -23,8 +24,9 @@ import torch
 from contenders import CPU_ONLY, NAMES, ONE_MEMBER, Workshop
 from inference_modes import MODES, Modes, Run, release, synchronize
 from inference_rows import HEADER, Key, Results, Row, line, table
-from model_shapes import SHAPES, Inputs
+from model_shapes import SHAPES, ClipShape, Inputs
 from torch import Tensor
+from zero_shot_contenders import ZERO_SHOT_NAMES, ZeroShotWorkshop
 
 from hydra_ensembles.encoder.head_products import Plan
 from hydra_ensembles.metrics.cost import measure_costs
@@ -32,7 +34,7 @@ from hydra_ensembles.metrics.cost import measure_costs
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FIRST_CONTENDERS = ("single", "hydra-k0", "hydra-k8", "hydra-k10", "hydra-uneven", "ours")
 FIRST_BATCHES = (1, 4, 128)
-GROWTH_CONTENDERS = ("hydra-k0", "hydra-k8", "deep-in-turn", "deep-stacked")
+GROWTH_CONTENDERS = ("hydra-k0", "hydra-k8", "hydra-joint", "deep-in-turn", "deep-stacked")
 
 Work = tuple[int, str, int]  # batch, contender, members
 
@@ -47,7 +49,7 @@ class Benchmark:
     def __init__(self, options: argparse.Namespace, results: Results, deadline: float) -> None:
         self.options, self.results, self.deadline = options, results, deadline
         self.hardware = hardware(options)
-        self.workshop = Workshop(SHAPES[options.shape], DTYPES[options.dtype], options.device, options.seed)
+        self.workshop = workshop(options)
         self.single: dict[int, Modes] = {}  # by batch
 
     def run(self) -> None:
@@ -164,6 +166,14 @@ class Benchmark:
             raise OutOfTime
 
 
+def workshop(options: argparse.Namespace) -> Workshop:
+    """What makes the contenders of the chosen shape."""
+    shape, dtype = SHAPES[options.shape], DTYPES[options.dtype]
+    if isinstance(shape, ClipShape):
+        return ZeroShotWorkshop(shape, dtype, options.device, options.seed)
+    return Workshop(shape, dtype, options.device, options.seed)
+
+
 def ordered(options: argparse.Namespace) -> list[Work]:
     """All work, cells with targets first; the batches in the order given."""
     work = [
@@ -217,7 +227,12 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 128])
     parser.add_argument("--modes", choices=MODES, nargs="+", help="default: graphed on a GPU, eager elsewhere")
-    parser.add_argument("--contenders", choices=NAMES, nargs="+", help="default: all")
+    parser.add_argument(
+        "--contenders",
+        choices=tuple(dict.fromkeys((*NAMES, *ZERO_SHOT_NAMES))),
+        nargs="+",
+        help="default: all of the shape",
+    )
     parser.add_argument("--members", type=int, nargs="+", default=[3], help="several: cost against their number")
     parser.add_argument("--plan", choices=get_args(Plan), help="run ensembles of ours by this plan, not the fastest")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -238,9 +253,13 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.modes = options.modes or (["graphed"] if on_gpu else ["eager"])
     if not on_gpu and any(mode.startswith("graphed") for mode in options.modes):
         parser.error(f"CUDA graphs need a GPU, the device is {options.device}")
-    growth = len(options.members) > 1
-    possible = [name for name in NAMES if not (on_gpu and name in CPU_ONLY)]
-    options.contenders = options.contenders or (["single", *GROWTH_CONTENDERS] if growth else possible)
+    names = ZERO_SHOT_NAMES if isinstance(SHAPES[options.shape], ClipShape) else NAMES
+    unknown = sorted(set(options.contenders or ()) - set(names))
+    if unknown:
+        parser.error(f"the shape {options.shape} has no contenders {unknown}; it has {list(names)}")
+    possible = [name for name in names if not (on_gpu and name in CPU_ONLY)]
+    growing = [name for name in possible if name in ("single", *GROWTH_CONTENDERS)]
+    options.contenders = options.contenders or (growing if len(options.members) > 1 else possible)
     return options
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from contenders import LABELS, NAMES
+from contenders import LABELS, NAMES, ONE_MEMBER
 from inference_rows import Row
 
 ORDER = [
@@ -18,7 +18,12 @@ ORDER = [
     *sorted((name for name in NAMES if name.startswith("hydra-k")), key=lambda name: int(name[7:])),
     "hydra-uneven",
     "hydra-int8",
+    "hydra-joint",
+    "single-texts",
+    "hydra-texts",
 ]
+
+ZERO_SHOT = "clip-b32"
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,26 @@ def cpu_table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "", source(rows)])
 
 
+def zero_shot_table(rows: Sequence[Row]) -> str:
+    """CLIP as a classifier: latency, ratio and arithmetic by batch size; text towers cost the less the larger it is."""
+    batches = sorted({row.batch for row in rows})
+    if not batches:
+        return ""
+    heads = [f"batch {batch} | arithmetic alone" for batch in batches]
+    lines = ["| contender | parameters | " + " | ".join(heads) + " |", "|---|---:|" + "---:|---:|" * len(batches)]
+    for name in _names(rows):
+        mine = {row.batch: row for row in chosen(rows, contender=name)}
+        first = next(iter(mine.values()))
+        cells = [
+            f"{mine[batch].latency_ms:.3g} ms ({_times(mine[batch])}) | {mine[batch].limit:.2f}x"
+            if batch in mine
+            else " | "
+            for batch in batches
+        ]
+        lines.append(f"| {label(first)} | {first.parameters / 1e6:.1f} M | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", source(rows)])
+
+
 def members_table(rows: Sequence[Row]) -> str:
     """The ratio to the user's model by number of members, and what each member adds."""
     counts = sorted({row.members for row in rows})
@@ -228,7 +253,7 @@ def _vit(rows: Sequence[Row], **wanted: object) -> list[Row]:
 
 def usual(rows: Sequence[Row]) -> list[Row]:
     """Rows with three members, or the one that a single model has, run by the plan that was chosen for them."""
-    return [row for row in rows if row.members == (1 if row.contender in ("single", "ours", "pruned") else 3)]
+    return [row for row in rows if row.members == (1 if row.contender in ONE_MEMBER else 3)]
 
 
 TABLES: dict[str, tuple[Callable[[Sequence[Row]], str], str]] = {
@@ -254,10 +279,18 @@ TABLES: dict[str, tuple[Callable[[Sequence[Row]], str], str]] = {
             [
                 row
                 for row in usual(gpu_rows(rows))
-                if row.mode == "graphed" and (row.shape, row.dtype) != ("vit-b16", "bfloat16")
+                if row.mode == "graphed"
+                and (row.shape, row.dtype) != ("vit-b16", "bfloat16")
+                and row.shape != ZERO_SHOT
             ]
         ),
         "--shape bert-base --modes graphed --batches 4 128",
+    ),
+    "zero_shot": (
+        lambda rows: zero_shot_table(
+            chosen(usual(gpu_rows(rows)), shape=ZERO_SHOT, dtype="bfloat16", mode="graphed-eager")
+        ),
+        "--shape clip-b32 --modes graphed-eager --batches 4 128",
     ),
     "cpu": (
         lambda rows: cpu_table(chosen(usual(cpu_rows(rows)), shape="vit-s16", mode="eager")),

@@ -29,6 +29,19 @@ class ModelShape:
     tokens: int
 
 
+@dataclass(frozen=True)
+class ClipShape(ModelShape):
+    """A dual encoder that classifies by the names of its classes; `build` makes the whole of it.
+
+    Attributes:
+        classes: Names to choose from.
+        text_tokens: Tokens of a prompt, padding included.
+    """
+
+    classes: int
+    text_tokens: int
+
+
 def _images(pixels: int) -> Callable[[int, torch.Generator], Inputs]:
     def make(batch: int, generator: torch.Generator) -> Inputs:
         return {"pixel_values": torch.randn(batch, 3, pixels, pixels, generator=generator)}
@@ -76,8 +89,24 @@ def _bert(**settings: Any) -> Callable[[], nn.Module]:
     return build
 
 
+def _clip(image: dict[str, Any], text: dict[str, Any], width: int) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        from transformers import CLIPConfig, CLIPModel
+
+        return CLIPModel(CLIPConfig(vision_config=image, text_config=text, projection_dim=width))
+
+    return build
+
+
 _TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 12, "num_heads": 6, "num_classes": 5}
 _TINY_BERT = {"hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 32, "vocab_size": 50}
+_CLIP = {"num_hidden_layers": 12, "hidden_act": "gelu"}
+_CLIP_IMAGE = {**_CLIP, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072, "patch_size": 32}
+_CLIP_TEXT = {**_CLIP, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
+_TINY_CLIP = {"num_hidden_layers": 4, "hidden_act": "gelu", "intermediate_size": 32}
+_TINY_CLIP_IMAGE = {**_TINY_CLIP, "hidden_size": 24, "num_attention_heads": 6, "image_size": 16, "patch_size": 8}
+_TINY_WORDS = {"vocab_size": 40, "bos_token_id": 38, "eos_token_id": 39, "max_position_embeddings": 12}
+_TINY_CLIP_TEXT = {**_TINY_CLIP, **_TINY_WORDS, "hidden_size": 16, "num_attention_heads": 4}
 
 SHAPES: dict[str, ModelShape] = {
     shape.name: shape
@@ -88,5 +117,7 @@ SHAPES: dict[str, ModelShape] = {
         ModelShape("bert-base", _bert(), _texts(128, 30522), _call_text, 128),
         ModelShape("tiny", _vit("vit_base_patch16_224", **_TINY), _images(16), _call, 5),
         ModelShape("tiny-bert", _bert(**_TINY_BERT), _texts(8, 50), _call_text, 8),
+        ClipShape("clip-b32", _clip(_CLIP_IMAGE, _CLIP_TEXT, 512), _images(224), _call, 50, 1000, 77),
+        ClipShape("tiny-clip", _clip(_TINY_CLIP_IMAGE, _TINY_CLIP_TEXT, 20), _images(16), _call, 5, 5, 12),
     )
 }

@@ -284,6 +284,10 @@ def rows() -> list[inference_rows.Row]:
     made += [
         row("hydra-k0", 4, 0.5 + 0.4 * members, members=members, mode="graphed-eager") for members in (1, 2, 3, 5, 8)
     ]
+    clip = {"shape": "clip-b32", "mode": "graphed-eager", "limit": 2.5}
+    made += [
+        row(name, 4, ratio, **clip) for name, ratio in {"single": 1.0, "hydra-joint": 1.8, "hydra-texts": 90.0}.items()
+    ]
     cpu = {"hardware": "CPU aarch64, 2 threads", "shape": "vit-s16", "dtype": "float32", "mode": "eager"}
     made += [row(name, 8, ratio, **cpu) for name, ratio in ratios.items()]
     return inference_rows.completed(made)
@@ -307,6 +311,8 @@ def test_tables_say_what_was_measured_and_which_targets_are_met() -> None:
     assert "| GPU | Hydra, no trunk | 1 | 1.2 | 1.70 | 3.00 | 1.89x | no |" in text
     assert "| GPU | Hydra, trunk of 8 | 4 | 1.25 | 1.20 | 3.00 | 1.33x | yes |" in text
     assert "| CPU aarch64, 2 threads | Hydra, no trunk | 8 | 0.9 | 0.57 |" in text
+    assert "| Hydra, circuits of both towers | 10.0 M | 7.2 ms (1.80x) | 2.50x |" in text
+    assert "| Hydra, text towers in every batch | 10.0 M | 360 ms (90.00x) | 2.50x |" in text
     growth = "0.90x | 1.30x | 1.70x | 2.50x | 3.70x | 0.50 + 0.40 M"
     assert f"| 4 | Hydra, no trunk | {growth} |" in text
 
