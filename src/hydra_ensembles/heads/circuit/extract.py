@@ -69,7 +69,8 @@ def extract_circuit(
       integer units apart; `audit_steps` counts how often it does.
     * `"screened"` remembers what each head does to each sample, from when it was last measured or from a gradient
       pass, and so estimates all heads without running them; only those that come out best are measured (on a GPU,
-      with float32 products in TF32). Approximate; audited steps tell how often its choice was as good as that of
+      with float32 products in TF32). For the accuracy nothing is estimated: there it is `"exact"` with TF32 products
+      on the easier samples of a GPU. Approximate; audited steps tell how often its choice was as good as that of
       `"exact"`.
 
     Of a dual encoder, the heads of both towers are candidates together, and images are classified by class names
@@ -96,7 +97,7 @@ def extract_circuit(
         journal: A file to note every step in. Where it exists, the run goes on after its last step.
         progress: Show a progress bar.
         screen_size: Heads that `"screened"` measures at a step, at most; twice as many at every eighth step, where
-            it starts from nothing. None for a third of the candidates.
+            it starts from nothing. None for a third of the candidates. For the accuracy no head is left out.
         audit_steps: Steps, spread evenly, at which the choice of `"exact"` is held against that of `"naive"`, or
             the choice of `"screened"` against that of `"exact"`. None for 0 and 2.
         seed: Start of PyTorch's random numbers while the batches are read, for loaders that shuffle.

@@ -16,7 +16,7 @@ from .memory import default_budget
 from .naive import Naive
 from .samples import Samples
 from .scores import Objective
-from .screened import AFRESH, Screen
+from .screened import AFRESH, FastErrors, Screen
 from .settings import CircuitSettings
 from .subject import of_tower
 from .texts import Texts, use_classes
@@ -144,7 +144,7 @@ class ScreenedMethod:
         screen: Chooses, by the same model.
     """
 
-    def __init__(self, exact: Exact, screen: Screen) -> None:
+    def __init__(self, exact: Exact, screen: Screen | FastErrors) -> None:
         self.exact, self.screen = exact, screen
 
     def start(self) -> Choice:
@@ -177,7 +177,8 @@ def start_method(
         candidates: The heads that could be chosen at the first step.
         done: Those that were chosen so far.
     """
-    repeated = len(done) % AFRESH if settings.method == "screened" else 0
+    remembers = settings.method == "screened" and settings.score != "acc"
+    repeated = len(done) % AFRESH if remembers else 0
     skipped = len(done) - repeated
     off = [*settings.removed, *done[:skipped]]
     left = [head for head in candidates if head not in done[:skipped]]
@@ -189,7 +190,8 @@ def start_method(
             return ExactMethod(evaluation.joint(evaluation.texts, left, off), referee)
         return ExactMethod(evaluation.exact(left, off), referee)
     exact = evaluation.exact(left, off, carry=False)
-    screened = ScreenedMethod(exact, Screen(exact, settings.screened(len(candidates)), skipped))
+    screen = Screen(exact, settings.screened(len(candidates)), skipped) if remembers else FastErrors(exact)
+    screened = ScreenedMethod(exact, screen)
     for head in done[skipped:]:
         screened.repeat(left, head)
         left.remove(head)

@@ -7,8 +7,9 @@ half of the samples first, and what is remembered stands in for the rest; the he
 on all.
 
 Errors are few, so for the accuracy an estimate that is off by one is off by much; but for the same reason branch
-and bound settles most candidates on a handful of samples. There the estimates only make up the list, and branch
-and bound decides within it.
+and bound settles most candidates on a handful of samples. There nothing is estimated and no candidate is left out:
+branch and bound decides, in full precision on the samples that are hardest to call, in the fast products of a GPU
+on the others.
 """
 
 import math
@@ -28,20 +29,36 @@ from .sweep import Sweep
 AFRESH = 8  # steps after which all that is remembered is forgotten; a resumed run repeats at most as many
 PREDICT_EVERY = 2  # steps after which a gradient corrects what is remembered
 _HARD = 0.5  # share of the samples, hardest first, on which a candidate is measured or predicted again
+_PRECISE = 0.125  # share of the samples, hardest first, whose errors are counted in full precision
 _ROUNDS = 3  # in which the candidates of a step are measured, at most
+
+
+class FastErrors:
+    """Chooses by errors alone: branch and bound over all candidates, fast where that cannot change an answer.
+
+    Args:
+        exact: Branch and bound on the model with all heads chosen so far taken out.
+    """
+
+    def __init__(self, exact: Exact) -> None:
+        self.exact = exact
+
+    def choose(self, candidates: Sequence[Head]) -> Head:
+        """The candidate with the fewest errors, as far as fast products tell."""
+        return self.exact.choose(candidates, precise=math.ceil(_PRECISE * self.exact.objective.samples)).head
 
 
 class Screen:
     """Estimates all candidates and measures the most promising ones.
 
     Args:
-        exact: Branch and bound on the model with all heads chosen so far taken out.
+        exact: What knows the model with all heads chosen so far taken out.
         size: Candidates to measure in a step, at most; twice as many where nothing is remembered.
         step: Greedy steps taken so far; a multiple of `AFRESH`.
     """
 
     def __init__(self, exact: Exact, size: int, step: int) -> None:
-        self.exact, self.current, self.ranks = exact, exact.current, exact.ranks
+        self.current, self.ranks = exact.current, exact.ranks
         self.size, self.step = size, step
         self.effects = Effects(self.current)
         self.sweep = Sweep(self.current, self.effects)
@@ -56,8 +73,6 @@ class Screen:
                 self.effects.forget()
             if predict:
                 predict_effects(self.effects, candidates, self._hardest(1.0 if afresh else _HARD))
-            if self.current.objective.score == "acc":
-                return self.exact.choose(sorted(self._ordered(candidates)[:size])).head
             return self._first_measured(candidates, most=size, least=size if afresh else 1)
 
     def _ordered(self, candidates: Sequence[Head]) -> list[Head]:
