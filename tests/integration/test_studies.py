@@ -10,6 +10,10 @@ from hydra_ensembles.studies import STUDIES, load_recipe, run_study
 from hydra_ensembles.studies.collecting import collect, rebuild
 from hydra_ensembles.studies.results import StoredStudy
 from hydra_ensembles.studies.store import Store
+from hydra_ensembles.studies.zero_shot.collecting import collect_zero_shot, rebuild_zero_shot
+from hydra_ensembles.studies.zero_shot.methods import METHODS
+from hydra_ensembles.studies.zero_shot.results import StoredZeroShot
+from hydra_ensembles.studies.zero_shot.study import run_zero_shot_study, study_recipe
 from shared_paths import shared
 
 
@@ -53,6 +57,17 @@ def test_many_class_study(data: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_cifar10_study(data: Path, cifar: Path, tmp_path: Path) -> None:
     run("vision-cifar10", data, tmp_path, cifar)
+
+
+@pytest.mark.slow
+def test_zero_shot_study(data: Path, cifar: Path, tmp_path: Path) -> None:
+    recipe = study_recipe("shared", None, tiny=True)
+    run_zero_shot_study(recipe, data, tmp_path / "runs", device="cpu", cifar=cifar)
+    tables = collect_zero_shot(recipe, tmp_path / "runs", tmp_path / "results")
+    assert rebuild_zero_shot(recipe.name, tmp_path / "results") == tables
+    study = StoredZeroShot.load(recipe.name, tmp_path / "results")
+    assert study.tasks("seen") == ["cifar10", "tinyimagenet"]
+    assert study.methods == list(METHODS)
 
 
 def test_text_backbones_of_the_real_model(data: Path, tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ ImageNet itself through torchvision, texts from the Hugging Face hub. The paper 
 text sets it used; the names here are the usual ones.
 """
 
+from dataclasses import replace
+
+from .cifar100 import CIFAR100_CLASSES
 from .suites import SetRef, Suite, named
 from .tables import Columns
 
@@ -135,6 +138,7 @@ PAPER_SST2 = Suite(
     "validation split, the first 3,000 training rows are the validation set.",
 )
 
+_NAMED_CIFAR100 = replace(_CIFAR100, class_names=CIFAR100_CLASSES)
 _ZERO_SHOT_TASKS = (
     SetRef("cifar10", "torchvision:CIFAR10", "test"),
     SetRef("food101", "torchvision:Food101", "test"),
@@ -152,14 +156,16 @@ PAPER_ZERO_SHOT_IMAGENET = Suite(
     circuit_ood=PAPER_IMAGENET.circuit_ood,
     near=_IMAGENET_NEAR,
     far=_IMAGENET_FAR,
-    tasks=(_CIFAR100, *_ZERO_SHOT_TASKS),
+    train=SetRef("imagenet-train", _IMAGENET.source, "train", folder=_IMAGENET.folder),
+    tasks=(_NAMED_CIFAR100, *_ZERO_SHOT_TASKS),
     notes="Zero-shot ImageNet-1K (Table 25) and, with it, the other eight data sets of the classification "
-    "average (Table 24). Prompt: 'A photo of a {label}.'",
+    "average (Table 24). Prompt: 'A photo of a {label}.' Temperatures are fitted on 5,000 training images of "
+    "ImageNet-1K.",
 )
 
 PAPER_ZERO_SHOT_CIFAR100 = Suite(
     name="paper-zero-shot-cifar100",
-    id=_CIFAR100,
+    id=_NAMED_CIFAR100,
     validation=PAPER_IMAGENET.validation,
     circuit_ood=PAPER_IMAGENET.circuit_ood,
     near=(_CIFAR10_NEAR, _listed("tinyimagenet", "cifar100", "test_tin")),

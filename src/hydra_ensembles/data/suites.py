@@ -30,6 +30,7 @@ class SetRef:
         columns: Column names of a table.
         config: Configuration of a hub data set.
         labels: Whether labels are needed.
+        class_names: Names in label order, for a list of images, which does not bring them.
     """
 
     name: str
@@ -42,6 +43,7 @@ class SetRef:
     columns: Columns = field(default_factory=Columns)
     config: str | None = None
     labels: LabelPolicy = "required"
+    class_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check what can be checked without the data."""
@@ -64,6 +66,7 @@ class SetRef:
             root=base if is_list else base / self.folder,
             columns=self.columns,
             labels=self.labels,
+            class_names=self.class_names or None,
             config=self.config,
             images=self.folder if is_list else None,
         )

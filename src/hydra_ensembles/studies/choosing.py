@@ -9,11 +9,12 @@ from ..errors import DataError
 from ..fuse import fuse
 from ..metrics import accuracy, auroc
 from ..prediction import Prediction, ScoreName
-from .decision import Candidate, Chosen, Decision
-from .methods import HYDRA, HYDRA_TRUNK, fixed_methods
+from .decision import Candidate, Chosen, Decision, rate_name
+from .methods import HYDRA, HYDRA_TRUNK, MC_DROPOUT, fixed_methods
 from .recipe import StudyRecipe
 from .seed_folder import SeedFolder
 from .seed_models import SeedModels
+from .specs import dropout
 from .units import joined
 
 Measured = dict[str, dict[str, float]]  # "method|model|score" -> accuracy, auroc, cost
@@ -35,19 +36,16 @@ def _explore(models: SeedModels) -> Measured:
     found: Measured = {}
     for method, units in fixed_methods(recipe).items():
         _measure(found, f"{method}|", *joined(models, units), labels, recipe, None)
+    for rate in recipe.dropout.rates:
+        _measure(found, f"{MC_DROPOUT}|{rate_name(rate)}", *joined(models, (dropout(rate),)), labels, recipe, None)
     costs: dict[str, float] = {}
     for method, one in candidates(recipe):
         key = one.members.key
         if key not in costs:
             costs[key] = _relative_cost(models, one)
         logits = joined(models, one.members.units(one.mlp, recipe.members))
-        _measure(found, f"{method}|{model_name(one)}", *logits, labels, recipe, costs[key])
+        _measure(found, f"{method}|{one.name}", *logits, labels, recipe, costs[key])
     return found
-
-
-def model_name(one: Chosen) -> str:
-    """What tables call a setting."""
-    return f"{one.members.key}, MLPs {'fused' if one.mlp == 'mean' else 'apart'}"
 
 
 def _measure(
@@ -95,7 +93,7 @@ def decide(recipe: StudyRecipe, measured: list[Measured]) -> Decision:
                 cost=parts[0].get("cost"),
             )
         )
-    settings = {(method, model_name(one)): one for method, one in candidates(recipe)}
+    settings = {(method, one.name): one for method, one in candidates(recipe)}
     best = {
         method: _best([one for one in compared if one.method == method], recipe, method)
         for method in dict.fromkeys(one.method for one in compared)
@@ -105,6 +103,7 @@ def decide(recipe: StudyRecipe, measured: list[Measured]) -> Decision:
         seeds=recipe.explore_seeds,
         hydra=settings[HYDRA, best[HYDRA].model],
         trunk=settings[HYDRA_TRUNK, best[HYDRA_TRUNK].model],
+        dropout=next(rate for rate in recipe.dropout.rates if best[MC_DROPOUT].model == rate_name(rate)),
         scores={method: one.score for method, one in best.items()},
         candidates=tuple(compared),
     )

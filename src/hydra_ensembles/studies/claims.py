@@ -147,11 +147,18 @@ class Replicates:
 
     def _classification(self, metric: str, method: str, seed: int) -> tuple[float, Floats]:
         prediction = self._predict(method, seed, self.study.groups("id")[0])
-        columns, measured = _per_sample(metric, prediction, self.study.labels(seed))
-        generator = np.random.default_rng(0)
-        count = len(columns[0])
-        draws = (torch.from_numpy(generator.integers(count, size=count)) for _ in range(self.resamples))
-        return measured(*columns), np.array([measured(*(column[rows] for column in columns)) for rows in draws])
+        return classification_replicates(metric, prediction, self.study.labels(seed), self.resamples)
+
+
+def classification_replicates(
+    metric: str, prediction: Prediction, labels: Tensor, resamples: int
+) -> tuple[float, Floats]:
+    """A metric, and its value on every resample `[R]`; all predictions for as many samples share the draws."""
+    columns, measured = _per_sample(metric, prediction, labels)
+    generator = np.random.default_rng(0)
+    count = len(columns[0])
+    draws = (torch.from_numpy(generator.integers(count, size=count)) for _ in range(resamples))
+    return measured(*columns), np.array([measured(*(column[rows] for column in columns)) for rows in draws])
 
 
 def _per_sample(metric: str, prediction: Prediction, labels: Tensor) -> tuple[list[Tensor], Callable[..., float]]:

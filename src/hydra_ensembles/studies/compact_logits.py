@@ -52,11 +52,13 @@ def compact(logits: Tensor, labels: Tensor | None, step: float, keep: int | None
     """Store member logits `[S, B, C]` of one set, `keep` classes a sample one by one."""
     classes = logits.shape[-1]
     relative = logits.double() - logits.double().amax(-1, keepdim=True)
+    answers = relative.argmax(-1)  # [S, B]
     kept = None
     if keep is not None and keep + 1 < classes:
         weight = relative.softmax(-1).amax(0)  # [B, C]: the most that any member gives to a class
+        weight.scatter_add_(1, answers.T, torch.ones_like(answers.T, dtype=weight.dtype))  # what a member answers stays
         if labels is not None:
-            weight[torch.arange(len(labels)), labels] = 2.0
+            weight[torch.arange(len(labels)), labels] = torch.inf
         kept = weight.topk(keep, dim=-1).indices.sort(dim=-1).values  # [B, keep]
         index = kept.expand(len(relative), -1, -1)
         rest = relative.scatter(2, index, -torch.inf).logsumexp(-1, keepdim=True)
@@ -64,6 +66,7 @@ def compact(logits: Tensor, labels: Tensor | None, step: float, keep: int | None
         relative = torch.cat([relative.gather(2, index), tail], dim=-1)
     lowest = -60000.0
     rounded = (relative / step).round() * step
+    rounded = rounded.where(relative == 0, rounded.clamp_max(-step))  # no tie with a member's answer
     return CompactSet(
         values=rounded.clamp_min(lowest).to(torch.float16).numpy(),
         kept=None if kept is None else kept.numpy().astype(np.uint16),

@@ -21,6 +21,16 @@ class Chosen:
     members: MemberSet
     mlp: Fusion
 
+    @property
+    def name(self) -> str:
+        """What tables call the setting."""
+        return f"{self.members.key}, MLPs {'fused' if self.mlp == 'mean' else 'apart'}"
+
+
+def rate_name(rate: float) -> str:
+    """What tables call MC Dropout at one rate."""
+    return f"rate {rate:g}"
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -54,6 +64,7 @@ class Decision:
         seeds: Seeds whose half B was looked at.
         hydra: Hydra (Circ).
         trunk: Hydra (Circ) with a shared trunk.
+        dropout: The rate of MC Dropout.
         scores: The OOD score of every method.
         candidates: All that was compared.
     """
@@ -62,6 +73,7 @@ class Decision:
     seeds: tuple[int, ...]
     hydra: Chosen
     trunk: Chosen
+    dropout: float
     scores: Mapping[str, ScoreName]
     candidates: tuple[Candidate, ...]
 

@@ -5,9 +5,10 @@ from types import MappingProxyType
 
 from .decision import Chosen, Decision
 from .recipe import StudyRecipe
-from .specs import CLASSIFIERS, DROPOUT, backbone
+from .specs import CLASSIFIERS, backbone, dropout
 
 SINGLE = "Single"
+MC_DROPOUT = "MC Dropout"
 TEMPERATURE = "Temperature Scaling"
 DEEP = "Deep Ensembles"
 DEEP_CLASSIFIERS = "Deep Ensembles (classifiers)"
@@ -31,7 +32,6 @@ FIXED: Mapping[str, Callable[[StudyRecipe], Units]] = MappingProxyType(
         TEMPERATURE: lambda recipe: (backbone(0),),
         DEEP: _backbones,
         DEEP_CLASSIFIERS: lambda recipe: (CLASSIFIERS,) if "classifier" in recipe.trainings else (),
-        "MC Dropout": lambda recipe: (DROPOUT,),
         "Taylor": lambda recipe: (recipe.taylor.member(0),),
         "CircAvg": lambda recipe: (recipe.paper.member(0),),
         "CircAcc": lambda recipe: (recipe.paper.member(1),),
@@ -60,12 +60,14 @@ def fixed_methods(recipe: StudyRecipe) -> dict[str, Units]:
 
 
 def all_methods(recipe: StudyRecipe, decision: Decision) -> dict[str, Units]:
-    """Every method of a study with its units."""
+    """Every method of a study with its units, in the order of the tables."""
     chosen = {name: pick(decision) for name, pick in CHOSEN.items()}
-    return {
-        **fixed_methods(recipe),
-        **{name: one.members.units(one.mlp, recipe.members) for name, one in chosen.items()},
-    }
+    found = fixed_methods(recipe)
+    place = next(index for index, name in enumerate(found) if name == "Taylor")  # pruned models come after it
+    items = list(found.items())
+    items.insert(place, (MC_DROPOUT, (dropout(decision.dropout),)))
+    items += [(name, one.members.units(one.mlp, recipe.members)) for name, one in chosen.items()]
+    return dict(items)
 
 
 def all_units(methods: Mapping[str, Units]) -> list[str]:

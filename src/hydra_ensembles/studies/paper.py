@@ -70,6 +70,5 @@ NOT_TESTABLE: tuple[tuple[str, str], ...] = (
     ("Deep Ensembles of independently pretrained models (Table 1)", "one pretraining of each backbone is to be had"),
     ("Places365, SVHN, iNaturalist, NINCO, SSB-Hard (Tables 21 to 23)", "the sets are not to be had here"),
     ("Corruptions of ImageNet-C (Tables 13, 14)", "ImageNet is not to be had here"),
-    ("Zero-shot classification (Tables 3, 24 to 28)", "no CLIP checkpoint is to be had here"),
 )
 """Claims of the paper that this data and these models cannot test, and why."""

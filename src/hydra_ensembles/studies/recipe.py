@@ -45,10 +45,15 @@ class Counts:
 
 @dataclass(frozen=True)
 class Dropout:
-    """MC Dropout: rate and number of passes."""
+    """MC Dropout: rates to choose from, and the number of passes."""
 
-    rate: float
+    rates: tuple[float, ...]
     passes: int
+
+    def __post_init__(self) -> None:
+        """Check the rates."""
+        if not self.rates or not all(0.0 < rate < 1.0 for rate in self.rates) or self.passes < 1:
+            raise ConfigError(f"dropout takes rates between 0 and 1 and at least one pass, got {self}")
 
 
 @dataclass(frozen=True)
@@ -199,6 +204,6 @@ def _tiny(recipe: StudyRecipe) -> StudyRecipe:
         paper=fewer(recipe.paper),
         explore=tuple(fewer(kinds[heads]) for heads in ("circuits", "sampled") if heads in kinds),
         explore_trunk=tuple(fewer(one) for one in recipe.explore_trunk[-1:]),
-        dropout=replace(recipe.dropout, passes=2),
+        dropout=Dropout(recipe.dropout.rates[:2], passes=2),
         cost_batch=2,
     )

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,25 @@ FORMAT = "hydra_ensembles.study 1"
 SAME = 1e-5  # numbers made again may differ by the rounding of another machine
 
 
+class Stored(Protocol):
+    """Results that can be saved."""
+
+    @property
+    def name(self) -> str:
+        """Name of the study."""
+        ...
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Plain data."""
+        ...
+
+    @property
+    def sets(self) -> Mapping[str, CompactSet]:
+        """Stored logits."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class StoredStudy:
     """What the tables are made of.
@@ -45,14 +64,7 @@ class StoredStudy:
         Raises:
             DataError: One is missing or damaged.
         """
-        path = folder / f"{name}.json"
-        try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read as results of a study: {error}") from error
-        if facts.get("format") != FORMAT:
-            raise DataError(f"{path} has format {facts.get('format')!r}; this version reads {FORMAT!r}")
-        return cls(facts, load_sets(folder / f"{name}.npz"))
+        return cls(*read(name, folder, FORMAT))
 
     @property
     def name(self) -> str:
@@ -138,7 +150,23 @@ def bring_together(recipe: StudyRecipe, output: Path) -> StoredStudy:
     return StoredStudy(facts, sets)
 
 
-def save(study: StoredStudy, tables: Mapping[str, Any], folder: Path) -> None:
+def read(name: str, folder: Path, accepted: str) -> tuple[Mapping[str, Any], Mapping[str, CompactSet]]:
+    """Facts and stored logits of results in one format.
+
+    Raises:
+        DataError: A file is missing, damaged, or in another format.
+    """
+    path = folder / f"{name}.json"
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as results of a study: {error}") from error
+    if facts.get("format") != accepted:
+        raise DataError(f"{path} has format {facts.get('format')!r}; this version reads {accepted!r}")
+    return facts, load_sets(folder / f"{name}.npz")
+
+
+def save(study: Stored, tables: Mapping[str, Any], folder: Path) -> None:
     """Write `NAME.npz`, then `NAME.json`."""
     save_sets(folder / f"{study.name}.npz", study.sets, small=True)
     text = json.dumps({**study.facts, **tables}, indent=1, allow_nan=False)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +17,28 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..files import write_atomically
 from ..heads import HeadRanking
-from .recipe import StudyRecipe
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+class NamedRecipe(Protocol):
+    """What a folder needs to know of a recipe: whose it is."""
+
+    @property
+    def name(self) -> str:
+        """Name of the study."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """A short name for the whole recipe."""
+        ...
 
 
 class SeedFolder:
     """Products of one seed of a study by name."""
 
-    def __init__(self, output: Path, recipe: StudyRecipe, seed: int) -> None:
+    def __init__(self, output: Path, recipe: NamedRecipe, seed: int) -> None:
         self.study = output / recipe.name
         self.path = self.study / f"seed-{seed}"
         self.label = f"{recipe.name} seed {seed}"
@@ -88,7 +101,7 @@ class SeedFolder:
             file.write(json.dumps({"what": name, "seconds": seconds}) + "\n")
 
 
-def claim(path: Path, recipe: StudyRecipe) -> None:
+def claim(path: Path, recipe: NamedRecipe) -> None:
     """Write down whose folder it is, or refuse one of another recipe."""
     if path.exists():
         found = json.loads(path.read_text(encoding="utf-8")).get("digest")

@@ -22,11 +22,12 @@ from ..randomness import derive_seed
 from ..schema import to_plain
 from .recipe import StudyRecipe, digest_of
 from .seed_folder import SeedFolder
-from .specs import CLASSIFIERS, DROPOUT, MemberSet
+from .specs import CLASSIFIERS, MemberSet
 from .splits import Samples, StudyData
 
 CIRCUITS: tuple[Score, ...] = ("avg", "acc", "ood")
 CIRCUIT_BATCH = 100
+CIRCUIT_MEMORY = 10 << 30  # bytes of activations on a GPU, which several seeds share
 SPARE = 2  # heads ranked beyond those pruned, for circuits that would otherwise be equal
 TAYLOR_DRAWS = 4  # rankings made per member before giving up on members that differ
 _SEEDS = 1 << 31
@@ -46,8 +47,8 @@ class SeedModels:
         kind, _, rest = unit.partition("/")
         if kind == "backbone":
             return self.backbone(int(rest))
-        if unit == DROPOUT:
-            return mc_dropout(self.base, self.recipe.dropout.rate, self.recipe.dropout.passes, self.seed)
+        if kind == "dropout":
+            return mc_dropout(self.base, float(rest), self.recipe.dropout.passes, self.seed)
         if unit == CLASSIFIERS:
             return fuse([self.classifier(index) for index in range(self.recipe.members)], mlp="separate")
         key, _, index = rest.rpartition("/") if kind == "member" else (rest, "", "")
@@ -95,16 +96,21 @@ class SeedModels:
     def member(self, members: MemberSet, index: int) -> Ensemble:
         """One member, pruned and fine-tuned; the file is named by its heads and its training."""
         heads = self.heads(members)[index]
-        start = prune(self.base, heads)
+        samples = self.data.member_train
+        if members.start == "finetuned":
+            start = prune(self.base, heads)
+        else:
+            seed = derive_seed(self.seed, "member classifier", index) % _SEEDS
+            start, samples = prune(fresh_classifier(self._pretrained, seed), heads), self.data.train
         if members.training is None:
             return start
         training = replace(self.training(members.training), seed=derive_seed(self.seed, "members") % _SEEDS)
         if members.trunk:
             training = replace(training, last_blocks=self.base.num_layers - members.trunk)
-        identity = digest_of([[str(head) for head in sorted(heads)], to_plain(training), index])
+        identity = digest_of([[str(head) for head in sorted(heads)], to_plain(training), index, members.start])
 
         def make() -> dict[str, Tensor]:
-            return self._finetuned(start, training, self.data.member_train, index).state_dict()
+            return self._finetuned(start, training, samples, index).state_dict()
 
         state = self.folder.tensors(f"members/{identity}", make, self.device)
         return Ensemble.from_state(start.config, state, start.metadata)
@@ -150,6 +156,7 @@ class SeedModels:
                     score=score,
                     budget=budget,
                     layers=self.layers(trunk),
+                    memory_budget=CIRCUIT_MEMORY if self.device.type == "cuda" else None,
                     journal=place / f"{score}-trunk{trunk}.journal",
                     progress=False,
                 )

@@ -11,6 +11,7 @@ from ..errors import ConfigError
 from ..fuse import Fusion
 
 HeadChoice = Literal["circuits", "sampled", "taylor", "random"]
+Start = Literal["finetuned", "pretrained"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class MemberSet:
         trunk: Layers at the start that stay whole and common.
         training: Name of a training of the recipe; None leaves the members as pruned.
         pool: Heads to draw from, for `sampled`.
+        start: What the heads are pruned from. `finetuned`: the single model, and the training recovers. `pretrained`:
+            the pretrained model with a new classifier for each member, and the training is a whole fine-tuning, on
+            all training data; which heads go is still read off the single model.
     """
 
     heads: HeadChoice
@@ -31,6 +35,7 @@ class MemberSet:
     trunk: int = 0
     training: str | None = "standard"
     pool: int | None = None
+    start: Start = "finetuned"
 
     def __post_init__(self) -> None:
         """Check the counts, and that a pool is there where one is drawn from."""
@@ -40,6 +45,11 @@ class MemberSet:
             raise ConfigError(f"prune must be at least 1 and trunk at least 0, got {self.prune} and {self.trunk}")
         if (self.heads == "sampled") != (self.pool is not None):
             raise ConfigError(f"heads={self.heads!r} and pool={self.pool}: sampled members need a pool, no others do")
+        if self.start not in get_args(Start) or (self.start == "pretrained" and self.training is None):
+            raise ConfigError(
+                f"start must be one of {list(get_args(Start))}, and members that start from the pretrained model need "
+                f"a training; got {self.start!r} and training={self.training}"
+            )
         if self.pool is not None and self.pool <= self.prune:
             raise ConfigError(f"a pool of {self.pool} heads leaves nothing to choose when {self.prune} are pruned")
 
@@ -47,7 +57,8 @@ class MemberSet:
     def key(self) -> str:
         """A name that tells this set from all others of a recipe."""
         pool = "" if self.pool is None else f"-of-{self.pool}"
-        return f"{self.heads}-{self.prune}{pool}-trunk{self.trunk}-{self.training or 'untrained'}"
+        start = "" if self.start == "finetuned" else "-from-pretrained"
+        return f"{self.heads}-{self.prune}{pool}-trunk{self.trunk}-{self.training or 'untrained'}{start}"
 
     def member(self, index: int) -> str:
         """The unit of one member by itself."""
@@ -72,5 +83,9 @@ def backbone(index: int) -> str:
     return f"backbone/{index}"
 
 
-DROPOUT = "dropout"
+def dropout(rate: float) -> str:
+    """The unit of MC Dropout at one rate."""
+    return f"dropout/{rate:g}"
+
+
 CLASSIFIERS = "classifiers"

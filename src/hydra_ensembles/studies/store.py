@@ -79,11 +79,12 @@ class Store:
         """The pretrained model with a fresh classifier, which is all that the seed decides."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = self._dinov2(input_size) if name == "dinov2_vits14" else self._minilm()
+            model = self.dinov2(input_size) if name == "dinov2_vits14" else self.minilm()
             ensemble: Ensemble = convert(model, num_labels=len(classes), labels=classes)
         return ensemble
 
-    def _dinov2(self, size: int) -> Any:
+    def dinov2(self, size: int) -> Any:
+        """DINOv2 ViT-S/14 of timm for images of this size, without a classifier."""
         timm = require("timm", extra="timm")
         names = require("timm.models.vision_transformer", extra="timm")
         path = self.root / DINOV2
@@ -94,6 +95,7 @@ class Store:
         model.load_state_dict(names.checkpoint_filter_fn(state, model))
         return model
 
-    def _minilm(self) -> Any:
+    def minilm(self) -> Any:
+        """MiniLM-L6 of transformers, the bare encoder."""
         transformers = require("transformers", extra="transformers")
         return transformers.AutoModel.from_pretrained(self.minilm_folder(), dtype=torch.float32).eval()

@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from .methods import DEEP, HYDRA, HYDRA_TRUNK, SINGLE
+from ..schema import from_plain
+from .decision import Chosen, rate_name
+from .methods import DEEP, HYDRA, HYDRA_TRUNK, MC_DROPOUT, SINGLE
 from .paper import COLUMN_OF, NOT_TESTABLE, PAPER
 
 Facts = Mapping[str, Any]
@@ -35,7 +37,7 @@ def main_table(facts: Facts) -> str:
     for method, row in facts["rows"].items():
         score = facts["decision"]["decision"]["scores"][method].replace("_", " ")
         numbers = [shown(row[metric], metric) for metric in NAMES]
-        lines.append([method, *numbers, score, shown(row["chosen.all.auroc"], "auroc"), _ratio(facts, method)])
+        lines.append([method, *numbers, score, shown(row["chosen.all.auroc"], "auroc"), ratio(facts, method)])
         if method in PAPER[column]:
             paper = [printed(PAPER[column][method][metric], metric) for metric in NAMES]
             lines.append([f"*paper, {column}*", *(f"*{number}*" for number in paper), "", "", ""])
@@ -91,7 +93,10 @@ def choice_table(facts: Facts) -> str:
         key = (one["method"], one["model"])
         if key not in best or one["value"] > best[key]["value"]:
             best[key] = one
-    chosen = {method: _setting(decision[key]) for method, key in ((HYDRA, "hydra"), (HYDRA_TRUNK, "trunk"))}
+    keys = ((HYDRA, "hydra"), (HYDRA_TRUNK, "trunk"))
+    chosen = {method: from_plain(Chosen, decision[key], key).name for method, key in keys}
+    if "dropout" in decision:  # a study with a single rate has nothing to choose
+        chosen[MC_DROPOUT] = rate_name(decision["dropout"])
     lines = []
     for (method, model), one in best.items():
         mark = "**chosen**" if chosen.get(method) == model else ""
@@ -209,15 +214,8 @@ def difference(value: float, metric: str) -> str:
     return f"{100 * value:+.2f}" if share else f"{value:+.3f}"
 
 
-def _setting(chosen: Mapping[str, Any]) -> str:
-    members = chosen["members"]
-    pool = "" if members["pool"] is None else f"-of-{members['pool']}"
-    training = members["training"] or "untrained"
-    fused = "fused" if chosen["mlp"] == "mean" else "apart"
-    return f"{members['heads']}-{members['prune']}{pool}-trunk{members['trunk']}-{training}, MLPs {fused}"
-
-
-def _ratio(facts: Facts, method: str) -> str:
+def ratio(facts: Facts, method: str) -> str:
+    """Latency over that of the single model; empty where it was not measured."""
     costs = facts["costs"]
     if costs is None or method not in costs["costs"]:
         return ""

