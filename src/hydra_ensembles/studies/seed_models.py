@@ -27,7 +27,7 @@ from .splits import Samples, StudyData
 
 CIRCUITS: tuple[Score, ...] = ("avg", "acc", "ood")
 CIRCUIT_BATCH = 100
-CIRCUIT_MEMORY = 10 << 30  # bytes of activations on a GPU, which several seeds share
+CIRCUIT_MEMORY = 4 << 30  # bytes of activations on a GPU, which several seeds share
 SPARE = 2  # heads ranked beyond those pruned, for circuits that would otherwise be equal
 TAYLOR_DRAWS = 4  # rankings made per member before giving up on members that differ
 _SEEDS = 1 << 31

@@ -47,6 +47,13 @@ def test_it_comes_close_to_the_exact_method(problem: Problem, score: Score) -> N
     assert screened.scores[-1] >= exact.scores[-1] - 0.02
 
 
+def test_for_the_accuracy_no_head_is_left_out(problem: Problem) -> None:
+    exact = problem.extract(method="exact", score="acc", budget=6)
+    screened = problem.extract(method="screened", score="acc", budget=6, screen_size=1)
+    assert screened.heads == exact.heads  # in full precision they are the same method
+    assert screened.provenance["errors"] == exact.provenance["errors"]
+
+
 def measured(current: CurrentModel, heads: Sequence[Head]) -> Effects:
     """Effects of heads, measured on all samples."""
     effects = Effects(current)

@@ -18,8 +18,6 @@ from .answers import AnswerTable
 from .choice import Choice
 from .current import CurrentModel
 from .distributed import Ranks
-from .precision import fast_products
-from .samples import IntArray
 from .sweep import Sweep
 
 _CHUNKS = 16  # parts in which a candidate is evaluated
@@ -54,7 +52,6 @@ class Exact:
         self.together = max(_TOGETHER[kind], _PAIRS[kind] // self.chunk)
         self.table = AnswerTable(current.candidates, current.samples, self.objective, current.model.ensemble.dtype)
         self.sweep = Sweep(current, self.table)
-        self._precise = self.objective.samples
 
     @property
     def result(self) -> Choice:
@@ -66,17 +63,14 @@ class Exact:
         self.current.remove(head)
 
     @torch.no_grad()
-    def choose(self, candidates: Sequence[Head], known: Choice | None = None, precise: int | None = None) -> Choice:
+    def choose(self, candidates: Sequence[Head], known: Choice | None = None) -> Choice:
         """The candidate whose removal leaves the best score.
 
         Args:
             candidates: The heads to choose from.
             known: One of them with its result, where that is known already.
-            precise: Samples, hardest first, that are evaluated in full precision; the others by `fast_products`.
-                None for all.
         """
         self.table.clear()
-        self._precise = self.objective.samples if precise is None else precise
         unknown = [head for head in candidates if known is None or head != known.head]
         progress = {head: _Progress() for head in unknown if head in self.current.own}
         self._advance(progress, dict.fromkeys(progress, self.chunk))
@@ -116,25 +110,17 @@ class Exact:
         return amounts
 
     def _advance(self, progress: Mapping[Head, _Progress], amounts: Mapping[Head, int]) -> None:
-        """Evaluate candidates on that many more samples each, in one sweep for each precision."""
+        """Evaluate candidates on that many more samples each, in one sweep."""
         if not amounts:
             return
         order = self.current.hardest_first
         numbers = [order[progress[head].evaluated :][:amount] for head, amount in amounts.items()]
         indices = np.array([self.current.index_of[head] for head in amounts], np.int64)
-        precise = [max(self._precise - progress[head].evaluated, 0) for head in amounts]
-        self._sweep(indices, [one[:count] for one, count in zip(numbers, precise, strict=True)])
-        with fast_products(self.current.device):
-            self._sweep(indices, [one[count:] for one, count in zip(numbers, precise, strict=True)])
+        self.sweep.run(np.repeat(indices, [len(one) for one in numbers]), np.concatenate(numbers))
         for head, one, counts in zip(amounts, numbers, self.table.counts(indices), strict=True):
             state = progress[head]
             state.evaluated += len(one)
             state.errors, state.discordance = counts
-
-    def _sweep(self, indices: IntArray, numbers: Sequence[IntArray]) -> None:
-        """Run each candidate on its samples, all in one sweep."""
-        if any(len(one) for one in numbers):
-            self.sweep.run(np.repeat(indices, [len(one) for one in numbers]), np.concatenate(numbers))
 
     def _so_far(self, head: Head, one: _Progress) -> Choice:
         return Choice(self.objective.value(one.errors, one.discordance), head, one.errors, one.discordance)

@@ -69,9 +69,8 @@ def extract_circuit(
       integer units apart; `audit_steps` counts how often it does.
     * `"screened"` remembers what each head does to each sample, from when it was last measured or from a gradient
       pass, and so estimates all heads without running them; only those that come out best are measured (on a GPU,
-      with float32 products in TF32). For the accuracy nothing is estimated: there it is `"exact"` with TF32 products
-      on the easier samples of a GPU. Approximate; audited steps tell how often its choice was as good as that of
-      `"exact"`.
+      with float32 products in TF32). For the accuracy nothing is estimated: there it is `"exact"` with TF32 products.
+      Approximate; audited steps tell how often its choice was as good as that of `"exact"`.
 
     Of a dual encoder, the heads of both towers are candidates together, and images are classified by class names
     as `zero_shot` does. `"exact"` runs the image tower for heads of the image tower only, and the text tower for

@@ -8,8 +8,7 @@ on all.
 
 Errors are few, so for the accuracy an estimate that is off by one is off by much; but for the same reason branch
 and bound settles most candidates on a handful of samples. There nothing is estimated and no candidate is left out:
-branch and bound decides, in full precision on the samples that are hardest to call, in the fast products of a GPU
-on the others.
+branch and bound decides, in the fast products of a GPU.
 """
 
 import math
@@ -29,12 +28,11 @@ from .sweep import Sweep
 AFRESH = 8  # steps after which all that is remembered is forgotten; a resumed run repeats at most as many
 PREDICT_EVERY = 2  # steps after which a gradient corrects what is remembered
 _HARD = 0.5  # share of the samples, hardest first, on which a candidate is measured or predicted again
-_PRECISE = 0.125  # share of the samples, hardest first, whose errors are counted in full precision
 _ROUNDS = 3  # in which the candidates of a step are measured, at most
 
 
 class FastErrors:
-    """Chooses by errors alone: branch and bound over all candidates, fast where that cannot change an answer.
+    """Chooses by errors alone: branch and bound over all candidates in fast products.
 
     Args:
         exact: Branch and bound on the model with all heads chosen so far taken out.
@@ -45,7 +43,8 @@ class FastErrors:
 
     def choose(self, candidates: Sequence[Head]) -> Head:
         """The candidate with the fewest errors, as far as fast products tell."""
-        return self.exact.choose(candidates, precise=math.ceil(_PRECISE * self.exact.objective.samples)).head
+        with fast_products(self.exact.current.device):
+            return self.exact.choose(candidates).head
 
 
 class Screen:

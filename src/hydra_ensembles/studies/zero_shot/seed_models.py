@@ -137,7 +137,7 @@ class ZeroShotModels:
                 inside.evaluation(CIRCUIT_BATCH),
                 budget=self.recipe.taylor_prune,
                 seed=derive_seed(self.seed, "taylor") % _SEEDS,
-                calibration_batches=self.recipe.counts.taylor_batches,
+                calibration_batches=min(self.recipe.counts.taylor_batches, -(-len(inside) // CIRCUIT_BATCH)),
             )
 
         return self.folder.ranking(f"taylor-{self.recipe.taylor_prune}", make)
