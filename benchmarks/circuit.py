@@ -197,7 +197,7 @@ def table(results: list[Result]) -> str:
 
 def merged(earlier: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
     """A report with the rows of an earlier one of the same machine and versions for cases and scores it has not."""
-    if any(earlier[key] != value for key, value in report.items() if key != "results"):
+    if any(earlier.get(key) != value for key, value in report.items() if key != "results"):
         return report
     new = {(row["case"], row["score"]) for row in report["results"]}
     kept = [row for row in earlier["results"] if (row["case"], row["score"]) not in new]
@@ -233,7 +233,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--progress", action="store_true")
-    parser.add_argument("--output", type=Path, help="JSON file; rows of other cases and scores in it stay")
+    parser.add_argument(
+        "--output", type=Path, help="JSON file; rows of other cases and scores of the same machine and versions stay"
+    )
     options = parser.parse_args()
     if options.naive_steps and options.naive_steps < 2:
         parser.error("--naive-steps must be at least 2, or 0 for all: the first step includes what is done once")

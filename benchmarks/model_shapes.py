@@ -118,6 +118,7 @@ SHAPES: dict[str, ModelShape] = {
         ModelShape("tiny", _vit("vit_base_patch16_224", **_TINY), _images(16), _call, 5),
         ModelShape("tiny-bert", _bert(**_TINY_BERT), _texts(8, 50), _call_text, 8),
         ClipShape("clip-b32", _clip(_CLIP_IMAGE, _CLIP_TEXT, 512), _images(224), _call, 50, 1000, 77),
+        ClipShape("clip-b32-100", _clip(_CLIP_IMAGE, _CLIP_TEXT, 512), _images(224), _call, 50, 100, 77),
         ClipShape("tiny-clip", _clip(_TINY_CLIP_IMAGE, _TINY_CLIP_TEXT, 20), _images(16), _call, 5, 5, 12),
     )
 }

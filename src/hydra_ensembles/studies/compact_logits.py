@@ -49,16 +49,21 @@ class CompactSet:
 
 
 def compact(logits: Tensor, labels: Tensor | None, step: float, keep: int | None) -> CompactSet:
-    """Store member logits `[S, B, C]` of one set, `keep` classes a sample one by one."""
+    """Store member logits `[S, B, C]` of one set, `keep` classes a sample one by one.
+
+    More are kept where members give so many different answers that these, and the label, would not find room: an
+    answer that was shared out among other classes would leave its member without its confidence.
+    """
     classes = logits.shape[-1]
     relative = logits.double() - logits.double().amax(-1, keepdim=True)
-    answers = relative.argmax(-1)  # [S, B]
     kept = None
-    if keep is not None and keep + 1 < classes:
-        weight = relative.softmax(-1).amax(0)  # [B, C]: the most that any member gives to a class
-        weight.scatter_add_(1, answers.T, torch.ones_like(answers.T, dtype=weight.dtype))  # what a member answers stays
+    if keep is not None:
+        needed = torch.zeros(relative.shape[1:], dtype=torch.double).scatter_(1, relative.argmax(-1).T, 1.0)  # [B, C]
         if labels is not None:
-            weight[torch.arange(len(labels)), labels] = torch.inf
+            needed[torch.arange(len(labels)), labels] = 1.0
+        keep = max(keep, int(needed.sum(-1).amax()))
+    if keep is not None and keep + 1 < classes:
+        weight = needed + relative.softmax(-1).amax(0)  # the most that any member gives to a class
         kept = weight.topk(keep, dim=-1).indices.sort(dim=-1).values  # [B, keep]
         index = kept.expand(len(relative), -1, -1)
         rest = relative.scatter(2, index, -torch.inf).logsumexp(-1, keepdim=True)

@@ -95,7 +95,7 @@ def choice_table(facts: Facts) -> str:
             best[key] = one
     keys = ((HYDRA, "hydra"), (HYDRA_TRUNK, "trunk"))
     chosen = {method: from_plain(Chosen, decision[key], key).name for method, key in keys}
-    if "dropout" in decision:  # a study with a single rate has nothing to choose
+    if "dropout" in decision:  # results from when the rate was not chosen do not say it
         chosen[MC_DROPOUT] = rate_name(decision["dropout"])
     lines = []
     for (method, model), one in best.items():

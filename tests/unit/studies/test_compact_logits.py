@@ -50,6 +50,17 @@ def test_every_members_favourite_is_kept() -> None:
     torch.testing.assert_close(stored.logits().softmax(-1), logits.softmax(-1), atol=1e-4, rtol=0.05)
 
 
+def test_more_classes_are_kept_where_members_disagree() -> None:
+    logits = torch.zeros(3, 2, 50)
+    for member, favourite in enumerate((7, 30, 49)):
+        logits[member, 0, favourite] = 9.0
+        logits[member, 1, 7] = 9.0
+    stored = compact(logits, torch.tensor([2, 7]), STEP, 2)
+    assert stored.kept[0].tolist() == [2, 7, 30, 49]
+    assert 7 in stored.kept[1].tolist()
+    torch.testing.assert_close(stored.logits().softmax(-1).amax(-1), logits.softmax(-1).amax(-1), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("small", [False, True])
 def test_files_give_sets_back(tmp_path: Path, small: bool) -> None:
     sets = {

@@ -24,7 +24,8 @@ class Counts:
     Attributes:
         pairs: Images whose pairs with captions train the dual encoder and tune text sides.
         circuits: ID and OOD images, each, that circuits of both towers are extracted on.
-        image_circuits: ID images of the further task, beside those above, for circuits of the image tower alone.
+        image_circuits: How many more ID images circuits of the image tower alone read; all of theirs are drawn from
+            both of their tasks together, in proportion.
         calibration: ID images that temperatures are fitted on.
         taylor_batches: Batches that the Taylor ranking reads.
         test: Images of each classification task.
