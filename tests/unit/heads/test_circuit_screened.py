@@ -23,6 +23,8 @@ from hydra_ensembles.heads.circuit.working_model import working_copy
 from hydra_ensembles.heads.head import Head
 from hydra_ensembles.heads.mask import existing_heads
 
+MOST = [pytest.param(score, marks=pytest.mark.slow) if score == "ood" else score for score in SCORES]  # avg has both
+
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
@@ -37,7 +39,7 @@ def evaluation(problem: Problem, score: Score) -> Evaluation:
     return Evaluation(copy, samples, objective, Ranks(), Work(), 64, 10**9)
 
 
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", MOST)
 def test_it_comes_close_to_the_exact_method(problem: Problem, score: Score) -> None:
     exact = problem.extract(method="exact", score=score, budget=4)
     screened = problem.extract(method="screened", score=score, budget=4)
@@ -64,7 +66,7 @@ def measured(current: CurrentModel, heads: Sequence[Head]) -> Effects:
     return effects
 
 
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", MOST)
 def test_measured_effects_order_heads_as_the_naive_method_does(problem: Problem, score: Score) -> None:
     setup = evaluation(problem, score)
     heads = list(existing_heads(problem.model.config))
@@ -147,7 +149,7 @@ def test_an_audit_holds_the_choice_against_the_best_of_all() -> None:
     assert screened.provenance["audit"]["largest_excess"] == missed
 
 
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", MOST)
 def test_a_fraction_of_the_naive_work(problem: Problem, score: Score) -> None:
     options = {"method": "screened", "score": score, "budget": 16, "audit_steps": 0, "dtype": torch.float32}
     ranking = problem.extract(**options)

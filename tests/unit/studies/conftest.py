@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,15 @@ from small_study import CPU, SmallStore, small_recipe, small_store
 
 from hydra_ensembles.studies.results import StoredStudy, bring_together, save
 from hydra_ensembles.studies.run import run_stages
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_resamples() -> Iterator[None]:
+    """Intervals of claims from a few draws: their width is tested where it matters, with numbers of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("claims", "zero_shot.collecting"):
+            patch.setattr(f"hydra_ensembles.studies.{module}.RESAMPLES", 20)
+        yield
 
 
 @pytest.fixture(scope="session")

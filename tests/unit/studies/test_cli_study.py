@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from hydra_ensembles.cli.study import EXAMPLES, study
 from hydra_ensembles.studies import STUDIES
-from hydra_ensembles.studies.results import StoredStudy
 
 
 @pytest.fixture
@@ -29,13 +28,6 @@ def test_unknown_studies_and_stages_are_one_line(app: typer.Typer, tmp_path: Pat
     result = runner.invoke(app, [STUDIES[0], "--seeds", "0;1", "--output", str(tmp_path)])
     assert result.exit_code == 2
     assert "--seeds takes whole numbers" in result.stderr
-
-
-def test_from_results_prints_every_table(app: typer.Typer, results: Path, study: StoredStudy) -> None:
-    result = CliRunner().invoke(app, [study.name, "--from-results", "--results", str(results)])
-    assert result.exit_code == 0, result.stderr
-    for table in ("main", "sets", "calibration", "diversity", "choice", "claims", "targets"):
-        assert f"### {study.name}: {table}" in result.stdout
 
 
 def test_collecting_an_unfinished_run_says_what_is_missing(app: typer.Typer, tmp_path: Path) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
+from hydra_ensembles.cli.study import study as study_command
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.metrics import auroc, bootstrap_ood_difference
 from hydra_ensembles.prediction import Prediction
@@ -140,3 +143,12 @@ def test_claims_stand_with_both_settings(study: StoredStudy, tables: dict[str, A
     assert {one["verdict"] for one in claims} <= {"reproduced", "not reproduced", "tie"}
     for one in claims:
         assert one["low"] <= one["high"]
+
+
+def test_the_command_prints_every_table(results: Path, study: StoredStudy) -> None:
+    app = typer.Typer()
+    app.command()(study_command)
+    result = CliRunner().invoke(app, [study.name, "--from-results", "--results", str(results)])
+    assert result.exit_code == 0, result.stderr
+    for table in ("main", "sets", "calibration", "diversity", "choice", "claims", "targets"):
+        assert f"### {study.name}: {table}" in result.stdout

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from ...metrics.bootstrap import OodMetric, ood_replicates
-from ..claims import LEVEL, RESAMPLES, Floats, classification_replicates, verdict
+from ..claims import LEVEL, Floats, classification_replicates, verdict
 from ..rows import Rows
 from .methods import (
     CIRC_AVG,
@@ -96,7 +96,7 @@ class ZeroShotClaim:
     verdict: Verdict
 
 
-def zero_shot_claims(study: StoredZeroShot, rows: Rows, resamples: int = RESAMPLES) -> list[ZeroShotClaim]:
+def zero_shot_claims(study: StoredZeroShot, rows: Rows, resamples: int) -> list[ZeroShotClaim]:
     """Every comparison; one whose methods or tasks are not there is not testable."""
     replicates = _Replicates(study, counted_tasks(study, rows).get("unseen", []), resamples)
     found = [_claim(replicates, UNSEEN, *one, AVERAGE) for one in CLASSIFIED]

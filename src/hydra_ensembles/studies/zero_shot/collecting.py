@@ -5,6 +5,7 @@ from typing import Any
 
 from ...errors import DataError
 from ...schema import to_plain
+from ..claims import RESAMPLES
 from ..results import SAME, save
 from ..rows import largest_difference
 from .claims import zero_shot_claims
@@ -57,7 +58,7 @@ def make_tables(study: StoredZeroShot) -> dict[str, Any]:
     return {
         "rows": rows,
         "left_out": [task for task in study.tasks() if task not in counted],
-        "claims": [to_plain(one) for one in zero_shot_claims(study, rows)],
+        "claims": [to_plain(one) for one in zero_shot_claims(study, rows, RESAMPLES)],
     }
 
 
