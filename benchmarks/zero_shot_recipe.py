@@ -20,13 +20,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 from zero_shot_candidates import FROZEN, LONG, SHORT, Candidate
 
 import hydra_ensembles as he
 from hydra_ensembles import data
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.prompts import average_templates, prompts_of
 from hydra_ensembles.schema import to_plain
 from hydra_ensembles.studies.image_samples import ImageSamples
@@ -36,6 +38,8 @@ from hydra_ensembles.studies.zero_shot.dual_model import untrained_dual
 from hydra_ensembles.studies.zero_shot.label_names import label_names
 from hydra_ensembles.studies.zero_shot.pairs import FeaturePairs, view_features
 from hydra_ensembles.text_tuning import text_features, tune_text
+
+MAKES_FEATURES = ("size", "seed", "train_images", "validation_images", "views", "templates")
 
 
 @dataclass(frozen=True)
@@ -56,15 +60,16 @@ class Features:
 
     @classmethod
     def compute(cls, options: argparse.Namespace) -> "Features":
-        """Run both towers over everything once, or read what an earlier call with the same counts kept."""
+        """Run both towers over everything once, or read what an earlier call with the same options kept."""
         device = torch.device(options.device)
         dual = untrained_dual(Store(options.shared), options.size, options.seed).to(device)
         folder = options.shared / "data" / "images" / "tinyimagenet"
         sets = {split: data.load(folder, split=split) for split in ("train", "validation")}
         names = label_names("tinyimagenet", sets["train"].class_names)
         captions = Captions(names, CAPTION_TEMPLATES[: options.templates])
+        made_by = {name: str(getattr(options, name)) for name in MAKES_FEATURES}
         if options.features is not None and options.features.exists():
-            return cls(dual, names, captions, load_file(options.features, device=options.device))
+            return cls(dual, names, captions, read_features(options.features, made_by, options.device))
         tensors = {}
         for split, count, views in (
             ("train", options.train_images, options.views),
@@ -79,7 +84,8 @@ class Features:
         tensors["validation"] = tensors["validation"][0]
         tensors["captions"] = text_features(dual, every_caption(captions))
         if options.features is not None:
-            save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, options.features)
+            content = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(content, options.features, metadata=made_by)
         return cls(dual, names, captions, tensors)
 
     @property
@@ -101,6 +107,24 @@ class Features:
     def validation_labels(self) -> Tensor:
         """Their labels `[N]`."""
         return self.tensors["validation labels"].cpu()
+
+
+def read_features(path: Path, made_by: Mapping[str, str], device: str) -> dict[str, Tensor]:
+    """Features that an earlier call kept.
+
+    Raises:
+        DataError: They were made by other options.
+    """
+    with safe_open(path, "pt", device=device) as file:
+        found = file.metadata() or {}
+        other = [
+            f"{name} {found.get(name)} (now {value})" for name, value in made_by.items() if found.get(name) != value
+        ]
+        if other:
+            raise DataError(
+                f"{path} holds features of other options: {', '.join(other)}; name another file, or delete it"
+            )
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def every_caption(captions: Captions) -> list[str]:

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from .._version import __version__
 from ..calibrate import fit_calibration
-from .compact_logits import CompactSet, compact, save_sets
+from .compact_logits import CompactSet, compact
 from .decision import Decision
-from .methods import all_methods, all_units
+from .logit_files import save_sets
+from .methods import all_methods, all_units, groups_of
 from .seed_models import SeedModels
 from .test_sets import open_test_sets
 from .units import joined, member_logits
@@ -58,7 +59,7 @@ def evaluate(models: SeedModels, decision: Decision) -> None:
     stored: dict[str, CompactSet] = {}
     for name, one in sets.items():
         labels = one.samples.labels if one.group == "id" else None
-        stored[name] = compact(torch.cat(found[name]), labels, recipe.logit_step, recipe.keep_classes)
+        stored[name] = compact(torch.cat(found[name]), labels, groups_of(methods, counts), recipe.storing(one.group))
     save_sets(folder.path / LOGITS, stored)
     folder.facts(
         FACTS,

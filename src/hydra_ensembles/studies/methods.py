@@ -1,6 +1,7 @@
 """The method table: every row of the results, and the units it is made of. Further baselines are added here."""
 
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from types import MappingProxyType
 
 from .decision import Chosen, Decision
@@ -73,3 +74,23 @@ def all_methods(recipe: StudyRecipe, decision: Decision) -> dict[str, Units]:
 def all_units(methods: Mapping[str, Units]) -> list[str]:
     """Every unit once, in the order of the methods."""
     return list(dict.fromkeys(unit for units in methods.values() for unit in units))
+
+
+def groups_of(methods: Mapping[str, Units], counts: Mapping[str, int]) -> list[int]:
+    """How many rows of logits belong together, in their order: those from the first to the last one of a method.
+
+    Args:
+        methods: Every method with its units.
+        counts: The rows of every unit, in the order of the rows.
+    """
+    ends = dict(zip(counts, accumulate(counts.values()), strict=True))
+    groups: list[tuple[int, int]] = []
+    for start, end in sorted(
+        (min(ends[unit] - counts[unit] for unit in units), max(ends[unit] for unit in units))
+        for units in methods.values()
+    ):
+        if groups and start < groups[-1][1]:
+            start, end = groups[-1][0], max(end, groups[-1][1])
+            groups.pop()
+        groups.append((start, end))
+    return [end - start for start, end in groups]

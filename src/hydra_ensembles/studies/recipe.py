@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from types import MappingProxyType
 from typing import Any, Literal
@@ -14,7 +14,8 @@ from ..errors import ConfigError
 from ..finetune import Recipe
 from ..fuse import Fusion
 from ..prediction import ScoreName
-from ..schema import from_plain, to_plain
+from ..schema import ADDED_LATER, from_plain, to_plain
+from .compact_logits import Storing
 from .specs import MemberSet
 
 STUDIES = ("vision-cifar10", "vision-tinyimagenet", "text-sst2")
@@ -79,8 +80,9 @@ class StudyRecipe:
         scores: OOD scores that may be chosen.
         trunk_cost: Most multiply-adds of the ensemble with a shared trunk, over those of a single model.
         dropout: MC Dropout.
-        keep_classes: Classes of a sample whose logits are stored one by one; None for all.
-        logit_step: Stored logits are multiples of this.
+        logit_step: How finely logits are stored; see `Storing`.
+        keep_classes: Classes of an ID sample whose logits are stored one by one; None for all.
+        ood_keep_classes: The same of an OOD sample; None for as many as of an ID sample.
         cost_batch: Inputs a batch when latency is measured.
         accuracy_weight: Weight of ID accuracy against OOD AUROC where settings are chosen.
     """
@@ -106,6 +108,7 @@ class StudyRecipe:
     keep_classes: int | None = None
     open_layers: int | None = None
     accuracy_weight: float = 0.5
+    ood_keep_classes: int | None = field(default=None, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         """Check that everything named exists and that chosen settings come from somewhere."""
@@ -126,13 +129,20 @@ class StudyRecipe:
             raise ConfigError("Hydra (Circ) is chosen among circuits and members sampled from one; see explore")
         if any(one.trunk for one in self.explore) or not all(one.trunk for one in self.explore_trunk):
             raise ConfigError("sets with a trunk belong in explore_trunk, and only they")
-        if not 0.0 <= self.accuracy_weight <= 1.0 or self.members < 2 or not self.logit_step > 0:
-            raise ConfigError("accuracy_weight lies between 0 and 1, members is at least 2, logit_step is positive")
+        if not 0.0 <= self.accuracy_weight <= 1.0 or self.members < 2:
+            raise ConfigError("accuracy_weight lies between 0 and 1, and members is at least 2")
+        for group in ("id", "near"):
+            self.storing(group)  # checks itself
 
     @property
     def kind(self) -> Literal["image", "text"]:
         """What the study looks at."""
         return "image" if self.backbone == "dinov2_vits14" else "text"
+
+    def storing(self, group: str) -> Storing:
+        """How logits of a set of a group (`id` or another) are stored."""
+        keep = self.keep_classes if group == "id" or self.ood_keep_classes is None else self.ood_keep_classes
+        return Storing(self.logit_step, keep)
 
     @property
     def taylor(self) -> MemberSet:

@@ -15,10 +15,11 @@ from ..metadata import Calibration
 from ..prediction import ScoreName
 from ..schema import to_plain
 from .choosing import decision_path
-from .compact_logits import CompactSet, load_sets, save_sets
+from .compact_logits import CompactSet
 from .costs import COSTS
 from .decision import Decision
 from .evaluating import FACTS, LOGITS
+from .logit_files import load_sets, save_sets
 from .methods import CALIBRATED
 from .recipe import StudyRecipe
 
@@ -87,12 +88,12 @@ class StoredStudy:
 
     def logits(self, method: str, seed: int, name: str) -> Tensor:
         """Member logits `[M, B, C]` of a method on a set."""
-        stored = self.sets[f"{seed}.{name}"].logits()
-        starts, at = {}, 0
+        rows, at = {}, 0
         for unit, count in self.facts["units"].items():
-            starts[unit] = (at, at + count)
+            rows[unit] = range(at, at + count)
             at += count
-        return torch.cat([stored[slice(*starts[unit])] for unit in self.facts["methods"][method]])
+        wanted = [row for unit in self.facts["methods"][method] for row in rows[unit]]
+        return self.sets[f"{seed}.{name}"].logits(wanted)
 
     def labels(self, seed: int) -> Tensor:
         """Labels of the ID test set."""

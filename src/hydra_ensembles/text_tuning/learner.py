@@ -54,7 +54,7 @@ class TextLearner(BaseLearner[PairBatch]):
         seeds = [derive_seed(seed, index, self.runtime.rank) for index in range(len(group))]
         with torch.set_grad_enabled(len(group) == 1):  # one batch is run once, with its gradients
             found = [self._embed(*side, one) for side, one in zip(sides, seeds, strict=True)]
-        loss, gradients = self._loss(found, _labels_of(group))
+        loss, gradients = self._loss(found, self._agreed_labels(group))
         for index, gradient in enumerate(gradients):
             again = found[0] if len(group) == 1 else self._embed(*sides[index], seeds[index])
             pairs = [(one, to) for one, to in zip(again, gradient, strict=True) if one.requires_grad]
@@ -129,6 +129,17 @@ class TextLearner(BaseLearner[PairBatch]):
         images, texts = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
         return value, list(zip(images[own].split(sizes), texts[own].split(sizes), strict=True))
 
+    def _agreed_labels(self, group: list[PairBatch]) -> Tensor | None:
+        """Labels of the batches; refused in every process where some of all batches have them and some do not.
+
+        A process that found this out alone would leave the others waiting for it.
+        """
+        own = torch.tensor([sum(batch.labels is not None for batch in group), len(group)], device=self.runtime.device)
+        labelled, batches = self.runtime.total(own).tolist()
+        if labelled not in (0, batches):
+            raise _some_labels(labelled, batches)
+        return _labels_of(group)
+
     def _exchange(self) -> None:
         """Sum the gradients over all processes; that of the scale is whole in each of them."""
         processes = self.runtime.processes
@@ -146,7 +157,9 @@ def _labels_of(group: list[PairBatch]) -> Tensor | None:
     """Labels of several batches one after another; None where there are none."""
     present = [batch.labels for batch in group if batch.labels is not None]
     if len(present) not in (0, len(group)):
-        raise DataError(
-            f"{len(present)} of {len(group)} batches have labels; all must, or none (then every pair stands alone)"
-        )
+        raise _some_labels(len(present), len(group))
     return torch.cat(present) if present else None
+
+
+def _some_labels(labelled: int, batches: int) -> DataError:
+    return DataError(f"{labelled} of {batches} batches have labels; all must, or none (then every pair stands alone)")

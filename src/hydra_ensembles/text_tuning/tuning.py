@@ -41,7 +41,8 @@ def tune_text(
     The image tower is locked: it gets no gradient and ends with the bits it had. The loss is CLIP's, over all pairs of
     an update; pairs of one class are positives of each other. `Recipe.gradient_accumulation` batches, from every
     process that accelerate or torchrun started, count as one large batch: every image is compared with every text of
-    all of them. The logit scale is trained and kept at or below log(100).
+    all of them. The logit scale (a logarithm, as CLIP has it) is trained and kept between 0 and log(100); the first
+    update moves one from outside to the nearer end.
 
     `Recipe.train_groups` and `last_blocks` speak of the text tower; the text projection belongs to the group
     `readout`. With `validation`, the weights are kept with which the text nearest to an image is most often of its

@@ -7,7 +7,8 @@ import pytest
 from hydra_ensembles.data import suite
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.studies import STUDIES, load_recipe
-from hydra_ensembles.studies.methods import fixed_methods
+from hydra_ensembles.studies.compact_logits import Storing
+from hydra_ensembles.studies.methods import fixed_methods, groups_of
 from hydra_ensembles.studies.specs import MemberSet
 
 HEADS = 72
@@ -85,6 +86,23 @@ def test_member_sets_check_themselves(changes: dict, message: str) -> None:
 def test_recipes_check_themselves(changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(load_recipe("vision-cifar10"), **changes)
+
+
+def test_logits_of_ood_sets_take_less_room() -> None:
+    for name in STUDIES[:2]:
+        recipe = load_recipe(name)
+        assert recipe.storing("id").keep > recipe.storing("near").keep
+    text = load_recipe("text-sst2")
+    assert text.storing("id") == text.storing("far") == Storing(1 / 64)
+    assert replace(text, keep_classes=5).storing("far").keep == 5
+    with pytest.raises(ConfigError, match="a step is positive"):
+        replace(text, logit_step=0.0)
+
+
+def test_rows_that_a_method_needs_belong_together() -> None:
+    counts = {"a": 1, "b": 1, "c": 1, "d": 5, "e": 1, "f": 1, "g": 3}
+    methods = {"one": ("a",), "three": ("a", "b", "c"), "five": ("d",), "e": ("e",), "both": ("f", "e"), "last": ("g",)}
+    assert groups_of(methods, counts) == [3, 5, 2, 3]
 
 
 def test_unknown_study_is_named() -> None:

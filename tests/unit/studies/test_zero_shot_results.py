@@ -8,7 +8,7 @@ import torch
 
 from hydra_ensembles.metrics import auroc, ece
 from hydra_ensembles.prediction import Prediction
-from hydra_ensembles.studies.compact_logits import compact
+from hydra_ensembles.studies.compact_logits import Storing, compact
 from hydra_ensembles.studies.zero_shot.answers import mean_logits
 from hydra_ensembles.studies.zero_shot.claims import UNSEEN, zero_shot_claims
 from hydra_ensembles.studies.zero_shot.collecting import make_tables
@@ -20,6 +20,8 @@ from hydra_ensembles.studies.zero_shot.rows import counted_tasks, zero_shot_rows
 from hydra_ensembles.studies.zero_shot.tables import TABLES
 
 UNITS = [unit for family in FAMILIES for unit in family.units]
+GROUPS = [len(family.units) for family in FAMILIES]
+STORING = Storing(1 / 64, 8)
 CLASSES = 12
 SAMPLES = 60
 
@@ -37,12 +39,12 @@ def made_up(strength: dict[str, float], hopeless: tuple[str, ...] = ()) -> Store
             for index, unit in enumerate(UNITS):
                 if task not in hopeless:
                     logits[index, torch.arange(SAMPLES), labels] += strength.get(unit, 2.0)
-            sets[f"{seed}.task.{task}"] = compact(logits, labels, 1 / 64, 8)
+            sets[f"{seed}.task.{task}"] = compact(logits, labels, GROUPS, STORING)
         for task in ("tinyimagenet", "cifar100"):
             for name in ("a", "b", "c"):
                 generator = torch.Generator().manual_seed(99 + seed)
                 sets[f"{seed}.ood.{task}.{name}"] = compact(
-                    torch.randn(len(UNITS), 40, CLASSES, generator=generator), None, 1 / 64, 8
+                    torch.randn(len(UNITS), 40, CLASSES, generator=generator), None, GROUPS, STORING
                 )
     group = {"near": {"a": 40}, "far": {"b": 40, "c": 40}}
     facts = {

@@ -1,5 +1,6 @@
 """The images of the zero-shot study: nothing reported was read before, and names say what classes are."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from small_zero_shot import small_recipe, small_store
 from hydra_ensembles.data import ImageDataset, overlaps
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.studies.store import Store
+from hydra_ensembles.studies.zero_shot.joined_images import at_most
 from hydra_ensembles.studies.zero_shot.label_names import label_names
 from hydra_ensembles.studies.zero_shot.pairs import CIFAR_TRAIN
 from hydra_ensembles.studies.zero_shot.recipe import load_zero_shot_recipe
@@ -23,15 +25,19 @@ def sets() -> SharedSets:
 
 
 def test_circuits_of_the_image_tower_see_both_tasks_once() -> None:
-    both, joint = sets().circuits(), sets().image_circuits()
+    counts = replace(small_recipe().counts, circuits=12, image_circuits=4)
+    both, joint = sets().circuits(), SharedSets(small_store(), counts).image_circuits()
     assert joint.inside.names[: len(both.inside.names)] == both.inside.names
     assert len(set(joint.inside.names)) == len(joint.inside.names)
     assert not set(joint.inside.names) & set(overlaps.left(overlaps.CIFAR100_TINYIMAGENET))
     inside = joint.inside.images
-    first = len(both.inside.images)
-    assert np.array_equal(inside.labels[:first], both.inside.images.labels)
-    assert inside.labels[first:].min() == len(both.inside.names)
-    assert np.array_equal(np.asarray(inside[0][0]), np.asarray(both.inside.images[0][0]))
+    first = at_most(both.inside.images, 12)  # the images that circuits of both towers read
+    assert len(first) == 12
+    assert len(inside) == 12 + 4
+    assert np.array_equal(inside.labels[: len(first)], first.labels)
+    assert inside.labels[len(first) :].min() >= len(both.inside.names)
+    assert np.array_equal(np.asarray(inside[0][0]), np.asarray(first[0][0]))
+    assert len(joint.outside) == 12
 
 
 def test_cifar100_images_that_rank_are_not_reported() -> None:
@@ -102,6 +108,9 @@ def test_real_sets_have_names_and_do_not_overlap() -> None:
     assert CIFAR_TRAIN.split == "train-1"
     joint = real.image_circuits()
     assert len(joint.inside.names) == 200 + 100 - len(overlaps.CIFAR100_TINYIMAGENET)
+    assert np.bincount(joint.inside.images.labels >= 200).tolist() == [300, 124]
+    whole = SharedSets(store, replace(load_zero_shot_recipe().counts, image_circuits=10_000)).image_circuits()
+    assert len(whole.inside.images) == len(joint.inside.images)  # the 124 are all there are
 
 
 @pytest.mark.parametrize("change", [{"prune": 0}, {"members": 2}, {"least_over_chance": 0.5}, {"suite": "paper"}])

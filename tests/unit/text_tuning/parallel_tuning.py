@@ -1,9 +1,13 @@
-"""One of several processes that tune together: python parallel_tuning.py FOLDER, with torchrun's variables set."""
+"""One of several processes that tune together: python parallel_tuning.py FOLDER [some], with torchrun's variables set.
+
+With `some`, only the first process has labels.
+"""
 
 import os
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -24,8 +28,14 @@ def uneven() -> list[Batch]:
     return [(whole[0][a:b], whole[1][a:b], whole[2][a:b]) for a, b in pairwise(cuts)]
 
 
+def partly_labelled() -> list[Any]:
+    """The same; every other batch, those of the second process, without labels."""
+    return [batch[:2] if index % 2 else batch for index, batch in enumerate(uneven())]
+
+
 if __name__ == "__main__":
+    batches = partly_labelled() if "some" in sys.argv else uneven()
     tuned = tune_text(
-        tiny_dual(dtype=torch.float64), uneven(), RECIPE, train_image_projection=True, device="cpu", progress=False
+        tiny_dual(dtype=torch.float64), batches, RECIPE, train_image_projection=True, device="cpu", progress=False
     )
     save_file(tuned.state_dict(), Path(sys.argv[1]) / f"tuned-{os.environ['RANK']}.safetensors")

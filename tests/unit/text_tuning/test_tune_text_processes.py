@@ -14,8 +14,8 @@ from tuning_cases import pairs, tiny_dual
 from hydra_ensembles.text_tuning import tune_text
 
 
-def launch(folder: Path, processes: int = 2) -> None:
-    """What torchrun and accelerate launch do, without their waiting."""
+def launch(folder: Path, *words: str, processes: int = 2) -> list[tuple[int, str]]:
+    """What torchrun and accelerate launch do, without their waiting; exit statuses and what was printed."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = str(server.getsockname()[1])
@@ -31,7 +31,7 @@ def launch(folder: Path, processes: int = 2) -> None:
     script = str(Path(__file__).with_name("parallel_tuning.py"))
     running = [
         subprocess.Popen(
-            [sys.executable, script, str(folder)],
+            [sys.executable, script, str(folder), *words],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -39,15 +39,19 @@ def launch(folder: Path, processes: int = 2) -> None:
         )
         for rank in range(processes)
     ]
-    for process in running:
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
+    try:
+        printed = [process.communicate(timeout=120)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    return [(process.returncode, output) for process, output in zip(running, printed, strict=True)]
 
 
 def test_two_processes_tune_as_one_with_the_whole_batch(tmp_path):
     """Two processes, two batches each: one update over all 24 pairs, as one process makes it."""
     pytest.importorskip("accelerate")
-    launch(tmp_path)
+    for status, output in launch(tmp_path):
+        assert status == 0, output
     first, second = (load_file(tmp_path / f"tuned-{rank}.safetensors") for rank in range(2))
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     start = tiny_dual(dtype=torch.float64)
@@ -57,3 +61,11 @@ def test_two_processes_tune_as_one_with_the_whole_batch(tmp_path):
     gaps = {name: (tensor - expected[name]).abs().max().item() for name, tensor in first.items()}
     assert max(gaps.values()) < 1e-12
     assert max((tensor - start.state_dict()[name]).abs().max().item() for name, tensor in first.items()) > 1e-3
+
+
+def test_processes_that_disagree_about_labels_say_so(tmp_path):
+    """Two of the four batches of an update have labels; nobody waits for the other process's labels."""
+    pytest.importorskip("accelerate")
+    for status, output in launch(tmp_path, "some"):
+        assert status != 0
+        assert "2 of 4 batches have labels" in output

@@ -9,8 +9,9 @@ from torch import Tensor
 from ..._version import __version__
 from ...calibrate import fit_calibration
 from ...data import ImageDataset
-from ..compact_logits import CompactSet, compact, save_sets
+from ..compact_logits import CompactSet, compact
 from ..evaluating import FACTS, LOGITS, device_name
+from ..logit_files import save_sets
 from .answers import image_embeddings, logits_of, mean_logits, text_embeddings
 from .fixed import Fixed
 from .methods import Family, families_of, methods_of
@@ -73,11 +74,11 @@ def evaluate(models: ZeroShotModels) -> None:
         for name, logits in folder.arrays(f"test/{family.name}", make).items():
             found.setdefault(name, []).append(torch.from_numpy(logits))
         units |= dict.fromkeys(family.units, 1)
+    groups = [len(family.units) for family in families_of(models.trains_text)]
     stored: dict[str, CompactSet] = {}
     labels = {f"{TASK}.{one.name}": torch.from_numpy(one.test.images.labels.copy()) for one in tests.tasks}
     for name, parts in found.items():
-        keep = recipe.keep_classes if name in labels else recipe.keep_detection
-        stored[name] = compact(torch.cat(parts), labels.get(name), recipe.logit_step, keep)
+        stored[name] = compact(torch.cat(parts), labels.get(name), groups, recipe.storing(name in labels))
     save_sets(folder.path / LOGITS, stored)
     folder.facts(FACTS, lambda: {**_facts(models, fixed, tests), "units": units})
 

@@ -1,11 +1,12 @@
-"""Two labelled sets of images as one task, the classes of the second after those of the first."""
+"""Parts of sets of images, and two labelled sets as one task, the classes of the second after those of the first."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from ...data import ImageDataset
+from ...data import ImageDataset, subset
 from ...data.dataset import Picture
+from ..recipe import SPLIT_SEED
 
 
 class _OneAfterAnother:
@@ -21,6 +22,13 @@ class _OneAfterAnother:
         """One image."""
         inside = row < len(self.first)
         return self.first[row][0] if inside else self.second[row - len(self.first)][0]
+
+
+def at_most(images: ImageDataset, limit: int | None) -> ImageDataset:
+    """So many of the images, drawn once, the same for all seeds; all of them where there are not more."""
+    if limit is None or limit >= len(images):
+        return images
+    return subset(images, limit, SPLIT_SEED, stratified=images.labelled)
 
 
 def joined_images(first: ImageDataset, second: ImageDataset, names: Sequence[str], name: str) -> ImageDataset:

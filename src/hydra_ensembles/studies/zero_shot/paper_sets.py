@@ -13,7 +13,7 @@ from ...data import ImageDataset, SetRef, only_classes, suite, without_classes
 from ...data.cifar100 import CIFAR100_CLASSES
 from ...data.overlaps import CIFAR100_TINYIMAGENET, left
 from ...errors import DataError
-from .joined_images import joined_images
+from .joined_images import at_most, joined_images
 from .label_names import label_names
 from .recipe import Counts
 from .sources import CircuitData, Detection, NamedImages, Task
@@ -38,21 +38,24 @@ class PaperSets:
         return CircuitData(self._fewer(self._validation), self._load(self._main.circuit_ood))
 
     def image_circuits(self) -> CircuitData:
-        """The same and CIFAR-100 with the OOD set its circuits read (E.3.2), as one task.
+        """The same and CIFAR-100 with the OOD set its circuits read (E.3.2), as one task, so many images of each.
 
         Classes of CIFAR-100 that ImageNet-1K has as well are left out; TinyImageNet, whose overlaps are listed, is a
         part of it.
         """
-        both, supervised = self.circuits(), suite("paper-cifar100")
+        both, supervised, counts = self.circuits(), suite("paper-cifar100"), self.counts
         part = self._load(_given(supervised.validation, supervised.name), CIFAR100_CLASSES)
         same = {
             name for name, label in zip(part.class_names, _names(CIFAR100, part), strict=True) if label in _imagenet()
         }
         part = without_classes(part, sorted({*same, *left(CIFAR100_TINYIMAGENET)}))
-        further = only_classes(part, sorted(set(part.labels.tolist()))[: self.counts.classes], relabel=True)
+        further = only_classes(part, sorted(set(part.labels.tolist()))[: counts.classes], relabel=True)
         names = (*both.inside.names, *_names(CIFAR100, further))
-        inside = joined_images(both.inside.images, further, names, "imagenet and cifar100")
-        outside = joined_images(both.outside, self._load(supervised.circuit_ood), (), "their OOD sets")
+        first, second = at_most(both.inside.images, counts.circuits), at_most(further, counts.image_circuits)
+        inside = joined_images(first, second, names, "imagenet and cifar100")
+        first = at_most(both.outside, counts.circuits)
+        second = at_most(self._load(supervised.circuit_ood), counts.image_circuits)
+        outside = joined_images(first, second, (), "their OOD sets")
         return CircuitData(NamedImages(inside, names), outside)
 
     def calibration(self) -> NamedImages:

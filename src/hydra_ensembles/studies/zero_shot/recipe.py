@@ -8,6 +8,7 @@ from ..._extras import require
 from ...errors import ConfigError
 from ...finetune import Recipe
 from ...schema import from_plain, to_plain
+from ..compact_logits import Storing
 from ..recipe import digest_of
 
 ZERO_SHOT = "zero-shot"
@@ -24,8 +25,7 @@ class Counts:
     Attributes:
         pairs: Images whose pairs with captions train the dual encoder and tune text sides.
         circuits: ID and OOD images, each, that circuits of both towers are extracted on.
-        image_circuits: How many more ID images circuits of the image tower alone read; all of theirs are drawn from
-            both of their tasks together, in proportion.
+        image_circuits: ID images of their second task, CIFAR-100, that circuits of the image tower alone read as well.
         calibration: ID images that temperatures are fitted on.
         taylor_batches: Batches that the Taylor ranking reads.
         test: Images of each classification task.
@@ -65,9 +65,9 @@ class ZeroShotRecipe:
         projection_rate: Learning rate of projections and scale over that of the text tower, in `dual`.
         least_over_chance: Tasks where the single model's accuracy is below so many times chance leave the means.
         cost_batch: Images a batch when latency is measured.
-        logit_step: Stored logits are multiples of this.
-        keep_classes: Classes of an image of a task whose logits are stored one by one.
-        keep_detection: The same of an OOD image.
+        logit_step: How finely logits are stored; see `Storing`.
+        keep_classes: Classes of an image of a task whose logits each family stores one by one.
+        ood_keep_classes: The same of an OOD image.
         model: A model of the user's own, as `load_dual` takes it; None for the one that the study trains.
     """
 
@@ -90,7 +90,7 @@ class ZeroShotRecipe:
     cost_batch: int
     logit_step: float
     keep_classes: int
-    keep_detection: int
+    ood_keep_classes: int
     model: str | None = None
 
     def __post_init__(self) -> None:
@@ -101,8 +101,14 @@ class ZeroShotRecipe:
             raise ConfigError(f"members are three circuits, and at least one seed runs; got {self.members}")
         if min(self.prune, self.more, self.image_prune, self.taylor_prune) < 1:
             raise ConfigError("prune, more, image_prune and taylor_prune are each at least one head")
-        if self.least_over_chance < 1 or not self.logit_step > 0:
-            raise ConfigError("least_over_chance is at least 1 and logit_step positive")
+        if self.least_over_chance < 1:
+            raise ConfigError(f"least_over_chance is at least 1, got {self.least_over_chance}")
+        for task in (True, False):
+            self.storing(task)  # checks itself
+
+    def storing(self, task: bool) -> Storing:
+        """How logits of the images of a task, or of an OOD set, are stored."""
+        return Storing(self.logit_step, self.keep_classes if task else self.ood_keep_classes)
 
     @property
     def digest(self) -> str:

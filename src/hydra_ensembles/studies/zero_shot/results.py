@@ -12,9 +12,10 @@ from torch import Tensor
 from ...errors import DataError
 from ...prediction import Prediction
 from ...schema import to_plain
-from ..compact_logits import CompactSet, load_sets
+from ..compact_logits import CompactSet
 from ..costs import COSTS
 from ..evaluating import FACTS, LOGITS
+from ..logit_files import load_sets
 from ..results import read
 from .evaluating import OOD, TASK
 from .recipe import ZeroShotRecipe
@@ -84,10 +85,9 @@ class StoredZeroShot:
         return self._predict(method, seed, f"{OOD}.{task}.{name}")
 
     def _predict(self, method: str, seed: int, key: str) -> Prediction:
-        stored = self.sets[f"{seed}.{key}"].logits()  # [units, N, C]
         rows = [list(self.facts["units"]).index(unit) for unit in self.facts["methods"][method]]
         temperature = self.facts["temperatures"][str(seed)].get(method)
-        return Prediction.from_logits(stored[rows], temperature=temperature)
+        return Prediction.from_logits(self.sets[f"{seed}.{key}"].logits(rows), temperature=temperature)
 
 
 def bring_together(recipe: ZeroShotRecipe, output: Path) -> StoredZeroShot:

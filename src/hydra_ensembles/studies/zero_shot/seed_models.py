@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...data import ImageDataset, subset
+from ...data import ImageDataset
 from ...dual_encoder import DualEncoder, Tower
 from ...heads import Head, HeadRanking, extract_circuit, taylor
 from ...heads.circuit.settings import Score
@@ -15,11 +15,11 @@ from ...prompts import DEFAULT_TEMPLATES, Templates
 from ...prune import prune
 from ...randomness import derive_seed
 from ...zero_shot import zero_shot
-from ..recipe import SPLIT_SEED
 from ..seed_folder import SeedFolder
 from ..seed_models import CIRCUIT_BATCH, CIRCUIT_MEMORY, CIRCUITS, SPARE, Heads, distinct, fast_products
 from ..splits import Samples
 from .captions import CAPTION_TEMPLATES
+from .joined_images import at_most
 from .methods import Family
 from .recipe import ZeroShotRecipe
 from .sources import EvaluationSets, ModelSource
@@ -144,9 +144,7 @@ class ZeroShotModels:
 
     def samples(self, images: ImageDataset, limit: int | None = None) -> Samples:
         """Images as the model takes them; so many of them, drawn once."""
-        if limit is not None and limit < len(images):
-            images = subset(images, limit, SPLIT_SEED, stratified=images.labelled)
-        return self.model.samples(images, self.device)
+        return self.model.samples(at_most(images, limit), self.device)
 
     @cached_property
     def _joint(self) -> tuple[Samples, Samples, tuple[str, ...]]:
@@ -155,6 +153,5 @@ class ZeroShotModels:
 
     @cached_property
     def _image_only(self) -> tuple[Samples, Samples, tuple[str, ...]]:
-        counts = self.recipe.counts
-        data, limit = self.sets.image_circuits(), counts.circuits + counts.image_circuits
-        return self.samples(data.inside.images, limit), self.samples(data.outside, counts.circuits), data.inside.names
+        data = self.sets.image_circuits()  # as many of each task as the recipe says
+        return self.samples(data.inside.images), self.samples(data.outside), data.inside.names

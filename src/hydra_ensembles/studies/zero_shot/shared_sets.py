@@ -14,7 +14,7 @@ from ...errors import DataError
 from ..recipe import SPLIT_SEED
 from ..splits import halves
 from ..store import Store
-from .joined_images import joined_images
+from .joined_images import at_most, joined_images
 from .label_names import label_names
 from .recipe import Counts
 from .sources import CircuitData, Detection, Domain, NamedImages, Task
@@ -39,14 +39,18 @@ class SharedSets:
         return CircuitData(self._fewer(self._halves[0]), self._images(self._main.circuit_ood))
 
     def image_circuits(self) -> CircuitData:
-        """The same and a part of CIFAR-100 as one task: the classes of both, those that overlap once."""
-        both = self.circuits()
+        """The images of circuits of both towers and some of CIFAR-100 as one task: all classes, overlapping ones once.
+
+        Of CIFAR-100 there are two images of each class that TinyImageNet does not have, 124.
+        """
+        both, counts = self.circuits(), self.counts
         part = without_classes(self._cifar100[0], left(CIFAR100_TINYIMAGENET))
-        kept = sorted(set(part.labels.tolist()))[: self.counts.classes]
+        kept = sorted(set(part.labels.tolist()))[: counts.classes]
         further = only_classes(part, kept, relabel=True)
         names = (*both.inside.names, *label_names("cifar100", further.class_names))
-        images = joined_images(both.inside.images, further, names, "tinyimagenet and cifar100")
-        return CircuitData(NamedImages(images, names), both.outside)
+        first, second = at_most(both.inside.images, counts.circuits), at_most(further, counts.image_circuits)
+        images = joined_images(first, second, names, "tinyimagenet and cifar100")
+        return CircuitData(NamedImages(images, names), at_most(both.outside, counts.circuits))
 
     def calibration(self) -> NamedImages:
         """Half B of TinyImageNet's validation set."""

@@ -83,7 +83,10 @@ class EvaluationSets(Protocol):
         ...
 
     def image_circuits(self) -> CircuitData:
-        """What circuits of the image tower alone are extracted on (the paper adds CIFAR-100 there)."""
+        """What circuits of the image tower alone are extracted on (the paper adds CIFAR-100 there).
+
+        These are the images that are read, not a set to draw them from: `Counts` says how many of each task.
+        """
         ...
 
     def calibration(self) -> NamedImages:
