@@ -1,7 +1,8 @@
 """What every method costs, measured side by side in one run."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,11 +46,33 @@ def measure(models: SeedModels, decision: Decision) -> None:
             runners[name] = model.optimize(inputs, dtype=torch.bfloat16) if fast else model
         else:
             runners[name] = model.bfloat16() if fast else model
-        costs = measure_costs(runners, inputs, repeats=30 if fast else 1, warmup=3 if fast else 0)
+    write_costs(path, runners, inputs, sizes, device, {"batch": recipe.cost_batch})
+
+
+def write_costs(
+    path: Path,
+    runners: Mapping[str, Callable[[Any], Any]],
+    inputs: Any,
+    sizes: Mapping[str, Mapping[str, int]],
+    device: torch.device,
+    conditions: Mapping[str, int],
+) -> None:
+    """Measure all runners side by side, the first of which is the reference, and write what they cost.
+
+    Args:
+        path: JSON file.
+        runners: What to time, by method.
+        inputs: The batch, on the device.
+        sizes: Parameters and multiply-adds, where they are known.
+        device: Where the runners are.
+        conditions: What else the numbers depend on.
+    """
+    fast = device.type == "cuda"
+    costs = measure_costs(runners, inputs, repeats=30 if fast else 1, warmup=3 if fast else 0)
     plain = {
         "device": device_name(device),
         "dtype": "bfloat16" if fast else "float32",
-        "batch": recipe.cost_batch,
+        **conditions,
         "costs": {one.name: {**to_plain(one), **sizes.get(one.name, {})} for one in costs},
     }
     write_atomically(path, (json.dumps(plain, indent=1) + "\n").encode())

@@ -1,16 +1,11 @@
 """What was chosen on half B, written down before any test set is opened."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from ..errors import DataError
-from ..files import write_atomically
 from ..fuse import Fusion
 from ..prediction import ScoreName
-from ..schema import from_plain, to_plain
-from .recipe import digest_of
+from .sealed import Sealed
 from .specs import MemberSet
 
 
@@ -56,7 +51,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Decision:
+class Decision(Sealed):
     """Everything that was chosen, and what it was chosen from.
 
     Attributes:
@@ -69,6 +64,9 @@ class Decision:
         candidates: All that was compared.
     """
 
+    KEY = "decision"
+    STAGE = "choose"
+
     recipe: str
     seeds: tuple[int, ...]
     hydra: Chosen
@@ -76,32 +74,3 @@ class Decision:
     dropout: float
     scores: Mapping[str, ScoreName]
     candidates: tuple[Candidate, ...]
-
-    @property
-    def digest(self) -> str:
-        """A short name for the decision; stands in the results."""
-        return digest_of(to_plain(self))
-
-    def save(self, path: Path) -> None:
-        """Write JSON with the digest beside the content."""
-        plain = {"digest": self.digest, "decision": to_plain(self)}
-        write_atomically(path, (json.dumps(plain, indent=1) + "\n").encode())
-
-    @classmethod
-    def load(cls, path: Path) -> "Decision":
-        """Read what `save` wrote.
-
-        Raises:
-            DataError: There is none, or it was changed since.
-        """
-        try:
-            plain = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{path} cannot be read as a decision ({error}); run the stage `choose` first: test sets are opened "
-                "only after everything is chosen"
-            ) from error
-        decision = from_plain(cls, plain.get("decision"), str(path))
-        if decision.digest != plain.get("digest"):
-            raise DataError(f"{path} was changed after it was written; delete it and run the stage `choose` again")
-        return decision

@@ -75,18 +75,37 @@ def run_stages(
     wait: float = 0.0,
 ) -> None:
     """Run stages of any recipe on the data and weights of a store; see `run_study`."""
-    unknown = [stage for stage in stages if stage not in STAGES]
-    if unknown:
-        raise ConfigError(f"stages {unknown} do not exist; choose from {', '.join(STAGES)}")
-    chosen_seeds = recipe.seeds if seeds is None else tuple(seeds)
-    if not chosen_seeds or not set(chosen_seeds) <= set(recipe.seeds):
-        raise ConfigError(f"seeds {list(chosen_seeds)} are not all of the recipe's {list(recipe.seeds)}")
+    wanted, chosen_seeds = checked_stages(stages, STAGES), checked_seeds(seeds, recipe.seeds)
     data = StudyData(recipe, store, device)
     models = {seed: SeedModels(recipe, seed, data, SeedFolder(output, recipe, seed)) for seed in chosen_seeds}
-    for stage in (one for one in STAGES if one in stages):
+    for stage in wanted:
         for seed, one in models.items():
             with one.folder.timed(f"stage {stage}"):
                 _run(stage, one, output, wait, first=seed == chosen_seeds[0])
+
+
+def checked_stages(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The stages to run, in the order of a study.
+
+    Raises:
+        ConfigError: One does not exist.
+    """
+    unknown = [stage for stage in wanted if stage not in known]
+    if unknown:
+        raise ConfigError(f"stages {unknown} do not exist; choose from {', '.join(known)}")
+    return [stage for stage in known if stage in wanted]
+
+
+def checked_seeds(wanted: Sequence[int] | None, known: tuple[int, ...]) -> tuple[int, ...]:
+    """The seeds to run; None for all of the recipe.
+
+    Raises:
+        ConfigError: There are none, or the recipe does not have one.
+    """
+    chosen = known if wanted is None else tuple(wanted)
+    if not chosen or not set(chosen) <= set(known):
+        raise ConfigError(f"seeds {list(chosen)} are not all of the recipe's {list(known)}")
+    return chosen
 
 
 def _run(stage: str, models: SeedModels, output: Path, wait: float, first: bool) -> None:

@@ -1,7 +1,6 @@
 """The models of one seed, made when they are first needed: backbones, rankings, pruned members, ensembles."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +13,7 @@ from ..errors import ConfigError
 from ..finetune import Recipe, finetune
 from ..fuse import fuse
 from ..heads import Head, HeadRanking, extract_circuit, taylor
+from ..heads.circuit.precision import fast_products
 from ..heads.circuit.settings import Score
 from ..heads.members import random_members, sampled_members
 from ..mc_dropout import mc_dropout
@@ -229,15 +229,3 @@ def distinct(rankings: list[HeadRanking], count: int) -> Heads:
         else:
             raise ConfigError(f"the circuits remove the same {count} heads of {len(ranking)}; prune another number")
     return tuple(chosen)
-
-
-@contextmanager
-def fast_products(device: torch.device) -> Iterator[None]:
-    """Float32 products by the tensor cores of a GPU (19 bits), within a block."""
-    before = torch.get_float32_matmul_precision()
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

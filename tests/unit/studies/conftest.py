@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from small_study import CPU, SmallStore, small_recipe, small_store
 
-from hydra_ensembles.studies.results import StoredStudy, bring_together, save
+from hydra_ensembles.studies.results import StoredStudy, bring_together
 from hydra_ensembles.studies.run import run_stages
 
 
@@ -33,7 +33,7 @@ def study(finished: tuple[Path, SmallStore]) -> StoredStudy:
 @pytest.fixture
 def results(study: StoredStudy, tables: dict, tmp_path: Path) -> Path:
     """A folder with the results of the small study."""
-    save(study, tables, tmp_path)
+    study.save(tables, tmp_path)
     return tmp_path
 
 

@@ -52,7 +52,7 @@ def test_single_is_the_first_member_of_the_deep_ensemble(study: StoredStudy) -> 
 def test_results_are_rebuilt_to_the_same_tables(
     results: Path, study: StoredStudy, tables: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert rebuild(study.name, results) == written({**study.facts, **tables})
+    assert rebuild(study.name, results) == written({**study.facts, **tables}, TABLES)
 
 
 def test_logits_and_numbers_that_do_not_belong_together_are_refused(results: Path, study: StoredStudy) -> None:

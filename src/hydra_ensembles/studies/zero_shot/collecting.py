@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from ...errors import DataError
 from ...schema import to_plain
 from ..claims import RESAMPLES
-from ..results import SAME, save
-from ..rows import largest_difference
+from ..collecting import require_same, written
 from .claims import zero_shot_claims
 from .recipe import ZeroShotRecipe
 from .results import StoredZeroShot, bring_together
@@ -26,8 +24,8 @@ def collect_zero_shot(recipe: ZeroShotRecipe, output: Path, folder: Path) -> str
     """
     study = bring_together(recipe, output)
     made = make_tables(study)
-    save(study, made, folder)
-    return written({**study.facts, **made})
+    study.save(made, folder)
+    return written({**study.facts, **made}, TABLES)
 
 
 def rebuild_zero_shot(name: str, folder: Path) -> str:
@@ -41,14 +39,8 @@ def rebuild_zero_shot(name: str, folder: Path) -> str:
     """
     study = StoredZeroShot.load(name, folder)
     made = make_tables(study)
-    gap = largest_difference(made["rows"], study.facts["rows"])
-    verdicts = [[one["verdict"] for one in claims] for claims in (made["claims"], study.facts["claims"])]
-    if gap > SAME or verdicts[0] != verdicts[1] or made["left_out"] != study.facts["left_out"]:
-        raise DataError(
-            f"the tables of {name} come out different from its stored logits (by up to {gap:.2g}); the files in "
-            f"{folder} do not belong together, or the metrics changed: run `--collect` again"
-        )
-    return written({**study.facts, **made})
+    require_same(study, made, folder)
+    return written({**study.facts, **made}, TABLES)
 
 
 def make_tables(study: StoredZeroShot) -> dict[str, Any]:
@@ -60,8 +52,3 @@ def make_tables(study: StoredZeroShot) -> dict[str, Any]:
         "left_out": [task for task in study.tasks() if task not in counted],
         "claims": [to_plain(one) for one in zero_shot_claims(study, rows, RESAMPLES)],
     }
-
-
-def written(facts: dict[str, Any]) -> str:
-    """All tables of a study, one below the other."""
-    return "\n\n".join(f"### {facts['study']}: {name}\n\n{table(facts)}" for name, table in TABLES.items())

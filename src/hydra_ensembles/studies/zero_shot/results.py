@@ -1,10 +1,7 @@
 """The results of a zero-shot study: seeds brought together, and everything that tables read off them."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,53 +9,21 @@ from torch import Tensor
 from ...errors import DataError
 from ...prediction import Prediction
 from ...schema import to_plain
-from ..compact_logits import CompactSet
-from ..costs import COSTS
-from ..evaluating import FACTS, LOGITS
-from ..logit_files import load_sets
-from ..results import read
+from ..stored_results import StoredResults, finished_seeds, measured_costs
 from .evaluating import OOD, TASK
 from .recipe import ZeroShotRecipe
 
-FORMAT = "hydra_ensembles.zero_shot_study 1"
 SAME_IN_ALL = ("units", "methods", "model", "sets", "tasks", "detections", "device", "versions", "calibrated_on")
 
 
 @dataclass(frozen=True, eq=False)
-class StoredZeroShot:
-    """What the tables are made of.
+class StoredZeroShot(StoredResults):
+    """A zero-shot study. Facts: recipe, seeds, methods, temperatures, tasks, detections, costs.
 
-    Attributes:
-        facts: Plain data: recipe, seeds, methods, temperatures, tasks, detections, costs.
-        sets: Stored logits by `seed.task.NAME` and `seed.ood.TASK.NAME`.
+    Logits are stored by `seed.task.NAME` and `seed.ood.TASK.NAME`.
     """
 
-    facts: Mapping[str, Any]
-    sets: Mapping[str, CompactSet]
-
-    @classmethod
-    def load(cls, name: str, folder: Path) -> "StoredZeroShot":
-        """Read `NAME.json` and `NAME.npz`.
-
-        Raises:
-            DataError: One is missing or damaged.
-        """
-        return cls(*read(name, folder, FORMAT))
-
-    @property
-    def name(self) -> str:
-        """Name of the study."""
-        return str(self.facts["study"])
-
-    @property
-    def seeds(self) -> list[int]:
-        """Seeds that are there."""
-        return list(self.facts["seeds"])
-
-    @property
-    def methods(self) -> list[str]:
-        """Rows, in order."""
-        return list(self.facts["methods"])
+    FORMAT = "hydra_ensembles.zero_shot_study 1"
 
     def tasks(self, domain: str | None = None) -> list[str]:
         """Names of the tasks, of one domain."""
@@ -96,32 +61,22 @@ def bring_together(recipe: ZeroShotRecipe, output: Path) -> StoredZeroShot:
     Raises:
         DataError: A seed of the recipe is not finished, or the seeds do not belong together.
     """
-    sets: dict[str, CompactSet] = {}
-    found: dict[str, Any] = {}
-    for seed in recipe.seeds:
-        folder = output / recipe.name / f"seed-{seed}"
-        try:
-            found[str(seed)] = json.loads((folder / f"{FACTS}.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"seed {seed} of {recipe.name} is not finished ({error}); run its stage `evaluate`"
-            ) from error
-        sets |= {f"{seed}.{key}": one for key, one in load_sets(folder / LOGITS).items()}
-    first = found[str(recipe.seeds[0])]
+    study = output / recipe.name
+    found, sets = finished_seeds(study, recipe.seeds)
+    first = found[recipe.seeds[0]]
     differ = [key for key in SAME_IN_ALL if any(one[key] != first[key] for one in found.values())]
     if differ:
         raise DataError(f"the seeds of {recipe.name} differ in {differ}; run them again with the same data and machine")
-    costs = output / recipe.name / COSTS
     facts = {
-        "format": FORMAT,
+        "format": StoredZeroShot.FORMAT,
         "study": recipe.name,
         "seeds": list(recipe.seeds),
         "recipe": to_plain(recipe),
         **{key: first[key] for key in SAME_IN_ALL},
         **{
-            key: {seed: one[key] for seed, one in found.items()}
+            key: {str(seed): one[key] for seed, one in found.items()}
             for key in ("fixed", "heads", "temperatures", "circuits")
         },
-        "costs": json.loads(costs.read_text(encoding="utf-8")) if costs.exists() else None,
+        "costs": measured_costs(study),
     }
     return StoredZeroShot(facts, sets)

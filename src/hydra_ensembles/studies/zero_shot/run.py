@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ...errors import ConfigError
+from ..run import checked_seeds, checked_stages
 from ..seed_folder import SeedFolder
 from ..seed_models import CIRCUITS
 from .costs import measure
@@ -43,16 +43,11 @@ def run_zero_shot(
         ConfigError: A stage or a seed does not exist.
         DataError: Data are missing, or a stage comes before one that it needs.
     """
-    unknown = [stage for stage in stages if stage not in ZERO_SHOT_STAGES]
-    if unknown:
-        raise ConfigError(f"stages {unknown} do not exist; choose from {', '.join(ZERO_SHOT_STAGES)}")
-    chosen = recipe.seeds if seeds is None else tuple(seeds)
-    if not chosen or not set(chosen) <= set(recipe.seeds):
-        raise ConfigError(f"seeds {list(chosen)} are not all of the recipe's {list(recipe.seeds)}")
+    wanted, chosen = checked_stages(stages, ZERO_SHOT_STAGES), checked_seeds(seeds, recipe.seeds)
     for seed in chosen:
         folder = SeedFolder(output, recipe, seed)
         models = ZeroShotModels(recipe, seed, model, sets, folder, device)
-        for stage in (one for one in ZERO_SHOT_STAGES if one in stages):
+        for stage in wanted:
             with folder.timed(f"stage {stage}"):
                 _run(stage, models, first=seed == chosen[0])
 

@@ -9,6 +9,7 @@ import torch
 from ...data import ImageDataset
 from ...dual_encoder import DualEncoder, Tower
 from ...heads import Head, HeadRanking, extract_circuit, taylor
+from ...heads.circuit.precision import fast_products
 from ...heads.circuit.settings import Score
 from ...heads.members import random_members
 from ...prompts import DEFAULT_TEMPLATES, Templates
@@ -16,7 +17,7 @@ from ...prune import prune
 from ...randomness import derive_seed
 from ...zero_shot import zero_shot
 from ..seed_folder import SeedFolder
-from ..seed_models import CIRCUIT_BATCH, CIRCUIT_MEMORY, CIRCUITS, SPARE, Heads, distinct, fast_products
+from ..seed_models import CIRCUIT_BATCH, CIRCUIT_MEMORY, CIRCUITS, SPARE, Heads, distinct
 from ..splits import Samples
 from .captions import CAPTION_TEMPLATES
 from .joined_images import at_most
