@@ -11,11 +11,11 @@ from torch.amp.grad_scaler import GradScaler
 
 from ..batches import Batches
 from .checkpoints import optimizer_tensors, restore_optimizer
+from .parameters import RATE_FACTOR
 from .recipe import Recipe
 from .runtime import Runtime
 
 BatchT = TypeVar("BatchT")
-RATE_FACTOR = "rate_factor"  # of a group of parameters: its share of the learning rate; 1 where it is not given
 _AUTOCAST: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

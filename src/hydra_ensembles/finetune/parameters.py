@@ -13,6 +13,9 @@ from ..errors import ConfigError
 from ..member_states import place_of
 from .recipe import Recipe
 
+RATE_FACTOR = "rate_factor"  # of a group of parameters: its share of the learning rate; 1 where it is not given
+_CLASSIFIERS = ("readout.classifier.", "readout.distillation_classifier.")
+
 
 def training_copy(start: Ensemble, recipe: Recipe, device: torch.device) -> Ensemble:
     """A copy of the ensemble ready to train: in float32 (or float64), on `device`, frozen where the recipe says."""
@@ -48,21 +51,25 @@ def trained_parameters(model: Ensemble) -> dict[str, nn.Parameter]:
 
 def make_optimizer(model: Ensemble, recipe: Recipe) -> torch.optim.Optimizer:
     """The recipe's optimizer over the trained parameters; its learning rate is set before every update."""
-    trained = trained_parameters(model)
-    spared = {name for name in trained if recipe.no_decay_on_bias_and_norm and is_bias_or_norm(name)}
-    groups = [
-        {"params": [p for name, p in trained.items() if name not in spared], "weight_decay": recipe.weight_decay},
-        {"params": [p for name, p in trained.items() if name in spared], "weight_decay": 0.0},
-    ]
-    return optimizer_over(groups, recipe)
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}  # by share of the rate, and weight decay
+    for name, parameter in trained_parameters(model).items():
+        share = recipe.classifier_rate if name.startswith(_CLASSIFIERS) else 1.0
+        spared = recipe.no_decay_on_bias_and_norm and is_bias_or_norm(name)
+        groups.setdefault((share, 0.0 if spared else recipe.weight_decay), []).append(parameter)
+    return optimizer_over(
+        [
+            {"params": parameters, "weight_decay": decay, RATE_FACTOR: share}
+            for (share, decay), parameters in groups.items()
+        ],
+        recipe,
+    )
 
 
 def optimizer_over(groups: Sequence[dict[str, Any]], recipe: Recipe) -> torch.optim.Optimizer:
-    """The recipe's optimizer over groups of parameters, those without any left out."""
-    filled = [group for group in groups if group["params"]]
+    """The recipe's optimizer over groups of parameters."""
     if recipe.optimizer == "sgd":
-        return torch.optim.SGD(filled, lr=0.0, momentum=recipe.momentum)
-    return torch.optim.AdamW(filled, lr=0.0, betas=recipe.betas)
+        return torch.optim.SGD(groups, lr=0.0, momentum=recipe.momentum)
+    return torch.optim.AdamW(groups, lr=0.0, betas=recipe.betas)
 
 
 def is_bias_or_norm(name: str) -> bool:

@@ -40,6 +40,8 @@ class Recipe:
     Attributes:
         optimizer: `"sgd"` or `"adamw"` (decoupled weight decay).
         learning_rate: Peak learning rate.
+        classifier_rate: Learning rate of the classifier over that of all else. A new classifier on a pretrained model
+            has far to go, at a rate that would wear the model down.
         grid: Peak learning rates to try; the one with the best validation accuracy wins.
         steps: Updates in all.
         epochs: Passes over the training data.
@@ -72,6 +74,7 @@ class Recipe:
 
     optimizer: OptimizerName = "adamw"
     learning_rate: float | None = None
+    classifier_rate: float = 1.0
     grid: tuple[float, ...] = ()
     steps: int | None = None
     epochs: int | None = None
@@ -150,6 +153,8 @@ class Recipe:
             )
         if any(not 0.0 < rate < math.inf for rate in self.rates) or len(set(self.grid)) != len(self.grid):
             raise ConfigError(f"learning rates must be positive, finite and distinct, got {self.rates}")
+        if not 0.0 < self.classifier_rate < math.inf:
+            raise ConfigError(f"Recipe.classifier_rate must be positive and finite, got {self.classifier_rate}")
         _within("momentum", self.momentum, 0.0, 1.0)
         if len(self.betas) != 2:
             raise ConfigError(f"Recipe.betas must be two numbers, got {self.betas}")

@@ -82,6 +82,13 @@ def run_stages(
         for seed, one in models.items():
             with one.folder.timed(f"stage {stage}"):
                 _run(stage, one, output, wait, first=seed == chosen_seeds[0])
+            release_memory(device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what a finished stage held on the GPU, which the processes of several seeds share."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def checked_stages(wanted: Sequence[str], known: Sequence[str]) -> list[str]:

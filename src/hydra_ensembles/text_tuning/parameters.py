@@ -8,8 +8,14 @@ from torch import nn
 from ..dual_encoder import DualEncoder
 from ..errors import ConfigError
 from ..finetune import Recipe
-from ..finetune.base_learner import RATE_FACTOR
-from ..finetune.parameters import is_bias_or_norm, is_trained, optimizer_over, training_dtype, with_dropout
+from ..finetune.parameters import (
+    RATE_FACTOR,
+    is_bias_or_norm,
+    is_trained,
+    optimizer_over,
+    training_dtype,
+    with_dropout,
+)
 
 SCALE = "logit_scale"
 TOWER = "text."

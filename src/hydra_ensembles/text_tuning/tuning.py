@@ -131,9 +131,10 @@ def _check(
         )
     if train_image_projection and dual.projections.image is None:
         raise ConfigError("train_image_projection is true, but this dual encoder has no image projection to train")
-    if recipe.reinit_classifier is not None:
+    if recipe.reinit_classifier is not None or recipe.classifier_rate != 1.0:
         raise ConfigError(
-            f"Recipe.reinit_classifier is {recipe.reinit_classifier!r}, but a dual encoder has no classifier; set None"
+            f"Recipe.reinit_classifier is {recipe.reinit_classifier!r} and classifier_rate {recipe.classifier_rate}, "
+            "but a dual encoder has no classifier; leave them None and 1, and see projection_rate"
         )
     if not projection_rate > 0 or checkpoint_every < 1:
         raise ConfigError(

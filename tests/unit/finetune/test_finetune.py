@@ -148,6 +148,23 @@ def test_weight_decay_spares_biases_and_norms():
     assert [group["weight_decay"] for group in everywhere.param_groups] == [0.01]
 
 
+def test_a_classifier_learns_at_a_rate_of_its_own():
+    member = tiny()
+    slow = dataclasses.replace(RECIPE, optimizer="sgd", momentum=0.0, learning_rate=1e-3, steps=1, epochs=None)
+    start, once, faster = (
+        model.state_dict()
+        for model in (
+            member,
+            train(member, recipe=slow),
+            train(member, recipe=dataclasses.replace(slow, classifier_rate=8.0)),
+        )
+    )
+    for name, tensor in start.items():
+        share = 8.0 if name.startswith("readout.classifier.") else 1.0
+        torch.testing.assert_close(faster[name] - tensor, share * (once[name] - tensor), rtol=1e-3, atol=1e-7)
+    assert not torch.equal(start["readout.classifier.weight"], once["readout.classifier.weight"])
+
+
 def test_accumulation_equals_one_large_batch():
     member, (images, labels) = tiny(), samples(20)
     uneven = list(zip(images.split(8), labels.split(8), strict=True))  # 8 + 8 + 4

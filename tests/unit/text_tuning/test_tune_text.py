@@ -194,6 +194,7 @@ def test_labels_in_some_batches_only():
     [
         ({"projection_rate": 0.0}, "projection_rate must be positive"),
         ({"recipe": dataclasses.replace(QUICK, reinit_classifier="zeros")}, "no classifier"),
+        ({"recipe": dataclasses.replace(QUICK, classifier_rate=10.0)}, "projection_rate"),
         ({"recipe": dataclasses.replace(QUICK, last_blocks=9)}, "the text tower has 3 blocks"),
         ({"dual": "clip"}, "takes a DualEncoder, got a str"),
     ],

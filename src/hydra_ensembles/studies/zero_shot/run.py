@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ..run import checked_seeds, checked_stages
+from ..run import checked_seeds, checked_stages, release_memory
 from ..seed_folder import SeedFolder
 from ..seed_models import CIRCUITS
 from .costs import measure
@@ -50,6 +50,7 @@ def run_zero_shot(
         for stage in wanted:
             with folder.timed(f"stage {stage}"):
                 _run(stage, models, first=seed == chosen[0])
+            release_memory(device)
 
 
 def _run(stage: str, models: ZeroShotModels, first: bool) -> None:
