@@ -29,7 +29,7 @@ def test_recipes_are_those_of_the_studies(name: str) -> None:
 
 def test_vision_prunes_twelve_and_twenty_four_heads() -> None:
     for name in STUDIES[:2]:
-        assert {one.prune for one in load_recipe(name).explore} == {12, 24}
+        assert {one.prune for one in load_recipe(name).explore} >= {12, 24}
 
 
 def test_only_text_has_classifiers_on_a_shared_backbone() -> None:
