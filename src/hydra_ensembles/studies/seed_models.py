@@ -17,6 +17,7 @@ from ..heads.circuit.precision import fast_products
 from ..heads.circuit.settings import Score
 from ..heads.members import random_members, sampled_members
 from ..mc_dropout import mc_dropout
+from ..member_states import place_of
 from ..prune import prune
 from ..randomness import derive_seed
 from ..schema import to_plain
@@ -101,7 +102,8 @@ class SeedModels:
             start = prune(self.base, heads)
         else:
             seed = derive_seed(self.seed, "member classifier", index) % _SEEDS
-            start, samples = prune(fresh_classifier(self._pretrained, seed), heads), self.data.train
+            fresh = with_trunk(fresh_classifier(self._pretrained, seed), self.base, members.trunk)
+            start, samples = prune(fresh, heads), self.data.train
         if members.training is None:
             return start
         training = replace(self.training(members.training), seed=derive_seed(self.seed, "members") % _SEEDS)
@@ -215,6 +217,18 @@ def fresh_classifier(start: Ensemble, seed: int) -> Ensemble:
         elif name == "readout.classifier.bias":
             state[name] = torch.zeros_like(tensor)
     return Ensemble.from_state(start.config, state, start.metadata)
+
+
+def with_trunk(model: Ensemble, trunk: Ensemble, layers: int) -> Ensemble:
+    """A copy whose stem and first layers are those of another model; the model as it is without any such layers."""
+    if not layers:
+        return model
+    state = dict(model.state_dict())
+    for name, tensor in trunk.state_dict().items():
+        group, layer = place_of(name)
+        if group == "stem" or (layer is not None and layer < layers):
+            state[name] = tensor
+    return Ensemble.from_state(model.config, state, model.metadata)
 
 
 def distinct(rankings: list[HeadRanking], count: int) -> Heads:

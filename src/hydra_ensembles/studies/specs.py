@@ -27,7 +27,7 @@ class MemberSet:
         pool: Heads to draw from, for `sampled`.
         start: What the heads are pruned from. `finetuned`: the single model, and the training recovers. `pretrained`:
             the pretrained model with a new classifier for each member, and the training is a whole fine-tuning, on
-            all training data; which heads go is still read off the single model.
+            all training data; which heads go is still read off the single model, and a trunk is the single model's.
     """
 
     heads: HeadChoice
