@@ -280,12 +280,12 @@ TABLES: dict[str, tuple[Callable[[Sequence[Row]], str], str]] = {
             [
                 row
                 for row in usual(gpu_rows(rows))
-                if row.mode == "graphed"
+                if row.mode == "graphed-eager"
                 and (row.shape, row.dtype) != ("vit-b16", "bfloat16")
                 and row.shape != ZERO_SHOT
             ]
         ),
-        "--shape bert-base --modes graphed --batches 4 128",
+        "--shape bert-base --modes graphed-eager --batches 4 128",
     ),
     "zero_shot": (
         lambda rows: zero_shot_table(

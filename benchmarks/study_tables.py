@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 from hydra_ensembles.studies.recipe import STUDIES
@@ -22,6 +23,9 @@ def study_tables(folder: Path) -> dict[str, Callable[[], str]]:
         "study_not_testable": not_testable_table,
         "study_zero_shot_not_testable": zero_shot_not_testable,
         "study_zero_shot_reliability": partial(figure, RELIABILITY, "Confidence against accuracy on unseen tasks"),
+        "study_summary": partial(summary, folder),
+        "study_rates": partial(rates, folder.parent / "backbone_rates.json"),
+        "study_stored": partial(stored, folder.parent / "stored_logits.json"),
     }
     for study in (*STUDIES, ZERO_SHOT):
         tables: Mapping[str, Table] = ZERO_SHOT_TABLES if study == ZERO_SHOT else TABLES
@@ -33,6 +37,8 @@ def study_tables(folder: Path) -> dict[str, Callable[[], str]]:
 
 
 RELIABILITY = "study_zero_shot_reliability.svg"
+SUMMARY = ("Single", "Deep Ensembles", "Hydra (Circ)", "Hydra (Circ), shared trunk")
+STORED = ("accuracy", "auroc", "fpr95", "ece", "nll")
 
 
 def task_of(study: str) -> str:
@@ -46,6 +52,60 @@ def block(folder: Path, study: str, table: Table) -> str:
     if not path.exists():
         return f"*Not measured yet: `hydra-ensembles study {study}`.*"
     return table(json.loads(path.read_text()))
+
+
+def summary(folder: Path) -> str:
+    """The headline rows of the supervised studies."""
+    lines = [
+        "| study | method | accuracy | OOD AUROC | ECE, calibrated | latency |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for study in STUDIES:
+        facts = json.loads((folder / f"{study}.json").read_text())
+        for method in SUMMARY:
+            row = facts["rows"][method]
+            cells = [
+                f"{100 * mean(row[metric]):.2f} ± {100 * stdev(row[metric]):.2f}"
+                for metric in ("accuracy", "chosen.all.auroc", "calibrated.ece")
+            ]
+            cost = facts["costs"]["costs"][method]["latency_ratio"]
+            lines.append(f"| {study} | {method} | {' | '.join(cells)} | {cost:.2f}x |")
+    lines += [
+        "",
+        "Mean and deviation over seeds; OOD AUROC with each method's own score, mean over all OOD sets; latency on",
+    ]
+    lines[-1] += " a GPU, over that of the single model. From `results/studies/`."
+    return "\n".join(lines)
+
+
+def rates(path: Path) -> str:
+    """How the vision backbones could have been trained, on half B."""
+    lines = [
+        "| study | rate | classifier's rate | epochs | accuracy | OOD AUROC |  |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for study, one in json.loads(path.read_text()).items():
+        for row in one["rows"]:
+            chosen = all(row[name] == value for name, value in one["chosen"].items())
+            lines.append(
+                f"| {study} | {row['learning_rate']:g} | {row['learning_rate'] * row['classifier_rate']:g} "
+                f"| {row['epochs']} | {100 * row['accuracy']:.2f} | {100 * row['auroc']:.2f} "
+                f"| {'**chosen**' if chosen else ''} |"
+            )
+    return "\n".join([*lines, "", "One training each, on half B. From `results/backbone_rates.json`."])
+
+
+def stored(path: Path) -> str:
+    """The largest differences between tables from full and from stored logits."""
+    lines = ["| study | " + " | ".join(STORED) + " |", "|---|" + "---:|" * len(STORED)]
+    for study, one in json.loads(path.read_text()).items():
+        gaps = [one["largest"][metric]["difference"] * (1 if metric == "nll" else 100) for metric in STORED]
+        cells = [f"{gap:.3f}" if metric == "nll" else f"{gap:.2f}" for metric, gap in zip(STORED, gaps, strict=True)]
+        lines.append(f"| {study} | " + " | ".join(cells) + " |")
+    note = (
+        "Largest over all methods and sets of one seed, in points (NLL: as it is). From `results/stored_logits.json`."
+    )
+    return "\n".join([*lines, "", note])
 
 
 def figure(file: str, text: str) -> str:

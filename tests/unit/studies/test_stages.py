@@ -11,13 +11,17 @@ from small_study import CPU, LAYERS, SmallStore, small_recipe, small_store
 
 import hydra_ensembles.studies
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
+from hydra_ensembles.member_states import place_of
 from hydra_ensembles.studies import run
 from hydra_ensembles.studies.choosing import decision_path
 from hydra_ensembles.studies.decision import Decision
 from hydra_ensembles.studies.methods import all_methods, all_units
 from hydra_ensembles.studies.recipe import StudyRecipe
 from hydra_ensembles.studies.run import STAGES, run_stages
-from hydra_ensembles.studies.splits import Reader
+from hydra_ensembles.studies.seed_folder import SeedFolder
+from hydra_ensembles.studies.seed_models import SeedModels
+from hydra_ensembles.studies.specs import MemberSet
+from hydra_ensembles.studies.splits import Reader, StudyData
 from hydra_ensembles.studies.test_sets import open_test_sets
 
 BEFORE_TESTS = STAGES[: STAGES.index("evaluate")]
@@ -40,14 +44,14 @@ def test_every_method_of_every_seed_is_evaluated(finished: Finished) -> None:
     assert "Hydra (Circ), shared trunk" in methods
 
 
-def test_members_differ_in_their_heads_only_above_the_trunk(finished: Finished) -> None:
-    from hydra_ensembles.studies.seed_folder import SeedFolder
-    from hydra_ensembles.studies.seed_models import SeedModels
-    from hydra_ensembles.studies.splits import StudyData
+def models_of(output: Path, recipe: StudyRecipe) -> SeedModels:
+    return SeedModels(recipe, 0, StudyData(recipe, small_store(), CPU), SeedFolder(output, recipe, 0))
 
+
+def test_members_differ_in_their_heads_only_above_the_trunk(finished: Finished) -> None:
     output, _ = finished
     recipe = small_recipe()
-    models = SeedModels(recipe, 0, StudyData(recipe, small_store(), CPU), SeedFolder(output, recipe, 0))
+    models = models_of(output, recipe)
     for members in (recipe.paper, recipe.taylor, recipe.random, *recipe.explore, *recipe.explore_trunk):
         heads = models.heads(members)
         assert len({frozenset(one) for one in heads}) == recipe.members
@@ -57,6 +61,24 @@ def test_members_differ_in_their_heads_only_above_the_trunk(finished: Finished) 
     assert fused.config.trunk == recipe.explore_trunk[0].trunk
     single, deep = models.backbone(0), models.backbone(1)
     assert not torch.equal(single.readout.classifier.weight, deep.readout.classifier.weight)
+
+
+def test_above_a_trunk_members_start_from_the_pretrained_model(finished: Finished) -> None:
+    output, _ = finished
+    recipe = small_recipe()
+    models = models_of(output, recipe)
+    members = MemberSet("circuits", prune=2, trunk=LAYERS - 1, training="fresh", start="pretrained")
+    first, second = (models.member(members, index) for index in range(2))
+    pretrained = small_store().backbone(recipe.backbone, recipe.input_size, models.data.classes, seed=0).state_dict()
+    for name, tensor in models.base.state_dict().items():
+        group, layer = place_of(name)
+        if group == "stem" or (layer is not None and layer < members.trunk):
+            assert torch.equal(first.state_dict()[name], tensor)
+            assert torch.equal(second.state_dict()[name], tensor)
+    top = f"encoder.layers.{LAYERS - 1}.mlp.up.weight"
+    step = (first.state_dict()[top] - pretrained[top]).abs().max()
+    assert 0 < step < 1e-4  # one update at a low rate away from the pretrained layer, not from the single model's
+    assert not torch.equal(first.readout.classifier.weight, second.readout.classifier.weight)
 
 
 def test_a_second_run_makes_nothing_again(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
