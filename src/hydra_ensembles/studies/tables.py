@@ -141,7 +141,7 @@ def targets_table(facts: Facts) -> str:
 
     metric = "chosen.all.auroc"
     single, hydra, deep, trunk = (number(name, metric) for name in (SINGLE, HYDRA, DEEP, HYDRA_TRUNK))
-    gain = (trunk - single) / (hydra - single) if hydra > single else float("nan")
+    gain = (trunk - single) / (hydra - single) if hydra > single else None
     cost = None if facts["costs"] is None else facts["costs"]["costs"][HYDRA_TRUNK]["latency_ratio"]
     before, after = number(SINGLE, "ece"), number(HYDRA, "calibrated.ece")
     own = number(SINGLE, "calibrated.ece")
@@ -159,8 +159,8 @@ def targets_table(facts: Facts) -> str:
         ],
         [
             f"shared trunk keeps {GAIN_KEPT:.0%} of the gain at ≤ {TRUNK_COST}x the cost",
-            f"{gain:.0%} at {'unmeasured' if cost is None else f'{cost:.2f}x'}",
-            _met(cost is not None and gain >= GAIN_KEPT and cost <= TRUNK_COST),
+            f"{'no gain' if gain is None else f'{gain:.0%}'} at {'unmeasured' if cost is None else f'{cost:.2f}x'}",
+            _met(gain is not None and gain >= GAIN_KEPT and cost is not None and cost <= TRUNK_COST),
         ],
     ]
     return markdown(["target", "found", ""], lines)
