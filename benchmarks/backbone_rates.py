@@ -59,6 +59,9 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     ),
 }
 
+VARIED = ("learning_rate", "classifier_rate", "epochs", "steps")
+"""Settings of the training that a row has its own of."""
+
 
 def measure(candidate: Candidate, study: str, store: Store, device: str, seed: int, tiny: bool) -> dict[str, Any]:
     """Fine-tune once, and measure on half B."""
@@ -97,12 +100,13 @@ def measure(candidate: Candidate, study: str, store: Store, device: str, seed: i
 def facts_of(recipe: StudyRecipe, rows: list[dict[str, Any]], store: Store, device: str, seed: int) -> dict[str, Any]:
     """What a reader of the rows has to know, and the candidate with the highest value."""
     data = StudyData(recipe, store, torch.device("cpu"))
+    training: Mapping[str, Any] = to_plain(recipe.trainings["backbone"])
     best = max(rows, key=lambda row: float(row["value"]))
     return {
         "chosen": {name: best[name] for name in ("learning_rate", "classifier_rate", "epochs")},
         "criterion": "mean of accuracy and OOD AUROC (entropy) on half B",
         "samples": {name: len(getattr(data, name)) for name in ("train", "choose_id", "choose_ood")},
-        "training": to_plain(recipe.trainings["backbone"]),
+        "training": {name: value for name, value in training.items() if name not in VARIED},
         "seed": seed,
         "device": torch.cuda.get_device_name() if device != "cpu" else platform.processor() or platform.machine(),
         "versions": {"hydra_ensembles": he.__version__, "torch": str(torch.__version__)},

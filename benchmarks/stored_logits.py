@@ -10,16 +10,15 @@ earlier stay in the results file.
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from hydra_ensembles.studies import results, rows
+from hydra_ensembles.studies.compact_logits import CompactSet
 from hydra_ensembles.studies.recipe import load_recipe
 from hydra_ensembles.studies.stored_results import StoredResults
 from hydra_ensembles.studies.zero_shot import results as zero_shot_results
@@ -30,26 +29,14 @@ from hydra_ensembles.studies.zero_shot.recipe import ZERO_SHOT, load_zero_shot_r
 Numbers = Callable[[Any, str, int], dict[str, float]]
 
 
-@dataclass(frozen=True, eq=False)
-class FullSet:
-    """Logits `[S, B, C]` as they were computed, read like stored ones."""
-
-    values: Tensor
-    labels: npt.NDArray[np.int64] | None
-
-    def logits(self, wanted: Sequence[int]) -> Tensor:
-        """Those of some rows."""
-        return self.values[list(wanted)]
-
-
-def full_sets(study: StoredResults, files: Sequence[Path], seed: int) -> dict[str, FullSet]:
-    """All sets of one seed, from the files of its units in their order."""
-    parts: dict[str, list[Tensor]] = {}
+def full_sets(study: StoredResults, files: Sequence[Path], seed: int) -> dict[str, CompactSet]:
+    """All sets of one seed as they were computed, from the files of its units in their order."""
+    parts: dict[str, list[npt.NDArray[np.float32]]] = {}
     for file in files:
-        with np.load(file) as stored:
-            for name in stored.files:
-                parts.setdefault(f"{seed}.{name}", []).append(torch.from_numpy(stored[name]))
-    return {name: FullSet(torch.cat(found), study.sets[name].labels) for name, found in parts.items()}
+        with np.load(file) as computed:
+            for name in computed.files:
+                parts.setdefault(f"{seed}.{name}", []).append(computed[name])
+    return {name: replace(study.sets[name], values=np.concatenate(found), groups=()) for name, found in parts.items()}
 
 
 def compare(study: StoredResults, full: StoredResults, seed: int, numbers: Numbers) -> dict[str, Any]:
@@ -82,16 +69,16 @@ def opened(name: str, runs: Path, seed: int) -> tuple[StoredResults, list[Path],
     return study, [folder / f"{unit}.npz" for unit in study.facts["units"]], rows.method_numbers
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, compare, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", required=True)
     parser.add_argument("--runs", type=Path, required=True, help="run folder of the studies")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("results/stored_logits.json"))
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     study, files, numbers = opened(options.study, options.runs, options.seed)
-    full = replace(study, sets=full_sets(study, files, options.seed))  # type: ignore[arg-type]
+    full = replace(study, sets=full_sets(study, files, options.seed))
     found: Mapping[str, Any] = {
         "seed": options.seed,
         "device": study.facts["device"],

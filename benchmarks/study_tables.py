@@ -1,7 +1,7 @@
 """The blocks of docs/results.md: tables from `results/studies/`, and the figures drawn from them."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
@@ -46,40 +46,52 @@ def task_of(study: str) -> str:
     return "zero_shot" if study == ZERO_SHOT else study.rpartition("-")[2]
 
 
+def not_measured(command: str) -> str:
+    """What stands where a results file is missing."""
+    return f"*Not measured yet: `{command}`.*"
+
+
 def block(folder: Path, study: str, table: Table) -> str:
     """One table, or a line that says how to get it."""
     path = folder / f"{study}.json"
     if not path.exists():
-        return f"*Not measured yet: `hydra-ensembles study {study}`.*"
+        return not_measured(f"hydra-ensembles study {study}")
     return table(json.loads(path.read_text()))
 
 
 def summary(folder: Path) -> str:
-    """The headline rows of the supervised studies."""
-    lines = [
-        "| study | method | accuracy | OOD AUROC | ECE, calibrated | latency |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
-    for study in STUDIES:
-        facts = json.loads((folder / f"{study}.json").read_text())
+    """The headline rows of the supervised studies that were measured."""
+    rows = []
+    for path in (folder / f"{study}.json" for study in STUDIES):
+        if not path.exists():
+            continue
+        facts = json.loads(path.read_text())
+        costs = {} if facts["costs"] is None else facts["costs"]["costs"]
         for method in SUMMARY:
             row = facts["rows"][method]
-            cells = [
-                f"{100 * mean(row[metric]):.2f} ± {100 * stdev(row[metric]):.2f}"
-                for metric in ("accuracy", "chosen.all.auroc", "calibrated.ece")
-            ]
-            cost = facts["costs"]["costs"][method]["latency_ratio"]
-            lines.append(f"| {study} | {method} | {' | '.join(cells)} | {cost:.2f}x |")
-    lines += [
-        "",
-        "Mean and deviation over seeds; OOD AUROC with each method's own score, mean over all OOD sets; latency on",
-    ]
-    lines[-1] += " a GPU, over that of the single model. From `results/studies/`."
-    return "\n".join(lines)
+            cells = [in_percent(row[metric]) for metric in ("accuracy", "chosen.all.auroc", "calibrated.ece")]
+            latency = f"{costs[method]['latency_ratio']:.2f}x" if method in costs else ""
+            rows.append(f"| {path.stem} | {method} | {' | '.join(cells)} | {latency} |")
+    if not rows:
+        return not_measured(f"hydra-ensembles study {STUDIES[0]}")
+    head = ["| study | method | accuracy | OOD AUROC | ECE, calibrated | latency |", "|---|---|---:|---:|---:|---:|"]
+    note = (
+        "Mean and deviation over seeds; OOD AUROC with each method's own score, mean over all OOD sets; latency on a "
+        "GPU, over that of the single model. From `results/studies/`."
+    )
+    return "\n".join([*head, *rows, "", note])
+
+
+def in_percent(values: Sequence[float]) -> str:
+    """Mean and deviation over seeds in percent; one seed has no deviation."""
+    deviation = f" ± {100 * stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{100 * mean(values):.2f}{deviation}"
 
 
 def rates(path: Path) -> str:
     """How the vision backbones could have been trained, on half B."""
+    if not path.exists():
+        return not_measured("python benchmarks/backbone_rates.py")
     lines = [
         "| study | rate | classifier's rate | epochs | accuracy | OOD AUROC |  |",
         "|---|---:|---:|---:|---:|---:|---|",
@@ -97,6 +109,8 @@ def rates(path: Path) -> str:
 
 def stored(path: Path) -> str:
     """The largest differences between tables from full and from stored logits."""
+    if not path.exists():
+        return not_measured("python benchmarks/stored_logits.py")
     lines = ["| study | " + " | ".join(STORED) + " |", "|---|" + "---:|" * len(STORED)]
     for study, one in json.loads(path.read_text()).items():
         gaps = [one["largest"][metric]["difference"] * (1 if metric == "nll" else 100) for metric in STORED]

@@ -80,13 +80,13 @@ class CompactSet:
     """Logits of all members on one set: `values`, or `groups` where there are many classes.
 
     Attributes:
-        values: `[S, B, C]` in float16, largest zero; None where not all classes are stored.
+        values: `[S, B, C]`, as `compact` stores them in float16, largest zero; None where not all classes are stored.
         groups: All rows, those that answer together in one; empty where all classes are stored.
         labels: `[B]`, or None where they do not matter.
         classes: Number of classes.
     """
 
-    values: npt.NDArray[np.float16] | None
+    values: npt.NDArray[np.floating[Any]] | None
     groups: tuple[CompactGroup, ...]
     labels: npt.NDArray[np.int64] | None
     classes: int
@@ -94,8 +94,8 @@ class CompactSet:
     def logits(self, rows: Sequence[int] | None = None) -> Tensor:
         """Member logits `[R, B, C]` in float32, of some rows in the order given, or of all."""
         if self.values is not None:
-            values = torch.from_numpy(self.values.astype(np.float32))
-            return values if rows is None else values[list(rows)]
+            values = self.values if rows is None else self.values[list(rows)]
+            return torch.from_numpy(values.astype(np.float32))
         if rows is None:
             return torch.cat([group.logits(self.classes) for group in self.groups])
         found: dict[int, Tensor] = {}

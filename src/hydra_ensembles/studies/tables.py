@@ -1,7 +1,7 @@
 """The tables of a study in Markdown, from its results file alone."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -34,14 +34,30 @@ def main_table(facts: Facts) -> str:
     column = COLUMN_OF[facts["study"]]
     head = ["Method", *NAMES.values(), "own score", "AUROC ↑ (own score)", "cost"]
     lines = []
-    for method, row in facts["rows"].items():
-        score = facts["decision"]["decision"]["scores"][method].replace("_", " ")
-        numbers = [shown(row[metric], metric) for metric in NAMES]
-        lines.append([method, *numbers, score, shown(row["chosen.all.auroc"], "auroc"), ratio(facts, method)])
-        if method in PAPER[column]:
-            paper = [printed(PAPER[column][method][metric], metric) for metric in NAMES]
-            lines.append([f"*paper, {column}*", *(f"*{number}*" for number in paper), "", "", ""])
+    for method in _with_later(facts):
+        row = facts["rows"].get(method)
+        if row is None:
+            lines.append([method, *_later(len(NAMES)), "", "", ""])
+        else:
+            score = facts["decision"]["decision"]["scores"][method].replace("_", " ")
+            numbers = [shown(row[metric], metric) for metric in NAMES]
+            lines.append([method, *numbers, score, shown(row["chosen.all.auroc"], "auroc"), ratio(facts, method)])
+        lines += _paper_line(column, method, NAMES, 3)
     return markdown(head, lines) + "\n\n" + _provenance(facts)
+
+
+def groups_table(facts: Facts) -> str:
+    """Tables 15 to 17 of the paper: near, far and all OOD sets, with the maximum softmax probability."""
+    column = COLUMN_OF[facts["study"]]
+    metrics = [f"{group}.{one}" for group in ("near", "far", "all") for one in ("auroc", "fpr95", "aupr")]
+    arrows = {"auroc": "AUROC ↑", "fpr95": "FPR95 ↓", "aupr": "AUPR ↑"}
+    lines = []
+    for method in _with_later(facts):
+        row = facts["rows"].get(method)
+        numbers = _later(len(metrics)) if row is None else [shown(row[metric], metric) for metric in metrics]
+        lines += [[method, *numbers], *_paper_line(column, method, metrics, 0)]
+    head = [f"{group} {arrows[one]}" for group, _, one in (metric.partition(".") for metric in metrics)]
+    return markdown(["Method", *head], lines)
 
 
 def sets_table(facts: Facts) -> str:
@@ -86,24 +102,26 @@ def diversity_table(facts: Facts) -> str:
 
 
 def choice_table(facts: Facts) -> str:
-    """What was compared on half B, and what was chosen; every setting with its best score."""
+    """What was compared on half B, and what was chosen; every setting with all scores, the best one in bold."""
     decision = facts["decision"]["decision"]
-    best: dict[tuple[str, str], Any] = {}
+    scores = list(dict.fromkeys(one["score"] for one in decision["candidates"]))
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     for one in decision["candidates"]:
-        key = (one["method"], one["model"])
-        if key not in best or one["value"] > best[key]["value"]:
-            best[key] = one
+        found.setdefault((one["method"], one["model"]), {})[one["score"]] = one
     keys = ((HYDRA, "hydra"), (HYDRA_TRUNK, "trunk"))
     chosen = {method: from_plain(Chosen, decision[key], key).name for method, key in keys}
     if "dropout" in decision:  # results from when the rate was not chosen do not say it
         chosen[MC_DROPOUT] = rate_name(decision["dropout"])
     lines = []
-    for (method, model), one in best.items():
+    for (method, model), by_score in found.items():
+        best = max(by_score.values(), key=lambda one: float(one["value"]))
         mark = "**chosen**" if chosen.get(method) == model else ""
-        cost = "" if one["cost"] is None else f"{one['cost']:.2f}x"
-        numbers = [f"{100 * one['accuracy']:.2f}", f"{100 * one['auroc']:.2f}"]
-        lines.append([method, model, one["score"].replace("_", " "), *numbers, cost, mark])
-    head = ["Method", "setting", "score", "Acc (half B)", "AUROC (half B)", "multiply-adds", ""]
+        cost = "" if best["cost"] is None else f"{best['cost']:.2f}x"
+        cells = [f"{100 * by_score[score]['auroc']:.2f}" if score in by_score else "" for score in scores]
+        cells[scores.index(best["score"])] = f"**{cells[scores.index(best['score'])]}**"
+        lines.append([method, model, f"{100 * best['accuracy']:.2f}", *cells, cost, mark])
+    names = [f"AUROC, {score.replace('_', ' ')}" for score in scores]
+    head = ["Method", "setting", "Acc (half B)", *names, "multiply-adds", ""]
     note = f"Decision {facts['decision']['digest']}, from half B of seeds {decision['seeds']}; no test set was open."
     return markdown(head, lines) + "\n\n" + note
 
@@ -143,8 +161,7 @@ def targets_table(facts: Facts) -> str:
     single, hydra, deep, trunk = (number(name, metric) for name in (SINGLE, HYDRA, DEEP, HYDRA_TRUNK))
     gain = (trunk - single) / (hydra - single) if hydra > single else None
     cost = None if facts["costs"] is None else facts["costs"]["costs"][HYDRA_TRUNK]["latency_ratio"]
-    before, after = number(SINGLE, "ece"), number(HYDRA, "calibrated.ece")
-    own = number(SINGLE, "calibrated.ece")
+    own, after = (number(name, "calibrated.ece") for name in (SINGLE, HYDRA))
     lines = [
         [
             "Hydra (Circ) ≥ Deep Ensembles, OOD AUROC",
@@ -153,9 +170,9 @@ def targets_table(facts: Facts) -> str:
         ],
         ["Hydra (Circ) ≥ Single, OOD AUROC", f"{100 * hydra:.2f} against {100 * single:.2f}", _met(hydra >= single)],
         [
-            "ECE of Hydra (Circ) after calibration ≤ Single's",
-            f"{100 * after:.2f} against {100 * before:.2f} ({100 * own:.2f} calibrated)",
-            _met(after <= before),
+            "ECE of Hydra (Circ) after calibration ≤ Single's, calibrated too",
+            f"{100 * after:.2f} against {100 * own:.2f} (Single without: {100 * number(SINGLE, 'ece'):.2f})",
+            _met(after <= own),
         ],
         [
             f"shared trunk keeps {GAIN_KEPT:.0%} of the gain at ≤ {TRUNK_COST}x the cost",
@@ -174,6 +191,7 @@ def not_testable_table() -> str:
 TABLES: Mapping[str, Callable[[Facts], str]] = MappingProxyType(
     {
         "main": main_table,
+        "groups": groups_table,
         "sets": sets_table,
         "calibration": calibration_table,
         "diversity": diversity_table,
@@ -220,6 +238,27 @@ def ratio(facts: Facts, method: str) -> str:
     if costs is None or method not in costs["costs"]:
         return ""
     return f"{costs['costs'][method]['latency_ratio']:.2f}x"
+
+
+def _with_later(facts: Facts) -> list[str]:
+    """All rows; baselines that the paper has and this study has not yet stand after MC Dropout."""
+    found = list(facts["rows"])
+    later = [method for method in PAPER[COLUMN_OF[facts["study"]]] if method not in found]
+    at = found.index(MC_DROPOUT) + 1
+    return [*found[:at], *later, *found[at:]]
+
+
+def _later(cells: int) -> list[str]:
+    """The cells of a baseline that is still missing."""
+    return ["later", *["–"] * (cells - 1)]
+
+
+def _paper_line(column: str, method: str, metrics: Iterable[str], empty: int) -> list[list[str]]:
+    """The paper's row, or none."""
+    if method not in PAPER[column]:
+        return []
+    numbers = [f"*{printed(PAPER[column][method][metric], metric)}*" for metric in metrics]
+    return [[f"*paper, {column}*", *numbers, *[""] * empty]]
 
 
 def _provenance(facts: Facts) -> str:
