@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from ..config import GROUPS, Group
 from ..errors import ConfigError
-from ..schema import from_plain
+from ..schema import ADDED_LATER, from_plain
 from .presets import PRESETS
 from .schedule import Schedule, warmup_updates
 
@@ -74,7 +74,7 @@ class Recipe:
 
     optimizer: OptimizerName = "adamw"
     learning_rate: float | None = None
-    classifier_rate: float = 1.0
+    classifier_rate: float = field(default=1.0, metadata=ADDED_LATER)
     grid: tuple[float, ...] = ()
     steps: int | None = None
     epochs: int | None = None
