@@ -11,11 +11,24 @@ from .errors import DataError
 Inputs = Tensor | dict[str, Tensor]
 Batches = Iterable[Any]
 
+_FORMS = "(inputs, labels), (inputs,), a mapping with 'labels', or a tensor"
 
-def read_batch(batch: Any, name: str = "data", index: int = 0) -> tuple[Inputs, Tensor | None]:
+
+def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = True) -> tuple[Inputs, Tensor | None]:
     """Split one batch into inputs and labels (None when there are none).
 
-    Accepted are `(inputs, labels)`, a mapping with or without `labels`, and a bare tensor of inputs.
+    Accepted are `(inputs, labels)`, `(inputs,)`, a mapping with or without `labels`, and a bare tensor of inputs. What
+    a mapping holds besides tensors (file names, texts) is left out: no model reads it.
+
+    Args:
+        batch: What a loader gave.
+        name: What an error message calls the data.
+        index: Position of the batch, for error messages.
+        labelled: Whether labels are wanted. If not, what stands in their place (file names, masks) is not looked
+            at, and the answer has None for them: OOD data has no labels that would mean anything to the model.
+
+    Raises:
+        DataError: The batch has another form, or its labels are not whole numbers, one for each input.
     """
     where = f"batch {index} of {name}"
     labels: Any = None
@@ -24,40 +37,41 @@ def read_batch(batch: Any, name: str = "data", index: int = 0) -> tuple[Inputs, 
         labels = batch.get("labels", batch.get("label"))
         if not inputs:
             raise DataError(f"{where} is a mapping without inputs; keys: {sorted(batch)}")
-    elif isinstance(batch, list | tuple) and len(batch) == 2:
-        inputs, labels = batch
+    elif isinstance(batch, list | tuple) and len(batch) in (1, 2):
+        inputs, labels = (*batch, None)[:2]
         inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     elif isinstance(batch, Tensor):
         inputs = batch
     else:
-        raise DataError(
-            f"{where} is a {type(batch).__name__}; expected (inputs, labels), a mapping with 'labels', or a tensor"
-        )
-    if labels is not None:
-        labels = torch.as_tensor(labels)
-        if labels.dim() != 1 or labels.is_floating_point():
-            raise DataError(f"labels in {where} must be whole numbers [B], got {labels.dtype} {list(labels.shape)}")
-        size = len(inputs) if isinstance(inputs, Tensor) else len(next(iter(inputs.values())))
-        if len(labels) != size:
-            raise DataError(f"{where} has {size} inputs and {len(labels)} labels")
-    return inputs, labels
+        got = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
+        raise DataError(f"{where} is a {got}; expected {_FORMS}")
+    if isinstance(inputs, dict):
+        inputs = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    if not isinstance(inputs, Tensor | dict) or (isinstance(inputs, dict) and not inputs):
+        got = "a mapping without tensors" if isinstance(inputs, dict) else f"a {type(inputs).__name__}"
+        raise DataError(f"the inputs in {where} are {got}; expected a tensor or a mapping of tensors, in {_FORMS}")
+    if labels is None or not labelled:
+        return inputs, None
+    return inputs, _read_labels(labels, inputs, where)
 
 
-def iterate(batches: Batches, name: str = "data") -> Iterator[tuple[Inputs, Tensor | None]]:
-    """Read all batches; an empty source is an error that names it."""
+def iterate(batches: Batches, name: str = "data", labelled: bool = True) -> Iterator[tuple[Inputs, Tensor | None]]:
+    """Read all batches as `read_batch` does; an empty source is an error that names it."""
     empty = True
     for index, batch in enumerate(batches):
         empty = False
-        yield read_batch(batch, name, index)
+        yield read_batch(batch, name, index, labelled)
     if empty:
         raise DataError(f"{name} has no batches; check the loader, or that it was not consumed before")
 
 
 def move(inputs: Inputs, device: torch.device, dtype: torch.dtype | None = None) -> Inputs:
     """Inputs on a device; floating-point ones also in `dtype`."""
+    # only towards the GPU: in the other direction the host could read the copy before it has arrived
+    without_waiting = device.type == "cuda"
 
     def one(tensor: Tensor) -> Tensor:
-        return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+        return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=without_waiting)
 
     return one(inputs) if isinstance(inputs, Tensor) else {name: one(tensor) for name, tensor in inputs.items()}
 
@@ -72,3 +86,19 @@ def require_labels(labels: Tensor | None, classes: int, name: str = "data", inde
             f"the model has {classes} classes (0 to {classes - 1})"
         )
     return labels.long()
+
+
+def _read_labels(labels: Any, inputs: Inputs, where: str) -> Tensor:
+    try:
+        read = torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"labels in {where} must be whole numbers [B], got a {type(labels).__name__} that is no tensor of "
+            f"numbers ({error}); number the classes from 0"
+        ) from error
+    if read.dim() != 1 or read.is_floating_point():
+        raise DataError(f"labels in {where} must be whole numbers [B], got {read.dtype} {list(read.shape)}")
+    size = len(inputs) if isinstance(inputs, Tensor) else len(next(iter(inputs.values())))
+    if len(read) != size:
+        raise DataError(f"{where} has {size} inputs and {len(read)} labels")
+    return read

@@ -13,6 +13,7 @@ from .errors import ConfigError, DataError
 from .metadata import Calibration
 from .metrics import aurc
 from .prediction import Prediction, ScoreName, scale_logits
+from .training_flags import evaluation_mode
 
 COLDEST, HOTTEST = 0.05, 20.0  # temperatures searched
 _GRID = 24
@@ -69,6 +70,7 @@ def calibrate(
         per_member: Whether each member gets a temperature of its own.
         temperature: Whether to fit a temperature at all.
     """
+    _require_members_for(score, ensemble.num_members)
     logits, labels = _run(ensemble, validation)
     fit = fit_calibration(logits, labels, share=share, score=score, per_member=per_member, temperature=temperature)
     metrics = {
@@ -115,6 +117,7 @@ def fit_calibration(
     if not 0.0 < share <= 1.0:
         raise ConfigError(f"share is the part of validation to accept, above 0 and at most 1; got {share}")
     member_logits = scale_logits(member_logits.detach())
+    _require_members_for(score, len(member_logits))
     labels = _checked_labels(labels, member_logits)
     before = _nll(member_logits, labels, (1.0,))
     unchanged: tuple[tuple[float, ...], float] = (1.0,), before
@@ -136,6 +139,14 @@ def fit_calibration(
         risk=int(wrong[accept].sum()) / int(accept.sum()),
         aurc=aurc(scores, wrong),
     )
+
+
+def _require_members_for(score: ScoreName, members: int) -> None:
+    if score == "mutual_information" and members == 1:
+        raise ConfigError(
+            "score is mutual_information, which is 0 for a single member whatever the input, so no threshold on it can "
+            "abstain; calibrate on msp, entropy, max_logit or energy"
+        )
 
 
 def _fit_temperature(
@@ -245,12 +256,8 @@ def _run(ensemble: Ensemble, validation: Batches) -> tuple[Tensor, Tensor]:
     if not ensemble.num_classes:
         raise ConfigError("calibration needs a classifier, but this ensemble has none (num_classes is 0)")
     logits, labels = [], []
-    training = ensemble.training
-    ensemble.eval()
-    try:
+    with evaluation_mode(ensemble):
         for index, (inputs, targets) in enumerate(iterate(validation, "validation")):
             labels.append(require_labels(targets, ensemble.num_classes, "validation", index).cpu())
             logits.append(ensemble(move(inputs, ensemble.device, ensemble.dtype)).cpu())
-    finally:
-        ensemble.train(training)
     return torch.cat(logits, dim=1), torch.cat(labels)

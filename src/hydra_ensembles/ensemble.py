@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .batches import Inputs, move, read_batch
+from .batches import Inputs
 from .checkpoint import (
     ENSEMBLE,
     ensemble_contents,
@@ -25,14 +25,25 @@ from .dual_config import output_width
 from .encoder import Encoder
 from .encoder.grouped import GroupedNorm
 from .errors import ConfigError, DataError
-from .member_states import join_states, member_config, member_state, require_same_architecture
-from .metadata import Calibration, Metadata, common_metadata, member_metadata
+from .member_states import (
+    join_states,
+    member_config,
+    member_state,
+    require_same_architecture,
+    require_same_dtype_and_device,
+)
+from .metadata import Metadata, common_metadata, member_metadata
 from .optimize import OptimizedEnsemble, optimize
+from .predicting import calibrated_prediction, prepared_inputs
 from .prediction import Prediction
 from .projections import projection_from
 from .readouts import Readout
 from .stems import PatchStem, TextStem
 from .text_side import TextSettings
+from .training_flags import evaluation_mode
+
+NOT_READ = ("position_ids", "inputs_embeds", "head_mask", "bool_masked_pos")
+"""Inputs of other libraries' models that change the answer and that an ensemble does not take."""
 
 
 class Ensemble(nn.Module):
@@ -114,37 +125,12 @@ class Ensemble(nn.Module):
             inputs: What `forward` takes; or raw inputs, which go through the saved preprocessing: a PIL
                 image, a string, a pair of strings, or a list of them.
         """
-        training = self.training
-        self.eval()
-        try:
-            return self.prediction_of(self(self.prepare(inputs)))
-        finally:
-            self.train(training)
+        with evaluation_mode(self):
+            return calibrated_prediction(self(self.prepare(inputs)), self.metadata, self.num_classes)
 
     def prepare(self, inputs: Any) -> Inputs:
         """Inputs for `forward` on the device and in the dtype of the ensemble; raw ones are preprocessed."""
-        if not isinstance(inputs, Tensor | Mapping):
-            if self.metadata.preprocessing is None:
-                raise DataError(
-                    f"got {type(inputs).__name__}, but this ensemble has no saved preprocessing; "
-                    "give tensors, or convert the model with processor="
-                )
-            raw: Any = [inputs] if isinstance(inputs, tuple) and self.kind == "text" else inputs
-            inputs = self.metadata.preprocessing(raw)
-        return move(read_batch(inputs)[0], self.device, self.dtype)
-
-    def prediction_of(self, logits: Tensor) -> Prediction:
-        """What member logits `[M, B, C]` of this ensemble say, with its calibration applied."""
-        if not self.num_classes:
-            raise ConfigError("this ensemble has no classifier; convert the model with num_labels=, or use features()")
-        calibration = self.metadata.calibration or Calibration()
-        return Prediction.from_logits(
-            logits,
-            temperature=calibration.temperature if len(calibration.temperature) > 1 else calibration.temperature[0],
-            threshold=calibration.threshold,
-            score=calibration.score,
-            class_names=self.metadata.labels or None,
-        )
+        return prepared_inputs(inputs, self.metadata, self.kind, self.device, self.dtype)
 
     def embed(
         self, inputs: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
@@ -170,6 +156,12 @@ class Ensemble(nn.Module):
         if not isinstance(inputs, Mapping) or name not in inputs:
             got = sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
             raise DataError(f"expected a tensor or a mapping with {name!r}, got {got}")
+        refused = sorted(key for key in NOT_READ if inputs.get(key) is not None)
+        if refused:
+            raise DataError(
+                f"the inputs hold {refused}, which would change the answer and are not read; leave them out (positions "
+                "are counted from 0, heads are removed by `prune`)"
+            )
         if self.kind == "image":
             return inputs[name], None, None
         return (
@@ -197,19 +189,21 @@ class Ensemble(nn.Module):
         require_same_architecture([member.config for member in members])
         singles = [(one, index) for one in members for index in range(one.num_members)]
         states = [member_state(one.config, one.state_dict(), index) for one, index in singles]
+        require_same_dtype_and_device(states)
         heads: KeptHeads = tuple(one.config.heads[index] for one, index in singles)
         first = members[0]
         config = Config(first.config.stem, first.config.encoder, first.config.readout, heads)
-        metadata = common_metadata([member_metadata(one.metadata, index) for one, index in singles])
+        metadata = common_metadata([member_metadata(one.metadata, index, one.num_members) for one, index in singles])
         return Ensemble.from_state(config, join_states(config, states), metadata)
 
     def member(self, index: int) -> "Ensemble":
-        """A copy of one member as an ensemble of its own."""
+        """A copy of one member as an ensemble of its own; the calibration of several members is not its own."""
         if not -self.num_members <= index < self.num_members:
             raise ConfigError(f"member {index} does not exist: there are {self.num_members}, counted from 0")
         index %= self.num_members
         state = member_state(self.config, self.state_dict(), index)
-        return Ensemble.from_state(member_config(self.config, index), state, member_metadata(self.metadata, index))
+        metadata = member_metadata(self.metadata, index, self.num_members)
+        return Ensemble.from_state(member_config(self.config, index), state, metadata)
 
     @classmethod
     def from_state(cls, config: Config, state: Mapping[str, Tensor], metadata: Metadata | None = None) -> "Ensemble":

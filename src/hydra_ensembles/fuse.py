@@ -13,7 +13,14 @@ from .encoder.grouped import GroupedLinear
 from .ensemble import Ensemble
 from .errors import ConfigError
 from .heads.mask import Model
-from .member_states import common_layers, join_states, member_state, place_of, require_same_architecture
+from .member_states import (
+    common_layers,
+    join_states,
+    member_state,
+    place_of,
+    require_same_architecture,
+    require_same_dtype_and_device,
+)
 from .metadata import common_metadata, member_metadata
 from .projections import Projections, linear
 from .text_side import same_tensors
@@ -47,7 +54,8 @@ def fuse(
         readout: The same for pooler and classifier.
 
     Raises:
-        ConfigError: Members of different architectures, or unequal stems with `stem="shared"`.
+        ConfigError: Members of different architectures, dtypes, devices or class names, or unequal stems with
+            `stem="shared"`.
     """
     if not members:
         raise ConfigError("fuse needs at least one member, got none")
@@ -75,6 +83,7 @@ def _fuse_dual_encoders(
     singles = [one.member(index) for one in members for index in range(one.num_members)]
     if len({one.logit_bias is None for one in singles}) > 1:
         raise ConfigError("some members have a logit bias and some have none; all must, or none")
+    require_same_dtype_and_device([one.state_dict() for one in singles])
 
     def tower(towers: Sequence[Ensemble], alone: bool) -> Ensemble:
         """One tower of all members; `alone` says whether the other tower keeps the members apart."""
@@ -120,6 +129,7 @@ def _fuse_ensembles(
     require_same_architecture([member.config for member in members])
     singles = [(one, index) for one in members for index in range(one.num_members)]
     states: list[State] = [member_state(one.config, one.state_dict(), index) for one, index in singles]
+    require_same_dtype_and_device(states)
     heads = tuple(one.heads[index] for one, index in singles)
     first = members[0].config
     if stem == "shared":
@@ -144,7 +154,7 @@ def _fuse_ensembles(
         f"fused {len(singles)} members: stem {stem}, mlp {mlp}, norms {norms}, readout {readout}, "
         f"trunk of {config.trunk} layers"
     )
-    metadata = common_metadata([member_metadata(one.metadata, index) for one, index in singles])
+    metadata = common_metadata([member_metadata(one.metadata, index, one.num_members) for one, index in singles])
     return Ensemble.from_state(config, joined, replace(metadata, history=(*metadata.history, line)))
 
 

@@ -103,6 +103,19 @@ def join_equal(
     return config, join_states(config, states)
 
 
+def require_same_dtype_and_device(states: Sequence[Mapping[str, Tensor]]) -> None:
+    """Refuse members whose parameters have another dtype or lie elsewhere than those of the first, naming one."""
+    for index, state in enumerate(states[1:], start=1):
+        for name, first in states[0].items():
+            other = state.get(name, first)
+            if (first.dtype, first.device) != (other.dtype, other.device):
+                raise ConfigError(
+                    f"member 0 has {name} in {first.dtype} on {first.device}, member {index} in {other.dtype} on "
+                    f"{other.device}; one model has one dtype and one device, so convert the members first: "
+                    f"member.to({str(first.device)!r}, {first.dtype})"
+                )
+
+
 def require_same_architecture(configs: Sequence[EnsembleConfig]) -> None:
     """Refuse members that do not descend from one architecture, naming the first fields that differ."""
     for index, config in enumerate(configs[1:], start=1):

@@ -54,17 +54,43 @@ class Metadata:
     text_side: TextSide | None = field(default=None, metadata=ADDED_LATER)
 
 
-def member_metadata(metadata: Metadata, index: int) -> Metadata:
-    """Metadata of one member on its own."""
+def member_metadata(metadata: Metadata, index: int, members: int) -> Metadata:
+    """Metadata of one of so many members on its own.
+
+    Calibration and metrics are those of all members together, so they are dropped where there are several.
+    """
+    if members > 1:
+        metadata = replace(metadata, calibration=None, metrics={})
     return metadata if metadata.text_side is None else replace(metadata, text_side=metadata.text_side.member(index))
+
+
+def _require_same_labels(members: Sequence[Metadata]) -> None:
+    """Classes are averaged by position, so members that know their classes must have the same in each."""
+    named = [(index, member.labels) for index, member in enumerate(members) if member.labels]
+    for index, labels in named[1:]:
+        start, expected = named[0]
+        if labels != expected:
+            raise ConfigError(
+                f"members {start} and {index} have different class names, or in another order: {_shown(expected)} and "
+                f"{_shown(labels)}; members must number the classes alike. If only the names differ, give both the "
+                "same with .with_metadata(labels=...)"
+            )
+
+
+def _shown(labels: tuple[str, ...]) -> str:
+    return ", ".join(labels[:8]) + (", …" if len(labels) > 8 else "") + f" ({len(labels)})"
 
 
 def common_metadata(members: Sequence[Metadata]) -> Metadata:
     """Metadata of an ensemble put together from members, each with its own: what they agree on.
 
     Calibrations do not carry over. Text sides are put together.
+
+    Raises:
+        ConfigError: Two members have different class names, or the same ones in another order.
     """
     first = members[0]
+    _require_same_labels(members)
     same = all(member.labels == first.labels for member in members)
     history = tuple(dict.fromkeys(line for member in members for line in member.history))
     return replace(

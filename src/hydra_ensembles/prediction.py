@@ -163,7 +163,10 @@ class Prediction:
     def names(self) -> list[str]:
         """Name of the predicted class of each sample."""
         if self.class_names is None:
-            raise DataError("the class names are not known; pass class_names= when making the prediction")
+            raise DataError(
+                "the class names are not known; give them to the model, convert(model, labels=[...]), or to "
+                "Prediction.from_logits as class_names="
+            )
         return [self.class_names[index] for index in self.label.tolist()]
 
     def to(self, device: torch.device | str) -> "Prediction":
@@ -174,6 +177,11 @@ class Prediction:
         return self.member_logits.shape[1]
 
     def __getitem__(self, index: SupportsIndex | slice | Sequence[int] | Tensor) -> "Prediction":
+        if index is None:
+            raise DataError(
+                "a prediction cannot be indexed by None; `accept` is None while no threshold is known: calibrate the "
+                "ensemble first"
+            )
         if isinstance(index, Integral) or (isinstance(index, Tensor) and index.ndim == 0):
             position = int(index)
             if not -len(self) <= position < len(self):

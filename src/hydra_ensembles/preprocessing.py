@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._extras import require
 from .errors import ConfigError, DataError
+from .image_modes import to_grey, to_rgb
 from .text_cleaning import TextCleaning, clean_text
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class ImagePreprocessing:
     def _pixels(self, image: "Image") -> Tensor:
         resampling = require("PIL.Image", extra="data").Resampling
         method = getattr(resampling, self.interpolation.upper())
-        image = image.convert("L" if len(self.mean) == 1 else "RGB")
+        image = to_grey(image) if len(self.mean) == 1 else to_rgb(image)
         height, width = self.size
         image = image.resize(self._resized(image.width, image.height), method)
         half = round if self.crop_corner == "round" else int

@@ -10,6 +10,7 @@ from .dual_encoder import embed
 from .encoder.grouped import GroupedLinear
 from .ensemble import Ensemble
 from .errors import DataError
+from .training_flags import evaluation_mode
 
 Templates = str | Sequence[str]
 
@@ -57,13 +58,9 @@ def class_embeddings(
 ) -> Tensor:
     """Embeddings `[G, C, e]` of length one; G is 1, or the number of members that differ in tower or projection."""
     prompts = prompts_of(names, templates)
-    training = tower.training
-    tower.eval()
-    try:
+    with evaluation_mode(tower):
         batches = (prompts[start : start + _PROMPTS_AT_ONCE] for start in range(0, len(prompts), _PROMPTS_AT_ONCE))
         embedded = torch.cat([embed(tower, projection, batch, normalize=True) for batch in batches], dim=1)
-    finally:
-        tower.train(training)
     return average_templates(embedded, len(templates))
 
 

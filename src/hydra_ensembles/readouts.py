@@ -128,10 +128,11 @@ class MapPool(nn.Module):
         """Map `[N, B, T, d]` to `[N', B, d]`."""
         q = self.query(self.query_token[:, None])  # [G, 1, 1, d]
         k, v = self.key_value(x).chunk(2, dim=-1)  # [N', B, T, d]
-        q = q.expand(k.shape[0], k.shape[1], -1, -1)
+        members = k.shape[0]
+        q = q.expand(members, k.shape[1], -1, -1)
         q, k, v = (part.flatten(0, 1).unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
         z = F.scaled_dot_product_attention(q, k, v)  # [N'·B, heads, 1, d_k]
-        z = z.transpose(1, 2).flatten(2).unflatten(0, (-1, x.shape[1]))  # [N', B, 1, d]
+        z = z.transpose(1, 2).flatten(2).unflatten(0, (members, -1))  # [N', B, 1, d]
         y = self.out(z)
         y = y + self.down(self.activation(self.up(self.norm(y))))
         return cast(Tensor, y)[:, :, 0]

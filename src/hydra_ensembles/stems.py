@@ -52,6 +52,8 @@ class PatchStem(nn.Module):
 
     def _grid_of(self, images: Tensor) -> tuple[int, int]:
         channels, patch = self.config.channels, self.config.patch_size
+        if not images.is_floating_point():
+            raise DataError(f"images are {images.dtype}; give normalised floats, or PIL images to `predict`")
         if images.dim() != 4 or images.shape[1] != channels:
             raise DataError(f"expected images of shape [batch, {channels}, height, width], got {list(images.shape)}")
         height, width = images.shape[2:]
@@ -99,6 +101,11 @@ class TextStem(nn.Module):
         """Embed token ids `[B, T]` (and segment ids of the same shape) as `[G, B, T, d]`."""
         if ids.dim() != 2 or ids.is_floating_point():
             raise DataError(f"expected token ids [batch, tokens] as integers, got {ids.dtype} {list(ids.shape)}")
+        if not ids.shape[1] or (segments is not None and segments.shape != ids.shape):
+            segment = None if segments is None else list(segments.shape)
+            raise DataError(
+                f"expected at least one token and segments of the same shape, got {list(ids.shape)} and {segment}"
+            )
         if ids.shape[1] > self.config.max_tokens:
             raise DataError(
                 f"the sequence has {ids.shape[1]} tokens, the position embedding covers "

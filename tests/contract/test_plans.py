@@ -57,3 +57,13 @@ def test_what_members_have_in_common_is_kept_once(case: ArchitectureCase) -> Non
     attention = simple.encoder.layers[1].attention
     assert attention.qkv.shape[0] == 4  # three times three heads of four
     assert sum(p.numel() for p in simple.parameters()) < sum(p.numel() for p in ensemble.parameters())
+
+
+@torch.no_grad()
+def test_an_empty_batch_gives_no_logits(case: ArchitectureCase) -> None:
+    nothing = {name: tensor[:0] for name, tensor in case.inputs().items()}
+    fused = he.fuse([he.prune(base(case), heads) for heads in UNEVEN])
+    for ensemble in (base(case), fused, he.Ensemble.stack(variants(case))):
+        outputs = ensemble(case.inputs()).shape[-1]
+        runs = [ensemble, *(ensemble.optimize(plans=[plan]) for plan in ("batched", "loop", "grouped"))]
+        assert all(run(nothing).shape == (ensemble.num_members, 0, outputs) for run in runs)

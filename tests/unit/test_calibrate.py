@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -61,6 +61,7 @@ def nll(logits: Tensor, labels: Tensor, temperature: tuple[float, ...]) -> float
 def test_nll_never_worsens_and_the_threshold_accepts_the_share(
     members, count, classes, scale, seed, per_member, share, score
 ):
+    assume(members > 1 or score != "mutual_information")
     logits, labels = sample(members, count, classes, scale, seed)
     fit = fit_calibration(logits, labels, share=share, score=score, per_member=per_member)
     temperature = fit.calibration.temperature
@@ -220,6 +221,29 @@ def test_an_earlier_calibration_is_replaced_not_stacked():
     once = calibrate(tiny(), validation())
     twice = calibrate(once, validation())
     assert once.metadata.calibration == twice.metadata.calibration
+
+
+@pytest.mark.parametrize("per_member", [False, True])
+def test_a_member_taken_out_does_not_keep_the_calibration_of_all(per_member):
+    data = validation()
+    calibrated = calibrate(tiny(), data, per_member=per_member)
+    member = calibrated.member(1)
+    assert (member.metadata.calibration, member.metadata.metrics) == (None, {})
+    assert member.metadata.history == calibrated.metadata.history
+    expected = Prediction.from_logits(calibrated(data[0][0])[1:].detach())
+    torch.testing.assert_close(member.predict(data[0][0]).probs, expected.probs)
+    single = calibrate(tiny(members=1), data)
+    assert single.member(0).metadata == single.metadata  # of one member it is its own
+
+
+def test_one_member_has_no_mutual_information():
+    single = tiny(members=1)
+    with pytest.raises(ConfigError, match="0 for a single member"):
+        calibrate(single, validation(), score="mutual_information")
+    logits, labels = torch.randn(1, 6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
+    with pytest.raises(ConfigError, match="calibrate on msp, entropy"):
+        fit_calibration(logits, labels, score="mutual_information")
+    assert fit_calibration(logits.expand(2, -1, -1), labels, score="mutual_information").samples == 6
 
 
 def test_validation_that_cannot_be_used_is_named():

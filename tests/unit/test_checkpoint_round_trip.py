@@ -272,3 +272,19 @@ def test_loading_needs_no_model_library(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout == "equal\n"
+
+
+@pytest.mark.parametrize("content", ['{"model_type": "vit"}', '["format"]', "{", ""])
+def test_a_folder_of_another_library_is_left_alone(tmp_path: Path, content: str) -> None:
+    for name in ("config.json", "README.md"):
+        (tmp_path / name).write_text(content)
+    with pytest.raises(CheckpointError, match=r"its config\.json is not of this library.* name another folder"):
+        ensemble(single()).save_pretrained(tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "config.json": content,
+        "README.md": content,
+    }
+    (tmp_path / "config.json").unlink()
+    for _ in range(2):  # into a folder without one, then over an earlier save
+        ensemble(single()).save_pretrained(tmp_path)
+    assert Ensemble.from_pretrained(tmp_path).num_members == ensemble(single()).num_members

@@ -1,5 +1,8 @@
 """Averaging, counting and refusing in `fuse`, on models built from a configuration."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -110,6 +113,17 @@ def test_members_of_different_architectures_are_refused_by_name() -> None:
         he.fuse([small(), small(norm_first=False)])
 
 
+@pytest.mark.parametrize("join", [he.fuse, he.Ensemble.stack], ids=["fuse", "stack"])
+@pytest.mark.parametrize("other", [{"dtype": torch.float64}, {"device": "meta"}], ids=["dtype", "device"])
+def test_members_of_different_dtypes_or_devices_are_refused_by_number(
+    join: Callable[[list[he.Ensemble]], he.Ensemble], other: dict[str, Any]
+) -> None:
+    base = small()
+    with pytest.raises(he.HydraError, match=r"torch\.float32 on cpu, member 2 in .*convert the members first"):
+        join([base, tuned(base, 0), tuned(base, 1).to(**other)])
+    assert join([base.double(), tuned(base, 0).double()]).dtype == torch.float64
+
+
 @pytest.mark.parametrize("settings", [{"mlp": "shared"}, {"stem": "same"}, {"readout": None}])
 def test_unknown_settings_are_refused(settings: dict[str, str]) -> None:
     with pytest.raises(he.HydraError, match="must be one of"):
@@ -138,6 +152,16 @@ def test_pruning_refuses_heads_that_are_not_there() -> None:
             he.prune(once, heads)  # type: ignore[arg-type]
     with pytest.raises(he.HydraError, match="one member"):
         he.prune(he.fuse([base, once]), [(0, 2)])
+
+
+@pytest.mark.parametrize("join", [he.fuse, he.Ensemble.stack])
+def test_class_names_in_another_order_are_refused(join: Callable[[list[he.Ensemble]], he.Ensemble]) -> None:
+    base = small()
+    first, other, unnamed = (base.with_metadata(labels=tuple(names)) for names in ("abcde", "edcba", ""))
+    with pytest.raises(he.HydraError, match=r"members 0 and 2 have different class names.*: a, b.* and e, d, c"):
+        join([first, unnamed, other])
+    assert join([first, first]).metadata.labels == tuple("abcde")
+    assert join([first, unnamed]).metadata.labels == ()
 
 
 def vit_base() -> EnsembleConfig:

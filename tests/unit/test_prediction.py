@@ -307,7 +307,7 @@ def test_bad_settings():
         Prediction.from_logits(logits, threshold=math.nan)
     with pytest.raises(DataError, match="got 2 class names for 4 classes"):
         Prediction.from_logits(logits, class_names=["a", "b"])
-    with pytest.raises(DataError, match="pass class_names="):
+    with pytest.raises(DataError, match="as class_names="):
         random_prediction().names()
 
 
@@ -320,3 +320,11 @@ def test_msp_tells_nearly_certain_samples_apart() -> None:
     assert torch.equal(Prediction.from_logits(logits).score(), scores)
     expected = 3 * torch.exp(torch.tensor([-20.0, -30.0, -40.0]))
     assert torch.allclose(scores, expected, rtol=1e-5)
+
+
+def test_what_is_not_known_says_how_to_make_it_known() -> None:
+    p = random_prediction()
+    with pytest.raises(DataError, match="calibrate the"):
+        p[p.accept]
+    with pytest.raises(DataError, match="labels="):
+        p.names()

@@ -45,7 +45,9 @@ def build(
     Each stage leaves its product in `output`: `base/`, `rankings/`, `heads.json`, `finetune/` and `members/`,
     `fused/`, `ensemble/`, `summary.json`. Called again with the same arguments, a build that was stopped at any
     point goes on there and (on a CPU) ends with the same bits; of a finished one the result is read back. To
-    repeat a stage, delete its product and those after it. The folder of another build is refused.
+    repeat a stage, delete its product and those after it. The folder of another build is refused. Held-out data are
+    compared sample by sample; of `train` only the length, the first batch, and all labels where the source has them
+    in memory, so use another folder when training inputs change in another way.
 
     Of a dual encoder (CLIP), heads of both towers are ranked together and pruned, and the members classify images
     by the class names, as `zero_shot` does. For the image tower alone, build from `zero_shot(dual, class_names)`.

@@ -10,10 +10,10 @@ from ..batches import Inputs, move, read_batch, require_labels
 from ..ensemble import Ensemble
 from ..errors import ConfigError, DataError
 from ..finetune import Recipe
-from ..finetune.order import borrowed, epoch_of, length_of
 from ..finetune.parameters import is_trained
 from ..finetune.schedule import rate_factor, warmup_updates
 from ..randomness import derive_seed
+from ..reading_order import borrowed, epoch_of, length_of
 from .config import HydraConfig
 from .data import BuildData, first_rows
 from .start import Start

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..batches import Batches, Inputs, iterate, require_labels
 from ..errors import DataError
-from ..finetune.order import borrowed, epoch_of, fingerprint, require_rereadable
+from ..finetune.data_identity import fingerprint
 from ..heads.fingerprint import data_fingerprint
 from ..randomness import derive_seed
+from ..reading_order import borrowed, epoch_of, require_rereadable
 from .config import HydraConfig
 
 Batch = tuple[Inputs, Tensor | None]
@@ -36,7 +37,7 @@ class BuildData:
     seed: int
 
     def fingerprints(self) -> dict[str, str | None]:
-        """What the sets contain; of the training data only its length and its first batch."""
+        """What the sets contain; of the training data only what is at hand, see `fingerprint`."""
         held_out = {"ranking": self.ranking, "validation": self.validation, "ood": self.ood}
         names = {name: None if data is None else data_fingerprint(data, name) for name, data in held_out.items()}
         train = None if self.train is None else fingerprint(self.train, "train", derive_seed(self.seed, "train"))
@@ -88,13 +89,13 @@ def read_all(batches: Batches, name: str, seed: int, classes: int | None = None)
         batches: The source; read once.
         name: What to call it in errors.
         seed: Start of the random numbers while it is read; they are put back afterwards.
-        classes: Number of classes the labels must fit; None where none are needed.
+        classes: Number of classes the labels must fit; None where none are needed, and none are read.
     """
     found: list[Batch] = []
     with borrowed(batches), epoch_of(batches, 0, derive_seed(seed, name), torch.device("cpu")):
-        for index, (inputs, labels) in enumerate(iterate(batches, name)):
+        for index, (inputs, labels) in enumerate(iterate(batches, name, labelled=classes is not None)):
             _require_tensors(inputs, name, index)
-            found.append((inputs, labels if classes is None else require_labels(labels, classes, name, index)))
+            found.append((inputs, None if classes is None else require_labels(labels, classes, name, index)))
     if not sum(size_of(inputs) for inputs, _ in found):
         raise DataError(f"{name} has no samples in its {len(found)} batches; check the loader")
     return found

@@ -27,7 +27,29 @@ IDENTITY = "run.json"
 SECONDS = "seconds.json"
 SUMMARY = "summary.json"
 HEADS = "heads.json"
-PRODUCTS = ("base", "rankings", HEADS, "finetune", "members", "fused", "ensemble", SUMMARY)
+SETTINGS = "config.yaml"  # what the command line writes beside the products, and before them
+_NAMED = 6  # entries of a folder that a message lists
+
+
+def require_own_folder(path: Path) -> None:
+    """Refuse an output folder that is not for a build: a file, or a folder that holds other things.
+
+    A folder with `run.json` passes; whose it is, the build itself finds out. Hidden files do not count: a build that
+    was killed before it wrote `run.json` leaves one.
+
+    Raises:
+        CheckpointError: The message lists what is in the folder.
+    """
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"output is {path}, which is a file; name a folder, it is made if it does not exist")
+    names = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+    foreign = [name for name in names if name not in (IDENTITY, SETTINGS) and not name.startswith(".")]
+    if foreign and not (path / IDENTITY).exists():  # asked after the listing: another process may just have written it
+        listed = ", ".join(foreign[:_NAMED]) + (f" and {len(foreign) - _NAMED} more" if len(foreign) > _NAMED else "")
+        raise CheckpointError(
+            f"{path} has {listed}, but no {IDENTITY} that says which build they belong to; a build needs a folder of "
+            "its own: give a new or an empty one as output"
+        )
 
 
 class RunFolder:
@@ -110,20 +132,13 @@ class RunFolder:
 
     def _claim(self, path: Path, identity: dict[str, Any]) -> None:
         """Write down what this run is, or refuse a folder that holds something else."""
-        if path.exists() and not path.is_dir():
-            raise CheckpointError(f"output is {path}, which is a file; name a folder, it is made if it does not exist")
+        require_own_folder(path)
         file = path / IDENTITY
         if file.exists():
             require_same_run(file, identity)
             if self._writes:
                 _remove_leftovers(path)
             return
-        foreign = [name for name in PRODUCTS if (path / name).exists()]
-        if foreign:
-            raise CheckpointError(
-                f"{path} has {', '.join(foreign)}, but no {IDENTITY} that says which build they belong to; give "
-                "another output folder, or delete this one to start over"
-            )
         self._write_json(IDENTITY, identity)
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from .._version import __version__
 from ..ensemble import Ensemble
-from ..finetune.order import length_of
+from ..reading_order import length_of
 from ..schema import to_plain
 from .config import HydraConfig
 from .data import BuildData

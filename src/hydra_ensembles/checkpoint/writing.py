@@ -20,10 +20,18 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
     Everything is written to a temporary folder inside `folder` and flushed to disk before the first file is
     renamed into place; `config.json`, which knows the checksums of the others, comes last. So a kill leaves
     each file either old or new, never half written, and loading recognises the moment between two renames.
+
+    Raises:
+        CheckpointError: `folder` is a file, or holds the `config.json` of something else.
     """
     folder = Path(folder).expanduser()
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"cannot save to {folder}: it is a file; name a folder, it is made if it does not exist")
+    if (folder / CONFIG).exists() and not _is_ours(folder / CONFIG):
+        raise CheckpointError(
+            f"cannot save to {folder}: its {CONFIG} is not of this library, and would be overwritten with what belongs "
+            "to it; name another folder, or delete the files there first"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temporary:
         staging = Path(temporary)
@@ -33,6 +41,14 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
         for name in names:
             os.replace(staging / name, folder / name)
     _flush(folder)
+
+
+def _is_ours(config: Path) -> bool:
+    try:
+        found = strict_json.parse(config.read_bytes(), CONFIG)
+    except (OSError, CheckpointError):
+        return False
+    return isinstance(found, dict) and found.get("format") == "hydra_ensembles"
 
 
 def _write(folder: Path, contents: Contents) -> list[str]:

@@ -7,20 +7,20 @@ from ..batches import Batches
 from ..build import HydraConfig
 from ..build import build as build_ensemble
 from ..build.config import Strategy
+from ..build.run_folder import SETTINGS, require_own_folder
 from ..data import RandAugment, TrainTransform, batches
 from ..data.batching import Preprocess
 from ..ensemble import Ensemble
 from ..errors import ConfigError, DataError, HydraError
 from ..preprocessing import ImagePreprocessing
-from .build_settings import BuildSettings
+from .build_settings import BuildSettings, BuildSources
 from .class_labels import AnyDataset, with_labels_of
-from .datasets import Role, find_suite, fit_to_model, load_data, load_reference, suite_set
+from .datasets import Role, existing_path, find_suite, fit_to_model, load_data, load_reference, suite_set
 from .errors import InterruptedRunError
 from .models import RUN_FILE, RUN_RESULT, load_classifier
 from .settings import USUAL_BATCH, choose_device
 from .yaml_file import write_yaml
 
-CONFIG_FILE = "config.yaml"
 _WAYS_TO_DIFFER: dict[Strategy, str] = {
     "circuit": "--prune N, more --id and --ood data, or --strategy sampled",
     "taylor": "--calibration-batches N, --batch-size N, --taylor-scope global, --prune N",
@@ -49,6 +49,7 @@ def run_build(settings: BuildSettings, progress: bool) -> Ensemble:
 
 
 def _run(settings: BuildSettings, folder: Path, progress: bool) -> Ensemble:
+    _require_free(folder, settings.sources)
     model = load_classifier(settings.sources)
     sets = _load_sets(settings)
     if "id" in sets:
@@ -74,9 +75,24 @@ def _run(settings: BuildSettings, folder: Path, progress: bool) -> Ensemble:
     return hydra
 
 
+def _require_free(folder: Path, sources: BuildSources) -> None:
+    """Refuse, before anything is written, a folder with other things in it, or one among the data."""
+    named = {"id": sources.id, "ood": sources.ood, "train": sources.train, "validation": sources.validation}
+    for role, spec in named.items():
+        data = None if spec is None else existing_path(spec)[0]
+        if data is None or (folder / RUN_FILE).exists():  # an earlier build was let in
+            continue
+        if folder.resolve().is_relative_to(data.resolve()):
+            raise DataError(
+                f"output is {folder}, which is among the {role} data of {data}, where a build would be taken for "
+                "data; name a folder outside it"
+            )
+    require_own_folder(folder)
+
+
 def _write_settings(folder: Path, settings: BuildSettings) -> None:
     heading = "Resolved settings of a build; run it again with: hydra-ensembles build --config THIS_FILE"
-    write_yaml(folder / CONFIG_FILE, settings.plain(), heading)
+    write_yaml(folder / SETTINGS, settings.plain(), heading)
 
 
 def _load_sets(settings: BuildSettings) -> dict[Role, AnyDataset]:
@@ -158,7 +174,7 @@ def _preprocessing(model: Ensemble) -> Preprocess:
 
 
 def _how_to_resume(folder: Path) -> str:
-    command = f"hydra-ensembles build --config {shlex.quote(str(folder / CONFIG_FILE))}"
+    command = f"hydra-ensembles build --config {shlex.quote(str(folder / SETTINGS))}"
     if not (folder / RUN_FILE).exists():
         return f"nothing was finished yet; to start over: {command}"
     return f"finished stages are kept in {folder}; to go on there: {command}"

@@ -48,6 +48,18 @@ def load_data(spec: str, role: Role, settings: DataSettings) -> AnyDataset:
     return limited(data, role, settings)
 
 
+def existing_path(spec: str) -> tuple[Path | None, str | None]:
+    """The file or folder that a name of data stands for, and the split behind it; None where there is none."""
+    path = Path(spec).expanduser()
+    if spec.startswith((SUITE, HUB, *LOADER_PREFIXES)):
+        return None, None
+    if path.exists():
+        return path, None
+    before, _, split = spec.rpartition(":")
+    path = Path(before).expanduser()
+    return (path, split) if before and path.exists() else (None, None)
+
+
 def load_reference(ref: SetRef, role: Role, settings: DataSettings) -> AnyDataset:
     """Load a set of a suite."""
     return limited(ref.load(settings.root), role, settings)
@@ -136,14 +148,12 @@ def _from_hub(spec: str, role: Role, settings: DataSettings) -> AnyDataset:
 
 
 def _from_path(spec: str, role: Role, settings: DataSettings) -> AnyDataset:
-    path, split = Path(spec).expanduser(), None
-    if not path.exists() and ":" in spec:
-        before, _, split = spec.rpartition(":")
-        path = Path(before).expanduser()
-    if path.exists():
-        return _load(path, split, role, settings)
+    found, split = existing_path(spec)
+    if found is not None:
+        return _load(found, split, role, settings)
     if spec in SUITES:
         return _of_suite(spec, role, settings)
+    path = Path(spec.rpartition(":")[0] or spec).expanduser()
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     hint = did_you_mean(path.name, [*beside, *SUITES])
     raise DataError(f"no data {spec!r}: there is no such file or folder, and no such suite{hint}; give {FORMS}")

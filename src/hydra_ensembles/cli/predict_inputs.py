@@ -76,7 +76,7 @@ def _texts(argument: str, path: Path) -> list[Item]:
         raise DataError(f"{path} is a folder, but the model reads text; give a file with one text a line")
     if path.is_file():
         try:
-            return _lines(path.read_text(encoding="utf-8").splitlines(), str(path))
+            return _lines(path.read_text(encoding="utf-8").split("\n"), str(path))
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not text in UTF-8 ({error})") from error
     if " " not in argument.strip():

@@ -68,6 +68,11 @@ class ReadoutConfig:
         require_positive(self, norm_eps=self.norm_eps)
         if self.pool == "map":
             require_sizes(self, map_heads=self.map_heads, map_mlp_width=self.map_mlp_width)
+        if self.pool == "cls_mean" and self.norm == "pooled":
+            raise ConfigError(
+                "ReadoutConfig.norm is 'pooled', but pool 'cls_mean' gives features twice as wide as the norm; use "
+                "norm 'tokens' or 'none', or another pool"
+            )
         if self.cosine is not None and (self.num_classes < 1 or self.pool == "distilled"):
             raise ConfigError(
                 f"ReadoutConfig.cosine needs classes and one feature vector, got num_classes {self.num_classes} and "

@@ -17,7 +17,7 @@ from . import open_clip, transformers_clip
 from .clip_tokenizer import SIMPLE_TOKENIZER, read_simple_tokenizer
 from .declaration import Architecture, qualified_name
 from .processors import read_processor
-from .translate import translate
+from .translate import require_finite, translate
 
 _SCALES = ("logit_scale", "logit_bias")
 _CLASSIFIER = "readout.classifier."
@@ -90,6 +90,9 @@ def convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any = None
     scale, bias = (getattr(model, name, None) for name in _SCALES)
     if scale is None:
         raise ConversionError(f"{dual.name}: the model has no logit_scale")
+    for name, value in zip(_SCALES, (scale, bias), strict=True):
+        if value is not None:
+            require_finite(value.detach(), name, dual.name)
     return DualEncoder(image, text, Projections(image_projection, text_projection), scale, bias).eval()
 
 

@@ -1,6 +1,6 @@
 """From a library's live model to the canonical ensemble."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, cast
 
@@ -9,6 +9,7 @@ from torch import nn
 from ..errors import ConversionError
 from ..metadata import Metadata
 from . import open_clip, timm, torchvision, transformers_clip, transformers_text, transformers_vision
+from .alterations import require_unaltered
 from .clip import DUAL_ARCHITECTURES, convert_dual, find_dual_architecture
 from .declaration import Architecture, qualified_name
 from .processors import read_processor
@@ -39,7 +40,7 @@ def convert(
     Args:
         model: A live model; wrappers of `torch.compile` and of data parallelism are looked through.
         num_labels: For a model without classifier: size of a fresh one.
-        labels: Class names in the order of the logits, where the model does not know them.
+        labels: Class names in the order of the logits, all different, where the model does not know them.
         processor: What turns raw inputs into tensors: a tokenizer or image processor of transformers, or an
             `ImagePreprocessing` / `TextPreprocessing`. Saved with the ensemble. For a dual encoder also a
             processor of both, open_clip's tokenizer, or a list of processors.
@@ -48,15 +49,18 @@ def convert(
         An `Ensemble`; for a dual encoder (CLIP), whose features stay the same instead, a `DualEncoder`.
 
     Raises:
-        ConversionError: The architecture, or this variant of it, is not supported.
+        ConversionError: The architecture, or this variant of it, is not supported: forward hooks, a replaced
+            `forward`, several labels per input, and weights that are not finite among others.
     """
-    model = unwrap(model)
+    given, model = model, unwrap(model)
     dual = find_dual_architecture(model)
     if dual is not None:
         if num_labels is not None or labels is not None:
             raise ConversionError(f"{dual.name} has no classifier; leave num_labels and labels out")
+        require_unaltered(given, model, dual.name)
         return convert_dual(dual, model, processor)
     architecture = find_architecture(model)
+    require_unaltered(given, model, architecture.name)
     config = architecture.config(model, num_labels)
     known = architecture.metadata(model)
     metadata = replace(
@@ -102,6 +106,15 @@ def unwrap(model: nn.Module) -> nn.Module:
 def _labels(given: Sequence[str] | None, known: Metadata, classes: int) -> tuple[str, ...]:
     if given is None:
         return known.labels if len(known.labels) == classes else ()
-    if len(given) != classes:
-        raise ConversionError(f"{len(given)} labels were given for {classes} classes")
-    return tuple(str(label) for label in given)
+    if isinstance(given, str | Mapping | Set):
+        raise ConversionError(f"labels is a {type(given).__name__}; give a list of names in the order of the logits")
+    names = tuple(given)
+    if len(names) != classes:
+        raise ConversionError(f"{len(names)} labels were given for {classes} classes")
+    for index, name in enumerate(names):
+        if not isinstance(name, str) or not name.strip():
+            raise ConversionError(f"labels[{index}] is {name!r}; every class needs a name, which is a string")
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < classes else []
+    if twice:
+        raise ConversionError(f"labels lists {twice[:5]} more than once; names must tell the classes apart")
+    return names

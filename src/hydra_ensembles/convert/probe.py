@@ -59,10 +59,24 @@ def refuse(architecture: str, what: str) -> ConversionError:
     return ConversionError(f"{architecture}: {what}, which this library cannot represent without changing predictions")
 
 
+def linear_or_none(module: Any, architecture: str) -> nn.Linear | None:
+    """The classifier, or None where the model was built without one; anything but a linear layer is refused."""
+    if module is None or isinstance(module, nn.Identity):
+        return None
+    if not isinstance(module, nn.Linear):
+        raise refuse(architecture, f"the classifier is a {type(module).__name__}, not a linear layer")
+    return module
+
+
 def classes_or_fresh(found: int, num_labels: int | None, architecture: str) -> int:
     """Number of classes: the model's own, or `num_labels` when it has no classifier."""
-    if num_labels is not None and num_labels < 1:
-        raise ConversionError(f"num_labels must be at least 1, got {num_labels}")
+    if num_labels is not None and num_labels < 2:
+        raise ConversionError(f"num_labels must be at least 2, got {num_labels}")
+    if found == 1:
+        raise ConversionError(
+            f"{architecture}: the classifier has one output (regression, or one probability by a sigmoid); "
+            "the probabilities here are a softmax, which needs at least two"
+        )
     if found and num_labels is not None and num_labels != found:
         raise ConversionError(
             f"{architecture}: the model already classifies {found} classes, num_labels={num_labels} was asked for; "

@@ -1,12 +1,13 @@
 """timm: the `VisionTransformer` family (ViT, AugReg, DeiT, DINOv2 with and without registers, CLIP, SigLIP)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from ..metadata import Metadata
 from ..preprocessing import ImagePreprocessing
 from .declaration import Architecture, FusedQKV, Joined, OutProjection, Weights
-from .probe import activation_of, classes_or_fresh, dropout_rate, is_identity, pair, refuse
+from .probe import activation_of, classes_or_fresh, dropout_rate, is_identity, linear_or_none, pair, refuse
 
 _VIT = "timm VisionTransformer"
 _DISTILLED = "timm VisionTransformerDistilled"
@@ -62,17 +63,17 @@ def _vit_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         raise refuse(_VIT, f"global_pool is {model.global_pool!r}")
     if model.pool_include_prefix and prefix and model.global_pool != "token":
         raise refuse(_VIT, "pooling includes the prefix tokens")
-    classes = 0 if is_identity(model.head) else int(model.head.out_features)
+    head = linear_or_none(model.head, _VIT)
     norm = next((n for n in (model.norm, model.fc_norm) if not is_identity(n)), None)
     pool = model.attn_pool
     if pool is not None and (pool.pos_embed is not None or pool.latent_len != 1 or not is_identity(pool.q_norm)):
         raise refuse(_VIT, "its attention pooling has positions, several queries or a query norm")
     readout = ReadoutConfig(
         pool=pools[model.global_pool],  # type: ignore[arg-type]
-        num_classes=classes_or_fresh(classes, num_labels, _VIT),
+        num_classes=classes_or_fresh(0 if head is None else head.out_features, num_labels, _VIT),
         norm="none" if norm is None else "tokens" if norm is model.norm else "pooled",
         norm_eps=encoder.norm_eps if norm is None else float(norm.eps),
-        bias=is_identity(model.head) or model.head.bias is not None,
+        bias=head is None or head.bias is not None,
         dropout=dropout_rate(model.head_drop),
         map_heads=0 if pool is None else int(pool.num_heads),
         map_mlp_width=0 if pool is None else int(pool.mlp.fc1.out_features),
@@ -86,10 +87,10 @@ def _distilled_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         raise refuse(_DISTILLED, f"global_pool is {model.global_pool!r}")
     stem = _stem(model, _DISTILLED, registers=0, class_token=True, prefix=2, distilled=True)
     encoder = _encoder(model, _DISTILLED)
-    classes = 0 if is_identity(model.head) else int(model.head.out_features)
+    head, _ = linear_or_none(model.head, _DISTILLED), linear_or_none(model.head_dist, _DISTILLED)
     readout = ReadoutConfig(
         pool="distilled",
-        num_classes=classes_or_fresh(classes, num_labels, _DISTILLED),
+        num_classes=classes_or_fresh(0 if head is None else head.out_features, num_labels, _DISTILLED),
         norm="tokens",
         norm_eps=float(model.norm.eps),
         dropout=dropout_rate(model.head_drop),
@@ -164,17 +165,28 @@ def _encoder(model: Any, name: str) -> EncoderConfig:
 
 def _metadata(model: Any) -> Metadata:
     found: dict[str, Any] = dict(getattr(model, "pretrained_cfg", None) or {})
+    labels = tuple(found.get("label_names") or ())
+    channels = int(model.patch_embed.proj.in_channels)
+    mean, std = (_per_channel(found.get(name, (0.5, 0.5, 0.5)), channels) for name in ("mean", "std"))
+    if mean is None or std is None or channels not in (1, 3):  # what images have
+        return Metadata(labels=labels)
     interpolation = found.get("interpolation", "bicubic")
     preprocessing = ImagePreprocessing(
         size=pair(model.patch_embed.img_size),
-        mean=tuple(float(value) for value in found.get("mean", (0.5, 0.5, 0.5))),
-        std=tuple(float(value) for value in found.get("std", (0.5, 0.5, 0.5))),
+        mean=mean,
+        std=std,
         interpolation=interpolation if interpolation in ("nearest", "bilinear", "bicubic", "lanczos") else "bicubic",
         crop_fraction=float(found.get("crop_pct") or 1.0),
         resize_mode="squash" if found.get("crop_mode") == "squash" else "shortest",
     )
-    labels = found.get("label_names") or ()
-    return Metadata(labels=tuple(labels), preprocessing=preprocessing)
+    return Metadata(labels=labels, preprocessing=preprocessing)
+
+
+def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...] | None:
+    """One value per input channel; None where the model has other channels than the ones the values are for."""
+    if len(values) != channels and len(set(values)) > 1:
+        return None
+    return tuple(float(value) for value in values) if len(values) == channels else (float(values[0]),) * channels
 
 
 VISION_TRANSFORMER = Architecture(

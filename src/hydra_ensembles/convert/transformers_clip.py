@@ -12,12 +12,12 @@ from torch import nn
 
 from ..config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, TextStemConfig, all_heads
 from .declaration import Architecture, Entry, OutProjection, Source, SplitQKV, Weights
-from .probe import classes_or_fresh, pair
+from .probe import classes_or_fresh, linear_or_none, pair
 from .transformers_common import (
     activation_named,
     head_size,
-    linear_or_none,
     metadata_of_classifier,
+    require_one_label_per_input,
     require_plain_encoder,
 )
 
@@ -131,6 +131,8 @@ def _classifier_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """`CLIPForImageClassification` reads the mean patch, before the final norm."""
     config = _image_config(model, num_labels)
     classifier = linear_or_none(model.classifier, _IMAGE)
+    if classifier is not None:
+        require_one_label_per_input(model, _IMAGE)
     readout = replace(
         config.readout,
         pool="mean",

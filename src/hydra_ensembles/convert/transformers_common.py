@@ -3,8 +3,6 @@
 import re
 from typing import Any
 
-from torch import nn
-
 from ..config import Activation
 from ..errors import ConversionError
 from ..metadata import Metadata
@@ -56,13 +54,14 @@ def head_size(config: Any, architecture: str) -> int:
     return size
 
 
-def linear_or_none(module: Any, architecture: str) -> nn.Linear | None:
-    """The classifier, or None where the model was built without one; anything but a linear layer is refused."""
-    if module is None or isinstance(module, nn.Identity):
-        return None
-    if not isinstance(module, nn.Linear):
-        raise refuse(architecture, f"the classifier is a {type(module).__name__}, not a linear layer")
-    return module
+def require_one_label_per_input(model: Any, architecture: str) -> None:
+    """Refuse classifiers that were not trained to choose one of the classes."""
+    problem = getattr(model.config, "problem_type", None)
+    if problem not in (None, "single_label_classification"):
+        raise ConversionError(
+            f"{architecture}: problem_type is {problem!r}, and the probabilities here are a softmax over classes that "
+            "exclude each other; supported are None and 'single_label_classification'"
+        )
 
 
 def metadata_of_classifier(model: Any) -> Metadata:

@@ -21,12 +21,12 @@ from ..config import (
     all_heads,
 )
 from .declaration import Architecture, OutProjection, SplitQKV, Weights
-from .probe import classes_or_fresh
+from .probe import classes_or_fresh, linear_or_none
 from .transformers_common import (
     activation_named,
     head_size,
-    linear_or_none,
     metadata_of_classifier,
+    require_one_label_per_input,
     require_plain_encoder,
 )
 
@@ -173,6 +173,8 @@ def _readout(
 ) -> ReadoutConfig:
     head = getattr(model, "classifier", None)
     linear = linear_or_none(getattr(head, "out_proj", head), name)
+    if linear is not None:
+        require_one_label_per_input(model, name)
     classes = classes_or_fresh(0 if linear is None else linear.out_features, num_labels, name)
     if not classes:
         pooled = getattr(model, "pooler", None) is not None

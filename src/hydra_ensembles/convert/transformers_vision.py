@@ -24,12 +24,12 @@ from ..config import (
     all_heads,
 )
 from .declaration import Architecture, Entry, Joined, OutProjection, SplitQKV, Weights
-from .probe import classes_or_fresh, pair, refuse
+from .probe import classes_or_fresh, linear_or_none, pair, refuse
 from .transformers_common import (
     activation_named,
     head_size,
-    linear_or_none,
     metadata_of_classifier,
+    require_one_label_per_input,
     require_plain_encoder,
 )
 
@@ -189,6 +189,8 @@ def _common_sizes(found: Any, name: str) -> dict[str, Any]:
 
 
 def _readout(model: Any, name: str, num_labels: int | None, classifier: nn.Linear | None, pool: Pool) -> ReadoutConfig:
+    if classifier is not None:
+        require_one_label_per_input(model, name)
     classes = classes_or_fresh(0 if classifier is None else classifier.out_features, num_labels, name)
     pooler = getattr(model, "pooler", None)
     hidden: HiddenActivation | None = None

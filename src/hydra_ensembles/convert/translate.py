@@ -37,6 +37,8 @@ def translate(
                 "this variant of the architecture is not supported"
             )
         used.update(source.names)
+        for part in source.names:
+            require_finite(foreign[part], part, architecture.name)
         state[name] = source.read(tuple(foreign[part] for part in source.names), shape)
     left = sorted(name for name in foreign.keys() - used if not name.startswith(architecture.ignored))
     if left:
@@ -45,6 +47,16 @@ def translate(
             f"{' …' if len(left) > 8 else ''}; this variant of the architecture is not supported"
         )
     return Ensemble.from_state(config, state, metadata)
+
+
+def require_finite(tensor: Tensor, name: str, architecture: str) -> None:
+    """Refuse values that no trained model has and that would turn every prediction into NaN."""
+    if not tensor.is_meta and not tensor.isfinite().all():
+        broken = int((~tensor.isfinite()).sum())
+        raise ConversionError(
+            f"{architecture}: {broken} of the {tensor.numel()} values of {name} are NaN or infinite; load weights of "
+            "a training that did not diverge, and in a type whose range holds them"
+        )
 
 
 def _source_of(weights: Weights, name: str, foreign: Mapping[str, Tensor]) -> Source | None:

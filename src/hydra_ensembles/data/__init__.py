@@ -1,12 +1,12 @@
 """Data for tests, studies and training: loading, subsets, batches, near and far suites, corruptions."""
 
+from ..image_modes import to_rgb
 from .augment import RandAugment, TrainTransform
 from .batching import Batches, batches
 from .catalogue import SUITES, suite
 from .corruptions import CORRUPTIONS, SEVERITIES, corrupt, corrupted
 from .dataset import Dataset, ImageDataset, TextDataset
 from .folders import load_image_folder, load_image_list
-from .images import to_rgb
 from .loading import load
 from .subsets import keyed_order, only_classes, split, subset, without_classes
 from .suites import SetRef, Suite, imagenet_validation_split

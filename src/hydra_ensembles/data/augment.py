@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._extras import require
 from ..errors import ConfigError
-from .images import to_rgb
+from ..image_modes import to_rgb
 
 if TYPE_CHECKING:
     from PIL.Image import Image

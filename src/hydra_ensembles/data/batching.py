@@ -57,6 +57,7 @@ class Batches:
         self.num_workers = num_workers
         self.drop_last = drop_last
         self.epoch = 0
+        self.stream: int | None = None
 
     def __len__(self) -> int:
         whole = len(self.dataset) / self.batch_size
@@ -66,9 +67,18 @@ class Batches:
         """Choose the epoch whose order and random augmentations the next pass has."""
         self.epoch = epoch
 
+    def set_stream(self, stream: int | None) -> None:
+        """Choose one of many sequences of epochs, each with orders and random augmentations of its own.
+
+        This is how members that train on the same object come to see different batches: `finetune` gives each a
+        stream, made of the recipe's seed and the member's number. None is the sequence of `seed` alone.
+        """
+        self.stream = stream
+
     def __iter__(self) -> Iterator[Batch]:
         """Start a pass over the data."""
-        order = keyed_order(len(self.dataset), self.seed, self.epoch) if self.shuffle else None
+        seed = self.seed if self.stream is None else hash_key(self.seed, self.stream)
+        order = keyed_order(len(self.dataset), seed, self.epoch) if self.shuffle else None
         positions = (np.arange(len(self.dataset)) if order is None else order).tolist()
         chunks = [
             positions[start : start + self.batch_size]
@@ -77,10 +87,10 @@ class Batches:
         loader: DataLoader[Any] = DataLoader(
             _WithPosition(self.dataset),
             batch_sampler=chunks,
-            collate_fn=_Collate(self.preprocess, self.seed, self.epoch),
+            collate_fn=_Collate(self.preprocess, seed, self.epoch),
             num_workers=self.num_workers,
             # The seeds of the workers shall not be drawn from the global generator.
-            generator=torch.Generator().manual_seed(hash_key(self.seed, self.epoch)),
+            generator=torch.Generator().manual_seed(hash_key(seed, self.epoch)),
         )
         return iter(loader)
 
@@ -98,7 +108,8 @@ def batches(
 
     The result can be iterated any number of times. Every pass over the same epoch is the same, in order and
     in the random augmentations of `preprocess` (as far as they draw from torch's CPU generator), whatever the
-    number of workers; `set_epoch` moves on. The state of torch's generators is left as it was.
+    number of workers; `set_epoch` moves on. The state of torch's generators is left as it was. Where members are
+    ranked or trained on it, each has orders and augmentations of its own (`set_stream`).
 
     Args:
         dataset: Gives `(item, label)` by position.

@@ -1,5 +1,6 @@
 """Texts in CSV and TSV files."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,13 @@ class DelimitedTable:
     lone quotation mark in a sentence (as in the GLUE files) is just a character.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, texts: Sequence[str] = ()) -> None:
         """Read the file.
+
+        Args:
+            file: The file.
+            texts: Columns to take letter by letter, so that `007` stays what it is; those that do not exist are
+                ignored. In the others numbers are recognised.
 
         Raises:
             DataError: The file is not a well-formed table.
@@ -35,7 +41,9 @@ class DelimitedTable:
                 parse_options=csv.ParseOptions(
                     delimiter=delimiter, quote_char='"' if quoted else False, newlines_in_values=quoted
                 ),
-                convert_options=csv.ConvertOptions(strings_can_be_null=False),
+                convert_options=csv.ConvertOptions(
+                    strings_can_be_null=False, column_types={name: arrow.string() for name in texts}
+                ),
             )
         except (arrow.ArrowInvalid, OSError) as error:
             raise DataError(f"{file} cannot be read as a table with a header line: {error}") from error
@@ -49,9 +57,8 @@ class DelimitedTable:
         return list(self._table.column(name).to_pylist())
 
     def cell(self, name: str, row: int) -> Any:
-        """Read one cell; numbers and dates in a text column come back as text."""
-        value = self._table.column(name)[row].as_py()
-        return None if value is None else str(value)
+        """Read one cell as a Python value."""
+        return self._table.column(name)[row].as_py()
 
     def image(self, name: str, row: int) -> Any:
         """Refuse: these files hold no images."""

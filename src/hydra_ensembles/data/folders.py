@@ -38,22 +38,28 @@ def load_image_folder(
     """Load a folder with one subfolder a class, searched to any depth.
 
     Classes are numbered in the order of `class_names` (which must name the subfolders), else sorted by name.
-    With `labels="optional"` images without a class, lying in the folder itself, are taken as well.
+    With `labels="optional"` images without a class, lying in the folder itself, are taken as well. Hidden subfolders
+    and `__MACOSX`, which archives leave, are passed over.
 
     Raises:
-        DataError: There are no images, or a subfolder has no class.
+        DataError: There are no images, a subfolder has no class, or (without `class_names`) a subfolder no images.
     """
-    found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not _is_litter(entry.name))
     names = tuple(found if class_names is None else class_names)
     unknown = sorted(set(found) - set(names))
     if unknown:
         raise DataError(f"{folder} has subfolders {unknown} that are not among the class names {list(names)}")
-    files: list[Path] = []
-    numbers: list[int] = []
-    for number, class_name in enumerate(names):
-        of_class = _images_below(folder / class_name)
-        files += of_class
-        numbers += [number] * len(of_class)
+    images = {class_name: _images_below(folder / class_name) for class_name in names}
+    empty = [class_name for class_name in names if not images[class_name]]
+    if class_names is None and labels == "optional":  # classes that nobody reads
+        names = tuple(class_name for class_name in names if images[class_name])
+    elif class_names is None and 0 < len(empty) < len(names):
+        raise DataError(
+            f"{folder} has subfolders without images: {empty}. Each subfolder is a class: move these elsewhere, or "
+            "pass class_names= if they are classes without an image here"
+        )
+    files = [file for class_name in names for file in images[class_name]]
+    numbers = [number for number, class_name in enumerate(names) for _ in images[class_name]]
     loose = [file for file in sorted(folder.iterdir()) if file.suffix.lower() in IMAGE_SUFFIXES]
     if loose and labels == "optional":
         files += loose
@@ -88,7 +94,7 @@ def load_image_list(
     """
     files: list[Path] = []
     numbers: list[int] = []
-    for line_number, line in enumerate(list_file.read_text(encoding="utf-8").splitlines(), start=1):
+    for line_number, line in enumerate(list_file.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         path, separator, label = line.strip().rpartition(" ")
@@ -114,6 +120,10 @@ def load_image_list(
     if class_names is None:
         class_names = [str(label) for label in range(max(numbers) + 1)]
     return ImageDataset(ImageFiles(files), numbers, class_names, name or list_file.stem)
+
+
+def _is_litter(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"
 
 
 def _images_below(folder: Path) -> list[Path]:

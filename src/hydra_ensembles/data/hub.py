@@ -4,7 +4,7 @@ from typing import Any
 
 from .._extras import require
 from ..errors import DataError, MissingExtraError
-from .images import to_rgb
+from ..image_modes import to_rgb
 from .tables import nested
 
 

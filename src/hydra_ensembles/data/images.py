@@ -3,35 +3,16 @@
 import io
 import struct
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from .._extras import require
 from ..errors import DataError
+from ..image_modes import to_rgb
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-
-
-def to_rgb(image: "Image") -> "Image":
-    """Convert a PIL image of any mode to RGB.
-
-    Greyscale is repeated over the channels, transparency is dropped, palettes are looked up, and 16-bit
-    greyscale keeps its upper eight bits (Pillow alone would clip it to white).
-    """
-    if image.mode == "RGB":
-        return image
-    if image.mode.startswith("I;16"):
-        upper_bits = (np.asarray(image, dtype=np.uint16) >> 8).astype(np.uint8)
-        grey: Image = _image_module().fromarray(upper_bits)
-        return grey.convert("RGB")
-    if image.mode == "P" and "transparency" in image.info:
-        return image.convert("RGBA").convert("RGB")
-    return image.convert("RGB")
 
 
 def decode_image(content: bytes, where: str) -> "Image":
@@ -45,7 +26,7 @@ def decode_image(content: bytes, where: str) -> "Image":
         DataError: The bytes are not an image, or only part of one.
     """
     try:
-        image = _image_module().open(io.BytesIO(content))
+        image = require("PIL.Image", extra="data").open(io.BytesIO(content))
         image.load()  # Pillow reads lazily; a truncated file must fail here, where its place is known
         return to_rgb(image)
     except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
@@ -65,7 +46,3 @@ def read_image(path: Path, where: str | None = None) -> "Image":
     except OSError as error:
         raise DataError(f"image file {path} cannot be read: {error.strerror or error}") from error
     return decode_image(content, where or f"image file {path}")
-
-
-def _image_module() -> ModuleType:
-    return require("PIL.Image", extra="data")

@@ -22,7 +22,8 @@ class JsonLinesTable:
         self.where = str(file)
         self._rows: list[dict[str, Any]] = []
         try:
-            lines = file.read_text(encoding="utf-8-sig").splitlines()
+            # not splitlines(): it also cuts at U+2028 and its like, which strings may hold
+            lines = file.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{file} cannot be read as JSON lines in UTF-8: {error}") from error
         for number, line in enumerate(lines, start=1):

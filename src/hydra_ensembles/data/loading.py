@@ -83,7 +83,7 @@ def load(
         beside = base / images if images is not None else path.parent
         return load_image_list(path, beside, labels, class_names)
     title = path.stem if path.stem not in SPLIT_NAMES else path.parent.name or path.stem
-    return dataset_from_table(_open_table([path]), columns, labels, class_names, title)
+    return dataset_from_table(_open_table([path], columns), columns, labels, class_names, title)
 
 
 def _load_folder(
@@ -96,7 +96,7 @@ def _load_folder(
     tables = parquet_splits(folder) or delimited_splits(folder) or json_lines_splits(folder)
     if tables:
         files = tables[_choose(split, list(tables), folder)]
-        return dataset_from_table(_open_table(files), columns, labels, class_names, folder.name)
+        return dataset_from_table(_open_table(files, columns), columns, labels, class_names, folder.name)
     below = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     splits = [entry for entry in below if entry in SPLIT_NAMES]
     if split is not None and split not in below:
@@ -117,12 +117,12 @@ def _choose(split: str | None, found: list[str], folder: Path) -> str:
     return split
 
 
-def _open_table(files: list[Path]) -> Table:
+def _open_table(files: list[Path], columns: Columns) -> Table:
     suffix = files[0].suffix.lower()
     if suffix == ".parquet":
         return ParquetTable(files)
     if suffix in DELIMITERS:
-        return DelimitedTable(files[0])
+        return DelimitedTable(files[0], (columns.text, columns.text_pair))
     if suffix in JSON_LINES:
         return JsonLinesTable(files[0])
     raise DataError(f"{files[0]} is not of a known kind; accepted suffixes: {', '.join(_FILE_SUFFIXES)}")

@@ -1,5 +1,6 @@
 """Tables with an image or text column and a label column: what Parquet, CSV and the hub have in common."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -123,8 +124,12 @@ def read_labels(
 ) -> tuple[Labels, tuple[str, ...]]:
     """Read a label column as integers, with the class names.
 
-    Integers are taken as they are, strings are numbered in the order of the class names (sorted, if none are
-    given). Names come from the argument, else from the table, else they are the labels themselves.
+    Whole numbers are taken as they are, strings are numbered in the order of the class names (sorted, if none are
+    given); an empty cell or NaN is no label. Names come from the argument, else from the table, else they are the
+    labels themselves.
+
+    Raises:
+        DataError: There is no such column, a label is missing, or it is neither a whole number nor a class name.
     """
     if not _has(table.column_names, column):
         if policy == "optional":
@@ -140,7 +145,7 @@ def read_labels(
             names = tuple(sorted({value for value in values if isinstance(value, str)}))
         number = {class_name: index for index, class_name in enumerate(names)}
         values = [_number(value, number, row, table.where) for row, value in enumerate(values)]
-    numbers = np.array([UNLABELLED if value is None else int(value) for value in values], dtype=np.int64)
+    numbers = np.array([_whole(value, row, table.where) for row, value in enumerate(values)], dtype=np.int64)
     if policy == "required" and (numbers < 0).any():
         row = int((numbers < 0).argmax())
         raise DataError(
@@ -162,11 +167,31 @@ def nested(value: Any, path: str) -> Any:
 
 
 def _number(value: Any, number: dict[str, int], row: int, where: str) -> int | None:
-    if value is None or value == "":
+    if value == "" or _missing(value):
         return None
-    if value not in number:
+    if not isinstance(value, str) or value not in number:
         raise DataError(f"row {row} of {where} has the label {value!r}, which is not one of {list(number)}")
     return number[value]
+
+
+def _whole(value: Any, row: int, where: str) -> int:
+    """A label as a number; one that would have to be rounded is refused."""
+    if _missing(value):
+        return UNLABELLED
+    try:
+        whole = int(value)
+    except (TypeError, ValueError, OverflowError):
+        whole = None
+    if whole is None or whole != value:
+        raise DataError(
+            f"row {row} of {where} has the label {value!r}; labels must be whole numbers or class names: name the "
+            "right column with columns=Columns(label=...)"
+        )
+    return whole
+
+
+def _missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _has(found: Sequence[str], column: str) -> bool:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from .._extras import require
 from ..errors import DataError
+from ..image_modes import to_rgb
 from .dataset import ImageDataset
-from .images import to_rgb
 
 if TYPE_CHECKING:
     from PIL.Image import Image

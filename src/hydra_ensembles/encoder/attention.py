@@ -145,7 +145,8 @@ class Attention(nn.Module):
             k, v = self._into_heads(x, start, stop, slice(1, 3)).unbind(3)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self._norm_heads(q, self.query_norm, start, stop), self._norm_heads(k, self.key_norm, start, stop)
-        repeats = q.shape[0] // x.shape[1]  # R = repeats · B
+        side_by_side = self.head_ends is not None and len(self.sizes) > 1  # see `into_heads_grouped`
+        repeats = 1 if side_by_side else x.shape[0]  # R = repeats · B, also for an empty batch
         mask = self._attention_mask(key_mask, repeats, q.shape[1], k.shape[1], x.device)
         z = F.scaled_dot_product_attention(
             q.transpose(1, 2),  # [R, H', T', d_k]

@@ -61,6 +61,6 @@ def into_heads_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, head_ends
 def out_of_heads_grouped(z: Tensor, weight: Tensor, head_ends: Tensor) -> Tensor:
     """One grouped product from `[B, T, K, d_k]` through `[K, d_k, d]` to `[M, B, T, d]`."""
     ends = head_ends * weight.shape[1]
-    rows = z.reshape(z.shape[0] * z.shape[1], -1)  # [B·T, K·d_k]
+    rows = z.flatten(2).flatten(0, 1)  # [B·T, K·d_k]
     y = F.grouped_mm(rows, weight.flatten(0, 1), offs=ends)  # [M, B·T, d]
     return y.unflatten(1, z.shape[:2])

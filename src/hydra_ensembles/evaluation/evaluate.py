@@ -12,6 +12,7 @@ from ..ensemble import Ensemble
 from ..errors import ConfigError
 from ..metadata import Calibration, Metadata
 from ..metrics import Convention
+from ..optimize import OptimizedEnsemble
 from ..prediction import ScoreName
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from .core import check_settings, evaluate_logits
@@ -25,7 +26,7 @@ Data = Batches | Dataset[Any]
 
 
 def evaluate(
-    ensemble: Ensemble | Callable[[Any], Any],
+    ensemble: Ensemble | OptimizedEnsemble[Ensemble] | Callable[[Any], Any],
     id_data: Data,
     ood: Mapping[str, Any] | None = None,
     shift: Mapping[str, Data] | None = None,
@@ -52,8 +53,9 @@ def evaluate(
     loader, in the same order; with NCCL each must have chosen its GPU before (`torch.cuda.set_device`).
 
     Args:
-        ensemble: An `Ensemble`, or anything that is called with the inputs of a batch and answers with member
-            logits `[M, B, C]` (`[B, C]` counts as one member; an object with `.logits` is looked into).
+        ensemble: An `Ensemble`, as it is or prepared by `optimize`; or anything that is called with the inputs of a
+            batch and answers with member logits `[M, B, C]` (`[B, C]` counts as one member; an object with `.logits`
+            is looked into).
         id_data: Labelled in-distribution set: batches, as a `DataLoader` gives them, or a data set of
             `hydra_ensembles.data`, which is put in batches with the model's preprocessing.
         ood: OOD sets, `{"near": {name: data}, "far": {...}}` as `Suite.load` gives them, or flat, `{name: data}`,
@@ -65,11 +67,11 @@ def evaluate(
         score: Score that detects OOD samples, of the mean over members.
         scores: Further scores to report.
         convention: How AUPR and FPR95 are defined; see `hydra_ensembles.metrics.ood`.
-        calibration: Temperature and threshold to apply; an `Ensemble` brings its own.
-        preprocess: Turns a list of raw items into inputs; an `Ensemble` brings its own.
+        calibration: Temperature and threshold to apply; an ensemble brings its own.
+        preprocess: Turns a list of raw items into inputs; an ensemble brings its own.
         batch_size: For data sets that are not in batches.
         num_workers: Worker processes for such data sets.
-        device: Where to run; a model is moved there and back. None: where it is.
+        device: Where to run; a model is moved there and back, one prepared by `optimize` cannot be. None: where it is.
         bootstrap: Number of resamples for confidence intervals; 0 for none.
         gallery: How many of the inputs it was most and least sure about to keep, for the report; 0 for none.
             They become part of the saved evaluation.
@@ -136,7 +138,7 @@ def _own_settings(
     model: object, calibration: Calibration | None, preprocess: Preprocess | None
 ) -> tuple[Calibration | None, Preprocess | None, ImagePreprocessing | TextPreprocessing | None]:
     """Calibration and preprocessing, the model's own where none are given; and the latter again, to undo it."""
-    if isinstance(model, Ensemble) and not model.num_classes:
+    if isinstance(model, Ensemble | OptimizedEnsemble) and not model.num_classes:
         raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
     remembered = getattr(model, "metadata", None)
     if isinstance(remembered, Metadata):

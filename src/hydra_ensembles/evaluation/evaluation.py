@@ -125,12 +125,15 @@ class Evaluation:
         return from_plain(cls, parts, path)
 
     def save(self, path: str | Path) -> None:
-        """Write a JSON file, and beside it `<name>.logits.safetensors` where member logits were kept."""
+        """Write a JSON file, and beside it `<name>.logits.safetensors` where member logits were kept.
+
+        The JSON file is written last, so that it never lies there without its logits.
+        """
         path = Path(path)
         text = json.dumps(self.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
-        write_atomically(path, text.encode())
         if self.logits is not None:
             self.logits.save(logits_path(path))
+        write_atomically(path, text.encode())
 
     @classmethod
     def load(cls, path: str | Path, *, with_logits: bool = False) -> "Evaluation":

@@ -50,13 +50,14 @@ class MemberLogits:
         for name, labelled in self.shift.items():
             tensors[f"shift/logits/{name}"] = _stored(labelled.logits, dtype)
             tensors[f"shift/labels/{name}"] = labelled.labels
-        stored = {key: value.cpu().clone() for key, value in tensors.items()}  # none may share memory
+        # the format takes contiguous tensors only, and no two that share memory
+        stored = {key: value.cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
         order = json.dumps(list(stored))  # the format itself keeps no order, and tables should
         write_atomically(Path(path), to_bytes(stored, metadata={"order": order}))
 
     @classmethod
     def load(cls, path: str | Path) -> "MemberLogits":
-        """Read what `save` wrote, in float32.
+        """Read what `save` wrote: half precision comes back as float32, float64 as it is.
 
         Raises:
             DataError: The file is missing, damaged, or holds something else.
@@ -75,10 +76,10 @@ class MemberLogits:
                 part, _, rest = key.partition("/")
                 group, _, name = rest.partition("/")
                 if part == "ood":
-                    ood.setdefault(group, {})[name] = tensor.float()
+                    ood.setdefault(group, {})[name] = _loaded(tensor)
                 elif part == "shift" and group == "logits":
-                    shift[name] = LabelledLogits(tensor.float(), tensors[f"shift/labels/{name}"])
-            return cls(LabelledLogits(tensors["id/logits"].float(), tensors["id/labels"]), ood, shift)
+                    shift[name] = LabelledLogits(_loaded(tensor), tensors[f"shift/labels/{name}"])
+            return cls(LabelledLogits(_loaded(tensors["id/logits"]), tensors["id/labels"]), ood, shift)
         except KeyError as error:
             raise DataError(f"{path} holds no member logits: {error} is missing; found {sorted(tensors)}") from error
 
@@ -86,3 +87,7 @@ class MemberLogits:
 def _stored(logits: Tensor, dtype: torch.dtype) -> Tensor:
     converted = logits.to(dtype)
     return converted if bool(torch.isfinite(converted).all()) else logits
+
+
+def _loaded(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()

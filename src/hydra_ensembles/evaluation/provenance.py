@@ -12,15 +12,18 @@ from .._version import __version__
 from ..describe import Description
 from ..ensemble import Ensemble
 from ..metadata import Calibration
+from ..optimize import OptimizedEnsemble
 from .results import ModelInfo, Provenance
 
 _LIBRARIES = ("torch", "numpy", "scikit-learn")
 
 
 def describe_model(model: object, members: int, classes: int, calibration: Calibration | None) -> ModelInfo:
-    """What is known of a model: everything of an `Ensemble`, counts and parameters of others."""
+    """What is known of a model: everything of an ensemble, counts and parameters of others."""
     describe = getattr(model, "describe", None)
     description = describe() if callable(describe) else None
+    if isinstance(model, OptimizedEnsemble):
+        description = model.description
     info = ModelInfo("callable", members, classes, calibration=calibration)
     if isinstance(description, Description):
         info = replace(
@@ -31,7 +34,7 @@ def describe_model(model: object, members: int, classes: int, calibration: Calib
             heads=description.heads,
             heads_per_layer=description.heads_per_layer,
         )
-    if isinstance(model, Ensemble):
+    if isinstance(model, Ensemble | OptimizedEnsemble):
         remembered = model.metadata
         return replace(
             info,

@@ -16,7 +16,9 @@ from ..data.batching import batches as make_batches
 from ..data.dataset import Dataset
 from ..errors import ConfigError, DataError
 from ..metrics._checks import check_finite, where
+from ..optimize import OptimizedEnsemble
 from ..prediction import ScoreName, Temperature, ood_score, scale_logits
+from ..training_flags import evaluation_mode
 from .gallery import Extremes
 from .processes import check_unsharded, gather, rank_and_world
 
@@ -81,7 +83,7 @@ class Runner:
         error: Exception | None = None
         try:
             first = 0
-            for index, (inputs, targets) in enumerate(self._progress(self._batches(data, name), name)):
+            for index, (inputs, targets) in enumerate(self._read(self._batches(data, name), name, labelled)):
                 if index % world == rank:
                     logits, dtype = self._answer(inputs, name, index)
                     kept = require_labels(targets, logits.shape[2], f"set {name!r}", index).cpu() if labelled else None
@@ -109,13 +111,15 @@ class Runner:
             )
         return make_batches(data, self.preprocess, self.batch_size, num_workers=self.num_workers)
 
-    def _progress(self, batches: Batches, name: str) -> Iterator[tuple[Inputs, Tensor | None]]:
+    def _read(self, batches: Batches, name: str, labelled: bool) -> Iterator[tuple[Inputs, Tensor | None]]:
+        """The batches, under a progress bar."""
         try:
             total = len(batches) if isinstance(batches, Sized) else None
         except TypeError:  # a loader of a stream has a length only in name
             total = None
         silent = not self.progress or rank_and_world()[0] > 0
-        return iter(tqdm(iterate(batches, f"set {name!r}"), name, total, leave=False, disable=silent, unit="batch"))
+        pairs = iterate(batches, f"set {name!r}", labelled)
+        return iter(tqdm(pairs, name, total, leave=False, disable=silent, unit="batch"))
 
     def _answer(self, inputs: Inputs, name: str, index: int) -> tuple[Tensor, str]:
         """Checked member logits `[M, B, C]` of one batch, and the dtype they came in."""
@@ -153,25 +157,35 @@ def running(model: object, device: torch.device | None) -> Iterator[tuple[torch.
     Yields:
         Where inputs go and their floating type; None for "as they are".
     """
+    if isinstance(model, OptimizedEnsemble):
+        _require_its_device(model, device)
+        with torch.no_grad():
+            yield model.device, model.dtype
+        return
     if not isinstance(model, nn.Module):
         with torch.no_grad():
             yield device, None
         return
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     home = None if parameter is None else parameter.device
-    modes = [(module, module.training) for module in model.modules()]
     moved = device is not None and home is not None and device != home
     try:
-        model.eval()
         if moved:
             model.to(device)
-        with torch.no_grad():
+        with evaluation_mode(model), torch.no_grad():
             yield device or home, None if parameter is None else parameter.dtype
     finally:
         if moved:
             model.to(home)
-        for module, training in modes:
-            module.training = training
+
+
+def _require_its_device(model: OptimizedEnsemble[Any], device: torch.device | None) -> None:
+    own = model.device
+    if device is not None and (device.type != own.type or device.index not in (None, own.index)):
+        raise ConfigError(
+            f"this optimized ensemble runs on {own} and cannot be moved to {device}; leave device out, or move the "
+            "ensemble and call optimize again"
+        )
 
 
 def _length(inputs: Inputs) -> int:

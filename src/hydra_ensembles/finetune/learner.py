@@ -70,7 +70,7 @@ class Learner(BaseLearner[Batch]):
     def _backward(self, inputs: Inputs, labels: Tensor, weight: float, index: int) -> float:
         device = self.runtime.device
         with torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            logits = self.parallel(move(inputs, device, self.model.dtype))  # [M, B, C]
+            logits = self.parallel(_for_gradients(move(inputs, device, self.model.dtype)))  # [M, B, C]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         loss = ensemble_loss(logits, labels.to(device), self.recipe.label_smoothing)
         value = loss.item()
@@ -78,3 +78,12 @@ class Learner(BaseLearner[Batch]):
             raise NotFiniteError(f"the loss is {value}", index)
         self.scaler.scale(loss * weight).backward()
         return value * weight
+
+
+def _for_gradients(inputs: Inputs) -> Inputs:
+    """Inputs that gradients can be taken through: copies of those that were made in inference mode."""
+
+    def one(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.is_inference() else tensor
+
+    return one(inputs) if isinstance(inputs, Tensor) else {name: one(tensor) for name, tensor in inputs.items()}

@@ -11,9 +11,9 @@ from tqdm import tqdm
 from ..batches import Batches
 from ..errors import DataError
 from ..randomness import derive_seed
+from ..reading_order import epoch_of, length_of
 from .base_learner import BaseLearner, BatchT, NotFiniteError
 from .checkpoints import Position, RunState, Store
-from .order import epoch_of, length_of
 from .recipe import Recipe
 from .runtime import Runtime
 from .schedule import rate_factor, warmup_updates

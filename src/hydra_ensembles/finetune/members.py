@@ -14,10 +14,11 @@ from ..ensemble import Ensemble
 from ..errors import ConfigError
 from ..heads.fingerprint import model_fingerprint
 from ..randomness import derive_seed
+from ..reading_order import borrowed, require_rereadable
+from .data_identity import fingerprint
 from .grid import best_rate, check_choosing
 from .learner import Learner
 from .loop import RunPlan, RunResult
-from .order import borrowed, fingerprint, require_rereadable
 from .recipe import Recipe
 from .runtime import Runtime, find_runtime
 
@@ -52,6 +53,8 @@ def finetune(
 ) -> list[Ensemble]: ...
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def finetune(
     member: Ensemble | Sequence[Ensemble],
     train: Batches,
@@ -76,10 +79,14 @@ def finetune(
     smaller rate).
 
     With `output`, a run that was killed goes on where it was when called again with the same arguments, and ends
-    (on a CPU) with the same bits. How the order of a shuffling loader is reproduced is told in `finetune.order`;
+    (on a CPU) with the same bits. How the order of a shuffling loader is reproduced is told in `reading_order`;
     batches before the checkpoint are read again and dropped. A finished run is read back instead of repeated.
+    Data are known again by their length, their first batch, and all labels where the source has them in memory
+    (`labels` or `targets` of a data set, a `TensorDataset`, a list); other changes of the data go unnoticed, so give
+    another `output` after them.
 
-    Started in several processes (accelerate launch, torchrun), they share the batches and average gradients.
+    Started in several processes (accelerate launch, torchrun), they share the batches and average gradients. It
+    may be called inside `torch.no_grad()` and `torch.inference_mode()`.
 
     Args:
         member: An ensemble, or a sequence of them.

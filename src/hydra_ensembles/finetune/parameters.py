@@ -23,6 +23,11 @@ def training_copy(start: Ensemble, recipe: Recipe, device: torch.device) -> Ense
         raise ConfigError("fine-tuning needs a classifier, but this ensemble has none (num_classes is 0)")
     if recipe.last_blocks is not None and recipe.last_blocks > start.num_layers:
         raise ConfigError(f"Recipe.last_blocks is {recipe.last_blocks}, but the model has {start.num_layers} blocks")
+    if start.config.readout.cosine is not None and (recipe.reinit_classifier or recipe.classifier_rate != 1.0):
+        raise ConfigError(
+            f"Recipe.reinit_classifier is {recipe.reinit_classifier!r} and classifier_rate {recipe.classifier_rate}, "
+            "but this ensemble has class embeddings for a classifier (zero_shot made it); leave both at None and 1.0"
+        )
     state = {name: tensor.to(device, training_dtype(tensor)) for name, tensor in start.state_dict().items()}
     model = Ensemble.from_state(with_dropout(start.config, recipe.dropout), state)
     if recipe.reinit_classifier == "zeros":
@@ -93,6 +98,6 @@ def with_dropout(config: EnsembleConfig, rate: float | None) -> EnsembleConfig:
     return replace(
         config,
         stem=replace(config.stem, dropout=0.0),
-        encoder=replace(encoder, attention_dropout=0.0),
+        encoder=replace(encoder, attention_dropout=0.0, drop_path=()),
         readout=replace(config.readout, dropout=0.0, hidden_dropout=0.0),
     )

@@ -41,7 +41,8 @@ class Recipe:
         optimizer: `"sgd"` or `"adamw"` (decoupled weight decay).
         learning_rate: Peak learning rate.
         classifier_rate: Learning rate of the classifier over that of all else. A new classifier on a pretrained model
-            has far to go, at a rate that would wear the model down.
+            has far to go, at a rate that would wear the model down. Not for the class embeddings of a zero-shot
+            ensemble.
         grid: Peak learning rates to try; the one with the best validation accuracy wins.
         steps: Updates in all.
         epochs: Passes over the training data.
@@ -54,12 +55,13 @@ class Recipe:
         floor: Where it falls to, as a fraction of the peak.
         label_smoothing: Of the cross-entropy.
         dropout: Rate after attention projection, MLP activation and MLP output of every layer while
-            training. 0 switches every dropout of the model off; None leaves the model's own.
+            training. 0 switches every dropout of the model off, stochastic depth included; None leaves the model's
+            own.
         clip_norm: Largest norm of the whole gradient; None for no clipping.
         train_groups: Parameter groups that train; the others stay as they are, bit for bit.
         last_blocks: Only this many blocks at the end train, with what comes after them; the stem and the
             blocks before stay as they are. None for all blocks.
-        reinit_classifier: `"zeros"` starts the classifier at zero.
+        reinit_classifier: `"zeros"` starts the classifier at zero; not for class embeddings, either.
         patience: Evaluations without improvement after which training stops; None never stops early.
         min_delta: Validation accuracy must rise by more than this to count as an improvement.
         evaluate_every: Updates between evaluations; None evaluates after every epoch.

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from .._extras import require
 from ..batches import Batches
 from ..ensemble import Ensemble
-from .order import length_of
+from ..reading_order import length_of
 
 
 class Runtime:
@@ -103,8 +103,6 @@ class EveryNth:
 
     def __init__(self, batches: Batches, start: int, step: int) -> None:
         self.batches, self.start, self.step = batches, start, step
-        if callable(getattr(batches, "set_epoch", None)):
-            self.set_epoch = batches.set_epoch  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
         length = length_of(self.batches)

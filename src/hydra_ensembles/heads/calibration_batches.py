@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..batches import Batches, Inputs, read_batch, require_labels
 from ..errors import ConfigError, DataError
+from ..reading_order import begin_epoch, borrowed
 from .fingerprint import DataFingerprint
 
 NAME = "the calibration data"
@@ -21,8 +22,9 @@ class CalibrationBatches:
 
     Every batch of the source gets a random key from `seed`, and those with the smallest keys are taken, in
     the order of the source; so a list, a loader and a generator of the same batches give the same draw. While
-    the source is read, PyTorch's global random numbers also start from `seed`, and are put back afterwards:
-    a shuffling loader gives other samples for another seed and the same ones for the same seed.
+    the source is read, PyTorch's global random numbers and those of the source also start from `seed`, and are
+    put back afterwards (see `reading_order`): a shuffling loader gives other samples for another seed and the
+    same ones for the same seed.
 
     Args:
         source: Batches with labels.
@@ -60,12 +62,14 @@ class CalibrationBatches:
         return self._fingerprint.hexdigest()
 
     def _read(self) -> Iterator[tuple[int, Inputs, Tensor]]:
-        for index, batch in self._draw():
-            inputs, labels = read_batch(batch, NAME, index)
-            labels = require_labels(labels, self._classes, NAME, index)
-            self.indices.append(index)
-            self._fingerprint.update(inputs, labels)
-            yield index, inputs, labels
+        with borrowed(self._source):
+            begin_epoch(self._source, 0, self._seed)
+            for index, batch in self._draw():
+                inputs, labels = read_batch(batch, NAME, index)
+                labels = require_labels(labels, self._classes, NAME, index)
+                self.indices.append(index)
+                self._fingerprint.update(inputs, labels)
+                yield index, inputs, labels
         if not self.samples:
             raise DataError(f"{NAME} has no samples; check the loader, or that it was not consumed before")
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, DataError
+from ..training_flags import evaluation_mode
 
 
 @dataclass(frozen=True)
@@ -80,23 +81,16 @@ def measure_costs(
         raise DataError("the batch to measure on is empty; give at least one input")
     for name, model in models.items():
         _check_device(name, model, example.device)
-    modes = [(module, module.training) for model in models.values() for module in _modules(model)]
+    modules = [model for model in models.values() if isinstance(model, nn.Module)]
     precision: AbstractContextManager[Any] = nullcontext()
     if autocast is not None:
         precision = torch.autocast(example.device.type, autocast)
-    try:
-        for model in models.values():
-            if isinstance(model, nn.Module):
-                model.eval()  # not set by hand: MC Dropout has its own idea of evaluation mode
-        with torch.no_grad(), precision:
-            for _ in range(warmup):
-                for model in models.values():
-                    model(inputs)
-            times = _interleaved_times(list(models.values()), inputs, repeats, example.device)
-            memory = [_peak_memory(model, inputs, example.device) for model in models.values()]
-    finally:
-        for module, training in modes:
-            module.training = training
+    with evaluation_mode(*modules), torch.no_grad(), precision:
+        for _ in range(warmup):
+            for model in models.values():
+                model(inputs)
+        times = _interleaved_times(list(models.values()), inputs, repeats, example.device)
+        memory = [_peak_memory(model, inputs, example.device) for model in models.values()]
     first = statistics.median(times[0])
     return tuple(
         _cost(name, model, taken, first, peak, example, repeats)
@@ -169,10 +163,6 @@ def _peak_memory(model: Callable[[Any], Any], inputs: Any, device: torch.device)
     if isinstance(model, nn.Module):
         weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     return weights + torch.cuda.max_memory_allocated(device) - before
-
-
-def _modules(model: object) -> list[nn.Module]:
-    return list(model.modules()) if isinstance(model, nn.Module) else []
 
 
 def _check_device(name: str, model: object, device: torch.device) -> None:

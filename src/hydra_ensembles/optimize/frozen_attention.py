@@ -69,15 +69,15 @@ class FrozenAttention(nn.Module):
         copies, ends = len(self.sizes), self.head_ends
         if ends is not None:
             parts = self._parts(x, read, lambda into, one: into.grouped(one, ends))
-            return self._out_of_members(self._attend(parts, key_mask))
+            return self._out_of_members(self._attend(parts, key_mask, 1))
         parts = self._parts(x, read, lambda into, one: into.batched(one, copies))
-        z = self._attend(parts, key_mask)  # [M·B, T', h, d_k]
+        z = self._attend(parts, key_mask, copies)  # [M·B, T', h, d_k]
         return self._with_bias(out_of_heads_batched(z, dense(self.out), copies))
 
     def _all_at_once(self, x: Tensor, key_mask: Tensor | None, read: slice | None) -> Tensor:
         """One product with all heads."""
         parts = self._parts(x.flatten(0, 1), read, IntoHeads.plain)
-        z = self._attend(parts, key_mask)  # [N·B, T', H, d_k]
+        z = self._attend(parts, key_mask, x.shape[0])  # [N·B, T', H, d_k]
         if len(self.sizes) == 1:
             return self._out_of_copy(0, z).unflatten(0, (x.shape[0], -1))  # [N, B, T', d]
         return self._out_of_members(z if self.distinct is None else z.index_select(2, self.distinct))
@@ -90,7 +90,7 @@ class FrozenAttention(nn.Module):
                 z = x.new_zeros(x.shape[1], _count(x.shape[2], read), 0, self.head_dim)
             else:
                 parts = self._parts(x[member], read, partial(IntoHeads.plain, start=start, stop=stop))
-                z = self._attend(parts, key_mask, member)  # [B, T', h, d_k]
+                z = self._attend(parts, key_mask, 1, member)  # [B, T', h, d_k]
             results.append(self._out_of_copy(member, z))
         return torch.stack(results)  # [M, B, T', d]
 
@@ -101,12 +101,15 @@ class FrozenAttention(nn.Module):
             return product(projections[0], x)
         return product(projections[0], x if read is None else x[..., read, :]) + product(projections[1], x)
 
-    def _attend(self, parts: Parts, key_mask: Tensor | None, member: int | None = None) -> Tensor:
-        """Attention of query, key and value to `[R, T', H', d_k]`; `member` where they belong to one alone."""
+    def _attend(self, parts: Parts, key_mask: Tensor | None, repeats: int, member: int | None = None) -> Tensor:
+        """Attention of query, key and value to `[R, T', H', d_k]`, where R = repeats · B.
+
+        `member` says which one they belong to where it is one alone.
+        """
         q, k, v = parts
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self._normed(q, self.query_norm, member), self._normed(k, self.key_norm, member)
-        mask = None if key_mask is None else self._mask(key_mask, q, k)
+        mask = None if key_mask is None else self._mask(key_mask, repeats, q.shape[1], k.shape[1])
         z = F.scaled_dot_product_attention(
             q.transpose(1, 2),  # [R, H', T', d_k]
             k.transpose(1, 2),
@@ -116,12 +119,11 @@ class FrozenAttention(nn.Module):
         )
         return z.transpose(1, 2)
 
-    def _mask(self, key_mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def _mask(self, key_mask: Tensor, repeats: int, queries: int, keys: int) -> Tensor:
         """Mask for `scaled_dot_product_attention`, `[R, 1, 1 or T', T]`, true where attention may go."""
-        repeats = q.shape[0] // key_mask.shape[0]
         mask = (key_mask.repeat(repeats, 1) if repeats > 1 else key_mask)[:, None, None, :]
         if self.causal:
-            mask = mask & torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+            mask = mask & torch.ones(queries, keys, dtype=torch.bool, device=key_mask.device).tril()
         return mask
 
     def _normed(self, x: Tensor, norm: GroupedNorm, member: int | None) -> Tensor:

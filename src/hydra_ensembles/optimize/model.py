@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ..config import EnsembleConfig
+from ..describe import Description
 from ..encoder import Encoder
-from ..prediction import Prediction
+from ..metadata import Metadata
 
 
 class EnsembleLike(Protocol):
@@ -18,6 +19,11 @@ class EnsembleLike(Protocol):
     encoder: Encoder
     readout: Any
     config: EnsembleConfig
+    metadata: Metadata
+
+    @property
+    def kind(self) -> str:
+        """`"image"` or `"text"`."""
 
     @property
     def device(self) -> torch.device:
@@ -56,8 +62,5 @@ class EnsembleLike(Protocol):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Arguments of `forward`, in order."""
 
-    def prepare(self, inputs: Any) -> Any:
-        """Preprocessed inputs on the right device."""
-
-    def prediction_of(self, logits: Tensor) -> Prediction:
-        """What member logits say."""
+    def describe(self) -> Description:
+        """Parameters, multiply-adds and heads kept."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..encoder.head_products import Plan
 from ..errors import ConfigError
+from ..predicting import calibrated_prediction, prepared_inputs
 from ..prediction import Prediction
 from .choice import Choice, Run, fastest, first_line, nearest
 from .freeze import frozen, with_plan
@@ -31,6 +32,12 @@ class OptimizedEnsemble(Generic[E]):
 
     Attributes:
         ensemble: The ensemble it was made from.
+        config: Its configuration, as all that follows as it was then.
+        metadata: Labels, preprocessing, calibration and history, which `predict` and `evaluate` go by.
+        description: Parameters, multiply-adds and heads kept of the ensemble.
+        kind: `"image"` or `"text"`.
+        device: Where it runs.
+        dtype: Floating type it computes in.
         options: How it runs.
         choices: The plan for each input shape seen, with the measured times.
     """
@@ -38,13 +45,15 @@ class OptimizedEnsemble(Generic[E]):
     def __init__(self, ensemble: E, options: RunOptions | None = None) -> None:
         self.options = RunOptions() if options is None else options
         self.ensemble = ensemble
+        self.config, self.metadata, self.kind = ensemble.config, ensemble.metadata, ensemble.kind
+        self.description = ensemble.describe()
         self.choices: dict[Key, Choice] = {}
-        self._device = ensemble.device
-        self._dtype = self.options.dtype or ensemble.dtype
-        _check_device(self.options, self._device)
-        self._graphed = self._device.type == "cuda" if self.options.graphs is None else self.options.graphs
+        self.device = ensemble.device
+        self.dtype = self.options.dtype or ensemble.dtype
+        _check_device(self.options, self.device)
+        self._graphed = self.device.type == "cuda" if self.options.graphs is None else self.options.graphs
         self._pool: Any = torch.cuda.graph_pool_handle() if self._graphed else None
-        base = frozen(ensemble, self._dtype, int8=self.options.weights == "int8")
+        base = frozen(ensemble, self.dtype, int8=self.options.weights == "int8")
         plans = self.options.plans or _sensible_plans(base, self.options)
         self._modules: dict[Plan, E] = {plan: with_plan(base, plan) for plan in plans}
         self._plain: dict[Plan, Run] = {plan: self._with_graphs(module) for plan, module in self._modules.items()}
@@ -68,7 +77,8 @@ class OptimizedEnsemble(Generic[E]):
 
     def predict(self, inputs: Any) -> Prediction:
         """Label, confidence and uncertainty of a batch; takes what `Ensemble.predict` takes."""
-        return self.ensemble.prediction_of(self(self.ensemble.prepare(inputs)))
+        prepared = prepared_inputs(inputs, self.metadata, self.kind, self.device, self.dtype)
+        return calibrated_prediction(self(prepared), self.metadata, self.num_classes)
 
     @torch.inference_mode()
     def choice_for(
@@ -87,6 +97,16 @@ class OptimizedEnsemble(Generic[E]):
         if plan not in self._modules:
             raise ConfigError(f"there is no plan {plan!r} here; there are {list(self._modules)}")
         return self._modules[plan]
+
+    @property
+    def num_members(self) -> int:
+        """Number of members, M."""
+        return self.config.members
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; 0 when there is no classifier."""
+        return self.config.readout.num_classes
 
     @property
     def timings(self) -> dict[Key, Mapping[Plan, float]]:
@@ -116,7 +136,7 @@ class OptimizedEnsemble(Generic[E]):
         compiled = "dynamic" if self.options.compile and self.options.dynamic else bool(self.options.compile)
         return (
             f"OptimizedEnsemble(plans={list(self._modules)}, compile={compiled}, graphs={self._graphed}, "
-            f"dtype={str(self._dtype).removeprefix('torch.')}, weights={self.options.weights or 'as computed in'}, "
+            f"dtype={str(self.dtype).removeprefix('torch.')}, weights={self.options.weights or 'as computed in'}, "
             f"memory={self.memory_bytes / 1e6:.1f} MB, shapes seen={len(self.choices)})"
         )
 
@@ -126,8 +146,8 @@ class OptimizedEnsemble(Generic[E]):
         self, inputs: Tensor | Mapping[str, Tensor], attention_mask: Tensor | None, token_type_ids: Tensor | None
     ) -> Arguments:
         main, mask, segments = self.ensemble.unpack(inputs, attention_mask, token_type_ids)
-        if main.is_floating_point() and main.dtype != self._dtype:
-            main = main.to(self._dtype)
+        if main.is_floating_point() and main.dtype != self.dtype:
+            main = main.to(self.dtype)
         return main, mask, segments
 
     def _choose(self, key: Key, arguments: Arguments) -> Choice:
@@ -137,7 +157,7 @@ class OptimizedEnsemble(Generic[E]):
         elif len(self.choices) >= MEASURED_SHAPES:
             choice = Choice(nearest(self.choices, key).plan, note="plan of the nearest batch size")
         else:
-            choice = fastest(self._plain, arguments, self.options.repeats, self._device)
+            choice = fastest(self._plain, arguments, self.options.repeats, self.device)
         if self.options.compile:
             choice = self._with_compilation(choice, arguments)
         for plan, run in self._plain.items():

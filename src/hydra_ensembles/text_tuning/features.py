@@ -11,6 +11,7 @@ from ..dual_config import output_width
 from ..dual_encoder import DualEncoder
 from ..ensemble import Ensemble
 from ..errors import DataError
+from ..training_flags import evaluation_mode
 
 TEXTS_AT_ONCE = 256
 
@@ -52,12 +53,8 @@ def features_of(tower: Ensemble, inputs: Any, where: str) -> Tensor:
 
 
 def _all_features(tower: Ensemble, batches: Batches) -> Tensor:
-    training = tower.training
-    tower.eval()
-    try:
+    with evaluation_mode(tower):
         parts = [features_of(tower, batch, f"batch {index}") for index, batch in enumerate(batches)]
-    finally:
-        tower.train(training)
     if not parts:
         raise DataError(f"there is nothing to compute {tower.kind} features of; check the data")
     return torch.cat(parts)

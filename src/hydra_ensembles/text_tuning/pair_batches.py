@@ -1,5 +1,6 @@
 """Batches of images with the texts that belong to them."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,9 +53,9 @@ def read_pairs(raw: Any, name: str, index: int = 0) -> PairBatch:
     return PairBatch(images, texts, labels)
 
 
-def pair_content(raw: Any, name: str) -> dict[str, Tensor]:
-    """The tensors of a batch by name, for its fingerprint; strings as their bytes."""
-    batch = read_pairs(raw, name)
+def pair_content(raw: Any, name: str, index: int = 0) -> dict[str, Tensor]:
+    """The tensors of a batch by name, for its fingerprint; strings as their bytes, pictures as a hash of theirs."""
+    batch = read_pairs(raw, name, index)
     content: dict[str, Tensor] = {} if batch.labels is None else {"labels": batch.labels}
     for side, values in (("images", batch.images), ("texts", batch.texts)):
         if isinstance(values, Tensor):
@@ -62,9 +63,17 @@ def pair_content(raw: Any, name: str) -> dict[str, Tensor]:
         elif isinstance(values, Mapping):
             content |= {f"{side}.{key}": value for key, value in values.items()}
         else:
-            parts = [value if isinstance(value, str) else getattr(value, "size", None) for value in values]
+            parts = [value if isinstance(value, str) else _described(value) for value in values]
             content[side] = torch.frombuffer(bytearray(json.dumps(parts).encode()), dtype=torch.uint8)
     return content
+
+
+def _described(picture: Any) -> list[Any]:
+    """What tells a PIL image from others; of anything else, which no model reads, its type."""
+    if not callable(getattr(picture, "tobytes", None)):
+        return [type(picture).__name__]
+    size, mode = getattr(picture, "size", None), getattr(picture, "mode", None)
+    return [str(size), str(mode), hashlib.sha256(picture.tobytes()).hexdigest()]
 
 
 def _count(values: Any) -> int:

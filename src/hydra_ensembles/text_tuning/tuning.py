@@ -12,17 +12,20 @@ from ..batches import Batches
 from ..dual_encoder import DualEncoder
 from ..errors import ConfigError
 from ..finetune import Recipe
+from ..finetune.data_identity import fingerprint
 from ..finetune.grid import best_rate, check_choosing
 from ..finetune.loop import RunPlan, RunResult
-from ..finetune.order import borrowed, fingerprint, require_rereadable
 from ..finetune.runtime import find_runtime
 from ..heads.fingerprint import model_fingerprint
 from ..randomness import derive_seed
+from ..reading_order import borrowed, require_rereadable
 from .learner import TextLearner
 from .pair_batches import pair_content
 from .parameters import Moving
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def tune_text(
     dual: DualEncoder,
     train: Batches,

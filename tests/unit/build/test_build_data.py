@@ -121,3 +121,11 @@ def test_validation_replaces_the_second_half() -> None:
 
 def _rows(batch: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     return list(zip(batch["input_ids"], batch["attention_mask"], strict=True))
+
+
+def test_labels_of_ood_data_are_not_read() -> None:
+    images = torch.zeros(2, 3, 4, 4)
+    found = read_all([(images, ("a.png", "b.png")), [images], (images, torch.rand(2))], "ood", 0)
+    assert [labels for _, labels in found] == [None, None, None]
+    with pytest.raises(DataError, match="labels in batch 0 of id must be whole numbers"):
+        read_all([(images, ("a.png", "b.png"))], "id", 0, 3)

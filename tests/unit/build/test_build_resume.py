@@ -19,6 +19,7 @@ from killed_build import CONFIG, run, watch_replacements
 
 import hydra_ensembles as he
 from hydra_ensembles.build import chain, choose, start
+from hydra_ensembles.build.run_folder import require_own_folder
 from hydra_ensembles.errors import CheckpointError, HydraError
 from hydra_ensembles.finetune.learner import Learner
 
@@ -205,7 +206,20 @@ def test_a_folder_that_is_no_build_is_refused(folder: Path, tmp_path: Path) -> N
         run(tmp_path / "file")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "todo.txt").write_text("build an ensemble")
-    run(tmp_path / "notes")  # other files are no obstacle
+    with pytest.raises(CheckpointError, match=r"has todo\.txt, but no run\.json .* give a new or an empty one"):
+        run(tmp_path / "notes")
+    assert [path.name for path in (tmp_path / "notes").iterdir()] == ["todo.txt"]
+
+
+def test_settings_alone_and_hidden_files_are_no_obstacle(tmp_path: Path) -> None:
+    for name in ("config.yaml", ".run.json.x.tmp"):  # what a command line killed early leaves
+        (tmp_path / name).write_text("")
+    require_own_folder(tmp_path)
+    (tmp_path / "red").mkdir()
+    with pytest.raises(CheckpointError, match=r"has red, but no run\.json"):
+        require_own_folder(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    require_own_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

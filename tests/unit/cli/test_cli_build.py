@@ -1,6 +1,7 @@
 """`hydra-ensembles build` through its entry point: images and texts, good and bad input."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,27 @@ def test_what_is_missing_is_named_by_its_flag(world, tmp_path):
     says = fail("build", *model, "--prune", 1, "--id", world / "val", "--strategy", "random", "--recipe", "sst2", *out)
     assert "--train DATA" in says
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        ("val", "is among the id data of"),
+        ("val/red/run", "is among the id data of"),
+        ("stripes/run", "is among the ood data of"),
+        ("notes", "has todo.txt, but no run.json"),
+    ],
+)
+def test_a_folder_with_data_or_other_things_is_left_alone(world, tmp_path, output, says):
+    for name in ("val", "stripes"):
+        shutil.copytree(world / name, tmp_path / name)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "todo.txt").write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    model = vit_flags(world / "mine.safetensors")
+    sets = ["--id", tmp_path / "val", "--ood", f"{tmp_path / 'stripes'}:train"]
+    assert says in fail("build", *model, *sets, "--prune", 3, "-q", "--output", tmp_path / output)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_impossible_settings(world, tmp_path):

@@ -53,6 +53,8 @@ def test_texts_from_options_arguments_files_tables_and_standard_input(text_folde
     assert {row["label"] for row in rows} <= {"negative", "positive"}
     out = succeed("predict", text_folder, "-", "-f", "csv", input="good film\n\nbad film\n")
     assert len(out.splitlines()) == 3
+    (tmp_path / "one.txt").write_text("good\u2028film\n", encoding="utf-8")  # a line break only to some
+    assert len(json.loads(succeed("predict", text_folder, tmp_path / "one.txt", "-f", "json"))) == 1
     (tmp_path / "other.csv").write_text("sentence\na good film\n")
     succeed("predict", text_folder, tmp_path / "other.csv", "--column", "text=sentence")
 

@@ -89,8 +89,8 @@ def test_vit_reads_its_pooler_for_features_only() -> None:
 def test_a_model_with_classifier_keeps_its_number_of_classes() -> None:
     with pytest.raises(ConversionError, match="already classifies 5 classes"):
         he.convert(build("bert"), num_labels=3)
-    with pytest.raises(ConversionError, match="at least 1"):
-        he.convert(build("bert").base_model, num_labels=0)
+    with pytest.raises(ConversionError, match="at least 2"):
+        he.convert(build("bert").base_model, num_labels=1)
 
 
 # --- dropout and labels ----------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_a_processor_is_kept_with_the_ensemble() -> None:
 # --- variants --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{"chunk_size_feed_forward": 3}, {"num_labels": 1, "problem_type": "regression"}])
+@pytest.mark.parametrize("changes", [{"chunk_size_feed_forward": 3}, {"problem_type": "single_label_classification"}])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu", "silu", "quick_gelu"])
 @torch.no_grad()
 def test_bert_variants_keep_their_logits(changes: dict[str, Any], activation: str) -> None:
@@ -201,11 +201,21 @@ def test_a_replaced_classifier_counts_not_the_configuration() -> None:
         ("vit", {"hidden_act": "relu6"}, "'relu6' is not supported"),
         ("distilbert", {"activation": "gelu_10"}, "'gelu_10' is not supported"),
         ("dinov2", {"image_size": (16, 64)}, "not square"),
+        ("bert", {"problem_type": "multi_label_classification"}, "'multi_label_classification'"),
+        ("vit", {"problem_type": "multi_label_classification"}, "'multi_label_classification'"),
+        ("roberta", {"problem_type": "regression"}, "'regression'"),
+        ("electra", {"num_labels": 1}, "one output"),
+        ("dinov2", {"num_labels": 1}, "one output"),
     ],
 )
 def test_variants_without_canonical_form_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConversionError, match=message):
         he.convert(build(family, **changes))
+
+
+def test_the_encoder_of_a_multi_label_classifier_takes_a_fresh_classifier() -> None:
+    model = build("bert", problem_type="multi_label_classification").base_model
+    assert he.convert(model, num_labels=3).num_classes == 3
 
 
 def test_heads_pruned_by_transformers_are_refused() -> None:

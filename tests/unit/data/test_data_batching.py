@@ -67,6 +67,29 @@ def test_random_augmentations_change_with_the_epoch_alone(numbers: TextDataset) 
     assert not torch.equal(first, torch.cat([inputs for inputs, _ in made]))
 
 
+def test_streams_have_orders_and_augmentations_of_their_own(numbers: TextDataset) -> None:
+    made = batches(numbers, noisy, batch_size=5, shuffle=True, seed=5)
+    alone = torch.cat([inputs for inputs, _ in made])
+    streams = []
+    for stream in (7, 8, 7):
+        made.set_stream(stream)
+        streams.append(torch.cat([inputs for inputs, _ in made]))
+    assert torch.equal(streams[0], streams[2])
+    orders = {tuple(inputs.floor().flatten().tolist()) for inputs in (alone, *streams)}
+    assert len(orders) == 3
+    assert all(sorted(order) == list(range(10)) for order in orders)
+    fractions = [(inputs - inputs.floor()).flatten().tolist() for inputs in (alone, *streams[:2])]
+    assert len({tuple(values) for values in fractions}) == 3
+    made.set_stream(None)
+    assert torch.equal(alone, torch.cat([inputs for inputs, _ in made]))
+
+
+def test_the_order_of_a_seed_stays_what_it_was(numbers: TextDataset) -> None:
+    made = batches(numbers, noisy, batch_size=10, shuffle=True, seed=5)
+    made.set_epoch(1)
+    assert next(iter(made))[0].floor().flatten().tolist() == [1, 9, 7, 6, 3, 2, 5, 0, 8, 4]
+
+
 def test_workers_change_nothing(numbers: TextDataset) -> None:
     alone = [inputs for inputs, _ in batches(numbers, noisy, 3, shuffle=True, seed=2)]
     helped = [inputs for inputs, _ in batches(numbers, noisy, 3, shuffle=True, seed=2, num_workers=2)]

@@ -32,6 +32,17 @@ def test_nested_files_are_found_and_others_ignored(tmp_path: Path) -> None:
     assert len(load(folder)) == 2
 
 
+def test_a_subfolder_without_images_is_no_class(tmp_path: Path) -> None:
+    folder = make_classes(tmp_path / "animals", {"dog": 1, "zzz": 0, "__MACOSX": 1})
+    with pytest.raises(DataError, match=r"subfolders without images: \['zzz'\].* pass class_names="):
+        load(folder)
+    assert load(folder, class_names=["dog", "zzz"]).class_names == ("dog", "zzz")
+    assert load(folder, labels="optional").class_names == ("dog",)
+    (folder / "zzz").rmdir()
+    data = load(folder)
+    assert (data.class_names, len(data)) == (("dog",), 1)
+
+
 def test_class_names_decide_the_numbers(tmp_path: Path) -> None:
     folder = make_classes(tmp_path / "animals", {"dog": 1, "ant": 1})
     data = load(folder, class_names=["dog", "ant", "bee"])
@@ -93,3 +104,12 @@ def test_an_image_list_of_ood_images(tmp_path: Path) -> None:
     listing.write_text("\n")
     with pytest.raises(DataError, match="lists no images"):
         load(listing)
+
+
+def test_only_line_ends_end_a_line_of_an_image_list(tmp_path: Path) -> None:
+    picture(0).save(tmp_path / "a\u0085b.png")
+    listing = tmp_path / "list.txt"
+    listing.write_text("a\u0085b.png 1\r\na\u0085b.png 0\n", encoding="utf-8")
+    data = load(listing)
+    assert data.labels.tolist() == [1, 0]
+    assert np.array_equal(np.asarray(data[0][0]), np.asarray(picture(0)))

@@ -206,3 +206,21 @@ def test_loaders_of_tensors_work_as_users_have_them():
     loader = DataLoader(TensorDataset(inputs, labels), batch_size=10)
     found = evaluate(tiny_ensemble(), loader, progress=False)
     assert found.id.accuracy == evaluate(tiny_ensemble(), image_batches(), progress=False).id.accuracy
+
+
+def test_labels_of_ood_sets_are_not_read():
+    inputs = OOD["far"]["noise"][0][0]  # [7, 3, 8, 8]
+    names = tuple(f"{row}.png" for row in range(7))
+    expected = evaluate(tiny_ensemble(), image_batches(), {"noise": [inputs]}, progress=False)
+    forms = {
+        "file names": [(inputs, names)],
+        "floating point": [(inputs, torch.rand(7))],
+        "masks": [(inputs, torch.zeros(7, 8, 8, dtype=torch.long))],
+        "in a mapping": [{"pixel_values": inputs, "label": names}],
+        "none": DataLoader(TensorDataset(inputs), batch_size=7),
+    }
+    for form, data in forms.items():
+        found = evaluate(tiny_ensemble(), image_batches(), {"noise": data}, progress=False, gallery=1)
+        assert found.numbers() == expected.numbers(), form
+    with pytest.raises(DataError, match="labels in batch 0 of set 'id' must be whole numbers"):
+        evaluate(tiny_ensemble(), forms["file names"], progress=False)

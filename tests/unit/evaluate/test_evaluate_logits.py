@@ -143,6 +143,44 @@ def test_logits_too_large_for_half_precision_are_stored_whole(tmp_path):
     assert torch.equal(MemberLogits.load(tmp_path / "run.logits.safetensors").id.logits, logits)
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_logits_of_any_layout_are_stored(tmp_path, share):
+    targets = labels()
+    logits = id_logits(targets).permute(2, 1, 0).contiguous().permute(2, 1, 0)  # [M, B, C], members last in memory
+    other = logits if share else ood_logits()[:, ::2]
+    shift = {"fog": (other[:, :50], targets[:100:2])}
+    found = evaluate_logits(logits, targets, {"far": {"noise": other}}, shift, keep_logits=True)
+    found.save(tmp_path / "run.json")
+    loaded = Evaluation.load(tmp_path / "run.json", with_logits=True).logits
+    assert torch.equal(loaded.id.logits, logits.half().float())
+    assert torch.equal(loaded.ood["far"]["noise"], other.half().float())
+    assert torch.equal(loaded.shift["fog"].labels, shift["fog"][1])
+
+
+def test_double_precision_comes_back(tmp_path):
+    targets = labels()
+    logits = id_logits(targets).double() / 3
+    kept = evaluate_logits(
+        logits, targets, {"noise": ood_logits().double()}, {"fog": (logits, targets)}, keep_logits=True
+    )
+    assert kept.logits is not None
+    kept.logits.save(tmp_path / "exact.safetensors", dtype=torch.float64)
+    loaded = MemberLogits.load(tmp_path / "exact.safetensors")
+    assert torch.equal(loaded.id.logits, logits)
+    assert torch.equal(loaded.shift["fog"].logits, logits)
+    assert all(one.dtype == torch.float64 for sets in loaded.ood.values() for one in sets.values())
+
+
+def test_no_evaluation_lies_there_without_its_logits(evaluation, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(MemberLogits, "save", full)
+    with pytest.raises(OSError, match="no space"):
+        evaluation.save(tmp_path / "run.json")
+    assert not list(tmp_path.iterdir())
+
+
 def test_huge_logits_keep_the_likelihood_finite(tmp_path):
     targets = labels()
     logits = id_logits(targets)

@@ -13,6 +13,8 @@ from hydra_ensembles.config import (
     TextStemConfig,
     all_heads,
 )
+from hydra_ensembles.data.batching import Batches
+from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.ensemble import Ensemble
 from hydra_ensembles.metadata import Calibration, Metadata
 
@@ -84,6 +86,11 @@ def batches(count: int = 48, size: int = 8, seed: int = 1) -> list[tuple[Tensor,
 
 def shuffled(count: int = 48, size: int = 8, seed: int = 1) -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(TensorDataset(*samples(count, seed)), batch_size=size, shuffle=True)
+
+
+def own_batches(count: int = 48, size: int = 8, seed: int = 1) -> Batches:
+    """The same samples as `shuffled`, in the library's own batches."""
+    return data_batches(list(zip(*samples(count, seed), strict=True)), torch.stack, size, shuffle=True)
 
 
 def same(one: Ensemble, other: Ensemble) -> bool:

@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from finetune_cases import batches, shuffled, tiny
+from finetune_cases import batches, own_batches, shuffled, tiny
 from safetensors.torch import save_file
 
 from hydra_ensembles.finetune import Recipe, finetune
@@ -32,3 +32,4 @@ if __name__ == "__main__":
     target = Path(sys.argv[1])
     run(target, "list", batches(64, 4))  # 16 batches, 8 for each of two processes
     run(target, "loader", shuffled(64, 4))
+    run(target, "own", own_batches(64, 4))

@@ -9,13 +9,13 @@ from finetune_cases import CLASSES, LAYERS, batches, same, samples, shuffled, ti
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_ensembles.config import GROUPS, Sharing
+from hydra_ensembles.config import GROUPS, CosineConfig, Sharing
 from hydra_ensembles.encoder import GroupedNorm
 from hydra_ensembles.ensemble import Ensemble
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.finetune import Recipe, finetune
 from hydra_ensembles.finetune.learner import ensemble_loss
-from hydra_ensembles.finetune.parameters import make_optimizer, training_copy
+from hydra_ensembles.finetune.parameters import make_optimizer, training_copy, with_dropout
 from hydra_ensembles.member_states import place_of
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, steps=4, schedule="constant")
@@ -131,6 +131,10 @@ def test_dropout_of_the_recipe_applies_only_while_training():
     assert kept.config.encoder.output_dropout == 0.2
     off = training_copy(tiny(dropout=0.2), dataclasses.replace(RECIPE, dropout=0.0), torch.device("cpu"))
     assert off.config == tiny().config
+    deep = tiny().config
+    deep = dataclasses.replace(deep, encoder=dataclasses.replace(deep.encoder, drop_path=(0.0, 0.5)))
+    assert with_dropout(deep, 0.0) == tiny().config
+    assert with_dropout(deep, 0.1).encoder.drop_path == (0.0, 0.5)
 
 
 def test_weight_decay_spares_biases_and_norms():
@@ -294,6 +298,27 @@ def test_bad_requests_are_refused_with_advice():
         train(member, batches(16), Recipe(learning_rate=0.1, epochs=2, warmup=5))
     with pytest.raises(DataError, match="validation has no batches"):
         train(member, validation=[])
+
+
+@pytest.mark.parametrize("settings", [{"reinit_classifier": "zeros"}, {"classifier_rate": 3.0}])
+def test_settings_of_a_classifier_are_refused_for_class_embeddings(settings):
+    config = tiny().config
+    readout = dataclasses.replace(config.readout, cosine=CosineConfig())
+    zero_shot = Ensemble(dataclasses.replace(config, readout=readout))
+    with pytest.raises(ConfigError, match="class embeddings for a classifier"):
+        train(zero_shot, recipe=dataclasses.replace(RECIPE, **settings))
+    assert "readout.class_embeddings.weight" in changed(zero_shot, train(zero_shot))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_there_whatever_the_caller_switched_off(mode):
+    member, expected = tiny(), train(tiny())
+    with mode():
+        copies = [(images.clone(), labels.clone()) for images, labels in batches()]  # tensors of that mode
+        trained = train(member, copies)
+        assert not torch.is_grad_enabled()
+    assert same(trained, expected)
+    assert not any(parameter.is_inference() for parameter in trained.parameters())
 
 
 def test_a_loss_that_is_not_finite_names_the_step_and_the_batch():

@@ -79,12 +79,12 @@ def test_a_stop_during_validation_loses_nothing(tmp_path):
         validation = Stopping(data, fatal)
         with pytest.raises(StopError):
             finetune(tiny(), data, recipe, validation, output=tmp_path, progress=False)
-    assert same(expected, finetune(tiny(), data, recipe, data, output=tmp_path, progress=False))
+    assert same(expected, finetune(tiny(), data, recipe, Stopping(data, -1), output=tmp_path, progress=False))
 
 
 def test_a_finished_run_is_read_back(tmp_path):
     data = batches()
-    first = finetune(tiny(), data, PLAIN, data, output=tmp_path, progress=False)
+    first = finetune(tiny(), Stopping(data, -1), PLAIN, data, output=tmp_path, progress=False)
     untouched = files(tmp_path)
     reread = Stopping(data, 1)  # the fingerprint reads one batch, training would read more
     assert same(first, finetune(tiny(), reread, PLAIN, data, output=tmp_path, progress=False))
@@ -106,15 +106,15 @@ def test_checkpoints_are_json_and_safetensors_only(tmp_path):
     [
         ({"recipe": dataclasses.replace(PLAIN, momentum=0.5)}, "recipe.momentum was 0.9 and is 0.5"),
         ({"member": tiny(seed=5)}, "model was"),
-        ({"train": batches(seed=7)}, "train was"),
-        ({"train": batches(40)}, "train was"),
+        ({"train": Stopping(batches(seed=7), -1)}, "train was"),
+        ({"train": Stopping(batches(40), -1)}, "train was"),
         ({"validation": batches(seed=8)}, "validation was None and is"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, change, message):
     with pytest.raises(StopError):
         finetune(tiny(), Stopping(batches(), 4), PLAIN, output=tmp_path, progress=False, checkpoint_every=1)
-    asked = {"member": tiny(), "train": batches(), "recipe": PLAIN, "validation": None, **change}
+    asked = {"member": tiny(), "train": Stopping(batches(), -1), "recipe": PLAIN, "validation": None, **change}
     with pytest.raises(CheckpointError, match=message) as error:
         finetune(**asked, output=tmp_path, progress=False)
     assert "another output folder" in str(error.value)
@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     content = tensors.read_bytes()
     tensors.write_bytes(content[: len(content) // 2])
     with pytest.raises(CheckpointError, match=r"current-3-0\.safetensors cannot be read"):
-        finetune(tiny(), batches(), PLAIN, output=tmp_path, progress=False)
+        finetune(tiny(), Stopping(batches(), -1), PLAIN, output=tmp_path, progress=False)
     (folder / "checkpoint.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"checkpoint\.json cannot be read"):
         finetune(tiny(), batches(), PLAIN, output=tmp_path, progress=False)

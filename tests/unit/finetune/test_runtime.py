@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from finetune_cases import batches, tiny
+from finetune_cases import batches, own_batches, tiny
 from parallel_run import RECIPE
 from safetensors.torch import load_file
 
@@ -58,16 +58,20 @@ def test_two_processes_train_as_one_with_twice_the_batch(tmp_path):
     images = torch.cat([x for x, _ in batches(64, 4)])
     labels = torch.cat([y for _, y in batches(64, 4)])
     double = list(zip(images.split(8), labels.split(8), strict=True))  # batches 0 and 1 together, and so on
-    expected = finetune(tiny(), double, RECIPE, batches(40, 7), progress=False)
-    for name in ("list", "loader"):
+    expected = {
+        "list": finetune(tiny(), double, RECIPE, batches(40, 7), progress=False),
+        "own": finetune(tiny(), own_batches(64, 8), RECIPE, batches(40, 7), progress=False),  # in the same order
+    }
+    for name in ("list", "loader", "own"):
         first, second = (load_file(tmp_path / f"{name}-{rank}.safetensors") for rank in range(2))
         assert all(torch.equal(tensor, second[key]) for key, tensor in first.items())
         measured = [(tmp_path / f"{name}-{rank}.txt").read_text() for rank in range(2)]
         assert measured[0] == measured[1]
         changed = any(not torch.equal(tensor, tiny().state_dict()[key]) for key, tensor in first.items())
         assert changed
-    trained = load_file(tmp_path / "list-0.safetensors")
-    for key, tensor in expected.state_dict().items():
-        torch.testing.assert_close(trained[key], tensor, rtol=1e-4, atol=1e-6)
-    accuracy = f"validation/accuracy {expected.metadata.metrics['validation/accuracy']!r}"
-    assert accuracy in (tmp_path / "list-0.txt").read_text()
+    for name, alone in expected.items():
+        trained = load_file(tmp_path / f"{name}-0.safetensors")
+        for key, tensor in alone.state_dict().items():
+            torch.testing.assert_close(trained[key], tensor, rtol=1e-4, atol=1e-6)
+        accuracy = f"validation/accuracy {alone.metadata.metrics['validation/accuracy']!r}"
+        assert accuracy in (tmp_path / f"{name}-0.txt").read_text()

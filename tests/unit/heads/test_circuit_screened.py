@@ -1,6 +1,7 @@
 """The screened method: approximate, cheap, and honest about it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from hydra_ensembles.heads.circuit.work import Work
 from hydra_ensembles.heads.circuit.working_model import working_copy
 from hydra_ensembles.heads.head import Head
 from hydra_ensembles.heads.mask import existing_heads
+
+Mode = Callable[[], AbstractContextManager[object]]
 
 MOST = [pytest.param(score, marks=pytest.mark.slow) if score == "ood" else score for score in SCORES]  # avg has both
 
@@ -54,6 +57,14 @@ def test_for_the_accuracy_no_head_is_left_out(problem: Problem) -> None:
     screened = problem.extract(method="screened", score="acc", budget=6, screen_size=1)
     assert screened.heads == exact.heads  # in full precision they are the same method
     assert screened.provenance["errors"] == exact.provenance["errors"]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_has_gradients_whatever_the_caller_switched_off(problem: Problem, mode: Mode) -> None:
+    expected = problem.extract(method="screened", score="avg", budget=2)
+    with mode():
+        found = problem.extract(method="screened", score="avg", budget=2)
+    assert (found.heads, found.scores) == (expected.heads, expected.scores)
 
 
 def measured(current: CurrentModel, heads: Sequence[Head]) -> Effects:

@@ -11,6 +11,7 @@ from torch import Tensor
 from hydra_ensembles.config import KeptHeads, Sharing
 from hydra_ensembles.ensemble import Ensemble
 from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.metadata import Calibration, Metadata
 from hydra_ensembles.optimize import Choice, OptimizedEnsemble, RunOptions
 from hydra_ensembles.optimize import optimized as optimized_module
 from hydra_ensembles.optimize.choice import fastest, nearest
@@ -277,3 +278,22 @@ def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], messag
 def test_a_plan_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="no plan 'grouped'"):
         hydra().optimize().module("grouped")
+
+
+# --- what it was made from -------------------------------------------------------------------------------
+
+
+def test_later_changes_of_the_ensemble_do_not_reach_it() -> None:
+    ensemble = hydra().with_metadata(labels=("a", "b", "c", "d"), calibration=Calibration((3.0,), 0.5))
+    fast, inputs = ensemble.optimize(plans=["loop"]), images(5)
+    before, remembered, description = fast.predict(inputs), ensemble.metadata, ensemble.describe()
+    assert torch.allclose(before.probs, ensemble.predict(inputs).probs, atol=1e-5)
+    ensemble.to(torch.bfloat16)
+    ensemble.metadata = Metadata(labels=("w", "x", "y", "z"), calibration=Calibration((0.1,)))
+    after = fast.predict(inputs)
+    assert torch.equal(after.probs, before.probs)
+    assert torch.equal(after.accept, before.accept)
+    assert after.class_names == ("a", "b", "c", "d")
+    assert (fast.metadata, fast.description) == (remembered, description)
+    assert (fast.kind, fast.num_members, fast.num_classes) == ("image", 3, 4)
+    assert (fast.device, fast.dtype) == (torch.device("cpu"), torch.float32)

@@ -54,6 +54,14 @@ def test_nothing_of_the_image_tower_gets_a_gradient():
     assert learner.model.text.training
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_there_whatever_the_caller_switched_off(mode):
+    expected = tune_text(tiny_dual(), pairs(), QUICK, progress=False)
+    with mode():
+        tuned = tune_text(tiny_dual(), pairs(), QUICK, progress=False)
+    assert largest_gap(tuned, expected) == 0.0
+
+
 def test_features_computed_before_train_as_the_images_do():
     dual, data = tiny_dual(), pairs()
     features = image_features(dual, data).split(8)

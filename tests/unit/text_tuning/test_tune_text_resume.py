@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tuning_cases import ShuffledPairs, pairs, same, tiny_dual
 
 from hydra_ensembles.errors import CheckpointError, DataError
 from hydra_ensembles.finetune import Recipe
 from hydra_ensembles.text_tuning import tune_text
+from hydra_ensembles.text_tuning.pair_batches import pair_content
 
 RECIPE = Recipe(
     learning_rate=0.01, epochs=3, warmup=2, weight_decay=0.01, clip_norm=1.0, dropout=0.2, gradient_accumulation=2
@@ -82,3 +84,11 @@ def test_a_loss_that_is_not_finite_names_its_batch_and_keeps_the_checkpoint(tmp_
     recipe = dataclasses.replace(RECIPE, dropout=None)
     with pytest.raises(DataError, match=r"loss is nan at step 1 \(batch 3 of epoch 0.* the last checkpoint stays in"):
         tune_text(tiny_dual(), data, recipe, output_dir=tmp_path, progress=False, checkpoint_every=1)
+
+
+def test_the_content_of_pictures_counts():
+    image = pytest.importorskip("PIL.Image")
+    red, blue = (pair_content(([image.new("RGB", (4, 4), colour)], ["a"]), "train") for colour in ("red", "blue"))
+    again = pair_content(([image.new("RGB", (4, 4), "red")], ["a"]), "train")
+    assert torch.equal(red["images"], again["images"])
+    assert not torch.equal(red["images"], blue["images"])

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from ..._extras import require
 from ...errors import DataError
+from ...image_modes import to_rgb
 from ..dataset import ImageDataset
-from ..images import to_rgb
 from ..subsets import hash_key
 from .blur import defocus_blur, glass_blur, motion_blur, zoom_blur
 from .digital import contrast, elastic_transform, jpeg_compression, pixelate

@@ -30,6 +30,7 @@ from .work import Work
 from .working_model import working_copy
 
 
+@torch.inference_mode(False)  # a caller's own would leave the gradients of "screened" nothing to work with
 def extract_circuit(
     ensemble: Ensemble | DualEncoder,
     id_batches: Batches,

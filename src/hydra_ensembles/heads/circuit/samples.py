@@ -1,6 +1,7 @@
 """The data of an extraction, read once and kept where it is evaluated."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from ...config import PatchStemConfig
 from ...ensemble import Ensemble
 from ...errors import DataError
 from ...randomness import torch_seeded
+from ...reading_order import begin_epoch, borrowed
 from ..fingerprint import DataFingerprint
 
 IntArray = npt.NDArray[np.int64]
@@ -78,19 +80,24 @@ _NAMES = ("id_batches", "ood_batches")
 def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Batches | None, seed: int) -> Samples:
     """Read all batches, check them, and move them to the device and dtype of the model.
 
-    PyTorch's random numbers start from `seed` meanwhile and are put back afterwards, so a shuffling loader
-    gives the same samples again when an interrupted run is resumed, and on every rank.
+    PyTorch's random numbers and those of the sources start from `seed` meanwhile and are put back afterwards (see
+    `reading_order`), so a shuffling loader gives the same samples again when an interrupted run is resumed, and on
+    every rank.
     """
     pieces: dict[tuple[object, ...], list[tuple[IntArray, _Inputs]]] = {}
     labels: list[Tensor] = []
     origin: list[tuple[int, int]] = []
     fingerprints = []
     counts = []
-    with torch_seeded(seed, model.device):
+    with torch_seeded(seed, model.device), ExitStack() as sources:
         for source, batches in enumerate((id_batches, ood_batches)):
+            if batches is not None:
+                sources.enter_context(borrowed(batches))
+                begin_epoch(batches, 0, seed)
             fingerprint = DataFingerprint()
             start = len(origin)
-            for index, (inputs, given) in enumerate(iterate(batches, _NAMES[source]) if batches is not None else ()):
+            pairs = () if batches is None else iterate(batches, _NAMES[source], labelled=source == 0)
+            for index, (inputs, given) in enumerate(pairs):
                 known = require_labels(given, model.num_classes, _NAMES[source], index) if source == 0 else None
                 fingerprint.update(inputs, known)
                 parts = model.unpack(inputs, None, None)

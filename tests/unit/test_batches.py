@@ -1,0 +1,79 @@
+"""Reading batches: the forms users have them in, labels that are wanted and labels that are not."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from hydra_ensembles.batches import iterate, move, read_batch
+from hydra_ensembles.errors import DataError
+
+X, Y = torch.randn(4, 3, 2, 2), torch.arange(4)
+
+NO_LABELS = {
+    "file names": ("0.png", "1.png", "2.png", "3.png"),
+    "floating point": torch.rand(4),
+    "masks": torch.zeros(4, 2, 2, dtype=torch.long),
+    "another number": torch.zeros(3, dtype=torch.long),
+    "mappings": {"boxes": [1, 2], "names": ["a", "b"]},
+}
+
+
+@pytest.mark.parametrize("beside", NO_LABELS.values(), ids=NO_LABELS.keys())
+@pytest.mark.parametrize("form", ["pair", "list", "mapping"])
+def test_labels_that_are_not_wanted_are_not_read(beside: Any, form: str) -> None:
+    batch = {"pair": (X, beside), "list": [X, beside], "mapping": {"pixel_values": X, "label": beside}}[form]
+    inputs, labels = read_batch(batch, labelled=False)
+    assert labels is None
+    assert (inputs["pixel_values"] if isinstance(inputs, dict) else inputs) is X
+    assert not isinstance(inputs, dict) or list(inputs) == ["pixel_values"]
+
+
+@pytest.mark.parametrize("beside", NO_LABELS.values(), ids=NO_LABELS.keys())
+def test_the_same_is_an_error_that_names_the_batch_where_labels_are_wanted(beside: Any) -> None:
+    with pytest.raises(DataError, match="batch 2 of val"):
+        read_batch((X, beside), "val", 2)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_loader_without_labels_gives_lists_of_one(labelled: bool) -> None:
+    found = list(iterate(DataLoader(TensorDataset(X), 2), "ood", labelled))
+    assert torch.equal(torch.cat([inputs for inputs, _ in found]), X)
+    assert [labels for _, labels in found] == [None, None]
+
+
+@pytest.mark.parametrize("batch", [(X, Y, Y), (), [X] * 4, "text", ([1.0, 2.0], Y), ({}, Y), {"labels": Y}])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_other_forms_are_refused(batch: Any, labelled: bool) -> None:
+    with pytest.raises(DataError, match="batch 1 of some data"):
+        read_batch(batch, "some data", 1, labelled)
+
+
+class Recording(Tensor):
+    """Remembers how it was asked to go to a device, and stays."""
+
+    waited: bool
+
+    def to(self, device: torch.device, dtype: torch.dtype | None, non_blocking: bool) -> "Recording":  # type: ignore[override]
+        self.waited = not non_blocking
+        return self
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cuda", False), ("cuda:1", False), ("cpu", True), ("mps", True)])
+def test_only_copies_towards_the_gpu_are_not_waited_for(device: str, waits: bool) -> None:
+    tensor = torch.zeros(2).as_subclass(Recording)
+    moved = move({"pixel_values": tensor}, torch.device(device))
+    assert isinstance(moved, dict)
+    assert moved["pixel_values"] is tensor
+    assert tensor.waited is waits
+
+
+def test_what_no_model_reads_is_left_out_of_a_mapping() -> None:
+    inputs, labels = read_batch({"pixel_values": torch.zeros(2, 3), "labels": [0, 1], "path": ["a.png", "b.png"]})
+    assert isinstance(inputs, dict)
+    assert list(inputs) == ["pixel_values"]
+    assert labels is not None
+    with pytest.raises(DataError, match="without tensors"):
+        read_batch({"text": ["one", "two"], "labels": [0, 1]})

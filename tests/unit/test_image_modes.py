@@ -1,0 +1,48 @@
+"""Images of unusual modes: a model's preprocessing sees what the data sets give."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hydra_ensembles.data import to_rgb
+from hydra_ensembles.image_modes import to_grey
+from hydra_ensembles.preprocessing import ImagePreprocessing
+
+LEVELS = np.array([[0, 0x1234], [0x8000, 0xFFFF]], dtype=np.uint16)
+
+
+def plain(channels: int) -> ImagePreprocessing:
+    """Preprocessing that changes nothing but the range of the numbers."""
+    return ImagePreprocessing((2, 2), mean=(0.0,) * channels, std=(1.0,) * channels, interpolation="nearest")
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("order", ["<u2", ">u2"])
+def test_sixteen_bit_grey_is_scaled_not_clipped(channels: int, order: str) -> None:
+    mode = "I;16" if order == "<u2" else "I;16B"
+    image = Image.frombytes(mode, (2, 2), LEVELS.astype(order).tobytes())
+    pixels = plain(channels)(image)[0] * 255
+    assert pixels.shape == (channels, 2, 2)
+    for channel in pixels:
+        assert channel.round().int().tolist() == [[0, 0x12], [0x80, 0xFF]]
+
+
+def test_preprocessing_reads_raw_images_like_those_of_data_sets() -> None:
+    image = Image.fromarray(LEVELS)
+    assert torch.equal(plain(3)(image), plain(3)(to_rgb(image)))
+    assert torch.equal(plain(1)(image), plain(1)(to_grey(image)))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "1", "LA", "CMYK"])
+def test_other_modes_become_grey_as_pillow_does_it(mode: str) -> None:
+    colours = np.random.default_rng(0).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    image = Image.fromarray(colours).convert(mode)
+    assert np.array_equal(np.asarray(to_grey(image)), np.asarray(image.convert("L")))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_transparent_palette_gives_no_warning(channels: int) -> None:
+    image = Image.fromarray(np.arange(4, dtype=np.uint8).reshape(2, 2)).convert("P")
+    image.info["transparency"] = bytes([0, 128] + [255] * 254)
+    assert plain(channels)(image).shape == (1, channels, 2, 2)
