@@ -27,7 +27,7 @@ from hydra_ensembles.heads.mask import existing_heads
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from shared_paths import shared
 
-SAMPLES = 22
+SAMPLES = 16
 SCORES = ("acc", "ood", "avg")
 Batches = list[tuple[Any, Tensor]]
 
