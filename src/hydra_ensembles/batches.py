@@ -1,6 +1,6 @@
 """Reading batches the way users have them: pairs, or mappings with labels."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
         got = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
         raise DataError(f"{where} is a {got}; expected {_FORMS}")
     if isinstance(inputs, dict):
-        inputs = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-    if not isinstance(inputs, Tensor | dict) or (isinstance(inputs, dict) and not inputs):
+        inputs = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
+    if not isinstance(inputs, Tensor) and not (isinstance(inputs, dict) and inputs):
         got = "a mapping without tensors" if isinstance(inputs, dict) else f"a {type(inputs).__name__}"
         raise DataError(f"the inputs in {where} are {got}; expected a tensor or a mapping of tensors, in {_FORMS}")
     if labels is None or not labelled:
@@ -70,10 +70,15 @@ def move(inputs: Inputs, device: torch.device, dtype: torch.dtype | None = None)
     # only towards the GPU: in the other direction the host could read the copy before it has arrived
     without_waiting = device.type == "cuda"
 
-    def one(tensor: Tensor) -> Tensor:
+    def moved(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=without_waiting)
 
-    return one(inputs) if isinstance(inputs, Tensor) else {name: one(tensor) for name, tensor in inputs.items()}
+    return changed(inputs, moved)
+
+
+def changed(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """Inputs with every tensor changed in the same way."""
+    return change(inputs) if isinstance(inputs, Tensor) else {name: change(one) for name, one in inputs.items()}
 
 
 def require_labels(labels: Tensor | None, classes: int, name: str = "data", index: int = 0) -> Tensor:

@@ -1,5 +1,6 @@
 """What an ensemble remembers beside its weights: labels, preprocessing, calibration, where it came from."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -52,6 +53,14 @@ class Metadata:
     history: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     text_side: TextSide | None = field(default=None, metadata=ADDED_LATER)
+
+
+def odd_names(names: Sequence[object]) -> tuple[int | None, list[str]]:
+    """What is wrong with class names: where the first one is that is none, and those that occur more than once."""
+    blank = next((index for index, name in enumerate(names) if not isinstance(name, str) or not name.strip()), None)
+    counts = Counter(name for name in names if isinstance(name, str))
+    repeated = sorted(name for name, count in counts.items() if count > 1)
+    return blank, repeated
 
 
 def member_metadata(metadata: Metadata, index: int, members: int) -> Metadata:

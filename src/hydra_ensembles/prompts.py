@@ -10,6 +10,7 @@ from .dual_encoder import embed
 from .encoder.grouped import GroupedLinear
 from .ensemble import Ensemble
 from .errors import DataError
+from .metadata import odd_names
 from .training_flags import evaluation_mode
 
 Templates = str | Sequence[str]
@@ -24,11 +25,10 @@ def checked_names(class_names: Sequence[str]) -> tuple[str, ...]:
     if isinstance(class_names, str):
         raise DataError(f"class_names is the string {class_names!r}; give a list of names, one per class")
     names = tuple(class_names)
-    for index, name in enumerate(names):
-        if not isinstance(name, str) or not name.strip():
-            raise DataError(f"class_names[{index}] is {name!r}; every class needs a name")
-    if len(names) < 2 or len(set(names)) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
+    blank, twice = odd_names(names)
+    if blank is not None:
+        raise DataError(f"class_names[{blank}] is {names[blank]!r}; every class needs a name")
+    if len(names) < 2 or twice:
         problem = f"lists {twice[:5]} twice" if twice else f"has {len(names)} names"
         raise DataError(f"class_names {problem}; give at least two names, all different")
     return names

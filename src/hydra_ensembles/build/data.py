@@ -1,7 +1,6 @@
 """The data of a build: held-out sets read once and kept in memory, split in two by a seed."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -94,7 +93,7 @@ def read_all(batches: Batches, name: str, seed: int, classes: int | None = None)
     found: list[Batch] = []
     with borrowed(batches), epoch_of(batches, 0, derive_seed(seed, name), torch.device("cpu")):
         for index, (inputs, labels) in enumerate(iterate(batches, name, labelled=classes is not None)):
-            _require_tensors(inputs, name, index)
+            _require_one_size(inputs, name, index)
             found.append((inputs, None if classes is None else require_labels(labels, classes, name, index)))
     if not sum(size_of(inputs) for inputs, _ in found):
         raise DataError(f"{name} has no samples in its {len(found)} batches; check the loader")
@@ -143,14 +142,7 @@ def _rows(inputs: Inputs, keep: Tensor) -> Inputs:
     return {name: tensor[keep.to(tensor.device)] for name, tensor in inputs.items()}
 
 
-def _require_tensors(inputs: Any, name: str, index: int) -> None:
-    parts = {"inputs": inputs} if not isinstance(inputs, dict) else inputs
-    for key, part in parts.items():
-        if not isinstance(part, Tensor):
-            raise DataError(
-                f"batch {index} of {name} has {key!r} as a {type(part).__name__}; give tensors, and leave out of the "
-                "batches what is none (let the loader's collate function preprocess the inputs)"
-            )
-    if len({len(part) for part in parts.values()}) > 1:
-        sizes = {key: len(part) for key, part in parts.items()}
+def _require_one_size(inputs: Inputs, name: str, index: int) -> None:
+    sizes = {} if isinstance(inputs, Tensor) else {key: len(part) for key, part in inputs.items()}
+    if len(set(sizes.values())) > 1:
         raise DataError(f"batch {index} of {name} has different numbers of samples: {sizes}")

@@ -7,7 +7,7 @@ from typing import Any, cast
 from torch import nn
 
 from ..errors import ConversionError
-from ..metadata import Metadata
+from ..metadata import Metadata, odd_names
 from . import open_clip, timm, torchvision, transformers_clip, transformers_text, transformers_vision
 from .alterations import require_unaltered
 from .clip import DUAL_ARCHITECTURES, convert_dual, find_dual_architecture
@@ -111,10 +111,9 @@ def _labels(given: Sequence[str] | None, known: Metadata, classes: int) -> tuple
     names = tuple(given)
     if len(names) != classes:
         raise ConversionError(f"{len(names)} labels were given for {classes} classes")
-    for index, name in enumerate(names):
-        if not isinstance(name, str) or not name.strip():
-            raise ConversionError(f"labels[{index}] is {name!r}; every class needs a name, which is a string")
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < classes else []
+    blank, twice = odd_names(names)
+    if blank is not None:
+        raise ConversionError(f"labels[{blank}] is {names[blank]!r}; every class needs a name, which is a string")
     if twice:
         raise ConversionError(f"labels lists {twice[:5]} more than once; names must tell the classes apart")
     return names

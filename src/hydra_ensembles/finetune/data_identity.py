@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 from ..batches import Batches, read_batch
 from ..errors import DataError
+from ..heads.fingerprint import tensor_bytes
 from ..reading_order import borrowed, epoch_of, length_of, parts_of
 
 SOME_BATCHES, SOME_ROWS = 8, 64
@@ -118,4 +119,4 @@ def _spread(count: int, some: int) -> list[int]:
 def _take_in(digest: Any, tensors: Mapping[str, Tensor]) -> None:
     for key, tensor in sorted(tensors.items()):
         digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        digest.update(tensor_bytes(tensor))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..batches import Batches, Inputs, move, read_batch, require_labels
+from ..batches import Batches, Inputs, changed, move, read_batch, require_labels
 from ..ensemble import Ensemble
 from ..randomness import derive_seed, torch_seeded
 from .base_learner import BaseLearner, NotFiniteError
@@ -70,7 +70,8 @@ class Learner(BaseLearner[Batch]):
     def _backward(self, inputs: Inputs, labels: Tensor, weight: float, index: int) -> float:
         device = self.runtime.device
         with torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            logits = self.parallel(_for_gradients(move(inputs, device, self.model.dtype)))  # [M, B, C]
+            moved = changed(move(inputs, device, self.model.dtype), _for_gradients)
+            logits = self.parallel(moved)  # [M, B, C]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         loss = ensemble_loss(logits, labels.to(device), self.recipe.label_smoothing)
         value = loss.item()
@@ -80,10 +81,6 @@ class Learner(BaseLearner[Batch]):
         return value * weight
 
 
-def _for_gradients(inputs: Inputs) -> Inputs:
-    """Inputs that gradients can be taken through: copies of those that were made in inference mode."""
-
-    def one(tensor: Tensor) -> Tensor:
-        return tensor.clone() if tensor.is_inference() else tensor
-
-    return one(inputs) if isinstance(inputs, Tensor) else {name: one(tensor) for name, tensor in inputs.items()}
+def _for_gradients(tensor: Tensor) -> Tensor:
+    """A tensor that gradients can be taken through: a copy of one that was made in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor

@@ -1,8 +1,7 @@
 """The copy that trains: which of its parameters move, its dropout, its optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,22 +55,31 @@ def trained_parameters(model: Ensemble) -> dict[str, nn.Parameter]:
 
 def make_optimizer(model: Ensemble, recipe: Recipe) -> torch.optim.Optimizer:
     """The recipe's optimizer over the trained parameters; its learning rate is set before every update."""
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}  # by share of the rate, and weight decay
-    for name, parameter in trained_parameters(model).items():
-        share = recipe.classifier_rate if name.startswith(_CLASSIFIERS) else 1.0
-        spared = recipe.no_decay_on_bias_and_norm and is_bias_or_norm(name)
-        groups.setdefault((share, 0.0 if spared else recipe.weight_decay), []).append(parameter)
+    trained = trained_parameters(model)
     return optimizer_over(
-        [
-            {"params": parameters, "weight_decay": decay, RATE_FACTOR: share}
-            for (share, decay), parameters in groups.items()
-        ],
-        recipe,
+        trained, recipe, {name: recipe.classifier_rate for name in trained if name.startswith(_CLASSIFIERS)}
     )
 
 
-def optimizer_over(groups: Sequence[dict[str, Any]], recipe: Recipe) -> torch.optim.Optimizer:
-    """The recipe's optimizer over groups of parameters."""
+def optimizer_over(
+    trained: Mapping[str, nn.Parameter], recipe: Recipe, shares: Mapping[str, float], spared: Container[str] = ()
+) -> torch.optim.Optimizer:
+    """The recipe's optimizer over parameters by name.
+
+    Args:
+        trained: The parameters.
+        recipe: How to train them.
+        shares: Learning rates over the recipe's, where they are not 1.
+        spared: Parameters without weight decay, besides those that the recipe spares.
+    """
+    found: dict[tuple[float, float], list[nn.Parameter]] = {}  # by share of the rate, and weight decay
+    for name, parameter in trained.items():
+        free = name in spared or (recipe.no_decay_on_bias_and_norm and is_bias_or_norm(name))
+        found.setdefault((shares.get(name, 1.0), 0.0 if free else recipe.weight_decay), []).append(parameter)
+    groups = [
+        {"params": parameters, "weight_decay": decay, RATE_FACTOR: share}
+        for (share, decay), parameters in found.items()
+    ]
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=recipe.momentum)
     return torch.optim.AdamW(groups, lr=0.0, betas=recipe.betas)

@@ -24,7 +24,7 @@ def model_fingerprint(model: Ensemble | DualEncoder) -> str:
     digest = hashlib.sha256(json.dumps(to_plain(model.config), sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(_content(tensor))
+        digest.update(tensor_bytes(tensor))
     return digest.hexdigest()
 
 
@@ -74,10 +74,10 @@ class DataFingerprint:
         if self._layouts.get(key) != layout:
             self._layouts[key] = layout
             digest.update(json.dumps([self.samples, layout]).encode())
-        digest.update(_content(tensor))
+        digest.update(tensor_bytes(tensor))
 
 
-def _content(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor in row-major order, whatever its device, dtype and strides."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data

@@ -25,6 +25,7 @@ NAMES = {
     "near.auroc": "near AUROC ↑",
     "far.auroc": "far AUROC ↑",
 }
+OPEN = "–"  # a number that is not there
 GAIN_KEPT = 0.8  # of Hydra's gain over the single model that a shared trunk is to keep
 TRUNK_COST = 1.5
 
@@ -37,7 +38,7 @@ def main_table(facts: Facts) -> str:
     for method in _with_later(facts):
         row = facts["rows"].get(method)
         if row is None:
-            lines.append([method, *_later(len(NAMES)), "", "", ""])
+            lines.append([method, *later(len(NAMES)), "", "", ""])
         else:
             score = facts["decision"]["decision"]["scores"][method].replace("_", " ")
             numbers = [shown(row[metric], metric) for metric in NAMES]
@@ -54,7 +55,7 @@ def groups_table(facts: Facts) -> str:
     lines = []
     for method in _with_later(facts):
         row = facts["rows"].get(method)
-        numbers = _later(len(metrics)) if row is None else [shown(row[metric], metric) for metric in metrics]
+        numbers = later(len(metrics)) if row is None else [shown(row[metric], metric) for metric in metrics]
         lines += [[method, *numbers], *_paper_line(column, method, metrics, 0)]
     head = [f"{group} {arrows[one]}" for group, _, one in (metric.partition(".") for metric in metrics)]
     return markdown(["Method", *head], lines)
@@ -243,14 +244,14 @@ def ratio(facts: Facts, method: str) -> str:
 def _with_later(facts: Facts) -> list[str]:
     """All rows; baselines that the paper has and this study has not yet stand after MC Dropout."""
     found = list(facts["rows"])
-    later = [method for method in PAPER[COLUMN_OF[facts["study"]]] if method not in found]
+    missing = [method for method in PAPER[COLUMN_OF[facts["study"]]] if method not in found]
     at = found.index(MC_DROPOUT) + 1
-    return [*found[:at], *later, *found[at:]]
+    return [*found[:at], *missing, *found[at:]]
 
 
-def _later(cells: int) -> list[str]:
+def later(cells: int) -> list[str]:
     """The cells of a baseline that is still missing."""
-    return ["later", *["–"] * (cells - 1)]
+    return ["later", *[OPEN] * (cells - 1)]
 
 
 def _paper_line(column: str, method: str, metrics: Iterable[str], empty: int) -> list[list[str]]:

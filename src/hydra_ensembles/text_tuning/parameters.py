@@ -9,8 +9,6 @@ from ..dual_encoder import DualEncoder
 from ..errors import ConfigError
 from ..finetune import Recipe
 from ..finetune.parameters import (
-    RATE_FACTOR,
-    is_bias_or_norm,
     is_trained,
     optimizer_over,
     training_dtype,
@@ -55,21 +53,9 @@ def trained_parameters(model: DualEncoder) -> dict[str, nn.Parameter]:
 
 def make_optimizer(model: DualEncoder, recipe: Recipe, moving: Moving) -> torch.optim.Optimizer:
     """The recipe's optimizer: text side, and image projection and scale at their own rate, with and without decay."""
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for name, parameter in trained_parameters(model).items():
-        spared = name == SCALE or (recipe.no_decay_on_bias_and_norm and is_bias_or_norm(name))
-        groups.setdefault((name.startswith((TOWER, _TEXT_PROJECTION)), spared), []).append(parameter)
-    return optimizer_over(
-        [
-            {
-                "params": parameters,
-                "weight_decay": 0.0 if spared else recipe.weight_decay,
-                RATE_FACTOR: 1.0 if of_texts else moving.projection_rate,
-            }
-            for (of_texts, spared), parameters in groups.items()
-        ],
-        recipe,
-    )
+    trained = trained_parameters(model)
+    others = (name for name in trained if not name.startswith((TOWER, _TEXT_PROJECTION)))
+    return optimizer_over(trained, recipe, dict.fromkeys(others, moving.projection_rate), spared=(SCALE,))
 
 
 def _learns(name: str, recipe: Recipe, moving: Moving, layers: int) -> bool:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from ..tables import NAMES, Facts, difference, markdown, mean, printed, ratio, shown
+from ..tables import NAMES, OPEN, Facts, difference, later, markdown, mean, printed, ratio, shown
 from .methods import (
     BOTH,
     HYDRA,
@@ -28,7 +28,6 @@ HEADS = {
     "fpr95": "FPR95 ↓",
     "aupr": "AUPR ↑",
 }
-OPEN = "–"  # a number that is not there
 PROMPTS = {"paper": "`A photo of a {label}.`", "ensemble": "many sentences, averaged"}
 VARIANTS = (HYDRA, HYDRA_MORE, HYDRA_IMAGE, HYDRA_IMAGE_TUNED, HYDRA_TUNED)
 
@@ -100,8 +99,9 @@ def detection_table(facts: Facts, position: int) -> str:
     lines = []
     for method in _with_later(facts):
         row = facts["rows"].get(method)
-        missing = ["later", *[OPEN] * (len(places) - 1)]
-        lines.append([method, *(missing if row is None else (_three(row, f"{task}.{place}") for place in places))])
+        lines.append(
+            [method, *(later(len(places)) if row is None else (_three(row, f"{task}.{place}") for place in places))]
+        )
         paper = {**DETECTED.get(column, {}).get(method, {}), **paper_set_numbers(column, method)}
         if paper:
             given = ["" if f"{one}.auroc" not in paper else f"*{_paper_three(paper, one)}*" for one in places]
@@ -193,7 +193,7 @@ def _numbers(facts: Facts, method: str, metrics: Mapping[str, str], spread: bool
     """One cell a metric; a dash where there is no such row, `later` in the first cell of a missing baseline."""
     row = facts["rows"].get(method)
     if row is None:
-        return ["later" if method in LATER else OPEN, *[OPEN] * (len(metrics) - 1)]
+        return later(len(metrics)) if method in LATER else [OPEN] * len(metrics)
     show = shown if spread else mean
     return [show(row[key], name) if key in row else OPEN for key, name in metrics.items()]
 
