@@ -45,10 +45,10 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
     else:
         got = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
         raise DataError(f"{where} is a {got}; expected {_FORMS}")
-    if isinstance(inputs, dict):
-        inputs = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
-    if not isinstance(inputs, Tensor) and not (isinstance(inputs, dict) and inputs):
-        got = "a mapping without tensors" if isinstance(inputs, dict) else f"a {type(inputs).__name__}"
+    if isinstance(inputs, dict) and inputs:
+        inputs = _tensors_of(inputs, where)
+    elif not isinstance(inputs, Tensor):
+        got = "an empty mapping" if isinstance(inputs, dict) else f"a {type(inputs).__name__}"
         raise DataError(f"the inputs in {where} are {got}; expected a tensor or a mapping of tensors, in {_FORMS}")
     if labels is None or not labelled:
         return inputs, None
@@ -91,6 +91,17 @@ def require_labels(labels: Tensor | None, classes: int, name: str = "data", inde
             f"the model has {classes} classes (0 to {classes - 1})"
         )
     return labels.long()
+
+
+def _tensors_of(inputs: Mapping[str, Any], where: str) -> dict[str, Tensor]:
+    tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
+    if not tensors:
+        key, value = next(iter(inputs.items()))
+        raise DataError(
+            f"{where} has {key!r} as a {type(value).__name__}; give tensors: from a mapping without tensors no model "
+            "reads anything (let the loader's collate function preprocess the inputs)"
+        )
+    return tensors
 
 
 def _read_labels(labels: Any, inputs: Inputs, where: str) -> Tensor:
