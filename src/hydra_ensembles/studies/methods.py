@@ -57,6 +57,7 @@ CALIBRATED = frozenset({TEMPERATURE})
 def fixed_methods(recipe: StudyRecipe) -> dict[str, Units]:
     """The methods of a study that need no decision, with their units."""
     found = {name: units(recipe) for name, units in FIXED.items()}
+    found |= {one.name: one.units(recipe.members) for one in recipe.controls}
     return {name: units for name, units in found.items() if units}
 
 

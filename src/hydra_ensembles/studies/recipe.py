@@ -16,7 +16,7 @@ from ..fuse import Fusion
 from ..prediction import ScoreName
 from ..schema import ADDED_LATER, from_plain, to_plain
 from .compact_logits import Storing
-from .specs import MemberSet
+from .specs import Control, MemberSet
 
 STUDIES = ("vision-cifar10", "vision-tinyimagenet", "text-sst2")
 Backbone = Literal["dinov2_vits14", "all_minilm_l6_v2"]
@@ -74,6 +74,7 @@ class StudyRecipe:
         trainings: Fine-tuning recipes by name. `backbone` makes the backbones; `classifier`, where there is one,
             trains new classifiers on a frozen backbone.
         paper: The prune count and training of the paper's setting: three circuits, MLPs fused.
+        controls: Further rows with fixed settings.
         explore: Sets of members that may become Hydra (Circ).
         explore_trunk: Sets that may become Hydra (Circ) with a shared trunk.
         fusions: What may become of their MLPs.
@@ -85,6 +86,8 @@ class StudyRecipe:
         ood_keep_classes: The same of an OOD sample; None for as many as of an ID sample.
         cost_batch: Inputs a batch when latency is measured.
         accuracy_weight: Weight of ID accuracy against OOD AUROC where settings are chosen.
+        ood_halves: How the circuit OOD data are cut in two: `images` of every class, or whole `classes`, so that
+            settings are chosen on OOD classes that ranked no head.
     """
 
     name: str
@@ -109,6 +112,8 @@ class StudyRecipe:
     open_layers: int | None = None
     accuracy_weight: float = 0.5
     ood_keep_classes: int | None = field(default=None, metadata=ADDED_LATER)
+    controls: tuple[Control, ...] = field(default=(), metadata=ADDED_LATER)
+    ood_halves: Literal["images", "classes"] = field(default="images", metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         """Check that everything named exists and that chosen settings come from somewhere."""
@@ -118,7 +123,7 @@ class StudyRecipe:
             raise ConfigError(f"explore_seeds {self.explore_seeds} must be some of the seeds {self.seeds}")
         if "backbone" not in self.trainings:
             raise ConfigError(f"the recipe has no training called 'backbone'; it has {sorted(self.trainings)}")
-        for one in (self.paper, *self.explore, *self.explore_trunk):
+        for one in self.member_sets:
             if one.training is not None and one.training not in self.trainings:
                 raise ConfigError(f"{one.key} needs a training that is not there; known are {sorted(self.trainings)}")
         if not self.explore or not self.explore_trunk or not self.fusions or not self.scores:
@@ -127,6 +132,10 @@ class StudyRecipe:
             raise ConfigError(f"the paper's setting is three circuits without a trunk, got {self.paper.key}")
         if any(one.heads not in ("circuits", "sampled") for one in (*self.explore, *self.explore_trunk)):
             raise ConfigError("Hydra (Circ) is chosen among circuits and members sampled from one; see explore")
+        if len({one.name for one in self.controls}) != len(self.controls):
+            raise ConfigError(f"controls need names of their own, got {[one.name for one in self.controls]}")
+        if self.ood_halves not in ("images", "classes"):
+            raise ConfigError(f"ood_halves must be 'images' or 'classes', got {self.ood_halves!r}")
         if any(one.trunk for one in self.explore) or not all(one.trunk for one in self.explore_trunk):
             raise ConfigError("sets with a trunk belong in explore_trunk, and only they")
         if not 0.0 <= self.accuracy_weight <= 1.0 or self.members < 2:
@@ -143,6 +152,12 @@ class StudyRecipe:
         """How logits of a set of a group (`id` or another) are stored."""
         keep = self.keep_classes if group == "id" or self.ood_keep_classes is None else self.ood_keep_classes
         return Storing(self.logit_step, keep)
+
+    @property
+    def member_sets(self) -> tuple[MemberSet, ...]:
+        """Every set of members that a row or a candidate is made of."""
+        controls = (one.members for one in self.controls if one.members is not None)
+        return (self.paper, self.taylor, self.random, *controls, *self.explore, *self.explore_trunk)
 
     @property
     def taylor(self) -> MemberSet:
@@ -214,6 +229,9 @@ def _tiny(recipe: StudyRecipe) -> StudyRecipe:
         paper=fewer(recipe.paper),
         explore=tuple(fewer(kinds[heads]) for heads in ("circuits", "sampled") if heads in kinds),
         explore_trunk=tuple(fewer(one) for one in recipe.explore_trunk[-1:]),
+        controls=tuple(
+            one if one.members is None else replace(one, members=fewer(one.members)) for one in recipe.controls
+        ),
         dropout=Dropout(recipe.dropout.rates[:2], passes=2),
         cost_batch=2,
     )

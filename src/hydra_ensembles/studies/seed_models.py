@@ -23,7 +23,7 @@ from ..randomness import derive_seed
 from ..schema import to_plain
 from .recipe import StudyRecipe, digest_of
 from .seed_folder import SeedFolder
-from .specs import CLASSIFIERS, MemberSet
+from .specs import AVERAGED, CLASSIFIERS, MemberSet
 from .splits import Samples, StudyData
 
 CIRCUITS: tuple[Score, ...] = ("avg", "acc", "ood")
@@ -50,6 +50,8 @@ class SeedModels:
             return self.backbone(int(rest))
         if kind == "dropout":
             return mc_dropout(self.base, float(rest), self.recipe.dropout.passes, self.seed)
+        if unit == AVERAGED:
+            return fuse([self.backbone(index) for index in range(self.recipe.members)], stem="separate")
         if unit == CLASSIFIERS:
             return fuse([self.classifier(index) for index in range(self.recipe.members)], mlp="separate")
         key, _, index = rest.rpartition("/") if kind == "member" else (rest, "", "")
@@ -60,9 +62,7 @@ class SeedModels:
 
     @cached_property
     def _sets(self) -> Mapping[str, MemberSet]:
-        recipe = self.recipe
-        found = (recipe.paper, recipe.taylor, recipe.random, *recipe.explore, *recipe.explore_trunk)
-        return {one.key: one for one in found}
+        return {one.key: one for one in self.recipe.member_sets}
 
     @cached_property
     def base(self) -> Ensemble:

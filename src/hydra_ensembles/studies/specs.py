@@ -78,6 +78,34 @@ class MemberSet:
         return (self.fused,) if mlp == "mean" else self.members(count)
 
 
+AVERAGED = "averaged"
+"""The unit of the backbones of Deep Ensembles with their MLPs averaged."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """A further row of the results, whose settings are fixed: it tells what a part of the method brings.
+
+    Attributes:
+        name: Name of the row.
+        members: Its members; None for the backbones of Deep Ensembles.
+        mlp: What becomes of their MLPs.
+    """
+
+    name: str
+    members: MemberSet | None
+    mlp: Fusion = "mean"
+
+    def __post_init__(self) -> None:
+        """Refuse what is Deep Ensembles by another name."""
+        if self.members is None and self.mlp != "mean":
+            raise ConfigError(f"control {self.name!r} is Deep Ensembles: whole backbones with MLPs apart")
+
+    def units(self, count: int) -> tuple[str, ...]:
+        """The units of the row."""
+        return (AVERAGED,) if self.members is None else self.members.units(self.mlp, count)
+
+
 def backbone(index: int) -> str:
     """The unit of a fine-tuned backbone."""
     return f"backbone/{index}"

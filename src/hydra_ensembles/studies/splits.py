@@ -1,12 +1,14 @@
 """The data a study may look at before its settings are fixed: training data and the two halves.
 
-ID validation and circuit OOD data are cut in two once, by a seed that is the same for every run. Half A ranks
-heads. Half B chooses settings and calibrates. Test sets are not read here; see `test_sets`.
+ID validation and circuit OOD data are cut in two once, by a seed that is the same for every run; OOD data by classes
+where a recipe says so. Half A ranks heads. Half B chooses settings and calibrates. Test sets are not read here; see
+`test_sets`.
 """
 
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,7 +125,22 @@ class StudyData:
 
     @cached_property
     def _ood_halves(self) -> tuple[AnyDataset, AnyDataset]:
-        return halves(self.store.load(self._suite.circuit_ood))
+        whole = self.store.load(self._suite.circuit_ood)
+        return halves(whole) if self.recipe.ood_halves == "images" else class_halves(whole)
+
+
+def class_halves(dataset: AnyDataset) -> tuple[AnyDataset, AnyDataset]:
+    """Half A and half B of a data set, no class in both; of an odd number, half A has one more.
+
+    Raises:
+        DataError: There is only one class.
+    """
+    present = np.unique(dataset.labels)
+    if len(present) < 2:
+        raise DataError(f"{dataset.name} has images of one class only and cannot be cut in two by classes")
+    order = np.random.default_rng(SPLIT_SEED).permutation(present)
+    in_first = np.isin(dataset.labels, order[: (len(order) + 1) // 2])
+    return dataset.select(np.flatnonzero(in_first)), dataset.select(np.flatnonzero(~in_first))
 
 
 def halves(dataset: AnyDataset) -> tuple[AnyDataset, AnyDataset]:

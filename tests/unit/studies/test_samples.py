@@ -7,8 +7,9 @@ from small_study import CLASSES, CPU, Pictures
 from torch.nn import functional as F
 
 from hydra_ensembles.data import ImageDataset
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.studies.image_samples import MEAN, STD, ImageSamples, augmented
-from hydra_ensembles.studies.splits import halves
+from hydra_ensembles.studies.splits import class_halves, halves
 from hydra_ensembles.studies.text_samples import TextSamples
 
 
@@ -93,3 +94,12 @@ def test_halves_share_nothing_and_have_every_class(pictures: ImageDataset) -> No
         assert np.bincount(half.labels).tolist() == [5, 5, 5]
     again, _ = halves(pictures)
     assert again.rows.tolist() == first.rows.tolist()
+
+
+def test_halves_by_class_share_no_class_and_hold_everything(pictures: ImageDataset) -> None:
+    first, second = class_halves(pictures)
+    assert (len(set(first.labels)), len(set(second.labels))) == (2, 1)
+    assert sorted([*first.rows, *second.rows]) == list(range(30))
+    assert np.array_equal(class_halves(pictures)[0].rows, first.rows)
+    with pytest.raises(DataError, match="one class only"):
+        class_halves(second)

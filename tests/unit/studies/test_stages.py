@@ -63,6 +63,14 @@ def test_members_differ_in_their_heads_only_above_the_trunk(finished: Finished) 
     assert not torch.equal(single.readout.classifier.weight, deep.readout.classifier.weight)
 
 
+def test_backbones_with_averaged_mlps_are_a_control(finished: Finished) -> None:
+    models = models_of(finished[0], small_recipe())
+    averaged = models.model("averaged")
+    mean = torch.stack([models.backbone(index).encoder.layers[0].mlp.up.weight for index in range(3)]).mean(0)
+    torch.testing.assert_close(averaged.encoder.layers[0].mlp.up.weight, mean)
+    assert averaged.num_members == 3
+
+
 def test_above_a_trunk_members_start_from_the_pretrained_model(tmp_path: Path) -> None:
     usual = small_recipe()
     far = replace(usual.trainings["backbone"], learning_rate=1e-2)  # a single model far from the pretrained one

@@ -20,7 +20,7 @@ def test_recipes_are_those_of_the_studies(name: str) -> None:
     assert recipe.name == name
     assert recipe.members == 3
     assert len(recipe.seeds) >= 3
-    assert recipe.paper.prune == (36 if recipe.kind == "text" else 24)
+    assert recipe.paper.prune == {"vision-cifar10": 12, "vision-tinyimagenet": 24, "text-sst2": 36}[name]
     assert {one.heads for one in recipe.explore} == {"circuits", "sampled"}
     assert all(one.prune < HEADS for one in recipe.explore)
     assert suite(recipe.suite).train is not None
@@ -29,7 +29,24 @@ def test_recipes_are_those_of_the_studies(name: str) -> None:
 
 def test_vision_prunes_twelve_and_twenty_four_heads() -> None:
     for name in STUDIES[:2]:
-        assert {one.prune for one in load_recipe(name).explore} >= {12, 24}
+        recipe = load_recipe(name)
+        assert {one.prune for one in recipe.explore} >= {12, 24}
+        first = recipe.controls[0].members
+        assert first is not None
+        assert {recipe.paper.prune, first.prune} == {12, 24}
+
+
+def test_controls_are_rows_with_names_of_their_own() -> None:
+    recipe = load_recipe("vision-cifar10")
+    averaged = recipe.controls[-1]
+    assert fixed_methods(recipe)[averaged.name] == ("averaged",)
+    assert {one.name for one in recipe.controls} < set(fixed_methods(recipe))
+    with pytest.raises(ConfigError, match="names of their own"):
+        replace(recipe, controls=(averaged, averaged))
+    with pytest.raises(ConfigError, match="MLPs apart"):
+        replace(averaged, mlp="separate")
+    with pytest.raises(ConfigError, match="ood_halves"):
+        replace(recipe, ood_halves="samples")  # type: ignore[arg-type]
 
 
 def test_only_text_has_classifiers_on_a_shared_backbone() -> None:
