@@ -257,6 +257,12 @@ def usual(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.members == (1 if row.contender in ONE_MEMBER else 3)]
 
 
+def _others(rows: Sequence[Row], mode: str) -> list[Row]:
+    """Rows of other shapes and types than the main grid's; zero-shot classifiers have a table of their own."""
+    apart = [row for row in usual(gpu_rows(rows)) if (row.shape, row.dtype) != ("vit-b16", "bfloat16")]
+    return [row for row in apart if row.mode == mode and row.shape != ZERO_SHOT]
+
+
 TABLES: dict[str, tuple[Callable[[Sequence[Row]], str], str]] = {
     "targets": (targets_table, "--modes graphed --batches 1 4 128"),
     "batches": (
@@ -275,16 +281,12 @@ TABLES: dict[str, tuple[Callable[[Sequence[Row]], str], str]] = {
         lambda rows: members_table(_vit(rows, mode="graphed-eager")),
         "--members 1 2 3 5 8 --modes graphed-eager --batches 4 128",
     ),
+    "others_graphed": (
+        lambda rows: others_table(_others(rows, "graphed")),
+        "--shape bert-base --modes graphed --batches 4 128",
+    ),
     "others": (
-        lambda rows: others_table(
-            [
-                row
-                for row in usual(gpu_rows(rows))
-                if row.mode == "graphed-eager"
-                and (row.shape, row.dtype) != ("vit-b16", "bfloat16")
-                and row.shape != ZERO_SHOT
-            ]
-        ),
+        lambda rows: others_table(_others(rows, "graphed-eager")),
         "--shape bert-base --modes graphed-eager --batches 4 128",
     ),
     "zero_shot": (
