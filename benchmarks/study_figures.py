@@ -23,19 +23,21 @@ from hydra_ensembles.studies.zero_shot.results import StoredZeroShot
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "studies"
 MARKERS = {SINGLE: "s", DEEP: "D", HYDRA: "*", HYDRA_TRUNK: "P"}  # the four to look at; others are dots
+COLOURS = {SINGLE: "black", DEEP: "tab:blue", HYDRA: "tab:red", HYDRA_TRUNK: "tab:orange"}
 
 
 def draw(facts: Mapping[str, Any], path: Path, metric: str, axis: str) -> None:
     """One point a method: mean over seeds, a bar of one standard deviation."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    colours = pyplot.get_cmap("tab20").colors
+    muted = pyplot.get_cmap("tab20b").colors
     for index, (name, cost) in enumerate(facts["costs"]["costs"].items()):
         values = [100 * value for value in facts["rows"][name][metric]]
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         place = (cost["latency_ratio"], statistics.mean(values))
-        mark, size = MARKERS.get(name, "o"), 9 if name in MARKERS else 5
-        axes.errorbar(*place, yerr=spread, fmt=mark, color=colours[index], markersize=size, capsize=2, label=name)
+        mark, size = MARKERS.get(name, "o"), 9 if name in MARKERS else 4
+        colour = COLOURS.get(name, muted[7 * index % len(muted)])  # neighbours in the list differ in hue
+        axes.errorbar(*place, yerr=spread, fmt=mark, color=colour, markersize=size, capsize=2, label=name)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=7, frameon=False)
     axes.set_xlabel("latency of a batch, over that of one model")
     axes.set_ylabel(axis)

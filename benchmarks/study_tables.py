@@ -25,6 +25,8 @@ def study_tables(folder: Path) -> dict[str, Callable[[], str]]:
         "study_zero_shot_reliability": partial(figure, RELIABILITY, "Confidence against accuracy on unseen tasks"),
         "study_summary": partial(summary, folder),
         "study_rates": partial(rates, folder.parent / "backbone_rates.json"),
+        "study_cifar10_before": partial(trial, folder.parent / "trials" / "vision-cifar10-second-run.json"),
+        "study_tinyimagenet_by_class": partial(trial, folder.parent / "trials" / "vision-tinyimagenet-by-class.json"),
         "study_stored": partial(stored, folder.parent / "stored_logits.json"),
     }
     for study in (*STUDIES, ZERO_SHOT):
@@ -38,6 +40,7 @@ def study_tables(folder: Path) -> dict[str, Callable[[], str]]:
 
 RELIABILITY = "study_zero_shot_reliability.svg"
 SUMMARY = ("Single", "Deep Ensembles", "Hydra (Circ)", "Hydra (Circ), shared trunk")
+TRIAL_LEAVES_OUT = ("Temperature Scaling", "MC Dropout", "Taylor", "CircAvg", "CircAcc", "CircOOD")
 STORED = ("accuracy", "auroc", "fpr95", "ece", "nll")
 
 
@@ -105,6 +108,24 @@ def rates(path: Path) -> str:
                 f"| {'**chosen**' if chosen else ''} |"
             )
     return "\n".join([*lines, "", "One training each, on half B. From `results/backbone_rates.json`."])
+
+
+def trial(path: Path) -> str:
+    """A run of a study that is not its result: rows without the single pruned models."""
+    facts = json.loads(path.read_text())
+    lines = [
+        "| method | accuracy | AUROC, maximum probability | own score | AUROC, own score | cost |",
+        "|---|---:|---:|---|---:|---:|",
+    ]
+    for method, row in facts["rows"].items():
+        if method in TRIAL_LEAVES_OUT:
+            continue
+        accuracy, by_msp, by_own = (in_percent(row[key]) for key in ("accuracy", "all.auroc", "chosen.all.auroc"))
+        score = facts["decision"]["decision"]["scores"][method].replace("_", " ")
+        cost = facts["costs"]["costs"][method]["latency_ratio"]
+        lines.append(f"| {method} | {accuracy} | {by_msp} | {score} | {by_own} | {cost:.2f}x |")
+    note = f"{facts['device']}, seeds {facts['seeds']}. From `results/trials/{path.name}`, without stored logits."
+    return "\n".join([*lines, "", note])
 
 
 def stored(path: Path) -> str:

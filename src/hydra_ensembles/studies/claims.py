@@ -72,10 +72,9 @@ class Claim:
     verdict: Verdict
 
 
-def study_claims(study: StoredStudy) -> list[Claim]:
+def study_claims(study: StoredStudy, replicates: "Replicates") -> list[Claim]:
     """Every comparison, in the paper's setting (its score) and as chosen on half B (each method's own score)."""
     column = COLUMN_OF[study.name]
-    replicates = Replicates(study, RESAMPLES)
     found = []
     for metric, first, second in COMPARISONS:
         if column == "SST-2":  # what the paper calls Deep Ensembles there
@@ -99,8 +98,8 @@ def verdict(paper: float, low: float, high: float) -> Verdict:
 class Replicates:
     """Bootstrap replicates of any metric of any method, made once; all methods share the draws."""
 
-    def __init__(self, study: StoredStudy, resamples: int) -> None:
-        self.study, self.resamples = study, resamples
+    def __init__(self, study: StoredStudy, resamples: int | None = None) -> None:
+        self.study, self.resamples = study, RESAMPLES if resamples is None else resamples
         self._known: dict[tuple[str, str, int, str], tuple[float, Floats]] = {}
 
     def difference(self, metric: str, first: str, second: str, own_score: bool) -> tuple[float, float, float]:

@@ -6,12 +6,13 @@ from typing import Any
 
 from ..errors import DataError
 from ..schema import to_plain
-from .claims import study_claims
+from .claims import Replicates, study_claims
+from .contrasts import control_contrasts
 from .recipe import load_recipe
 from .results import StoredStudy, bring_together
 from .rows import largest_difference, study_rows
 from .stored_results import StoredResults
-from .tables import TABLES
+from .tables import CONTRASTS, TABLES
 
 SAME = 1e-5  # numbers made again may differ by the rounding of another machine
 
@@ -49,8 +50,12 @@ def rebuild(name: str, folder: Path) -> str:
 
 
 def make_tables(study: StoredStudy) -> dict[str, Any]:
-    """Rows and claims as plain data."""
-    return {"rows": study_rows(study), "claims": [to_plain(one) for one in study_claims(study)]}
+    """Rows, claims and contrasts as plain data."""
+    replicates = Replicates(study)
+    controls = tuple(one["name"] for one in study.facts["recipe"].get("controls", ()))
+    claims = [to_plain(one) for one in study_claims(study, replicates)]
+    contrasts = control_contrasts(study, controls, replicates)
+    return {"rows": study_rows(study), "claims": claims, **({CONTRASTS: contrasts} if contrasts else {})}
 
 
 def require_same(study: StoredResults, made: Mapping[str, Any], folder: Path) -> None:
@@ -59,9 +64,10 @@ def require_same(study: StoredResults, made: Mapping[str, Any], folder: Path) ->
     Raises:
         DataError: Rows, verdicts or anything else in them differ.
     """
-    gap = largest_difference(made["rows"], study.facts["rows"])
+    numbers = [key for key in ("rows", CONTRASTS) if key in made]
+    gap = max(largest_difference(made[key], study.facts.get(key, {})) for key in numbers)
     verdicts = [[one["verdict"] for one in claims] for claims in (made["claims"], study.facts["claims"])]
-    others = [key for key in made if key not in ("rows", "claims")]
+    others = [key for key in made if key not in ("claims", *numbers)]
     if gap > SAME or verdicts[0] != verdicts[1] or any(made[key] != study.facts[key] for key in others):
         raise DataError(
             f"the tables of {study.name} come out different from its stored logits (by up to {gap:.2g}); the files in "

@@ -129,15 +129,21 @@ class StudyData:
         return halves(whole) if self.recipe.ood_halves == "images" else class_halves(whole)
 
 
+LEAST_CLASSES = 20
+
+
 def class_halves(dataset: AnyDataset) -> tuple[AnyDataset, AnyDataset]:
     """Half A and half B of a data set, no class in both; of an odd number, half A has one more.
 
     Raises:
-        DataError: There is only one class.
+        DataError: There are so few classes that a half would say little about other data.
     """
     present = np.unique(dataset.labels)
-    if len(present) < 2:
-        raise DataError(f"{dataset.name} has images of one class only and cannot be cut in two by classes")
+    if len(present) < LEAST_CLASSES:
+        raise DataError(
+            f"{dataset.name} has images of {len(present)} classes; to be cut in two by classes it needs at least "
+            f"{LEAST_CLASSES}: set ood_halves to 'images'"
+        )
     order = np.random.default_rng(SPLIT_SEED).permutation(present)
     in_first = np.isin(dataset.labels, order[: (len(order) + 1) // 2])
     return dataset.select(np.flatnonzero(in_first)), dataset.select(np.flatnonzero(~in_first))

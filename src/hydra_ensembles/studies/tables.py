@@ -26,6 +26,7 @@ NAMES = {
     "far.auroc": "far AUROC ↑",
 }
 OPEN = "–"  # a number that is not there
+CONTRASTS = "contrasts"
 GAIN_KEPT = 0.8  # of Hydra's gain over the single model that a shared trunk is to keep
 TRUNK_COST = 1.5
 
@@ -151,6 +152,24 @@ def claims_table(facts: Facts) -> str:
     return markdown(head, lines)
 
 
+def controls_table(facts: Facts) -> str:
+    """What each control is away from the methods that it explains."""
+    if CONTRASTS not in facts:
+        return "This study has no controls."
+    lines: dict[tuple[str, str], list[str]] = {}
+    bases = []
+    for control, found in facts[CONTRASTS].items():
+        for key, (value, low, high) in found.items():
+            metric, _, base = key.partition(" − ")
+            bases.append(base)
+            interval = f"{difference(low, metric)} to {difference(high, metric)}"
+            lines.setdefault((control, metric), []).append(f"{difference(value, metric)} ({interval})")
+    head = ["control", "metric", *(f"− {base}" for base in dict.fromkeys(bases))]
+    note = "Each method with its own score; 95 % interval of a paired bootstrap in brackets."
+    named = [[control, NAMES[metric], *cells] for (control, metric), cells in lines.items()]
+    return markdown(head, named) + "\n\n" + note
+
+
 def targets_table(facts: Facts) -> str:
     """What this project set itself as a target, with the numbers that decide."""
     rows = facts["rows"]
@@ -198,6 +217,7 @@ TABLES: Mapping[str, Callable[[Facts], str]] = MappingProxyType(
         "diversity": diversity_table,
         "choice": choice_table,
         "claims": claims_table,
+        "controls": controls_table,
         "targets": targets_table,
     }
 )

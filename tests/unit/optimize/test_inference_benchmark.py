@@ -280,7 +280,8 @@ def row(contender: str, batch: int, ratio: float, **changes: Any) -> inference_r
 def rows() -> list[inference_rows.Row]:
     ratios = {"single": 1.0, "ours": 0.9, "deep-in-turn": 3.0, "hydra-k0": 1.7, "hydra-k8": 1.2}
     made = [row(name, batch, ratio) for name, ratio in ratios.items() for batch in (1, 4, 32, 128)]
-    made += [row(name, 4, ratio, dtype="float32", mode="graphed-eager") for name, ratio in ratios.items()]
+    for mode in ("graphed", "graphed-eager"):
+        made += [row(name, 4, ratio, dtype="float32", mode=mode) for name, ratio in ratios.items()]
     made += [
         row("hydra-k0", 4, 0.5 + 0.4 * members, members=members, mode="graphed-eager") for members in (1, 2, 3, 5, 8)
     ]

@@ -62,7 +62,7 @@ def small_recipe(**changes: Any) -> StudyRecipe:
     recipe = load_recipe("vision-cifar10", tiny=True)
     counts = replace(recipe.counts, train=24, member_train=20, circuits=12, choose=20, test=18)
     trunk = (replace(recipe.explore_trunk[0], trunk=LAYERS - 1),)
-    small = replace(recipe, input_size=14, seeds=(0, 1), counts=counts, explore_trunk=trunk)
+    small = replace(recipe, input_size=14, seeds=(0, 1), counts=counts, explore_trunk=trunk, ood_halves="images")
     return replace(small, **changes)
 
 

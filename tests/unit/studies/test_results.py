@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import typer
+from small_study import small_recipe
 from typer.testing import CliRunner
 
 from hydra_ensembles.cli.study import study as study_command
@@ -21,7 +22,7 @@ from hydra_ensembles.studies.methods import DEEP, HYDRA, HYDRA_PAPER, SINGLE
 from hydra_ensembles.studies.paper import COLUMN_OF, PAPER
 from hydra_ensembles.studies.results import StoredStudy
 from hydra_ensembles.studies.rows import method_numbers
-from hydra_ensembles.studies.tables import TABLES
+from hydra_ensembles.studies.tables import TABLES, controls_table
 
 SETS = {"ImageNet-1K": (2, 2), "CIFAR-100": (1, 4), "SST-2": (2, 5)}  # near and far sets of the paper
 
@@ -145,10 +146,36 @@ def test_claims_stand_with_both_settings(study: StoredStudy, tables: dict[str, A
         assert one["low"] <= one["high"]
 
 
+def test_controls_stand_beside_what_they_explain(study: StoredStudy, tables: dict[str, Any]) -> None:
+    rows, contrasts = tables["rows"], tables["contrasts"]
+    assert list(contrasts) == [one.name for one in small_recipe().controls]
+    for control, found in contrasts.items():
+        for key, (value, low, high) in found.items():
+            metric, _, base = key.partition(" − ")
+            row = f"chosen.{metric}" if metric.startswith("all.") else metric
+            assert value == pytest.approx(np.mean(rows[control][row]) - np.mean(rows[base][row]), abs=1e-5)
+            assert low <= high
+    assert controls_table({**study.facts, **tables}).count("\n| ") == 3 * len(contrasts)
+    assert "no controls" in controls_table(study.facts)
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+def test_contrasts_that_come_out_different_are_refused(results: Path, study: StoredStudy, damage: str) -> None:
+    path = results / f"{study.name}.json"
+    facts = json.loads(path.read_text())
+    if damage == "changed":
+        next(iter(facts["contrasts"].values()))["accuracy − Single"][0] += 0.001
+    else:
+        del facts["contrasts"]
+    path.write_text(json.dumps(facts))
+    with pytest.raises(DataError, match="come out different"):
+        rebuild(study.name, results)
+
+
 def test_the_command_prints_every_table(results: Path, study: StoredStudy) -> None:
     app = typer.Typer()
     app.command()(study_command)
     result = CliRunner().invoke(app, [study.name, "--from-results", "--results", str(results)])
     assert result.exit_code == 0, result.stderr
-    for table in ("main", "sets", "calibration", "diversity", "choice", "claims", "targets"):
+    for table in ("main", "sets", "calibration", "diversity", "choice", "claims", "controls", "targets"):
         assert f"### {study.name}: {table}" in result.stdout

@@ -97,9 +97,12 @@ def test_halves_share_nothing_and_have_every_class(pictures: ImageDataset) -> No
 
 
 def test_halves_by_class_share_no_class_and_hold_everything(pictures: ImageDataset) -> None:
-    first, second = class_halves(pictures)
-    assert (len(set(first.labels)), len(set(second.labels))) == (2, 1)
-    assert sorted([*first.rows, *second.rows]) == list(range(30))
-    assert np.array_equal(class_halves(pictures)[0].rows, first.rows)
-    with pytest.raises(DataError, match="one class only"):
-        class_halves(second)
+    labels = np.arange(63) % 21
+    many = ImageDataset(Pictures(labels, 0), labels, tuple(map(str, range(21))), "many")
+    first, second = class_halves(many)
+    assert (len(set(first.labels)), len(set(second.labels))) == (11, 10)
+    assert set(first.labels).isdisjoint(second.labels)
+    assert sorted([*first.rows, *second.rows]) == list(range(63))
+    assert np.array_equal(class_halves(many)[0].rows, first.rows)
+    with pytest.raises(DataError, match="3 classes"):
+        class_halves(pictures)
