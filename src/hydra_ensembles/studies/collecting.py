@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import DataError
 from ..schema import to_plain
 from .claims import Replicates, study_claims
-from .contrasts import control_contrasts
+from .contrasts import contrasts
 from .recipe import load_recipe
 from .results import StoredStudy, bring_together
 from .rows import largest_difference, study_rows
@@ -34,8 +34,13 @@ def collect(name: str, output: Path, folder: Path, *, tiny: bool = False) -> str
     return written({**study.facts, **made}, TABLES)
 
 
-def rebuild(name: str, folder: Path) -> str:
+def rebuild(name: str, folder: Path, *, store: bool = False) -> str:
     """Make every number of a study again from its stored logits and hold it against the stored one.
+
+    Args:
+        name: Name of the study.
+        folder: Folder of the results.
+        store: Whether to store the numbers instead: after a change of metrics or tables.
 
     Returns:
         The tables in Markdown.
@@ -45,7 +50,10 @@ def rebuild(name: str, folder: Path) -> str:
     """
     study = StoredStudy.load(name, folder)
     made = make_tables(study)
-    require_same(study, made, folder)
+    if store:
+        study.save(made, folder)
+    else:
+        require_same(study, made, folder)
     return written({**study.facts, **made}, TABLES)
 
 
@@ -54,8 +62,7 @@ def make_tables(study: StoredStudy) -> dict[str, Any]:
     replicates = Replicates(study)
     controls = tuple(one["name"] for one in study.facts["recipe"].get("controls", ()))
     claims = [to_plain(one) for one in study_claims(study, replicates)]
-    contrasts = control_contrasts(study, controls, replicates)
-    return {"rows": study_rows(study), "claims": claims, **({CONTRASTS: contrasts} if contrasts else {})}
+    return {"rows": study_rows(study), "claims": claims, CONTRASTS: contrasts(replicates, controls)}
 
 
 def require_same(study: StoredResults, made: Mapping[str, Any], folder: Path) -> None:
@@ -71,7 +78,7 @@ def require_same(study: StoredResults, made: Mapping[str, Any], folder: Path) ->
     if gap > SAME or verdicts[0] != verdicts[1] or any(made[key] != study.facts[key] for key in others):
         raise DataError(
             f"the tables of {study.name} come out different from its stored logits (by up to {gap:.2g}); the files in "
-            f"{folder} do not belong together, or the metrics changed: run `--collect` again"
+            f"{folder} do not belong together, or the metrics changed: `--collect --from-results` stores them anew"
         )
 
 

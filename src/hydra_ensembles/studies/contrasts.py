@@ -1,28 +1,27 @@
-"""What the controls of a study are away from the methods that they explain, with paired bootstrap intervals."""
+"""Hydra (Circ), its trunk and the controls of a study against the methods that matter, by a paired bootstrap."""
 
 from .claims import Replicates
-from .methods import DEEP, HYDRA, SINGLE
-from .results import StoredStudy
+from .methods import DEEP, HYDRA, HYDRA_TRUNK, SINGLE
 from .rows import DIGITS, Rows
 
 METRICS = ("all.auroc", "accuracy", "ece")
 BASES = (SINGLE, DEEP, HYDRA)
 
 
-def control_contrasts(study: StoredStudy, controls: tuple[str, ...], replicates: Replicates) -> Rows:
-    """Control minus method: the mean over seeds and both ends of its interval, each method with its own score.
+def contrasts(replicates: Replicates, controls: tuple[str, ...]) -> Rows:
+    """First minus second method: the mean over seeds and both ends of its interval, each with its own score.
 
     Returns:
-        `contrasts[control][f"{metric} − {method}"] = [difference, low, high]`.
+        `contrasts[first][f"{metric} − {second}"] = [difference, low, high]`.
     """
     return {
-        control: {
-            f"{metric} − {base}": [
-                round(value, DIGITS) for value in replicates.difference(metric, control, base, own_score=True)
+        first: {
+            f"{metric} − {second}": [
+                round(value, DIGITS) for value in replicates.difference(metric, first, second, own_score=True)
             ]
             for metric in METRICS
-            for base in BASES
+            for second in BASES
+            if second != first
         }
-        for control in controls
-        if control in study.methods
+        for first in (HYDRA, HYDRA_TRUNK, *controls)
     }

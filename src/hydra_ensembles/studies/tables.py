@@ -152,22 +152,21 @@ def claims_table(facts: Facts) -> str:
     return markdown(head, lines)
 
 
-def controls_table(facts: Facts) -> str:
-    """What each control is away from the methods that it explains."""
-    if CONTRASTS not in facts:
-        return "This study has no controls."
-    lines: dict[tuple[str, str], list[str]] = {}
-    bases = []
-    for control, found in facts[CONTRASTS].items():
+def contrasts_table(facts: Facts) -> str:
+    """Hydra (Circ), its trunk and the controls against the methods that matter."""
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for first, found in facts[CONTRASTS].items():
         for key, (value, low, high) in found.items():
-            metric, _, base = key.partition(" − ")
-            bases.append(base)
+            metric, _, second = key.partition(" − ")
             interval = f"{difference(low, metric)} to {difference(high, metric)}"
-            lines.setdefault((control, metric), []).append(f"{difference(value, metric)} ({interval})")
-    head = ["control", "metric", *(f"− {base}" for base in dict.fromkeys(bases))]
-    note = "Each method with its own score; 95 % interval of a paired bootstrap in brackets."
-    named = [[control, NAMES[metric], *cells] for (control, metric), cells in lines.items()]
-    return markdown(head, named) + "\n\n" + note
+            lines.setdefault((first, metric), {})[second] = f"{difference(value, metric)} ({interval})"
+    seconds = list(dict.fromkeys(second for cells in lines.values() for second in cells))
+    named = [
+        [first, NAMES[metric], *(cells.get(second, "") for second in seconds)]
+        for (first, metric), cells in lines.items()
+    ]
+    note = "Each method with its own score; in brackets the 95 % interval of a paired bootstrap over test samples."
+    return markdown(["method", "metric", *(f"− {second}" for second in seconds)], named) + "\n\n" + note
 
 
 def targets_table(facts: Facts) -> str:
@@ -217,7 +216,7 @@ TABLES: Mapping[str, Callable[[Facts], str]] = MappingProxyType(
         "diversity": diversity_table,
         "choice": choice_table,
         "claims": claims_table,
-        "controls": controls_table,
+        "contrasts": contrasts_table,
         "targets": targets_table,
     }
 )

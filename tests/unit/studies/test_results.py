@@ -18,11 +18,11 @@ from hydra_ensembles.metrics import auroc, bootstrap_ood_difference
 from hydra_ensembles.prediction import Prediction
 from hydra_ensembles.studies.claims import COMPARISONS, LEVEL, Replicates, verdict
 from hydra_ensembles.studies.collecting import rebuild, written
-from hydra_ensembles.studies.methods import DEEP, HYDRA, HYDRA_PAPER, SINGLE
+from hydra_ensembles.studies.methods import DEEP, HYDRA, HYDRA_PAPER, HYDRA_TRUNK, SINGLE
 from hydra_ensembles.studies.paper import COLUMN_OF, PAPER
 from hydra_ensembles.studies.results import StoredStudy
 from hydra_ensembles.studies.rows import method_numbers
-from hydra_ensembles.studies.tables import TABLES, controls_table
+from hydra_ensembles.studies.tables import TABLES, contrasts_table
 
 SETS = {"ImageNet-1K": (2, 2), "CIFAR-100": (1, 4), "SST-2": (2, 5)}  # near and far sets of the paper
 
@@ -146,17 +146,17 @@ def test_claims_stand_with_both_settings(study: StoredStudy, tables: dict[str, A
         assert one["low"] <= one["high"]
 
 
-def test_controls_stand_beside_what_they_explain(study: StoredStudy, tables: dict[str, Any]) -> None:
+def test_contrasts_are_differences_of_the_rows(study: StoredStudy, tables: dict[str, Any]) -> None:
     rows, contrasts = tables["rows"], tables["contrasts"]
-    assert list(contrasts) == [one.name for one in small_recipe().controls]
-    for control, found in contrasts.items():
+    assert list(contrasts) == [HYDRA, HYDRA_TRUNK, *(one.name for one in small_recipe().controls)]
+    for first, found in contrasts.items():
+        assert len(found) == (6 if first == HYDRA else 9)
         for key, (value, low, high) in found.items():
-            metric, _, base = key.partition(" − ")
+            metric, _, second = key.partition(" − ")
             row = f"chosen.{metric}" if metric.startswith("all.") else metric
-            assert value == pytest.approx(np.mean(rows[control][row]) - np.mean(rows[base][row]), abs=1e-5)
+            assert value == pytest.approx(np.mean(rows[first][row]) - np.mean(rows[second][row]), abs=1e-5)
             assert low <= high
-    assert controls_table({**study.facts, **tables}).count("\n| ") == 3 * len(contrasts)
-    assert "no controls" in controls_table(study.facts)
+    assert contrasts_table({**study.facts, **tables}).count("\n| ") == 3 * len(contrasts)
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing"])
@@ -172,10 +172,22 @@ def test_contrasts_that_come_out_different_are_refused(results: Path, study: Sto
         rebuild(study.name, results)
 
 
+def test_numbers_can_be_stored_anew_from_the_logits(results: Path, study: StoredStudy, tables: dict[str, Any]) -> None:
+    path = results / f"{study.name}.json"
+    whole = path.read_text()
+    path.write_text(json.dumps({**json.loads(whole), "contrasts": {}, "claims": []}))
+    app = typer.Typer()
+    app.command()(study_command)
+    done = CliRunner().invoke(app, [study.name, "--collect", "--from-results", "--results", str(results)])
+    assert done.exit_code == 0, done.stderr
+    assert path.read_text() == whole
+    rebuild(study.name, results)
+
+
 def test_the_command_prints_every_table(results: Path, study: StoredStudy) -> None:
     app = typer.Typer()
     app.command()(study_command)
     result = CliRunner().invoke(app, [study.name, "--from-results", "--results", str(results)])
     assert result.exit_code == 0, result.stderr
-    for table in ("main", "sets", "calibration", "diversity", "choice", "claims", "controls", "targets"):
+    for table in ("main", "sets", "calibration", "diversity", "choice", "claims", "contrasts", "targets"):
         assert f"### {study.name}: {table}" in result.stdout
