@@ -194,7 +194,7 @@ DUAL_CASES: list[DualCase] = [
     _open_clip_case("layer-scale", lambda: open_clip_model({"ls_init_value": 0.3}, {"ls_init_value": 0.2})),
     _open_clip_case("qk-norm", lambda: open_clip_model({"qk_norm": True}, {"qk_norm": True})),
     _open_clip_case("end-token", lambda: open_clip_model(text={"pool_type": "eos", "eos_id": 4}), end=4),
-    _open_clip_case("first-token", lambda: open_clip_model(text={"pool_type": "first"})),
+    _open_clip_case("first-token", lambda: open_clip_model(text={"pool_type": "first", "no_causal_mask": True})),
     _open_clip_case("nonscalar", lambda: open_clip_model(nonscalar_logit_scale=True, init_logit_bias=-3.0)),
     _open_clip_case("sincos", lambda: open_clip_model({"pos_embed_type": "sin_cos_2d"})),
     _open_clip_case("oblong", lambda: open_clip_model({"image_size": (32, 32), "patch_size": (8, 16)})),

@@ -1,6 +1,7 @@
 """Calibration on held-out data: a temperature, and a threshold that says when to abstain."""
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from .batches import Batches, iterate, move, require_labels
 from .ensemble import Ensemble
 from .errors import ConfigError, DataError
+from .given_models import require_ensemble
 from .metadata import Calibration
 from .metrics import aurc
 from .prediction import Prediction, ScoreName, scale_logits
@@ -18,6 +20,7 @@ from .training_flags import evaluation_mode
 COLDEST, HOTTEST = 0.05, 20.0  # temperatures searched
 _GRID = 24
 _PRECISION = 1e-5  # of the logarithm of a temperature
+_AT_BOUND = 1e-3  # logarithms of temperatures that close to a bound have stopped there
 _WORTHWHILE = 1e-6  # a gain in NLL below this is rounding, and 1 stays
 _SWEEPS = 20  # over the members, when each has a temperature of its own
 _ROWS = 8192  # samples whose logits are raised to float64 at a time
@@ -70,6 +73,7 @@ def calibrate(
         per_member: Whether each member gets a temperature of its own.
         temperature: Whether to fit a temperature at all.
     """
+    require_ensemble(ensemble, "calibrate")
     _require_members_for(score, ensemble.num_members)
     logits, labels = _run(ensemble, validation)
     fit = fit_calibration(logits, labels, share=share, score=score, per_member=per_member, temperature=temperature)
@@ -102,9 +106,9 @@ def fit_calibration(
     """Fit temperature and threshold to member logits from anywhere.
 
     The temperature divides the member logits before softmax and mean, and minimises the negative log-likelihood of
-    the mean probabilities between 0.05 and 20. It stays 1 unless it helps. The threshold is the smallest that
-    accepts at least `share` of the samples; samples with equal scores are accepted or refused together, so ties can
-    make it more.
+    the mean probabilities between 0.05 and 20. It stays 1 unless it helps, and a fit that ends at a bound warns: no
+    temperature is the right one for such data. The threshold is the smallest that accepts at least `share` of the
+    samples; samples with equal scores are accepted or refused together, so ties can make it more.
 
     Args:
         member_logits: `[M, B, C]` of held-out in-distribution samples, at least two.
@@ -120,8 +124,11 @@ def fit_calibration(
     _require_members_for(score, len(member_logits))
     labels = _checked_labels(labels, member_logits)
     before = _nll(member_logits, labels, (1.0,))
-    unchanged: tuple[tuple[float, ...], float] = (1.0,), before
-    chosen, after = _fit_temperature(member_logits, labels, per_member, before) if temperature else unchanged
+    chosen: tuple[float, ...] = (1.0,)
+    after = before
+    if temperature:
+        chosen, after = _fit_temperature(member_logits, labels, per_member, before)
+        _warn_at_bounds(chosen, *_range(member_logits))
     prediction = Prediction.from_logits(
         member_logits, temperature=chosen if len(chosen) > 1 else chosen[0], score=score
     )
@@ -183,6 +190,19 @@ def _range(member_logits: Tensor) -> tuple[float, float]:
     """Logarithms of the temperatures to search: the colder ones must not make the largest logit infinite."""
     largest = member_logits.abs().max().item() / torch.finfo(member_logits.dtype).max
     return math.log(max(COLDEST, 2.0 * largest)), math.log(HOTTEST)
+
+
+def _warn_at_bounds(temperature: tuple[float, ...], low: float, high: float) -> None:
+    """Warn about temperatures that would have gone on beyond the range searched, given by its logarithms."""
+    coldest = "the model has learned these samples by heart, or they are too few; calibrate on more held-out data"
+    hottest = "the labels do not fit the answers; check that data and model number the classes alike"
+    for bound, cause in ((low, coldest), (high, hottest)):
+        found = [value for value in temperature if abs(math.log(value) - bound) < _AT_BOUND]
+        if found:
+            warnings.warn(
+                f"the temperature {found[0]:.4g} stopped at the bound {math.exp(bound):.4g} of the search: {cause}",
+                stacklevel=3,
+            )
 
 
 def _lowest(function: Callable[[float], float], low: float, high: float) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """The one model of this library: M transformers that answer in one forward pass."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +27,7 @@ from .encoder.grouped import GroupedNorm
 from .errors import ConfigError, DataError
 from .member_states import (
     join_states,
+    listed,
     member_config,
     member_state,
     require_same_architecture,
@@ -179,19 +180,22 @@ class Ensemble(nn.Module):
     # --- members -----------------------------------------------------------------------------------------
 
     @staticmethod
-    def stack(members: Sequence["Ensemble"]) -> "Ensemble":
+    def stack(members: Iterable["Ensemble"]) -> "Ensemble":
         """One ensemble with all members of the given ones and nothing shared between them.
 
         Stacking three independently trained models gives their Deep Ensemble, in one forward pass.
         """
-        if not members:
-            raise ConfigError("stack needs at least one ensemble, got none")
-        require_same_architecture([member.config for member in members])
-        singles = [(one, index) for one in members for index in range(one.num_members)]
+        given = listed(members, "Ensemble.stack")
+        strange = sorted({type(one).__name__ for one in given if not isinstance(one, Ensemble)})
+        if strange:
+            advice = "convert models first: he.convert(model); dual encoders have DualEncoder.stack"
+            raise ConfigError(f"Ensemble.stack takes ensembles, got {strange}; {advice}")
+        require_same_architecture([member.config for member in given])
+        singles = [(one, index) for one in given for index in range(one.num_members)]
         states = [member_state(one.config, one.state_dict(), index) for one, index in singles]
         require_same_dtype_and_device(states)
         heads: KeptHeads = tuple(one.config.heads[index] for one, index in singles)
-        first = members[0]
+        first = given[0]
         config = Config(first.config.stem, first.config.encoder, first.config.readout, heads)
         metadata = common_metadata([member_metadata(one.metadata, index, one.num_members) for one, index in singles])
         return Ensemble.from_state(config, join_states(config, states), metadata)

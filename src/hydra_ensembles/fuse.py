@@ -1,6 +1,6 @@
 """Several members into one ensemble that runs them in a single forward pass."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, cast
 
@@ -12,10 +12,12 @@ from .dual_encoder import DualEncoder
 from .encoder.grouped import GroupedLinear
 from .ensemble import Ensemble
 from .errors import ConfigError
+from .given_models import require_model
 from .heads.mask import Model
 from .member_states import (
     common_layers,
     join_states,
+    listed,
     member_state,
     place_of,
     require_same_architecture,
@@ -31,7 +33,7 @@ State = Mapping[str, Tensor]
 
 
 def fuse(
-    members: Sequence[Model],
+    members: Iterable[Model],
     stem: StemFusion = "shared",
     mlp: Fusion = "mean",
     norms: Fusion = "separate",
@@ -57,18 +59,18 @@ def fuse(
         ConfigError: Members of different architectures, dtypes, devices or class names, or unequal stems with
             `stem="shared"`.
     """
-    if not members:
-        raise ConfigError("fuse needs at least one member, got none")
+    given: list[Ensemble | DualEncoder] = [*listed(members, "fuse")]
+    for member in given:
+        require_model(member, "fuse")
     for name, value in {"stem": stem, "mlp": mlp, "norms": norms, "readout": readout}.items():
         accepted = ("shared", "mean", "separate") if name == "stem" else ("mean", "separate")
         if value not in accepted:
             raise ConfigError(f"{name} must be one of {list(accepted)}, got {value!r}")
-    given: Sequence[Ensemble | DualEncoder] = members
     duals = [member for member in given if isinstance(member, DualEncoder)]
     ensembles = [member for member in given if isinstance(member, Ensemble)]
-    if len(members) not in (len(duals), len(ensembles)):
-        kinds = sorted({type(member).__name__ for member in members})
-        raise ConfigError(f"fuse takes ensembles, or dual encoders, got {kinds}; convert the models first")
+    if duals and ensembles:
+        kinds = sorted({type(member).__name__ for member in given})
+        raise ConfigError(f"fuse takes ensembles or dual encoders, got {kinds}; fuse members of one kind")
     fused: Ensemble | DualEncoder
     if duals:
         fused = _fuse_dual_encoders(duals, stem, mlp, norms, readout)

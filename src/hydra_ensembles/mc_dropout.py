@@ -7,10 +7,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .batches import move, read_batch
 from .config import EnsembleConfig
+from .config.checks import require_rates, require_whole
 from .ensemble import Ensemble
-from .errors import ConfigError, DataError
+from .given_models import require_ensemble
 from .prediction import Prediction
 from .randomness import torch_seeded
 
@@ -40,13 +40,9 @@ class MCDropout(nn.Module):
 
     def __init__(self, ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> None:
         super().__init__()
-        if not 0.0 <= p < 1.0:
-            raise ConfigError(f"p is the rate of the dropout, at least 0 and below 1; got {p}")
-        if passes < 1:
-            raise ConfigError(f"passes must be at least 1, got {passes}")
-        if seed < 0:
-            raise ConfigError(f"seed must not be negative, got {seed}")
-        self.p, self.passes, self.seed = p, passes, seed
+        require_ensemble(ensemble, "mc_dropout")
+        require_rates(self, p=p)
+        self.p, self.passes, self.seed = p, require_whole("passes", passes, 1), require_whole("seed", seed, 0)
         with torch.device("meta"):
             self.model = Ensemble(_with_dropout(ensemble.config, p), replace(ensemble.metadata, calibration=None))
         self.model.load_state_dict(ensemble.state_dict(), assign=True)  # the same storage, seen twice
@@ -83,14 +79,7 @@ class MCDropout(nn.Module):
 
         The calibration of the ensemble does not carry over: it was made for other probabilities.
         """
-        if not isinstance(inputs, Tensor | Mapping):
-            preprocessing = self.model.metadata.preprocessing
-            if preprocessing is None:
-                raise DataError(f"got {type(inputs).__name__}, but there is no saved preprocessing; give tensors")
-            raw: Any = [inputs] if isinstance(inputs, tuple) and self.kind == "text" else inputs
-            inputs = preprocessing(raw)
-        logits = self(move(read_batch(inputs)[0], self.device, self.dtype))
-        return Prediction.from_logits(logits, class_names=self.model.metadata.labels or None)
+        return Prediction.from_logits(self(self.model.prepare(inputs)), class_names=self.model.metadata.labels or None)
 
     def _repeat(self, tensor: Tensor) -> Tensor:
         """`[B, …]` to `[passes·B, …]`, pass after pass."""

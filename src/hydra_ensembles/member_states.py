@@ -5,13 +5,16 @@ heads of the members follow one another. Both come first, so a member is a range
 putting members together is a concatenation.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from .config import GROUPS, EnsembleConfig, Group, Sharing
 from .errors import ConfigError
+
+T = TypeVar("T")
 
 HEAD_AXIS = ("attention.qkv", "attention.qkv_bias", "attention.out")
 
@@ -101,6 +104,16 @@ def join_equal(
     sharing = Sharing(**{group: group not in unequal for group in GROUPS if group != "attention"})
     config = EnsembleConfig(first.stem, first.encoder, first.readout, heads, sharing, trunk)
     return config, join_states(config, states)
+
+
+def listed(members: Iterable[T], caller: str) -> list[T]:
+    """Members from any iterable, at least one; `caller` is the function that takes them."""
+    if not isinstance(members, Iterable):
+        raise ConfigError(f"{caller} takes a list of members, got a single {type(members).__name__}; give [model, ...]")
+    given = list(members)
+    if not given:
+        raise ConfigError(f"{caller} needs at least one member, got none")
+    return given
 
 
 def require_same_dtype_and_device(states: Sequence[Mapping[str, Tensor]]) -> None:

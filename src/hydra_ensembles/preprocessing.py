@@ -1,9 +1,10 @@
 """How raw inputs become tensors, saved with the model so that a loaded ensemble can read files and strings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -54,12 +55,12 @@ class ImagePreprocessing:
     def __call__(self, images: "Image | Sequence[Image]") -> Tensor:
         """Turn PIL images into a tensor `[B, channels, height, width]`, ready for the model."""
         image_module = require("PIL.Image", extra="data")
-        batch: list[Any] = [images] if isinstance(images, image_module.Image) else list(cast(Sequence[Any], images))
+        batch = _items(images, image_module.Image, str, np.ndarray)
         if not batch:
             raise DataError("got no images; give at least one")
         for index, image in enumerate(batch):
             if not isinstance(image, image_module.Image):
-                raise DataError(f"item {index} is a {type(image).__name__}, expected a PIL image")
+                raise DataError(f"item {index} is a {type(image).__name__}, expected a PIL image; {_advice(image)}")
         pixels = torch.stack([self._pixels(image) for image in batch])  # [B, channels, H, W]
         shape = (1, -1, 1, 1)
         return (pixels - torch.tensor(self.mean).view(shape)) / torch.tensor(self.std).view(shape)
@@ -117,13 +118,16 @@ class TextPreprocessing:
 
     def __call__(self, texts: "str | Sequence[str | tuple[str, str]]") -> dict[str, Tensor]:
         """Turn strings (or pairs of strings) into `input_ids` and what else the model takes, `[B, T]` each."""
-        batch: list[Any] = [texts] if isinstance(texts, str) else list(texts)
+        batch = _items(texts, str)
         if not batch:
             raise DataError("got no texts; give at least one")
         for index, text in enumerate(batch):
             pair = isinstance(text, tuple) and len(text) == 2 and all(isinstance(part, str) for part in text)
             if not pair and not isinstance(text, str):
-                raise DataError(f"item {index} is a {type(text).__name__}, expected a string or a pair of strings")
+                raise DataError(
+                    f"item {index} is a {type(text).__name__}, expected a string or a pair of strings; give token ids "
+                    "as one tensor [B, T] or as a mapping with 'input_ids', and of a labelled batch the inputs alone"
+                )
         if not self.tokenizer:
             raise DataError("this model was saved without a tokenizer; give token ids instead of strings")
         length = self.max_length if self.pad_to_max else None
@@ -140,6 +144,28 @@ class TextPreprocessing:
         if isinstance(text, str):
             return clean_text(text, self.cleaning)
         return clean_text(text[0], self.cleaning), clean_text(text[1], self.cleaning)
+
+
+def _items(given: Any, *single: type) -> list[Any]:
+    """What was given as a list; what is of a type in `single`, or cannot be iterated over, is one item."""
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, single) else [given]
+
+
+def _advice(image: object) -> str:
+    """How to give what is not a PIL image."""
+    if isinstance(image, str | Path):
+        return "open the file: PIL.Image.open(path)"
+    if isinstance(image, np.ndarray):
+        return (
+            "make one of height x width x 3 bytes: PIL.Image.fromarray(pixels); give arrays that are resized and "
+            "normalised already as one tensor [B, channels, H, W]: torch.from_numpy(batch)"
+        )
+    if isinstance(image, Tensor):
+        return (
+            "give images that were resized and normalised as one tensor [B, channels, H, W]: torch.stack(images); "
+            "of a batch (images, labels) the images alone"
+        )
+    return "open image files with PIL.Image.open(path)"
 
 
 @lru_cache(maxsize=8)

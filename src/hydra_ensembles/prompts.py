@@ -18,6 +18,9 @@ Templates = str | Sequence[str]
 LABEL = "{label}"
 DEFAULT_TEMPLATES: Templates = ("A photo of a {label}.",)
 _PROMPTS_AT_ONCE = 256
+_CLASSES_AT_ONCE = 256
+_NEARLY_PARALLEL = 1e-5  # of a cosine in float32; what is closer is compared number by number
+_SAME = 1e-6  # embeddings of length one whose numbers differ by no more are the same
 
 
 def checked_names(class_names: Sequence[str]) -> tuple[str, ...]:
@@ -62,6 +65,26 @@ def class_embeddings(
         batches = (prompts[start : start + _PROMPTS_AT_ONCE] for start in range(0, len(prompts), _PROMPTS_AT_ONCE))
         embedded = torch.cat([embed(tower, projection, batch, normalize=True) for batch in batches], dim=1)
     return average_templates(embedded, len(templates))
+
+
+def require_distinct(classes: Tensor, names: Sequence[str]) -> None:
+    """Refuse classes that no member can tell apart: their embeddings `[G, C, e]` are the same.
+
+    Raises:
+        DataError: The message names two such classes.
+    """
+    unit = F.normalize(classes.detach().float(), dim=-1)
+    for start in range(0, len(names), _CLASSES_AT_ONCE):
+        cosines = unit[:, start : start + _CLASSES_AT_ONCE] @ unit.transpose(1, 2)  # [G, some, C]
+        close = (cosines.amin(0) > 1 - _NEARLY_PARALLEL).triu(start + 1)  # the later class of each pair
+        for row, second in close.nonzero().tolist():
+            first = start + row
+            if (unit[:, first] - unit[:, second]).abs().max().item() <= _SAME:
+                raise DataError(
+                    f"the classes {names[first]!r} and {names[second]!r} have the same embedding, so every image would "
+                    "score alike for both: the tokenizer does not know the words in which they differ, or cuts them "
+                    "off; name the classes in words it knows, in templates that are short enough"
+                )
 
 
 def average_templates(embedded: Tensor, templates: int) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from .dual_encoder import DualEncoder
 from .ensemble import Ensemble
 from .errors import HeadError
+from .given_models import require_model
 from .heads.head import Head, HeadLike, as_heads
 from .heads.mask import Model, tower_of, towers_of
 from .member_states import has_head_axis, place_of
@@ -29,6 +30,7 @@ def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
     Raises:
         HeadError: A head does not exist, was pruned before, or is listed twice.
     """
+    require_model(ensemble, "prune")
     if ensemble.num_members != 1:
         raise HeadError(
             f"prune takes a model with one member, this one has {ensemble.num_members}; "

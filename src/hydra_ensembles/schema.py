@@ -84,6 +84,15 @@ def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool 
     return cls(**{name: _read(hints[name], item, f"{path}.{name}", complete) for name, item in given.items()})
 
 
+def require_types(settings: Any) -> None:
+    """Hold every field of a dataclass against its annotation: for settings that are made in code, not read."""
+    hints = get_type_hints(type(settings))
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        plain = value if dataclasses.is_dataclass(value) else to_plain(value)
+        _read(hints[field.name], plain, f"{type(settings).__name__}.{field.name}", complete=False)
+
+
 def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
     """Check `value` against a type annotation and give it the annotated Python type."""
     origin, args = get_origin(hint), get_args(hint)

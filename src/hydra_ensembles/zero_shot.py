@@ -11,10 +11,18 @@ from .dual_encoder import DualEncoder
 from .encoder.grouped import GroupedLinear
 from .ensemble import Ensemble
 from .errors import ConfigError, DataError
+from .given_models import require_ensemble
 from .member_states import place_of
 from .metadata import Metadata
 from .projections import compose, linear, projection_config
-from .prompts import DEFAULT_TEMPLATES, Templates, checked_names, checked_templates, class_embeddings
+from .prompts import (
+    DEFAULT_TEMPLATES,
+    Templates,
+    checked_names,
+    checked_templates,
+    class_embeddings,
+    require_distinct,
+)
 from .text_side import PROJECTION, TOWER, TextSettings, TextSide, named
 
 _CLASSIFIER, _PROJECTION, _CLASSES = "readout.classifier.", "readout.projection.", "readout.class_embeddings."
@@ -40,8 +48,8 @@ def zero_shot(
             classes. They stay on the CPU and take no part in inference.
 
     Raises:
-        HydraError: Names or templates that are missing, empty or listed twice, a dual encoder without tokenizer, or
-            an image tower that has no single feature vector.
+        HydraError: Names or templates that are missing, empty or listed twice, classes that get the same embedding, a
+            dual encoder without tokenizer, or an image tower that has no single feature vector.
     """
     if not isinstance(dual, DualEncoder):
         raise ConfigError(
@@ -50,6 +58,7 @@ def zero_shot(
         )
     names, sentences = checked_names(class_names), checked_templates(templates)
     classes = class_embeddings(dual.text, dual.projections.text, names, sentences)  # [1 or M, C, e]
+    require_distinct(classes, names)
     weight, bias = _scaled(classes, dual.logit_scale, dual.logit_bias)
     projection = _image_projection(dual)
     config = _config(dual, projection, len(names), bias is not None, len(weight))
@@ -82,6 +91,7 @@ def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Template
         class_names: The new classes.
         templates: The new templates; None for those it was made with.
     """
+    require_ensemble(ensemble, "retarget")
     side = ensemble.metadata.text_side
     if side is None:
         raise ConfigError(
@@ -93,6 +103,7 @@ def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Template
     sentences = settings.templates if templates is None else checked_templates(templates)
     tower, projection = _text_tower(side, ensemble.device)
     classes = class_embeddings(tower, projection, names, sentences)
+    require_distinct(classes, names)
     scale, *more = (
         None if numbers is None else torch.tensor(numbers, dtype=classes.dtype, device=classes.device)
         for numbers in (settings.logit_scale, settings.logit_bias)

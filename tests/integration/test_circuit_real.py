@@ -33,8 +33,8 @@ Batches = list[tuple[Any, Tensor]]
 
 
 def pictures(file: str, start: int = 0) -> Batches:
-    """Images with a short side of 56, in batches that do not divide their number."""
-    preprocessing = ImagePreprocessing(size=(56, 56), interpolation="bicubic")
+    """Images with a short side of 42, in batches that do not divide their number."""
+    preprocessing = ImagePreprocessing(size=(42, 42), interpolation="bicubic")
     table = pyarrow.parquet.read_table(shared(f"data/images/{file}")).slice(start, SAMPLES)
     images = preprocessing([Image.open(io.BytesIO(row["bytes"])).convert("RGB") for row in table["image"].to_pylist()])
     return list(zip(images.double().split(20), torch.tensor(table["label"].to_pylist()).split(20), strict=True))
@@ -73,7 +73,7 @@ def dinov2() -> tuple[Ensemble, Batches, Batches]:
 
     weights = load_file(shared("weights/dinov2_vits14/model.safetensors"))
     torch.manual_seed(0)
-    model = timm.create_model("vit_small_patch14_dinov2", img_size=56, num_classes=10)
+    model = timm.create_model("vit_small_patch14_dinov2", img_size=42, num_classes=10)
     model.load_state_dict(checkpoint_filter_fn({k: v.float() for k, v in weights.items()}, model), strict=False)
     id_batches, ood_batches = pictures("cifar10/test.parquet"), pictures("tinyimagenet/validation.parquet", 100)
     return fit_classifier(he.convert(model).double(), pictures("cifar10/test.parquet", 500)), id_batches, ood_batches

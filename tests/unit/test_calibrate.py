@@ -119,18 +119,28 @@ def test_a_perfect_temperature_stays_exactly_one():
     assert fit_calibration(torch.zeros(2, 10, 3), torch.arange(10) % 3).calibration.temperature == (1.0,)
 
 
+@pytest.mark.filterwarnings("error")
 def test_the_temperature_can_be_left_alone():
     logits, labels = sample(2, 50, 3, 10.0, seed=3)
+    assert fit_calibration(logits, labels).calibration.temperature != (1.0,)
     fit = fit_calibration(logits, labels, temperature=False)
     assert fit.calibration.temperature == (1.0,)
     assert fit.nll_after == fit.nll_before
 
 
-def test_separable_data_stay_within_the_range():
+def test_separable_data_stay_within_the_range_and_warn():
     labels = torch.arange(30) % 3
     logits = F.one_hot(labels, 3).float()[None] * 5
-    assert fit_calibration(logits, labels).calibration.temperature[0] == pytest.approx(COLDEST, rel=1e-3)
-    assert fit_calibration(-logits, labels).calibration.temperature[0] == pytest.approx(HOTTEST, rel=1e-3)
+    with pytest.warns(
+        UserWarning, match=r"temperature 0.05 stopped at the bound 0.05 .* learned these samples by heart"
+    ):
+        cold = fit_calibration(logits, labels)
+    with pytest.warns(UserWarning, match=r"temperature 20 stopped at the bound 20 .* labels do not fit"):
+        hot = fit_calibration(-logits, labels)
+    assert cold.calibration.temperature[0] == pytest.approx(COLDEST, rel=1e-3)
+    assert hot.calibration.temperature[0] == pytest.approx(HOTTEST, rel=1e-3)
+    with pytest.warns(UserWarning, match="bound 0.05"):
+        fit_calibration(torch.cat([logits, torch.zeros_like(logits)]), labels, per_member=True)
     huge = fit_calibration(logits.clamp(max=1) * 1e38, labels)
     assert math.isfinite(huge.nll_after)
 

@@ -15,7 +15,7 @@ from checkpoint_models import ensemble, ragged, same_bits, text, tiny
 from hydra_ensembles.checkpoint import open_checkpoint
 from hydra_ensembles.checkpoint.checksum import checksum
 from hydra_ensembles.ensemble import Ensemble
-from hydra_ensembles.errors import CheckpointError, HydraError
+from hydra_ensembles.errors import CheckpointError, ConfigError, HydraError
 
 
 @pytest.fixture
@@ -65,6 +65,11 @@ def test_missing_folders_and_files(folder: Path, tmp_path: Path) -> None:
     assert_refused(folder, r"has no model\.safetensors")
     (folder / "config.json").unlink()
     assert_refused(folder, r"has no config\.json")
+
+
+def test_an_unknown_device(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="device 'gpu' cannot be used here; available: cpu"):
+        Ensemble.from_pretrained(folder, device="gpu")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "weights.pkl", "last.ckpt"])

@@ -1,10 +1,15 @@
 """Inputs that an ensemble cannot take: an error that says what to give instead."""
 
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from checkpoint_models import ensemble, single, text
+from hydra_ensembles import ImagePreprocessing, TextPreprocessing, mc_dropout
 from hydra_ensembles.errors import DataError
 
 IDS = torch.ones(2, 5, dtype=torch.long)
@@ -30,3 +35,35 @@ def test_inputs_that_would_change_the_answer_are_refused(name: str) -> None:
 def test_sequences_need_tokens_and_segments_of_their_shape(ids: Tensor, segments: Tensor | None) -> None:
     with pytest.raises(DataError, match="at least one token"):
         ensemble(text())(ids, token_type_ids=segments)
+
+
+PIXELS = np.zeros((10, 10, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (PIXELS, r"item 0 is a ndarray, expected a PIL image; .*PIL\.Image\.fromarray\(pixels\).*torch\.from_numpy"),
+        ([PIXELS], r"PIL\.Image\.fromarray"),
+        ([torch.zeros(3, 8, 8)], r"item 0 is a Tensor.*one tensor \[B, channels, H, W\]: torch\.stack\(images\)"),
+        (
+            (torch.zeros(2, 3, 8, 8), torch.zeros(2)),
+            r"item 0 is a Tensor.*of a batch \(images, labels\) the images alone",
+        ),
+        ("cat.png", r"item 0 is a str, expected a PIL image; open the file: PIL\.Image\.open\(path\)"),
+        ([Path("cat.png")], r"open the file: PIL\.Image\.open\(path\)"),
+        (None, r"item 0 is a NoneType, expected a PIL image; open image files"),
+    ],
+)
+def test_what_is_no_image_is_told_how_to_become_one(inputs: Any, message: str) -> None:
+    model = ensemble(single()).with_metadata(preprocessing=ImagePreprocessing((8, 8)))
+    for predictor in (model, mc_dropout(model, 0.1, 2)):
+        with pytest.raises(DataError, match=message):
+            predictor.predict(inputs)
+
+
+@pytest.mark.parametrize("inputs", [[IDS], (IDS, torch.zeros(2)), IDS.numpy(), 3])
+def test_what_is_no_text_is_told_how_to_give_token_ids(inputs: Any) -> None:
+    model = ensemble(text()).with_metadata(preprocessing=TextPreprocessing(8))
+    with pytest.raises(DataError, match=r"expected a string .*token ids as one tensor \[B, T\].*the inputs alone"):
+        model.predict(inputs)

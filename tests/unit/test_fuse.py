@@ -137,6 +137,17 @@ def test_no_members_are_refused() -> None:
         he.Ensemble.stack([])
 
 
+@pytest.mark.parametrize("join", [he.fuse, he.Ensemble.stack])
+def test_members_come_in_any_iterable(join: Callable[[Any], he.Ensemble]) -> None:
+    base = small()
+    parts = [tuned(base, member) for member in range(2)]
+    assert torch.equal(join(part for part in parts)(IMAGES), join(parts)(IMAGES))
+    with pytest.raises(he.HydraError, match=r"takes a list of members, got a single Ensemble; give \[model, \.\.\.\]"):
+        join(base)
+    with pytest.raises(he.HydraError, match=r"got .*Linear.* convert (it|models) first: he\.convert\(model\)"):
+        join([nn.Linear(2, 2)])
+
+
 def test_pruning_refuses_heads_that_are_not_there() -> None:
     base = small()
     once = he.prune(base, [(0, 1)])
@@ -147,6 +158,7 @@ def test_pruning_refuses_heads_that_are_not_there() -> None:
         ([(0, 0), (0, 0)], "twice"),
         ([(0, 0, "text")], "tower"),
         (["x"], "a head is"),
+        (5, r"heads are a list of Head\(layer, head\), .* got 5"),
     ]:
         with pytest.raises(he.HydraError, match=message):
             he.prune(once, heads)  # type: ignore[arg-type]

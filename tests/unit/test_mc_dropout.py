@@ -145,7 +145,18 @@ def test_gradients_flow_to_the_inputs():
     assert images.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize(("arguments", "message"), [((1.0, 2), "rate"), ((-0.1, 2), "rate"), ((0.1, 0), "passes")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1.0, 2), r"MCDropout\.p must be a number in \[0, 1\), got 1\.0"),
+        ((-0.1, 2), r"\.p must be a number"),
+        (("0.1", 2), r"\.p must be a number in \[0, 1\), got '0\.1'"),
+        ((0.1, 0), "passes must be a whole number of at least 1, got 0"),
+        ((0.1, 2.5), "passes must be a whole number"),
+        ((0.1, "4"), "passes must be a whole number"),
+        ((0.1, True), "passes must be a whole number"),
+    ],
+)
 def test_settings_that_cannot_work_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         mc_dropout(tiny(), *arguments)

@@ -16,7 +16,7 @@ from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.projections import Projections
 from hydra_ensembles.schema import to_plain
 from hydra_ensembles.text_side import TextSide
-from zero_shot_models import NAMES, TEMPLATES, dual_of, relative_error, tokenizer_for
+from zero_shot_models import NAMES, TEMPLATES, WORDS, dual_of, relative_error, tokenizer_for
 
 CASES = {case.name: case for case in DUAL_CASES}
 OPEN_CLIP = CASES["open_clip-nonscalar"]  # with a logit bias
@@ -86,7 +86,8 @@ def test_a_tower_that_projects_by_itself_keeps_its_projection() -> None:
 
 def _as_image_tower(dual: he.DualEncoder) -> he.Ensemble:
     """A zero-shot ensemble whose number of classes happens to be the width that the projection takes."""
-    return he.zero_shot(dual, [f"class {index}" for index in range(dual.image.config.encoder.width)])
+    names = [f"{first} {second}" for first in WORDS[6:] for second in WORDS[6:]]
+    return he.zero_shot(dual, names[: dual.image.config.encoder.width])
 
 
 # --- members -----------------------------------------------------------------------------------------------
@@ -221,6 +222,13 @@ def test_an_ordinary_readout_is_written_as_before() -> None:
 def test_names_and_templates_are_checked(names: Any, templates: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         he.zero_shot(dual_of(OPEN_CLIP), names, templates)
+
+
+def test_classes_that_become_the_same_tokens_are_refused() -> None:
+    alike = ["cat", "green okapi", "dog", "green quokka"]  # words that the tokenizer does not know
+    for make in (he.zero_shot, lambda dual, names: he.retarget(he.zero_shot(dual, NAMES), names)):
+        with pytest.raises(DataError, match="classes 'green okapi' and 'green quokka' have the same embedding"):
+            make(dual_of(OPEN_CLIP), alike)
 
 
 def test_strings_need_a_tokenizer() -> None:

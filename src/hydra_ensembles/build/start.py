@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..convert import convert
+from ..devices import require_device
 from ..dual_encoder import DualEncoder
 from ..ensemble import Ensemble
 from ..errors import ConfigError
@@ -81,6 +82,7 @@ def starting_point(
     device: torch.device | str | None,
 ) -> Start:
     """The model as an ensemble, or as a dual encoder with its zero-shot ensemble, on the device; one member."""
+    place = require_device(device)
     converted = model if isinstance(model, Ensemble | DualEncoder) else convert(model)
     if converted.num_members != 1:
         raise ConfigError(
@@ -88,7 +90,7 @@ def starting_point(
             "ensemble.member(i)"
         )
     if isinstance(converted, Ensemble):
-        return Start(_classifier(converted, class_names, device))
+        return Start(_classifier(converted, class_names, place))
     if class_names is None:
         raise ConfigError(
             "build makes ensembles of classifiers, got a DualEncoder; give class_names= to classify images by them"
@@ -99,14 +101,14 @@ def starting_point(
             'circuits with method="exact", or build from zero_shot(dual, class_names), which prunes the image tower'
         )
     names, sentences = checked_names(class_names), checked_templates(templates)
-    if device is not None and converted.device != torch.device(device):
-        state = {name: tensor.to(device) for name, tensor in converted.state_dict().items()}
+    if place is not None and converted.device != place:
+        state = {name: tensor.to(place) for name, tensor in converted.state_dict().items()}
         towers = converted.image.metadata, converted.text.metadata
         converted = DualEncoder.from_state(converted.config, state, *towers)
     return Start(zero_shot(converted, names, sentences), converted, names, sentences)
 
 
-def _classifier(base: Ensemble, class_names: Sequence[str] | None, device: torch.device | str | None) -> Ensemble:
+def _classifier(base: Ensemble, class_names: Sequence[str] | None, device: torch.device | None) -> Ensemble:
     """The ensemble on the device; a copy where something had to change."""
     if class_names is not None:
         raise ConfigError("class_names are for dual encoders; an ensemble has its classes already")
@@ -115,7 +117,7 @@ def _classifier(base: Ensemble, class_names: Sequence[str] | None, device: torch
             f"build starts from a classifier, this model has {base.num_classes} classes; give a model with a "
             "trained classifier (convert(model, num_labels=...) adds one, finetune trains it)"
         )
-    if device is None or base.device == torch.device(device):
+    if device is None or base.device == device:
         return base
     state = {name: tensor.to(device) for name, tensor in base.state_dict().items()}
     return Ensemble.from_state(base.config, state, base.metadata)

@@ -21,6 +21,7 @@ from .weights import read_weights
 
 T = TypeVar("T")
 
+RESULT_OF_A_BUILD = "ensemble"  # where `build` leaves it in its run folder
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -162,6 +163,11 @@ def _missing(folder: Path, name: str) -> str:
         return (
             f"{folder} has no {name}, but {pickles[:5]}: pickles can run code and are never read. Load the model with "
             "the library it comes from, convert it, and save it with save_pretrained"
+        )
+    if name == CONFIG and (folder / RESULT_OF_A_BUILD / CONFIG).is_file():
+        return (
+            f"{folder} has no {name}; it is the run folder of a build, whose ensemble lies in "
+            f"{folder / RESULT_OF_A_BUILD}: load it from there"
         )
     return (
         f"{folder} has no {name} (it has {found[:8] or 'no files'}); give the folder that save_pretrained wrote, "

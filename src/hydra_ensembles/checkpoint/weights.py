@@ -8,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..devices import require_device
 from ..errors import CheckpointError, ConfigError
 from .checksum import verify
 
@@ -61,6 +62,7 @@ def read_weights(
         Tensors by name. On the CPU they may still lie in the mapped file: copy them before they are used,
         as `Ensemble.from_state` does.
     """
+    place = require_device(device)
     if dtype is not None and dtype not in DTYPES.values():
         raise ConfigError(f"dtype is {dtype}; accepted are {ACCEPTED}, or None for the stored one")
     try:
@@ -77,7 +79,7 @@ def read_weights(
                 stored[name] = (tuple(part.get_shape()), part.get_dtype())
             _compare(path, stored, _shapes(path, build))
             verify(path, checksum)  # after the cheap checks: it reads the whole file
-            return {name: file.get_tensor(name).to(device=device, dtype=dtype) for name in names}
+            return {name: file.get_tensor(name).to(device=place, dtype=dtype) for name in names}
     except SafetensorError as error:
         raise CheckpointError(
             f"{path} is not a valid safetensors file ({error}); it is damaged or incomplete, save or download it again"

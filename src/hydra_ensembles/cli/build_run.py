@@ -15,7 +15,16 @@ from ..errors import ConfigError, DataError, HydraError
 from ..preprocessing import ImagePreprocessing
 from .build_settings import BuildSettings, BuildSources
 from .class_labels import AnyDataset, with_labels_of
-from .datasets import Role, existing_path, find_suite, fit_to_model, load_data, load_reference, suite_set
+from .datasets import (
+    Role,
+    existing_path,
+    find_suite,
+    fit_to_model,
+    load_data,
+    load_reference,
+    require_different,
+    suite_set,
+)
 from .errors import InterruptedRunError
 from .models import RUN_FILE, RUN_RESULT, load_classifier
 from .settings import USUAL_BATCH, choose_device
@@ -50,6 +59,7 @@ def run_build(settings: BuildSettings, progress: bool) -> Ensemble:
 
 def _run(settings: BuildSettings, folder: Path, progress: bool) -> Ensemble:
     _require_free(folder, settings.sources)
+    _require_unlike(settings.sources)
     model = load_classifier(settings.sources)
     sets = _load_sets(settings)
     if "id" in sets:
@@ -88,6 +98,11 @@ def _require_free(folder: Path, sources: BuildSources) -> None:
                 "data; name a folder outside it"
             )
     require_own_folder(folder)
+
+
+def _require_unlike(sources: BuildSources) -> None:
+    for flag, spec in (("--id", sources.id), ("--train", sources.train), ("--validation", sources.validation)):
+        require_different((flag, spec), ("--ood", sources.ood))
 
 
 def _write_settings(folder: Path, settings: BuildSettings) -> None:

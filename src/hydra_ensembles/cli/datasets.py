@@ -60,6 +60,23 @@ def existing_path(spec: str) -> tuple[Path | None, str | None]:
     return (path, split) if before and path.exists() else (None, None)
 
 
+def require_different(*named: tuple[str, str | None]) -> None:
+    """Refuse options (the flag, and the name of data or None) two of which stand for the same data.
+
+    Raises:
+        DataError: They name the same file or folder, or are written alike.
+    """
+    seen: dict[object, str] = {}
+    for flag, spec in named:
+        path, split = (None, None) if spec is None else existing_path(spec)
+        if spec is None or (path is None and spec.removeprefix(SUITE) in SUITES):  # a suite has a set for each role
+            continue
+        place = spec if path is None else (path.resolve(), split)
+        if place in seen:
+            raise DataError(f"{flag} {spec} names the same data as {seen[place]}; give each set data of its own")
+        seen[place] = f"{flag} {spec}"
+
+
 def load_reference(ref: SetRef, role: Role, settings: DataSettings) -> AnyDataset:
     """Load a set of a suite."""
     return limited(ref.load(settings.root), role, settings)
@@ -173,7 +190,4 @@ def _load(
     try:
         return load(name, split, root=root, columns=columns, labels=labels, config=config)
     except DataError as error:
-        for said, flag in (("with split=", f"{name}:SPLIT"), ("columns=Columns(", "--column label=NAME")):
-            if said in str(error):
-                raise DataError(f"{error}; on the command line: {flag}") from error
-        raise
+        raise DataError(str(error).replace("choose one with split=...", f"choose one: {name}:SPLIT")) from error

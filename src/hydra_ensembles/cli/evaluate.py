@@ -16,7 +16,7 @@ from ..prediction import ScoreName
 from ..schema import from_plain, to_plain
 from . import options
 from .class_labels import AnyDataset
-from .datasets import find_suite, fit_to_model, load_data, load_reference
+from .datasets import find_suite, fit_to_model, load_data, load_reference, require_different
 from .errors import one_line_errors
 from .evaluate_settings import EvaluateSettings, read_named
 from .models import load_classifier
@@ -82,6 +82,7 @@ def evaluate(
 
 def run_evaluation(settings: EvaluateSettings, progress: bool) -> Evaluation:
     """Evaluate, and write the evaluation with its settings beside it."""
+    require_different(("--id", settings.id), *(("--ood", one.data) for one in read_named(settings.ood, "--ood")))
     model = load_classifier(settings)
     test, groups = _test_and_ood(settings)
     shifted = {

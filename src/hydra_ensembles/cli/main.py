@@ -1,6 +1,7 @@
 """The entry point of the command line."""
 
 import logging
+import warnings
 from typing import Annotated
 
 import typer
@@ -62,6 +63,7 @@ def _root(
 
 def main() -> None:
     """Run the command line."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what fails is said once, by us
     make_app()()
 

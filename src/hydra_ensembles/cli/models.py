@@ -128,6 +128,8 @@ def _refuse_making(settings: ModelSettings, what: str) -> None:
 
 
 def _read_labels(path: Path, classes: int) -> tuple[str, ...]:
+    if not path.is_file():
+        raise ConfigError(f"--labels {path}: there is no such file; give a text file with the class names, one a line")
     names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
     if len(names) != classes or len(set(names)) != len(names):
         raise ConfigError(f"{path} must name {classes} different classes, one a line; it has {len(set(names))} names")

@@ -42,7 +42,10 @@ def find_runs(paths: Sequence[Path]) -> SavedRuns:
             elif not path.is_dir():
                 raise DataError(f"{file} is neither a saved evaluation nor a table of costs")
     if not evaluations:
-        raise DataError(f"no saved evaluation found in {', '.join(str(path) for path in paths)}")
+        raise DataError(
+            f"no saved evaluation found in {', '.join(str(path) for path in paths)}; hydra-ensembles evaluate MODEL "
+            "writes one, into evaluations/ if no other folder is named"
+        )
     return SavedRuns(tuple(evaluations), tuple(costs))
 
 

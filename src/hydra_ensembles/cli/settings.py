@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..devices import require_device
 from ..errors import ConfigError
 
 AUTOMATIC = "auto"
@@ -81,10 +82,4 @@ def choose_device(name: str) -> torch.device:
     """
     if name == AUTOMATIC:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"device {name!r} cannot be used here ({reason}); give auto, cpu or cuda") from error
-    return device
+    return require_device(name)

@@ -1,5 +1,6 @@
 """What all configurations check about their numbers and choices."""
 
+from numbers import Integral, Real
 from typing import get_args
 
 from ..errors import ConfigError
@@ -14,11 +15,18 @@ def require_sizes(where: object, **sizes: int) -> None:
             raise ConfigError(f"{type(where).__name__}.{name} must be between 1 and {MAX_SIZE}, got {size}")
 
 
-def require_rates(where: object, **rates: float) -> None:
+def require_rates(where: object, **rates: object) -> None:
     """Refuse rates outside of [0, 1)."""
     for name, rate in rates.items():
-        if not 0.0 <= rate < 1.0:
-            raise ConfigError(f"{type(where).__name__}.{name} must be in [0, 1), got {rate}")
+        if not isinstance(rate, Real) or not 0.0 <= float(rate) < 1.0:
+            raise ConfigError(f"{type(where).__name__}.{name} must be a number in [0, 1), got {rate!r}")
+
+
+def require_whole(name: str, value: object, least: int) -> int:
+    """The value as Python's own integer; refused where it is no whole number, or too small."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
+        raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return int(value)
 
 
 def require_positive(where: object, **numbers: float) -> None:

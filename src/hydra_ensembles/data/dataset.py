@@ -107,6 +107,17 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         """Whether every item has a label."""
         return bool((self.labels >= 0).all())
 
+    def same_items(self, other: "Dataset[Any]") -> bool:
+        """Whether both show the same rows of one source, in whatever order.
+
+        Sources are one where they are the same object or, by their `place`, read the same files; no item is read.
+        """
+        place = getattr(self._source, "place", None)
+        one_source = self._source is other._source or (
+            place is not None and place == getattr(other._source, "place", None)
+        )
+        return one_source and np.array_equal(np.sort(self.rows), np.sort(other.rows))
+
     def select(self, indices: npt.ArrayLike | Iterable[int], name: str | None = None) -> Self:
         """Give the items at these positions, in this order, as a data set of their own."""
         positions = np.array(indices, dtype=np.int64).reshape(-1)

@@ -21,6 +21,7 @@ class ImageFiles:
     def __init__(self, files: Sequence[Path]) -> None:
         """Remember the paths."""
         self.files = tuple(files)
+        self.place = tuple(str(file.absolute()) for file in files)
 
     def __len__(self) -> int:
         return len(self.files)

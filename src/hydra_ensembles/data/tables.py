@@ -63,6 +63,7 @@ class Table(Protocol):
 class _ImageColumn:
     def __init__(self, table: Table, column: str) -> None:
         self._table, self._column = table, column
+        self.place = (table.where, column)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -74,6 +75,7 @@ class _ImageColumn:
 class _TextColumns:
     def __init__(self, table: Table, columns: tuple[str, ...]) -> None:
         self._table, self._columns = table, columns
+        self.place = (table.where, *columns)
 
     def __len__(self) -> int:
         return len(self._table)

@@ -1,15 +1,19 @@
 """`evaluate`: run a model over an in-distribution set, OOD sets and shifted sets, and measure everything."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from ..batches import Batches
+from ..data.batching import Batches as OwnBatches
 from ..data.batching import Preprocess
 from ..data.dataset import Dataset
+from ..devices import require_device
 from ..ensemble import Ensemble
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from ..metadata import Calibration, Metadata
 from ..metrics import Convention
 from ..optimize import OptimizedEnsemble
@@ -79,7 +83,8 @@ def evaluate(
         progress: Whether to show progress bars.
 
     Raises:
-        DataError: A set is empty, has one class, holds NaN, or does not fit the model; the message names it.
+        DataError: A set is empty, has one class, holds NaN, does not fit the model, or is given twice (as ID and as OOD
+            set, or as two OOD sets, as far as that shows without reading them); the message names it.
         ConfigError: A setting is not known.
     """
     check_settings(score, scores, convention, bootstrap)
@@ -90,7 +95,13 @@ def evaluate(
     temperature = None if calibration is None else torch.tensor(calibration.temperature).squeeze()
     passes: dict[tuple[str, str], Pass] = {}
     id_name = id_name or _set_name(id_data)
-    with running(ensemble, None if device is None else torch.device(device)) as (place, dtype):
+    _require_different(
+        [
+            (f"the in-distribution set {id_name!r}", id_data),
+            *((f"OOD set {key!r}", data) for sets in groups.values() for key, data in sets.items()),
+        ]
+    )
+    with running(ensemble, require_device(device)) as (place, dtype):
         runner = Runner(
             model=ensemble,
             device=place,
@@ -147,6 +158,31 @@ def _own_settings(
         return calibration, preprocess, remembered.preprocessing
     known = preprocess if isinstance(preprocess, ImagePreprocessing | TextPreprocessing) else None
     return calibration, preprocess, known
+
+
+def _require_different(sets: Sequence[tuple[str, object]]) -> None:
+    for (first, one), (second, other) in combinations(sets, 2):
+        if _are_same(one, other):
+            raise DataError(
+                f"{second} has the same samples as {first}; OOD detection tells different data apart: give each set "
+                "data of its own, or leave it out"
+            )
+
+
+def _are_same(one: object, other: object) -> bool:
+    if one is other:
+        return True
+    mine, theirs = _all_read(one), _all_read(other)
+    if isinstance(mine, Dataset) and isinstance(theirs, Dataset):
+        return mine.same_items(theirs)
+    return mine is not None and mine is theirs
+
+
+def _all_read(data: object) -> object | None:
+    """What a loader reads from the first to the last item; None where it chooses, or where nobody knows."""
+    if isinstance(data, DataLoader) and type(data.sampler) in (SequentialSampler, RandomSampler):
+        return data.dataset
+    return data.dataset if isinstance(data, OwnBatches) else data if isinstance(data, Dataset) else None
 
 
 def _set_name(data: object) -> str:

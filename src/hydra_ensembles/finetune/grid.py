@@ -39,6 +39,8 @@ def best_rate(
 
 def check_choosing(recipe: Recipe, validation: Batches | None) -> None:
     """Refuse a recipe that chooses or stops by validation where there is none."""
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(f"recipe must be a Recipe, such as Recipe.preset('sst2'), got {type(recipe).__name__}")
     if validation is None and len(recipe.grid) > 1:
         raise ConfigError(
             f"the recipe tries {len(recipe.grid)} learning rates {recipe.grid}, which needs validation data to choose "

@@ -1,6 +1,6 @@
 """Fine-tuning one ensemble, or many members in one call."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -10,8 +10,10 @@ from typing import Any, overload
 import torch
 
 from ..batches import Batches
+from ..config.checks import require_whole
 from ..ensemble import Ensemble
 from ..errors import ConfigError
+from ..given_models import require_ensemble
 from ..heads.fingerprint import model_fingerprint
 from ..randomness import derive_seed
 from ..reading_order import borrowed, require_rereadable
@@ -40,7 +42,7 @@ def finetune(
 
 @overload
 def finetune(
-    member: Sequence[Ensemble],
+    member: Iterable[Ensemble],
     train: Batches,
     recipe: Recipe,
     validation: Batches | None = ...,
@@ -56,7 +58,7 @@ def finetune(
 @torch.inference_mode(False)
 @torch.enable_grad()
 def finetune(
-    member: Ensemble | Sequence[Ensemble],
+    member: Ensemble | Iterable[Ensemble],
     train: Batches,
     recipe: Recipe,
     validation: Batches | None = None,
@@ -89,7 +91,7 @@ def finetune(
     may be called inside `torch.no_grad()` and `torch.inference_mode()`.
 
     Args:
-        member: An ensemble, or a sequence of them.
+        member: An ensemble, or several in a list or another iterable.
         train: Batches with labels that can be read again and again: a DataLoader, or a list of batches.
         recipe: How to train.
         validation: Held-out batches with labels.
@@ -107,8 +109,9 @@ def finetune(
         DataError: Batches that cannot be used, or a loss that is not finite; the last checkpoint stays.
         CheckpointError: A checkpoint in `output` that belongs to another recipe, model or data.
     """
-    members = [member] if isinstance(member, Ensemble) else list(member)
+    members = list(member) if isinstance(member, Iterable) else [member]
     _check(members, train, recipe, validation, index, checkpoint_every)
+    runtime = find_runtime(device, members[0].device)
     data: dict[str, Any] = {}
     if output is not None:
         seed = derive_seed(recipe.seed, "fingerprint")
@@ -118,7 +121,6 @@ def finetune(
     with ExitStack() as loaders:
         for source in (train, () if validation is None else validation):
             loaders.enter_context(borrowed(source))
-        runtime = find_runtime(device, members[0].device)
         shared = runtime.share(train)
         for number, one in enumerate(members, start=index):
             place = runtime if device is not None or runtime.processes > 1 else Runtime(one.device)
@@ -161,14 +163,11 @@ def _check(
 ) -> None:
     if not members:
         raise ConfigError("finetune needs at least one ensemble, got an empty sequence")
-    for position, member in enumerate(members):
-        if not isinstance(member, Ensemble):
-            raise ConfigError(f"item {position} is a {type(member).__name__}, expected an Ensemble; use convert first")
+    for member in members:
+        require_ensemble(member, "finetune")
     require_rereadable(train, "train")
     if validation is not None:
         require_rereadable(validation, "validation")
     check_choosing(recipe, validation)
-    if index < 0 or checkpoint_every < 1:
-        raise ConfigError(
-            f"index must be at least 0 and checkpoint_every at least 1, got {index} and {checkpoint_every}"
-        )
+    require_whole("index", index, 0)
+    require_whole("checkpoint_every", checkpoint_every, 1)

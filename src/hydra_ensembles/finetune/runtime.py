@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from .._extras import require
 from ..batches import Batches
+from ..devices import require_device
 from ..ensemble import Ensemble
 from ..reading_order import length_of
 
@@ -121,7 +122,7 @@ class EveryNth:
 
 def find_runtime(device: torch.device | str | None, fallback: torch.device) -> Runtime:
     """The runtime of this process: several where the environment says so, else one on `device`."""
-    wanted = None if device is None else torch.device(device)
+    wanted = require_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return Processes(wanted)
     return Runtime(fallback if wanted is None else wanted)

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..batches import Batches, Inputs, read_batch, require_labels
-from ..errors import ConfigError, DataError
+from ..config.checks import require_whole
+from ..errors import DataError
 from ..reading_order import begin_epoch, borrowed
 from .fingerprint import DataFingerprint
 
@@ -39,10 +40,8 @@ class CalibrationBatches:
     """
 
     def __init__(self, source: Batches, count: int | None, seed: int, classes: int, keep: bool) -> None:
-        if count is not None and count < 1:
-            raise ConfigError(f"calibration_batches must be at least 1, or None for all batches, got {count}")
-        if seed < 0:
-            raise ConfigError(f"seed must not be negative, got {seed}")
+        count = None if count is None else require_whole("calibration_batches", count, 1)
+        seed = require_whole("seed", seed, 0)
         self.indices: list[int] = []
         self._source, self._count, self._seed, self._classes = source, count, seed, classes
         self._fingerprint = DataFingerprint()

@@ -34,6 +34,8 @@ def as_head(value: HeadLike) -> Head:
 
 def as_heads(values: Iterable[HeadLike]) -> tuple[Head, ...]:
     """Read several heads, keeping their order; the same head twice is an error."""
+    if not isinstance(values, Iterable):
+        raise HeadError(f"heads are a list of Head(layer, head), as ranking.first(count) gives it, got {values!r}")
     heads = tuple(as_head(value) for value in values)
     seen: set[Head] = set()
     for head in heads:
@@ -41,3 +43,12 @@ def as_heads(values: Iterable[HeadLike]) -> tuple[Head, ...]:
             raise HeadError(f"head {head} is listed twice")
         seen.add(head)
     return heads
+
+
+def require_budget(budget: object, candidates: int) -> None:
+    """Refuse to remove a number of heads that is no whole number, or more than there are."""
+    if isinstance(budget, bool) or not isinstance(budget, Integral) or not 1 <= int(budget) <= candidates:
+        raise HeadError(
+            f"budget is {budget!r}; with these layers and removed heads there are {candidates} heads to choose from, "
+            "so it must be a whole number between 1 and that"
+        )

@@ -16,6 +16,7 @@ from ..dual_encoder import DualEncoder
 from ..encoder import Attention
 from ..ensemble import Ensemble
 from ..errors import ConfigError, HeadError
+from ..given_models import require_model
 from .head import Head, HeadLike, as_heads
 
 TOWER = "main"
@@ -43,6 +44,7 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
     Raises:
         HeadError: A head does not exist, or was pruned; nothing has been changed then.
     """
+    require_model(ensemble, "masked")
     saved: list[tuple[Attention, int, Tensor]] = []
     for head in as_heads(heads):
         tower = tower_of(ensemble, head)

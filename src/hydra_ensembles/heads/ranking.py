@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..config.checks import require_whole
 from ..errors import HeadError
 from ..files import write_atomically
 from ..schema import from_plain, to_plain
@@ -57,6 +58,7 @@ class HeadRanking:
 
     def first(self, count: int) -> tuple[Head, ...]:
         """The `count` heads to prune, in removal order."""
+        require_whole("count", count, 0)
         if self.only is not None and count != self.only:
             raise HeadError(
                 f"this ranking ({self.method}) was made for exactly {self.only} heads, {count} were asked for; "

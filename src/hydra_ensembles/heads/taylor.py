@@ -14,12 +14,14 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from ..batches import Batches, Inputs, move
+from ..devices import require_device
 from ..dual_encoder import DualEncoder
 from ..ensemble import Ensemble
 from ..errors import ConfigError, DataError, HeadError
+from ..given_models import require_ensemble
 from .calibration_batches import NAME, CalibrationBatches
 from .fingerprint import model_fingerprint
-from .head import Head, HeadLike, as_heads
+from .head import Head, HeadLike, as_heads, require_budget
 from .mask import attention_of, checked_layers, existing_heads, head_rows, masked
 from .ranking import HeadRanking
 
@@ -79,10 +81,11 @@ def taylor(
         head_rows(ensemble.config, head)  # raises for a head that does not exist
     candidates = [head for head in existing_heads(ensemble.config, chosen_layers) if head not in set(off)]
     steps = _steps(candidates, chosen_layers, budget, scope)
+    place = require_device(device)
     order: list[tuple[float, Head]] = []
     with torch.inference_mode(False), ExitStack() as switched_off:
         data = CalibrationBatches(batches, calibration_batches, seed, ensemble.num_classes, keep=len(steps) > 1)
-        model = _working_copy(ensemble, dtype, device)
+        model = _working_copy(ensemble, dtype, place)
         switched_off.enter_context(masked(model, off))
         for heads, count in tqdm(steps, desc=f"taylor/{scope}", unit="pass", disable=not progress):
             lowest = sorted(zip(head_importance(model, data, heads), heads, strict=True))[:count]  # ties: first head
@@ -179,15 +182,14 @@ def gradients_of_mean_loss(
     return [total / samples for total in totals]
 
 
-def _require_single_classifier(ensemble: object) -> None:
+def _require_single_classifier(ensemble: Ensemble | DualEncoder) -> None:
     if isinstance(ensemble, DualEncoder):
         raise ConfigError(
             "taylor ranks the heads of one transformer, got a dual encoder: the scores of its two towers lie on "
             "different scales and do not compare. Rank the image tower, as taylor(zero_shot(dual, class_names), …); "
             "for both towers together use extract_circuit"
         )
-    if not isinstance(ensemble, Ensemble):
-        raise ConfigError(f"taylor takes an Ensemble, got a {type(ensemble).__name__}; convert the model first")
+    require_ensemble(ensemble, "taylor")
     if ensemble.num_members != 1:
         raise ConfigError(
             f"taylor ranks the heads of one model, got an ensemble of {ensemble.num_members} members; "
@@ -201,11 +203,7 @@ def _steps(
     candidates: Sequence[Head], layers: Sequence[int], budget: int, scope: Scope
 ) -> list[tuple[list[Head], int]]:
     """One entry for each gradient pass: the heads it scores, and how many of them it ranks."""
-    if not 1 <= budget <= len(candidates):
-        raise HeadError(
-            f"budget is {budget}; with these layers there are {len(candidates)} heads to choose from, "
-            "so it must lie between 1 and that number"
-        )
+    require_budget(budget, len(candidates))
     if scope == "global":
         return [(list(candidates), len(candidates))]
     if budget % len(layers):
@@ -225,7 +223,7 @@ def _steps(
     return steps
 
 
-def _working_copy(ensemble: Ensemble, dtype: torch.dtype | None, device: torch.device | str | None) -> Ensemble:
+def _working_copy(ensemble: Ensemble, dtype: torch.dtype | None, device: torch.device | None) -> Ensemble:
     """An ensemble of the same weights whose flags and output projections may be changed freely.
 
     Where dtype and device stay, all other tensors are the original's own memory.

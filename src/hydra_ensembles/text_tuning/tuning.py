@@ -34,7 +34,7 @@ def tune_text(
     validation: Batches | None = None,
     train_image_projection: bool = False,
     projection_rate: float = 1.0,
-    output_dir: str | Path | None = None,
+    output: str | Path | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
     checkpoint_every: int = 500,
@@ -51,7 +51,7 @@ def tune_text(
     `readout`. With `validation`, the weights are kept with which the text nearest to an image is most often of its
     class; a grid of learning rates is decided in the same way.
 
-    With `output_dir`, a run that was killed goes on where it was when called again with the same arguments, and ends
+    With `output`, a run that was killed goes on where it was when called again with the same arguments, and ends
     (on a CPU) with the same bits; see `finetune`.
 
     Args:
@@ -64,7 +64,7 @@ def tune_text(
         validation: Held-out batches of the same kind.
         train_image_projection: Whether the image projection learns, too; for one that is new.
         projection_rate: Learning rate of image projection and logit scale, over that of the recipe.
-        output_dir: Folder for checkpoints and the journal of evaluations.
+        output: Folder for checkpoints and the journal of evaluations.
         device: Where to train; None stays on the encoder's device. The result is where its input was.
         progress: Whether to show a progress bar.
         checkpoint_every: Updates between checkpoints; the ends of epochs and evaluations are saved too.
@@ -72,7 +72,7 @@ def tune_text(
     Raises:
         ConfigError: More than one member, or a recipe that does not fit.
         DataError: Batches that cannot be used, or a loss that is not finite; the last checkpoint stays.
-        CheckpointError: A checkpoint in `output_dir` that belongs to another recipe, model or data.
+        CheckpointError: A checkpoint in `output` that belongs to another recipe, model or data.
     """
     _check(dual, recipe, train_image_projection, projection_rate, checkpoint_every)
     check_choosing(recipe, validation)
@@ -81,7 +81,7 @@ def tune_text(
         require_rereadable(validation, "validation")
     moving = Moving(train_image_projection, projection_rate)
     identity: dict[str, Any] = {}
-    if output_dir is not None:
+    if output is not None:
         seed = derive_seed(recipe.seed, "fingerprint")
         identity = {
             "task": "text tuning",
@@ -98,7 +98,7 @@ def tune_text(
         shared = runtime.share(train)
         plan = RunPlan(recipe, 0.0, 0, shared, validation, checkpoint_every, identity, progress)
         learner = partial(TextLearner, dual, recipe, moving, runtime)
-        result, rate = best_rate(learner, plan, runtime, None if output_dir is None else Path(output_dir))
+        result, rate = best_rate(learner, plan, runtime, None if output is None else Path(output))
     return _result(dual, result, rate, recipe, moving)
 
 

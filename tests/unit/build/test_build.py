@@ -25,7 +25,7 @@ import hydra_ensembles as he
 from architectures import VISION_CASES
 from hydra_ensembles.build import chain, choose, start
 from hydra_ensembles.build.config import Strategy
-from hydra_ensembles.errors import ConfigError, DataError, HydraError
+from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError
 
 STRATEGIES: list[Strategy] = ["circuit", "taylor", "sampled", "random"]
 # One head of each layer for Taylor; on a model this small, the slowest way to find circuits is the quickest.
@@ -40,6 +40,8 @@ def config(**changes: Any) -> he.HydraConfig:
 def test_every_strategy_makes_a_calibrated_ensemble(strategy: Strategy, tmp_path: Path) -> None:
     hydra = he.build(image_model(), config(strategy=strategy), output=tmp_path, **sets())
     assert hydra.num_members == 3
+    with pytest.raises(CheckpointError, match=r"run folder of a build, whose ensemble lies in .*ensemble: load it"):
+        he.Ensemble.from_pretrained(tmp_path)
     assert len(set(hydra.heads)) == 3
     assert all(sum(len(layer) for layer in member) == LAYERS * HEADS - QUICK["prune"] for member in hydra.heads)
     assert hydra.metadata.calibration is not None
@@ -202,6 +204,17 @@ def test_taylor_passes_over_a_seed_that_repeats_a_member(tmp_path: Path) -> None
     assert len(list((tmp_path / "rankings").iterdir())) == seeds[1] - seeds[0] + 1
 
 
+def test_circuits_that_agree_are_named_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def same_order(model: he.Ensemble, *data: Any, score: str, **settings: Any) -> he.HeadRanking:
+        return he.HeadRanking(tuple(he.Head(layer, 0) for layer in range(LAYERS)), (0.5,) * LAYERS, "circuit", score)
+
+    monkeypatch.setattr(choose, "extract_circuit", same_order)
+    message = r"circuits for 'avg' and 'acc' .* strategy=\"sampled\"; the rankings are kept in .*rankings, other"
+    with pytest.raises(HydraError, match=message):
+        he.build(image_model(), config(), output=tmp_path, **sets())
+    assert {file.name for file in (tmp_path / "rankings").iterdir()} >= {"avg.json", "acc.json"}
+
+
 def test_calibration_can_be_left_out() -> None:
     settings = config(strategy="random", calibrate=False)
     hydra = he.build(image_model(), settings, progress=False)
@@ -318,5 +331,7 @@ def test_only_one_classifier_can_be_the_start() -> None:
     headless.reset_classifier(0)
     with pytest.raises(ConfigError, match="this model has 0 classes"):
         he.build(headless, settings)
+    with pytest.raises(ConfigError, match="device 'gpu' cannot be used here; available: cpu"):
+        he.build(image_model(), config(), device="gpu", **sets())
     with pytest.raises(ConfigError, match="config must be a HydraConfig, got dict"):
         he.build(image_model(), {"prune": 4})  # type: ignore[arg-type]

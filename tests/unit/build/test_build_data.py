@@ -111,7 +111,7 @@ def test_validation_replaces_the_second_half() -> None:
     one = [(torch.zeros(6, 3, 8, 8), torch.arange(6) % 3)]
     both = read_data(config, 3, train=None, id=iter(one), ood=iter(one), validation=None)
     assert both.samples() == {"ranking": 3, "validation": 3, "ood": 6}
-    given_ = read_data(config, 3, train=None, id=one, ood=one, validation=one)
+    given_ = read_data(config, 3, train=None, id=one, ood=list(one), validation=one)
     assert given_.samples() == {"ranking": 6, "validation": 6, "ood": 6}
     random = he.HydraConfig(prune=1, strategy="random")
     unused = read_data(random, 3, train=one, id=one, ood=["is not read"], validation=None)
@@ -121,6 +121,12 @@ def test_validation_replaces_the_second_half() -> None:
 
 def _rows(batch: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     return list(zip(batch["input_ids"], batch["attention_mask"], strict=True))
+
+
+def test_ood_data_are_not_those_of_another_set() -> None:
+    data = numbered([4, 4])
+    with pytest.raises(DataError, match="ood= is the very data"):
+        read_data(he.HydraConfig(prune=1), 3, train=None, id=data, ood=data, validation=None)
 
 
 def test_labels_of_ood_data_are_not_read() -> None:

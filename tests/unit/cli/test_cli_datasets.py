@@ -7,11 +7,19 @@ import pytest
 
 from cli_cases import VIT_OPTIONS, fail, save_images, succeed, vit_flags
 from hydra_ensembles.cli.class_labels import labelled_as, with_labels_of
-from hydra_ensembles.cli.datasets import load_data
+from hydra_ensembles.cli.datasets import load_data, require_different
 from hydra_ensembles.cli.models import load_classifier
 from hydra_ensembles.cli.settings import DataSettings, ModelSettings
+from hydra_ensembles.cli.wording import in_flags
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.evaluation import Evaluation
+
+
+def test_a_suite_stands_for_different_sets(world):
+    require_different(("--id", "cifar10"), ("--ood", "cifar10"), ("--ood", None), ("--ood", None))
+    for one, other in (("hf:a:test", "hf:a:test"), (f"{world}/val", f"{world}/./val/")):
+        with pytest.raises(DataError, match=r"--ood .* names the same data as --id "):
+            require_different(("--id", one), ("--ood", other))
 
 
 def test_a_split_is_written_behind_a_path(world, tmp_path):
@@ -31,8 +39,9 @@ def test_columns_of_a_table(tmp_path):
     data = load_data(str(tmp_path / "x.jsonl"), "test", settings)
     assert data.class_names == ("bad", "good")
     assert data[1] == ("text 1", 1)
-    with pytest.raises(DataError, match=r"has no column 'image' or 'text'.*on the command line: --column"):
+    with pytest.raises(DataError, match=r"has no column 'image' or 'text'") as caught:
         load_data(str(tmp_path / "x.jsonl"), "test", DataSettings())
+    assert "with --column image=NAME --column text=NAME --column label=NAME" in in_flags(str(caught.value))
     with pytest.raises(ConfigError, match="unknown fields"):
         load_data(str(tmp_path / "x.jsonl"), "test", DataSettings(columns={"words": "sentence"}))
 

@@ -121,8 +121,14 @@ def test_wrong_settings(run_folder, world, tmp_path):
     )
     twice = [f"near:x={world / 'dots'}", f"far:x={world / 'stripes'}"]
     assert "two OOD sets are called 'x'" in fail("evaluate", *common, *test, "--ood", twice[0], "--ood", twice[1])
-    assert "must be one of" in fail("evaluate", *common, *test, "--also-score", "magic")
-    assert "limit must be at least 2" in fail("evaluate", *common, *test, "--limit", 1)
+    same = ["--ood", f"near:a={world / 'test'}/"]
+    assert "names the same data as --id" in fail("evaluate", *common, *test, *same, "--limit", 6)
+    loose = fail("evaluate", *common, "--id", world / "dots")
+    assert loose.endswith("without a class: make a subfolder for each class, or use them as OOD data")
+    assert "there is no such file" in fail("evaluate", *common, *test, "--labels", tmp_path / "no.txt")
+    assert "error: --bootstrap -1 is not" in fail("evaluate", *common, *test, "--bootstrap", -1)
+    assert "error: --also-score must be one of" in fail("evaluate", *common, *test, "--also-score", "magic")
+    assert "error: --limit must be at least 2" in fail("evaluate", *common, *test, "--limit", 1)
     assert "device 'gpu' cannot be used here" in fail("evaluate", *common, *test, "--device", "gpu")
     assert "no data 'tset': there is no such file or folder, and no such suite" in fail(
         "evaluate", *common, "--id", "tset"

@@ -80,6 +80,14 @@ def test_an_interrupt_is_exit_code_130(monkeypatch):
 def test_what_each_failure_says(capsys):
     cases = [
         (DataError("two\nlines"), 2, "error: two lines"),
+        (
+            DataError(
+                'HydraConfig.taylor_scope is odd: use strategy="random", give id= and columns=Columns(label=...)'
+            ),
+            2,
+            "error: --taylor-scope is odd: use --strategy random, give --id and --column label=NAME",
+        ),
+        (DataError("a--odd_name.csv is not here"), 2, "error: a--odd_name.csv is not here"),
         (PermissionError(13, "Permission denied", "x"), 2, "error: [Errno 13] Permission denied: 'x'"),
         (torch.OutOfMemoryError("full"), 2, "lower --batch-size"),
         (MemoryError(), 2, "not enough memory"),

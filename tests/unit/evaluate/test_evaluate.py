@@ -107,13 +107,31 @@ def test_data_sets_are_put_in_batches_with_the_models_preprocessing():
     pictures = [pillow.fromarray(array) for array in pixels]
     dataset = ImageDataset(pictures, [i % CLASSES for i in range(12)], NAMES, name="pictures")
     model = tiny_ensemble()
-    found = evaluate(model, dataset, {"same": dataset}, batch_size=5, progress=False)
-    prepared = batches(dataset, model.metadata.preprocessing, 5)
+    first, rest = dataset.select(range(8)), dataset.select(range(8, 12))
+    found = evaluate(model, first, {"rest": rest}, batch_size=5, progress=False)
+    prepared, other = (batches(part, model.metadata.preprocessing, 5) for part in (first, rest))
     assert found.id_name == "pictures"
-    assert found == evaluate(model, prepared, {"same": prepared}, progress=False)
-    assert found.means["all"]["msp"].auroc == 0.5
+    assert found == evaluate(model, prepared, {"rest": other}, progress=False)
+    for twice in (first, prepared, batches(first, model.metadata.preprocessing, 3), dataset.select(range(7, -1, -1))):
+        with pytest.raises(
+            DataError, match="OOD set 'same' has the same samples as the in-distribution set 'pictures'"
+        ):
+            evaluate(model, first, {"rest": rest, "same": twice}, progress=False)
     with pytest.raises(ConfigError, match="set 'pictures' is a data set of raw items"):
         evaluate(lambda x: x, dataset, progress=False)
+
+
+def test_a_set_given_twice_is_refused():
+    inputs, labels = (torch.cat(parts) for parts in zip(*image_batches(), strict=True))
+    data = TensorDataset(inputs, labels)
+    loader = DataLoader(data, batch_size=9)
+    with pytest.raises(DataError, match="OOD set 'b' has the same samples as the in-distribution set 'id'"):
+        evaluate(tiny_ensemble(), loader, {"b": DataLoader(data, batch_size=4, shuffle=True)}, progress=False)
+    other = OOD["far"]["noise"]
+    with pytest.raises(DataError, match="OOD set 'b' has the same samples as OOD set 'a'"):
+        evaluate(tiny_ensemble(), loader, {"near": {"a": other}, "far": {"b": other}}, progress=False)
+    halves = [DataLoader(data, batch_size=9, sampler=range(*part)) for part in ((0, 18), (18, 27))]
+    assert evaluate(tiny_ensemble(), halves[0], {"rest": halves[1]}, progress=False).ood["rest"].samples == 9
 
 
 def test_the_gallery_holds_the_extremes():

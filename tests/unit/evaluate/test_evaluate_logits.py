@@ -143,6 +143,15 @@ def test_logits_too_large_for_half_precision_are_stored_whole(tmp_path):
     assert torch.equal(MemberLogits.load(tmp_path / "run.logits.safetensors").id.logits, logits)
 
 
+def test_logits_of_an_evaluation_that_is_replaced_go_with_it(tmp_path):
+    targets = labels()
+    for keep in (True, False):
+        evaluate_logits(id_logits(targets), targets, keep_logits=keep).save(tmp_path / "run.json")
+        assert (tmp_path / "run.logits.safetensors").exists() == keep
+    with pytest.raises(DataError, match=r"run\.logits\.safetensors cannot be read"):
+        Evaluation.load(tmp_path / "run.json", with_logits=True)
+
+
 @pytest.mark.parametrize("share", [False, True])
 def test_logits_of_any_layout_are_stored(tmp_path, share):
     targets = labels()

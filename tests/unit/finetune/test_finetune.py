@@ -290,8 +290,16 @@ def test_bad_requests_are_refused_with_advice():
         train(member, recipe=dataclasses.replace(RECIPE, patience=1))
     with pytest.raises(ConfigError, match="empty sequence"):
         train([])
-    with pytest.raises(ConfigError, match="item 0 is a Linear"):
+    with pytest.raises(
+        ConfigError, match=r"finetune takes an Ensemble, got Linear; convert it first: he\.convert\(model\)"
+    ):
         train([nn.Linear(2, 2)])
+    with pytest.raises(ConfigError, match=r"recipe must be a Recipe, .*got str"):
+        train(member, recipe="sst2")
+    with pytest.raises(ConfigError, match="checkpoint_every must be a whole number of at least 1, got 0"):
+        train(member, checkpoint_every=0)
+    with pytest.raises(ConfigError, match="device 'gpu' cannot be used here; available: cpu"):
+        train(member, device="gpu")
     with pytest.raises(ConfigError, match="needs a classifier"):
         train(tiny(classes=0))
     with pytest.raises(ConfigError, match="warm-up takes 5 updates"):

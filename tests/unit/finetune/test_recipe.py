@@ -1,5 +1,6 @@
 import dataclasses
 
+import numpy as np
 import pytest
 
 from hydra_ensembles.config import GROUPS
@@ -114,7 +115,17 @@ def test_a_changed_setting_is_no_longer_marked():
         ({"epochs": 1}, "exactly one of steps and epochs"),
         ({"steps": None}, "exactly one of steps and epochs"),
         ({"steps": 0}, "whole number"),
-        ({"steps": 2.5}, "whole number"),
+        ({"steps": 2.5}, r"Recipe\.steps must be of type int, got 2\.5"),
+        ({"learning_rate": "1e-3"}, r"Recipe\.learning_rate must be of type float, got '1e-3'"),
+        ({"learning_rate": True}, r"Recipe\.learning_rate must be of type float, got True"),
+        ({"learning_rate": None, "grid": 0.1}, r"Recipe\.grid must be a list, got 0\.1"),
+        ({"learning_rate": None, "grid": ("0.1",)}, r"Recipe\.grid\[0\] must be of type float, got '0\.1'"),
+        ({"steps": None, "epochs": 1.5}, r"Recipe\.epochs must be of type int, got 1\.5"),
+        ({"warmup": "0.1"}, r"Recipe\.warmup must be of type int, got '0\.1'; or .*float"),
+        ({"weight_decay": None}, r"Recipe\.weight_decay must be of type float, got None"),
+        ({"no_decay_on_bias_and_norm": "no"}, r"no_decay_on_bias_and_norm must be of type bool, got 'no'"),
+        ({"train_groups": "readout"}, r"Recipe\.train_groups must be a list, got 'readout'"),
+        ({"rand_augment": 9}, r"Recipe\.rand_augment must be an object with named fields, got 9"),
         ({"optimizer": "lamb"}, "optimizer must be one of"),
         ({"schedule": "step"}, "schedule must be one of"),
         ({"precision": "int8"}, "precision must be one of"),
@@ -147,9 +158,16 @@ def test_settings_that_cannot_work_are_refused(changes, message):
         Recipe(**{**good, **changes})
 
 
+def test_numbers_of_numpy_are_numbers():
+    recipe = Recipe(learning_rate=np.float32(0.5), steps=np.int64(10))
+    assert (recipe.rates, recipe.updates(None)) == ((0.5,), 10)
+
+
 def test_rand_augment_checks_itself():
     with pytest.raises(ConfigError, match="magnitude"):
         RandAugment(2, 31)
+    with pytest.raises(ConfigError, match=r"RandAugment\.operations must be of type int, got '2'"):
+        RandAugment("2", 9)
 
 
 def test_updates_count_groups_of_batches():

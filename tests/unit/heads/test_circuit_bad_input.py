@@ -93,9 +93,9 @@ def test_a_head_without_which_logits_are_not_finite(problem: Problem, method: st
         problem.extract(method=method, budget=1, dtype=torch.float16, layers=[1])
 
 
-@pytest.mark.parametrize("budget", [0, -1, 13, 100, True])
+@pytest.mark.parametrize("budget", [0, -1, 13, 100, True, 2.5, "24", None])
 def test_a_budget_there_are_no_heads_for(problem: Problem, budget: int) -> None:
-    with pytest.raises(HeadError, match=f"budget is {budget}.* 12 heads"):
+    with pytest.raises(HeadError, match=f"budget is {budget!r}.* 12 heads.*whole number"):
         problem.extract(budget=budget)
 
 
@@ -114,10 +114,13 @@ def test_a_budget_larger_than_what_layers_and_removed_leave(problem: Problem) ->
         ({"removed": [(0, 9)]}, "head 0.9 does not exist"),
         ({"removed": [(0, 1), (0, 1)]}, "head 0.1 is listed twice"),
         ({"dtype": torch.int32}, "dtype must be a floating-point type"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"memory_budget": 0}, "memory_budget must be at least 1"),
-        ({"screen_size": 0}, "screen_size must be at least 1"),
-        ({"audit_steps": -1}, "audit_steps must not be negative"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+        ({"memory_budget": 0}, "memory_budget must be a whole number of at least 1, got 0"),
+        ({"screen_size": 0}, "screen_size must be a whole number of at least 1, got 0"),
+        ({"audit_steps": -1}, "audit_steps must be a whole number of at least 0, got -1"),
+        ({"batch_size": "8"}, "batch_size must be a whole number of at least 1, got '8'"),
+        ({"seed": 1.5}, "seed must be a whole number of at least 0, got 1.5"),
+        ({"device": "cuda:99"}, "device 'cuda:99' cannot be used here; available: cpu"),
     ],
 )
 def test_settings_that_do_not_exist(problem: Problem, options: dict[str, object], message: str) -> None:

@@ -33,7 +33,7 @@ def run(folder: Path | None, fatal: int = -1, source: type[ShuffledPairs] = Shuf
         dataclasses.replace(RECIPE, **changes),
         validation=pairs(8, 4, seed=5),
         train_image_projection=True,
-        output_dir=folder,
+        output=folder,
         progress=False,
         checkpoint_every=1,
     )
@@ -73,7 +73,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
             ShuffledPairs(40),
             RECIPE,
             validation=pairs(8, 4, seed=5),
-            output_dir=tmp_path,
+            output=tmp_path,
             progress=False,
         )
 
@@ -83,7 +83,7 @@ def test_a_loss_that_is_not_finite_names_its_batch_and_keeps_the_checkpoint(tmp_
     data[3][0].fill_(float("nan"))
     recipe = dataclasses.replace(RECIPE, dropout=None)
     with pytest.raises(DataError, match=r"loss is nan at step 1 \(batch 3 of epoch 0.* the last checkpoint stays in"):
-        tune_text(tiny_dual(), data, recipe, output_dir=tmp_path, progress=False, checkpoint_every=1)
+        tune_text(tiny_dual(), data, recipe, output=tmp_path, progress=False, checkpoint_every=1)
 
 
 def test_the_content_of_pictures_counts():

@@ -8,9 +8,11 @@ import torch
 from tqdm import tqdm
 
 from ...batches import Batches
+from ...config.checks import require_whole
+from ...devices import require_device
 from ...dual_encoder import DualEncoder, Tower
 from ...ensemble import Ensemble
-from ...errors import ConfigError, DataError, HydraError
+from ...errors import DataError, HydraError
 from ...prompts import DEFAULT_TEMPLATES, Templates
 from ..fingerprint import model_fingerprint
 from ..head import Head, HeadLike, as_heads
@@ -132,12 +134,13 @@ def extract_circuit(
     )
     candidates = settings.candidates(subject.configs)
     for name, value in (("memory_budget", memory_budget), ("batch_size", batch_size)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, or None for a default, got {value}")
+        if value is not None:
+            require_whole(name, value, 1)
+    seed = require_whole("seed", seed, 0)
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" compares ID with OOD samples; give ood_batches, or use score="acc"')
 
-    place = local_device(ensemble.device if device is None else torch.device(device))
+    place = local_device(require_device(device) or ensemble.device)
     with all_ranks(place) as ranks:
         copy = working_copy(subject.classifier, settings.dtype, place)
         samples = read_samples(copy, id_batches, None if score == "acc" else ood_batches, seed)

@@ -7,8 +7,9 @@ from typing import Literal, get_args
 import torch
 
 from ...config import EnsembleConfig
-from ...errors import ConfigError, HeadError
-from ..head import Head
+from ...config.checks import require_whole
+from ...errors import ConfigError
+from ..head import Head, require_budget
 from ..mask import TOWER, existing_heads
 
 Score = Literal["acc", "ood", "avg"]
@@ -50,26 +51,21 @@ class CircuitSettings:
                 raise ConfigError(f"{name} must be one of {list(get_args(accepted))}, got {value!r}")
         if not self.dtype.is_floating_point:
             raise ConfigError(f"dtype must be a floating-point type such as torch.float32, got {self.dtype}")
-        if self.screen_size is not None and self.screen_size < 1:
-            raise ConfigError(f"screen_size must be at least 1, or None for a default, got {self.screen_size}")
+        if self.screen_size is not None:
+            require_whole("screen_size", self.screen_size, 1)
         if self.method == "screened" and "text" in {*self.towers, *(head.tower for head in self.removed)}:
             raise ConfigError(
                 'method="screened" is for one tower; heads of the text tower are cheap to measure: use method="exact", '
                 'or towers=("image",)'
             )
-        if self.audit_steps < 0:
-            raise ConfigError(f"audit_steps must not be negative, got {self.audit_steps}")
+        require_whole("audit_steps", self.audit_steps, 0)
 
     def candidates(self, configs: Mapping[str, EnsembleConfig]) -> list[Head]:
         """Heads that may be removed, first layer first; an error where the budget asks for more."""
         off = set(self.removed)
         existing = (head for name in self.towers for head in existing_heads(configs[name], self.layers, tower=name))
         candidates = [head for head in existing if head not in off]
-        if isinstance(self.budget, bool) or not 1 <= self.budget <= len(candidates):
-            raise HeadError(
-                f"budget is {self.budget}; with these layers and removed heads there are {len(candidates)} heads "
-                "to choose from, so it must lie between 1 and that number"
-            )
+        require_budget(self.budget, len(candidates))
         return candidates
 
     def screened(self, candidates: int) -> int:

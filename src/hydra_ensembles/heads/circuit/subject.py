@@ -12,6 +12,7 @@ from ...config import EnsembleConfig
 from ...dual_encoder import DualEncoder, Tower
 from ...ensemble import Ensemble
 from ...errors import ConfigError, HeadError
+from ...given_models import require_model
 from ...prompts import Templates, checked_names, checked_templates
 from ...zero_shot import zero_shot
 from ..head import Head
@@ -85,6 +86,7 @@ def subject_of(
     towers: Sequence[Tower],
 ) -> Subject:
     """Check what was given and put it together."""
+    require_model(model, "extract_circuit")
     if model.num_members != 1:
         raise ConfigError(
             f"a circuit is extracted from one model, got an ensemble of {model.num_members} members; take one of "

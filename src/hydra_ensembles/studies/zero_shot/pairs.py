@@ -135,7 +135,7 @@ def train_dual(
         recipe,
         train_image_projection=train_image_projection,
         projection_rate=projection_rate,
-        output_dir=folder,
+        output=folder,
         progress=progress,
     )
 
