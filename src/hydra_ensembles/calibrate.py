@@ -73,7 +73,7 @@ def calibrate(
         per_member: Whether each member gets a temperature of its own.
         temperature: Whether to fit a temperature at all.
     """
-    require_ensemble(ensemble, "calibrate")
+    require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "calibrate")  # compiled ones are let through
     _require_members_for(score, ensemble.num_members)
     logits, labels = _run(ensemble, validation)
     fit = fit_calibration(logits, labels, share=share, score=score, per_member=per_member, temperature=temperature)
@@ -106,9 +106,9 @@ def fit_calibration(
     """Fit temperature and threshold to member logits from anywhere.
 
     The temperature divides the member logits before softmax and mean, and minimises the negative log-likelihood of
-    the mean probabilities between 0.05 and 20. It stays 1 unless it helps, and a fit that ends at a bound warns: no
-    temperature is the right one for such data. The threshold is the smallest that accepts at least `share` of the
-    samples; samples with equal scores are accepted or refused together, so ties can make it more.
+    the mean probabilities between 0.05 and 20. It stays 1 unless it helps, and a common one that ends at a bound
+    warns: no temperature is the right one for such data. The threshold is the smallest that accepts at least `share`
+    of the samples; samples with equal scores are accepted or refused together, so ties can make it more.
 
     Args:
         member_logits: `[M, B, C]` of held-out in-distribution samples, at least two.
@@ -128,7 +128,8 @@ def fit_calibration(
     after = before
     if temperature:
         chosen, after = _fit_temperature(member_logits, labels, per_member, before)
-        _warn_at_bounds(chosen, *_range(member_logits))
+        if len(chosen) == 1 and chosen[0] != 1.0:  # a member may well stop at a bound: others cover its errors
+            _warn_at_bounds(chosen[0], *_range(member_logits))
     prediction = Prediction.from_logits(
         member_logits, temperature=chosen if len(chosen) > 1 else chosen[0], score=score
     )
@@ -192,15 +193,17 @@ def _range(member_logits: Tensor) -> tuple[float, float]:
     return math.log(max(COLDEST, 2.0 * largest)), math.log(HOTTEST)
 
 
-def _warn_at_bounds(temperature: tuple[float, ...], low: float, high: float) -> None:
-    """Warn about temperatures that would have gone on beyond the range searched, given by its logarithms."""
-    coldest = "the model has learned these samples by heart, or they are too few; calibrate on more held-out data"
+def _warn_at_bounds(temperature: float, low: float, high: float) -> None:
+    """Warn about a temperature that would have gone on beyond the range searched, given by its logarithms."""
+    coldest = (
+        "the model gets all of these samples right: it has learned them by heart, they are too few, or the task is "
+        "easy; where it is not, calibrate on more held-out data"
+    )
     hottest = "the labels do not fit the answers; check that data and model number the classes alike"
     for bound, cause in ((low, coldest), (high, hottest)):
-        found = [value for value in temperature if abs(math.log(value) - bound) < _AT_BOUND]
-        if found:
+        if abs(math.log(temperature) - bound) < _AT_BOUND:
             warnings.warn(
-                f"the temperature {found[0]:.4g} stopped at the bound {math.exp(bound):.4g} of the search: {cause}",
+                f"the temperature {temperature:.4g} stopped at the bound {math.exp(bound):.4g} of the search: {cause}",
                 stacklevel=3,
             )
 

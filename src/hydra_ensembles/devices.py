@@ -33,7 +33,7 @@ def require_device(device: torch.device | str | None) -> torch.device | None:
         if found.type != "cuda":
             torch.empty(0, device=found)
             return found
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError, ImportError) as error:
         raise _refusal(device, gpus) from error
     # counted, not tried: a process must not take memory of a GPU that another one was given
     if (found.index or 0) >= gpus:
@@ -47,5 +47,5 @@ def _refusal(device: object, gpus: int) -> ConfigError:
         *(f"cuda:{index}" for index in range(gpus)),
         *(["mps"] if torch.backends.mps.is_available() else []),
     ]
-    why = "" if gpus else " (PyTorch finds no GPU for cuda)"
+    why = " (PyTorch finds no GPU for cuda)" if not gpus and str(device).startswith("cuda") else ""
     return ConfigError(f"device {str(device)!r} cannot be used here; available: {', '.join(names)}{why}")

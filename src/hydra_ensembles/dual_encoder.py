@@ -1,7 +1,7 @@
 """Two towers, one embedding: images and texts that can be compared, M members in one pass per tower."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -16,6 +16,7 @@ from .dual_config import DualEncoderConfig, output_width
 from .encoder.grouped import GroupedLinear
 from .ensemble import Ensemble
 from .errors import ConfigError
+from .member_states import listed
 from .metadata import Metadata
 from .projections import Projections, projection_config, projection_from
 
@@ -110,11 +111,10 @@ class DualEncoder(nn.Module):
     # --- members -----------------------------------------------------------------------------------------
 
     @staticmethod
-    def stack(members: Sequence["DualEncoder"]) -> "DualEncoder":
+    def stack(members: Iterable["DualEncoder"]) -> "DualEncoder":
         """One dual encoder with all members of the given ones and nothing shared between them."""
-        singles = [one.member(index) for one in members for index in range(one.num_members)]
-        if not singles:
-            raise ConfigError("stack needs at least one dual encoder, got none")
+        given = listed(members, "DualEncoder.stack")
+        singles = [one.member(index) for one in given for index in range(one.num_members)]
         biases: list[Tensor] = [one.logit_bias for one in singles if one.logit_bias is not None]
         if len(biases) not in (0, len(singles)):
             raise ConfigError(f"{len(biases)} of {len(singles)} members have a logit bias; all must, or none")

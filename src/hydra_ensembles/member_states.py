@@ -6,10 +6,10 @@ putting members together is a concatenation.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .config import GROUPS, EnsembleConfig, Group, Sharing
 from .errors import ConfigError
@@ -106,9 +106,14 @@ def join_equal(
     return config, join_states(config, states)
 
 
+def are_several(members: object) -> TypeGuard[Iterable[Any]]:
+    """Whether something is a collection of models; modules, paths and mappings are not, though some have items."""
+    return isinstance(members, Iterable) and not isinstance(members, str | nn.Module | Mapping)
+
+
 def listed(members: Iterable[T], caller: str) -> list[T]:
     """Members from any iterable, at least one; `caller` is the function that takes them."""
-    if not isinstance(members, Iterable):
+    if not are_several(members):
         raise ConfigError(f"{caller} takes a list of members, got a single {type(members).__name__}; give [model, ...]")
     given = list(members)
     if not given:

@@ -147,8 +147,12 @@ class TextPreprocessing:
 
 
 def _items(given: Any, *single: type) -> list[Any]:
-    """What was given as a list; what is of a type in `single`, or cannot be iterated over, is one item."""
-    return list(given) if isinstance(given, Iterable) and not isinstance(given, single) else [given]
+    """What was given as a list; what is of a type in `single`, or cannot be iterated over, is one item.
+
+    Arrays of objects, as a column of a table gives them, are lists.
+    """
+    many = isinstance(given, Iterable) and not isinstance(given, single)
+    return list(given) if many or (isinstance(given, np.ndarray) and given.dtype.hasobject) else [given]
 
 
 def _advice(image: object) -> str:

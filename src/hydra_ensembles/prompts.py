@@ -19,6 +19,7 @@ LABEL = "{label}"
 DEFAULT_TEMPLATES: Templates = ("A photo of a {label}.",)
 _PROMPTS_AT_ONCE = 256
 _CLASSES_AT_ONCE = 256
+_PAIRS_AT_ONCE = 4096
 _NEARLY_PARALLEL = 1e-5  # of a cosine in float32; what is closer is compared number by number
 _SAME = 1e-6  # embeddings of length one whose numbers differ by no more are the same
 
@@ -77,13 +78,15 @@ def require_distinct(classes: Tensor, names: Sequence[str]) -> None:
     for start in range(0, len(names), _CLASSES_AT_ONCE):
         cosines = unit[:, start : start + _CLASSES_AT_ONCE] @ unit.transpose(1, 2)  # [G, some, C]
         close = (cosines.amin(0) > 1 - _NEARLY_PARALLEL).triu(start + 1)  # the later class of each pair
-        for row, second in close.nonzero().tolist():
-            first = start + row
-            if (unit[:, first] - unit[:, second]).abs().max().item() <= _SAME:
+        for pairs in close.nonzero().split(_PAIRS_AT_ONCE):
+            first, second = pairs[:, 0] + start, pairs[:, 1]
+            same = (unit[:, first] - unit[:, second]).abs().amax((0, 2)) <= _SAME  # [pairs]
+            if same.any():
+                one, other = (names[int(side[same][0])] for side in (first, second))
                 raise DataError(
-                    f"the classes {names[first]!r} and {names[second]!r} have the same embedding, so every image would "
-                    "score alike for both: the tokenizer does not know the words in which they differ, or cuts them "
-                    "off; name the classes in words it knows, in templates that are short enough"
+                    f"the classes {one!r} and {other!r} have the same embedding, so every image would score alike for "
+                    "both: the tokenizer does not know the words in which they differ, or cuts them off; name the "
+                    "classes in words it knows, in templates that are short enough"
                 )
 
 

@@ -85,12 +85,13 @@ def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool 
 
 
 def require_types(settings: Any) -> None:
-    """Hold every field of a dataclass against its annotation: for settings that are made in code, not read."""
+    """Give every field of a dataclass its annotated type, or refuse it: for settings made in code, not read."""
     hints = get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         plain = value if dataclasses.is_dataclass(value) else to_plain(value)
-        _read(hints[field.name], plain, f"{type(settings).__name__}.{field.name}", complete=False)
+        read = _read(hints[field.name], plain, f"{type(settings).__name__}.{field.name}", complete=False)
+        object.__setattr__(settings, field.name, read)  # the classes are frozen
 
 
 def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from checkpoint_models import ensemble, single, text
@@ -60,6 +61,13 @@ def test_what_is_no_image_is_told_how_to_become_one(inputs: Any, message: str) -
     for predictor in (model, mc_dropout(model, 0.1, 2)):
         with pytest.raises(DataError, match=message):
             predictor.predict(inputs)
+
+
+def test_a_column_of_images_is_a_list_of_them() -> None:
+    model = ensemble(single()).with_metadata(preprocessing=ImagePreprocessing((8, 8)))
+    column = np.empty(2, dtype=object)
+    column[:] = [Image.fromarray(PIXELS), Image.fromarray(PIXELS + 90)]
+    assert torch.equal(model.predict(column).probs, model.predict(list(column)).probs)
 
 
 @pytest.mark.parametrize("inputs", [[IDS], (IDS, torch.zeros(2)), IDS.numpy(), 3])

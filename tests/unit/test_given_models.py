@@ -42,10 +42,12 @@ ENSEMBLE_ONLY: dict[str, Callable[[Any], object]] = {
     [
         (nn.Linear(2, 2), r"got Linear; convert it first: he\.convert\(model\)"),
         (Path("run"), r"got \w+; load it first: he\.Ensemble\.from_pretrained\('run'\)"),
+        ("run", r"got str; load it first: he\.Ensemble\.from_pretrained\('run'\)"),
+        (nn.Sequential(nn.Linear(2, 2)), r"got Sequential; convert it first: he\.convert\(model\)"),
         (he.mc_dropout(ensemble(single()), 0.1, 2), "got MCDropout; give the Ensemble that it was made from"),
         (None, r"got NoneType; give what he\.convert\(model\) returns"),
     ],
-    ids=["module", "path", "view", "nothing"],
+    ids=["module", "path", "name", "modules", "view", "nothing"],
 )
 def test_what_is_no_model(name: str, model: object, message: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} takes an Ensemble( or a DualEncoder)?, {message}"):

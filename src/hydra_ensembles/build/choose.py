@@ -70,6 +70,8 @@ class Chooser:
         try:
             chosen = circuit_members(rankings, config.prune, config.members, pool, config.seed)
         except HeadError as error:
+            if "would be identical" not in str(error):
+                raise
             kept = self.run.place("rankings")
             where = "" if kept is None else f"; the rankings are kept in {kept}, other settings need another output"
             raise HeadError(f'{error}. In HydraConfig: prune, or strategy="sampled"{where}') from error

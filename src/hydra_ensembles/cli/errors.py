@@ -68,7 +68,7 @@ def report_failure(error: BaseException, debug: bool) -> int | None:
         _say(f"interrupted{': ' if str(error) else ''}{error}")
         return INTERRUPTED
     if isinstance(error, HydraError | OSError):
-        _say(f"error: {in_flags(str(error))}")
+        _say(f"error: {in_flags(str(error)) if isinstance(error, HydraError) else error}")
         return BAD_INPUT
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         _say(f"error: not enough memory ({error}); lower --batch-size, or use another --device")

@@ -11,6 +11,7 @@ from rich.table import Table
 from ..errors import DataError
 from ..evaluation import Detection, Evaluation
 from ..evaluation import evaluate as evaluate_model
+from ..evaluation.evaluation import logits_path
 from ..metrics import Convention
 from ..prediction import ScoreName
 from ..schema import from_plain, to_plain
@@ -109,6 +110,8 @@ def run_evaluation(settings: EvaluateSettings, progress: bool) -> Evaluation:
         progress=progress,
     )
     evaluation.save(settings.file)
+    if evaluation.logits is None:  # those of an evaluation that this one replaces
+        logits_path(settings.file).unlink(missing_ok=True)
     heading = "Resolved settings of an evaluation; repeat it with: hydra-ensembles evaluate --config THIS_FILE"
     write_yaml(settings.file.with_suffix(".config.yaml"), to_plain(settings), heading)
     return evaluation

@@ -43,14 +43,14 @@ def read_recipe(value: Any, changes: Mapping[str, Any] | None = None) -> Recipe 
     own = {**settings, **(changes or {})}
     require_known(own, [one.name for one in fields(Recipe)], "the recipe")
     if preset is None:
-        return from_plain(Recipe, _without_excluded(settings, changes or {}), "recipe")
+        return from_plain(Recipe, _without_excluded(settings, changes or {}), "Recipe")
     if preset not in PRESETS:
         raise ConfigError(
             f"there is no recipe {preset!r}{did_you_mean(str(preset), PRESETS)}; there are {', '.join(sorted(PRESETS))}"
         )
     start = to_plain(Recipe.preset(preset))
     start["ours"] = [name for name in start["ours"] if name not in own]
-    return from_plain(Recipe, _without_excluded(start, own), "recipe")
+    return from_plain(Recipe, _without_excluded(start, own), "Recipe")
 
 
 def _without_excluded(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,9 +113,8 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         Sources are one where they are the same object or, by their `place`, read the same files; no item is read.
         """
         place = getattr(self._source, "place", None)
-        one_source = self._source is other._source or (
-            place is not None and place == getattr(other._source, "place", None)
-        )
+        alike = type(self._source) is type(other._source) and isinstance(place, tuple)
+        one_source = self._source is other._source or (alike and place == getattr(other._source, "place", None))
         return one_source and np.array_equal(np.sort(self.rows), np.sort(other.rows))
 
     def select(self, indices: npt.ArrayLike | Iterable[int], name: str | None = None) -> Self:

@@ -5,7 +5,6 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from ..batches import Batches
 from ..data.batching import Batches as OwnBatches
@@ -99,7 +98,8 @@ def evaluate(
         [
             (f"the in-distribution set {id_name!r}", id_data),
             *((f"OOD set {key!r}", data) for sets in groups.values() for key, data in sets.items()),
-        ]
+        ],
+        preprocess,
     )
     with running(ensemble, require_device(device)) as (place, dtype):
         runner = Runner(
@@ -160,29 +160,23 @@ def _own_settings(
     return calibration, preprocess, known
 
 
-def _require_different(sets: Sequence[tuple[str, object]]) -> None:
+def _require_different(sets: Sequence[tuple[str, object]], preprocess: Preprocess | None) -> None:
     for (first, one), (second, other) in combinations(sets, 2):
-        if _are_same(one, other):
+        if _are_same(one, other, preprocess):
             raise DataError(
                 f"{second} has the same samples as {first}; OOD detection tells different data apart: give each set "
                 "data of its own, or leave it out"
             )
 
 
-def _are_same(one: object, other: object) -> bool:
-    if one is other:
-        return True
-    mine, theirs = _all_read(one), _all_read(other)
+def _are_same(one: object, other: object, preprocess: Preprocess | None) -> bool:
+    """Whether two sets are surely the same. Loaders that are not ours may choose and change what they read."""
+    (mine, my_way), (theirs, their_way) = (
+        (data.dataset, data.preprocess) if isinstance(data, OwnBatches) else (data, preprocess) for data in (one, other)
+    )
     if isinstance(mine, Dataset) and isinstance(theirs, Dataset):
-        return mine.same_items(theirs)
-    return mine is not None and mine is theirs
-
-
-def _all_read(data: object) -> object | None:
-    """What a loader reads from the first to the last item; None where it chooses, or where nobody knows."""
-    if isinstance(data, DataLoader) and type(data.sampler) in (SequentialSampler, RandomSampler):
-        return data.dataset
-    return data.dataset if isinstance(data, OwnBatches) else data if isinstance(data, Dataset) else None
+        return my_way == their_way and mine.same_items(theirs)
+    return one is other
 
 
 def _set_name(data: object) -> str:

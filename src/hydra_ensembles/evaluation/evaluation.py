@@ -127,14 +127,12 @@ class Evaluation:
     def save(self, path: str | Path) -> None:
         """Write a JSON file, and beside it `<name>.logits.safetensors` where member logits were kept.
 
-        The JSON file is written last, so that it never lies there without its logits, nor beside those of another
-        evaluation that it replaces.
+        The JSON file is written last, so that it never lies there without its logits. An evaluation without logits
+        leaves alone those beside the file: it may have been read without them.
         """
         path = Path(path)
         text = json.dumps(self.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
-        if self.logits is None:
-            logits_path(path).unlink(missing_ok=True)
-        else:
+        if self.logits is not None:
             self.logits.save(logits_path(path))
         write_atomically(path, text.encode())
 

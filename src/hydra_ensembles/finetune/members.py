@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 
@@ -15,6 +15,7 @@ from ..ensemble import Ensemble
 from ..errors import ConfigError
 from ..given_models import require_ensemble
 from ..heads.fingerprint import model_fingerprint
+from ..member_states import are_several
 from ..randomness import derive_seed
 from ..reading_order import borrowed, require_rereadable
 from .data_identity import fingerprint
@@ -109,7 +110,7 @@ def finetune(
         DataError: Batches that cannot be used, or a loss that is not finite; the last checkpoint stays.
         CheckpointError: A checkpoint in `output` that belongs to another recipe, model or data.
     """
-    members = list(member) if isinstance(member, Iterable) else [member]
+    members: list[Ensemble] = list(member) if are_several(member) else [cast(Ensemble, member)]
     _check(members, train, recipe, validation, index, checkpoint_every)
     runtime = find_runtime(device, members[0].device)
     data: dict[str, Any] = {}

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate
 from types import MappingProxyType
 
+from ..errors import ConfigError
 from .decision import Chosen, Decision
 from .recipe import StudyRecipe
 from .specs import CLASSIFIERS, backbone, dropout
@@ -57,6 +58,9 @@ CALIBRATED = frozenset({TEMPERATURE})
 def fixed_methods(recipe: StudyRecipe) -> dict[str, Units]:
     """The methods of a study that need no decision, with their units."""
     found = {name: units(recipe) for name, units in FIXED.items()}
+    taken = sorted({*FIXED, *CHOSEN, MC_DROPOUT} & {one.name for one in recipe.controls})
+    if taken:
+        raise ConfigError(f"controls are called {taken}, as methods of every study are; give them other names")
     found |= {one.name: one.units(recipe.members) for one in recipe.controls}
     return {name: units for name, units in found.items() if units}
 

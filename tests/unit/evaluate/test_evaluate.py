@@ -5,7 +5,7 @@ import pytest
 import torch
 from tiny_models import CLASSES, HEADS, NAMES, image_batches, text_batches, tiny_ensemble
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from hydra_ensembles.data import ImageDataset, batches
 from hydra_ensembles.errors import ConfigError, DataError
@@ -126,10 +126,22 @@ def test_a_set_given_twice_is_refused():
     data = TensorDataset(inputs, labels)
     loader = DataLoader(data, batch_size=9)
     with pytest.raises(DataError, match="OOD set 'b' has the same samples as the in-distribution set 'id'"):
-        evaluate(tiny_ensemble(), loader, {"b": DataLoader(data, batch_size=4, shuffle=True)}, progress=False)
+        evaluate(tiny_ensemble(), loader, {"b": loader}, progress=False)
     other = OOD["far"]["noise"]
     with pytest.raises(DataError, match="OOD set 'b' has the same samples as OOD set 'a'"):
         evaluate(tiny_ensemble(), loader, {"near": {"a": other}, "far": {"b": other}}, progress=False)
+
+
+def test_loaders_over_one_data_set_may_read_different_things():
+    inputs, labels = (torch.cat(parts) for parts in zip(*image_batches(), strict=True))
+    data = TensorDataset(inputs, labels)
+
+    def upside_down(rows):
+        images, targets = default_collate(rows)
+        return images.flip(-2), targets
+
+    turned = DataLoader(data, batch_size=9, collate_fn=upside_down)
+    assert evaluate(tiny_ensemble(), DataLoader(data, batch_size=9), {"turned": turned}, progress=False).ood
     halves = [DataLoader(data, batch_size=9, sampler=range(*part)) for part in ((0, 18), (18, 27))]
     assert evaluate(tiny_ensemble(), halves[0], {"rest": halves[1]}, progress=False).ood["rest"].samples == 9
 

@@ -176,3 +176,11 @@ def test_updates_count_groups_of_batches():
     assert dataclasses.replace(recipe, epochs=None, steps=5).updates(None) == 5
     with pytest.raises(ConfigError, match="no length"):
         recipe.updates(None)
+
+
+def test_settings_take_their_annotated_types() -> None:
+    given = {"learning_rate": 1, "steps": np.int64(3), "betas": [0.9, 0.99]}
+    recipe = Recipe(**given, rand_augment={"operations": 2, "magnitude": 9})
+    assert (type(recipe.learning_rate), type(recipe.steps)) == (float, int)
+    assert recipe.betas == (0.9, 0.99)
+    assert recipe.rand_augment == RandAugment(operations=2, magnitude=9)

@@ -59,8 +59,8 @@ def test_how_samples_are_batched_changes_nothing() -> None:
     assert evidence(apart.extract(budget=4)) == evidence(together.extract(budget=4))
 
 
-@pytest.mark.parametrize("memory_budget", [1, 30_000, 60_000])
-def test_memory_changes_the_work_and_nothing_else(memory_budget: int) -> None:
+@pytest.mark.parametrize("memory_budget", [1, 3e4, 60_000])
+def test_memory_changes_the_work_and_nothing_else(memory_budget: float) -> None:
     problem = random_problem("image-mean-layerscale", id_sizes=(9, 6), ood_sizes=(12,))
     expected = problem.extract(method="naive", budget=6)
     assert evidence(problem.extract(method="exact", budget=6, memory_budget=memory_budget)) == evidence(expected)

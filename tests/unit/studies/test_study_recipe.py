@@ -43,6 +43,8 @@ def test_controls_are_rows_with_names_of_their_own() -> None:
     assert {one.name for one in recipe.controls} < set(fixed_methods(recipe))
     with pytest.raises(ConfigError, match="names of their own"):
         replace(recipe, controls=(averaged, averaged))
+    with pytest.raises(ConfigError, match=r"controls are called \['Single'\]"):
+        fixed_methods(replace(recipe, controls=(replace(averaged, name="Single"),)))
     with pytest.raises(ConfigError, match="MLPs apart"):
         replace(averaged, mlp="separate")
     with pytest.raises(ConfigError, match="ood_halves"):

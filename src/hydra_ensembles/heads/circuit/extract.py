@@ -133,9 +133,11 @@ def extract_circuit(
         prompts=subject.prompts,
     )
     candidates = settings.candidates(subject.configs)
-    for name, value in (("memory_budget", memory_budget), ("batch_size", batch_size)):
-        if value is not None:
-            require_whole(name, value, 1)
+    if memory_budget is not None:
+        whole = int(memory_budget) if isinstance(memory_budget, float) else memory_budget  # bytes are written as 2e9
+        memory_budget = require_whole("memory_budget", whole, 1)
+    if batch_size is not None:
+        require_whole("batch_size", batch_size, 1)
     seed = require_whole("seed", seed, 0)
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" compares ID with OOD samples; give ood_batches, or use score="acc"')
