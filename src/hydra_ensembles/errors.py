@@ -25,6 +25,10 @@ class HeadError(HydraError):
     """A head address or a set of heads that does not exist in this ensemble."""
 
 
+class SameMembersError(HeadError):
+    """Members that would lose the same heads, and so be identical."""
+
+
 class DataError(HydraError):
     """Batches, labels or scores that cannot be used as given."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import HeadError
+from ..errors import SameMembersError
 from ..heads import Head, HeadRanking, extract_circuit, taylor
 from ..heads.circuit.settings import Score
 from ..heads.members import circuit_members, random_members, sampled_members, taylor_members
@@ -69,12 +69,10 @@ class Chooser:
         }
         try:
             chosen = circuit_members(rankings, config.prune, config.members, pool, config.seed)
-        except HeadError as error:
-            if "would be identical" not in str(error):
-                raise
+        except SameMembersError as error:
             kept = self.run.place("rankings")
             where = "" if kept is None else f"; the rankings are kept in {kept}, other settings need another output"
-            raise HeadError(f'{error}. In HydraConfig: prune, or strategy="sampled"{where}') from error
+            raise SameMembersError(f'{error}. In HydraConfig: prune, or strategy="sampled"{where}') from error
         drawn = config.members - len(scores)
         return _named(chosen, [*(f"circuit {score}" for score in scores), *["drawn from circuit avg"] * drawn])
 

@@ -8,6 +8,7 @@ from ..build import HydraConfig
 from ..build import build as build_ensemble
 from ..build.config import Strategy
 from ..build.run_folder import SETTINGS, require_own_folder
+from ..checkpoint.reading import RESULT_OF_A_BUILD
 from ..data import RandAugment, TrainTransform, batches
 from ..data.batching import Preprocess
 from ..ensemble import Ensemble
@@ -26,7 +27,7 @@ from .datasets import (
     suite_set,
 )
 from .errors import InterruptedRunError
-from .models import RUN_FILE, RUN_RESULT, load_classifier
+from .models import RUN_FILE, load_classifier
 from .settings import USUAL_BATCH, choose_device
 from .yaml_file import write_yaml
 
@@ -201,7 +202,7 @@ def _print_result(hydra: Ensemble, folder: Path, config: HydraConfig) -> None:
     if calibration is not None and calibration.threshold is not None:
         print(f"abstains       where {calibration.score} is above {calibration.threshold:.4g}, calibrated to accept "
               f"{config.accepted_share:.0%} of held-out data")  # fmt: skip
-    print(f"\nThe ensemble is in {folder / RUN_RESULT}, how it was made in {folder / 'summary.json'}. Next:")
+    print(f"\nThe ensemble is in {folder / RESULT_OF_A_BUILD}, how it was made in {folder / 'summary.json'}. Next:")
     quoted = shlex.quote(str(folder))
     print(f"  hydra-ensembles info {quoted}")
     print(f"  hydra-ensembles predict {quoted} {'IMAGE...' if hydra.kind == 'image' else '--text TEXT'}")

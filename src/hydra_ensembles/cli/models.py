@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.reading import RESULT_OF_A_BUILD
 from ..dual_encoder import DualEncoder
 from ..ensemble import Ensemble
 from ..errors import CheckpointError, ConfigError
@@ -13,7 +14,7 @@ from .timm_models import is_timm_name, load_timm, timm_names
 from .transformers_models import hub_config, load_transformers
 
 TIMM, HUB = "timm:", "hf:"
-RUN_FILE, RUN_RESULT = "run.json", "ensemble"
+RUN_FILE = "run.json"
 
 
 def load_classifier(settings: ModelSettings) -> Ensemble:
@@ -62,11 +63,11 @@ def load_model(settings: ModelSettings) -> Ensemble | DualEncoder:
 
 def _from_folder(folder: Path, settings: ModelSettings) -> Ensemble | DualEncoder:
     if (folder / RUN_FILE).is_file():
-        if not (folder / RUN_RESULT / "config.json").is_file():
+        if not (folder / RESULT_OF_A_BUILD / "config.json").is_file():
             raise CheckpointError(
                 f"{folder} is a build that is not finished; run the same build again, it goes on there"
             )
-        folder = folder / RUN_RESULT
+        folder = folder / RESULT_OF_A_BUILD
     config = _read_config(folder)
     if config.get("format") == "hydra_ensembles":
         _refuse_making(settings, f"{folder} holds a saved ensemble")

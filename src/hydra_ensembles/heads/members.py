@@ -11,7 +11,7 @@ import numpy as np
 
 from ..dual_encoder import DualEncoder
 from ..ensemble import Ensemble
-from ..errors import ConfigError, HeadError
+from ..errors import ConfigError, HeadError, SameMembersError
 from .head import Head
 from .mask import existing_heads, towers_of
 from .ranking import HeadRanking
@@ -49,7 +49,7 @@ def circuit_members(
     for second in range(1, len(chosen)):
         first = _same_as_earlier(chosen, second)
         if first is not None:
-            raise HeadError(
+            raise SameMembersError(
                 f"the circuits for {needed[first]!r} and {needed[second]!r} remove the same {prune} heads, so two "
                 "members would be identical; use another `prune`, more or other data for the circuits, or "
                 "members sampled from one circuit"
@@ -69,7 +69,7 @@ def taylor_members(rankings: Sequence[HeadRanking], prune: int) -> Members:
     for second in range(1, len(chosen)):
         first = _same_as_earlier(chosen, second)
         if first is not None:
-            raise HeadError(
+            raise SameMembersError(
                 f"rankings {first} and {second} remove the same {prune} heads, so two members would be identical: "
                 f"{_why_equal(rankings[first], rankings[second])}"
             )
@@ -129,7 +129,7 @@ def _draw_distinct(
     seen = {frozenset(subset) for subset in taken}
     possible = math.comb(len(heads), prune) - sum(subset <= set(heads) for subset in seen)
     if possible < count:
-        raise HeadError(
+        raise SameMembersError(
             f"prune={prune} out of {len(heads)} heads leaves {possible} different choices for {count} more members, "
             f"so some would be identical; enlarge `{setting}`, change `prune`, or ask for fewer members"
         )

@@ -29,9 +29,7 @@ def collect(name: str, output: Path, folder: Path, *, tiny: bool = False) -> str
         DataError: A seed is not finished.
     """
     study = bring_together(load_recipe(name, tiny), output)
-    made = make_tables(study)
-    study.save(made, folder)
-    return written({**study.facts, **made}, TABLES)
+    return settled(study, make_tables(study), folder, TABLES, store=True)
 
 
 def rebuild(name: str, folder: Path, *, store: bool = False) -> str:
@@ -49,12 +47,7 @@ def rebuild(name: str, folder: Path, *, store: bool = False) -> str:
         DataError: Results are missing, or come out different.
     """
     study = StoredStudy.load(name, folder)
-    made = make_tables(study)
-    if store:
-        study.save(made, folder)
-    else:
-        require_same(study, made, folder)
-    return written({**study.facts, **made}, TABLES)
+    return settled(study, make_tables(study), folder, TABLES, store=store)
 
 
 def make_tables(study: StoredStudy) -> dict[str, Any]:
@@ -63,6 +56,15 @@ def make_tables(study: StoredStudy) -> dict[str, Any]:
     controls = tuple(one["name"] for one in study.facts["recipe"].get("controls", ()))
     claims = [to_plain(one) for one in study_claims(study, replicates)]
     return {"rows": study_rows(study), "claims": claims, CONTRASTS: contrasts(replicates, controls)}
+
+
+def settled(study: StoredResults, made: Mapping[str, Any], folder: Path, tables: Tables, *, store: bool) -> str:
+    """The tables in Markdown, once their numbers are stored, or are those that are stored."""
+    if store:
+        study.save(made, folder)
+    else:
+        require_same(study, made, folder)
+    return written({**study.facts, **made}, tables)
 
 
 def require_same(study: StoredResults, made: Mapping[str, Any], folder: Path) -> None:

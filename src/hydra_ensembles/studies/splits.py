@@ -23,6 +23,9 @@ from .store import Store
 from .text_samples import TextSamples
 
 
+LEAST_CLASSES = 20  # of OOD data that are cut in two by class
+
+
 class Samples(Protocol):
     """Labelled inputs on a device, of either kind."""
 
@@ -127,9 +130,6 @@ class StudyData:
     def _ood_halves(self) -> tuple[AnyDataset, AnyDataset]:
         whole = self.store.load(self._suite.circuit_ood)
         return halves(whole) if self.recipe.ood_halves == "images" else class_halves(whole)
-
-
-LEAST_CLASSES = 20
 
 
 def class_halves(dataset: AnyDataset) -> tuple[AnyDataset, AnyDataset]:

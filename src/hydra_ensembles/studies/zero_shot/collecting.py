@@ -5,7 +5,7 @@ from typing import Any
 
 from ...schema import to_plain
 from ..claims import RESAMPLES
-from ..collecting import require_same, written
+from ..collecting import settled
 from .claims import zero_shot_claims
 from .recipe import ZeroShotRecipe
 from .results import StoredZeroShot, bring_together
@@ -23,9 +23,7 @@ def collect_zero_shot(recipe: ZeroShotRecipe, output: Path, folder: Path) -> str
         DataError: A seed is not finished.
     """
     study = bring_together(recipe, output)
-    made = make_tables(study)
-    study.save(made, folder)
-    return written({**study.facts, **made}, TABLES)
+    return settled(study, make_tables(study), folder, TABLES, store=True)
 
 
 def rebuild_zero_shot(name: str, folder: Path, *, store: bool = False) -> str:
@@ -43,12 +41,7 @@ def rebuild_zero_shot(name: str, folder: Path, *, store: bool = False) -> str:
         DataError: Results are missing, or come out different.
     """
     study = StoredZeroShot.load(name, folder)
-    made = make_tables(study)
-    if store:
-        study.save(made, folder)
-    else:
-        require_same(study, made, folder)
-    return written({**study.facts, **made}, TABLES)
+    return settled(study, make_tables(study), folder, TABLES, store=store)
 
 
 def make_tables(study: StoredZeroShot) -> dict[str, Any]:
