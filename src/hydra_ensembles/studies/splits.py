@@ -22,7 +22,6 @@ from .recipe import SPLIT_SEED, StudyRecipe
 from .store import Store
 from .text_samples import TextSamples
 
-
 LEAST_CLASSES = 20  # of OOD data that are cut in two by class
 
 
