@@ -21,8 +21,9 @@ import torch
 from torch.multiprocessing import get_context
 
 import hydra_ensembles as he
-from hydra_ensembles.finetune import finetune
-from hydra_ensembles.metrics import accuracy, auroc
+from hydra_ensembles.finetune.members import finetune
+from hydra_ensembles.metrics.calibration import accuracy
+from hydra_ensembles.metrics.ood import auroc
 from hydra_ensembles.prediction import Prediction
 from hydra_ensembles.schema import to_plain
 from hydra_ensembles.studies.recipe import StudyRecipe, load_recipe

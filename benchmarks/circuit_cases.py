@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hydra_ensembles.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
-from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from hydra_ensembles.model.ensemble import Ensemble
 
 Batches = list[tuple[Tensor, Tensor]]
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state
 
 import hydra_ensembles as he
-from hydra_ensembles.config import EnsembleConfig
-from hydra_ensembles.describe import multiply_adds
-from hydra_ensembles.encoder.head_products import Plan
+from hydra_ensembles._utils import derive_seed
 from hydra_ensembles.mc_dropout import mc_dropout
-from hydra_ensembles.randomness import derive_seed
+from hydra_ensembles.model.config import EnsembleConfig
+from hydra_ensembles.model.cost import multiply_adds
+from hydra_ensembles.model.layers import Plan
 
 NAMES = (
     "single",

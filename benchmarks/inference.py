@@ -28,8 +28,8 @@ from model_shapes import SHAPES, ClipShape, Inputs
 from torch import Tensor
 from zero_shot_contenders import ZERO_SHOT_NAMES, ZeroShotWorkshop
 
-from hydra_ensembles.encoder.head_products import Plan
-from hydra_ensembles.metrics.cost import measure_costs
+from hydra_ensembles.model.cost import measure_costs
+from hydra_ensembles.model.layers import Plan
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FIRST_CONTENDERS = ("single", "hydra-k0", "hydra-k8", "hydra-k10", "hydra-uneven", "ours")

@@ -24,7 +24,8 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from hydra_ensembles import data
-from hydra_ensembles.demo import DemoSettings, load_backbone, load_sample
+from hydra_ensembles.demo.embedded import load_backbone, load_sample
+from hydra_ensembles.demo.settings import DemoSettings
 
 SEVERITIES = (1, 2, 3, 4, 5)
 EXPANDED = 3  # the severity whose gradient and Hessian are computed

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from study_tables import FIGURES, RELIABILITY, task_of
 
-from hydra_ensembles.metrics import reliability_bins
+from hydra_ensembles.metrics.calibration import reliability_bins
 from hydra_ensembles.studies.methods import DEEP, HYDRA, HYDRA_TRUNK, SINGLE
 from hydra_ensembles.studies.recipe import STUDIES
 from hydra_ensembles.studies.zero_shot.methods import HYDRA_TEMPERATURE, TEMPERATURE

@@ -29,7 +29,7 @@ from zero_shot_candidates import FROZEN, LONG, SHORT, Candidate
 import hydra_ensembles as he
 from hydra_ensembles import data
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.prompts import average_templates, prompts_of
+from hydra_ensembles.model.clip import average_templates, prompts_of
 from hydra_ensembles.schema import to_plain
 from hydra_ensembles.studies.image_samples import ImageSamples
 from hydra_ensembles.studies.store import Store
@@ -37,7 +37,8 @@ from hydra_ensembles.studies.zero_shot.captions import CAPTION_TEMPLATES, Captio
 from hydra_ensembles.studies.zero_shot.dual_model import untrained_dual
 from hydra_ensembles.studies.zero_shot.label_names import label_names
 from hydra_ensembles.studies.zero_shot.pairs import FeaturePairs, view_features
-from hydra_ensembles.text_tuning import text_features, tune_text
+from hydra_ensembles.text_tuning.features import text_features
+from hydra_ensembles.text_tuning.tuning import tune_text
 
 MAKES_FEATURES = ("size", "seed", "train_images", "validation_images", "views", "templates")
 

@@ -16,7 +16,7 @@ import timm
 
 import hydra_ensembles as he
 from hydra_ensembles import data
-from hydra_ensembles.demo import load_backbone, load_sample
+from hydra_ensembles.demo.embedded import load_backbone, load_sample
 
 
 # --8<-- [start:ensemble]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hydra_ensembles.config import (
+from hydra_ensembles.model.config import (
     EncoderConfig,
     EnsembleConfig,
     KeptHeads,
@@ -13,8 +13,8 @@ from hydra_ensembles.config import (
     TextStemConfig,
     all_heads,
 )
-from hydra_ensembles.ensemble import Ensemble
-from hydra_ensembles.metadata import Calibration, Metadata
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.metadata import Calibration, Metadata
 from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing
 
 TOKENIZER = (

@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
-from hydra_ensembles.config import KeptHeads
-from hydra_ensembles.evaluation import Evaluation, GalleryItem, ModelInfo, evaluate_logits
-from hydra_ensembles.evaluation.gallery import image_uri
-from hydra_ensembles.metadata import Calibration
-from hydra_ensembles.metrics.cost import Cost
+from hydra_ensembles.evaluation.core import evaluate_logits
+from hydra_ensembles.evaluation.evaluation import Evaluation
+from hydra_ensembles.evaluation.gallery import GalleryItem, image_uri
+from hydra_ensembles.evaluation.results import ModelInfo
+from hydra_ensembles.model.config import KeptHeads
+from hydra_ensembles.model.cost import Cost
+from hydra_ensembles.model.metadata import Calibration
 
 CLASSES, LAYERS, HEADS = 4, 3, 5
 CLASS_NAMES = ("ant", "bee", "cat", "dog & <b>fox</b>")

@@ -1,24 +1,31 @@
 """Uncertainty from one pretrained transformer: prune different heads, fuse the copies, predict in one pass."""
 
-from ._version import __version__
-from .build import HydraConfig, build
+from ._utils import __version__
+from .build.chain import build
+from .build.config import HydraConfig
 from .calibrate import calibrate, fit_calibration
-from .convert import convert
-from .dual_encoder import DualEncoder
-from .ensemble import Ensemble
+from .convert.convert import convert
 from .errors import HydraError
-from .evaluation import Evaluation, evaluate
-from .finetune import Recipe, finetune
+from .evaluation.evaluate import evaluate
+from .evaluation.evaluation import Evaluation
+from .finetune.members import finetune
+from .finetune.recipe import Recipe
 from .fuse import fuse
-from .heads import Head, HeadRanking, extract_circuit, masked, taylor
+from .heads.circuit.extract import extract_circuit
+from .heads.head import Head
+from .heads.mask import masked
+from .heads.ranking import HeadRanking
+from .heads.taylor import taylor
 from .mc_dropout import mc_dropout
+from .model.clip import DualEncoder, retarget, zero_shot
+from .model.ensemble import Ensemble
+from .model.stem_readout import Projections
 from .prediction import Prediction
 from .preprocessing import ImagePreprocessing, TextPreprocessing
-from .projections import Projections
 from .prune import prune
-from .report import compare, write_report
-from .text_tuning import tune_text
-from .zero_shot import retarget, zero_shot
+from .report.comparison import compare
+from .report.html import write_report
+from .text_tuning.tuning import tune_text
 
 __all__ = [
     "DualEncoder",

@@ -1,11 +1,13 @@
-"""Reading batches the way users have them: pairs, or mappings with labels."""
+"""What a batch is, and the order in which batches are read."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._utils import all_seeded, derive_seed
 from .errors import DataError
 
 Inputs = Tensor | dict[str, Tensor]
@@ -118,3 +120,88 @@ def _read_labels(labels: Any, inputs: Inputs, where: str) -> Tensor:
     if len(read) != size:
         raise DataError(f"{where} has {size} inputs and {len(read)} labels")
     return read
+
+
+def require_rereadable(batches: Batches, name: str) -> None:
+    """Refuse a one-shot iterator: training reads its data once per epoch, and again to resume."""
+    if isinstance(batches, Iterator):
+        raise DataError(
+            f"{name} is a {type(batches).__name__}, which can be read only once; give a DataLoader, a list of batches, "
+            "or any object that starts afresh with every for loop"
+        )
+
+
+def length_of(batches: Batches) -> int | None:
+    """Number of batches in one pass, or None where the source does not know."""
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+@contextmanager
+def borrowed(batches: Batches) -> Iterator[None]:
+    """Give a source back as it came: the generators of loader and samplers, the epoch, the stream.
+
+    Epoch and stream are put back where they can be read, as attributes `epoch` and `stream`.
+    """
+    with ExitStack() as restoring:
+        for part in parts_of(batches):
+            for name in ("epoch", "stream"):
+                if hasattr(part, name) and callable(getattr(part, f"set_{name}", None)):
+                    restoring.callback(_put_back, part, name, getattr(part, name))
+            generator = getattr(part, "generator", None)
+            if isinstance(generator, torch.Generator):
+                restoring.callback(generator.set_state, generator.get_state())
+            if hasattr(part, "generator") and isinstance(generator, torch.Generator | None):
+                restoring.callback(_put_generator_back, part, generator)
+        yield
+
+
+@contextmanager
+def epoch_of(batches: Batches, epoch: int, seed: int, device: torch.device) -> Iterator[None]:
+    """Run a block in which `batches`, read from the start, gives this epoch of the stream `seed`."""
+    with all_seeded(derive_seed(seed, "data", epoch), device):
+        begin_epoch(batches, epoch, seed)
+        yield
+
+
+def begin_epoch(batches: Batches, epoch: int, seed: int) -> None:
+    """Set what a source has of its own to the start of an epoch of the stream `seed`; see `borrowed`.
+
+    The global generators, which a source may use as well, are the caller's to seed.
+    """
+    for part in parts_of(batches):
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(derive_seed(seed, "order", epoch))
+        if callable(getattr(part, "set_stream", None)):
+            part.set_stream(seed)
+        if callable(getattr(part, "set_epoch", None)):
+            part.set_epoch(epoch)
+
+
+def parts_of(batches: Batches) -> list[Any]:
+    """A source with the sources, samplers and data sets inside it, each once."""
+    found: list[Any] = []
+    waiting: list[Any] = [batches]
+    while waiting:
+        part = waiting.pop(0)
+        if part is None or any(part is other for other in found):
+            continue
+        found.append(part)
+        waiting += [getattr(part, name, None) for name in _INNER]
+    return found
+
+
+_INNER = ("base_dataloader", "batches", "sampler", "batch_sampler", "dataset")
+
+
+def _put_back(part: Any, name: str, value: Any) -> None:
+    if getattr(part, name) != value:
+        getattr(part, f"set_{name}")(value)
+
+
+def _put_generator_back(part: Any, generator: Any) -> None:
+    if part.generator is not generator:
+        part.generator = generator

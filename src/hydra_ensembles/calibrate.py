@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ._utils import evaluation_mode
 from .batches import Batches, iterate, move, require_labels
-from .ensemble import Ensemble
 from .errors import ConfigError, DataError
-from .given_models import require_ensemble
-from .metadata import Calibration
-from .metrics import aurc
+from .metrics.selective import aurc
+from .model.clip import require_ensemble
+from .model.ensemble import Ensemble
+from .model.metadata import Calibration
 from .prediction import Prediction, ScoreName, scale_logits
-from .training_flags import evaluation_mode
 
 COLDEST, HOTTEST = 0.05, 20.0  # temperatures searched
 _GRID = 24

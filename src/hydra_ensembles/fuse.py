@@ -7,14 +7,13 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from .config import EnsembleConfig, Group, Sharing
-from .dual_encoder import DualEncoder
-from .encoder.grouped import GroupedLinear
-from .ensemble import Ensemble
 from .errors import ConfigError
-from .given_models import require_model
 from .heads.mask import Model
-from .member_states import (
+from .model.clip import DualEncoder, require_model
+from .model.config import EnsembleConfig, Group, Sharing
+from .model.ensemble import Ensemble
+from .model.layers import GroupedLinear
+from .model.members import (
     common_layers,
     join_states,
     listed,
@@ -23,9 +22,8 @@ from .member_states import (
     require_same_architecture,
     require_same_dtype_and_device,
 )
-from .metadata import common_metadata, member_metadata
-from .projections import Projections, linear
-from .text_side import same_tensors
+from .model.metadata import common_metadata, member_metadata, same_tensors
+from .model.stem_readout import Projections, linear
 
 Fusion = Literal["mean", "separate"]
 StemFusion = Literal["shared", "mean", "separate"]

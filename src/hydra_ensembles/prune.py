@@ -5,13 +5,12 @@ from dataclasses import replace
 
 import torch
 
-from .dual_encoder import DualEncoder
-from .ensemble import Ensemble
 from .errors import HeadError
-from .given_models import require_model
 from .heads.head import Head, HeadLike, as_heads
 from .heads.mask import Model, tower_of, towers_of
-from .member_states import has_head_axis, place_of
+from .model.clip import DualEncoder, require_model
+from .model.ensemble import Ensemble
+from .model.members import has_head_axis, place_of
 
 
 def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:

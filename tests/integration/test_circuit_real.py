@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import hydra_ensembles as he
-from hydra_ensembles.ensemble import Ensemble
-from hydra_ensembles.heads.circuit import extract_circuit
+from hydra_ensembles._distributed import Ranks
 from hydra_ensembles.heads.circuit.choice import Choice
-from hydra_ensembles.heads.circuit.distributed import Ranks
+from hydra_ensembles.heads.circuit.extract import extract_circuit
 from hydra_ensembles.heads.circuit.naive import Naive
 from hydra_ensembles.heads.circuit.samples import read_samples
 from hydra_ensembles.heads.circuit.scores import Objective
@@ -24,6 +23,7 @@ from hydra_ensembles.heads.circuit.work import Work
 from hydra_ensembles.heads.circuit.working_model import working_copy
 from hydra_ensembles.heads.head import Head
 from hydra_ensembles.heads.mask import existing_heads
+from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from shared_paths import shared
 

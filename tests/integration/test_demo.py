@@ -12,7 +12,7 @@ import pytest
 
 import hydra_ensembles as he
 from chromium import find_chromium
-from hydra_ensembles.demo import load_backbone, load_sample
+from hydra_ensembles.demo.embedded import load_backbone, load_sample
 from hydra_ensembles.demo.methods import CIRC_AVG, DEEP, HYDRA_CIRC, METHODS, SINGLE
 
 ROOT = Path(__file__).resolve().parents[2]

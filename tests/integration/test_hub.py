@@ -10,8 +10,8 @@ from huggingface_hub import constants
 
 from checkpoint_models import ensemble, hydra, same_bits, text
 from hub_stand_in import Hub, running_hub
-from hydra_ensembles.ensemble import Ensemble
 from hydra_ensembles.errors import CheckpointError
+from hydra_ensembles.model.ensemble import Ensemble
 
 TOKEN = "hf_stand_in"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from chromium import Chromium, find_chromium
-from hydra_ensembles.report import write_report
+from hydra_ensembles.report.html import write_report
 from sample_evaluations import costs, methods
 
 pillow = pytest.importorskip("PIL.Image")

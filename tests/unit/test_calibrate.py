@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hydra_ensembles.calibrate import COLDEST, HOTTEST, calibrate, fit_calibration
-from hydra_ensembles.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
-from hydra_ensembles.ensemble import Ensemble
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.metadata import Metadata
+from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.metadata import Metadata
 from hydra_ensembles.prediction import Prediction
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 
 from checkpoint_models import CONFIGS, ensemble, hydra, map_pooled, metadata_for, single, text
-from hydra_ensembles.ensemble import Ensemble
-from hydra_ensembles.metadata import Metadata
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.metadata import Metadata
 from hydra_ensembles.model_card import model_card, one_line
 
 

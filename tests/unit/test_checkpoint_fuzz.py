@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from checkpoint_models import ensemble, inputs_for, same_bits, tiny
-from hydra_ensembles.checkpoint.checksum import checksum
-from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.checkpoint import checksum
 from hydra_ensembles.errors import HydraError
+from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.schema import to_plain
 
 SETTINGS = settings(

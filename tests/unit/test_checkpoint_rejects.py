@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint_models import ensemble, ragged, same_bits, text, tiny
-from hydra_ensembles.checkpoint import open_checkpoint
-from hydra_ensembles.checkpoint.checksum import checksum
-from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.checkpoint import checksum, open_checkpoint
 from hydra_ensembles.errors import CheckpointError, ConfigError, HydraError
+from hydra_ensembles.model.ensemble import Ensemble
 
 
 @pytest.fixture

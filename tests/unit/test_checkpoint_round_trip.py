@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from checkpoint_models import CONFIGS, TOKENIZER, ensemble, hydra, inputs_for, ragged, same_bits, single, text
-from hydra_ensembles.ensemble import Ensemble
 from hydra_ensembles.errors import CheckpointError, ConfigError
-from hydra_ensembles.metadata import Metadata
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.metadata import Metadata
 from hydra_ensembles.preprocessing import TextPreprocessing
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -197,7 +197,7 @@ def test_an_interrupted_save_leaves_whole_files(survived: int, tmp_path: Path, m
         calls.append(Path(destination).name)
         rename(source, destination)
 
-    monkeypatch.setattr("hydra_ensembles.checkpoint.writing.os.replace", replace_then_stop)
+    monkeypatch.setattr("hydra_ensembles.checkpoint.os.replace", replace_then_stop)
     with pytest.raises(KeyboardInterrupt):
         new.save_pretrained(target)
     monkeypatch.undo()

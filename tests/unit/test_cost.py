@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_ensembles.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
-from hydra_ensembles.ensemble import Ensemble
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.metrics.cost import Cost, measure_costs
-from hydra_ensembles.report import load_costs, save_costs
+from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from hydra_ensembles.model.cost import Cost, measure_costs
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.report.cost_file import load_costs, save_costs
 
 
 def sleeper(milliseconds: float, calls: list[str] | None = None, name: str = ""):

@@ -15,9 +15,9 @@ import hydra_ensembles as he
 from architectures import perturbed
 from architectures_clip import DUAL_CASES, DualCase, open_clip_model
 from hydra_ensembles.checkpoint import Contents, save_checkpoint
-from hydra_ensembles.dual_config import DualEncoderConfig
-from hydra_ensembles.dual_encoder import DualEncoder
 from hydra_ensembles.errors import CheckpointError, HydraError
+from hydra_ensembles.model.clip import DualEncoder
+from hydra_ensembles.model.config import DualEncoderConfig
 from hydra_ensembles.schema import from_plain, to_plain
 from json_places import places
 
@@ -135,7 +135,7 @@ def test_what_is_published_is_what_is_saved(tmp_path: Path, monkeypatch: pytest.
         save_checkpoint(tmp_path, contents)
         return f"https://hub/{repo_id}"
 
-    monkeypatch.setattr("hydra_ensembles.dual_encoder.push_checkpoint", publish)
+    monkeypatch.setattr("hydra_ensembles.checkpoint.push_checkpoint", publish)
     dual = he.convert(open_clip_model())
     assert dual.push_to_hub("owner/clip") == "https://hub/owner/clip"
     assert_same_model(DualEncoder.from_pretrained(tmp_path), dual)

@@ -14,9 +14,9 @@ from architectures_clip import (
     DualCase,
     open_clip_model,
 )
-from hydra_ensembles.dual_encoder import DualEncoder
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.projections import Projections
+from hydra_ensembles.model.clip import DualEncoder
+from hydra_ensembles.model.stem_readout import Projections
 
 VARIED = (
     "transformers-quickgelu",

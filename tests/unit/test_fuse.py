@@ -8,14 +8,8 @@ import torch
 from torch import nn
 
 import hydra_ensembles as he
-from hydra_ensembles.config import (
-    EncoderConfig,
-    EnsembleConfig,
-    PatchStemConfig,
-    ReadoutConfig,
-    all_heads,
-)
-from hydra_ensembles.member_states import place_of
+from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from hydra_ensembles.model.members import place_of
 
 
 def small(seed: int = 0, **changes: int) -> he.Ensemble:
@@ -207,7 +201,7 @@ class TestCounts:
 
     @pytest.mark.parametrize(("norms", "parameters"), [(True, 116_463_288), (False, 116_540_088)])
     def test_fused(self, norms: bool, parameters: int) -> None:
-        from hydra_ensembles.config import Sharing
+        from hydra_ensembles.model.config import Sharing
 
         base = vit_base()
         heads = tuple(tuple(tuple(range(m, m + 8)) for _ in range(12)) for m in range(3))

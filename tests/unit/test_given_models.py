@@ -10,8 +10,8 @@ from torch import nn
 
 import hydra_ensembles as he
 from checkpoint_models import ensemble, single, text
-from hydra_ensembles.dual_config import output_width
 from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.model.config import output_width
 
 BATCHES = [(torch.zeros(2, 3, 8, 8), torch.tensor([0, 1]))]
 

@@ -5,9 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hydra_ensembles.data import to_rgb
-from hydra_ensembles.image_modes import to_grey
-from hydra_ensembles.preprocessing import ImagePreprocessing
+from hydra_ensembles.preprocessing import ImagePreprocessing, to_grey, to_rgb
 
 LEVELS = np.array([[0, 0x1234], [0x8000, 0xFFFF]], dtype=np.uint16)
 

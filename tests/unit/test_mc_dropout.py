@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_ensembles.config import (
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.mc_dropout import MCDropout, mc_dropout
+from hydra_ensembles.model.config import (
     EncoderConfig,
     EnsembleConfig,
     PatchStemConfig,
@@ -12,10 +14,8 @@ from hydra_ensembles.config import (
     TextStemConfig,
     all_heads,
 )
-from hydra_ensembles.ensemble import Ensemble
-from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.mc_dropout import MCDropout, mc_dropout
-from hydra_ensembles.metadata import Calibration, Metadata
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.metadata import Calibration, Metadata
 
 ENCODER = EncoderConfig(width=16, layers=2, heads=2, head_dim=8, mlp_width=24, drop_path=(0.0, 0.5))
 IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hydra_ensembles.config import ReadoutConfig
 from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.model.config import ReadoutConfig
 
 
 def test_a_norm_of_pooled_features_does_not_fit_two_of_them_side_by_side() -> None:

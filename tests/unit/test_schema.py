@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint_models import CONFIGS, metadata_for
-from hydra_ensembles.config import EnsembleConfig
 from hydra_ensembles.errors import ConfigError, HydraError
-from hydra_ensembles.metadata import Metadata
+from hydra_ensembles.model.config import EnsembleConfig
+from hydra_ensembles.model.metadata import Metadata
 from hydra_ensembles.schema import from_plain, to_plain
 
 

@@ -10,12 +10,12 @@ from torch import nn
 import hydra_ensembles as he
 from architectures import perturbed
 from architectures_clip import DUAL_CASES, DualCase
-from hydra_ensembles.config import ReadoutConfig
-from hydra_ensembles.encoder import Block
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.projections import Projections
+from hydra_ensembles.model.config import ReadoutConfig
+from hydra_ensembles.model.layers import Block
+from hydra_ensembles.model.metadata import TextSide
+from hydra_ensembles.model.stem_readout import Projections
 from hydra_ensembles.schema import to_plain
-from hydra_ensembles.text_side import TextSide
 from zero_shot_models import NAMES, TEMPLATES, WORDS, dual_of, relative_error, tokenizer_for
 
 CASES = {case.name: case for case in DUAL_CASES}

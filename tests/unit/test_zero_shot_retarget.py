@@ -15,7 +15,7 @@ import hydra_ensembles as he
 from architectures import perturbed
 from architectures_clip import DUAL_CASES, DualCase, open_clip_model
 from hydra_ensembles.errors import CheckpointError, ConfigError, HydraError
-from hydra_ensembles.text_side import join_text_sides
+from hydra_ensembles.model.metadata import join_text_sides
 from json_places import places
 from zero_shot_models import NAMES, OTHER_NAMES, TEMPLATES, dual_of, relative_error
 

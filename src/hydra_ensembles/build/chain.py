@@ -10,11 +10,11 @@ from torch import nn
 
 from ..batches import Batches
 from ..calibrate import calibrate
-from ..ensemble import Ensemble
 from ..errors import ConfigError
-from ..finetune import finetune
+from ..finetune.members import finetune
 from ..fuse import fuse
-from ..prompts import DEFAULT_TEMPLATES, Templates
+from ..model.clip import DEFAULT_TEMPLATES, Templates
+from ..model.ensemble import Ensemble
 from .checks import above_the_trunk, require_possible
 from .choose import Chooser
 from .config import HydraConfig

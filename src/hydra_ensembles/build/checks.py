@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from ..batches import Inputs, move, read_batch, require_labels
-from ..ensemble import Ensemble
+from .._utils import derive_seed
+from ..batches import Inputs, borrowed, epoch_of, length_of, move, read_batch, require_labels
 from ..errors import ConfigError, DataError
-from ..finetune import Recipe
 from ..finetune.parameters import is_trained
+from ..finetune.recipe import Recipe
 from ..finetune.schedule import rate_factor, warmup_updates
-from ..randomness import derive_seed
-from ..reading_order import borrowed, epoch_of, length_of
+from ..model.ensemble import Ensemble
 from .config import HydraConfig
 from .data import BuildData, first_rows
 from .start import Start

@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import SameMembersError
-from ..heads import Head, HeadRanking, extract_circuit, taylor
+from ..heads.circuit.extract import extract_circuit
 from ..heads.circuit.settings import Score
+from ..heads.head import Head
 from ..heads.members import circuit_members, random_members, sampled_members, taylor_members
+from ..heads.ranking import HeadRanking
+from ..heads.taylor import taylor
 from .config import HydraConfig
 from .data import BuildData
 from .member_choice import MemberChoice

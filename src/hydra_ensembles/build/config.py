@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ..errors import ConfigError
-from ..finetune import Recipe
+from ..finetune.recipe import Recipe
 from ..fuse import Fusion, StemFusion
 from ..heads.circuit.settings import Method
 from ..heads.taylor import Scope

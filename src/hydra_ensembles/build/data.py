@@ -6,12 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..batches import Batches, Inputs, iterate, require_labels
+from .._utils import derive_seed
+from ..batches import Batches, Inputs, borrowed, epoch_of, iterate, require_labels, require_rereadable
 from ..errors import DataError
 from ..finetune.data_identity import fingerprint
 from ..heads.fingerprint import data_fingerprint
-from ..randomness import derive_seed
-from ..reading_order import borrowed, epoch_of, require_rereadable
 from .config import HydraConfig
 
 Batch = tuple[Inputs, Tensor | None]

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .._utils import write_atomically
 from ..errors import CheckpointError
-from ..files import write_atomically
-from ..heads import Head
+from ..heads.head import Head
 from ..schema import from_plain, to_plain
 
 

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..ensemble import Ensemble
+from .._utils import write_atomically
 from ..errors import CheckpointError, HydraError
-from ..files import write_atomically
-from ..heads import HeadRanking
+from ..heads.ranking import HeadRanking
+from ..model.ensemble import Ensemble
 from .identity import require_same_run
 from .member_choice import MemberChoice, load_choices, save_choices
 

@@ -7,16 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..convert import convert
-from ..devices import require_device
-from ..dual_encoder import DualEncoder
-from ..ensemble import Ensemble
+from .._utils import require_device
+from ..convert.convert import convert
 from ..errors import ConfigError
-from ..heads import Head
+from ..heads.head import Head
 from ..heads.mask import existing_heads, towers_of
-from ..prompts import Templates, checked_names, checked_templates
+from ..model.clip import DualEncoder, Templates, checked_names, checked_templates, zero_shot
+from ..model.ensemble import Ensemble
 from ..prune import prune
-from ..zero_shot import zero_shot
 from .config import HydraConfig
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from .._version import __version__
-from ..ensemble import Ensemble
-from ..reading_order import length_of
+from .._utils import __version__
+from ..batches import length_of
+from ..model.ensemble import Ensemble
 from ..schema import to_plain
 from .config import HydraConfig
 from .data import BuildData

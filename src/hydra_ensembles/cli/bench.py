@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from ..config import EnsembleConfig, PatchStemConfig, all_heads
-from ..ensemble import Ensemble
 from ..errors import ConfigError
-from ..metrics.cost import Cost, measure_costs
-from ..report import save_costs
+from ..model.config import EnsembleConfig, PatchStemConfig, all_heads
+from ..model.cost import Cost, measure_costs
+from ..model.ensemble import Ensemble
+from ..report.cost_file import save_costs
 from . import options
 from .errors import one_line_errors
 from .models import load_classifier

@@ -4,15 +4,14 @@ import shlex
 from pathlib import Path
 
 from ..batches import Batches
-from ..build import HydraConfig
-from ..build import build as build_ensemble
-from ..build.config import Strategy
+from ..build.chain import build as build_ensemble
+from ..build.config import HydraConfig, Strategy
 from ..build.run_folder import SETTINGS, require_own_folder
-from ..checkpoint.reading import RESULT_OF_A_BUILD
-from ..data import RandAugment, TrainTransform, batches
-from ..data.batching import Preprocess
-from ..ensemble import Ensemble
+from ..checkpoint import RESULT_OF_A_BUILD
+from ..data.augment import RandAugment, TrainTransform
+from ..data.batching import Preprocess, batches
 from ..errors import ConfigError, DataError, HydraError
+from ..model.ensemble import Ensemble
 from ..preprocessing import ImagePreprocessing
 from .build_settings import BuildSettings, BuildSources
 from .class_labels import AnyDataset, with_labels_of

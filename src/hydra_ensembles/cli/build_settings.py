@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..build import HydraConfig
+from ..build.config import HydraConfig
 from ..errors import ConfigError
 from ..schema import from_plain, to_plain
 from .recipes import read_recipe

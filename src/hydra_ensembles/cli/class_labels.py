@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..data import ImageDataset, TextDataset
-from ..ensemble import Ensemble
+from ..data.dataset import ImageDataset, TextDataset
 from ..errors import DataError
+from ..model.ensemble import Ensemble
 from .nearest import did_you_mean
 
 AnyDataset = ImageDataset | TextDataset

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..files import write_atomically
-from ..report import compare as compare_evaluations
-from ..report import to_csv, to_latex, to_markdown, to_rich
+from .._utils import write_atomically
+from ..report.comparison import compare as compare_evaluations
+from ..report.formats import to_csv, to_latex, to_markdown, to_rich
 from .errors import one_line_errors
 from .saved_runs import find_runs
 

@@ -3,9 +3,14 @@
 from pathlib import Path
 from typing import Literal
 
-from ..data import SUITES, Columns, ImageDataset, SetRef, Suite, load, subset
-from ..ensemble import Ensemble
+from ..data.catalogue import SUITES
+from ..data.dataset import ImageDataset
+from ..data.loading import load
+from ..data.subsets import subset
+from ..data.suites import SetRef, Suite
+from ..data.tables import Columns
 from ..errors import DataError
+from ..model.ensemble import Ensemble
 from ..schema import from_plain
 from .class_labels import AnyDataset, labelled_as
 from .nearest import did_you_mean

@@ -6,8 +6,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..demo import DemoSettings, run_demo
-from ..report import to_rich
+from ..demo.run import run_demo
+from ..demo.settings import DemoSettings
+from ..report.formats import to_rich
 from .errors import InterruptedRunError, one_line_errors
 
 EXAMPLES = """\b

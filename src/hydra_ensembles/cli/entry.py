@@ -2,7 +2,7 @@
 
 import sys
 
-from .._extras import require
+from .._utils import require
 from ..errors import MissingExtraError
 
 INTERRUPTED = 130

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import DataError
-from ..evaluation import Detection, Evaluation
-from ..evaluation import evaluate as evaluate_model
-from ..evaluation.evaluation import logits_path
-from ..metrics import Convention
+from ..evaluation.evaluate import evaluate as evaluate_model
+from ..evaluation.evaluation import Evaluation, logits_path
+from ..evaluation.results import Detection
+from ..metrics.inputs import Convention
 from ..prediction import ScoreName
 from ..schema import from_plain, to_plain
 from . import options

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import ConfigError, DataError
-from ..metrics import Convention
+from ..metrics.inputs import Convention
 from ..prediction import ScoreName
 from .settings import DataSettings, ModelSettings
 

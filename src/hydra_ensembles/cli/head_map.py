@@ -1,6 +1,6 @@
 """The heads of an ensemble, drawn: a row per layer, a block per member."""
 
-from ..config import KeptHeads
+from ..model.config import KeptHeads
 
 KEPT, PRUNED = "■", "·"
 

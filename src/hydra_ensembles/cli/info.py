@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..config import GROUPS, PatchStemConfig
-from ..dual_encoder import DualEncoder
-from ..ensemble import Ensemble
-from ..member_states import place_of
+from ..model.clip import DualEncoder
+from ..model.config import GROUPS, PatchStemConfig
+from ..model.ensemble import Ensemble
+from ..model.members import place_of
 from ..schema import to_plain
 from . import options
 from .errors import one_line_errors

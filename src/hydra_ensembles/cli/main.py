@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .._version import __version__
+from .._utils import __version__
 from . import bench, build, compare, demo, evaluate, info, predict, report, study
 
 HELP = "Uncertainty from one pretrained transformer: build, evaluate, compare and use Hydra Ensembles."

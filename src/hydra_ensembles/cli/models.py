@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.reading import RESULT_OF_A_BUILD
-from ..dual_encoder import DualEncoder
-from ..ensemble import Ensemble
+from ..checkpoint import RESULT_OF_A_BUILD
 from ..errors import CheckpointError, ConfigError
+from ..model.clip import DualEncoder
+from ..model.ensemble import Ensemble
 from .nearest import did_you_mean
 from .settings import ModelSettings, choose_device
 from .timm_models import is_timm_name, load_timm, timm_names

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from ..ensemble import Ensemble
+from .._utils import write_atomically
 from ..errors import ConfigError
-from ..files import write_atomically
-from ..metadata import Calibration
+from ..model.ensemble import Ensemble
+from ..model.metadata import Calibration
 from ..prediction import ScoreName
 from . import options
 from .errors import one_line_errors

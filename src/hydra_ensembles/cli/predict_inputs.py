@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..data import Columns, load
 from ..data.delimited import DELIMITERS
 from ..data.images import IMAGE_SUFFIXES, read_image
 from ..data.json_lines import JSON_LINES
+from ..data.loading import load
+from ..data.tables import Columns
 from ..errors import DataError
 from ..schema import from_plain
 from .nearest import did_you_mean

@@ -5,8 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from ..errors import ConfigError
-from ..finetune import Recipe
 from ..finetune.presets import PRESETS
+from ..finetune.recipe import Recipe
 from ..schema import from_plain, to_plain
 from .nearest import did_you_mean
 from .yaml_file import require_known

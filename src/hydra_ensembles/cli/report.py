@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..report import write_report
+from ..report.html import write_report
 from .errors import one_line_errors
 from .saved_runs import find_runs
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import DataError
-from ..evaluation import Evaluation
 from ..evaluation.evaluation import FORMAT as EVALUATION
-from ..metrics.cost import Cost
-from ..report import load_costs
+from ..evaluation.evaluation import Evaluation
+from ..model.cost import Cost
 from ..report.cost_file import FORMAT as COSTS
+from ..report.cost_file import load_costs
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..devices import require_device
+from .._utils import require_device
 from ..errors import ConfigError
 
 AUTOMATIC = "auto"

@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigError
-from ..studies import STAGES, run_study
 from ..studies.collecting import collect as collect_results
 from ..studies.collecting import rebuild
 from ..studies.recipe import STUDIES
+from ..studies.run import STAGES, run_study
 from ..studies.zero_shot.collecting import collect_zero_shot, rebuild_zero_shot
 from ..studies.zero_shot.recipe import RECIPES, ZERO_SHOT, SuiteName
 from ..studies.zero_shot.run import ZERO_SHOT_STAGES

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .._extras import require
-from ..convert import convert
-from ..ensemble import Ensemble
+from .._utils import require
+from ..convert.convert import convert
 from ..errors import CheckpointError, ConfigError, HydraError, MissingExtraError
+from ..model.ensemble import Ensemble
 from .nearest import did_you_mean
 from .settings import ModelSettings
 

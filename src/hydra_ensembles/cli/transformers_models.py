@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .._extras import require
-from ..convert import convert
-from ..ensemble import Ensemble
+from .._utils import require
+from ..convert.convert import convert
 from ..errors import CheckpointError, ConversionError
+from ..model.ensemble import Ensemble
 
 CLASSIFIERS = ("ForImageClassification", "ForImageClassificationWithTeacher", "ForSequenceClassification")
 

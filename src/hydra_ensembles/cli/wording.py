@@ -7,8 +7,8 @@ path or a quotation is left alone.
 import re
 from dataclasses import fields
 
-from ..build import HydraConfig
-from ..finetune import Recipe
+from ..build.config import HydraConfig
+from ..finetune.recipe import Recipe
 
 _PLAIN: tuple[tuple[str, str], ...] = (
     (", or pass class_names= if they are classes without an image here", ""),

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._extras import require
+from .._utils import require, write_atomically
 from ..errors import ConfigError
-from ..files import write_atomically
 from .nearest import did_you_mean
 
 _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from ..config import EnsembleConfig, PatchStemConfig
-from ..dual_encoder import DualEncoder
-from ..encoder.grouped import GroupedLinear
-from ..ensemble import Ensemble
 from ..errors import ConversionError
+from ..model.clip import DualEncoder
+from ..model.config import EnsembleConfig, PatchStemConfig
+from ..model.ensemble import Ensemble
+from ..model.layers import GroupedLinear
+from ..model.stem_readout import Projections, linear
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
-from ..projections import Projections, linear
 from . import open_clip, transformers_clip
 from .clip_tokenizer import SIMPLE_TOKENIZER, read_simple_tokenizer
 from .declaration import Architecture, qualified_name

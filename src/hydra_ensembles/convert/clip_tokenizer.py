@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ConversionError
-from ..preprocessing import TextPreprocessing
-from ..text_cleaning import TextCleaning
+from ..preprocessing import TextCleaning, TextPreprocessing
 from .declaration import qualified_name
 
 SIMPLE_TOKENIZER = "open_clip.tokenizer.SimpleTokenizer"

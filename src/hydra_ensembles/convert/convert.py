@@ -7,7 +7,7 @@ from typing import Any, cast
 from torch import nn
 
 from ..errors import ConversionError
-from ..metadata import Metadata, odd_names
+from ..model.metadata import Metadata, odd_names
 from . import open_clip, timm, torchvision, transformers_clip, transformers_text, transformers_vision
 from .alterations import require_unaltered
 from .clip import DUAL_ARCHITECTURES, convert_dual, find_dual_architecture

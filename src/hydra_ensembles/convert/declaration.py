@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..config import EnsembleConfig
 from ..errors import ConversionError
-from ..metadata import Metadata
+from ..model.config import EnsembleConfig
+from ..model.metadata import Metadata
 
 
 class Source(Protocol):

@@ -10,9 +10,17 @@ from typing import Any
 
 from torch import nn
 
-from .._extras import require
-from ..config import EncoderConfig, EnsembleConfig, PatchStemConfig, Pool, ReadoutConfig, TextStemConfig, all_heads
-from ..metadata import Metadata
+from .._utils import require
+from ..model.config import (
+    EncoderConfig,
+    EnsembleConfig,
+    PatchStemConfig,
+    Pool,
+    ReadoutConfig,
+    TextStemConfig,
+    all_heads,
+)
+from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
 from . import timm
 from .clip_tokenizer import VOCABULARY, read_simple_tokenizer

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from ..config import Activation
 from ..errors import ConversionError
+from ..model.config import Activation
 
 _ACTIVATIONS: dict[str, Activation] = {
     "GELU": "gelu",

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from .._extras import require
-from ..config import PatchStemConfig, TextStemConfig
+from .._utils import require
 from ..errors import ConversionError
+from ..model.config import PatchStemConfig, TextStemConfig
 from ..preprocessing import ImagePreprocessing, Interpolation, TextPreprocessing
 from .declaration import qualified_name
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
-from ..metadata import Metadata
+from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
 from .declaration import Architecture, FusedQKV, Joined, OutProjection, Weights
 from .probe import activation_of, classes_or_fresh, dropout_rate, is_identity, linear_or_none, pair, refuse

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ..config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
-from ..metadata import Metadata
+from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
 from .declaration import Architecture, FusedQKV, OutProjection
 from .probe import activation_of, classes_or_fresh, dropout_rate, refuse

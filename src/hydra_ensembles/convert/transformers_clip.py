@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, TextStemConfig, all_heads
+from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, TextStemConfig, all_heads
 from .declaration import Architecture, Entry, OutProjection, Source, SplitQKV, Weights
 from .probe import classes_or_fresh, linear_or_none, pair
 from .transformers_common import (

@@ -3,9 +3,9 @@
 import re
 from typing import Any
 
-from ..config import Activation
 from ..errors import ConversionError
-from ..metadata import Metadata
+from ..model.config import Activation
+from ..model.metadata import Metadata
 from .probe import activation_of, refuse
 
 _ACTIVATIONS: dict[str, Activation] = {

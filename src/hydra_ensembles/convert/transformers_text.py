@@ -12,14 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..config import (
-    EncoderConfig,
-    EnsembleConfig,
-    HiddenActivation,
-    ReadoutConfig,
-    TextStemConfig,
-    all_heads,
-)
+from ..model.config import EncoderConfig, EnsembleConfig, HiddenActivation, ReadoutConfig, TextStemConfig, all_heads
 from .declaration import Architecture, OutProjection, SplitQKV, Weights
 from .probe import classes_or_fresh, linear_or_none
 from .transformers_common import (

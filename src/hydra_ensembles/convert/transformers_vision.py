@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from ..config import (
+from ..model.config import (
     EncoderConfig,
     EnsembleConfig,
     HiddenActivation,

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..config import EnsembleConfig
-from ..ensemble import Ensemble
 from ..errors import ConversionError
-from ..metadata import Metadata
+from ..model.config import EnsembleConfig
+from ..model.ensemble import Ensemble
+from ..model.metadata import Metadata
 from .declaration import Architecture, Copy, Source, Weights
 
 

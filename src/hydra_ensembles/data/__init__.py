@@ -1,10 +1,11 @@
 """Data for tests, studies and training: loading, subsets, batches, near and far suites, corruptions."""
 
-from ..image_modes import to_rgb
+from ..preprocessing import to_rgb
 from .augment import RandAugment, TrainTransform
 from .batching import Batches, batches
 from .catalogue import SUITES, suite
-from .corruptions import CORRUPTIONS, SEVERITIES, corrupt, corrupted
+from .corruptions.apply import corrupt, corrupted
+from .corruptions.parameters import CORRUPTIONS, SEVERITIES
 from .dataset import Dataset, ImageDataset, TextDataset
 from .folders import load_image_folder, load_image_list
 from .loading import load

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 import torch
 from torch import Tensor
 
-from .._extras import require
+from .._utils import require
 from ..errors import ConfigError
-from ..image_modes import to_rgb
+from ..preprocessing import to_rgb
 
 if TYPE_CHECKING:
     from PIL.Image import Image

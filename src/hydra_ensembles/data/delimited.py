@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .._extras import require
+from .._utils import require
 from ..errors import DataError
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from .._extras import require
+from .._utils import require
 from ..errors import DataError, MissingExtraError
-from ..image_modes import to_rgb
+from ..preprocessing import to_rgb
 from .tables import nested
 
 

@@ -5,9 +5,9 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._extras import require
+from .._utils import require
 from ..errors import DataError
-from ..image_modes import to_rgb
+from ..preprocessing import to_rgb
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .._extras import require
+from .._utils import require
 from ..errors import DataError
 from .images import decode_image, read_image
 from .tables import nested

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from .._extras import require
+from .._utils import require
 from ..errors import DataError
 from .dataset import ImageDataset
 

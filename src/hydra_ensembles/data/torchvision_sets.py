@@ -4,9 +4,9 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._extras import require
+from .._utils import require
 from ..errors import DataError
-from ..image_modes import to_rgb
+from ..preprocessing import to_rgb
 from .dataset import ImageDataset
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..data import ImageDataset
-from ..ensemble import Ensemble
+from ..data.dataset import ImageDataset
 from ..errors import CheckpointError
+from ..model.ensemble import Ensemble
 from .packed_images import read_packed
 
 _HERE = Path(__file__).parent

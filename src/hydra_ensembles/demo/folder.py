@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .._utils import write_atomically
 from ..errors import CheckpointError
-from ..files import write_atomically
 
 FORMAT = "hydra_ensembles demo 1"
 CONFIG = "config.json"

@@ -10,13 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..build import HydraConfig, build
+from ..build.chain import build
+from ..build.config import HydraConfig
 from ..calibrate import calibrate, fit_calibration
-from ..data import ImageDataset, batches, subset
-from ..ensemble import Ensemble
-from ..evaluation import Evaluation, evaluate, evaluate_logits
+from ..data.batching import batches
+from ..data.dataset import ImageDataset
+from ..data.subsets import subset
+from ..evaluation.core import evaluate_logits
+from ..evaluation.evaluate import evaluate
+from ..evaluation.evaluation import Evaluation
 from ..evaluation.provenance import describe_model
-from ..metrics.cost import Cost, measure_costs
+from ..model.cost import Cost, measure_costs
+from ..model.ensemble import Ensemble
 from ..prediction import ScoreName
 from .embedded import ID_NAME, DemoSample, load_deep_logits
 from .settings import DemoSettings

@@ -16,10 +16,10 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from ..data import ImageDataset
+from .._utils import write_atomically
+from ..data.dataset import ImageDataset
 from ..data.images import decode_image
 from ..errors import DataError
-from ..files import write_atomically
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ..metrics.cost import Cost
-from ..report import Column, Comparison, compare
+from ..model.cost import Cost
+from ..report.columns import Column
+from ..report.comparison import Comparison, compare
 from ..schema import to_plain
 from .methods import DEEP, Row
 from .settings import DemoSettings

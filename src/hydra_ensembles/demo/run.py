@@ -4,9 +4,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..evaluation import Evaluation
-from ..metrics.cost import Cost
-from ..report import Comparison, save_costs, write_report
+from ..evaluation.evaluation import Evaluation
+from ..model.cost import Cost
+from ..report.comparison import Comparison
+from ..report.cost_file import save_costs
+from ..report.html import write_report
 from ..schema import to_plain
 from .embedded import load_backbone, load_sample
 from .folder import DemoFolder, write_json

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..build import HydraConfig
+from ..build.config import HydraConfig
 from ..errors import ConfigError
 from ..heads.circuit.settings import Method
 

@@ -6,25 +6,15 @@ from typing import Any, get_args
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..metadata import Calibration
-from ..metrics import Convention
-from ..metrics._checks import check_convention
+from ..metrics.inputs import Convention, check_convention
+from ..model.metadata import Calibration
 from ..prediction import ScoreName
 from .evaluation import Evaluation
 from .figures import make_figures
 from .gallery import GalleryItem
 from .intervals import bootstrap_intervals
 from .logits import LabelledLogits, MemberLogits
-from .measure import (
-    check_labels,
-    classification,
-    detection_means,
-    mean_sets,
-    ood_set,
-    predict,
-    read_groups,
-    selective,
-)
+from .measure import check_labels, classification, detection_means, mean_sets, ood_set, predict, read_groups, selective
 from .provenance import provenance_of
 from .results import ModelInfo, Provenance
 

@@ -6,22 +6,22 @@ from typing import Any
 
 import torch
 
+from .._distributed import rank_and_world
+from .._utils import require_device
 from ..batches import Batches
 from ..data.batching import Batches as OwnBatches
 from ..data.batching import Preprocess
 from ..data.dataset import Dataset
-from ..devices import require_device
-from ..ensemble import Ensemble
 from ..errors import ConfigError, DataError
-from ..metadata import Calibration, Metadata
-from ..metrics import Convention
-from ..optimize import OptimizedEnsemble
+from ..metrics.inputs import Convention
+from ..model.ensemble import Ensemble
+from ..model.metadata import Calibration, Metadata
+from ..optimize.optimized import OptimizedEnsemble
 from ..prediction import ScoreName
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from .core import check_settings, evaluate_logits
 from .evaluation import Evaluation
 from .measure import read_groups
-from .processes import rank_and_world
 from .provenance import describe_model, provenance_of
 from .running import Pass, Runner, running
 

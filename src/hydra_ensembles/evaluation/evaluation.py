@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from .._utils import write_atomically
 from ..errors import DataError
-from ..files import write_atomically
-from ..metrics import Convention, Interval
+from ..metrics.bootstrap import Interval
+from ..metrics.inputs import Convention
 from ..prediction import ScoreName
 from ..schema import from_plain, to_plain
 from .figures import Figures

@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..metrics import reliability_bins, risk_coverage, roc_curve
+from ..metrics.calibration import reliability_bins
+from ..metrics.ood import roc_curve
+from ..metrics.selective import risk_coverage
 from ..prediction import Prediction
 
 POINTS = 160

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .._extras import require
+from .._utils import require
 from ..batches import Inputs
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 

@@ -5,18 +5,10 @@ from typing import get_args
 
 from torch import Tensor
 
-from ..metrics import (
-    Convention,
-    Interval,
-    OodMetric,
-    adaptive_ece_of_confidence,
-    aurc,
-    bootstrap_metric,
-    bootstrap_ood,
-    brier_per_sample,
-    ece_of_confidence,
-    top_label,
-)
+from ..metrics.bootstrap import Interval, OodMetric, bootstrap_metric, bootstrap_ood
+from ..metrics.calibration import adaptive_ece_of_confidence, brier_per_sample, ece_of_confidence, top_label
+from ..metrics.inputs import Convention
+from ..metrics.selective import aurc
 from ..prediction import Prediction
 
 

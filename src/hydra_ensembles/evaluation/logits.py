@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
+from .._utils import write_atomically
 from ..errors import DataError
-from ..files import write_atomically
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,24 +7,19 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..metadata import Calibration
-from ..metrics import (
-    Convention,
+from ..metrics.calibration import (
     accuracy,
     adaptive_ece_of_confidence,
-    aupr,
-    aurc,
-    auroc,
     brier,
-    disagreement,
     ece_of_confidence,
-    fpr95,
-    mutual_information,
     nll_of_log_probs,
-    risk_at_coverage,
     top_label,
 )
-from ..metrics._checks import check_finite, check_same_length, where
+from ..metrics.diversity import disagreement, mutual_information
+from ..metrics.inputs import Convention, check_finite, check_same_length, where
+from ..metrics.ood import aupr, auroc, fpr95
+from ..metrics.selective import aurc, risk_at_coverage
+from ..model.metadata import Calibration
 from ..prediction import Prediction, ScoreName
 from .results import COVERAGES, Classification, Detection, OodGroup, OodSet, Selective
 

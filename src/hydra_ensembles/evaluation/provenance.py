@@ -8,11 +8,11 @@ from importlib import metadata
 import torch
 from torch import nn
 
-from .._version import __version__
-from ..describe import Description
-from ..ensemble import Ensemble
-from ..metadata import Calibration
-from ..optimize import OptimizedEnsemble
+from .._utils import __version__
+from ..model.cost import Description
+from ..model.ensemble import Ensemble
+from ..model.metadata import Calibration
+from ..optimize.optimized import OptimizedEnsemble
 from .results import ModelInfo, Provenance
 
 _LIBRARIES = ("torch", "numpy", "scikit-learn")

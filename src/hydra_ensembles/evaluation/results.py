@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from ..config import KeptHeads
-from ..metadata import Calibration
+from ..model.config import KeptHeads
+from ..model.metadata import Calibration
 
 OodGroup = Literal["near", "far", "apart", "ungrouped"]
 

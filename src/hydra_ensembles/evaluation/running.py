@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from .._distributed import check_unsharded, gather, rank_and_world
+from .._utils import evaluation_mode
 from ..batches import Batches, Inputs, iterate, move, require_labels
 from ..data.batching import Preprocess
 from ..data.batching import batches as make_batches
 from ..data.dataset import Dataset
 from ..errors import ConfigError, DataError
-from ..metrics._checks import check_finite, where
-from ..optimize import OptimizedEnsemble
+from ..metrics.inputs import check_finite, where
+from ..optimize.optimized import OptimizedEnsemble
 from ..prediction import ScoreName, Temperature, ood_score, scale_logits
-from ..training_flags import evaluation_mode
 from .gallery import Extremes
-from .processes import check_unsharded, gather, rank_and_world
 
 MemberModel = Callable[[Any], Any]
 

@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from .._utils import write_atomically
 from ..errors import CheckpointError, ConfigError
-from ..files import write_atomically
 from ..schema import from_plain, to_plain
 from .validation import Evaluation, Patience
 

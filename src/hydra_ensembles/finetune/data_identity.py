@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from ..batches import Batches, read_batch
+from ..batches import Batches, borrowed, epoch_of, length_of, parts_of, read_batch
 from ..errors import DataError
 from ..heads.fingerprint import tensor_bytes
-from ..reading_order import borrowed, epoch_of, length_of, parts_of
 
 SOME_BATCHES, SOME_ROWS = 8, 64
 """Of the batches of a list and the rows of a tensor: how many are looked at, from the first to the last."""

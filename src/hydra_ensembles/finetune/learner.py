@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .._utils import derive_seed, torch_seeded
 from ..batches import Batches, Inputs, changed, move, read_batch, require_labels
-from ..ensemble import Ensemble
-from ..randomness import derive_seed, torch_seeded
+from ..model.ensemble import Ensemble
 from .base_learner import BaseLearner, NotFiniteError
 from .parameters import make_optimizer, trained_parameters, training_copy
 from .recipe import Recipe

@@ -8,10 +8,9 @@ from typing import Any, Generic
 from torch import Tensor
 from tqdm import tqdm
 
-from ..batches import Batches
+from .._utils import derive_seed
+from ..batches import Batches, epoch_of, length_of
 from ..errors import DataError
-from ..randomness import derive_seed
-from ..reading_order import epoch_of, length_of
 from .base_learner import BaseLearner, BatchT, NotFiniteError
 from .checkpoints import Position, RunState, Store
 from .recipe import Recipe

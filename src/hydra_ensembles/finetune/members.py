@@ -9,15 +9,14 @@ from typing import Any, cast, overload
 
 import torch
 
-from ..batches import Batches
-from ..config.checks import require_whole
-from ..ensemble import Ensemble
+from .._utils import derive_seed
+from ..batches import Batches, borrowed, require_rereadable
 from ..errors import ConfigError
-from ..given_models import require_ensemble
 from ..heads.fingerprint import model_fingerprint
-from ..member_states import are_several
-from ..randomness import derive_seed
-from ..reading_order import borrowed, require_rereadable
+from ..model.clip import require_ensemble
+from ..model.config import require_whole
+from ..model.ensemble import Ensemble
+from ..model.members import are_several
 from .data_identity import fingerprint
 from .grid import best_rate, check_choosing
 from .learner import Learner

@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..config import EnsembleConfig
-from ..ensemble import Ensemble
 from ..errors import ConfigError
-from ..member_states import place_of
+from ..model.config import EnsembleConfig
+from ..model.ensemble import Ensemble
+from ..model.members import place_of
 from .recipe import Recipe
 
 RATE_FACTOR = "rate_factor"  # of a group of parameters: its share of the learning rate; 1 where it is not given

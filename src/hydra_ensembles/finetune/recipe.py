@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from ..config import GROUPS, Group
 from ..errors import ConfigError
+from ..model.config import GROUPS, Group
 from ..schema import ADDED_LATER, from_plain, require_types
 from .presets import PRESETS
 from .schedule import Schedule, warmup_updates

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from .._extras import require
-from ..batches import Batches
-from ..devices import require_device
-from ..ensemble import Ensemble
-from ..reading_order import length_of
+from .._utils import require, require_device
+from ..batches import Batches, length_of
+from ..model.ensemble import Ensemble
 
 
 class Runtime:

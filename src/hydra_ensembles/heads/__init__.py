@@ -1,6 +1,6 @@
 """Which heads to keep: addresses, masks, rankings and the choice of members."""
 
-from .circuit import extract_circuit
+from .circuit.extract import extract_circuit
 from .head import Head, HeadLike
 from .mask import masked
 from .ranking import HeadRanking, jensen_shannon, overlap

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..batches import Batches, Inputs, read_batch, require_labels
-from ..config.checks import require_whole
+from ..batches import Batches, Inputs, begin_epoch, borrowed, read_batch, require_labels
 from ..errors import DataError
-from ..reading_order import begin_epoch, borrowed
+from ..model.config import require_whole
 from .fingerprint import DataFingerprint
 
 NAME = "the calibration data"

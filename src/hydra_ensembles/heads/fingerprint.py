@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..batches import Batches, Inputs, iterate
-from ..dual_encoder import DualEncoder
-from ..ensemble import Ensemble
+from ..model.clip import DualEncoder
+from ..model.ensemble import Ensemble
 from ..schema import to_plain
 
 

@@ -11,12 +11,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..config import EnsembleConfig
-from ..dual_encoder import DualEncoder
-from ..encoder import Attention
-from ..ensemble import Ensemble
 from ..errors import ConfigError, HeadError
-from ..given_models import require_model
+from ..model.clip import DualEncoder, require_model
+from ..model.config import EnsembleConfig
+from ..model.ensemble import Ensemble
+from ..model.layers import Attention
 from .head import Head, HeadLike, as_heads
 
 TOWER = "main"

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from ..dual_encoder import DualEncoder
-from ..ensemble import Ensemble
 from ..errors import ConfigError, HeadError, SameMembersError
+from ..model.clip import DualEncoder
+from ..model.ensemble import Ensemble
 from .head import Head
 from .mask import existing_heads, towers_of
 from .ranking import HeadRanking

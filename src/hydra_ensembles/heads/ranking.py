@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config.checks import require_whole
+from .._utils import write_atomically
 from ..errors import HeadError
-from ..files import write_atomically
+from ..model.config import require_whole
 from ..schema import from_plain, to_plain
 from .head import Head, as_heads
 

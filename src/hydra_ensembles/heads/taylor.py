@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from .._utils import require_device
 from ..batches import Batches, Inputs, move
-from ..devices import require_device
-from ..dual_encoder import DualEncoder
-from ..ensemble import Ensemble
 from ..errors import ConfigError, DataError, HeadError
-from ..given_models import require_ensemble
+from ..model.clip import DualEncoder, require_ensemble
+from ..model.ensemble import Ensemble
 from .calibration_batches import NAME, CalibrationBatches
 from .fingerprint import model_fingerprint
 from .head import Head, HeadLike, as_heads, require_budget

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from ..batches import Batches
-from ..config import EnsembleConfig
-from ..dual_encoder import DualEncoder, Tower
-from ..ensemble import Ensemble
 from ..errors import ConfigError
-from ..prompts import DEFAULT_TEMPLATES, Templates, checked_names, checked_templates
-from ..zero_shot import zero_shot
+from ..model.clip import DEFAULT_TEMPLATES, DualEncoder, Templates, Tower, checked_names, checked_templates, zero_shot
+from ..model.config import EnsembleConfig
+from ..model.ensemble import Ensemble
 from .calibration_batches import CalibrationBatches
 from .circuit.texts import Texts, read_texts
 from .mask import attention_of

@@ -1,6 +1,5 @@
 """Metrics of a classifier's evidence: pure functions on tensors that know nothing of models."""
 
-from ._checks import Convention
 from .bootstrap import (
     Interval,
     OodMetric,
@@ -33,6 +32,7 @@ from .diversity import (
     variation_ratio,
     variation_ratio_per_sample,
 )
+from .inputs import Convention
 from .ood import RocCurve, aupr, auroc, discordance, fpr95, roc_curve
 from .selective import RiskCoverage, aurc, risk_at_coverage, risk_coverage
 

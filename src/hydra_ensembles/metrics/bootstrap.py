@@ -15,8 +15,18 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, DataError
-from ._checks import Convention, check_convention, check_same_length, check_scores, where
-from ._counts import aupr_from_counts, auroc_from_counts, cumulative_counts, fpr95_from_counts, joint_ranks
+from .inputs import (
+    Convention,
+    aupr_from_counts,
+    auroc_from_counts,
+    check_convention,
+    check_same_length,
+    check_scores,
+    cumulative_counts,
+    fpr95_from_counts,
+    joint_ranks,
+    where,
+)
 
 OodMetric = Literal["auroc", "aupr", "fpr95"]
 

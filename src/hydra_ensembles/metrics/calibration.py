@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._extras import require
+from .._utils import require
 from ..errors import ConfigError, DataError
-from ._checks import at_least_float32, check_finite, check_probs, check_same_length, check_scores, where
+from .inputs import at_least_float32, check_finite, check_probs, check_same_length, check_scores, where
 
 BINS = 15
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import at_least_float32, check_member_probs
+from .inputs import at_least_float32, check_member_probs
 
 
 class EntropyParts(NamedTuple):

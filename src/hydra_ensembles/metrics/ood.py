@@ -19,9 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._extras import require
-from ._checks import Convention, check_convention, check_scores
-from ._counts import common_dtype, cumulative_counts, fpr95_from_counts, joint_ranks
+from .._utils import require
+from .inputs import (
+    Convention,
+    check_convention,
+    check_scores,
+    common_dtype,
+    cumulative_counts,
+    fpr95_from_counts,
+    joint_ranks,
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, DataError
-from ._checks import check_finite, check_same_length, check_scores, where
+from .inputs import check_finite, check_same_length, check_scores, where
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from ..encoder.head_products import Plan
+from ..model.layers import Plan
 from .graphs import Arguments, Key
 
 Run = Callable[..., Tensor]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import NormKind
-from ..encoder import MLP, Attention, Block, GroupedNorm
+from ..model.config import NormKind
+from ..model.layers import MLP, Attention, Block, GroupedNorm
 
 
 class PlainNorm(nn.Module):

@@ -5,9 +5,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..config import PatchStemConfig
-from ..encoder import GroupedLinear
-from ..encoder.head_products import Plan
+from ..model.config import PatchStemConfig
+from ..model.layers import GroupedLinear, Plan
 from .frozen_attention import FrozenAttention
 from .model import EnsembleLike
 from .simplify import blocks, shares_its_input, simplified

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..encoder import Attention, GroupedNorm
-from ..encoder.head_products import Plan, out_of_heads_batched, out_of_heads_grouped
+from ..model.layers import Attention, GroupedNorm, Plan, out_of_heads_batched, out_of_heads_grouped
 from .into_heads import IntoHeads, Parts, head_ranges, padded_heads
 from .weights import Int8Weight, dense
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..encoder.head_products import into_heads_batched, into_heads_grouped
+from ..model.layers import into_heads_batched, into_heads_grouped
 from .weights import Int8Weight, dense
 
 Parts = tuple[Tensor, ...]  # those of query, key and value that were asked for, each [R, T, H', d_k]

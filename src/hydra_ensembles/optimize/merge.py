@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ..encoder import Attention, Block, GroupedLinear, GroupedNorm
+from ..model.layers import Attention, Block, GroupedLinear, GroupedNorm
 from .model import EnsembleLike
 
 

@@ -6,10 +6,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..config import EnsembleConfig
-from ..describe import Description
-from ..encoder import Encoder
-from ..metadata import Metadata
+from ..model.config import EnsembleConfig
+from ..model.cost import Description
+from ..model.layers import Encoder
+from ..model.metadata import Metadata
 
 
 class EnsembleLike(Protocol):

@@ -8,9 +8,9 @@ from typing import Any, Generic, Literal, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ..encoder.head_products import Plan
 from ..errors import ConfigError
-from ..predicting import calibrated_prediction, prepared_inputs
+from ..model.ensemble import calibrated_prediction, prepared_inputs
+from ..model.layers import Plan
 from ..prediction import Prediction
 from .choice import Choice, Run, fastest, first_line, nearest
 from .freeze import frozen, with_plan

@@ -5,8 +5,8 @@ from typing import Literal, get_args
 
 import torch
 
-from ..encoder.head_products import Plan
 from ..errors import ConfigError
+from ..model.layers import Plan
 
 PLANS: tuple[Plan, ...] = get_args(Plan)
 

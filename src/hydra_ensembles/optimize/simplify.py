@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from ..encoder import Block
+from ..model.layers import Block
 from .fold import PlainNorm, fold_block
 from .merge import merge_equal_copies, merge_equal_heads
 from .model import EnsembleLike

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import PatchStemConfig
+from ..model.config import PatchStemConfig
 
 
 class FrozenPatchStem(nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..encoder import GroupedLinear
+from ..model.layers import GroupedLinear
 
 BLOCK = 32  # numbers that share a scale: 9 bits for each weight
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ..evaluation import Evaluation
-from ..metrics.cost import Cost
+from ..evaluation.evaluation import Evaluation
+from ..model.cost import Cost
 
 Direction = Literal["higher", "lower", "neither"]
 

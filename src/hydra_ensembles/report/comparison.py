@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import ConfigError, DataError
-from ..evaluation import Evaluation
-from ..metrics.cost import Cost
+from ..evaluation.evaluation import Evaluation
+from ..model.cost import Cost
 from .columns import COLUMNS, Column, value_of
 
 Rank = Literal["best", "second", ""]

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from .._utils import write_atomically
 from ..errors import DataError
-from ..files import write_atomically
-from ..metrics.cost import Cost
+from ..model.cost import Cost
 from ..schema import from_plain, to_plain
 
 FORMAT = "hydra_ensembles.costs"

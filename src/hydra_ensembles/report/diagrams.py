@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from ..config import KeptHeads
-from ..evaluation import Evaluation
-from ..metrics.cost import Cost
+from ..evaluation.evaluation import Evaluation
+from ..model.config import KeptHeads
+from ..model.cost import Cost
 from .svg import COLOURS, colour, figure, rectangle, text
 
 STRIPES = 6

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from .._extras import require
+from .._utils import require
 from .comparison import Cell, Comparison
 
 _LATEX = {

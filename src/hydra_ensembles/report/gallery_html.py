@@ -2,8 +2,8 @@
 
 from html import escape
 
-from ..evaluation import Evaluation, GalleryItem
-from ..evaluation.gallery import Shelf
+from ..evaluation.evaluation import Evaluation
+from ..evaluation.gallery import GalleryItem, Shelf
 
 _SHELVES: dict[Shelf, str] = {"sure": "most sure", "wrong": "most sure, and wrong", "unsure": "least sure"}
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from .._version import __version__
-from ..ensemble import Ensemble
+from .._utils import __version__, write_atomically
 from ..errors import ConfigError
-from ..evaluation import Evaluation, GalleryItem
-from ..files import write_atomically
-from ..metrics.cost import Cost
+from ..evaluation.evaluation import Evaluation
+from ..evaluation.gallery import GalleryItem
+from ..model.cost import Cost
+from ..model.ensemble import Ensemble
 from . import sections
 from .comparison import Runs, compare, group_runs
 from .style import CSS

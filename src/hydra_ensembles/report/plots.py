@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from html import escape
 
-from ..evaluation import Evaluation
+from ..evaluation.evaluation import Evaluation
 from .svg import Frame, axes, baseline, colour, figure, line, percent_ticks, rectangle, round_ticks, steps, text
 
 _QUARTERS = percent_ticks((0, 0.25, 0.5, 0.75, 1))

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
 
-from ..config import KeptHeads
-from ..evaluation import Evaluation
-from ..metrics.cost import Cost
+from ..evaluation.evaluation import Evaluation
+from ..model.config import KeptHeads
+from ..model.cost import Cost
 from . import diagrams, plots
 from .columns import CLASSIFICATION, Column, set_columns
 from .comparison import Comparison, compare

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..evaluation import Evaluation
-from ..metrics import Interval
+from ..evaluation.evaluation import Evaluation
+from ..metrics.bootstrap import Interval
 from .columns import CLASSIFICATION, OOD, Column
 from .comparison import Comparison, Row
 

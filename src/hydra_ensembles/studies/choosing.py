@@ -4,10 +4,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..ensemble import Ensemble
 from ..errors import DataError
 from ..fuse import fuse
-from ..metrics import accuracy, auroc
+from ..metrics.calibration import accuracy
+from ..metrics.ood import auroc
+from ..model.ensemble import Ensemble
 from ..prediction import Prediction, ScoreName
 from .decision import Candidate, Chosen, Decision, rate_name
 from .methods import HYDRA, HYDRA_TRUNK, MC_DROPOUT, fixed_methods

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..metrics import brier_per_sample, ece_of_confidence, nll_per_sample, top_label
 from ..metrics.bootstrap import OodMetric, ood_replicates
+from ..metrics.calibration import brier_per_sample, ece_of_confidence, nll_per_sample, top_label
 from ..prediction import Prediction, ScoreName
 from .methods import DEEP, DEEP_CLASSIFIERS, HYDRA, HYDRA_PAPER, HYDRA_TAYLOR, SINGLE
 from .paper import COLUMN_OF, PAPER

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from .._utils import write_atomically
 from ..batches import move, read_batch
-from ..ensemble import Ensemble
-from ..files import write_atomically
 from ..fuse import fuse
-from ..metrics.cost import measure_costs
+from ..model.cost import measure_costs
+from ..model.ensemble import Ensemble
 from ..schema import to_plain
 from .decision import Decision
 from .evaluating import device_name

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._version import __version__
+from .._utils import __version__
 from ..calibrate import fit_calibration
 from .compact_logits import CompactSet, compact
 from .decision import Decision

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..data import ImageDataset
+from ..data.dataset import ImageDataset
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SMALLEST_CROP = 0.7  # of the side, in training

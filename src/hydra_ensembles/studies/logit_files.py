@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .._utils import write_atomically
 from ..errors import DataError
-from ..files import write_atomically
 from .compact_logits import CompactGroup, CompactSet
 
 Arrays = dict[str, npt.NDArray[Any]]

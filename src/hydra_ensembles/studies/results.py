@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..metadata import Calibration
+from ..model.metadata import Calibration
 from ..prediction import ScoreName
 from ..schema import to_plain
 from .choosing import decision_path

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from ..evaluation import evaluate_logits
-from ..metrics import adaptive_ece, brier, ece, nll
+from ..evaluation.core import evaluate_logits
+from ..metrics.calibration import adaptive_ece, brier, ece, nll
 from ..prediction import Prediction, ScoreName
 from .results import StoredStudy
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import ClassVar, Self
 
+from .._utils import write_atomically
 from ..errors import DataError
-from ..files import write_atomically
 from ..schema import from_plain, to_plain
 from .recipe import digest_of
 

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from .._utils import write_atomically
 from ..errors import CheckpointError
-from ..files import write_atomically
-from ..heads import HeadRanking
+from ..heads.ranking import HeadRanking
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 

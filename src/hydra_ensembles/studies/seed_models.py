@@ -8,18 +8,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..ensemble import Ensemble
+from .._utils import derive_seed
 from ..errors import ConfigError
-from ..finetune import Recipe, finetune
+from ..finetune.members import finetune
+from ..finetune.recipe import Recipe
 from ..fuse import fuse
-from ..heads import Head, HeadRanking, extract_circuit, taylor
+from ..heads.circuit.extract import extract_circuit
 from ..heads.circuit.precision import fast_products
 from ..heads.circuit.settings import Score
+from ..heads.head import Head
 from ..heads.members import random_members, sampled_members
+from ..heads.ranking import HeadRanking
+from ..heads.taylor import taylor
 from ..mc_dropout import mc_dropout
-from ..member_states import place_of
+from ..model.ensemble import Ensemble
+from ..model.members import place_of
 from ..prune import prune
-from ..randomness import derive_seed
 from ..schema import to_plain
 from .recipe import StudyRecipe, digest_of
 from .seed_folder import SeedFolder

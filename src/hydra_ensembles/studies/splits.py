@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..batches import Batches
-from ..data import split, subset, suite
+from ..data.catalogue import suite
 from ..data.dataset import AnyDataset, ImageDataset, TextDataset
+from ..data.subsets import split, subset
 from ..errors import DataError
 from ..preprocessing import TextPreprocessing
 from .image_samples import ImageSamples

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from .._extras import require
-from ..convert import convert
-from ..data import SetRef
+from .._utils import require
+from ..convert.convert import convert
 from ..data.dataset import AnyDataset
-from ..ensemble import Ensemble
+from ..data.suites import SetRef
 from ..errors import DataError
+from ..model.ensemble import Ensemble
 from ..preprocessing import TextPreprocessing
 from .recipe import Backbone
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from .._utils import write_atomically
 from ..errors import DataError
-from ..files import write_atomically
 from .compact_logits import CompactSet
 from .costs import COSTS
 from .evaluating import FACTS, LOGITS

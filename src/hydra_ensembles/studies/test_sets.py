@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ..data import SetRef, suite
+from ..data.catalogue import suite
+from ..data.suites import SetRef
 from ..errors import DataError
 from .decision import Decision
 from .recipe import StudyRecipe

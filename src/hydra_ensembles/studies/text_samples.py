@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..data import TextDataset
+from ..data.dataset import TextDataset
 from ..preprocessing import TextPreprocessing
 
 BUCKET = 32  # training batches whose texts are sorted by length together

@@ -6,12 +6,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .._utils import evaluation_mode
 from ..batches import Batches
-from ..dual_config import output_width
-from ..dual_encoder import DualEncoder
-from ..ensemble import Ensemble
 from ..errors import DataError
-from ..training_flags import evaluation_mode
+from ..model.clip import DualEncoder
+from ..model.config import output_width
+from ..model.ensemble import Ensemble
 
 TEXTS_AT_ONCE = 256
 

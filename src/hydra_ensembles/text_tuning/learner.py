@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .._utils import derive_seed, torch_seeded
 from ..batches import Batches, Inputs
-from ..dual_encoder import DualEncoder
 from ..errors import DataError
-from ..finetune import Recipe
 from ..finetune.base_learner import BaseLearner, NotFiniteError
+from ..finetune.recipe import Recipe
 from ..finetune.runtime import Runtime
-from ..randomness import derive_seed, torch_seeded
+from ..model.clip import DualEncoder
 from .features import features_of, given_features
 from .loss import LARGEST_SCALE, contrastive_loss
 from .pair_batches import PairBatch, read_pairs

@@ -5,15 +5,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..dual_encoder import DualEncoder
 from ..errors import ConfigError
-from ..finetune import Recipe
-from ..finetune.parameters import (
-    is_trained,
-    optimizer_over,
-    training_dtype,
-    with_dropout,
-)
+from ..finetune.parameters import is_trained, optimizer_over, training_dtype, with_dropout
+from ..finetune.recipe import Recipe
+from ..model.clip import DualEncoder
 
 SCALE = "logit_scale"
 TOWER = "text."

@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 
-from ..batches import Batches
-from ..dual_encoder import DualEncoder
+from .._utils import derive_seed
+from ..batches import Batches, borrowed, require_rereadable
 from ..errors import ConfigError
-from ..finetune import Recipe
 from ..finetune.data_identity import fingerprint
 from ..finetune.grid import best_rate, check_choosing
 from ..finetune.loop import RunPlan, RunResult
+from ..finetune.recipe import Recipe
 from ..finetune.runtime import find_runtime
 from ..heads.fingerprint import model_fingerprint
-from ..randomness import derive_seed
-from ..reading_order import borrowed, require_rereadable
+from ..model.clip import DualEncoder
 from .learner import TextLearner
 from .pair_batches import pair_content
 from .parameters import Moving

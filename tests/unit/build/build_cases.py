@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_ensembles as he
-from hydra_ensembles.config import (
+from hydra_ensembles.model.config import (
     EncoderConfig,
     EnsembleConfig,
     PatchStemConfig,
@@ -15,7 +15,7 @@ from hydra_ensembles.config import (
     TextStemConfig,
     all_heads,
 )
-from hydra_ensembles.metadata import Metadata
+from hydra_ensembles.model.metadata import Metadata
 
 CLASSES = 3
 LAYERS, HEADS = 3, 4

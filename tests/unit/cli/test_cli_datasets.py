@@ -12,7 +12,7 @@ from hydra_ensembles.cli.models import load_classifier
 from hydra_ensembles.cli.settings import DataSettings, ModelSettings
 from hydra_ensembles.cli.wording import in_flags
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.evaluation import Evaluation
+from hydra_ensembles.evaluation.evaluation import Evaluation
 
 
 def test_a_suite_stands_for_different_sets(world):

@@ -60,7 +60,7 @@ def test_a_mistake_of_ours_is_exit_code_1(monkeypatch):
     def broken(settings: object) -> None:
         raise KeyError("lost")
 
-    monkeypatch.setattr("hydra_ensembles.cli.info.load_model", broken)
+    monkeypatch.setattr("hydra_ensembles.cli.models.load_model", broken)
     result = run("info", "anything")
     assert result.exit_code == 1
     assert result.stderr == "internal error, please report it: KeyError: 'lost'; --debug shows where\n"
@@ -71,7 +71,7 @@ def test_an_interrupt_is_exit_code_130(monkeypatch):
     def interrupted(settings: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hydra_ensembles.cli.info.load_model", interrupted)
+    monkeypatch.setattr("hydra_ensembles.cli.models.load_model", interrupted)
     result = run("info", "anything")
     assert result.exit_code == 130
     assert result.stderr == "interrupted\n"

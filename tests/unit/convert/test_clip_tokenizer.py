@@ -14,8 +14,7 @@ import hydra_ensembles as he
 from architectures_clip import open_clip_model, transformers_clip
 from hydra_ensembles.convert.clip_tokenizer import clip_tokenizer_json, read_simple_tokenizer
 from hydra_ensembles.errors import ConfigError, ConversionError
-from hydra_ensembles.preprocessing import TextPreprocessing
-from hydra_ensembles.text_cleaning import clean_text
+from hydra_ensembles.preprocessing import TextPreprocessing, clean_text
 
 CLASS_NAMES = [
     "tench",

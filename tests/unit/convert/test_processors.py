@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hydra_ensembles.config import PatchStemConfig, TextStemConfig
 from hydra_ensembles.convert.processors import read_processor
 from hydra_ensembles.errors import ConversionError
+from hydra_ensembles.model.config import PatchStemConfig, TextStemConfig
 from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing
 
 TEXTS = [

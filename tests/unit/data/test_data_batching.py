@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_ensembles.data import TextDataset, TrainTransform, batches, load
+from hydra_ensembles.data.augment import TrainTransform
+from hydra_ensembles.data.batching import batches
+from hydra_ensembles.data.dataset import TextDataset
+from hydra_ensembles.data.loading import load
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.preprocessing import ImagePreprocessing
 

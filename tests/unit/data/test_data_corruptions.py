@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hydra_ensembles.data import CORRUPTIONS, SEVERITIES, ImageDataset, corrupt, corrupted
-from hydra_ensembles.data.corruptions import MEANING, PARAMETER_SETS, PARAMETERS
+from hydra_ensembles.data.corruptions.apply import corrupt, corrupted
 from hydra_ensembles.data.corruptions.fields import clipped_zoom, motion_blur, plasma
+from hydra_ensembles.data.corruptions.parameters import CORRUPTIONS, MEANING, PARAMETER_SETS, PARAMETERS, SEVERITIES
+from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import DataError
 
 SIZES = {"imagenet": 128, "tinyimagenet": 64, "cifar": 32}

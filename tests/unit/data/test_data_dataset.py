@@ -3,7 +3,7 @@ import pickle
 import numpy as np
 import pytest
 
-from hydra_ensembles.data import TextDataset
+from hydra_ensembles.data.dataset import TextDataset
 from hydra_ensembles.errors import DataError
 
 

@@ -3,8 +3,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_ensembles.data import TextDataset, keyed_order, only_classes, split, subset, without_classes
-from hydra_ensembles.data.subsets import cut_position, hash_key
+from hydra_ensembles.data.dataset import TextDataset
+from hydra_ensembles.data.subsets import (
+    cut_position,
+    hash_key,
+    keyed_order,
+    only_classes,
+    split,
+    subset,
+    without_classes,
+)
 from hydra_ensembles.errors import DataError
 
 seeds = st.integers(min_value=-(2**70), max_value=2**70)

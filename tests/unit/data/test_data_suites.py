@@ -5,15 +5,10 @@ import numpy as np
 import pytest
 from stand_ins import WriteParquet, encoded, picture
 
-from hydra_ensembles.data import (
-    SUITES,
-    SetRef,
-    Suite,
-    TextDataset,
-    imagenet_validation_split,
-    overlaps,
-    suite,
-)
+from hydra_ensembles.data import overlaps
+from hydra_ensembles.data.catalogue import SUITES, suite
+from hydra_ensembles.data.dataset import TextDataset
+from hydra_ensembles.data.suites import SetRef, Suite, imagenet_validation_split
 from hydra_ensembles.errors import DataError
 
 

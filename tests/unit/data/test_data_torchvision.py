@@ -9,7 +9,7 @@ import torchvision
 from PIL import Image
 from stand_ins import picture
 
-from hydra_ensembles.data import load
+from hydra_ensembles.data.loading import load
 from hydra_ensembles.errors import DataError
 
 

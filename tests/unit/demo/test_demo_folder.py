@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hydra_ensembles.demo import DemoSettings
 from hydra_ensembles.demo.folder import DemoFolder
+from hydra_ensembles.demo.settings import DemoSettings
 from hydra_ensembles.errors import CheckpointError, ConfigError
 
 SETTINGS = {"settings": {"seed": 0}}

@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 import hydra_ensembles as he
-from hydra_ensembles.demo import load_backbone, load_deep_logits, load_sample
-from hydra_ensembles.demo.embedded import BACKBONE, DEEP_LOGITS, SAMPLE
+from hydra_ensembles.demo.embedded import BACKBONE, DEEP_LOGITS, SAMPLE, load_backbone, load_deep_logits, load_sample
 from hydra_ensembles.demo.packed_images import read_packed
 
 ROOT = Path(__file__).resolve().parents[3]

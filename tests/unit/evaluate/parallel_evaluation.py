@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 from tiny_models import image_batches, tiny_ensemble
 
-from hydra_ensembles.evaluation import evaluate
+from hydra_ensembles.evaluation.evaluate import evaluate
 
 SETS = {"near": {"close": image_batches((5, 6), seed=5)}, "far": {"one": image_batches((7,), seed=6)}}
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from tiny_models import CLASSES, NAMES, image_batches, tiny_ensemble
 
-from hydra_ensembles.data import ImageDataset
-from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.evaluation import evaluate
-from hydra_ensembles.metadata import Calibration
+from hydra_ensembles.evaluation.evaluate import evaluate
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.metadata import Calibration
 
 CALIBRATION = Calibration(temperature=(2.0, 1.0, 0.5), threshold=0.3)
 

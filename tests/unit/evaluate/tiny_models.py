@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hydra_ensembles.config import (
+from hydra_ensembles.model.config import (
     EncoderConfig,
     EnsembleConfig,
     PatchStemConfig,
@@ -11,8 +11,8 @@ from hydra_ensembles.config import (
     Sharing,
     TextStemConfig,
 )
-from hydra_ensembles.ensemble import Ensemble
-from hydra_ensembles.metadata import Metadata
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.metadata import Metadata
 from hydra_ensembles.preprocessing import ImagePreprocessing
 
 CLASSES = 4

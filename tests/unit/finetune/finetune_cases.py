@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_ensembles.config import (
+from hydra_ensembles.data.batching import Batches
+from hydra_ensembles.data.batching import batches as data_batches
+from hydra_ensembles.model.config import (
     EncoderConfig,
     EnsembleConfig,
     PatchStemConfig,
@@ -13,10 +15,8 @@ from hydra_ensembles.config import (
     TextStemConfig,
     all_heads,
 )
-from hydra_ensembles.data.batching import Batches
-from hydra_ensembles.data.batching import batches as data_batches
-from hydra_ensembles.ensemble import Ensemble
-from hydra_ensembles.metadata import Calibration, Metadata
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.metadata import Calibration, Metadata
 
 CLASSES = 3
 LAYERS = 2

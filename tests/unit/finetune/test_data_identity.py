@@ -9,10 +9,11 @@ from finetune_cases import CLASSES, samples, tiny
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from hydra_ensembles.data import batches as data_batches
+from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import CheckpointError, DataError
-from hydra_ensembles.finetune import Recipe, finetune
 from hydra_ensembles.finetune.data_identity import fingerprint
+from hydra_ensembles.finetune.members import finetune
+from hydra_ensembles.finetune.recipe import Recipe
 
 IMAGES, LABELS = samples(48)
 

@@ -7,9 +7,10 @@ import torch
 from finetune_cases import own_batches, same, samples, tiny
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_ensembles.data import batches as data_batches
-from hydra_ensembles.finetune import Recipe, finetune
-from hydra_ensembles.reading_order import begin_epoch, borrowed
+from hydra_ensembles.batches import begin_epoch, borrowed
+from hydra_ensembles.data.batching import batches as data_batches
+from hydra_ensembles.finetune.members import finetune
+from hydra_ensembles.finetune.recipe import Recipe
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, epochs=2, schedule="constant")
 

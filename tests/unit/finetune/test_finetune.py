@@ -9,14 +9,15 @@ from finetune_cases import CLASSES, LAYERS, batches, same, samples, shuffled, ti
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_ensembles.config import GROUPS, CosineConfig, Sharing
-from hydra_ensembles.encoder import GroupedNorm
-from hydra_ensembles.ensemble import Ensemble
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.finetune import Recipe, finetune
 from hydra_ensembles.finetune.learner import ensemble_loss
+from hydra_ensembles.finetune.members import finetune
 from hydra_ensembles.finetune.parameters import make_optimizer, training_copy, with_dropout
-from hydra_ensembles.member_states import place_of
+from hydra_ensembles.finetune.recipe import Recipe
+from hydra_ensembles.model.config import GROUPS, CosineConfig, Sharing
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.layers import GroupedNorm
+from hydra_ensembles.model.members import place_of
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, steps=4, schedule="constant")
 

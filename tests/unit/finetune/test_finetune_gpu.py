@@ -6,7 +6,8 @@ import pytest
 import torch
 from finetune_cases import batches, shuffled, tiny
 
-from hydra_ensembles.finetune import Recipe, finetune
+from hydra_ensembles.finetune.members import finetune
+from hydra_ensembles.finetune.recipe import Recipe
 from hydra_ensembles.mc_dropout import mc_dropout
 
 pytestmark = [

@@ -10,7 +10,7 @@ from finetune_cases import batches, own_batches, tiny
 from parallel_run import RECIPE
 from safetensors.torch import load_file
 
-from hydra_ensembles.finetune import finetune
+from hydra_ensembles.finetune.members import finetune
 from hydra_ensembles.finetune.runtime import EveryNth
 
 

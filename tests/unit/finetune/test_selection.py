@@ -7,7 +7,9 @@ import pytest
 import torch
 from finetune_cases import batches, same, shuffled, tiny
 
-from hydra_ensembles.finetune import Recipe, finetune, learner
+from hydra_ensembles.finetune import learner
+from hydra_ensembles.finetune.members import finetune
+from hydra_ensembles.finetune.recipe import Recipe
 from hydra_ensembles.finetune.validation import Evaluation, Patience
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, epochs=4, schedule="constant")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hydra_ensembles.config import (
+from hydra_ensembles.model.config import (
     EncoderConfig,
     EnsembleConfig,
     KeptHeads,
@@ -15,7 +15,7 @@ from hydra_ensembles.config import (
     TextStemConfig,
     all_heads,
 )
-from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.model.ensemble import Ensemble
 
 CLASSES = 4
 LAYERS, HEADS, HEAD_DIM, WIDTH = 3, 4, 3, 10

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.model.ensemble import Ensemble
 
 Heads = set[tuple[int, int]]
 

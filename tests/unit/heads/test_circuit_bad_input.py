@@ -6,9 +6,9 @@ import pytest
 import torch
 from circuit_models import Problem, random_problem
 
-from hydra_ensembles.config import EnsembleConfig, ReadoutConfig
-from hydra_ensembles.ensemble import Ensemble
 from hydra_ensembles.errors import ConfigError, DataError, HeadError
+from hydra_ensembles.model.config import EnsembleConfig, ReadoutConfig
+from hydra_ensembles.model.ensemble import Ensemble
 
 METHODS = ("naive", "exact", "screened")
 

@@ -10,7 +10,7 @@ import pytest
 from circuit_models import evidence, random_problem
 from circuit_process import BUDGET
 
-from hydra_ensembles.heads.circuit.distributed import Ranks
+from hydra_ensembles._distributed import Ranks
 from hydra_ensembles.heads.ranking import HeadRanking
 
 PROCESS = Path(__file__).with_name("circuit_process.py")

@@ -14,9 +14,9 @@ import torch
 
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
+from hydra_ensembles._distributed import Ranks
 from hydra_ensembles.errors import ConfigError, DataError, HeadError, HydraError
 from hydra_ensembles.heads.circuit import extract as extraction
-from hydra_ensembles.heads.circuit.distributed import Ranks
 from hydra_ensembles.heads.circuit.working_model import WorkingModel
 from hydra_ensembles.heads.members import circuit_members
 from zero_shot_models import NAMES, TEMPLATES, dual_of

@@ -6,8 +6,8 @@ from circuit_models import SCORES, Problem, random_problem
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from hydra_ensembles.ensemble import Ensemble
-from hydra_ensembles.heads.circuit import Score
+from hydra_ensembles.heads.circuit.settings import Score
+from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.prune import prune
 
 

@@ -7,7 +7,6 @@ from circuit_models import SCORES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_ensembles.heads.circuit import Score
 from hydra_ensembles.heads.circuit.scores import (
     LEAST_CONFIDENT,
     MOST_CONFIDENT,
@@ -16,7 +15,8 @@ from hydra_ensembles.heads.circuit.scores import (
     judge,
     quantum,
 )
-from hydra_ensembles.metrics import auroc, discordance
+from hydra_ensembles.heads.circuit.settings import Score
+from hydra_ensembles.metrics.ood import auroc, discordance
 
 STEP = quantum(torch.float64)
 

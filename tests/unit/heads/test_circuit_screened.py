@@ -9,15 +9,15 @@ import torch
 from circuit_models import SCORES, Problem, random_problem
 from trained_vit import id_pictures, ood_pictures, trained_vit
 
-from hydra_ensembles.heads.circuit import Score
+from hydra_ensembles._distributed import Ranks
 from hydra_ensembles.heads.circuit.current import CurrentModel
-from hydra_ensembles.heads.circuit.distributed import Ranks
 from hydra_ensembles.heads.circuit.effects import Effects
 from hydra_ensembles.heads.circuit.gradients import predict_effects, shifts
 from hydra_ensembles.heads.circuit.methods import Evaluation
 from hydra_ensembles.heads.circuit.precision import fast_products
 from hydra_ensembles.heads.circuit.samples import read_samples
 from hydra_ensembles.heads.circuit.scores import Objective
+from hydra_ensembles.heads.circuit.settings import Score
 from hydra_ensembles.heads.circuit.sweep import Sweep
 from hydra_ensembles.heads.circuit.work import Work
 from hydra_ensembles.heads.circuit.working_model import working_copy

@@ -5,11 +5,11 @@ import torch
 from random_ensembles import HEADS, LAYERS, SHAPES, random_batches, random_ensemble, without_heads
 from torch import Tensor
 
-from hydra_ensembles.config import Sharing
-from hydra_ensembles.ensemble import Ensemble
 from hydra_ensembles.errors import ConfigError, HeadError
 from hydra_ensembles.heads.head import Head
 from hydra_ensembles.heads.mask import checked_layers, existing_heads, head_rows, masked
+from hydra_ensembles.model.config import Sharing
+from hydra_ensembles.model.ensemble import Ensemble
 
 UNEQUAL = (((0, 2), (1,), (0, 1, 2, 3)), ((1, 2, 3), (), (0, 3)))  # two members
 

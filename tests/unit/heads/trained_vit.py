@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hydra_ensembles.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
-from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from hydra_ensembles.model.ensemble import Ensemble
 
 CLASSES, LAYERS, HEADS = 6, 6, 8
 _SIZE = 16

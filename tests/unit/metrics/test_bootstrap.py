@@ -9,14 +9,14 @@ from cases import random_scores
 
 from hydra_ensembles import metrics
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.metrics import (
+from hydra_ensembles.metrics.bootstrap import (
     bootstrap_difference,
     bootstrap_metric,
     bootstrap_ood,
     bootstrap_ood_difference,
-    ece_of_confidence,
+    ood_replicates,
 )
-from hydra_ensembles.metrics.bootstrap import ood_replicates
+from hydra_ensembles.metrics.calibration import ece_of_confidence
 
 T = torch.tensor
 CONVENTIONS = ["torch-uncertainty", "openood"]

@@ -9,7 +9,7 @@ from sklearn import metrics as sklearn_metrics
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.metrics import (
+from hydra_ensembles.metrics.calibration import (
     accuracy,
     adaptive_ece,
     adaptive_ece_of_confidence,

@@ -7,7 +7,7 @@ import torch
 from cases import random_member_probs
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.metrics import (
+from hydra_ensembles.metrics.diversity import (
     disagreement,
     disagreement_per_sample,
     entropy_parts,

@@ -8,7 +8,7 @@ from sklearn import metrics as sklearn_metrics
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.metrics import aupr, auroc, discordance, fpr95, roc_curve
+from hydra_ensembles.metrics.ood import aupr, auroc, discordance, fpr95, roc_curve
 
 T = torch.tensor
 

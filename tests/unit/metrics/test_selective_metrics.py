@@ -5,7 +5,7 @@ import torch
 from cases import random_probs
 
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.metrics import aurc, risk_at_coverage, risk_coverage
+from hydra_ensembles.metrics.selective import aurc, risk_at_coverage, risk_coverage
 
 T = torch.tensor
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_ensembles.config import EnsembleConfig, KeptHeads, Sharing, TextStemConfig
-from hydra_ensembles.encoder import Attention, Block
-from hydra_ensembles.ensemble import Ensemble
+from hydra_ensembles.model.config import EnsembleConfig, KeptHeads, Sharing, TextStemConfig
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.layers import Attention, Block
 from hydra_ensembles.optimize.fold import PlainNorm, fold_block
 from hydra_ensembles.optimize.simplify import branching_layer, simplified
 from unit.heads.random_ensembles import SHAPES, random_batches, random_ensemble

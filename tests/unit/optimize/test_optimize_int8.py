@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hydra_ensembles.config import KeptHeads, Sharing
-from hydra_ensembles.encoder import GroupedLinear
+from hydra_ensembles.model.config import KeptHeads, Sharing
+from hydra_ensembles.model.layers import GroupedLinear
 from hydra_ensembles.optimize.weights import Int8Linear, Int8Weight, dense
 from unit.heads.random_ensembles import SHAPES, random_batches, random_ensemble
 

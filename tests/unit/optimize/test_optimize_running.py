@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_ensembles.config import KeptHeads, Sharing
-from hydra_ensembles.ensemble import Ensemble
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.metadata import Calibration, Metadata
-from hydra_ensembles.optimize import Choice, OptimizedEnsemble, RunOptions
+from hydra_ensembles.model.config import KeptHeads, Sharing
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.metadata import Calibration, Metadata
 from hydra_ensembles.optimize import optimized as optimized_module
-from hydra_ensembles.optimize.choice import fastest, nearest
+from hydra_ensembles.optimize.choice import Choice, fastest, nearest
 from hydra_ensembles.optimize.graphs import shape_key
+from hydra_ensembles.optimize.optimized import OptimizedEnsemble
+from hydra_ensembles.optimize.options import RunOptions
 from unit.heads.random_ensembles import random_batches, random_ensemble
 
 EVEN: KeptHeads = (((0, 1), (0, 3), (1, 2)),) * 3

@@ -6,8 +6,8 @@ import statistics
 import pytest
 
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.report import COLUMNS, DIVERSITY, SELECTIVE, Column, compare, set_columns
-from hydra_ensembles.report.comparison import Cell, _rank
+from hydra_ensembles.report.columns import COLUMNS, DIVERSITY, SELECTIVE, Column, set_columns
+from hydra_ensembles.report.comparison import Cell, _rank, compare
 from sample_evaluations import costs, evaluation, methods
 
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.report import render_report, write_report
+from hydra_ensembles.report.html import render_report, write_report
 from hydra_ensembles.report.svg import round_ticks
 from sample_evaluations import CLASSES, costs, evaluation, gallery, kept_heads, methods
 

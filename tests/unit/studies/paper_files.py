@@ -13,7 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from hydra_ensembles.data import SetRef, suite
+from hydra_ensembles.data.catalogue import suite
+from hydra_ensembles.data.suites import SetRef
 
 SIZE = 8
 IMAGENET = "images_largescale/imagenet_1k"

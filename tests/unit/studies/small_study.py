@@ -9,9 +9,10 @@ import torch
 from PIL import Image
 
 import hydra_ensembles as he
-from hydra_ensembles.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
-from hydra_ensembles.data import ImageDataset, SetRef
-from hydra_ensembles.metadata import Metadata
+from hydra_ensembles.data.dataset import ImageDataset
+from hydra_ensembles.data.suites import SetRef
+from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from hydra_ensembles.model.metadata import Metadata
 from hydra_ensembles.studies.recipe import Backbone, StudyRecipe, load_recipe
 from hydra_ensembles.studies.store import Store
 

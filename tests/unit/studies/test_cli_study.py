@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from hydra_ensembles.cli.study import EXAMPLES, study
-from hydra_ensembles.studies import STUDIES
+from hydra_ensembles.studies.recipe import STUDIES
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from hydra_ensembles.cli.study import study as study_command
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.metrics import auroc, bootstrap_ood_difference
+from hydra_ensembles.metrics.bootstrap import bootstrap_ood_difference
+from hydra_ensembles.metrics.ood import auroc
 from hydra_ensembles.prediction import Prediction
 from hydra_ensembles.studies.claims import COMPARISONS, LEVEL, Replicates, verdict
 from hydra_ensembles.studies.collecting import rebuild, written

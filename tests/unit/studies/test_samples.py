@@ -6,7 +6,7 @@ import torch
 from small_study import CLASSES, CPU, Pictures
 from torch.nn import functional as F
 
-from hydra_ensembles.data import ImageDataset
+from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.studies.image_samples import MEAN, STD, ImageSamples, augmented
 from hydra_ensembles.studies.splits import class_halves, halves

@@ -11,7 +11,7 @@ from small_study import CPU, LAYERS, SmallStore, small_recipe, small_store
 
 import hydra_ensembles.studies
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
-from hydra_ensembles.member_states import place_of
+from hydra_ensembles.model.members import place_of
 from hydra_ensembles.studies import run
 from hydra_ensembles.studies.choosing import decision_path
 from hydra_ensembles.studies.decision import Decision

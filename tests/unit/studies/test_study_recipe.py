@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from hydra_ensembles.data import suite
+from hydra_ensembles.data.catalogue import suite
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.studies import STUDIES, load_recipe
 from hydra_ensembles.studies.compact_logits import Storing
 from hydra_ensembles.studies.methods import fixed_methods, groups_of
+from hydra_ensembles.studies.recipe import STUDIES, load_recipe
 from hydra_ensembles.studies.specs import MemberSet
 
 HEADS = 72

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 import hydra_ensembles as he
-from hydra_ensembles.config import (
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.finetune.recipe import Recipe
+from hydra_ensembles.model.config import (
     EncoderConfig,
     EnsembleConfig,
     PatchStemConfig,
@@ -13,9 +15,7 @@ from hydra_ensembles.config import (
     TextStemConfig,
     all_heads,
 )
-from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.finetune import Recipe
-from hydra_ensembles.metadata import Metadata
+from hydra_ensembles.model.metadata import Metadata
 from hydra_ensembles.studies.image_samples import ImageSamples
 from hydra_ensembles.studies.zero_shot.captions import CAPTION_TEMPLATES, OTHER_NAMES, Captions
 from hydra_ensembles.studies.zero_shot.dual_model import dual_of, mean_pooled, squashed

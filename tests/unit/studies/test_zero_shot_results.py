@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hydra_ensembles.metrics import auroc, ece
+from hydra_ensembles.metrics.calibration import ece
+from hydra_ensembles.metrics.ood import auroc
 from hydra_ensembles.prediction import Prediction
 from hydra_ensembles.studies.compact_logits import Storing, compact
 from hydra_ensembles.studies.zero_shot.answers import mean_logits

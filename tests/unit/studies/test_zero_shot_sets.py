@@ -8,7 +8,8 @@ import pytest
 from small_study import Pictures
 from small_zero_shot import small_recipe, small_store
 
-from hydra_ensembles.data import ImageDataset, overlaps
+from hydra_ensembles.data import overlaps
+from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.studies.store import Store
 from hydra_ensembles.studies.zero_shot.joined_images import at_most

@@ -4,8 +4,9 @@ import pytest
 import torch
 from tuning_cases import largest_gap, pairs, tiny_dual
 
-from hydra_ensembles.finetune import Recipe
-from hydra_ensembles.text_tuning import image_features, tune_text
+from hydra_ensembles.finetune.recipe import Recipe
+from hydra_ensembles.text_tuning.features import image_features
+from hydra_ensembles.text_tuning.tuning import tune_text
 
 pytestmark = [
     pytest.mark.gpu,

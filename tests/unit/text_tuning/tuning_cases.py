@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import hydra_ensembles as he
-from hydra_ensembles.config import (
+from hydra_ensembles.model.config import (
     EncoderConfig,
     EnsembleConfig,
     PatchStemConfig,
@@ -14,7 +14,7 @@ from hydra_ensembles.config import (
     TextStemConfig,
     all_heads,
 )
-from hydra_ensembles.metadata import Metadata
+from hydra_ensembles.model.metadata import Metadata
 from zero_shot_models import word_tokenizer
 
 NAMES = ("cat", "dog", "red bus", "green tree", "house", "boat")

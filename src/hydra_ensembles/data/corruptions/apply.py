@@ -7,24 +7,16 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from ..._extras import require
+from ..._utils import require
 from ...errors import DataError
-from ...image_modes import to_rgb
+from ...preprocessing import to_rgb
 from ..dataset import ImageDataset
 from ..subsets import hash_key
 from .blur import defocus_blur, glass_blur, motion_blur, zoom_blur
 from .digital import contrast, elastic_transform, jpeg_compression, pixelate
 from .fields import Pixels
 from .noise import gaussian_noise, impulse_noise, shot_noise
-from .parameters import (
-    CORRUPTIONS,
-    PARAMETER_SETS,
-    PARAMETERS,
-    SEVERITIES,
-    CorruptionName,
-    ParameterSet,
-    Values,
-)
+from .parameters import CORRUPTIONS, PARAMETER_SETS, PARAMETERS, SEVERITIES, CorruptionName, ParameterSet, Values
 from .weather import brightness, fog, frost, snow
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import io
 
 import numpy as np
 
-from ..._extras import require
+from ..._utils import require
 from .fields import Pixels, clip_to_bytes, gaussian_blur
 from .parameters import Values
 

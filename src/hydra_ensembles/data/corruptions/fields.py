@@ -5,7 +5,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from ..._extras import require
+from ..._utils import require
 
 Pixels = npt.NDArray[np.float64]
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from ..._extras import require
+from ..._utils import require
 from .fields import Pixels, clip_to_bytes, clipped_zoom, gaussian_blur, motion_blur, plasma
 from .parameters import Values
 

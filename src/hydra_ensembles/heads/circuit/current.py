@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..._distributed import Ranks
 from ..head import Head
 from .base_activations import GroupActivations, embed
 from .carried import CarriedActivations
 from .choice import NO_HEAD, Choice
-from .distributed import Ranks
 from .memory import plan
 from .naive import require_finite
 from .samples import IntArray, Samples, parts

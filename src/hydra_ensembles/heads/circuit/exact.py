@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..._distributed import Ranks
 from ..head import Head
 from .answers import AnswerTable
 from .choice import Choice
 from .current import CurrentModel
-from .distributed import Ranks
 from .sweep import Sweep
 
 _CHUNKS = 16  # parts in which a candidate is evaluated

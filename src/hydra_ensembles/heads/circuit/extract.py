@@ -7,19 +7,18 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from ..._distributed import Ranks, all_ranks, local_device
+from ..._utils import require_device
 from ...batches import Batches
-from ...config.checks import require_whole
-from ...devices import require_device
-from ...dual_encoder import DualEncoder, Tower
-from ...ensemble import Ensemble
 from ...errors import DataError, HydraError
-from ...prompts import DEFAULT_TEMPLATES, Templates
+from ...model.clip import DEFAULT_TEMPLATES, DualEncoder, Templates, Tower
+from ...model.config import require_whole
+from ...model.ensemble import Ensemble
 from ..fingerprint import model_fingerprint
 from ..head import Head, HeadLike, as_heads
 from ..mask import TOWER
 from ..ranking import HeadRanking
 from .choice import Choice
-from .distributed import Ranks, all_ranks, local_device
 from .journal import Journal, Start, Step
 from .memory import default_batch_size
 from .methods import Evaluation, start_method

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..._utils import write_atomically
 from ...errors import HydraError
-from ...files import write_atomically
 from ...schema import from_plain, to_plain
 
 FORMAT = "hydra_ensembles circuit journal 1"

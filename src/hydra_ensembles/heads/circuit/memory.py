@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ...ensemble import Ensemble
+from ...model.ensemble import Ensemble
 from .base_activations import GroupActivations
 from .samples import Samples, tokens_of
 

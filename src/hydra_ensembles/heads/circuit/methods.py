@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from ...ensemble import Ensemble
+from ..._distributed import Ranks
+from ...model.ensemble import Ensemble
 from ..head import Head
 from .choice import Choice
 from .current import CurrentModel, CurrentTower
-from .distributed import Ranks
 from .exact import Exact
 from .joint import JointExact, JointNaive, TextCandidates
 from .memory import default_budget

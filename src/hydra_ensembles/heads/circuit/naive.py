@@ -6,12 +6,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ...ensemble import Ensemble
+from ..._distributed import Ranks
 from ...errors import DataError
+from ...model.ensemble import Ensemble
 from ..head import Head
 from ..mask import masked
 from .choice import NO_HEAD, Choice
-from .distributed import Ranks
 from .samples import SampleGroup, Samples, parts, tokens_of
 from .scores import Objective, judge, quantum
 from .work import BlockCost, Work

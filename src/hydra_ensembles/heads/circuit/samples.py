@@ -9,12 +9,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...batches import Batches, iterate, move, require_labels
-from ...config import PatchStemConfig
-from ...ensemble import Ensemble
+from ..._utils import torch_seeded
+from ...batches import Batches, begin_epoch, borrowed, iterate, move, require_labels
 from ...errors import DataError
-from ...randomness import torch_seeded
-from ...reading_order import begin_epoch, borrowed
+from ...model.config import PatchStemConfig
+from ...model.ensemble import Ensemble
 from ..fingerprint import DataFingerprint
 
 IntArray = npt.NDArray[np.int64]

@@ -6,9 +6,8 @@ from typing import Literal, get_args
 
 import torch
 
-from ...config import EnsembleConfig
-from ...config.checks import require_whole
 from ...errors import ConfigError
+from ...model.config import EnsembleConfig, require_whole
 from ..head import Head, require_budget
 from ..mask import TOWER, existing_heads
 

@@ -8,13 +8,10 @@ from typing import get_args
 
 import torch
 
-from ...config import EnsembleConfig
-from ...dual_encoder import DualEncoder, Tower
-from ...ensemble import Ensemble
 from ...errors import ConfigError, HeadError
-from ...given_models import require_model
-from ...prompts import Templates, checked_names, checked_templates
-from ...zero_shot import zero_shot
+from ...model.clip import DualEncoder, Templates, Tower, checked_names, checked_templates, require_model, zero_shot
+from ...model.config import EnsembleConfig
+from ...model.ensemble import Ensemble
 from ..head import Head
 from ..mask import TOWER, checked_layers, head_rows
 from .texts import Texts, read_texts

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...dual_encoder import DualEncoder
-from ...ensemble import Ensemble
 from ...errors import ConfigError
-from ...projections import compose
-from ...prompts import average_templates, prompts_of
+from ...model.clip import DualEncoder, average_templates, prompts_of
+from ...model.ensemble import Ensemble
+from ...model.stem_readout import compose
 from .samples import SampleGroup, Samples
 from .working_model import working_copy
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...config import EncoderConfig
+from ...model.config import EncoderConfig
 
 
 @dataclass

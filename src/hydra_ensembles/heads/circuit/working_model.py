@@ -6,8 +6,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ...encoder import Attention, Block
-from ...ensemble import Ensemble
+from ...model.ensemble import Ensemble
+from ...model.layers import Attention, Block
 from ..head import Head
 from .work import BlockCost, Work
 

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from ...batches import move, read_batch
-from ...dual_encoder import DualEncoder
 from ...errors import DataError
-from ...prompts import Templates, checked_templates, class_embeddings
+from ...model.clip import DualEncoder, Templates, checked_templates, class_embeddings
 from ..splits import Samples
 
 BATCH = 512

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DataError
-from ...prompts import LABEL, checked_templates
+from ...model.clip import LABEL, checked_templates
 
 CAPTION_TEMPLATES: tuple[str, ...] = (
     "A photo of a {label}.",

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..._extras import require
-from ...convert import convert
-from ...data import ImageDataset
-from ...dual_encoder import DualEncoder
+from ..._utils import require
+from ...convert.convert import convert
+from ...data.dataset import ImageDataset
 from ...errors import CheckpointError, ConfigError, HydraError
+from ...model.clip import DualEncoder
 from ..seed_folder import SeedFolder
 from ..splits import Samples
 from .sources import PreparedImages

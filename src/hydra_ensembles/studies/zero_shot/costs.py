@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from ...batches import move, read_batch
-from ...ensemble import Ensemble
 from ...fuse import fuse
-from ...zero_shot import zero_shot
+from ...model.clip import zero_shot
+from ...model.ensemble import Ensemble
 from ..costs import COSTS, write_costs
 from .methods import SINGLE, Method, methods_of
 from .seed_models import ZeroShotModels

@@ -4,15 +4,14 @@ from dataclasses import replace
 
 import torch
 
-from ...config import ReadoutConfig
-from ...convert import convert
-from ...dual_config import output_width
-from ...dual_encoder import DualEncoder
-from ...ensemble import Ensemble
+from ..._utils import derive_seed
+from ...convert.convert import convert
 from ...errors import ConfigError
+from ...model.clip import DualEncoder
+from ...model.config import ReadoutConfig, output_width
+from ...model.ensemble import Ensemble
+from ...model.stem_readout import Projections, linear
 from ...preprocessing import ImagePreprocessing
-from ...projections import Projections, linear
-from ...randomness import derive_seed
 from ..image_samples import MEAN, STD
 from ..store import Store
 

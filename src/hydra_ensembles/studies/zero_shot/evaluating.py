@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._version import __version__
+from ..._utils import __version__
 from ...calibrate import fit_calibration
-from ...data import ImageDataset
+from ...data.dataset import ImageDataset
 from ..compact_logits import CompactSet, compact
 from ..evaluating import FACTS, LOGITS, device_name
 from ..logit_files import save_sets

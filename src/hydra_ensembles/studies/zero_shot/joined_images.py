@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...data import ImageDataset, subset
-from ...data.dataset import Picture
+from ...data.dataset import ImageDataset, Picture
+from ...data.subsets import subset
 from ..recipe import SPLIT_SEED
 
 

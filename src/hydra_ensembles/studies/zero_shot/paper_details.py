@@ -3,16 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from .methods import (
-    CIRC_AVG,
-    HYDRA,
-    HYDRA_IMAGE,
-    HYDRA_IMAGE_TUNED,
-    HYDRA_MORE,
-    SINGLE,
-    TAYLOR,
-    TEMPERATURE,
-)
+from .methods import CIRC_AVG, HYDRA, HYDRA_IMAGE, HYDRA_IMAGE_TUNED, HYDRA_MORE, SINGLE, TAYLOR, TEMPERATURE
 
 COLUMNS = ("IN-1K", "C100", "C10", "Food", "SUN", "Pet", "DTD", "EuroSat", "Caltech", "Avg")
 TASK_COLUMN: Mapping[str, str] = MappingProxyType(

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from ..._extras import require
-from ...data import ImageDataset, SetRef, only_classes, suite, without_classes
+from ..._utils import require
+from ...data.catalogue import suite
 from ...data.cifar100 import CIFAR100_CLASSES
+from ...data.dataset import ImageDataset
 from ...data.overlaps import CIFAR100_TINYIMAGENET, left
+from ...data.subsets import only_classes, without_classes
+from ...data.suites import SetRef
 from ...errors import DataError
 from .joined_images import at_most, joined_images
 from .label_names import label_names

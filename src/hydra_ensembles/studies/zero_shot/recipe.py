@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Literal, get_args
 
-from ..._extras import require
+from ..._utils import require
 from ...errors import ConfigError
-from ...finetune import Recipe
+from ...finetune.recipe import Recipe
 from ...schema import from_plain, to_plain
 from ..compact_logits import Storing
 from ..recipe import digest_of

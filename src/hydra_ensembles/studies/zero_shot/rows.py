@@ -2,7 +2,8 @@
 
 import statistics
 
-from ...metrics import accuracy, adaptive_ece, aupr, auroc, brier, ece, fpr95, nll
+from ...metrics.calibration import accuracy, adaptive_ece, brier, ece, nll
+from ...metrics.ood import aupr, auroc, fpr95
 from ..rows import DIGITS, Rows
 from .methods import SINGLE
 from .results import StoredZeroShot

@@ -6,16 +6,17 @@ from typing import Any
 
 import torch
 
-from ...data import ImageDataset
-from ...dual_encoder import DualEncoder, Tower
-from ...heads import Head, HeadRanking, extract_circuit, taylor
+from ..._utils import derive_seed
+from ...data.dataset import ImageDataset
+from ...heads.circuit.extract import extract_circuit
 from ...heads.circuit.precision import fast_products
 from ...heads.circuit.settings import Score
+from ...heads.head import Head
 from ...heads.members import random_members
-from ...prompts import DEFAULT_TEMPLATES, Templates
+from ...heads.ranking import HeadRanking
+from ...heads.taylor import taylor
+from ...model.clip import DEFAULT_TEMPLATES, DualEncoder, Templates, Tower, zero_shot
 from ...prune import prune
-from ...randomness import derive_seed
-from ...zero_shot import zero_shot
 from ..seed_folder import SeedFolder
 from ..seed_models import CIRCUIT_BATCH, CIRCUIT_MEMORY, CIRCUITS, SPARE, Heads, distinct
 from ..splits import Samples

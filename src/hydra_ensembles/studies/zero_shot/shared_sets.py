@@ -8,8 +8,11 @@ images of a class here; two of them serve circuits of the image tower alone, thr
 from collections.abc import Sequence
 from functools import cached_property
 
-from ...data import ImageDataset, SetRef, only_classes, split, suite, without_classes
+from ...data.catalogue import suite
+from ...data.dataset import ImageDataset
 from ...data.overlaps import CIFAR100_TINYIMAGENET, left
+from ...data.subsets import only_classes, split, without_classes
+from ...data.suites import SetRef
 from ...errors import DataError
 from ..recipe import SPLIT_SEED
 from ..splits import halves

@@ -11,10 +11,10 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from ...data import ImageDataset
-from ...dual_encoder import DualEncoder
-from ...ensemble import Ensemble
+from ...data.dataset import ImageDataset
 from ...errors import DataError
+from ...model.clip import DualEncoder
+from ...model.ensemble import Ensemble
 from ..seed_folder import SeedFolder
 from ..splits import Samples
 

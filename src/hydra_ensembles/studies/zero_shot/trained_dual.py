@@ -6,11 +6,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...data import ImageDataset
-from ...dual_encoder import DualEncoder
+from ..._utils import derive_seed
+from ...data.dataset import ImageDataset
 from ...errors import ConfigError
-from ...finetune import Recipe
-from ...randomness import derive_seed
+from ...finetune.recipe import Recipe
+from ...model.clip import DualEncoder
 from ..image_samples import ImageSamples
 from ..seed_folder import SeedFolder
 from ..splits import Samples

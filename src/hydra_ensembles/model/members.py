@@ -1,9 +1,4 @@
-"""Taking the parameters of an ensemble apart into members, and putting members together.
-
-Every parameter has either a copy axis (one entry per stored copy) or, in attention, a head axis on which the
-heads of the members follow one another. Both come first, so a member is a range of the first axis and
-putting members together is a concatenation.
-"""
+"""Taking members apart and putting them together: configs and states, without a model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar
@@ -11,8 +6,8 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..errors import ConfigError
 from .config import GROUPS, EnsembleConfig, Group, Sharing
-from .errors import ConfigError
 
 T = TypeVar("T")
 

@@ -1,15 +1,16 @@
-"""The one model of this library: M transformers that answer in one forward pass."""
+"""The Ensemble: M members, one forward pass, logits [M, B, C]."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from .batches import Inputs
-from .checkpoint import (
+from .._utils import evaluation_mode
+from ..batches import Inputs, move, read_batch
+from ..checkpoint import (
     ENSEMBLE,
     ensemble_contents,
     open_checkpoint,
@@ -18,14 +19,13 @@ from .checkpoint import (
     save_checkpoint,
     with_text_side,
 )
-from .config import GROUPS, KeptHeads, PatchStemConfig, TextStemConfig
+from ..errors import ConfigError, DataError
+from ..prediction import Prediction
+from .config import GROUPS, KeptHeads, PatchStemConfig, TextStemConfig, output_width
 from .config import EnsembleConfig as Config
-from .describe import Description, describe
-from .dual_config import output_width
-from .encoder import Encoder
-from .encoder.grouped import GroupedNorm
-from .errors import ConfigError, DataError
-from .member_states import (
+from .cost import Description, describe
+from .layers import Encoder, GroupedNorm
+from .members import (
     join_states,
     listed,
     member_config,
@@ -33,15 +33,47 @@ from .member_states import (
     require_same_architecture,
     require_same_dtype_and_device,
 )
-from .metadata import Metadata, common_metadata, member_metadata
-from .optimize import OptimizedEnsemble, optimize
-from .predicting import calibrated_prediction, prepared_inputs
-from .prediction import Prediction
-from .projections import projection_from
-from .readouts import Readout
-from .stems import PatchStem, TextStem
-from .text_side import TextSettings
-from .training_flags import evaluation_mode
+from .metadata import Calibration, Metadata, TextSettings, common_metadata, member_metadata
+from .stem_readout import PatchStem, Readout, TextStem, projection_from
+
+if TYPE_CHECKING:
+    from ..optimize.optimized import OptimizedEnsemble
+
+
+def prepared_inputs(inputs: Any, metadata: Metadata, kind: str, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """Inputs for `forward` on a device and in a dtype; raw ones go through the saved preprocessing.
+
+    Args:
+        inputs: Tensors or a mapping of them; or a PIL image, a string, a pair of strings, or a list of them.
+        metadata: Of the ensemble.
+        kind: `"image"` or `"text"`, what the ensemble takes.
+        device: Where the inputs go.
+        dtype: Of those that are floating-point numbers.
+    """
+    if not isinstance(inputs, Tensor | Mapping):
+        if metadata.preprocessing is None:
+            raise DataError(
+                f"got {type(inputs).__name__}, but this ensemble has no saved preprocessing; "
+                "give tensors, or convert the model with processor="
+            )
+        raw: Any = [inputs] if isinstance(inputs, tuple) and kind == "text" else inputs
+        inputs = metadata.preprocessing(raw)
+    return move(read_batch(inputs)[0], device, dtype)
+
+
+def calibrated_prediction(logits: Tensor, metadata: Metadata, num_classes: int) -> Prediction:
+    """What member logits `[M, B, C]` say, with the calibration and the class names of the ensemble."""
+    if not num_classes:
+        raise ConfigError("this ensemble has no classifier; convert the model with num_labels=, or use features()")
+    calibration = metadata.calibration or Calibration()
+    return Prediction.from_logits(
+        logits,
+        temperature=calibration.temperature if len(calibration.temperature) > 1 else calibration.temperature[0],
+        threshold=calibration.threshold,
+        score=calibration.score,
+        class_names=metadata.labels or None,
+    )
+
 
 NOT_READ = ("position_ids", "inputs_embeds", "head_mask", "bool_masked_pos")
 """Inputs of other libraries' models that change the answer and that an ensemble does not take."""
@@ -175,6 +207,8 @@ class Ensemble(nn.Module):
         self, example_inputs: Tensor | Mapping[str, Tensor] | None = None, **options: Any
     ) -> "OptimizedEnsemble[Ensemble]":
         """A frozen, faster runner of this ensemble; see `hydra_ensembles.optimize.optimize` for the options."""
+        from ..optimize.optimized import optimize
+
         return optimize(self, example_inputs, **options)
 
     # --- members -----------------------------------------------------------------------------------------

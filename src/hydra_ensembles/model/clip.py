@@ -1,0 +1,577 @@
+"""Two towers that meet in one embedding, and zero-shot classifiers made of them."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .._utils import evaluation_mode
+from ..checkpoint import (
+    DUAL_ENCODER,
+    dual_encoder_contents,
+    open_checkpoint,
+    push_checkpoint,
+    read_dual_encoder,
+    save_checkpoint,
+)
+from ..errors import ConfigError, DataError
+from .config import CosineConfig, DualEncoderConfig, EnsembleConfig, Sharing, output_width
+from .cost import Description
+from .ensemble import Ensemble
+from .layers import GroupedLinear
+from .members import listed, place_of
+from .metadata import PROJECTION, TOWER, Metadata, TextSettings, TextSide, named, odd_names
+from .stem_readout import Projections, compose, linear, projection_config, projection_from
+
+Tower = Literal["image", "text"]
+
+INITIAL_SCALE = math.log(1 / 0.07)  # where CLIP's training starts
+
+
+class DualEncoder(nn.Module):
+    """An image tower and a text tower whose features are projected into one embedding (CLIP).
+
+    Both towers are ensembles. They have the same number of members, or one of them has a single member that
+    serves all. The logit of an image and a text is the cosine of their embeddings times `exp(logit_scale)`,
+    plus `logit_bias` where there is one.
+    """
+
+    def __init__(
+        self,
+        image: Ensemble,
+        text: Ensemble,
+        projections: Projections | None = None,
+        logit_scale: float | Tensor = INITIAL_SCALE,
+        logit_bias: float | Tensor | None = None,
+    ) -> None:
+        """Put two towers together; they become part of the dual encoder, nothing is copied.
+
+        Args:
+            image: The tower for images; its forward pass gives its features.
+            text: The tower for texts, likewise.
+            projections: Linear maps into the embedding; None where the features are the embedding.
+            logit_scale: Logarithm of the scale, one number or one per member.
+            logit_bias: Added to the scaled cosines, as many numbers as `logit_scale`; None for no bias.
+        """
+        super().__init__()
+        self.image = image
+        self.text = text
+        self.projections = Projections() if projections is None else projections
+        self.logit_scale = _numbers(logit_scale, image)  # [1] or [M]
+        self.logit_bias = None if logit_bias is None else _numbers(logit_bias, image)
+        if self.logit_bias is not None and self.logit_bias.shape != self.logit_scale.shape:
+            raise ConfigError(
+                f"logit_scale has {self.logit_scale.numel()} numbers and logit_bias {self.logit_bias.numel()}; "
+                "give as many of one as of the other"
+            )
+        _check_inputs("image", image, self.projections.image)
+        _check_inputs("text", text, self.projections.text)
+        self.config = DualEncoderConfig(
+            image=image.config,
+            text=text.config,
+            image_projection=projection_config(self.projections.image),
+            text_projection=projection_config(self.projections.text),
+            scale_copies=self.logit_scale.numel(),
+            logit_bias=self.logit_bias is not None,
+        )
+
+    # --- running -----------------------------------------------------------------------------------------
+
+    def forward(self, images: Any, texts: Any) -> Tensor:
+        """Logits per image, `[M, B_image, B_text]`; arguments as in `encode_image` and `encode_text`."""
+        return self.logits(self.encode_image(images), self.encode_text(texts))
+
+    def encode_image(self, inputs: Any, normalize: bool = True) -> Tensor:
+        """Embed images as `[M, B, e]`.
+
+        Args:
+            inputs: Images `[B, 3, H, W]`, a mapping with `pixel_values`, or PIL images, which go through the
+                saved preprocessing.
+            normalize: Scale each embedding to length one.
+        """
+        return self._encode(self.image, self.projections.image, inputs, normalize)
+
+    def encode_text(self, inputs: Any, normalize: bool = True) -> Tensor:
+        """Embed texts as `[M, B, e]`.
+
+        Args:
+            inputs: Token ids `[B, T]`, a mapping with `input_ids` and perhaps `attention_mask`, or strings,
+                which go through the saved tokenizer.
+            normalize: Scale each embedding to length one.
+        """
+        return self._encode(self.text, self.projections.text, inputs, normalize)
+
+    def logits(self, image_embeddings: Tensor, text_embeddings: Tensor) -> Tensor:
+        """Scaled similarities `[M, B_image, B_text]` of normalised embeddings `[M or 1, B, e]`."""
+        similarity = image_embeddings @ text_embeddings.transpose(1, 2)
+        logits = similarity * self.logit_scale.exp()[:, None, None]
+        return logits if self.logit_bias is None else logits + self.logit_bias[:, None, None]
+
+    def _encode(self, tower: Ensemble, projection: GroupedLinear | None, inputs: Any, normalize: bool) -> Tensor:
+        x = embed(tower, projection, inputs, normalize)
+        return x.expand(self.num_members, *x.shape[1:])  # [M, B, e]
+
+    # --- members -----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def stack(members: Iterable["DualEncoder"]) -> "DualEncoder":
+        """One dual encoder with all members of the given ones and nothing shared between them."""
+        given = listed(members, "DualEncoder.stack")
+        singles = [one.member(index) for one in given for index in range(one.num_members)]
+        biases: list[Tensor] = [one.logit_bias for one in singles if one.logit_bias is not None]
+        if len(biases) not in (0, len(singles)):
+            raise ConfigError(f"{len(biases)} of {len(singles)} members have a logit bias; all must, or none")
+        stacked = DualEncoder(
+            Ensemble.stack([one.image for one in singles]),
+            Ensemble.stack([one.text for one in singles]),
+            Projections.stack([one.projections for one in singles]),
+            torch.cat([one.logit_scale for one in singles]),
+            torch.cat(biases) if biases else None,
+        )
+        return stacked.eval()
+
+    def member(self, index: int) -> "DualEncoder":
+        """A copy of one member as a dual encoder of its own."""
+        if not -self.num_members <= index < self.num_members:
+            raise ConfigError(f"member {index} does not exist: there are {self.num_members}, counted from 0")
+        index %= self.num_members
+        of = [index if copies > 1 else 0 for copies in (self.image.num_members, self.text.num_members)]
+        one = slice(index, index + 1) if self.config.scale_copies > 1 else slice(0, 1)
+        single = DualEncoder(
+            self.image.member(of[0]),
+            self.text.member(of[1]),
+            self.projections.member(index),
+            self.logit_scale[one],
+            None if self.logit_bias is None else self.logit_bias[one],
+        )
+        return single.eval()
+
+    @classmethod
+    def from_config(
+        cls, config: DualEncoderConfig, image: Metadata | None = None, text: Metadata | None = None
+    ) -> "DualEncoder":
+        """A dual encoder of this configuration, its towers freshly initialised, its projections still empty."""
+        projections = Projections(
+            projection_from(config.image_projection, output_width(config.image)),
+            projection_from(config.text_projection, output_width(config.text)),
+        )
+        scale = torch.full((config.scale_copies,), INITIAL_SCALE)
+        bias = torch.zeros(config.scale_copies) if config.logit_bias else None
+        return cls(Ensemble(config.image, image), Ensemble(config.text, text), projections, scale, bias)
+
+    @classmethod
+    def from_state(
+        cls,
+        config: DualEncoderConfig,
+        state: Mapping[str, Tensor],
+        image: Metadata | None = None,
+        text: Metadata | None = None,
+    ) -> "DualEncoder":
+        """Build a dual encoder around copies of the given tensors, keeping their dtype and device."""
+        with torch.device("meta"):
+            dual = cls.from_config(config, image, text)
+        copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
+        dual.load_state_dict(copies, assign=True)
+        for parameter in dual.parameters():
+            parameter.requires_grad_(True)
+        return dual.eval()
+
+    # --- saving and loading ------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `config.json`, `model.safetensors`, `tokenizer.json` and a model card into a folder."""
+        save_checkpoint(folder, self._contents(Path(folder).expanduser().resolve().name))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        revision: str | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        token: str | None = None,
+    ) -> "DualEncoder":
+        """Load what `save_pretrained` or `push_to_hub` wrote, in evaluation mode; no code is run.
+
+        Args:
+            source: Folder, or hub id of the form `owner/name`.
+            revision: Branch, tag or commit on the hub.
+            device: Where the parameters go; None for the CPU.
+            dtype: Floating type to convert to; None keeps the stored one.
+            token: Access token for a private model; None for the one logged in with.
+
+        Raises:
+            CheckpointError: Something is missing, damaged, inconsistent, or not a saved dual encoder.
+        """
+        stored = open_checkpoint(source, DUAL_ENCODER, revision=revision, token=token)
+        config, image, text = read_dual_encoder(stored)
+        layers = config.image.encoder.layers + config.text.encoder.layers
+        state = stored.tensors(lambda: cls.from_config(config), device, dtype, at_least=layers)
+        return cls.from_state(config, state, image, text)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        commit_message: str | None = None,
+    ) -> str:
+        """Publish on the hub as `owner/name`, in one commit; the address of that commit."""
+        contents = self._contents(repo_id)
+        return push_checkpoint(repo_id, contents, private=private, token=token, commit_message=commit_message)
+
+    def _contents(self, name: str) -> Any:
+        return dual_encoder_contents(name, self.config, self.image.metadata, self.text.metadata, self.state_dict())
+
+    # --- looking at it -----------------------------------------------------------------------------------
+
+    @property
+    def num_members(self) -> int:
+        """Number of members, M."""
+        return self.config.members
+
+    @property
+    def embedding_width(self) -> int:
+        """Width of the common embedding, e."""
+        return self.config.embedding_width
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.image.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return self.image.dtype
+
+    def describe(self) -> dict[Tower, Description]:
+        """Parameters, multiply-adds and heads kept of each tower; print them."""
+        return {"image": self.image.describe(), "text": self.text.describe()}
+
+    def __repr__(self) -> str:
+        """One line: members, embedding, both towers."""
+        return (
+            f"DualEncoder(members={self.num_members}, embedding={self.embedding_width}, "
+            f"image={self.image!r}, text={self.text!r})"
+        )
+
+
+def embed(tower: Ensemble, projection: GroupedLinear | None, inputs: Any, normalize: bool) -> Tensor:
+    """Embeddings `[G, B, e]` of what a tower takes; G is 1 where neither tower nor projection has members."""
+    if not isinstance(inputs, Tensor | Mapping):
+        inputs = tower.prepare(list(inputs) if isinstance(inputs, tuple) else inputs)
+    x = cast(Tensor, tower(inputs))  # [M or 1, B, d]
+    if projection is not None:
+        x = projection(x)
+    return F.normalize(x, dim=-1) if normalize else x
+
+
+def _numbers(values: float | Tensor, like: Ensemble) -> nn.Parameter:
+    """A parameter `[1]` or `[M]` with a copy of the given numbers; plain ones go where the towers are."""
+    if not isinstance(values, Tensor):
+        values = torch.tensor(float(values), dtype=like.dtype, device=like.device)
+    return nn.Parameter(values.detach().clone().reshape(-1))
+
+
+def _check_inputs(name: Tower, tower: Ensemble, projection: GroupedLinear | None) -> None:
+    if projection is not None and projection.weight.shape[2] != output_width(tower.config):
+        raise ConfigError(
+            f"the {name} projection takes features of width {projection.weight.shape[2]}, "
+            f"the {name} tower gives {output_width(tower.config)}"
+        )
+
+
+def require_ensemble(model: object, caller: str) -> None:
+    """Refuse what is not an `Ensemble`; `caller` is the function that takes one."""
+    if not isinstance(model, Ensemble):
+        raise ConfigError(f"{caller} takes an Ensemble, got {_with_advice(model)}")
+
+
+def require_model(model: object, caller: str) -> None:
+    """Refuse what is neither an `Ensemble` nor a `DualEncoder`."""
+    if not isinstance(model, Ensemble | DualEncoder):
+        raise ConfigError(f"{caller} takes an Ensemble or a DualEncoder, got {_with_advice(model)}")
+
+
+def _with_advice(model: object) -> str:
+    """The type of something that was given, and what to do about it."""
+    advice = "give what he.convert(model) returns"
+    if isinstance(model, DualEncoder):
+        advice = "make a classifier of it first: he.zero_shot(model, class_names)"
+    elif isinstance(model, str | Path):
+        advice = f"load it first: he.Ensemble.from_pretrained({str(model)!r})"
+    elif hasattr(model, "num_members"):  # a view of an ensemble: MC Dropout, or what `optimize` made
+        advice = "give the Ensemble that it was made from"
+    elif isinstance(model, nn.Module):
+        advice = "convert it first: he.convert(model)"
+    return f"{type(model).__name__}; {advice}"
+
+
+Templates = str | Sequence[str]
+
+LABEL = "{label}"
+DEFAULT_TEMPLATES: Templates = ("A photo of a {label}.",)
+_PROMPTS_AT_ONCE = 256
+_CLASSES_AT_ONCE = 256
+_PAIRS_AT_ONCE = 4096
+_NEARLY_PARALLEL = 1e-5  # of a cosine in float32; what is closer is compared number by number
+_SAME = 1e-6  # embeddings of length one whose numbers differ by no more are the same
+
+
+def checked_names(class_names: Sequence[str]) -> tuple[str, ...]:
+    """Class names, at least two and all different."""
+    if isinstance(class_names, str):
+        raise DataError(f"class_names is the string {class_names!r}; give a list of names, one per class")
+    names = tuple(class_names)
+    blank, twice = odd_names(names)
+    if blank is not None:
+        raise DataError(f"class_names[{blank}] is {names[blank]!r}; every class needs a name")
+    if len(names) < 2 or twice:
+        problem = f"lists {twice[:5]} twice" if twice else f"has {len(names)} names"
+        raise DataError(f"class_names {problem}; give at least two names, all different")
+    return names
+
+
+def checked_templates(templates: Templates) -> tuple[str, ...]:
+    """Templates, at least one; each has a place for the name."""
+    sentences = (templates,) if isinstance(templates, str) else tuple(templates)
+    if not sentences:
+        raise DataError("templates is empty; give at least one sentence such as 'A photo of a {label}.'")
+    for index, sentence in enumerate(sentences):
+        if not isinstance(sentence, str) or LABEL not in sentence:
+            raise DataError(f"templates[{index}] is {sentence!r}; it must have {LABEL} where the class name goes")
+    if len(set(sentences)) < len(sentences):
+        raise DataError("templates lists a sentence twice, which would only give it more weight; leave it out")
+    return sentences
+
+
+def prompts_of(names: Sequence[str], templates: Sequence[str]) -> list[str]:
+    """Every class in every template, one class after another."""
+    return [template.replace(LABEL, name) for name in names for template in templates]
+
+
+@torch.no_grad()
+def class_embeddings(
+    tower: Ensemble, projection: GroupedLinear | None, names: Sequence[str], templates: Sequence[str]
+) -> Tensor:
+    """Embeddings `[G, C, e]` of length one; G is 1, or the number of members that differ in tower or projection."""
+    prompts = prompts_of(names, templates)
+    with evaluation_mode(tower):
+        batches = (prompts[start : start + _PROMPTS_AT_ONCE] for start in range(0, len(prompts), _PROMPTS_AT_ONCE))
+        embedded = torch.cat([embed(tower, projection, batch, normalize=True) for batch in batches], dim=1)
+    return average_templates(embedded, len(templates))
+
+
+def require_distinct(classes: Tensor, names: Sequence[str]) -> None:
+    """Refuse classes that no member can tell apart: their embeddings `[G, C, e]` are the same.
+
+    Raises:
+        DataError: The message names two such classes.
+    """
+    unit = F.normalize(classes.detach().float(), dim=-1)
+    for start in range(0, len(names), _CLASSES_AT_ONCE):
+        cosines = unit[:, start : start + _CLASSES_AT_ONCE] @ unit.transpose(1, 2)  # [G, some, C]
+        close = (cosines.amin(0) > 1 - _NEARLY_PARALLEL).triu(start + 1)  # the later class of each pair
+        for pairs in close.nonzero().split(_PAIRS_AT_ONCE):
+            first, second = pairs[:, 0] + start, pairs[:, 1]
+            same = (unit[:, first] - unit[:, second]).abs().amax((0, 2)) <= _SAME  # [pairs]
+            if same.any():
+                one, other = (names[int(side[same][0])] for side in (first, second))
+                raise DataError(
+                    f"the classes {one!r} and {other!r} have the same embedding, so every image would score alike for "
+                    "both: the tokenizer does not know the words in which they differ, or cuts them off; name the "
+                    "classes in words it knows, in templates that are short enough"
+                )
+
+
+def average_templates(embedded: Tensor, templates: int) -> Tensor:
+    """One embedding per class, `[G, C, e]`, out of those of its prompts, `[G, C·templates, e]`, of length one."""
+    if templates == 1:
+        return embedded
+    return F.normalize(embedded.unflatten(1, (-1, templates)).mean(2), dim=-1)
+
+
+_CLASSIFIER, _PROJECTION, _CLASSES = "readout.classifier.", "readout.projection.", "readout.class_embeddings."
+
+
+def zero_shot(
+    dual: DualEncoder,
+    class_names: Sequence[str],
+    templates: Templates = DEFAULT_TEMPLATES,
+    keep_text: bool = True,
+) -> Ensemble:
+    """An image classifier out of a dual encoder and the names of its classes; nothing is trained.
+
+    Each member's text tower embeds the names once, here. What is left to do for an image is one pass over the image
+    tower and the cosines with the class embeddings, times the logit scale. The result is an ensemble like any other.
+
+    Args:
+        dual: One member or several; it is not changed. Its text tower must have a tokenizer.
+        class_names: One per class, in the order of the logits.
+        templates: Sentences with `{label}` where the name goes. With several, the embeddings of a class are
+            averaged: each scaled to length one, and their mean again.
+        keep_text: Keep text towers and tokenizer, also in `save_pretrained`, so that `retarget` can set other
+            classes. They stay on the CPU and take no part in inference.
+
+    Raises:
+        HydraError: Names or templates that are missing, empty or listed twice, classes that get the same embedding, a
+            dual encoder without tokenizer, or an image tower that has no single feature vector.
+    """
+    if not isinstance(dual, DualEncoder):
+        raise ConfigError(
+            f"zero_shot takes a DualEncoder, got a {type(dual).__name__}; convert a CLIP model, or use retarget to "
+            "give a zero-shot ensemble other classes"
+        )
+    names, sentences = checked_names(class_names), checked_templates(templates)
+    classes = class_embeddings(dual.text, dual.projections.text, names, sentences)  # [1 or M, C, e]
+    require_distinct(classes, names)
+    weight, bias = _scaled(classes, dual.logit_scale, dual.logit_bias)
+    projection = _image_projection(dual)
+    config = _config(dual, projection, len(names), bias is not None, len(weight))
+    state = {name: tensor for name, tensor in dual.image.state_dict().items() if not name.startswith(_CLASSIFIER)}
+    if projection is not None:
+        state |= {_PROJECTION + name: tensor.to(dual.dtype) for name, tensor in projection.state_dict().items()}
+    state |= _class_state(weight, bias, dual.image)
+    copies = config.copies("readout")
+    of_readout = (name for name in state if place_of(name)[0] == "readout")
+    state |= {name: state[name].expand(copies, *state[name].shape[1:]) for name in of_readout}
+    line = f"zero-shot classifier of {len(names)} classes, {len(sentences)} templates"
+    metadata = replace(
+        dual.image.metadata,
+        labels=names,
+        calibration=None,
+        metrics={},
+        history=(*_history(dual), line),
+        text_side=_text_side(dual, sentences) if keep_text else None,
+    )
+    return Ensemble.from_state(config, state, metadata)
+
+
+def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Templates | None = None) -> Ensemble:
+    """The same zero-shot ensemble for other classes, by the text towers it kept.
+
+    Needs no other library than the one for the tokenizer. The calibration does not carry over.
+
+    Args:
+        ensemble: Made by `zero_shot` with `keep_text`, perhaps pruned, fused, saved and loaded since.
+        class_names: The new classes.
+        templates: The new templates; None for those it was made with.
+    """
+    require_ensemble(ensemble, "retarget")
+    side = ensemble.metadata.text_side
+    if side is None:
+        raise ConfigError(
+            "this ensemble kept no text towers, so it cannot embed other class names; make it again with "
+            "zero_shot(dual, class_names, keep_text=True)"
+        )
+    settings = side.settings
+    names = checked_names(class_names)
+    sentences = settings.templates if templates is None else checked_templates(templates)
+    tower, projection = _text_tower(side, ensemble.device)
+    classes = class_embeddings(tower, projection, names, sentences)
+    require_distinct(classes, names)
+    scale, *more = (
+        None if numbers is None else torch.tensor(numbers, dtype=classes.dtype, device=classes.device)
+        for numbers in (settings.logit_scale, settings.logit_bias)
+    )
+    assert scale is not None
+    weight, bias = _scaled(classes, scale, more[0])
+    copies = ensemble.config.copies("readout")
+    if copies < len(weight):  # fused with readout="mean"
+        weight, bias = weight.mean(0, keepdim=True), None if bias is None else bias.mean(0, keepdim=True)
+    readout = replace(ensemble.config.readout, num_classes=len(names), bias=bias is not None)
+    state = {name: tensor for name, tensor in ensemble.state_dict().items() if not name.startswith(_CLASSES)}
+    new = _class_state(weight, bias, ensemble)
+    state |= {name: tensor.expand(copies, *tensor.shape[1:]) for name, tensor in new.items()}
+    metadata = replace(
+        ensemble.metadata,
+        labels=names,
+        calibration=None,
+        metrics={},
+        history=(*ensemble.metadata.history, f"re-targeted to {len(names)} classes, {len(sentences)} templates"),
+        text_side=TextSide(replace(settings, templates=sentences), side.state),
+    )
+    return Ensemble.from_state(replace(ensemble.config, readout=readout), state, metadata)
+
+
+def _scaled(classes: Tensor, scale: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Class embeddings `[G, C, e]` times the logit scale, and the bias of every class `[G, C]`, or None."""
+    weight = classes * scale.detach().exp()[:, None, None]
+    if bias is None:
+        return weight, None
+    return weight, bias.detach()[:, None].expand(len(weight), weight.shape[1])
+
+
+def _class_state(weight: Tensor, bias: Tensor | None, like: Ensemble) -> Mapping[str, Tensor]:
+    state = {_CLASSES + "weight": weight.to(like.device, like.dtype)}
+    if bias is not None:
+        state[_CLASSES + "bias"] = bias.to(like.device, like.dtype)
+    return state
+
+
+def _image_projection(dual: DualEncoder) -> GroupedLinear | None:
+    """The one linear map from pooled features to the embedding; a tower's own classifier counts as part of it."""
+    readout, outer = dual.image.readout, dual.projections.image
+    if readout.config.cosine is not None or readout.config.pool == "distilled":
+        raise ConfigError(
+            f"the image tower must end in one feature vector; this one has the readout {readout.config}. Use the image "
+            "tower of a dual encoder as it was converted"
+        )
+    return compose(readout.classifier, outer)
+
+
+def _config(
+    dual: DualEncoder, projection: GroupedLinear | None, classes: int, bias: bool, copies: int
+) -> EnsembleConfig:
+    """The image tower's configuration with as many members as the dual encoder has, and its new readout."""
+    image, members = dual.image.config, dual.num_members
+    shape = projection_config(projection)
+    cosine = CosineConfig() if shape is None else CosineConfig(shape.outputs, shape.bias)
+    readout = replace(image.readout, num_classes=classes, bias=bias, cosine=cosine)
+    once = max(copies, image.copies("readout"), 1 if shape is None else shape.copies) == 1
+    if members == 1:
+        return replace(image, readout=readout)
+    if image.members == members:
+        return replace(image, readout=readout, sharing=replace(image.sharing, readout=once))
+    all_but_readout = Sharing(stem=True, attention=True, mlp=True, norms=True, readout=once)
+    return replace(image, readout=readout, heads=image.heads * members, sharing=all_but_readout, trunk=0)
+
+
+def _history(dual: DualEncoder) -> tuple[str, ...]:
+    """What was done to the image tower, then what was done to the text tower alone."""
+    images, texts = dual.image.metadata.history, dual.text.metadata.history
+    return (*images, *(f"text tower: {line}" for line in texts if line not in images))
+
+
+def _text_side(dual: DualEncoder, templates: tuple[str, ...]) -> TextSide:
+    preprocessing = dual.text.metadata.preprocessing
+    if preprocessing is None or preprocessing.kind != "text":
+        raise DataError("the text tower has no tokenizer to keep; convert the model with processor=")
+    projection = dual.projections.text
+    weights = named(dual.text.state_dict(), {} if projection is None else projection.state_dict())
+    settings = TextSettings(
+        tower=dual.text.config,
+        projection=projection_config(projection),
+        logit_scale=tuple(dual.logit_scale.detach().double().tolist()),
+        logit_bias=None if dual.logit_bias is None else tuple(dual.logit_bias.detach().double().tolist()),
+        templates=templates,
+        preprocessing=preprocessing,  # type: ignore[arg-type]
+    )
+    return TextSide(settings, {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()})
+
+
+def _text_tower(side: TextSide, device: torch.device) -> tuple[Ensemble, GroupedLinear | None]:
+    """The tower and the projection of a text side, as modules."""
+    settings = side.settings
+    weights = {name: tensor.to(device) for name, tensor in side.part(TOWER).items()}
+    tower = Ensemble.from_state(settings.tower, weights, Metadata(preprocessing=settings.preprocessing))
+    projection = {name: tensor.to(device) for name, tensor in side.part(PROJECTION).items()}
+    return tower, linear(projection["weight"], projection.get("bias")) if projection else None

@@ -1,0 +1,356 @@
+"""Both ends of a model: pixels or tokens to features, features to logits or embeddings."""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import ConfigError, DataError
+from .config import EnsembleConfig, PatchStemConfig, ProjectionConfig, Resample, TextStemConfig
+from .layers import ACTIVATIONS, GroupedLinear, GroupedNorm, empty
+
+
+class PatchStem(nn.Module):
+    """Cut an image into patches, project them, put prefix tokens in front and add positions."""
+
+    def __init__(self, config: PatchStemConfig, width: int, copies: int) -> None:
+        super().__init__()
+        self.config = config
+        rows, columns = config.grid
+        self.patch = empty(copies, width, config.channels, *config.patch_size)
+        self.patch_bias = empty(copies, width) if config.patch_bias else None
+        self.class_token = empty(copies, 1, width) if config.class_token else None
+        self.distillation_token = empty(copies, 1, width) if config.distillation_token else None
+        self.register_tokens = empty(copies, config.registers, width) if config.registers else None
+        self.position = empty(copies, config.position_prefix + rows * columns, width)
+        self.norm = GroupedNorm(copies, width, config.norm_eps) if config.norm else None
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Embed images `[B, channels, H, W]` as `[G, B, T, d]`; any size that is a multiple of the patch."""
+        grid = self._grid_of(images)
+        copies, width = self.patch.shape[:2]
+        bias = None if self.patch_bias is None else self.patch_bias.flatten()
+        x = F.conv2d(images, self.patch.flatten(0, 1), bias, stride=self.config.patch_size)  # [B, G·d, h, w]
+        x = x.flatten(2).unflatten(1, (copies, width)).permute(1, 0, 3, 2)  # [G, B, h·w, d]
+        covered = self.config.position_prefix
+        position = resample_position(self.position, covered, self.config.grid, grid, self.config.resample)
+        x = x + position[:, None, covered:]
+        prefix = self._prefix()  # [G, P, d]
+        if prefix is not None:
+            with_position = prefix[:, :covered] + position[:, :covered]
+            prefix = torch.cat([with_position, prefix[:, covered:]], dim=1)
+            x = torch.cat([prefix[:, None].expand(-1, x.shape[1], -1, -1), x], dim=2)  # [G, B, P + h·w, d]
+        x = self.dropout(x)
+        return x if self.norm is None else cast(Tensor, self.norm(x))
+
+    def _prefix(self) -> Tensor | None:
+        tokens = (self.class_token, self.distillation_token, self.register_tokens)
+        present: list[Tensor] = [token for token in tokens if token is not None]
+        return torch.cat(present, dim=1) if present else None
+
+    def _grid_of(self, images: Tensor) -> tuple[int, int]:
+        channels, patch = self.config.channels, self.config.patch_size
+        if not images.is_floating_point():
+            raise DataError(f"images are {images.dtype}; give normalised floats, or PIL images to `predict`")
+        if images.dim() != 4 or images.shape[1] != channels:
+            raise DataError(f"expected images of shape [batch, {channels}, height, width], got {list(images.shape)}")
+        height, width = images.shape[2:]
+        if height % patch[0] or width % patch[1] or not height or not width:
+            raise DataError(
+                f"images are {height}x{width}, which the patch size {patch[0]}x{patch[1]} does not divide; "
+                f"resize them, for example to {self.config.image_size[0]}x{self.config.image_size[1]}"
+            )
+        return height // patch[0], width // patch[1]
+
+
+def resample_position(
+    position: Tensor, prefix: int, old: tuple[int, int], new: tuple[int, int], method: Resample
+) -> Tensor:
+    """Fit a position embedding `[G, prefix + h·w, d]` to another grid; the prefix part stays as it is."""
+    if old == new:
+        return position
+    grid = position[:, prefix:].unflatten(1, old).permute(0, 3, 1, 2).float()  # [G, d, h, w]
+    grid = F.interpolate(
+        grid,
+        size=new,
+        mode="bilinear" if method == "bilinear" else "bicubic",
+        antialias=method == "bicubic_antialias",
+        align_corners=method == "bicubic_align_corners",
+    )
+    patches = grid.permute(0, 2, 3, 1).flatten(1, 2).to(position.dtype)  # [G, h'·w', d]
+    return torch.cat([position[:, :prefix], patches], dim=1)
+
+
+class TextStem(nn.Module):
+    """Look up words, positions and segments, add them, normalise, project to the encoder's width."""
+
+    def __init__(self, config: TextStemConfig, width: int, copies: int) -> None:
+        super().__init__()
+        self.config = config
+        embedding = config.embedding_width
+        self.words = empty(copies, config.vocabulary, embedding)
+        self.positions = empty(copies, config.positions, embedding)
+        self.segments = empty(copies, config.segments, embedding) if config.segments else None
+        self.norm = GroupedNorm(copies, embedding, config.norm_eps) if config.norm else None
+        self.project = GroupedLinear(copies, embedding, width) if config.project else None
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, ids: Tensor, segments: Tensor | None = None) -> Tensor:
+        """Embed token ids `[B, T]` (and segment ids of the same shape) as `[G, B, T, d]`."""
+        if ids.dim() != 2 or ids.is_floating_point():
+            raise DataError(f"expected token ids [batch, tokens] as integers, got {ids.dtype} {list(ids.shape)}")
+        if not ids.shape[1] or (segments is not None and segments.shape != ids.shape):
+            segment = None if segments is None else list(segments.shape)
+            raise DataError(
+                f"expected at least one token and segments of the same shape, got {list(ids.shape)} and {segment}"
+            )
+        if ids.shape[1] > self.config.max_tokens:
+            raise DataError(
+                f"the sequence has {ids.shape[1]} tokens, the position embedding covers "
+                f"{self.config.max_tokens}; truncate the input"
+            )
+        x = lookup(self.words, ids) + lookup(self.positions, self._position_ids(ids))
+        if self.segments is not None:
+            x = x + lookup(self.segments, torch.zeros_like(ids) if segments is None else segments)
+        if self.norm is not None:
+            x = self.norm(x)
+        x = self.dropout(x)
+        return x if self.project is None else cast(Tensor, self.project(x))
+
+    def _position_ids(self, ids: Tensor) -> Tensor:
+        padding = self.config.positions_after
+        if padding is None:
+            return torch.arange(ids.shape[1], device=ids.device)[None]  # [1, T]
+        real = ids.ne(padding).long()
+        return real.cumsum(1) * real + padding  # padding keeps its own id
+
+
+def lookup(table: Tensor, ids: Tensor) -> Tensor:
+    """Rows `ids` `[B, T]` of each copy of a table `[G, V, d]`, as `[G, B, T, d]`."""
+    if table.shape[0] == 1:
+        return F.embedding(ids, table[0])[None]
+    copies, rows = table.shape[:2]
+    offsets = torch.arange(copies, device=ids.device)[:, None, None] * rows
+    return F.embedding(ids[None] + offsets, table.flatten(0, 1))
+
+
+class Readout(nn.Module):
+    """Pool the tokens of each member and classify; without a classifier, give the pooled features."""
+
+    def __init__(self, config: EnsembleConfig) -> None:
+        super().__init__()
+        readout, width = config.readout, config.encoder.width
+        copies = config.copies("readout")
+        self.config = readout
+        self.prefix = config.stem.prefix_tokens if isinstance(config.stem, PatchStemConfig) else 0
+        self.norm = (
+            None
+            if readout.norm == "none"
+            else GroupedNorm(config.copies("norms"), width, readout.norm_eps, config.encoder.norm)
+        )
+        self.map = MapPool(config, copies) if readout.pool == "map" else None
+        features = 2 * width if readout.pool == "cls_mean" else width
+        self.features = features
+        self.hidden = GroupedLinear(copies, features, features) if readout.hidden else None
+        self.classifier, self.distillation_classifier = None, None
+        self.projection, self.class_embeddings = None, None
+        if readout.cosine is not None:
+            embedding = readout.cosine.width or features
+            if readout.cosine.width is not None:
+                self.projection = GroupedLinear(copies, features, embedding, readout.cosine.bias)
+            self.class_embeddings = GroupedLinear(copies, embedding, readout.num_classes, readout.bias)
+        elif readout.num_classes:
+            self.classifier = GroupedLinear(copies, features, readout.num_classes, readout.bias)
+            if readout.pool == "distilled":
+                self.distillation_classifier = GroupedLinear(copies, features, readout.num_classes, readout.bias)
+        self.dropout = nn.Dropout(readout.dropout)
+        self.hidden_dropout = nn.Dropout(readout.hidden_dropout)
+
+    def tokens_read(self) -> slice | None:
+        """Positions this readout looks at, or None when it may need any of them."""
+        return {"cls": slice(0, 1), "distilled": slice(0, 2)}.get(self.config.pool)
+
+    def forward(self, x: Tensor, key_mask: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
+        """Map tokens `[N, B, T, d]` to logits (or features) `[N', B, C]`."""
+        return self.classify(self.pool(x, key_mask, ids))
+
+    def pool(self, x: Tensor, key_mask: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
+        """Pooled features `[N, B, d]`; `[N, B, 2, d]` where class and distillation token are read apart."""
+        if self.norm is not None and self.config.norm == "tokens":
+            x = self.norm(x)
+        x = self._pool_tokens(x, key_mask, ids)
+        if self.norm is not None and self.config.norm == "pooled":
+            x = self.norm(x)
+        return x
+
+    def classify(self, pooled: Tensor) -> Tensor:
+        """Hidden layer and classifier on pooled features, `[N, B, d]` to `[N', B, C]`."""
+        if self.class_embeddings is not None:
+            return cast(Tensor, self.class_embeddings(self.embedding(pooled)))
+        x = self._hidden(pooled)
+        if self.distillation_classifier is not None and self.classifier is not None:
+            return cast(Tensor, self.classifier(x[:, :, 0]) + self.distillation_classifier(x[:, :, 1])) / 2
+        return x if self.classifier is None else cast(Tensor, self.classifier(x))
+
+    def embedding(self, pooled: Tensor) -> Tensor:
+        """What is compared with class embeddings: pooled features `[N, B, d]` projected, of length one `[N', B, e]`."""
+        x = self._hidden(pooled)
+        return F.normalize(x if self.projection is None else self.projection(x), dim=-1)
+
+    def _hidden(self, pooled: Tensor) -> Tensor:
+        x = self.dropout(pooled)
+        if self.hidden is not None and self.config.hidden is not None:
+            x = self.hidden_dropout(ACTIVATIONS[self.config.hidden](self.hidden(x)))
+        return cast(Tensor, x)
+
+    def _pool_tokens(self, x: Tensor, key_mask: Tensor | None, ids: Tensor | None) -> Tensor:
+        pool = self.config.pool
+        if pool == "cls":
+            return x[:, :, 0]
+        if pool == "distilled":
+            return x[:, :, :2]
+        if pool == "map" and self.map is not None:
+            return cast(Tensor, self.map(x[:, :, self.prefix :]))
+        if pool == "mean" and key_mask is not None:
+            weight = key_mask[None, :, :, None].to(x.dtype)  # [1, B, T, 1]
+            return (x * weight).sum(2) / weight.sum(2)
+        if pool == "mean":
+            return x[:, :, self.prefix :].mean(2)
+        if pool == "cls_mean":
+            return torch.cat([x[:, :, 0], x[:, :, self.prefix :].mean(2)], dim=-1)
+        return x[:, torch.arange(x.shape[1], device=x.device), self._end_of_text(x, key_mask, ids)]
+
+    def _end_of_text(self, x: Tensor, key_mask: Tensor | None, ids: Tensor | None) -> Tensor:
+        """Position `[B]` of the token that stands for the whole text."""
+        if self.config.pool == "last" or ids is None:
+            if key_mask is None:
+                return torch.full((x.shape[1],), x.shape[2] - 1, device=x.device)
+            return key_mask.long().sum(1) - 1
+        if self.config.eot_token is None:  # the end-of-text token has the highest id of the vocabulary
+            return ids.argmax(1)
+        return ids.eq(self.config.eot_token).int().argmax(1)
+
+
+class MapPool(nn.Module):
+    """Attention pooling with one learned query, then an MLP with its residual (SigLIP's pooling head)."""
+
+    def __init__(self, config: EnsembleConfig, copies: int) -> None:
+        super().__init__()
+        width, readout = config.encoder.width, config.readout
+        self.heads = readout.map_heads
+        self.activation = ACTIVATIONS[readout.map_activation]
+        self.query_token = empty(copies, 1, width)
+        self.query = GroupedLinear(copies, width, width)
+        self.key_value = GroupedLinear(copies, width, 2 * width)
+        self.out = GroupedLinear(copies, width, width)
+        self.norm = GroupedNorm(copies, width, readout.norm_eps)
+        self.up = GroupedLinear(copies, width, readout.map_mlp_width)
+        self.down = GroupedLinear(copies, readout.map_mlp_width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[N, B, T, d]` to `[N', B, d]`."""
+        q = self.query(self.query_token[:, None])  # [G, 1, 1, d]
+        k, v = self.key_value(x).chunk(2, dim=-1)  # [N', B, T, d]
+        members = k.shape[0]
+        q = q.expand(members, k.shape[1], -1, -1)
+        q, k, v = (part.flatten(0, 1).unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
+        z = F.scaled_dot_product_attention(q, k, v)  # [N'·B, heads, 1, d_k]
+        z = z.transpose(1, 2).flatten(2).unflatten(0, (members, -1))  # [N', B, 1, d]
+        y = self.out(z)
+        y = y + self.down(self.activation(self.up(self.norm(y))))
+        return cast(Tensor, y)[:, :, 0]
+
+
+class Projections(nn.Module):
+    """One linear map per tower; None where a tower's features are the embedding already."""
+
+    def __init__(self, image: GroupedLinear | None = None, text: GroupedLinear | None = None) -> None:
+        super().__init__()
+        self.image = image
+        self.text = text
+
+    @classmethod
+    def fresh(cls, image_width: int, text_width: int, outputs: int, bias: bool = False) -> "Projections":
+        """New maps for both towers, from their feature widths to an embedding of `outputs` numbers."""
+        config = ProjectionConfig(outputs, bias)
+        projections = cls(projection_from(config, image_width), projection_from(config, text_width))
+        with torch.no_grad():
+            for projection in (projections.image, projections.text):
+                if projection is not None:
+                    projection.weight.normal_(std=projection.weight.shape[2] ** -0.5)
+                    if projection.bias is not None:
+                        projection.bias.zero_()
+        return projections
+
+    @staticmethod
+    def stack(members: "list[Projections]") -> "Projections":
+        """The maps of several members, one after another."""
+        return Projections(
+            _join("image", [member.image for member in members]), _join("text", [member.text for member in members])
+        )
+
+    def member(self, index: int) -> "Projections":
+        """A copy of the maps that one member uses."""
+        return Projections(_take(self.image, index), _take(self.text, index))
+
+
+def projection_from(config: ProjectionConfig | None, inputs: int) -> GroupedLinear | None:
+    """An empty map of the given configuration."""
+    return None if config is None else GroupedLinear(config.copies, inputs, config.outputs, config.bias)
+
+
+def projection_config(projection: GroupedLinear | None) -> ProjectionConfig | None:
+    """The configuration of a map."""
+    if projection is None:
+        return None
+    copies, outputs, _ = projection.weight.shape
+    return ProjectionConfig(outputs, projection.bias is not None, copies)
+
+
+def linear(weight: Tensor, bias: Tensor | None = None) -> GroupedLinear:
+    """A map with copies of the given weights, `[G, out, in]` and `[G, out]`."""
+    copies, outputs, inputs = weight.shape
+    with torch.device("meta"):
+        projection = GroupedLinear(copies, inputs, outputs, bias is not None)
+    projection.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
+    if bias is not None:
+        projection.bias = nn.Parameter(bias.detach().clone(memory_format=torch.contiguous_format))
+    return projection
+
+
+def compose(inner: GroupedLinear | None, outer: GroupedLinear | None) -> GroupedLinear | None:
+    """The one map that does what two do, one after the other; None stands for a map that changes nothing."""
+    if inner is None or outer is None:
+        return inner if outer is None else outer
+    bias = None if outer.bias is None else outer.bias.detach()  # [G, out]
+    if inner.bias is not None:
+        through = (outer.weight @ inner.bias[..., None])[..., 0].detach()
+        bias = through if bias is None else through + bias
+    return linear((outer.weight @ inner.weight).detach(), bias)
+
+
+def _take(projection: GroupedLinear | None, index: int) -> GroupedLinear | None:
+    if projection is None:
+        return None
+    one = slice(0, 1) if projection.weight.shape[0] == 1 else slice(index, index + 1)
+    return linear(projection.weight[one], None if projection.bias is None else projection.bias[one])
+
+
+def _join(tower: str, maps: list[GroupedLinear | None]) -> GroupedLinear | None:
+    present = [one for one in maps if one is not None]
+    if not present:
+        return None
+    biases: list[Tensor] = [one.bias for one in present if one.bias is not None]
+    shapes = {tuple(one.weight.shape[1:]) for one in present}
+    if len(present) != len(maps) or len(biases) not in (0, len(maps)) or len(shapes) > 1:
+        raise ConfigError(
+            f"the members' {tower} projections differ: {[_text(one) for one in maps]}; "
+            "members must be copies of one model, pruned or fine-tuned in different ways"
+        )
+    return linear(torch.cat([one.weight for one in present]), torch.cat(biases) if biases else None)
+
+
+def _text(projection: GroupedLinear | None) -> str:
+    return "none" if projection is None else projection.extra_repr()
