@@ -21,7 +21,6 @@ import torch
 from torch.multiprocessing import get_context
 
 import hydra_ensembles as he
-from hydra_ensembles.finetune.members import finetune
 from hydra_ensembles.metrics.calibration import accuracy
 from hydra_ensembles.metrics.ood import auroc
 from hydra_ensembles.prediction import Prediction
@@ -31,6 +30,7 @@ from hydra_ensembles.studies.seed_models import fresh_classifier
 from hydra_ensembles.studies.splits import StudyData
 from hydra_ensembles.studies.store import Store
 from hydra_ensembles.studies.units import member_logits
+from hydra_ensembles.training.finetune import finetune
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ import torch
 from circuit_cases import Case, cases_of
 
 import hydra_ensembles
-from hydra_ensembles.heads.circuit.extract import extract_circuit
-from hydra_ensembles.heads.circuit.settings import Method, Score
+from hydra_ensembles.circuit.extract import extract_circuit
+from hydra_ensembles.circuit.scores import Method, Score
 from hydra_ensembles.heads.ranking import HeadRanking
 
 SCORES: tuple[Score, ...] = get_args(Score)

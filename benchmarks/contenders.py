@@ -18,7 +18,7 @@ from torch.func import functional_call, stack_module_state
 
 import hydra_ensembles as he
 from hydra_ensembles._utils import derive_seed
-from hydra_ensembles.mc_dropout import mc_dropout
+from hydra_ensembles.baselines.mc_dropout import mc_dropout
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.cost import multiply_adds
 from hydra_ensembles.model.layers import Plan

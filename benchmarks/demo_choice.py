@@ -16,11 +16,11 @@ import numpy as np
 
 import hydra_ensembles as he
 from hydra_ensembles import data
+from hydra_ensembles.circuit.scores import Score
 from hydra_ensembles.demo.embedded import SAMPLE, load_backbone, load_sample
 from hydra_ensembles.demo.methods import SCORES, DemoData
 from hydra_ensembles.demo.packed_images import read_packed
 from hydra_ensembles.demo.settings import DemoSettings
-from hydra_ensembles.heads.circuit.settings import Score
 from hydra_ensembles.heads.members import circuit_members
 
 PRUNED = (9, 10, 12)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from hydra_ensembles import metrics
-from hydra_ensembles.heads.circuit.settings import Score
+from hydra_ensembles.circuit.scores import Score
 
 SCORES: tuple[Score, ...] = ("avg", "acc", "ood")
 

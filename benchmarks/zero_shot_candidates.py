@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from hydra_ensembles.finetune.recipe import Recipe
 from hydra_ensembles.model.config import Group
+from hydra_ensembles.training.recipe import Recipe
 
 BLOCKS: tuple[Group, ...] = ("attention", "mlp", "norms", "readout")
 FIRST_RATE = 3e-3  # of the image projection

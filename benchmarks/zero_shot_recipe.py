@@ -37,8 +37,7 @@ from hydra_ensembles.studies.zero_shot.captions import CAPTION_TEMPLATES, Captio
 from hydra_ensembles.studies.zero_shot.dual_model import untrained_dual
 from hydra_ensembles.studies.zero_shot.label_names import label_names
 from hydra_ensembles.studies.zero_shot.pairs import FeaturePairs, view_features
-from hydra_ensembles.text_tuning.features import text_features
-from hydra_ensembles.text_tuning.tuning import tune_text
+from hydra_ensembles.training.text import text_features, tune_text
 
 MAKES_FEATURES = ("size", "seed", "train_images", "validation_images", "views", "templates")
 

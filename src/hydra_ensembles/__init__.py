@@ -1,22 +1,19 @@
 """Uncertainty from one pretrained transformer: prune different heads, fuse the copies, predict in one pass."""
 
 from ._utils import __version__
+from .baselines.mc_dropout import mc_dropout
 from .build.chain import build
 from .build.config import HydraConfig
 from .calibrate import calibrate, fit_calibration
+from .circuit.extract import extract_circuit
 from .convert.convert import convert
 from .errors import HydraError
 from .evaluation.evaluate import evaluate
 from .evaluation.evaluation import Evaluation
-from .finetune.members import finetune
-from .finetune.recipe import Recipe
 from .fuse import fuse
-from .heads.circuit.extract import extract_circuit
-from .heads.head import Head
-from .heads.mask import masked
-from .heads.ranking import HeadRanking
+from .heads.masking import masked
+from .heads.ranking import Head, HeadRanking
 from .heads.taylor import taylor
-from .mc_dropout import mc_dropout
 from .model.clip import DualEncoder, retarget, zero_shot
 from .model.ensemble import Ensemble
 from .model.stem_readout import Projections
@@ -25,7 +22,9 @@ from .preprocessing import ImagePreprocessing, TextPreprocessing
 from .prune import prune
 from .report.comparison import compare
 from .report.html import write_report
-from .text_tuning.tuning import tune_text
+from .training.finetune import finetune
+from .training.recipe import Recipe
+from .training.text import tune_text
 
 __all__ = [
     "DualEncoder",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError
-from .heads.mask import Model
+from .heads.masking import Model
 from .model.clip import DualEncoder, require_model
 from .model.config import EnsembleConfig, Group, Sharing
 from .model.ensemble import Ensemble

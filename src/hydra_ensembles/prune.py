@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from .errors import HeadError
-from .heads.head import Head, HeadLike, as_heads
-from .heads.mask import Model, tower_of, towers_of
+from .heads.masking import Model, tower_of, towers_of
+from .heads.ranking import Head, HeadLike, as_heads
 from .model.clip import DualEncoder, require_model
 from .model.ensemble import Ensemble
 from .model.members import has_head_axis, place_of

@@ -8,7 +8,7 @@ import hydra_ensembles as he
 from architectures import ArchitectureCase
 from contract.all_architectures import ALL_CASES
 from contract.models import base
-from hydra_ensembles.heads.mask import masked
+from hydra_ensembles.heads.masking import masked
 
 pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
 

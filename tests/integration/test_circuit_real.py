@@ -14,15 +14,12 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from hydra_ensembles._distributed import Ranks
-from hydra_ensembles.heads.circuit.choice import Choice
-from hydra_ensembles.heads.circuit.extract import extract_circuit
-from hydra_ensembles.heads.circuit.naive import Naive
-from hydra_ensembles.heads.circuit.samples import read_samples
-from hydra_ensembles.heads.circuit.scores import Objective
-from hydra_ensembles.heads.circuit.work import Work
-from hydra_ensembles.heads.circuit.working_model import working_copy
-from hydra_ensembles.heads.head import Head
-from hydra_ensembles.heads.mask import existing_heads
+from hydra_ensembles.circuit.cache import Work, working_copy
+from hydra_ensembles.circuit.extract import extract_circuit
+from hydra_ensembles.circuit.scores import Choice, Objective, read_samples
+from hydra_ensembles.circuit.search import Naive
+from hydra_ensembles.heads.masking import existing_heads
+from hydra_ensembles.heads.ranking import Head
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from shared_paths import shared

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from hydra_ensembles.baselines.mc_dropout import MCDropout, mc_dropout
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.mc_dropout import MCDropout, mc_dropout
 from hydra_ensembles.model.config import (
     EncoderConfig,
     EnsembleConfig,

@@ -11,7 +11,7 @@ import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from hydra_ensembles._utils import evaluation_mode
 from hydra_ensembles.evaluation.evaluate import evaluate
-from hydra_ensembles.text_tuning.features import image_features, text_features
+from hydra_ensembles.training.text import image_features, text_features
 from unit.test_calibrate import tiny, validation
 from zero_shot_models import NAMES, dual_of
 

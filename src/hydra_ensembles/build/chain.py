@@ -11,10 +11,10 @@ from torch import nn
 from ..batches import Batches
 from ..calibrate import calibrate
 from ..errors import ConfigError
-from ..finetune.members import finetune
 from ..fuse import fuse
 from ..model.clip import DEFAULT_TEMPLATES, Templates
 from ..model.ensemble import Ensemble
+from ..training.finetune import finetune
 from .checks import above_the_trunk, require_possible
 from .choose import Chooser
 from .config import HydraConfig

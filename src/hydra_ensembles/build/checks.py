@@ -9,10 +9,8 @@ import torch
 from .._utils import derive_seed
 from ..batches import Inputs, borrowed, epoch_of, length_of, move, read_batch, require_labels
 from ..errors import ConfigError, DataError
-from ..finetune.parameters import is_trained
-from ..finetune.recipe import Recipe
-from ..finetune.schedule import rate_factor, warmup_updates
 from ..model.ensemble import Ensemble
+from ..training.recipe import Recipe, is_trained, rate_factor, warmup_updates
 from .config import HydraConfig
 from .data import BuildData, first_rows
 from .start import Start

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..circuit.extract import extract_circuit
+from ..circuit.scores import Score
 from ..errors import SameMembersError
-from ..heads.circuit.extract import extract_circuit
-from ..heads.circuit.settings import Score
-from ..heads.head import Head
 from ..heads.members import circuit_members, random_members, sampled_members, taylor_members
-from ..heads.ranking import HeadRanking
+from ..heads.ranking import Head, HeadRanking
 from ..heads.taylor import taylor
 from .config import HydraConfig
 from .data import BuildData

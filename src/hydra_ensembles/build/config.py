@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ..circuit.scores import Method
 from ..errors import ConfigError
-from ..finetune.recipe import Recipe
 from ..fuse import Fusion, StemFusion
-from ..heads.circuit.settings import Method
 from ..heads.taylor import Scope
+from ..training.recipe import Recipe
 
 Strategy = Literal["circuit", "taylor", "sampled", "random"]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from .._utils import derive_seed
 from ..batches import Batches, Inputs, borrowed, epoch_of, iterate, require_labels, require_rereadable
 from ..errors import DataError
-from ..finetune.data_identity import fingerprint
-from ..heads.fingerprint import data_fingerprint
+from ..heads.ranking import data_fingerprint
+from ..training.loop import fingerprint
 from .config import HydraConfig
 
 Batch = tuple[Inputs, Tensor | None]

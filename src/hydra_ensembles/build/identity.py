@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..heads.fingerprint import model_fingerprint
+from ..heads.ranking import model_fingerprint
 from ..schema import to_plain
 from .config import HydraConfig
 from .data import BuildData

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .._utils import write_atomically
 from ..errors import CheckpointError
-from ..heads.head import Head
+from ..heads.ranking import Head
 from ..schema import from_plain, to_plain
 
 

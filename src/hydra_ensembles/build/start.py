@@ -10,8 +10,8 @@ from torch import nn
 from .._utils import require_device
 from ..convert.convert import convert
 from ..errors import ConfigError
-from ..heads.head import Head
-from ..heads.mask import existing_heads, towers_of
+from ..heads.masking import existing_heads, towers_of
+from ..heads.ranking import Head
 from ..model.clip import DualEncoder, Templates, checked_names, checked_templates, zero_shot
 from ..model.ensemble import Ensemble
 from ..prune import prune

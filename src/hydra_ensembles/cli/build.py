@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from ..build.config import Strategy
+from ..circuit.scores import Method
 from ..fuse import Fusion, StemFusion
-from ..heads.circuit.settings import Method
 from ..heads.taylor import Scope
 from . import options
 from .build_run import run_build

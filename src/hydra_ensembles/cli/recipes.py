@@ -5,9 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from ..errors import ConfigError
-from ..finetune.presets import PRESETS
-from ..finetune.recipe import Recipe
 from ..schema import from_plain, to_plain
+from ..training.recipe import PRESETS, Recipe
 from .nearest import did_you_mean
 from .yaml_file import require_known
 

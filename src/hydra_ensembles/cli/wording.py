@@ -8,7 +8,7 @@ import re
 from dataclasses import fields
 
 from ..build.config import HydraConfig
-from ..finetune.recipe import Recipe
+from ..training.recipe import Recipe
 
 _PLAIN: tuple[tuple[str, str], ...] = (
     (", or pass class_names= if they are classes without an image here", ""),

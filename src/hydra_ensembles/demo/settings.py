@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from ..build.config import HydraConfig
+from ..circuit.scores import Method
 from ..errors import ConfigError
-from ..heads.circuit.settings import Method
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
 """Which heads to keep: addresses, masks, rankings and the choice of members."""
 
-from .circuit.extract import extract_circuit
-from .head import Head, HeadLike
-from .mask import masked
-from .ranking import HeadRanking, jensen_shannon, overlap
+from .masking import masked
+from .ranking import Head, HeadLike, HeadRanking, jensen_shannon, overlap
 from .taylor import taylor
 
-__all__ = ["Head", "HeadLike", "HeadRanking", "extract_circuit", "jensen_shannon", "masked", "overlap", "taylor"]
+__all__ = ["Head", "HeadLike", "HeadRanking", "jensen_shannon", "masked", "overlap", "taylor"]

@@ -12,9 +12,8 @@ import numpy as np
 from ..errors import ConfigError, HeadError, SameMembersError
 from ..model.clip import DualEncoder
 from ..model.ensemble import Ensemble
-from .head import Head
-from .mask import existing_heads, towers_of
-from .ranking import HeadRanking
+from .masking import existing_heads, towers_of
+from .ranking import Head, HeadRanking
 
 Members = tuple[tuple[Head, ...], ...]
 

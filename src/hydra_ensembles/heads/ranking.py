@@ -1,18 +1,139 @@
-"""The order in which heads are removed, with the evidence for it."""
+"""Addresses of heads, the order in which they go, and what a ranking was made from."""
 
+import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from .._utils import write_atomically
+from ..batches import Batches, Inputs, iterate
 from ..errors import HeadError
+from ..model.clip import DualEncoder
 from ..model.config import require_whole
+from ..model.ensemble import Ensemble
 from ..schema import from_plain, to_plain
-from .head import Head, as_heads
+
+
+class Head(NamedTuple):
+    """One attention head: layer and original index, counted from 0, and the tower it belongs to."""
+
+    layer: int
+    head: int
+    tower: str = "main"
+
+    def __str__(self) -> str:
+        """`3.7`, or `text:3.7` outside the main tower."""
+        prefix = "" if self.tower == "main" else f"{self.tower}:"
+        return f"{prefix}{self.layer}.{self.head}"
+
+
+HeadLike = Head | tuple[int, int] | tuple[int, int, str] | Sequence[int]
+
+
+def as_head(value: HeadLike) -> Head:
+    """Read a head from a `Head`, a tuple `(layer, head)` or `(layer, head, tower)`."""
+    parts = tuple(value) if isinstance(value, list | tuple) else ()
+    integers = len(parts) in (2, 3) and all(isinstance(p, Integral) and not isinstance(p, bool) for p in parts[:2])
+    if not integers or not all(isinstance(tower, str) for tower in parts[2:]):
+        raise HeadError(f"a head is Head(layer, head) or a tuple (layer, head), got {value!r}")
+    return Head(int(parts[0]), int(parts[1]), *parts[2:])  # plain integers also where numpy's were given
+
+
+def as_heads(values: Iterable[HeadLike]) -> tuple[Head, ...]:
+    """Read several heads, keeping their order; the same head twice is an error."""
+    if not isinstance(values, Iterable):
+        raise HeadError(f"heads are a list of Head(layer, head), as ranking.first(count) gives it, got {values!r}")
+    heads = tuple(as_head(value) for value in values)
+    seen: set[Head] = set()
+    for head in heads:
+        if head in seen:
+            raise HeadError(f"head {head} is listed twice")
+        seen.add(head)
+    return heads
+
+
+def require_budget(budget: object, candidates: int) -> None:
+    """Refuse to remove a number of heads that is no whole number, or more than there are."""
+    if isinstance(budget, bool) or not isinstance(budget, Integral) or not 1 <= int(budget) <= candidates:
+        raise HeadError(
+            f"budget is {budget!r}; with these layers and removed heads there are {candidates} heads to choose from, "
+            "so it must be a whole number between 1 and that"
+        )
+
+
+def model_fingerprint(model: Ensemble | DualEncoder) -> str:
+    """SHA-256 over the configuration and every parameter: same on every device, other in another dtype.
+
+    Metadata (labels, history, calibration) does not count: it changes no logit.
+    """
+    digest = hashlib.sha256(json.dumps(to_plain(model.config), sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
+
+
+def data_fingerprint(batches: Batches, name: str = "data") -> str:
+    """SHA-256 over all samples and labels, in their order; see `DataFingerprint`.
+
+    Args:
+        batches: Batches as the rest of the library takes them; a generator is used up.
+        name: What to call the data in an error message.
+    """
+    fingerprint = DataFingerprint()
+    for inputs, labels in iterate(batches, name):
+        fingerprint.update(inputs, labels)
+    return fingerprint.hexdigest()
+
+
+class DataFingerprint:
+    """The fingerprint of data that is read batch by batch for another purpose anyway.
+
+    Order, values, shapes and dtypes of the samples count. Where the batches are cut does not, as long as
+    that leaves the samples as they are (padding to the longest of a batch does not).
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._digests: dict[str, Any] = {}
+        self._layouts: dict[str, list[Any]] = {}
+
+    def update(self, inputs: Inputs, labels: Tensor | None) -> None:
+        """Take in one batch, as `read_batch` returns it."""
+        tensors = {"inputs": inputs} if isinstance(inputs, Tensor) else {f"inputs.{key}": inputs[key] for key in inputs}
+        if labels is not None:
+            tensors["labels"] = labels
+        for key, tensor in tensors.items():
+            self._add(key, tensor)
+        self.samples += len(next(iter(tensors.values())))
+
+    def hexdigest(self) -> str:
+        """The fingerprint of everything taken in so far."""
+        parts = [[key, self._digests[key].hexdigest()] for key in sorted(self._digests)]
+        return hashlib.sha256(json.dumps([self.samples, parts]).encode()).hexdigest()
+
+    def _add(self, key: str, tensor: Tensor) -> None:
+        """Append to the stream of one field; a change of layout is written into the stream."""
+        digest = self._digests.setdefault(key, hashlib.sha256())
+        layout = [str(tensor.dtype), list(tensor.shape[1:])]
+        if self._layouts.get(key) != layout:
+            self._layouts[key] = layout
+            digest.update(json.dumps([self.samples, layout]).encode())
+        digest.update(tensor_bytes(tensor))
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in row-major order, whatever its device, dtype and strides."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from ..batches import Batches
+from ..circuit.cache import Texts, read_texts
 from ..errors import ConfigError
 from ..model.clip import DEFAULT_TEMPLATES, DualEncoder, Templates, Tower, checked_names, checked_templates, zero_shot
 from ..model.config import EnsembleConfig
 from ..model.ensemble import Ensemble
-from .calibration_batches import CalibrationBatches
-from .circuit.texts import Texts, read_texts
-from .mask import attention_of
-from .taylor import gradients_of_mean_loss, layer_scores
+from .masking import attention_of
+from .taylor import CalibrationBatches, gradients_of_mean_loss, layer_scores
 
 _PROMPTS_AT_ONCE = 256
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 from .._utils import require
 from ..data.catalogue import SUITES
 from ..errors import ConfigError
-from ..finetune.recipe import Recipe
 from ..fuse import Fusion
 from ..prediction import ScoreName
 from ..schema import ADDED_LATER, from_plain, to_plain
+from ..training.recipe import Recipe
 from .compact_logits import Storing
 from .specs import Control, MemberSet
 

@@ -9,22 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from .._utils import derive_seed
+from ..baselines.mc_dropout import mc_dropout
+from ..circuit.extract import extract_circuit
+from ..circuit.scores import Score
+from ..circuit.search import fast_products
 from ..errors import ConfigError
-from ..finetune.members import finetune
-from ..finetune.recipe import Recipe
 from ..fuse import fuse
-from ..heads.circuit.extract import extract_circuit
-from ..heads.circuit.precision import fast_products
-from ..heads.circuit.settings import Score
-from ..heads.head import Head
 from ..heads.members import random_members, sampled_members
-from ..heads.ranking import HeadRanking
+from ..heads.ranking import Head, HeadRanking
 from ..heads.taylor import taylor
-from ..mc_dropout import mc_dropout
 from ..model.ensemble import Ensemble
 from ..model.members import place_of
 from ..prune import prune
 from ..schema import to_plain
+from ..training.finetune import finetune
+from ..training.recipe import Recipe
 from .recipe import StudyRecipe, digest_of
 from .seed_folder import SeedFolder
 from .specs import AVERAGED, CLASSIFIERS, MemberSet

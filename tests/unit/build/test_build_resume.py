@@ -21,7 +21,7 @@ import hydra_ensembles as he
 from hydra_ensembles.build import chain, choose, start
 from hydra_ensembles.build.run_folder import require_own_folder
 from hydra_ensembles.errors import CheckpointError, HydraError
-from hydra_ensembles.finetune.learner import Learner
+from hydra_ensembles.training.finetune import Learner
 
 
 @pytest.fixture(scope="module")

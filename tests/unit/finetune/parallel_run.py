@@ -7,8 +7,8 @@ from pathlib import Path
 from finetune_cases import batches, own_batches, shuffled, tiny
 from safetensors.torch import save_file
 
-from hydra_ensembles.finetune.members import finetune
-from hydra_ensembles.finetune.recipe import Recipe
+from hydra_ensembles.training.finetune import finetune
+from hydra_ensembles.training.recipe import Recipe
 
 RECIPE = Recipe(
     optimizer="sgd",

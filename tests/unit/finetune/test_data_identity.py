@@ -11,9 +11,9 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import CheckpointError, DataError
-from hydra_ensembles.finetune.data_identity import fingerprint
-from hydra_ensembles.finetune.members import finetune
-from hydra_ensembles.finetune.recipe import Recipe
+from hydra_ensembles.training.finetune import finetune
+from hydra_ensembles.training.loop import fingerprint
+from hydra_ensembles.training.recipe import Recipe
 
 IMAGES, LABELS = samples(48)
 

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_ensembles.batches import begin_epoch, borrowed
 from hydra_ensembles.data.batching import batches as data_batches
-from hydra_ensembles.finetune.members import finetune
-from hydra_ensembles.finetune.recipe import Recipe
+from hydra_ensembles.training.finetune import finetune
+from hydra_ensembles.training.recipe import Recipe
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, epochs=2, schedule="constant")
 

@@ -10,14 +10,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.finetune.learner import ensemble_loss
-from hydra_ensembles.finetune.members import finetune
-from hydra_ensembles.finetune.parameters import make_optimizer, training_copy, with_dropout
-from hydra_ensembles.finetune.recipe import Recipe
 from hydra_ensembles.model.config import GROUPS, CosineConfig, Sharing
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.layers import GroupedNorm
 from hydra_ensembles.model.members import place_of
+from hydra_ensembles.training.finetune import ensemble_loss, finetune
+from hydra_ensembles.training.recipe import Recipe, make_optimizer, training_copy, with_dropout
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, steps=4, schedule="constant")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from finetune_cases import batches, shuffled, tiny
 
-from hydra_ensembles.finetune.members import finetune
-from hydra_ensembles.finetune.recipe import Recipe
-from hydra_ensembles.mc_dropout import mc_dropout
+from hydra_ensembles.baselines.mc_dropout import mc_dropout
+from hydra_ensembles.training.finetune import finetune
+from hydra_ensembles.training.recipe import Recipe
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.finetune.presets import PRESETS
-from hydra_ensembles.finetune.recipe import RandAugment, Recipe
 from hydra_ensembles.model.config import GROUPS
 from hydra_ensembles.schema import from_plain, to_plain
+from hydra_ensembles.training.recipe import PRESETS, RandAugment, Recipe
 
 AFTER_PRUNING = ("attention", "mlp", "norms", "readout")
 

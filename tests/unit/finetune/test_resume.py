@@ -11,8 +11,8 @@ from finetune_cases import batches, same, shuffled, tiny
 from killed_run import RECIPE, Deadly, run
 
 from hydra_ensembles.errors import CheckpointError, DataError
-from hydra_ensembles.finetune.members import finetune
-from hydra_ensembles.finetune.recipe import Recipe
+from hydra_ensembles.training.finetune import finetune
+from hydra_ensembles.training.recipe import Recipe
 
 PLAIN = Recipe(optimizer="sgd", learning_rate=0.05, steps=6, schedule="linear")
 

@@ -10,8 +10,8 @@ from finetune_cases import batches, own_batches, tiny
 from parallel_run import RECIPE
 from safetensors.torch import load_file
 
-from hydra_ensembles.finetune.members import finetune
-from hydra_ensembles.finetune.runtime import EveryNth
+from hydra_ensembles.training.finetune import finetune
+from hydra_ensembles.training.loop import EveryNth
 
 
 def test_every_nth_batch_is_shared_out_evenly():

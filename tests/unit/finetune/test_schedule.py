@@ -3,7 +3,7 @@ import math
 import pytest
 
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.finetune.schedule import rate_factor, warmup_updates
+from hydra_ensembles.training.recipe import rate_factor, warmup_updates
 
 
 def test_warmup_is_linear_and_ends_at_the_peak():

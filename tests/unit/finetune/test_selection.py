@@ -7,10 +7,10 @@ import pytest
 import torch
 from finetune_cases import batches, same, shuffled, tiny
 
-from hydra_ensembles.finetune import learner
-from hydra_ensembles.finetune.members import finetune
-from hydra_ensembles.finetune.recipe import Recipe
-from hydra_ensembles.finetune.validation import Evaluation, Patience
+from hydra_ensembles.training import finetune as learner
+from hydra_ensembles.training.finetune import finetune
+from hydra_ensembles.training.loop import Evaluation, Patience
+from hydra_ensembles.training.recipe import Recipe
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, epochs=4, schedule="constant")
 

@@ -7,8 +7,8 @@ import torch
 from random_ensembles import CLASSES, IMAGE, SHAPES, TEXT, WIDTH, Shape, encoder
 from torch import Tensor
 
-from hydra_ensembles.heads.circuit.extract import extract_circuit
-from hydra_ensembles.heads.circuit.settings import Score
+from hydra_ensembles.circuit.extract import extract_circuit
+from hydra_ensembles.circuit.scores import Score
 from hydra_ensembles.heads.ranking import HeadRanking
 from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig, TextStemConfig, all_heads
 from hydra_ensembles.model.ensemble import Ensemble

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from circuit_models import random_problem
 
-from hydra_ensembles.heads.circuit.journal import Journal, Step
+from hydra_ensembles.circuit.extract import Journal, Step
 
 BUDGET = 5
 
@@ -31,7 +31,7 @@ class SlowJournal(Journal):
 def main(output: str, journal: str = "", method: str = "exact", seconds: str = "0") -> None:
     torch.set_num_threads(1)
     if float(seconds):
-        from hydra_ensembles.heads.circuit import extract
+        from hydra_ensembles.circuit import extract
 
         SlowJournal.seconds = float(seconds)
         extract.Journal = SlowJournal  # type: ignore[misc]

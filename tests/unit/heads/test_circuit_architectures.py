@@ -6,8 +6,8 @@ from circuit_models import SCORES, Inputs, Problem, evidence
 
 from architectures import ArchitectureCase
 from contract.all_architectures import ALL_CASES
+from hydra_ensembles.circuit.scores import Score
 from hydra_ensembles.convert.convert import convert
-from hydra_ensembles.heads.circuit.settings import Score
 
 
 def varied(inputs: Inputs, copies: int, seed: int) -> Inputs:

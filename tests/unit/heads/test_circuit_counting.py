@@ -5,7 +5,7 @@ import torch
 from circuit_models import SCORES, Problem, evidence
 from trained_vit import id_pictures, ood_pictures, trained_vit
 
-from hydra_ensembles.heads.circuit.settings import Score
+from hydra_ensembles.circuit.scores import Score
 from hydra_ensembles.heads.ranking import HeadRanking
 
 BUDGET = 4

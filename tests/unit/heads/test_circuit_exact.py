@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_ensembles import CLASSES, HEADS, LAYERS, encoder
 
-from hydra_ensembles.heads.circuit.settings import Score
+from hydra_ensembles.circuit.scores import Score
 from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.prune import prune

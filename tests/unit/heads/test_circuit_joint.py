@@ -15,9 +15,9 @@ import torch
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from hydra_ensembles._distributed import Ranks
+from hydra_ensembles.circuit import extract as extraction
+from hydra_ensembles.circuit.cache import WorkingModel
 from hydra_ensembles.errors import ConfigError, DataError, HeadError, HydraError
-from hydra_ensembles.heads.circuit import extract as extraction
-from hydra_ensembles.heads.circuit.working_model import WorkingModel
 from hydra_ensembles.heads.members import circuit_members
 from zero_shot_models import NAMES, TEMPLATES, dual_of
 
@@ -124,7 +124,7 @@ def test_the_model_is_left_alone() -> None:
 
 def test_candidates_run_their_own_tower_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are logged by tower while candidates are chosen and while a head is removed."""
-    from hydra_ensembles.heads.circuit.joint import JointExact
+    from hydra_ensembles.circuit.joint import JointExact
 
     ran: list[str] = []
     count = WorkingModel._count

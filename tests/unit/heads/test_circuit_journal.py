@@ -13,8 +13,8 @@ import torch
 from circuit_models import Problem, evidence, random_problem
 from circuit_process import BUDGET
 
+from hydra_ensembles.circuit import extract
 from hydra_ensembles.errors import HydraError
-from hydra_ensembles.heads.circuit import extract
 from hydra_ensembles.heads.ranking import HeadRanking
 
 PROCESS = Path(__file__).with_name("circuit_process.py")

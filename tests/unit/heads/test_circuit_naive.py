@@ -6,7 +6,7 @@ from circuit_models import SCORES, Problem, random_problem
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from hydra_ensembles.heads.circuit.settings import Score
+from hydra_ensembles.circuit.scores import Score
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.prune import prune
 

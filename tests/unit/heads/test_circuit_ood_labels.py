@@ -6,8 +6,8 @@ import pytest
 import torch
 from circuit_models import evidence, random_problem
 
+from hydra_ensembles.circuit.extract import extract_circuit
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.heads.circuit.extract import extract_circuit
 
 
 @pytest.mark.parametrize(

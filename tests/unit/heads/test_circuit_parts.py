@@ -5,11 +5,16 @@ import pytest
 import torch
 from circuit_models import CIRCUIT_SHAPES, random_model, random_problem
 
-from hydra_ensembles.heads.circuit.carried import CarriedActivations, worthwhile_levels
-from hydra_ensembles.heads.circuit.work import Work
-from hydra_ensembles.heads.circuit.working_model import WorkingModel, few_queries, working_copy
-from hydra_ensembles.heads.head import Head
-from hydra_ensembles.heads.mask import masked
+from hydra_ensembles.circuit.cache import (
+    CarriedActivations,
+    Work,
+    WorkingModel,
+    few_queries,
+    working_copy,
+    worthwhile_levels,
+)
+from hydra_ensembles.heads.masking import masked
+from hydra_ensembles.heads.ranking import Head
 
 CPU = torch.device("cpu")
 

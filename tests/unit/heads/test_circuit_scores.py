@@ -7,15 +7,15 @@ from circuit_models import SCORES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_ensembles.heads.circuit.scores import (
+from hydra_ensembles.circuit.scores import (
     LEAST_CONFIDENT,
     MOST_CONFIDENT,
     Objective,
+    Score,
     discordances,
     judge,
     quantum,
 )
-from hydra_ensembles.heads.circuit.settings import Score
 from hydra_ensembles.metrics.ood import auroc, discordance
 
 STEP = quantum(torch.float64)

@@ -10,19 +10,12 @@ from circuit_models import SCORES, Problem, random_problem
 from trained_vit import id_pictures, ood_pictures, trained_vit
 
 from hydra_ensembles._distributed import Ranks
-from hydra_ensembles.heads.circuit.current import CurrentModel
-from hydra_ensembles.heads.circuit.effects import Effects
-from hydra_ensembles.heads.circuit.gradients import predict_effects, shifts
-from hydra_ensembles.heads.circuit.methods import Evaluation
-from hydra_ensembles.heads.circuit.precision import fast_products
-from hydra_ensembles.heads.circuit.samples import read_samples
-from hydra_ensembles.heads.circuit.scores import Objective
-from hydra_ensembles.heads.circuit.settings import Score
-from hydra_ensembles.heads.circuit.sweep import Sweep
-from hydra_ensembles.heads.circuit.work import Work
-from hydra_ensembles.heads.circuit.working_model import working_copy
-from hydra_ensembles.heads.head import Head
-from hydra_ensembles.heads.mask import existing_heads
+from hydra_ensembles.circuit.cache import CurrentModel, Work, working_copy
+from hydra_ensembles.circuit.extract import Evaluation
+from hydra_ensembles.circuit.scores import Objective, Score, read_samples
+from hydra_ensembles.circuit.search import Effects, Sweep, fast_products, predict_effects, shifts
+from hydra_ensembles.heads.masking import existing_heads
+from hydra_ensembles.heads.ranking import Head
 
 Mode = Callable[[], AbstractContextManager[object]]
 

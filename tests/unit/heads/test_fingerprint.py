@@ -5,7 +5,7 @@ import torch
 from random_ensembles import random_batches, random_ensemble, without_heads
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.heads.fingerprint import data_fingerprint, model_fingerprint
+from hydra_ensembles.heads.ranking import data_fingerprint, model_fingerprint
 from hydra_ensembles.model.config import Sharing
 
 

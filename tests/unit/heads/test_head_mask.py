@@ -6,8 +6,8 @@ from random_ensembles import HEADS, LAYERS, SHAPES, random_batches, random_ensem
 from torch import Tensor
 
 from hydra_ensembles.errors import ConfigError, HeadError
-from hydra_ensembles.heads.head import Head
-from hydra_ensembles.heads.mask import checked_layers, existing_heads, head_rows, masked
+from hydra_ensembles.heads.masking import checked_layers, existing_heads, head_rows, masked
+from hydra_ensembles.heads.ranking import Head
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.ensemble import Ensemble
 

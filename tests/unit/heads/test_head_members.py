@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from random_ensembles import HEADS, LAYERS, random_batches, random_ensemble, without_heads
 
 from hydra_ensembles.errors import ConfigError, HeadError
-from hydra_ensembles.heads.head import Head
 from hydra_ensembles.heads.members import circuit_members, random_members, sampled_members, taylor_members
-from hydra_ensembles.heads.ranking import HeadRanking
+from hydra_ensembles.heads.ranking import Head, HeadRanking
 from hydra_ensembles.heads.taylor import taylor
 from hydra_ensembles.model.ensemble import Ensemble
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydra_ensembles.errors import ConfigError, HeadError, HydraError
-from hydra_ensembles.heads.head import Head, as_head, as_heads
-from hydra_ensembles.heads.ranking import HeadRanking, jensen_shannon, overlap
+from hydra_ensembles.heads.ranking import Head, HeadRanking, as_head, as_heads, jensen_shannon, overlap
 
 
 def ranking(*heads: tuple[int, int] | tuple[int, int, str], **changes: Any) -> HeadRanking:

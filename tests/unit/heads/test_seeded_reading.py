@@ -9,9 +9,9 @@ from circuit_models import random_problem
 from random_ensembles import random_batches, random_ensemble
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
+from hydra_ensembles.circuit.extract import extract_circuit
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.heads.circuit.extract import extract_circuit
 from hydra_ensembles.heads.taylor import taylor
 
 

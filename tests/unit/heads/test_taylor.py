@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from hydra_ensembles.errors import ConfigError, DataError, HeadError
-from hydra_ensembles.heads.fingerprint import data_fingerprint, model_fingerprint
+from hydra_ensembles.heads.ranking import data_fingerprint, model_fingerprint
 from hydra_ensembles.heads.taylor import taylor
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.ensemble import Ensemble

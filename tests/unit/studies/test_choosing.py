@@ -7,8 +7,7 @@ import pytest
 from small_study import small_recipe
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.heads.head import Head
-from hydra_ensembles.heads.ranking import HeadRanking
+from hydra_ensembles.heads.ranking import Head, HeadRanking
 from hydra_ensembles.studies.choosing import candidates, decide
 from hydra_ensembles.studies.decision import Decision, rate_name
 from hydra_ensembles.studies.methods import HYDRA, HYDRA_TRUNK, MC_DROPOUT, fixed_methods

@@ -6,7 +6,6 @@ import torch
 
 import hydra_ensembles as he
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.finetune.recipe import Recipe
 from hydra_ensembles.model.config import (
     EncoderConfig,
     EnsembleConfig,
@@ -27,6 +26,7 @@ from hydra_ensembles.studies.zero_shot.pairs import (
     train_pairs,
     view_features,
 )
+from hydra_ensembles.training.recipe import Recipe
 from zero_shot_models import word_tokenizer
 
 SIZE = 14

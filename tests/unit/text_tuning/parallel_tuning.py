@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from tuning_cases import Batch, pairs, tiny_dual
 
-from hydra_ensembles.finetune.recipe import Recipe
-from hydra_ensembles.text_tuning.tuning import tune_text
+from hydra_ensembles.training.recipe import Recipe
+from hydra_ensembles.training.text import tune_text
 
 RECIPE = Recipe(
     optimizer="sgd", learning_rate=0.05, epochs=2, schedule="constant", gradient_accumulation=2, clip_norm=1.0

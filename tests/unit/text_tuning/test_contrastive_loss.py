@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hydra_ensembles.text_tuning.loss import LARGEST_SCALE, contrastive_loss
-from hydra_ensembles.text_tuning.retrieval import retrieval
+from hydra_ensembles.training.text import LARGEST_SCALE, contrastive_loss, retrieval
 
 SCALE = torch.tensor([math.log(1 / 0.07)])
 

@@ -7,13 +7,10 @@ from tuning_cases import NAMES, ShuffledPairs, largest_gap, pairs, same, tiny_du
 
 import hydra_ensembles as he
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.finetune.recipe import Recipe
-from hydra_ensembles.finetune.runtime import Runtime
 from hydra_ensembles.model.stem_readout import linear
-from hydra_ensembles.text_tuning.features import image_features, text_features
-from hydra_ensembles.text_tuning.learner import TextLearner
-from hydra_ensembles.text_tuning.parameters import Moving
-from hydra_ensembles.text_tuning.tuning import tune_text
+from hydra_ensembles.training.loop import Runtime
+from hydra_ensembles.training.recipe import Recipe
+from hydra_ensembles.training.text import Moving, TextLearner, image_features, text_features, tune_text
 
 RECIPE = Recipe(learning_rate=0.01, epochs=12, warmup=3, weight_decay=0.01)
 QUICK = Recipe(learning_rate=0.01, steps=2, schedule="constant")

@@ -4,9 +4,8 @@ import pytest
 import torch
 from tuning_cases import largest_gap, pairs, tiny_dual
 
-from hydra_ensembles.finetune.recipe import Recipe
-from hydra_ensembles.text_tuning.features import image_features
-from hydra_ensembles.text_tuning.tuning import tune_text
+from hydra_ensembles.training.recipe import Recipe
+from hydra_ensembles.training.text import image_features, tune_text
 
 pytestmark = [
     pytest.mark.gpu,

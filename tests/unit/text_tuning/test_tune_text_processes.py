@@ -11,7 +11,7 @@ from parallel_tuning import RECIPE
 from safetensors.torch import load_file
 from tuning_cases import pairs, tiny_dual
 
-from hydra_ensembles.text_tuning.tuning import tune_text
+from hydra_ensembles.training.text import tune_text
 
 
 def launch(folder: Path, *words: str, processes: int = 2) -> list[tuple[int, str]]:

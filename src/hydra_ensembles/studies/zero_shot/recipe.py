@@ -6,8 +6,8 @@ from typing import Literal, get_args
 
 from ..._utils import require
 from ...errors import ConfigError
-from ...finetune.recipe import Recipe
 from ...schema import from_plain, to_plain
+from ...training.recipe import Recipe
 from ..compact_logits import Storing
 from ..recipe import digest_of
 

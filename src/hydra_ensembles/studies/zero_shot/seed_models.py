@@ -7,13 +7,12 @@ from typing import Any
 import torch
 
 from ..._utils import derive_seed
+from ...circuit.extract import extract_circuit
+from ...circuit.scores import Score
+from ...circuit.search import fast_products
 from ...data.dataset import ImageDataset
-from ...heads.circuit.extract import extract_circuit
-from ...heads.circuit.precision import fast_products
-from ...heads.circuit.settings import Score
-from ...heads.head import Head
 from ...heads.members import random_members
-from ...heads.ranking import HeadRanking
+from ...heads.ranking import Head, HeadRanking
 from ...heads.taylor import taylor
 from ...model.clip import DEFAULT_TEMPLATES, DualEncoder, Templates, Tower, zero_shot
 from ...prune import prune

@@ -9,8 +9,8 @@ from torch import Tensor
 from ..._utils import derive_seed
 from ...data.dataset import ImageDataset
 from ...errors import ConfigError
-from ...finetune.recipe import Recipe
 from ...model.clip import DualEncoder
+from ...training.recipe import Recipe
 from ..image_samples import ImageSamples
 from ..seed_folder import SeedFolder
 from ..splits import Samples

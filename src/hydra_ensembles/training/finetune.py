@@ -1,6 +1,7 @@
-"""Fine-tuning one ensemble, or many members in one call."""
+"""Fine-tuning of members."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -8,21 +9,140 @@ from pathlib import Path
 from typing import Any, cast, overload
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from .._utils import derive_seed
-from ..batches import Batches, borrowed, require_rereadable
+from .._utils import derive_seed, torch_seeded
+from ..batches import Batches, Inputs, borrowed, changed, move, read_batch, require_labels, require_rereadable
 from ..errors import ConfigError
-from ..heads.fingerprint import model_fingerprint
+from ..heads.ranking import model_fingerprint
 from ..model.clip import require_ensemble
 from ..model.config import require_whole
 from ..model.ensemble import Ensemble
 from ..model.members import are_several
-from .data_identity import fingerprint
-from .grid import best_rate, check_choosing
-from .learner import Learner
-from .loop import RunPlan, RunResult
-from .recipe import Recipe
-from .runtime import Runtime, find_runtime
+from ..schema import to_plain
+from .loop import (
+    BaseLearner,
+    BatchT,
+    NotFiniteError,
+    Run,
+    RunPlan,
+    RunResult,
+    Runtime,
+    Store,
+    find_runtime,
+    fingerprint,
+    measure,
+)
+from .recipe import Recipe, make_optimizer, trained_parameters, training_copy
+
+Batch = tuple[Inputs, Tensor]
+
+
+def ensemble_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Sum over members of their mean cross-entropy, for logits `[M, B, C]` and labels `[B]`.
+
+    A sum, so that a parameter of one member gets the gradient it would get if the member trained alone.
+    """
+    members = logits.shape[0]
+    flat = logits.flatten(0, 1)  # [M·B, C]
+    return F.cross_entropy(flat, labels.repeat(members), label_smoothing=label_smoothing) * members
+
+
+class Learner(BaseLearner[Batch]):
+    """A copy of an ensemble in training."""
+
+    def __init__(self, start: Ensemble, recipe: Recipe, runtime: Runtime) -> None:
+        self.model = training_copy(start, recipe, runtime.device)
+        super().__init__(trained_parameters(self.model), make_optimizer(self.model, recipe), recipe, runtime)
+        self.parallel: nn.Module = self.model
+
+    def begin(self) -> None:
+        """Get ready to train, after the weights are in place."""
+        self.parallel = self.runtime.wrap(self.model)
+        self.parallel.train()
+
+    def read(self, raw: Any, index: int) -> Batch:
+        """Inputs and labels, still where the loader put them."""
+        inputs, labels = read_batch(raw, "train", index)
+        return inputs, require_labels(labels, self.model.num_classes, "train", index)
+
+    def update(self, group: list[Batch], rate: float, seed: int) -> float:
+        """One step on batches whose gradients are added up, each weighted by its share of the samples."""
+        self.set_rate(rate)
+        samples = sum(len(labels) for _, labels in group)
+        losses = []
+        for index, (inputs, labels) in enumerate(group):
+            weight = len(labels) / samples
+            with torch_seeded(derive_seed(seed, index, self.runtime.rank), self.runtime.device):
+                if index + 1 < len(group):
+                    with self.runtime.without_exchange(self.parallel):
+                        losses.append(self._backward(inputs, labels, weight, index))
+                else:
+                    losses.append(self._backward(inputs, labels, weight, index))
+        self.step()
+        return math.fsum(losses)
+
+    def measure(self, validation: Batches) -> tuple[float, float]:
+        """Accuracy and NLL of the mean member probabilities."""
+        return measure(self.model, validation, self.model.num_classes, self.runtime, self.autocast)
+
+    def _backward(self, inputs: Inputs, labels: Tensor, weight: float, index: int) -> float:
+        device = self.runtime.device
+        with torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            moved = changed(move(inputs, device, self.model.dtype), _for_gradients)
+            logits = self.parallel(moved)  # [M, B, C]
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        loss = ensemble_loss(logits, labels.to(device), self.recipe.label_smoothing)
+        value = loss.item()
+        if not math.isfinite(value):
+            raise NotFiniteError(f"the loss is {value}", index)
+        self.scaler.scale(loss * weight).backward()
+        return value * weight
+
+
+def _for_gradients(tensor: Tensor) -> Tensor:
+    """A tensor that gradients can be taken through: a copy of one that was made in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def best_rate(
+    make_learner: Callable[[], BaseLearner[BatchT]], plan: RunPlan, runtime: Runtime, folder: Path | None
+) -> tuple[RunResult, float]:
+    """Train once per learning rate of the recipe; the best result and its rate."""
+    recipe = plan.recipe
+    best: tuple[RunResult, float] | None = None
+    for rate in sorted(recipe.rates):
+        store = Store(None if folder is None else folder / f"rate-{rate!r}")
+        identity = {
+            **plan.fingerprint,
+            "recipe": to_plain(recipe),
+            "rate": rate,
+            "member": plan.index,
+            "processes": runtime.processes,
+        }
+        result = Run(make_learner, replace(plan, rate=rate, fingerprint=identity), runtime, store).finish()
+        if best is None or (result.best is not None and result.best.better_than(best[0].best)):
+            best = result, rate
+    if best is None:
+        raise ConfigError("the recipe has no learning rate")
+    return best
+
+
+def check_choosing(recipe: Recipe, validation: Batches | None) -> None:
+    """Refuse a recipe that chooses or stops by validation where there is none."""
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(f"recipe must be a Recipe, such as Recipe.preset('sst2'), got {type(recipe).__name__}")
+    if validation is None and len(recipe.grid) > 1:
+        raise ConfigError(
+            f"the recipe tries {len(recipe.grid)} learning rates {recipe.grid}, which needs validation data to choose "
+            "by; give validation=, or one rate: dataclasses.replace(recipe, grid=(), learning_rate=...)"
+        )
+    if validation is None and recipe.patience is not None:
+        raise ConfigError(
+            f"the recipe stops early (patience={recipe.patience}), which needs validation data; give validation=, or "
+            "set patience=None"
+        )
 
 
 @overload

@@ -16,7 +16,7 @@ from ..model.clip import DualEncoder, require_model
 from ..model.config import EnsembleConfig
 from ..model.ensemble import Ensemble
 from ..model.layers import Attention
-from .head import Head, HeadLike, as_heads
+from .ranking import Head, HeadLike, as_heads
 
 TOWER = "main"
 

@@ -1,34 +1,313 @@
-"""Greedy circuit extraction: the loop around the methods, and what it leaves behind."""
+"""Algorithm 1: remove the head whose loss hurts the score least, again and again."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
 
-from ..._distributed import Ranks, all_ranks, local_device
-from ..._utils import require_device
-from ...batches import Batches
-from ...errors import DataError, HydraError
-from ...model.clip import DEFAULT_TEMPLATES, DualEncoder, Templates, Tower
-from ...model.config import require_whole
-from ...model.ensemble import Ensemble
-from ..fingerprint import model_fingerprint
-from ..head import Head, HeadLike, as_heads
-from ..mask import TOWER
-from ..ranking import HeadRanking
-from .choice import Choice
-from .journal import Journal, Start, Step
-from .memory import default_batch_size
-from .methods import Evaluation, start_method
-from .naive import forward_cost
-from .samples import read_samples
-from .scores import Objective
-from .settings import CircuitSettings, Method, Score
-from .subject import subject_of
-from .work import Work
-from .working_model import working_copy
+from .._distributed import Ranks, all_ranks, local_device
+from .._utils import require_device, write_atomically
+from ..batches import Batches
+from ..errors import DataError, HydraError
+from ..heads.masking import TOWER
+from ..heads.ranking import Head, HeadLike, HeadRanking, as_heads, model_fingerprint
+from ..model.clip import DEFAULT_TEMPLATES, DualEncoder, Templates, Tower
+from ..model.config import require_whole
+from ..model.ensemble import Ensemble
+from ..schema import from_plain, to_plain
+from .cache import (
+    CurrentModel,
+    CurrentTower,
+    Texts,
+    Work,
+    WorkingModel,
+    default_batch_size,
+    default_budget,
+    of_tower,
+    subject_of,
+    use_classes,
+    working_copy,
+)
+from .joint import JointExact, JointNaive, TextCandidates
+from .scores import Choice, CircuitSettings, Method, Objective, Samples, Score, read_samples
+from .search import AFRESH, Exact, FastErrors, Naive, Screen, forward_cost
+
+FORMAT = "hydra_ensembles circuit journal 1"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One greedy step: the head removed, and the integers of the model without it.
+
+    Attributes:
+        layer: Layer of the head.
+        head: Its original index.
+        errors: Wrong ID samples.
+        discordance: Twice the pairs in the wrong order, plus ties; 0 where no OOD data is needed.
+        layer_evaluations: Blocks run on one sample in this step, over all ranks.
+        multiply_adds: Multiply-adds of this step, over all ranks.
+        excess: On an audited step, by how much the choice of the method missed the reference, in units of the
+            integer that is minimised; None elsewhere.
+        tower: The tower of the head.
+    """
+
+    layer: int
+    head: int
+    errors: int
+    discordance: int
+    layer_evaluations: int
+    multiply_adds: int
+    excess: int | None = None
+    tower: str = "main"
+
+
+@dataclass(frozen=True)
+class Start:
+    """The integers of the model before the first step."""
+
+    errors: int
+    discordance: int
+
+
+@dataclass(frozen=True)
+class _Content:
+    format: str
+    model: str
+    data: str
+    settings: Mapping[str, Any]
+    start: Start
+    steps: tuple[Step, ...]
+
+
+class Journal:
+    """The steps of a run, kept in a file where a path is given.
+
+    Args:
+        path: The file; None keeps nothing.
+        model: Fingerprint of the model.
+        data: Fingerprint of the data.
+        settings: What else the choices depend on.
+
+    Raises:
+        HydraError: The file belongs to another model, other data or other settings, or is no journal.
+    """
+
+    def __init__(self, path: str | Path | None, model: str, data: str, settings: Mapping[str, Any]) -> None:
+        self.path = None if path is None else Path(path)
+        self._header: dict[str, Any] = {"format": FORMAT, "model": model, "data": data, "settings": dict(settings)}
+        self.start: Start | None = None
+        self.steps: list[Step] = []
+        if self.path is not None and self.path.exists():
+            content = self._read(self.path)
+            self.start, self.steps = content.start, list(content.steps)
+
+    def add(self, step: Step) -> None:
+        """Append a step and write the file anew, in one piece."""
+        self.steps.append(step)
+        if self.path is not None:
+            content = {**self._header, "start": to_plain(self.start), "steps": to_plain(self.steps)}
+            write_atomically(self.path, json.dumps(content, indent=1).encode())
+
+    def _read(self, path: Path) -> _Content:
+        advice = "delete the file to start anew, or give another path"
+        try:
+            content = from_plain(_Content, json.loads(path.read_text()), "journal")
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, HydraError) as error:
+            raise HydraError(f"{path} is not a journal of a circuit extraction ({error}); {advice}") from error
+        if content.format != FORMAT:
+            raise HydraError(f"{path} has the format {content.format!r}, expected {FORMAT!r}; {advice}")
+        for name, what in (("model", "model"), ("data", "data set")):
+            ours, theirs = self._header[name], getattr(content, name)
+            if ours != theirs:
+                raise HydraError(
+                    f"{path} is the journal of another {what}: its fingerprint is {theirs[:12]}…, here it is "
+                    f"{ours[:12]}…; {advice}"
+                )
+        ours, theirs = dict(self._header["settings"]), dict(content.settings)
+        different = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+        if different:
+            lines = ", ".join(f"{key}: {theirs.get(key)} there, {ours.get(key)} here" for key in different)
+            raise HydraError(f"{path} is the journal of a run with other settings ({lines}); {advice}")
+        return content
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What an evaluation needs: a private copy of the model, the data, the aim, and means."""
+
+    model: Ensemble
+    samples: Samples
+    objective: Objective
+    ranks: Ranks
+    work: Work
+    batch_size: int
+    memory_budget: int | None
+    texts: Texts | None = None
+
+    def naive(self, off: Sequence[Head]) -> Naive:
+        """The reference, with heads off, on a copy of its own."""
+        arguments = (_copy(self.model), self.samples, self.objective, self.ranks, self.work, self.batch_size, off)
+        if self.texts is None:
+            return Naive(*arguments)
+        return JointNaive(*arguments, texts=replace(self.texts, tower=_copy(self.texts.tower)))
+
+    def exact(self, candidates: Sequence[Head], off: Sequence[Head], carry: bool = True) -> Exact:
+        """Branch and bound, with heads off; without `carry`, candidates keep nothing from step to step."""
+        return self._exact(_copy(self.model), candidates, off, carry, self._budget)
+
+    def joint(self, texts: Texts, candidates: Sequence[Head], off: Sequence[Head]) -> JointExact:
+        """The same over the heads of both towers."""
+        tower = self._working(_copy(texts.tower), of_tower(off, text=True))
+        heads = of_tower(candidates, text=True)
+        current = CurrentTower(tower, texts.prompts, heads, self.ranks, self.batch_size, self._budget // 4)
+        text_candidates = TextCandidates(texts, current)
+        model = _copy(self.model)
+        use_classes(model, text_candidates.classes())
+        heads, off = of_tower(candidates, text=False), of_tower(off, text=False)
+        return JointExact(self._exact(model, heads, off, True, self._budget - self._budget // 4), text_candidates)
+
+    @cached_property
+    def _budget(self) -> int:
+        return default_budget(self.model.device) if self.memory_budget is None else self.memory_budget
+
+    def _working(self, model: Ensemble, off: Sequence[Head]) -> WorkingModel:
+        working = WorkingModel(model, self.work)
+        for head in off:
+            working.drop(head)
+        return working
+
+    def _exact(
+        self, model: Ensemble, candidates: Sequence[Head], off: Sequence[Head], carry: bool, budget: int
+    ) -> Exact:
+        working = self._working(model, off)
+        current = CurrentModel(
+            working, self.samples, self.objective, candidates, self.ranks, self.batch_size, budget, carry
+        )
+        return Exact(current, self.ranks)
+
+
+def _copy(model: Ensemble) -> Ensemble:
+    return working_copy(model, model.dtype, model.device)
+
+
+class GreedyMethod(Protocol):
+    """A way to take greedy steps."""
+
+    def start(self) -> Choice:
+        """The result of the model as it is."""
+
+    def take(self, candidates: Sequence[Head], audit: bool) -> tuple[Choice, int | None]:
+        """Choose one of the candidates and leave it off from now on.
+
+        Returns:
+            The head with its result; and, when audited, by how many units the method's own choice misses
+            that of its reference.
+        """
+
+
+class NaiveMethod:
+    """The reference itself; there is nothing to audit it by."""
+
+    def __init__(self, naive: Naive) -> None:
+        self.naive = naive
+
+    def start(self) -> Choice:
+        """The result of the model as it is."""
+        return self.naive.evaluate(None)
+
+    def take(self, candidates: Sequence[Head], audit: bool) -> tuple[Choice, int | None]:
+        """Remove the best candidate."""
+        choice = self.naive.choose(candidates)
+        self.naive.remove(choice.head)
+        return choice, 0 if audit else None
+
+
+class ExactMethod:
+    """Branch and bound, audited by the naive method."""
+
+    def __init__(self, exact: Exact | JointExact, referee: Naive | None) -> None:
+        self.exact, self.referee = exact, referee
+
+    def start(self) -> Choice:
+        """The result of the model as it is."""
+        return self.exact.result
+
+    def take(self, candidates: Sequence[Head], audit: bool) -> tuple[Choice, int | None]:
+        """Remove the best candidate; audited, hold it against the best by the naive method's own count."""
+        choice, excess = self.exact.choose(candidates), None
+        if self.referee is not None:
+            if audit:
+                excess = self.referee.evaluate(choice.head).value - self.referee.choose(candidates).value
+            self.referee.remove(choice.head)
+        self.exact.remove(choice.head)
+        return choice, excess
+
+
+class ScreenedMethod:
+    """Measures the candidates that are expected to be good, audited by branch and bound over all.
+
+    Args:
+        exact: The model whose results are reported.
+        screen: Chooses, by the same model.
+    """
+
+    def __init__(self, exact: Exact, screen: Screen | FastErrors) -> None:
+        self.exact, self.screen = exact, screen
+
+    def start(self) -> Choice:
+        """The result of the model as it is."""
+        return self.exact.current.choice
+
+    def take(self, candidates: Sequence[Head], audit: bool) -> tuple[Choice, int | None]:
+        """Remove the best of the promising candidates; audited, hold it against the best of all."""
+        head, excess = self.screen.choose(candidates), None
+        if audit:
+            screened = self.exact.choose([head])
+            excess = screened.value - self.exact.choose(candidates, known=screened).value
+        self.exact.current.remove(head)
+        return replace(self.exact.current.choice, head=head), excess
+
+    def repeat(self, candidates: Sequence[Head], head: Head) -> None:
+        """Take a step whose result is known, to remember what was measured in it."""
+        self.screen.choose(candidates)
+        self.exact.current.remove(head)
+
+
+def start_method(
+    settings: CircuitSettings, evaluation: Evaluation, candidates: Sequence[Head], done: Sequence[Head]
+) -> GreedyMethod:
+    """Set a method up to go on after some steps.
+
+    Args:
+        settings: What to do.
+        evaluation: What to do it with.
+        candidates: The heads that could be chosen at the first step.
+        done: Those that were chosen so far.
+    """
+    remembers = settings.method == "screened" and settings.score != "acc"
+    repeated = len(done) % AFRESH if remembers else 0
+    skipped = len(done) - repeated
+    off = [*settings.removed, *done[:skipped]]
+    left = [head for head in candidates if head not in done[:skipped]]
+    if settings.method == "naive":
+        return NaiveMethod(evaluation.naive(off))
+    if settings.method == "exact":
+        referee = evaluation.naive(off) if settings.audit_steps else None
+        if evaluation.texts is not None:
+            return ExactMethod(evaluation.joint(evaluation.texts, left, off), referee)
+        return ExactMethod(evaluation.exact(left, off), referee)
+    exact = evaluation.exact(left, off, carry=False)
+    screen = Screen(exact, settings.screened(len(candidates)), skipped) if remembers else FastErrors(exact)
+    screened = ScreenedMethod(exact, screen)
+    for head in done[skipped:]:
+        screened.repeat(left, head)
+        left.remove(head)
+    return screened
 
 
 @torch.inference_mode(False)  # a caller's own would leave the gradients of "screened" nothing to work with

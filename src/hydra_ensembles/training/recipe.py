@@ -1,14 +1,142 @@
-"""How to train: one frozen dataclass that checks itself, and the paper's recipes by name."""
+"""How a model is trained: settings, presets of the paper, schedule, which parameters at which rate."""
 
 import math
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+import torch
+from torch import Tensor, nn
+
 from ..errors import ConfigError
-from ..model.config import GROUPS, Group
+from ..model.config import GROUPS, EnsembleConfig, Group
+from ..model.ensemble import Ensemble
+from ..model.members import place_of
 from ..schema import ADDED_LATER, from_plain, require_types
-from .presets import PRESETS
-from .schedule import Schedule, warmup_updates
+
+_ENCODER_AND_READOUT = ["attention", "mlp", "norms", "readout"]
+
+_IMAGE_BASE: Mapping[str, Any] = {
+    "optimizer": "sgd",
+    "momentum": 0.9,
+    "weight_decay": 0.0,
+    "dropout": 0.0,
+    "warmup": 500,
+    "schedule": "cosine",
+    "floor": 0.0,
+    "reinit_classifier": "zeros",
+    "patience": 5,
+    "batch_size": 512,
+    # The classifier is new, but how it starts is open; so is when validation counts as converged.
+    "ours": ["floor", "reinit_classifier", "patience", "evaluate_every", "batch_size"],
+}
+
+_IMAGE_PRUNED: Mapping[str, Any] = {
+    "optimizer": "sgd",
+    "momentum": 0.9,
+    "weight_decay": 0.0,
+    "schedule": "cosine",
+    "floor": 1e-5,
+    "label_smoothing": 0.1,
+    "batch_size": 512,
+    "ours": ["momentum", "weight_decay", "evaluate_every", "batch_size"],
+}
+
+_CIFAR100_PRUNED: Mapping[str, Any] = {
+    **_IMAGE_PRUNED,
+    "grid": [0.001, 0.003, 0.01, 0.03],
+    "warmup": 500,
+    "steps": 10_000,
+    "reinit_classifier": "zeros",
+    "evaluate_every": 500,
+}
+
+_TEXT: Mapping[str, Any] = {
+    "optimizer": "adamw",
+    "betas": [0.9, 0.999],
+    "weight_decay": 0.01,
+    "no_decay_on_bias_and_norm": True,
+    "warmup": 0.1,
+    "schedule": "linear",
+    "floor": 0.0,
+    "clip_norm": 1.0,
+    "label_smoothing": 0.0,
+    "epochs": 7,
+    "patience": 2,
+    "min_delta": 5e-4,
+    "batch_size": 32,
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # C.1.2. The 20,000 steps are read as the whole budget, warm-up included.
+    "imagenet-base": {
+        **_IMAGE_BASE,
+        "grid": [0.003, 0.01, 0.03, 0.06],
+        "steps": 20_000,
+        "evaluate_every": 1_000,
+    },
+    # C.1.3, read the same way.
+    "cifar100-base": {
+        **_IMAGE_BASE,
+        "grid": [0.001, 0.003, 0.01, 0.03],
+        "steps": 10_000,
+        "evaluate_every": 500,
+    },
+    # C.2.
+    "sst2-base": {**_TEXT, "learning_rate": 8e-6, "ours": ["betas", "batch_size"]},
+    # D.2, ImageNet-1K.
+    "imagenet": {
+        **_IMAGE_PRUNED,
+        "grid": [0.003, 0.01, 0.03, 0.06],
+        "warmup": 5_000,
+        "steps": 120_000,
+        "dropout": 0.1,
+        "train_groups": _ENCODER_AND_READOUT,
+        "evaluate_every": 5_000,
+        "rand_augment": {"operations": 2, "magnitude": 12},
+    },
+    # D.2, CIFAR-100: the text says both "the last five blocks" and "only the classifier"; here are both.
+    "cifar100-last5": {**_CIFAR100_PRUNED, "train_groups": _ENCODER_AND_READOUT, "last_blocks": 5},
+    "cifar100-classifier": {**_CIFAR100_PRUNED, "train_groups": ["readout"]},
+    # D.2, SST-2. How long to train is open, so it trains and stops as the base recipe does.
+    "sst2": {
+        **_TEXT,
+        "learning_rate": 1e-5,
+        "train_groups": _ENCODER_AND_READOUT,
+        "ours": ["betas", "weight_decay", "no_decay_on_bias_and_norm", "epochs", "patience", "min_delta", "batch_size"],
+    },
+}
+
+
+Schedule = Literal["cosine", "linear", "constant"]
+
+
+def warmup_updates(warmup: int | float, total: int) -> int:
+    """Number of warm-up updates: a whole number as it is, a fraction as its share of `total`, rounded up."""
+    if isinstance(warmup, int):
+        return warmup
+    return math.ceil(round(warmup * total, 9))  # 0.07 · 100 is 7, not 8
+
+
+def rate_factor(update: int, *, total: int, warmup: int, schedule: Schedule, floor: float = 0.0) -> float:
+    """Share of the peak learning rate that update number `update` (from 0) uses.
+
+    Warm-up is linear: the k-th of W warm-up updates uses k / W, so none is wasted on a rate of zero. Then the
+    rate falls from the peak to `floor`, which it reaches when the budget of `total` updates is spent.
+    """
+    if warmup >= total:
+        raise ConfigError(
+            f"the warm-up takes {warmup} updates and the whole training {total}; "
+            "shorten the warm-up or train for longer"
+        )
+    if update < warmup:
+        return (update + 1) / warmup
+    if schedule == "constant":
+        return 1.0
+    progress = min((update - warmup) / (total - warmup), 1.0)
+    remaining = (1.0 + math.cos(math.pi * progress)) / 2.0 if schedule == "cosine" else 1.0 - progress
+    return floor + (1.0 - floor) * remaining
+
 
 OptimizerName = Literal["sgd", "adamw"]
 Precision = Literal["float32", "bf16", "fp16"]
@@ -207,3 +335,102 @@ def _within(name: str, value: float, low: float, high: float) -> None:
 def _whole(name: str, value: int, least: int) -> None:
     if value < least:
         raise ConfigError(f"Recipe.{name} must be a whole number of at least {least}, got {value!r}")
+
+
+RATE_FACTOR = "rate_factor"  # of a group of parameters: its share of the learning rate; 1 where it is not given
+_CLASSIFIERS = ("readout.classifier.", "readout.distillation_classifier.")
+
+
+def training_copy(start: Ensemble, recipe: Recipe, device: torch.device) -> Ensemble:
+    """A copy of the ensemble ready to train: in float32 (or float64), on `device`, frozen where the recipe says."""
+    if not start.num_classes:
+        raise ConfigError("fine-tuning needs a classifier, but this ensemble has none (num_classes is 0)")
+    if recipe.last_blocks is not None and recipe.last_blocks > start.num_layers:
+        raise ConfigError(f"Recipe.last_blocks is {recipe.last_blocks}, but the model has {start.num_layers} blocks")
+    if start.config.readout.cosine is not None and (recipe.reinit_classifier or recipe.classifier_rate != 1.0):
+        raise ConfigError(
+            f"Recipe.reinit_classifier is {recipe.reinit_classifier!r} and classifier_rate {recipe.classifier_rate}, "
+            "but this ensemble has class embeddings for a classifier (zero_shot made it); leave both at None and 1.0"
+        )
+    state = {name: tensor.to(device, training_dtype(tensor)) for name, tensor in start.state_dict().items()}
+    model = Ensemble.from_state(with_dropout(start.config, recipe.dropout), state)
+    if recipe.reinit_classifier == "zeros":
+        for classifier in (model.readout.classifier, model.readout.distillation_classifier):
+            for parameter in () if classifier is None else classifier.parameters():
+                nn.init.zeros_(parameter)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_trained(name, recipe, start.num_layers))
+    return model
+
+
+def is_trained(name: str, recipe: Recipe, layers: int) -> bool:
+    """Whether the recipe trains the parameter of this name in a model with `layers` blocks."""
+    group, layer = place_of(name)
+    if group not in recipe.train_groups:
+        return False
+    if recipe.last_blocks is None:
+        return True
+    return group != "stem" and (layer is None or layer >= layers - recipe.last_blocks)
+
+
+def trained_parameters(model: Ensemble) -> dict[str, nn.Parameter]:
+    """The parameters that train, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def make_optimizer(model: Ensemble, recipe: Recipe) -> torch.optim.Optimizer:
+    """The recipe's optimizer over the trained parameters; its learning rate is set before every update."""
+    trained = trained_parameters(model)
+    return optimizer_over(
+        trained, recipe, {name: recipe.classifier_rate for name in trained if name.startswith(_CLASSIFIERS)}
+    )
+
+
+def optimizer_over(
+    trained: Mapping[str, nn.Parameter], recipe: Recipe, shares: Mapping[str, float], spared: Container[str] = ()
+) -> torch.optim.Optimizer:
+    """The recipe's optimizer over parameters by name.
+
+    Args:
+        trained: The parameters.
+        recipe: How to train them.
+        shares: Learning rates over the recipe's, where they are not 1.
+        spared: Parameters without weight decay, besides those that the recipe spares.
+    """
+    found: dict[tuple[float, float], list[nn.Parameter]] = {}  # by share of the rate, and weight decay
+    for name, parameter in trained.items():
+        free = name in spared or (recipe.no_decay_on_bias_and_norm and is_bias_or_norm(name))
+        found.setdefault((shares.get(name, 1.0), 0.0 if free else recipe.weight_decay), []).append(parameter)
+    groups = [
+        {"params": parameters, "weight_decay": decay, RATE_FACTOR: share}
+        for (share, decay), parameters in found.items()
+    ]
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=recipe.momentum)
+    return torch.optim.AdamW(groups, lr=0.0, betas=recipe.betas)
+
+
+def is_bias_or_norm(name: str) -> bool:
+    """Whether a parameter is a bias, or the weight of a norm, by its name."""
+    *modules, leaf = name.split(".")
+    return leaf.endswith("bias") or "norm" in modules[-1]
+
+
+def training_dtype(tensor: Tensor) -> torch.dtype:
+    """Half precision is too coarse for small updates: such weights train in float32."""
+    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+
+
+def with_dropout(config: EnsembleConfig, rate: float | None) -> EnsembleConfig:
+    """The configuration with a dropout rate as `Recipe.dropout` means it."""
+    if rate is None:
+        return config
+    encoder = replace(config.encoder, projection_dropout=rate, activation_dropout=rate, output_dropout=rate)
+    if rate > 0.0:
+        return replace(config, encoder=encoder)
+    return replace(
+        config,
+        stem=replace(config.stem, dropout=0.0),
+        encoder=replace(encoder, attention_dropout=0.0, drop_path=()),
+        readout=replace(config.readout, dropout=0.0, hidden_dropout=0.0),
+    )

@@ -1,10 +1,4 @@
-"""Heads of both towers of a dual encoder: what changes when a head goes is one side of a matrix product.
-
-Logits are image embeddings times class embeddings. A head of the text tower changes the class embeddings alone, so
-all it costs is the text tower on the prompts, from its layer on, and a product with the image embeddings of the
-current model; and after a step in the image tower, not even the former. A head of the image tower is evaluated as
-in a single tower, against the class embeddings of the current model.
-"""
+"""Circuits over both towers of a dual encoder."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,17 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..head import Head
-from ..mask import masked
-from .choice import Choice
-from .current import CurrentModel, CurrentTower
-from .exact import Exact
-from .naive import Naive, forward_cost, require_finite
-from .samples import IntArray, parts
-from .scores import judge, quantum
-from .subject import of_tower, plain
-from .sweep import Sweep
-from .texts import Texts, use_classes
+from ..heads.masking import masked
+from ..heads.ranking import Head
+from .cache import CurrentModel, CurrentTower, Texts, of_tower, plain, use_classes
+from .scores import Choice, IntArray, judge, parts, quantum, require_finite
+from .search import Exact, Naive, Sweep, forward_cost
 
 _ROWS = 1 << 13  # samples whose logits are held at once
 

@@ -7,11 +7,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ._utils import torch_seeded
-from .model.clip import require_ensemble
-from .model.config import EnsembleConfig, require_rates, require_whole
-from .model.ensemble import Ensemble
-from .prediction import Prediction
+from .._utils import torch_seeded
+from ..model.clip import require_ensemble
+from ..model.config import EnsembleConfig, require_rates, require_whole
+from ..model.ensemble import Ensemble
+from ..prediction import Prediction
 
 
 def mc_dropout(ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> "MCDropout":
