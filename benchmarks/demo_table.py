@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra_ensembles.demo.results import COLUMNS
-from hydra_ensembles.report.columns import Column
+from hydra_ensembles.report.compare import Column
 
 
 def demo_table(path: Path) -> str:

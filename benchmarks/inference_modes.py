@@ -8,7 +8,7 @@ from contenders import Contender
 from model_shapes import Inputs
 from torch import Tensor
 
-from hydra_ensembles.optimize.graphs import GraphCache
+from hydra_ensembles.optimize.runner import GraphCache
 
 MODES = ("graphed", "compiled", "graphed-eager", "eager")
 TOLERANCE = 0.1  # relative; answers in bfloat16 differ by about a hundredth, wrong ones by about one

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 import hydra_ensembles as he
-from hydra_ensembles.data.catalogue import suite
-from hydra_ensembles.data.dataset import ImageDataset
-from hydra_ensembles.data.subsets import subset
+from hydra_ensembles.data.dataset import ImageDataset, subset
+from hydra_ensembles.data.suites import suite
 from hydra_ensembles.heads.tower_scores import taylor_scores
 from hydra_ensembles.model.clip import DEFAULT_TEMPLATES
 from hydra_ensembles.studies.store import Store

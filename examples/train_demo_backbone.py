@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 import hydra_ensembles as he
 from hydra_ensembles import data
-from hydra_ensembles.data.parquet import ParquetTable
+from hydra_ensembles.data.loading import ParquetTable
 from hydra_ensembles.demo.packed_images import PackedImage, PackedSet, read_packed, write_packed
 
 PACKAGE = Path(he.__file__).parent / "demo"

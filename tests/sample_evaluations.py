@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
-from hydra_ensembles.evaluation.core import evaluate_logits
-from hydra_ensembles.evaluation.evaluation import Evaluation
-from hydra_ensembles.evaluation.gallery import GalleryItem, image_uri
-from hydra_ensembles.evaluation.results import ModelInfo
+from hydra_ensembles.evaluation.evaluate import evaluate_logits
+from hydra_ensembles.evaluation.evaluation import Evaluation, GalleryItem, ModelInfo, image_uri
 from hydra_ensembles.model.config import KeptHeads
 from hydra_ensembles.model.cost import Cost
 from hydra_ensembles.model.metadata import Calibration

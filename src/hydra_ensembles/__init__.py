@@ -2,8 +2,6 @@
 
 from ._utils import __version__
 from .baselines.mc_dropout import mc_dropout
-from .build.chain import build
-from .build.config import HydraConfig
 from .calibrate import calibrate, fit_calibration
 from .circuit.extract import extract_circuit
 from .convert.convert import convert
@@ -17,10 +15,12 @@ from .heads.taylor import taylor
 from .model.clip import DualEncoder, retarget, zero_shot
 from .model.ensemble import Ensemble
 from .model.stem_readout import Projections
+from .pipeline.chain import build
+from .pipeline.settings import HydraConfig
 from .prediction import Prediction
 from .preprocessing import ImagePreprocessing, TextPreprocessing
 from .prune import prune
-from .report.comparison import compare
+from .report.compare import compare
 from .report.html import write_report
 from .training.finetune import finetune
 from .training.recipe import Recipe

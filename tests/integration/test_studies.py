@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hydra_ensembles.data.catalogue import suite
+from hydra_ensembles.data.suites import suite
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.studies.collecting import collect, rebuild
 from hydra_ensembles.studies.recipe import STUDIES, load_recipe

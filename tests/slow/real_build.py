@@ -8,10 +8,9 @@ import torch
 
 import hydra_ensembles as he
 from hydra_ensembles.data.batching import batches
-from hydra_ensembles.data.dataset import Dataset
+from hydra_ensembles.data.dataset import Dataset, split, subset, without_classes
 from hydra_ensembles.data.loading import load
-from hydra_ensembles.data.overlaps import CIFAR10_TINYIMAGENET, right
-from hydra_ensembles.data.subsets import split, subset, without_classes
+from hydra_ensembles.data.suites import CIFAR10_TINYIMAGENET, right
 
 SIZES = {"train": 128, "id": 64, "ood": 24, "test": 128}
 HEAD = he.Recipe(

@@ -10,7 +10,7 @@ from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from hydra_ensembles.model.cost import Cost, measure_costs
 from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.report.cost_file import load_costs, save_costs
+from hydra_ensembles.report.compare import load_costs, save_costs
 
 
 def sleeper(milliseconds: float, calls: list[str] | None = None, name: str = ""):

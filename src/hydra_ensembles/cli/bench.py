@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..model.config import EnsembleConfig, PatchStemConfig, all_heads
 from ..model.cost import Cost, measure_costs
 from ..model.ensemble import Ensemble
-from ..report.cost_file import save_costs
+from ..report.compare import save_costs
 from . import options
 from .errors import one_line_errors
 from .models import load_classifier

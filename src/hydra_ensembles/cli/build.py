@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from ..build.config import Strategy
 from ..circuit.scores import Method
 from ..fuse import Fusion, StemFusion
 from ..heads.taylor import Scope
+from ..pipeline.settings import Strategy
 from . import options
 from .build_run import run_build
 from .build_settings import resolve_build

@@ -4,14 +4,13 @@ import shlex
 from pathlib import Path
 
 from ..batches import Batches
-from ..build.chain import build as build_ensemble
-from ..build.config import HydraConfig, Strategy
-from ..build.run_folder import SETTINGS, require_own_folder
 from ..checkpoint import RESULT_OF_A_BUILD
-from ..data.augment import RandAugment, TrainTransform
-from ..data.batching import Preprocess, batches
+from ..data.batching import Preprocess, RandAugment, TrainTransform, batches
 from ..errors import ConfigError, DataError, HydraError
 from ..model.ensemble import Ensemble
+from ..pipeline.chain import build as build_ensemble
+from ..pipeline.run_folder import SETTINGS, require_own_folder
+from ..pipeline.settings import HydraConfig, Strategy
 from ..preprocessing import ImagePreprocessing
 from .build_settings import BuildSettings, BuildSources
 from .class_labels import AnyDataset, with_labels_of

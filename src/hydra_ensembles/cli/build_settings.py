@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..build.config import HydraConfig
 from ..errors import ConfigError
+from ..pipeline.settings import HydraConfig
 from ..schema import from_plain, to_plain
 from .recipes import read_recipe
 from .settings import USUAL_BATCH, DataSettings, ModelSettings

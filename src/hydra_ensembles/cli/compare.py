@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 
 from .._utils import write_atomically
-from ..report.comparison import compare as compare_evaluations
-from ..report.formats import to_csv, to_latex, to_markdown, to_rich
+from ..report.compare import compare as compare_evaluations
+from ..report.compare import to_csv, to_latex, to_markdown, to_rich
 from .errors import one_line_errors
 from .saved_runs import find_runs
 

@@ -3,12 +3,9 @@
 from pathlib import Path
 from typing import Literal
 
-from ..data.catalogue import SUITES
-from ..data.dataset import ImageDataset
-from ..data.loading import load
-from ..data.subsets import subset
-from ..data.suites import SetRef, Suite
-from ..data.tables import Columns
+from ..data.dataset import ImageDataset, subset
+from ..data.loading import Columns, load
+from ..data.suites import SUITES, SetRef, Suite
 from ..errors import DataError
 from ..model.ensemble import Ensemble
 from ..schema import from_plain

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from ..demo.run import run_demo
 from ..demo.settings import DemoSettings
-from ..report.formats import to_rich
+from ..report.compare import to_rich
 from .errors import InterruptedRunError, one_line_errors
 
 EXAMPLES = """\b

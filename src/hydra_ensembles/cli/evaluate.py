@@ -10,8 +10,7 @@ from rich.table import Table
 
 from ..errors import DataError
 from ..evaluation.evaluate import evaluate as evaluate_model
-from ..evaluation.evaluation import Evaluation, logits_path
-from ..evaluation.results import Detection
+from ..evaluation.evaluation import Detection, Evaluation, logits_path
 from ..metrics.inputs import Convention
 from ..prediction import ScoreName
 from ..schema import from_plain, to_plain

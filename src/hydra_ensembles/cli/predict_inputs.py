@@ -6,11 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..data.delimited import DELIMITERS
-from ..data.images import IMAGE_SUFFIXES, read_image
-from ..data.json_lines import JSON_LINES
-from ..data.loading import load
-from ..data.tables import Columns
+from ..data.dataset import IMAGE_SUFFIXES, read_image
+from ..data.loading import DELIMITERS, JSON_LINES, Columns, load
 from ..errors import DataError
 from ..schema import from_plain
 from .nearest import did_you_mean

@@ -9,8 +9,8 @@ from ..errors import DataError
 from ..evaluation.evaluation import FORMAT as EVALUATION
 from ..evaluation.evaluation import Evaluation
 from ..model.cost import Cost
-from ..report.cost_file import FORMAT as COSTS
-from ..report.cost_file import load_costs
+from ..report.compare import FORMAT as COSTS
+from ..report.compare import load_costs
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ path or a quotation is left alone.
 import re
 from dataclasses import fields
 
-from ..build.config import HydraConfig
+from ..pipeline.settings import HydraConfig
 from ..training.recipe import Recipe
 
 _PLAIN: tuple[tuple[str, str], ...] = (

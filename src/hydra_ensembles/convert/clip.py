@@ -15,9 +15,8 @@ from ..model.stem_readout import Projections, linear
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from . import open_clip, transformers_clip
 from .clip_tokenizer import SIMPLE_TOKENIZER, read_simple_tokenizer
-from .declaration import Architecture, qualified_name
+from .core import Architecture, qualified_name, require_finite, translate
 from .processors import read_processor
-from .translate import require_finite, translate
 
 _SCALES = ("logit_scale", "logit_bias")
 _CLASSIFIER = "readout.classifier."

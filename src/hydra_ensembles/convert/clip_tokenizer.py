@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import ConversionError
 from ..preprocessing import TextCleaning, TextPreprocessing
-from .declaration import qualified_name
+from .core import qualified_name
 
 SIMPLE_TOKENIZER = "open_clip.tokenizer.SimpleTokenizer"
 VOCABULARY = 49408  # size of the vocabulary that OpenAI's CLIP and its successors share

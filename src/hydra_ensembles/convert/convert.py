@@ -8,18 +8,18 @@ from torch import nn
 
 from ..errors import ConversionError
 from ..model.metadata import Metadata, odd_names
-from . import open_clip, timm, torchvision, transformers_clip, transformers_text, transformers_vision
-from .alterations import require_unaltered
+from . import open_clip, timm, torchvision, transformers_clip
+from . import transformers as transformers_text
+from . import transformers as transformers_vision
 from .clip import DUAL_ARCHITECTURES, convert_dual, find_dual_architecture
-from .declaration import Architecture, qualified_name
+from .core import Architecture, qualified_name, require_unaltered, translate
 from .processors import read_processor
-from .translate import translate
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *timm.ARCHITECTURES,
     *torchvision.ARCHITECTURES,
-    *transformers_vision.ARCHITECTURES,
-    *transformers_text.ARCHITECTURES,
+    *transformers_vision.VISION_ARCHITECTURES,
+    *transformers_text.TEXT_ARCHITECTURES,
     *transformers_clip.ARCHITECTURES,
     *open_clip.ARCHITECTURES,
 )

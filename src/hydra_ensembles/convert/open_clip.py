@@ -24,8 +24,23 @@ from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
 from . import timm
 from .clip_tokenizer import VOCABULARY, read_simple_tokenizer
-from .declaration import Architecture, Copy, Entry, FusedQKV, OutProjection, Source, Transposed, Weights, qualified_name
-from .probe import activation_of, classes_or_fresh, dropout_rate, is_identity, pair, refuse
+from .core import (
+    Architecture,
+    Copy,
+    Entry,
+    FusedQKV,
+    OutProjection,
+    Source,
+    Transposed,
+    Weights,
+    activation_of,
+    classes_or_fresh,
+    dropout_rate,
+    is_identity,
+    pair,
+    qualified_name,
+    refuse,
+)
 
 _IMAGE = "open_clip image transformer"
 _TIMM = "open_clip image tower from timm"

@@ -9,7 +9,7 @@ from .._utils import require
 from ..errors import ConversionError
 from ..model.config import PatchStemConfig, TextStemConfig
 from ..preprocessing import ImagePreprocessing, Interpolation, TextPreprocessing
-from .declaration import qualified_name
+from .core import qualified_name
 
 _ACCEPTED = {
     "text": "a fast tokenizer of transformers, a tokenizers.Tokenizer, a path to a tokenizer.json, a TextPreprocessing",

@@ -6,8 +6,20 @@ from typing import Any
 from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
-from .declaration import Architecture, FusedQKV, Joined, OutProjection, Weights
-from .probe import activation_of, classes_or_fresh, dropout_rate, is_identity, linear_or_none, pair, refuse
+from .core import (
+    Architecture,
+    FusedQKV,
+    Joined,
+    OutProjection,
+    Weights,
+    activation_of,
+    classes_or_fresh,
+    dropout_rate,
+    is_identity,
+    linear_or_none,
+    pair,
+    refuse,
+)
 
 _VIT = "timm VisionTransformer"
 _DISTILLED = "timm VisionTransformerDistilled"

@@ -5,8 +5,7 @@ from typing import Any
 from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
-from .declaration import Architecture, FusedQKV, OutProjection
-from .probe import activation_of, classes_or_fresh, dropout_rate, refuse
+from .core import Architecture, FusedQKV, OutProjection, activation_of, classes_or_fresh, dropout_rate, refuse
 
 _NAME = "torchvision VisionTransformer"
 _LAYER = "encoder.layers.encoder_layer_{i}"

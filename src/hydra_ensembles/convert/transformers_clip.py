@@ -11,9 +11,8 @@ from typing import Any
 from torch import nn
 
 from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, TextStemConfig, all_heads
-from .declaration import Architecture, Entry, OutProjection, Source, SplitQKV, Weights
-from .probe import classes_or_fresh, linear_or_none, pair
-from .transformers_common import (
+from .core import Architecture, Entry, OutProjection, Source, SplitQKV, Weights, classes_or_fresh, linear_or_none, pair
+from .transformers import (
     activation_named,
     head_size,
     metadata_of_classifier,

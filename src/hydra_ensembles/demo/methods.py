@@ -10,18 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..build.chain import build
-from ..build.config import HydraConfig
 from ..calibrate import calibrate, fit_calibration
 from ..data.batching import batches
-from ..data.dataset import ImageDataset
-from ..data.subsets import subset
-from ..evaluation.core import evaluate_logits
-from ..evaluation.evaluate import evaluate
-from ..evaluation.evaluation import Evaluation
-from ..evaluation.provenance import describe_model
+from ..data.dataset import ImageDataset, subset
+from ..evaluation.evaluate import evaluate, evaluate_logits
+from ..evaluation.evaluation import Evaluation, describe_model
 from ..model.cost import Cost, measure_costs
 from ..model.ensemble import Ensemble
+from ..pipeline.chain import build
+from ..pipeline.settings import HydraConfig
 from ..prediction import ScoreName
 from .embedded import ID_NAME, DemoSample, load_deep_logits
 from .settings import DemoSettings

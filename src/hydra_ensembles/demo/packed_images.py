@@ -17,8 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from .._utils import write_atomically
-from ..data.dataset import ImageDataset
-from ..data.images import decode_image
+from ..data.dataset import ImageDataset, decode_image
 from ..errors import DataError
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..model.cost import Cost
-from ..report.columns import Column
-from ..report.comparison import Comparison, compare
+from ..report.compare import Column, Comparison, compare
 from ..schema import to_plain
 from .methods import DEEP, Row
 from .settings import DemoSettings

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from ..evaluation.evaluation import Evaluation
 from ..model.cost import Cost
-from ..report.comparison import Comparison
-from ..report.cost_file import save_costs
+from ..report.compare import Comparison, save_costs
 from ..report.html import write_report
 from ..schema import to_plain
 from .embedded import load_backbone, load_sample

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from ..build.config import HydraConfig
 from ..circuit.scores import Method
 from ..errors import ConfigError
+from ..pipeline.settings import HydraConfig
 
 
 @dataclass(frozen=True)

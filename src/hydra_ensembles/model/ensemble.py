@@ -37,7 +37,7 @@ from .metadata import Calibration, Metadata, TextSettings, common_metadata, memb
 from .stem_readout import PatchStem, Readout, TextStem, projection_from
 
 if TYPE_CHECKING:
-    from ..optimize.optimized import OptimizedEnsemble
+    from ..optimize.runner import OptimizedEnsemble
 
 
 def prepared_inputs(inputs: Any, metadata: Metadata, kind: str, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -207,7 +207,7 @@ class Ensemble(nn.Module):
         self, example_inputs: Tensor | Mapping[str, Tensor] | None = None, **options: Any
     ) -> "OptimizedEnsemble[Ensemble]":
         """A frozen, faster runner of this ensemble; see `hydra_ensembles.optimize.optimize` for the options."""
-        from ..optimize.optimized import optimize
+        from ..optimize.runner import optimize
 
         return optimize(self, example_inputs, **options)
 

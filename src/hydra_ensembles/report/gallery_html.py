@@ -2,8 +2,7 @@
 
 from html import escape
 
-from ..evaluation.evaluation import Evaluation
-from ..evaluation.gallery import GalleryItem, Shelf
+from ..evaluation.evaluation import Evaluation, GalleryItem, Shelf
 
 _SHELVES: dict[Shelf, str] = {"sure": "most sure", "wrong": "most sure, and wrong", "unsure": "least sure"}
 

@@ -7,12 +7,11 @@ from pathlib import Path
 
 from .._utils import __version__, write_atomically
 from ..errors import ConfigError
-from ..evaluation.evaluation import Evaluation
-from ..evaluation.gallery import GalleryItem
+from ..evaluation.evaluation import Evaluation, GalleryItem
 from ..model.cost import Cost
 from ..model.ensemble import Ensemble
 from . import sections
-from .comparison import Runs, compare, group_runs
+from .compare import Runs, compare, group_runs
 from .style import CSS
 
 # Nothing may be loaded from anywhere: styles are in the page, images in data: addresses.

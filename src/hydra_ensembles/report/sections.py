@@ -8,8 +8,7 @@ from ..evaluation.evaluation import Evaluation
 from ..model.config import KeptHeads
 from ..model.cost import Cost
 from . import diagrams, plots
-from .columns import CLASSIFICATION, Column, set_columns
-from .comparison import Comparison, compare
+from .compare import CLASSIFICATION, Column, Comparison, compare, set_columns
 from .gallery_html import gallery_html
 from .svg import colour
 from .tables_html import comparison_table, plain_table

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
-from .columns import Column
-from .comparison import Cell, Comparison
+from .compare import Cell, Column, Comparison
 
 
 def comparison_table(comparison: Comparison, focus: str, columns: Sequence[Column], label: str) -> str:

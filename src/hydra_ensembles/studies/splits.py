@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ..batches import Batches
-from ..data.catalogue import suite
-from ..data.dataset import AnyDataset, ImageDataset, TextDataset
-from ..data.subsets import split, subset
+from ..data.dataset import AnyDataset, ImageDataset, TextDataset, split, subset
+from ..data.suites import suite
 from ..errors import DataError
 from ..preprocessing import TextPreprocessing
 from .image_samples import ImageSamples

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ..data.catalogue import suite
-from ..data.suites import SetRef
+from ..data.suites import SetRef, suite
 from ..errors import DataError
 from .decision import Decision
 from .recipe import StudyRecipe

@@ -23,9 +23,11 @@ from build_cases import (
 
 import hydra_ensembles as he
 from architectures import VISION_CASES
-from hydra_ensembles.build import chain, choose, start
-from hydra_ensembles.build.config import Strategy
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError
+from hydra_ensembles.pipeline import chain
+from hydra_ensembles.pipeline import chain as choose
+from hydra_ensembles.pipeline import given as start
+from hydra_ensembles.pipeline.settings import Strategy
 
 STRATEGIES: list[Strategy] = ["circuit", "taylor", "sampled", "random"]
 # One head of each layer for Taylor; on a model this small, the slowest way to find circuits is the quickest.

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import hydra_ensembles as he
-from hydra_ensembles.build.data import Batch, halves, read_all, read_data
 from hydra_ensembles.errors import DataError
+from hydra_ensembles.pipeline.given import Batch, halves, read_all, read_data
 
 
 def numbered(sizes: list[int]) -> list[Batch]:

@@ -18,9 +18,11 @@ from build_cases import batches, image_model, recipe, same, shuffled
 from killed_build import CONFIG, run, watch_replacements
 
 import hydra_ensembles as he
-from hydra_ensembles.build import chain, choose, start
-from hydra_ensembles.build.run_folder import require_own_folder
 from hydra_ensembles.errors import CheckpointError, HydraError
+from hydra_ensembles.pipeline import chain
+from hydra_ensembles.pipeline import chain as choose
+from hydra_ensembles.pipeline import given as start
+from hydra_ensembles.pipeline.run_folder import require_own_folder
 from hydra_ensembles.training.finetune import Learner
 
 

@@ -4,8 +4,7 @@ import pytest
 import yaml
 
 from cli_cases import fail, save_images, succeed, vit_flags
-from hydra_ensembles.data.catalogue import SUITES
-from hydra_ensembles.data.suites import SetRef, Suite
+from hydra_ensembles.data.suites import SUITES, SetRef, Suite
 from hydra_ensembles.evaluation.evaluation import Evaluation
 
 
@@ -99,7 +98,7 @@ def test_a_suite(run_folder, world, tmp_path, monkeypatch):
         notes="",
     )
     known = {**SUITES, "colours": suite}
-    monkeypatch.setattr("hydra_ensembles.data.catalogue.SUITES", known)
+    monkeypatch.setattr("hydra_ensembles.data.suites.SUITES", known)
     common = ["--root", world, "-q"]
     out = succeed("evaluate", run_folder, "--suite", "colours", "-o", tmp_path / "e", *common)
     assert "run on colours (24 samples)" in out

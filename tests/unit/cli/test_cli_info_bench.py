@@ -7,7 +7,7 @@ import pytest
 import hydra_ensembles as he
 from cli_cases import COLOURS, VIT_OPTIONS, fail, succeed, vit_flags
 from hydra_ensembles.cli.head_map import KEPT, PRUNED, head_map
-from hydra_ensembles.report.cost_file import load_costs
+from hydra_ensembles.report.compare import load_costs
 
 
 def test_info_of_a_run(run_folder):

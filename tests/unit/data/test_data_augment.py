@@ -4,7 +4,7 @@ import torch
 from PIL import Image
 from stand_ins import picture
 
-from hydra_ensembles.data.augment import RandAugment, TrainTransform
+from hydra_ensembles.data.batching import RandAugment, TrainTransform
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.preprocessing import ImagePreprocessing
 

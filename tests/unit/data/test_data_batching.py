@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_ensembles.data.augment import TrainTransform
-from hydra_ensembles.data.batching import batches
+from hydra_ensembles.data.batching import TrainTransform, batches
 from hydra_ensembles.data.dataset import TextDataset
 from hydra_ensembles.data.loading import load
 from hydra_ensembles.errors import DataError

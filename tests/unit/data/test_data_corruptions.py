@@ -6,9 +6,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hydra_ensembles.data.corruptions.apply import corrupt, corrupted
-from hydra_ensembles.data.corruptions.fields import clipped_zoom, motion_blur, plasma
-from hydra_ensembles.data.corruptions.parameters import CORRUPTIONS, MEANING, PARAMETER_SETS, PARAMETERS, SEVERITIES
+from hydra_ensembles.data.corruptions import (
+    CORRUPTIONS,
+    MEANING,
+    PARAMETER_SETS,
+    PARAMETERS,
+    SEVERITIES,
+    clipped_zoom,
+    corrupt,
+    corrupted,
+    directional_blur,
+    plasma,
+)
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import DataError
 
@@ -200,12 +209,12 @@ def test_motion_blur_follows_the_line() -> None:
     image[10, 10] = 1.0
     weights = np.exp(-(np.arange(7) ** 2) / 8.0)
     weights /= weights.sum()
-    level = motion_blur(image, radius=3, sigma=2, angle=0)
+    level = directional_blur(image, radius=3, sigma=2, angle=0)
     assert level[10, 4:11] == pytest.approx(weights[::-1])
     assert level.sum() == pytest.approx(1)
-    upright = motion_blur(image, radius=3, sigma=2, angle=-90)
+    upright = directional_blur(image, radius=3, sigma=2, angle=-90)
     assert upright[10:17, 10] == pytest.approx(weights)
-    assert motion_blur(np.full((5, 9), 3.0), 10, 4, 33) == pytest.approx(np.full((5, 9), 3.0))
+    assert directional_blur(np.full((5, 9), 3.0), 10, 4, 33) == pytest.approx(np.full((5, 9), 3.0))
 
 
 def test_zooming_by_one_changes_nothing_and_by_two_keeps_the_middle() -> None:

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from stand_ins import picture
 
-from hydra_ensembles.data.folders import load_image_list
-from hydra_ensembles.data.loading import load
+from hydra_ensembles.data.loading import load, load_image_list
 from hydra_ensembles.errors import DataError
 
 

@@ -9,8 +9,7 @@ import pytest
 from stand_ins import picture
 
 from hydra_ensembles.data.dataset import ImageDataset
-from hydra_ensembles.data.loading import load
-from hydra_ensembles.data.tables import Columns
+from hydra_ensembles.data.loading import Columns, load
 from hydra_ensembles.errors import DataError, MissingExtraError
 
 

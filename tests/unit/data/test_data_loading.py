@@ -6,8 +6,7 @@ from PIL import Image
 from stand_ins import WriteParquet, encoded, picture
 
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset
-from hydra_ensembles.data.loading import load
-from hydra_ensembles.data.tables import Columns
+from hydra_ensembles.data.loading import Columns, load
 from hydra_ensembles.errors import DataError
 
 

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_ensembles.data.dataset import TextDataset
-from hydra_ensembles.data.subsets import (
+from hydra_ensembles.data.dataset import (
+    TextDataset,
     cut_position,
     hash_key,
     keyed_order,

@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 from stand_ins import WriteParquet, encoded, picture
 
-from hydra_ensembles.data import overlaps
-from hydra_ensembles.data.catalogue import SUITES, suite
+from hydra_ensembles.data import suites as overlaps
 from hydra_ensembles.data.dataset import TextDataset
-from hydra_ensembles.data.suites import SetRef, Suite, imagenet_validation_split
+from hydra_ensembles.data.suites import SUITES, SetRef, Suite, imagenet_validation_split, suite
 from hydra_ensembles.errors import DataError
 
 

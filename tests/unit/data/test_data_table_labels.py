@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from stand_ins import WriteParquet
 
-from hydra_ensembles.data.loading import load
-from hydra_ensembles.data.tables import Columns
+from hydra_ensembles.data.loading import Columns, load
 from hydra_ensembles.errors import DataError
 
 

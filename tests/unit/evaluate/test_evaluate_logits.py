@@ -10,9 +10,8 @@ from sample_logits import CLASSES, id_logits, labels, ood_logits, suite
 
 from hydra_ensembles import metrics
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.evaluation.core import evaluate_logits, evaluate_stored
-from hydra_ensembles.evaluation.evaluation import Evaluation
-from hydra_ensembles.evaluation.logits import MemberLogits
+from hydra_ensembles.evaluation.evaluate import evaluate_logits, evaluate_stored
+from hydra_ensembles.evaluation.evaluation import Evaluation, MemberLogits
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.prediction import Prediction
 

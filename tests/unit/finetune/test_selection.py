@@ -7,8 +7,8 @@ import pytest
 import torch
 from finetune_cases import batches, same, shuffled, tiny
 
-from hydra_ensembles.training import finetune as learner
 from hydra_ensembles.training.finetune import finetune
+from hydra_ensembles.training.finetune import finetune as learner
 from hydra_ensembles.training.loop import Evaluation, Patience
 from hydra_ensembles.training.recipe import Recipe
 

@@ -22,10 +22,10 @@ from model_shapes import SHAPES  # noqa: E402
 
 sys.path.remove(str(BENCHMARKS))
 
-from hydra_ensembles.model.cost import multiply_adds
-from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.model.layers import Block
-from hydra_ensembles.optimize.simplify import branching_layer, simplified
+from hydra_ensembles.model.cost import multiply_adds  # noqa: E402
+from hydra_ensembles.model.ensemble import Ensemble  # noqa: E402
+from hydra_ensembles.model.layers import Block  # noqa: E402
+from hydra_ensembles.optimize.freeze import branching_layer, simplified  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*batching rule.*:UserWarning", "ignore:.*CUDA.*:UserWarning")
 

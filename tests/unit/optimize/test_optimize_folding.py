@@ -9,8 +9,7 @@ from torch import Tensor
 from hydra_ensembles.model.config import EnsembleConfig, KeptHeads, Sharing, TextStemConfig
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.layers import Attention, Block
-from hydra_ensembles.optimize.fold import PlainNorm, fold_block
-from hydra_ensembles.optimize.simplify import branching_layer, simplified
+from hydra_ensembles.optimize.freeze import PlainNorm, branching_layer, fold_block, simplified
 from unit.heads.random_ensembles import SHAPES, random_batches, random_ensemble
 
 UNEVEN: KeptHeads = (((0, 1, 2), (0, 3), (1,)), ((0, 2), (0, 1, 2, 3), (2, 3)), ((1,), (3,), (0, 1, 2)))

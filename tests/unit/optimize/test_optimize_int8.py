@@ -5,7 +5,7 @@ import torch
 
 from hydra_ensembles.model.config import KeptHeads, Sharing
 from hydra_ensembles.model.layers import GroupedLinear
-from hydra_ensembles.optimize.weights import Int8Linear, Int8Weight, dense
+from hydra_ensembles.optimize.freeze import Int8Linear, Int8Weight, dense
 from unit.heads.random_ensembles import SHAPES, random_batches, random_ensemble
 
 HEADS: KeptHeads = (((0, 1, 2), (0, 3), ()), ((0, 2), (0, 1, 2, 3), (2, 3)), ((1,), (3,), (0, 1, 2)))

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 import hydra_ensembles as he
+from hydra_ensembles.data.dataset import subset
 from hydra_ensembles.data.loading import load
-from hydra_ensembles.data.subsets import subset
 from hydra_ensembles.metrics.ood import auroc
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from shared_paths import shared

@@ -12,11 +12,8 @@ from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.model.config import KeptHeads, Sharing
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration, Metadata
-from hydra_ensembles.optimize import optimized as optimized_module
-from hydra_ensembles.optimize.choice import Choice, fastest, nearest
-from hydra_ensembles.optimize.graphs import shape_key
-from hydra_ensembles.optimize.optimized import OptimizedEnsemble
-from hydra_ensembles.optimize.options import RunOptions
+from hydra_ensembles.optimize import runner as optimized_module
+from hydra_ensembles.optimize.runner import Choice, OptimizedEnsemble, RunOptions, fastest, nearest, shape_key
 from unit.heads.random_ensembles import random_batches, random_ensemble
 
 EVEN: KeptHeads = (((0, 1), (0, 3), (1, 2)),) * 3

@@ -19,9 +19,9 @@ from model_shapes import SHAPES  # noqa: E402
 sys.path.remove(str(BENCHMARKS))
 
 import hydra_ensembles as he  # noqa: E402
-from hydra_ensembles.model.cost import multiply_adds
-from hydra_ensembles.model.layers import Block
-from hydra_ensembles.model.stem_readout import PatchStem, TextStem
+from hydra_ensembles.model.cost import multiply_adds  # noqa: E402
+from hydra_ensembles.model.layers import Block  # noqa: E402
+from hydra_ensembles.model.stem_readout import PatchStem, TextStem  # noqa: E402
 
 BATCH, CLASSES = 3, 5
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hydra_ensembles.cli.main import make_app
-from hydra_ensembles.report.cost_file import save_costs
+from hydra_ensembles.report.compare import save_costs
 from sample_evaluations import costs, evaluation, methods
 
 

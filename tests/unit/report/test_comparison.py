@@ -6,8 +6,7 @@ import statistics
 import pytest
 
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.report.columns import COLUMNS, DIVERSITY, SELECTIVE, Column, set_columns
-from hydra_ensembles.report.comparison import Cell, _rank, compare
+from hydra_ensembles.report.compare import COLUMNS, DIVERSITY, SELECTIVE, Cell, Column, _rank, compare, set_columns
 from sample_evaluations import costs, evaluation, methods
 
 

@@ -7,8 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from hydra_ensembles.report.comparison import compare
-from hydra_ensembles.report.formats import to_csv, to_latex, to_markdown, to_rich
+from hydra_ensembles.report.compare import compare, to_csv, to_latex, to_markdown, to_rich
 from sample_evaluations import costs, evaluation, methods
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from hydra_ensembles.metrics.bootstrap import Interval
-from hydra_ensembles.report.comparison import compare
+from hydra_ensembles.report.compare import compare
 from hydra_ensembles.report.verdict import differences, verdict
 from sample_evaluations import costs, evaluation, methods
 

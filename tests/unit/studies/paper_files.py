@@ -13,8 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hydra_ensembles.data.catalogue import suite
-from hydra_ensembles.data.suites import SetRef
+from hydra_ensembles.data.suites import SetRef, suite
 
 SIZE = 8
 IMAGENET = "images_largescale/imagenet_1k"

@@ -11,9 +11,8 @@ from small_study import CPU, Pictures
 
 import hydra_ensembles as he
 from architectures_clip import transformers_clip
-from hydra_ensembles.data import overlaps
-from hydra_ensembles.data.dataset import ImageDataset
-from hydra_ensembles.data.subsets import without_classes
+from hydra_ensembles.data import suites as overlaps
+from hydra_ensembles.data.dataset import ImageDataset, without_classes
 from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.studies.store import Store
 from hydra_ensembles.studies.zero_shot.recipe import ZeroShotRecipe, load_zero_shot_recipe

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hydra_ensembles.data.catalogue import suite
+from hydra_ensembles.data.suites import suite
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.studies.compact_logits import Storing
 from hydra_ensembles.studies.methods import fixed_methods, groups_of

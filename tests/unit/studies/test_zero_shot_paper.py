@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 import hydra_ensembles as he
-from hydra_ensembles.data.catalogue import suite
-from hydra_ensembles.data.cifar100 import CIFAR100_CLASSES
+from hydra_ensembles.data.loading import CIFAR100_CLASSES
+from hydra_ensembles.data.suites import suite
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.studies.zero_shot.checkpoint_model import PAPER_CHECKPOINT, CheckpointModel, load_dual
 from hydra_ensembles.studies.zero_shot.collecting import collect_zero_shot

@@ -8,7 +8,7 @@ import pytest
 from small_study import Pictures
 from small_zero_shot import small_recipe, small_store
 
-from hydra_ensembles.data import overlaps
+from hydra_ensembles.data import suites as overlaps
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.studies.store import Store

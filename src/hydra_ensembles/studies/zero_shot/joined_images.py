@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...data.dataset import ImageDataset, Picture
-from ...data.subsets import subset
+from ...data.dataset import ImageDataset, Picture, subset
 from ..recipe import SPLIT_SEED
 
 

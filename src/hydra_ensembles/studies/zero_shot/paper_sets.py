@@ -9,12 +9,9 @@ from functools import cached_property
 from pathlib import Path
 
 from ..._utils import require
-from ...data.catalogue import suite
-from ...data.cifar100 import CIFAR100_CLASSES
-from ...data.dataset import ImageDataset
-from ...data.overlaps import CIFAR100_TINYIMAGENET, left
-from ...data.subsets import only_classes, without_classes
-from ...data.suites import SetRef
+from ...data.dataset import ImageDataset, only_classes, without_classes
+from ...data.loading import CIFAR100_CLASSES
+from ...data.suites import CIFAR100_TINYIMAGENET, SetRef, left, suite
 from ...errors import DataError
 from .joined_images import at_most, joined_images
 from .label_names import label_names

@@ -8,11 +8,8 @@ images of a class here; two of them serve circuits of the image tower alone, thr
 from collections.abc import Sequence
 from functools import cached_property
 
-from ...data.catalogue import suite
-from ...data.dataset import ImageDataset
-from ...data.overlaps import CIFAR100_TINYIMAGENET, left
-from ...data.subsets import only_classes, split, without_classes
-from ...data.suites import SetRef
+from ...data.dataset import ImageDataset, only_classes, split, without_classes
+from ...data.suites import CIFAR100_TINYIMAGENET, SetRef, left, suite
 from ...errors import DataError
 from ..recipe import SPLIT_SEED
 from ..splits import halves

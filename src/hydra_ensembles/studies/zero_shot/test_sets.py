@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...data.dataset import ImageDataset
-from ...data.subsets import only_classes, subset
+from ...data.dataset import ImageDataset, only_classes, subset
 from ...errors import DataError
 from ..recipe import SPLIT_SEED
 from .fixed import Fixed

@@ -1,9 +1,12 @@
-"""An ensemble prepared for inference: the fastest of several equivalent ways to run it, chosen by measuring."""
+"""Running a frozen ensemble: plans, compiled, recorded, and which is fastest here."""
 
+import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Generic, Literal, TypeVar, cast
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +15,199 @@ from ..errors import ConfigError
 from ..model.ensemble import calibrated_prediction, prepared_inputs
 from ..model.layers import Plan
 from ..prediction import Prediction
-from .choice import Choice, Run, fastest, first_line, nearest
-from .freeze import frozen, with_plan
-from .graphs import Arguments, GraphCache, Key, shape_key
-from .model import EnsembleLike
-from .options import PLANS, RunOptions
+from .freeze import EnsembleLike, frozen, with_plan
+
+PLANS: tuple[Plan, ...] = get_args(Plan)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Settings of an `OptimizedEnsemble`.
+
+    Attributes:
+        plans: Ways to choose from; None for all that can be faster on the device.
+        compile: Whether to compile the plan chosen for an input shape; the name of a backend of `torch.compile`
+            in place of true chooses that backend.
+        dynamic: Whether compiled code is to serve all batch sizes. It is slower than code made for one size, which
+            takes some seconds to make for each.
+        compiled_shapes: For so many input shapes code of their own is compiled; further ones run uncompiled.
+        graphs: Whether to record CUDA graphs; None does so on a CUDA device.
+        dtype: Floating type to compute in; None keeps the ensemble's.
+        weights: `"int8"` stores the projections of the encoder in eight bits (on a CPU only); None stores them in
+            the type that is computed in.
+        repeats: How often each plan is run to choose between them.
+    """
+
+    plans: tuple[Plan, ...] | None = None
+    compile: bool | str = False
+    dynamic: bool = False
+    compiled_shapes: int = 16
+    graphs: bool | None = None
+    dtype: torch.dtype | None = None
+    weights: Literal["int8"] | None = None
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        """Check each setting, and those that exclude each other."""
+        if self.plans is not None and (not self.plans or set(self.plans) - set(PLANS)):
+            raise ConfigError(f"plans must be some of {list(PLANS)}, got {list(self.plans)}")
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise ConfigError(f"dtype must be a floating type such as torch.bfloat16, got {self.dtype}")
+        if self.weights not in (None, "int8"):
+            raise ConfigError(f"weights must be None or 'int8', got {self.weights!r}")
+        if self.weights == "int8" and self.plans not in (None, ("loop",)):
+            raise ConfigError(f"weights in int8 run by the plan 'loop' alone, got plans={list(self.plans or ())}")
+        if self.compiled_shapes < 1 or self.repeats < 1:
+            raise ConfigError(
+                f"compiled_shapes and repeats must be at least 1, got {self.compiled_shapes} and {self.repeats}"
+            )
+
+
+Arguments = tuple[Tensor | None, ...]
+Key = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+
+
+def shape_key(arguments: Arguments) -> Key:
+    """What a recorded graph depends on: shapes and dtypes of the arguments."""
+    return tuple(None if one is None else (tuple(one.shape), one.dtype) for one in arguments)
+
+
+class GraphCache:
+    """Recorded graphs of one function, one per shape of its arguments, the least recently used dropped first.
+
+    A graph reads from buffers of its own; arguments are copied in and the result is copied out, so callers may
+    keep what they get. Graphs of one pool share the memory of their intermediate results, which is safe as long as
+    they are replayed one at a time.
+
+    Args:
+        function: What to record; tensors (or None) in, one tensor out.
+        limit: How many graphs to keep.
+        pool: Handle from `torch.cuda.graph_pool_handle`; None for a pool of its own.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], limit: int = 16, pool: Any = None) -> None:
+        self._function = function
+        self._limit = limit
+        self._pool = pool
+        self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph, Arguments, Tensor]] = OrderedDict()
+
+    def __call__(self, *arguments: Tensor | None) -> Tensor:
+        """Replay the graph for these shapes, recording it first where there is none."""
+        key = shape_key(arguments)
+        if key not in self._graphs:
+            self._graphs[key] = self._record(arguments)
+            if len(self._graphs) > self._limit:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        graph, buffers, result = self._graphs[key]
+        for buffer, argument in zip(buffers, arguments, strict=True):
+            if buffer is not None and argument is not None:
+                buffer.copy_(argument)
+        graph.replay()
+        return result.clone()
+
+    def forget(self, key: Key) -> None:
+        """Drop the graph of a shape and the memory it holds, if there is one."""
+        self._graphs.pop(key, None)
+
+    def _record(self, arguments: Arguments) -> tuple[torch.cuda.CUDAGraph, Arguments, Tensor]:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        buffers = tuple(None if one is None else one.clone() for one in arguments)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # let libraries pick kernels and allocate before anything is recorded
+                self._function(*buffers)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = self._function(*buffers)
+        return graph, buffers, result
+
+
+Run = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan for one shape of input.
+
+    Attributes:
+        plan: The plan.
+        seconds: What each plan took, uncompiled; empty where there was nothing to choose or measure.
+        failures: Plans that cannot run on such inputs, with the reason.
+        compiled: Whether compiled code is used.
+        note: What else there is to say, such as why there is no compiled code.
+    """
+
+    plan: Plan
+    seconds: Mapping[Plan, float] = field(default_factory=dict)
+    failures: Mapping[Plan, str] = field(default_factory=dict)
+    compiled: bool = False
+    note: str = ""
+
+    def __str__(self) -> str:
+        """The plan, compiled or not, the times of all plans and the failures."""
+        timings = ", ".join(f"{plan} {1e3 * seconds:.3g} ms" for plan, seconds in self.seconds.items())
+        failures = "; ".join(f"{plan} failed: {reason}" for plan, reason in self.failures.items())
+        details = "; ".join(text for text in (timings, failures, self.note) if text)
+        return f"{self.plan}{', compiled' if self.compiled else ''}{f' ({details})' if details else ''}"
+
+
+def fastest(runs: Mapping[Plan, Run], arguments: Arguments, repeats: int, device: torch.device) -> Choice:
+    """Run each plan and choose the fastest; one that cannot run such inputs drops out.
+
+    The plans take turns, so that a machine that is busy for a while slows all of them.
+
+    Raises:
+        RuntimeError: No plan can run these inputs; the error of the first.
+    """
+    able: dict[Plan, Run] = {}
+    errors: dict[Plan, RuntimeError] = {}
+    for plan, run in runs.items():
+        try:
+            run(*arguments)
+            synchronize(device)
+            able[plan] = run
+        except RuntimeError as error:  # among them: out of memory, unsupported type or alignment
+            errors[plan] = error
+    if not able:
+        raise next(iter(errors.values()))
+    seconds: dict[Plan, list[float]] = {plan: [] for plan in able}
+    for _ in range(repeats):
+        for plan, run in able.items():
+            synchronize(device)
+            start = time.perf_counter()
+            run(*arguments)
+            synchronize(device)
+            seconds[plan].append(time.perf_counter() - start)
+    medians = {plan: median(values) for plan, values in seconds.items()}
+    failures = {plan: first_line(error) for plan, error in errors.items()}
+    return Choice(min(medians, key=lambda plan: medians[plan]), medians, failures)
+
+
+def first_line(error: Exception) -> str:
+    """The beginning of an error's message."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:160]
+
+
+def nearest(known: Mapping[Key, Choice], key: Key) -> Choice:
+    """The choice for the known shape whose batch size is nearest."""
+    return known[min(known, key=lambda other: abs(batch_of(other) - batch_of(key)))]
+
+
+def batch_of(key: Key) -> int:
+    """Batch size of a shape."""
+    return 0 if key[0] is None else key[0][0][0]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was asked to."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
 
 MEASURED_SHAPES = 32  # beyond so many different input shapes, a new one takes the plan of the nearest
 

@@ -1,4 +1,4 @@
-"""The settings of a whole build, in one place and checked when made."""
+"""HydraConfig, and what it must agree with."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args

@@ -1,25 +1,140 @@
-"""The folder of a build: every stage leaves its product there, and a stage whose product exists is not run again.
+"""The folder of a build: what is done stays done, and nothing else is mixed in."""
 
-A product is a folder or a file that appears in one piece (`config.json` of a saved ensemble comes last, JSON
-files are renamed into place), so whatever moment a build is killed at, each product is either there or not.
-"""
-
+import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from .._utils import write_atomically
+from .._utils import __version__, write_atomically
+from ..batches import length_of
 from ..errors import CheckpointError, HydraError
-from ..heads.ranking import HeadRanking
+from ..heads.ranking import Head, HeadRanking, model_fingerprint
 from ..model.ensemble import Ensemble
-from .identity import require_same_run
-from .member_choice import MemberChoice, load_choices, save_choices
+from ..schema import from_plain, to_plain
+from .given import BuildData, Start
+from .settings import HydraConfig
+
+FORMAT = "hydra_ensembles build 1"
+_SHOWN = 5  # differences named in an error
+
+
+def run_identity(config: HydraConfig, start: Start, data: BuildData) -> dict[str, Any]:
+    """Config, model and data of a build as plain data."""
+    remembered = replace(start.base.metadata, text_side=None)
+    metadata = json.dumps(to_plain(remembered), sort_keys=True).encode()
+    model: dict[str, Any] = {
+        "weights": model_fingerprint(start.ranked),
+        "metadata": hashlib.sha256(metadata).hexdigest(),
+    }
+    if start.dual is not None:
+        model["templates"] = list(start.templates)
+    return {"format": FORMAT, "config": to_plain(config), "model": model, "data": data.fingerprints()}
+
+
+def require_same_run(file: Path, identity: Mapping[str, Any]) -> None:
+    """Refuse to go on in a folder whose identity file says something else."""
+    advice = f"give another output folder, or delete {file.parent} to start over"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); {advice}") from error
+    lines = list(_differences(found, identity))
+    if lines:
+        more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        raise CheckpointError(
+            f"{file.parent} holds another build: {'; '.join(lines[:_SHOWN])}{more}. To go on: {advice}"
+        )
+
+
+def _differences(theirs: Any, ours: Any, path: str = "") -> Iterator[str]:
+    """What is different, one line for each innermost field."""
+    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+        for key in sorted(theirs.keys() | ours.keys()):
+            yield from _differences(theirs.get(key), ours.get(key), f"{path}.{key}" if path else str(key))
+    elif theirs != ours:
+        yield f"{path or 'the content'} was {_short(theirs)} and is {_short(ours)}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:16]}…"
+
+
+@dataclass(frozen=True)
+class MemberChoice:
+    """One member: how its heads were chosen, in words, and the heads it loses."""
+
+    origin: str
+    heads: tuple[Head, ...]
+
+
+@dataclass(frozen=True)
+class _SavedChoice:
+    origin: str
+    heads: tuple[tuple[int, int, str], ...]
+
+
+@dataclass(frozen=True)
+class _SavedChoices:
+    members: tuple[_SavedChoice, ...]
+
+
+def save_choices(path: Path, members: Sequence[MemberChoice]) -> None:
+    """Write the choices of all members as JSON."""
+    write_atomically(path, (json.dumps({"members": to_plain(list(members))}, indent=1) + "\n").encode())
+
+
+def load_choices(path: Path) -> tuple[MemberChoice, ...]:
+    """Read what `save_choices` wrote."""
+    try:
+        saved = from_plain(_SavedChoices, json.loads(path.read_text(encoding="utf-8")), "choices")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} does not hold the heads of members: {error}") from error
+    return tuple(MemberChoice(one.origin, tuple(Head(*head) for head in one.heads)) for one in saved.members)
+
+
+def build_summary(
+    config: HydraConfig,
+    base: Ensemble,
+    data: BuildData,
+    choices: Sequence[MemberChoice],
+    final: Ensemble,
+    seconds: Mapping[str, float],
+) -> dict[str, Any]:
+    """Settings, data, members, cost and calibration of a build, as plain data."""
+    before, after = base.describe(), final.describe()
+    calibration = final.metadata.calibration
+    return {
+        "config": to_plain(config),
+        "versions": {"hydra_ensembles": __version__, "torch": torch.__version__},
+        "model": {"source": base.metadata.source, "kind": base.kind, "parameters": before.parameters},
+        "samples": data.samples(),
+        "train_batches": None if data.train is None else length_of(data.train),
+        "members": [
+            {
+                "origin": choice.origin,
+                "pruned": [str(head) for head in choice.heads],
+                "heads_kept": [len(layer) for layer in kept],
+            }
+            for choice, kept in zip(choices, final.heads, strict=True)
+        ],
+        "trunk": final.config.trunk,
+        "parameters": after.parameters,
+        "multiply_adds": after.multiply_adds,
+        "multiply_adds_of_the_model": before.multiply_adds,
+        "calibration": None if calibration is None else to_plain(calibration),
+        "metrics": dict(final.metadata.metrics),
+        "history": list(final.metadata.history),
+        "seconds": dict(seconds),
+    }
+
 
 T = TypeVar("T")
 

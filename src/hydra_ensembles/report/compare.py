@@ -1,0 +1,473 @@
+"""Evaluations side by side: columns, rows, formats."""
+
+import csv
+import io
+import json
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+from .._utils import require, write_atomically
+from ..errors import ConfigError, DataError
+from ..evaluation.evaluation import Evaluation
+from ..model.cost import Cost
+from ..schema import from_plain, to_plain
+
+Direction = Literal["higher", "lower", "neither"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a comparison.
+
+    Attributes:
+        key: Name of the number in `Evaluation.numbers`; or `heads`, `parameters`, `multiply_adds`, or a field of
+            `Cost`.
+        title: Heading.
+        group: Heading above several columns; empty for none.
+        better: Which way is better.
+        digits: Digits after the point.
+        scale: Factor before writing: 100 for percent, 1e-6 for millions.
+        suffix: Written after the number.
+    """
+
+    key: str
+    title: str
+    group: str = ""
+    better: Direction = "neither"
+    digits: int = 2
+    scale: float = 1.0
+    suffix: str = ""
+
+    @property
+    def arrow(self) -> str:
+        """An arrow to where better is."""
+        return {"higher": "↑", "lower": "↓", "neither": ""}[self.better]
+
+    @property
+    def heading(self) -> str:
+        """Title and arrow."""
+        return f"{self.title} {self.arrow}".strip()
+
+    @property
+    def long_heading(self) -> str:
+        """Group, title and arrow, for formats with one line of headings."""
+        return f"{self.group} {self.heading}".strip()
+
+    def write(self, value: float, spread: float | None = None) -> str:
+        """A number as the table shows it."""
+        text = f"{value * self.scale:.{self.digits}f}"
+        if float(text) == 0:
+            text = text.removeprefix("-")
+        return text + self.suffix if spread is None else f"{text} ± {spread * self.scale:.{self.digits}f}{self.suffix}"
+
+
+def _detection(mean: str, group: str) -> tuple[Column, ...]:
+    return (
+        Column(f"{mean}.auroc", "AUROC", group, "higher", scale=100),
+        Column(f"{mean}.fpr95", "FPR95", group, "lower", scale=100),
+        Column(f"{mean}.aupr", "AUPR", group, "higher", scale=100),
+    )
+
+
+HEADS = Column("heads", "Heads")
+CLASSIFICATION = (
+    Column("accuracy", "Acc", better="higher", scale=100),
+    Column("brier", "Brier", better="lower", digits=3),
+    Column("nll", "NLL", better="lower", digits=3),
+    Column("ece", "ECE", better="lower", digits=3),
+    Column("aece", "aECE", better="lower", digits=3),
+)
+OOD = (*_detection("near", "Near-OOD"), *_detection("far", "Far-OOD"), *_detection("all", "OOD avg"))
+COST = (
+    Column("parameters", "Params (M)", better="lower", scale=1e-6),
+    Column("multiply_adds", "MAdds (G)", better="lower", scale=1e-9),
+    Column("latency_ratio", "Latency", better="lower", suffix="×"),
+)
+COLUMNS: tuple[Column, ...] = (HEADS, *CLASSIFICATION, *OOD, *COST)
+"""The columns of the paper's tables, and the costs."""
+
+DIVERSITY = (
+    Column("mutual_information", "MI", "ID", digits=3),
+    Column("disagreement", "DI", "ID", digits=3),
+    Column("all.mutual_information", "MI", "OOD", digits=3),
+    Column("all.disagreement", "DI", "OOD", digits=3),
+)
+"""Mutual information and disagreement, in distribution and out of it."""
+
+SELECTIVE = (
+    Column("aurc", "AURC", better="lower", digits=4),
+    Column("risk@0.80", "Risk at 80 %", better="lower", scale=100),
+    Column("risk@0.90", "Risk at 90 %", better="lower", scale=100),
+)
+"""The error that remains when the most uncertain inputs are given back."""
+
+
+def set_columns(names: list[str]) -> tuple[Column, ...]:
+    """Detection columns of single OOD sets, for a table that takes a mean apart."""
+    return tuple(column for name in names for column in _detection(f"ood.{name}", name))
+
+
+def value_of(column: Column, evaluation: Evaluation, cost: Cost | None) -> float | None:
+    """The number a column shows of one evaluation; None where it is not known."""
+    numbers = evaluation.numbers()
+    if column.key in numbers:
+        return numbers[column.key]
+    measured = None if cost is None else getattr(cost, column.key, None)
+    known = measured if measured is not None else getattr(evaluation.model, column.key, None)
+    return float(known) if isinstance(known, int | float) and not isinstance(known, bool) else None
+
+
+FORMAT = "hydra_ensembles.costs"
+
+
+@dataclass(frozen=True)
+class _Costs:
+    costs: tuple[Cost, ...]
+
+
+def save_costs(path: str | Path, costs: Iterable[Cost]) -> None:
+    """Write the rows of `measure_costs` as JSON."""
+    plain = {"format": FORMAT, **to_plain(_Costs(tuple(costs)))}
+    write_atomically(Path(path), json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False).encode())
+
+
+def load_costs(path: str | Path) -> tuple[Cost, ...]:
+    """Read what `save_costs` wrote.
+
+    Raises:
+        DataError: The file is missing or holds something else.
+        ConfigError: A field does not hold what it should.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as a table of costs: {error}") from error
+    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+        raise DataError(f'{path} is not a table of costs: it lacks "format": "{FORMAT}"')
+    return from_plain(_Costs, {key: value for key, value in data.items() if key != "format"}, str(path)).costs
+
+
+Rank = Literal["best", "second", ""]
+Runs = Mapping[str, Evaluation | Sequence[Evaluation]] | Iterable[Evaluation]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of a comparison.
+
+    Attributes:
+        text: As it is shown; a dash where there is none.
+        value: The number; the mean where there are several runs.
+        spread: Standard deviation over the runs; None for one run.
+        rank: Whether it is the best or second best of its column, as shown: equal numbers share a rank.
+    """
+
+    text: str
+    value: float | None = None
+    spread: float | None = None
+    rank: Rank = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method."""
+
+    name: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A table of methods and metrics; `hydra_ensembles.report.formats` writes it.
+
+    Attributes:
+        columns: Columns that at least one method has a number for.
+        rows: Methods, in the order given.
+        notes: What a reader must know: the sets, the score, the convention, the number of runs.
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+
+def compare(
+    evaluations: Runs,
+    costs: Iterable[Cost] | None = None,
+    columns: Sequence[Column] = COLUMNS,
+    *,
+    allow_mismatch: bool = False,
+) -> Comparison:
+    """Put evaluations side by side.
+
+    Args:
+        evaluations: By method name, one evaluation or several (seeds), which are shown as mean ± standard
+            deviation; or evaluations that bring their names, where equal names are runs of one method.
+        costs: Rows of `measure_costs`, found by method name.
+        columns: What to show, from left to right. A column nobody has a number for is left out.
+        allow_mismatch: Compare evaluations of different sets or sizes all the same, and say so in the notes.
+
+    Raises:
+        DataError: There is nothing to compare, or the evaluations are not of the same data.
+        ConfigError: They use different scores or conventions.
+    """
+    methods = group_runs(evaluations)
+    notes = _describe(methods, allow_mismatch)
+    by_name = {cost.name: cost for cost in costs or ()}
+    table = [
+        [_cell(column, runs, by_name.get(name)) for column in columns]  # [method][column]
+        for name, runs in methods.items()
+    ]
+    shown = [index for index in range(len(columns)) if any(row[index].text != "–" for row in table)]
+    ranked = {index: _rank([row[index] for row in table], columns[index]) for index in shown}
+    return Comparison(
+        columns=tuple(columns[index] for index in shown),
+        rows=tuple(
+            Row(name, tuple(ranked[index][position] for index in shown)) for position, name in enumerate(methods)
+        ),
+        notes=notes,
+    )
+
+
+def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:
+    """Evaluations by method name, in the order given.
+
+    Raises:
+        DataError: There are none.
+    """
+    methods: dict[str, list[Evaluation]] = {}
+    if isinstance(evaluations, Mapping):
+        for name, runs in evaluations.items():
+            methods[name] = [runs] if isinstance(runs, Evaluation) else list(runs)
+    else:
+        for evaluation in evaluations:
+            methods.setdefault(evaluation.name, []).append(evaluation)
+    if not methods or not all(methods.values()):
+        empty = [name for name, runs in methods.items() if not runs]
+        raise DataError(f"there is nothing to compare: methods without an evaluation: {empty or 'no method at all'}")
+    return methods
+
+
+def _cell(column: Column, runs: Sequence[Evaluation], cost: Cost | None) -> Cell:
+    if column.key == "heads":
+        labels = {run.model.heads_label for run in runs} - {None}
+        return Cell(" / ".join(sorted(str(label) for label in labels)) or "–")
+    values = [value for run in runs if (value := value_of(column, run, cost)) is not None]
+    if not values:
+        return Cell("–")
+    mean = statistics.fmean(values)
+    spread = statistics.stdev(values) if len(values) > 1 else None
+    if spread == 0 and column.key not in runs[0].numbers():
+        spread = None  # what a method costs does not vary with the seed
+    return Cell(column.write(mean, spread), mean, spread)
+
+
+def _rank(cells: list[Cell], column: Column) -> list[Cell]:
+    """Mark the best number as shown and, of three or more, the second best; where all are equal nothing is marked."""
+    shown = [None if cell.value is None else float(f"{cell.value * column.scale:.{column.digits}f}") for cell in cells]
+    distinct = sorted({value for value in shown if value is not None}, reverse=column.better == "higher")
+    if column.better == "neither" or len(distinct) < 2:
+        return cells
+    ranks: dict[float, Rank] = {distinct[0]: "best"}
+    if len(cells) > 2:
+        ranks[distinct[1]] = "second"
+    return [
+        cell if value is None else Cell(cell.text, cell.value, cell.spread, ranks.get(value, ""))
+        for cell, value in zip(cells, shown, strict=True)
+    ]
+
+
+def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool) -> tuple[str, ...]:
+    """Notes on what was compared, after checking that it may be."""
+    everything = [(name, run) for name, runs in methods.items() for run in runs]
+    first_name, first = everything[0]
+    notes = [_data_note(first)]
+    for name, run in everything[1:]:
+        if (run.score, run.convention) != (first.score, first.convention):
+            raise ConfigError(
+                f"{first_name!r} was evaluated with score {first.score!r} and convention {first.convention!r}, "
+                f"{name!r} with {run.score!r} and {run.convention!r}; their numbers do not compare"
+            )
+        if run.samples != first.samples:
+            note = f"{name} was evaluated on {_sizes(run)}, {first_name} on {_sizes(first)}"
+            if not allow_mismatch:
+                raise DataError(f"{note}; evaluate both on the same data, or allow the mismatch")
+            notes.append(f"Not the same data: {note}.")
+    runs = sorted({len(runs) for runs in methods.values()})
+    if runs != [1]:
+        counts = ", ".join(f"{name}: {len(found)}" for name, found in methods.items())
+        notes.append(f"Mean ± standard deviation over runs ({counts}).")
+    return tuple(dict.fromkeys(notes))
+
+
+def _data_note(evaluation: Evaluation) -> str:
+    groups = {
+        group: [name for name, result in evaluation.ood.items() if result.group == group]
+        for group in ("near", "far", "ungrouped", "apart")
+    }
+    sets = "; ".join(
+        f"{'OOD' if group == 'ungrouped' else group}: {', '.join(names)}" for group, names in groups.items() if names
+    )
+    text = f"In distribution: {evaluation.id_name} ({evaluation.id.samples:,} samples)."
+    if not sets:
+        return text
+    return f"{text} Out of distribution, {sets}. Score: {evaluation.score}; convention: {evaluation.convention}."
+
+
+def _sizes(evaluation: Evaluation) -> str:
+    return ", ".join(f"{name}: {count}" for name, count in evaluation.samples.items())
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "↑": r"$\uparrow$",
+    "↓": r"$\downarrow$",
+    "–": "--",
+}
+
+
+def to_markdown(comparison: Comparison) -> str:
+    """A Markdown table: best bold, second best underlined, notes below."""
+    lines = [
+        _markdown_row(["Method", *(column.long_heading for column in comparison.columns)]),
+        "|---|" + "---:|" * len(comparison.columns),
+    ]
+    for row in comparison.rows:
+        lines.append(_markdown_row([row.name]).removesuffix("|") + _markdown_cells(row.cells))
+    return "\n".join([*lines, "", *comparison.notes, ""])
+
+
+def _markdown_row(texts: list[str]) -> str:
+    escaped = (text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ") for text in texts)
+    return "| " + " | ".join(escaped) + " |"
+
+
+def _markdown_cells(cells: tuple[Cell, ...]) -> str:
+    marks = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
+    return "".join(f"| {marks[cell.rank].format(cell.text)} " for cell in cells) + "|"
+
+
+def to_latex(comparison: Comparison) -> str:
+    """A LaTeX `tabular` for the packages `booktabs`; the notes are comments."""
+    columns = comparison.columns
+    lines = [f"% {note}" for note in comparison.notes]
+    lines += [rf"\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule"]
+    if any(column.group for column in columns):
+        headings, rules, position = [""], [], 2
+        for group, members in groupby(columns, key=lambda column: column.group):
+            width = len(list(members))
+            headings.append(rf"\multicolumn{{{width}}}{{c}}{{{_latex(group)}}}")
+            if group:
+                rules.append(rf"\cmidrule(lr){{{position}-{position + width - 1}}}")
+            position += width
+        lines += [" & ".join(headings) + r" \\", " ".join(rules)]
+    lines += [" & ".join(["Method", *(_latex(column.heading) for column in columns)]) + r" \\", r"\midrule"]
+    marks = {"best": r"\textbf{%s}", "second": r"\underline{%s}", "": "%s"}
+    for row in comparison.rows:
+        cells = [marks[cell.rank] % _latex(cell.text) for cell in row.cells]
+        lines.append(" & ".join([_latex(row.name), *cells]) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+def to_csv(comparison: Comparison) -> str:
+    """Comma-separated values at full precision, under the names of `Evaluation.numbers`.
+
+    A column of standard deviations follows each column in which some method has several runs.
+    """
+    spread = [any(row.cells[i].spread is not None for row in comparison.rows) for i in range(len(comparison.columns))]
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    heading = ["method"]
+    for column, has_spread in zip(comparison.columns, spread, strict=True):
+        heading += [column.key, f"{column.key}_sd"] if has_spread else [column.key]
+    writer.writerow(heading)
+    for row in comparison.rows:
+        values: list[Any] = [row.name]
+        for column, cell, has_spread in zip(comparison.columns, row.cells, spread, strict=True):
+            values.append(cell.text if column.key == "heads" else cell.value)
+            values += [cell.spread] if has_spread else []
+        writer.writerow(values)
+    return buffer.getvalue()
+
+
+def to_rich(comparison: Comparison, title: str | None = None) -> Any:
+    """A table for the terminal (for `rich.print`): best bold, second best underlined.
+
+    On a terminal too narrow for all columns the table continues below, headings that belong together together.
+    """
+    require("rich", extra="report")
+    return _Terminal(comparison, title)
+
+
+@dataclass(frozen=True)
+class _Terminal:
+    """A comparison that fits itself to the width it is printed in."""
+
+    comparison: Comparison
+    title: str | None
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        for number, positions in enumerate(_blocks(self.comparison, options.max_width)):
+            yield _rich_table(self.comparison, positions, self.title if number == 0 else None)
+        yield require("rich.text", extra="report").Text("\n".join(self.comparison.notes), style="dim")
+
+
+def _blocks(comparison: Comparison, width: int) -> list[list[int]]:
+    """Positions of the columns of each part of the table, so that no part is wider than the terminal."""
+    room = width - max(len(row.name) for row in comparison.rows) - 2
+    units: list[list[int]] = []
+    for _, members in groupby(range(len(comparison.columns)), key=lambda position: comparison.columns[position].group):
+        unit = list(members)
+        units += [unit] if sum(_width(comparison, one) for one in unit) <= room else [[one] for one in unit]
+    blocks: list[list[int]] = [[]]
+    used = 0
+    for unit in units:
+        needed = sum(_width(comparison, position) for position in unit)
+        if blocks[-1] and used + needed > room:
+            blocks.append([])
+            used = 0
+        blocks[-1] += unit
+        used += needed
+    return blocks
+
+
+def _width(comparison: Comparison, position: int) -> int:
+    """Characters a column takes, with the space to the next one."""
+    column = comparison.columns[position]
+    return 2 + max(len(column.group), len(column.heading), *(len(row.cells[position].text) for row in comparison.rows))
+
+
+def _rich_table(comparison: Comparison, positions: list[int], title: str | None) -> Any:
+    text, box = require("rich.text", extra="report"), require("rich.box", extra="report")
+    table = require("rich.table", extra="report").Table(
+        title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    table.add_column("Method", no_wrap=True)
+    for position in positions:
+        column = comparison.columns[position]
+        heading = f"{column.group}\n{column.heading}" if column.group else column.heading
+        table.add_column(text.Text(heading), justify="right", no_wrap=True, vertical="bottom")
+    styles = {"best": "bold green", "second": "underline", "": ""}
+    for row in comparison.rows:
+        cells = [row.cells[position] for position in positions]
+        table.add_row(text.Text(row.name), *(text.Text(cell.text, style=styles[cell.rank]) for cell in cells))
+    return table
