@@ -25,12 +25,12 @@ from hydra_ensembles.metrics.calibration import accuracy
 from hydra_ensembles.metrics.ood import auroc
 from hydra_ensembles.prediction import Prediction
 from hydra_ensembles.schema import to_plain
-from hydra_ensembles.studies.recipe import StudyRecipe, load_recipe
-from hydra_ensembles.studies.seed_models import fresh_classifier
-from hydra_ensembles.studies.splits import StudyData
-from hydra_ensembles.studies.store import Store
-from hydra_ensembles.studies.units import member_logits
 from hydra_ensembles.training.finetune import finetune
+from studies.recipe import StudyRecipe, load_recipe
+from studies.seed_models import fresh_classifier
+from studies.splits import StudyData
+from studies.store import Store
+from studies.units import member_logits
 
 
 @dataclass(frozen=True)

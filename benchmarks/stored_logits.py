@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hydra_ensembles.studies import results, rows
-from hydra_ensembles.studies.compact_logits import CompactSet
-from hydra_ensembles.studies.recipe import load_recipe
-from hydra_ensembles.studies.stored_results import StoredResults
-from hydra_ensembles.studies.zero_shot import results as zero_shot_results
-from hydra_ensembles.studies.zero_shot import rows as zero_shot_rows
-from hydra_ensembles.studies.zero_shot.methods import families_of
-from hydra_ensembles.studies.zero_shot.recipe import ZERO_SHOT, load_zero_shot_recipe
+from studies import results, rows
+from studies.compact_logits import CompactSet
+from studies.recipe import load_recipe
+from studies.stored_results import StoredResults
+from studies.zero_shot import results as zero_shot_results
+from studies.zero_shot import rows as zero_shot_rows
+from studies.zero_shot.methods import families_of
+from studies.zero_shot.recipe import ZERO_SHOT, load_zero_shot_recipe
 
 Numbers = Callable[[Any, str, int], dict[str, float]]
 

@@ -15,11 +15,11 @@ import torch
 from study_tables import FIGURES, RELIABILITY, task_of
 
 from hydra_ensembles.metrics.calibration import reliability_bins
-from hydra_ensembles.studies.methods import DEEP, HYDRA, HYDRA_TRUNK, SINGLE
-from hydra_ensembles.studies.recipe import STUDIES
-from hydra_ensembles.studies.zero_shot.methods import HYDRA_TEMPERATURE, TEMPERATURE
-from hydra_ensembles.studies.zero_shot.recipe import ZERO_SHOT
-from hydra_ensembles.studies.zero_shot.results import StoredZeroShot
+from studies.methods import DEEP, HYDRA, HYDRA_TRUNK, SINGLE
+from studies.recipe import STUDIES
+from studies.zero_shot.methods import HYDRA_TEMPERATURE, TEMPERATURE
+from studies.zero_shot.recipe import ZERO_SHOT
+from studies.zero_shot.results import StoredZeroShot
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "studies"
 MARKERS = {SINGLE: "s", DEEP: "D", HYDRA: "*", HYDRA_TRUNK: "P"}  # the four to look at; others are dots

@@ -7,11 +7,11 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from hydra_ensembles.studies.recipe import STUDIES
-from hydra_ensembles.studies.tables import TABLES, not_testable_table
-from hydra_ensembles.studies.zero_shot.recipe import ZERO_SHOT
-from hydra_ensembles.studies.zero_shot.tables import TABLES as ZERO_SHOT_TABLES
-from hydra_ensembles.studies.zero_shot.tables import not_testable_table as zero_shot_not_testable
+from studies.recipe import STUDIES
+from studies.tables import TABLES, not_testable_table
+from studies.zero_shot.recipe import ZERO_SHOT
+from studies.zero_shot.tables import TABLES as ZERO_SHOT_TABLES
+from studies.zero_shot.tables import not_testable_table as zero_shot_not_testable
 
 FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures"
 Table = Callable[[Mapping[str, Any]], str]

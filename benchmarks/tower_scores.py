@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 import hydra_ensembles as he
+from hydra_ensembles.circuit.tower_scores import taylor_scores
 from hydra_ensembles.data.dataset import ImageDataset, subset
 from hydra_ensembles.data.suites import suite
-from hydra_ensembles.heads.tower_scores import taylor_scores
 from hydra_ensembles.model.clip import DEFAULT_TEMPLATES
-from hydra_ensembles.studies.store import Store
-from hydra_ensembles.studies.zero_shot.checkpoint_model import load_dual
-from hydra_ensembles.studies.zero_shot.label_names import label_names
-from hydra_ensembles.studies.zero_shot.sources import PreparedImages
+from studies.store import Store
+from studies.zero_shot.checkpoint_model import load_dual
+from studies.zero_shot.label_names import label_names
+from studies.zero_shot.sources import PreparedImages
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "zero_shot_tower_scores.json"
 TINYIMAGENET = "tinyimagenet"

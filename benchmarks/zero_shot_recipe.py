@@ -31,13 +31,13 @@ from hydra_ensembles import data
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.model.clip import average_templates, prompts_of
 from hydra_ensembles.schema import to_plain
-from hydra_ensembles.studies.image_samples import ImageSamples
-from hydra_ensembles.studies.store import Store
-from hydra_ensembles.studies.zero_shot.captions import CAPTION_TEMPLATES, Captions
-from hydra_ensembles.studies.zero_shot.dual_model import untrained_dual
-from hydra_ensembles.studies.zero_shot.label_names import label_names
-from hydra_ensembles.studies.zero_shot.pairs import FeaturePairs, view_features
 from hydra_ensembles.training.text import text_features, tune_text
+from studies.image_samples import ImageSamples
+from studies.store import Store
+from studies.zero_shot.captions import CAPTION_TEMPLATES, Captions
+from studies.zero_shot.dual_model import untrained_dual
+from studies.zero_shot.label_names import label_names
+from studies.zero_shot.pairs import FeaturePairs, view_features
 
 MAKES_FEATURES = ("size", "seed", "train_images", "validation_images", "views", "templates")
 

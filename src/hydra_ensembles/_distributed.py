@@ -79,8 +79,6 @@ def all_ranks(device: torch.device) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-T = TypeVar("T")
-
 # accelerate's loaders by name: they already give each process its own batches.
 _SHARDED = ("DataLoaderShard", "DataLoaderDispatcher")
 

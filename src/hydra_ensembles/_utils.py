@@ -5,17 +5,17 @@ import importlib
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import torch
 from torch import nn
 
-from .errors import ConfigError, MissingExtraError
+from .errors import CheckpointError, ConfigError, MissingExtraError
 
 __version__ = "0.1.0.dev0"
 
@@ -146,3 +146,38 @@ def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
     finally:
         for part, training in before:
             part.training = training
+
+
+_SHOWN = 5  # differences named in an error
+
+
+def differences(theirs: Any, ours: Any, path: str = "") -> Iterator[str]:
+    """What differs between two pieces of plain data, in words, one line for each innermost field."""
+    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+        for key in sorted(theirs.keys() | ours.keys()):
+            yield from differences(theirs.get(key), ours.get(key), f"{path}.{key}" if path else str(key))
+    elif theirs != ours:
+        yield f"{path or 'the content'} was {_short(theirs)} and is {_short(ours)}"
+
+
+def require_same_run(theirs: Any, ours: Any, place: Path, what: str) -> None:
+    """Refuse to go on with work that was begun with other settings, another model or other data.
+
+    Args:
+        theirs: What the stored work was begun with, as plain data.
+        ours: What is asked for now, as plain data.
+        place: File or folder where the stored work lies.
+        what: What lies there, in words: `"a build"`, `"a circuit"`.
+    """
+    lines = list(differences(theirs, ours))
+    if lines:
+        more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        raise CheckpointError(
+            f"{place} holds {what} of another run: {'; '.join(lines[:_SHOWN])}{more}. Give another place, or delete "
+            "this one to start over"
+        )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:16]}…"

@@ -6,19 +6,19 @@ import pytest
 
 from hydra_ensembles.data.suites import suite
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.studies.collecting import collect, rebuild
-from hydra_ensembles.studies.recipe import STUDIES, load_recipe
-from hydra_ensembles.studies.results import StoredStudy
-from hydra_ensembles.studies.run import run_study
-from hydra_ensembles.studies.store import Store
-from hydra_ensembles.studies.tables import TABLES
-from hydra_ensembles.studies.zero_shot.collecting import collect_zero_shot, rebuild_zero_shot
-from hydra_ensembles.studies.zero_shot.methods import METHODS
-from hydra_ensembles.studies.zero_shot.recipe import ZERO_SHOT
-from hydra_ensembles.studies.zero_shot.results import StoredZeroShot
-from hydra_ensembles.studies.zero_shot.study import run_zero_shot_study, study_recipe
-from hydra_ensembles.studies.zero_shot.tables import TABLES as ZERO_SHOT_TABLES
 from shared_paths import shared
+from studies.collecting import collect, rebuild
+from studies.recipe import STUDIES, load_recipe
+from studies.results import StoredStudy
+from studies.run import run_study
+from studies.store import Store
+from studies.tables import TABLES
+from studies.zero_shot.collecting import collect_zero_shot, rebuild_zero_shot
+from studies.zero_shot.methods import METHODS
+from studies.zero_shot.recipe import ZERO_SHOT
+from studies.zero_shot.results import StoredZeroShot
+from studies.zero_shot.study import run_zero_shot_study, study_recipe
+from studies.zero_shot.tables import TABLES as ZERO_SHOT_TABLES
 
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "studies"
 

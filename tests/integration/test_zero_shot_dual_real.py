@@ -6,9 +6,9 @@ from torch.nn import functional as F
 
 import hydra_ensembles as he
 from hydra_ensembles import data
-from hydra_ensembles.studies.store import DINOV2, Store
-from hydra_ensembles.studies.zero_shot.dual_model import untrained_dual
 from shared_paths import SHARED, shared
+from studies.store import DINOV2, Store
+from studies.zero_shot.dual_model import untrained_dual
 
 SIZE = 56
 TEXTS = ["A photo of a cat.", "a much longer picture of a construction crane beside two lorries", "dog"]

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .._utils import __version__
-from . import bench, build, compare, demo, evaluate, info, predict, report, study
+from . import bench, build, compare, demo, evaluate, info, predict, report
 
 HELP = "Uncertainty from one pretrained transformer: build, evaluate, compare and use Hydra Ensembles."
 EXAMPLES = """\b
@@ -40,7 +40,6 @@ def make_app() -> typer.Typer:
         (predict, predict.predict, "Label images or texts, or abstain."),
         (bench, bench.bench, "Measure what a model costs, beside baselines."),
         (info, info.info, "Show what is in a model, with a map of its heads."),
-        (study, study.study, "Run one of the studies behind the results."),
     ):
         app.command(short_help=summary, epilog=module.EXAMPLES)(command)
     return app

@@ -643,9 +643,6 @@ def _compute_common_heads_once(ensemble: EnsembleLike) -> None:
         merge_equal_heads(attention)
 
 
-E = TypeVar("E", bound=EnsembleLike)
-
-
 @torch.no_grad()
 def frozen(ensemble: E, dtype: torch.dtype, int8: bool = False) -> E:
     """A copy of an ensemble rewritten for inference; it runs by the plan `"loop"` until `with_plan` says otherwise."""

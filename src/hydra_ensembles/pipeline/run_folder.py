@@ -5,14 +5,14 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from .._utils import __version__, write_atomically
+from .._utils import __version__, require_same_run, write_atomically
 from ..batches import length_of
 from ..errors import CheckpointError, HydraError
 from ..heads.ranking import Head, HeadRanking, model_fingerprint
@@ -22,7 +22,6 @@ from .given import BuildData, Start
 from .settings import HydraConfig
 
 FORMAT = "hydra_ensembles build 1"
-_SHOWN = 5  # differences named in an error
 
 
 def run_identity(config: HydraConfig, start: Start, data: BuildData) -> dict[str, Any]:
@@ -38,33 +37,14 @@ def run_identity(config: HydraConfig, start: Start, data: BuildData) -> dict[str
     return {"format": FORMAT, "config": to_plain(config), "model": model, "data": data.fingerprints()}
 
 
-def require_same_run(file: Path, identity: Mapping[str, Any]) -> None:
-    """Refuse to go on in a folder whose identity file says something else."""
-    advice = f"give another output folder, or delete {file.parent} to start over"
+def read_identity(file: Path) -> Any:
+    """What a run folder was begun with."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); {advice}") from error
-    lines = list(_differences(found, identity))
-    if lines:
-        more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         raise CheckpointError(
-            f"{file.parent} holds another build: {'; '.join(lines[:_SHOWN])}{more}. To go on: {advice}"
-        )
-
-
-def _differences(theirs: Any, ours: Any, path: str = "") -> Iterator[str]:
-    """What is different, one line for each innermost field."""
-    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
-        for key in sorted(theirs.keys() | ours.keys()):
-            yield from _differences(theirs.get(key), ours.get(key), f"{path}.{key}" if path else str(key))
-    elif theirs != ours:
-        yield f"{path or 'the content'} was {_short(theirs)} and is {_short(ours)}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:16]}…"
+            f"{file} cannot be read ({error}); give another output folder, or delete {file.parent} to start over"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -250,7 +230,7 @@ class RunFolder:
         require_own_folder(path)
         file = path / IDENTITY
         if file.exists():
-            require_same_run(file, identity)
+            require_same_run(read_identity(file), identity, path, "a build")
             if self._writes:
                 _remove_leftovers(path)
             return

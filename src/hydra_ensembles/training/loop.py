@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
 
-from .._utils import derive_seed, require, require_device, write_atomically
+from .._utils import derive_seed, require, require_device, require_same_run, write_atomically
 from ..batches import Batches, borrowed, epoch_of, iterate, length_of, move, parts_of, read_batch, require_labels
 from ..errors import CheckpointError, ConfigError, DataError
 from ..heads.ranking import tensor_bytes
@@ -369,7 +369,8 @@ class Store:
             raise CheckpointError(f"{path} cannot be read ({error}); delete its folder to start afresh") from error
         if state.format != FORMAT:
             raise CheckpointError(f"{path} has format {state.format!r}, this version reads {FORMAT!r}")
-        _require_same(dict(state.fingerprint), json.loads(json.dumps(to_plain(fingerprint))), self.folder)
+        asked = json.loads(json.dumps(to_plain(fingerprint)))
+        require_same_run(dict(state.fingerprint), asked, self.folder, "the training")
         return state
 
     def tensors(self, state: RunState, what: str) -> dict[str, Tensor]:
@@ -427,23 +428,6 @@ def restore_optimizer(
         if one:
             saved[number] = one
     optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _require_same(saved: dict[str, Any], asked: dict[str, Any], folder: Path) -> None:
-    if saved == asked:
-        return
-    lines = []
-    for key in sorted(saved.keys() | asked.keys()):
-        old, new = saved.get(key), asked.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            parts = sorted(part for part in old.keys() | new.keys() if old.get(part) != new.get(part))
-            lines += [f"{key}.{part} was {old.get(part)!r} and is {new.get(part)!r}" for part in parts]
-        elif old != new:
-            lines.append(f"{key} was {old!r} and is {new!r}")
-    raise CheckpointError(
-        f"the checkpoint in {folder} belongs to another run: {'; '.join(lines[:5])}. Give another output folder, or "
-        "delete this one to start afresh"
-    )
 
 
 BatchT = TypeVar("BatchT")

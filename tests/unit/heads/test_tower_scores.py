@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES, DualCase
+from hydra_ensembles.circuit.tower_scores import taylor_scores
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.heads.tower_scores import taylor_scores
 from zero_shot_models import NAMES, TEMPLATES, dual_of
 
 CASES = {case.name: case for case in DUAL_CASES}
@@ -64,7 +64,7 @@ def test_the_image_tower_has_the_scores_that_rank_its_heads() -> None:
 
 def test_few_classes_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = taylor_scores(double(), NAMES, labelled(), TEMPLATES)["text"]
-    monkeypatch.setattr("hydra_ensembles.heads.tower_scores._PROMPTS_AT_ONCE", 1)
+    monkeypatch.setattr("hydra_ensembles.circuit.tower_scores._PROMPTS_AT_ONCE", 1)
     torch.testing.assert_close(taylor_scores(double(), NAMES, labelled(), TEMPLATES)["text"], whole, rtol=1e-9, atol=0)
 
 

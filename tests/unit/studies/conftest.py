@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 from small_study import CPU, SmallStore, small_recipe, small_store
 
-from hydra_ensembles.studies.results import StoredStudy, bring_together
-from hydra_ensembles.studies.run import run_stages
+from studies.results import StoredStudy, bring_together
+from studies.run import run_stages
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,7 +13,7 @@ def few_resamples() -> Iterator[None]:
     """Intervals of claims from a few draws: their width is tested where it matters, with numbers of its own."""
     with pytest.MonkeyPatch.context() as patch:
         for module in ("claims", "zero_shot.collecting"):
-            patch.setattr(f"hydra_ensembles.studies.{module}.RESAMPLES", 20)
+            patch.setattr(f"studies.{module}.RESAMPLES", 20)
         yield
 
 
@@ -39,6 +39,6 @@ def results(study: StoredStudy, tables: dict, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tables(study: StoredStudy) -> dict:
-    from hydra_ensembles.studies.collecting import make_tables
+    from studies.collecting import make_tables
 
     return make_tables(study)

@@ -13,8 +13,8 @@ from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from hydra_ensembles.model.metadata import Metadata
-from hydra_ensembles.studies.recipe import Backbone, StudyRecipe, load_recipe
-from hydra_ensembles.studies.store import Store
+from studies.recipe import Backbone, StudyRecipe, load_recipe
+from studies.store import Store
 
 CLASSES = ("one", "two", "three")
 LAYERS = 4

@@ -14,11 +14,11 @@ from architectures_clip import transformers_clip
 from hydra_ensembles.data import suites as overlaps
 from hydra_ensembles.data.dataset import ImageDataset, without_classes
 from hydra_ensembles.data.suites import SetRef
-from hydra_ensembles.studies.store import Store
-from hydra_ensembles.studies.zero_shot.recipe import ZeroShotRecipe, load_zero_shot_recipe
-from hydra_ensembles.studies.zero_shot.run import run_zero_shot
-from hydra_ensembles.studies.zero_shot.shared_sets import SharedSets
-from hydra_ensembles.studies.zero_shot.trained_dual import TrainedDual
+from studies.store import Store
+from studies.zero_shot.recipe import ZeroShotRecipe, load_zero_shot_recipe
+from studies.zero_shot.run import run_zero_shot
+from studies.zero_shot.shared_sets import SharedSets
+from studies.zero_shot.trained_dual import TrainedDual
 from zero_shot_models import WORDS, word_tokenizer
 
 SIZE = 32

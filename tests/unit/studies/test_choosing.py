@@ -8,10 +8,10 @@ from small_study import small_recipe
 
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.heads.ranking import Head, HeadRanking
-from hydra_ensembles.studies.choosing import candidates, decide
-from hydra_ensembles.studies.decision import Decision, rate_name
-from hydra_ensembles.studies.methods import HYDRA, HYDRA_TRUNK, MC_DROPOUT, fixed_methods
-from hydra_ensembles.studies.seed_models import distinct
+from studies.choosing import candidates, decide
+from studies.decision import Decision, rate_name
+from studies.methods import HYDRA, HYDRA_TRUNK, MC_DROPOUT, fixed_methods
+from studies.seed_models import distinct
 
 RECIPE = small_recipe()
 

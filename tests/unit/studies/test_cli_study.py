@@ -6,8 +6,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hydra_ensembles.cli.study import EXAMPLES, study
-from hydra_ensembles.studies.recipe import STUDIES
+from studies.__main__ import EXAMPLES, study
+from studies.recipe import STUDIES
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.studies.compact_logits import Storing, compact
-from hydra_ensembles.studies.logit_files import load_sets, save_sets
-from hydra_ensembles.studies.logit_tails import FINENESS, MIXTURES, describe_tail, even_tail, tail_logits
+from studies.compact_logits import Storing, compact
+from studies.logit_files import load_sets, save_sets
+from studies.logit_tails import FINENESS, MIXTURES, describe_tail, even_tail, tail_logits
 
 STEP = 1 / 16
 SOME = Storing(STEP, 8)

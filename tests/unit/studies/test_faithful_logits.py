@@ -12,9 +12,9 @@ from torch import Tensor
 from hydra_ensembles.metrics.calibration import accuracy, brier, ece, nll
 from hydra_ensembles.metrics.ood import auroc
 from hydra_ensembles.prediction import Prediction
-from hydra_ensembles.studies.compact_logits import CompactSet, compact
-from hydra_ensembles.studies.logit_files import save_sets
-from hydra_ensembles.studies.recipe import load_recipe
+from studies.compact_logits import CompactSet, compact
+from studies.logit_files import save_sets
+from studies.recipe import load_recipe
 
 CLASSES, SAMPLES, WIDTH = 200, 2000, 48
 GROUPS = (1, 3, 5)

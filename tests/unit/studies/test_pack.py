@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.studies.pack import MIB, _files, join, pack
-from hydra_ensembles.studies.store import CIFAR_LABELS, MINILM, Store
+from studies.pack import MIB, _files, join, pack
+from studies.store import CIFAR_LABELS, MINILM, Store
 
 
 @pytest.fixture

@@ -12,18 +12,18 @@ import typer
 from small_study import small_recipe
 from typer.testing import CliRunner
 
-from hydra_ensembles.cli.study import study as study_command
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.metrics.bootstrap import bootstrap_ood_difference
 from hydra_ensembles.metrics.ood import auroc
 from hydra_ensembles.prediction import Prediction
-from hydra_ensembles.studies.claims import COMPARISONS, LEVEL, Replicates, verdict
-from hydra_ensembles.studies.collecting import rebuild, written
-from hydra_ensembles.studies.methods import DEEP, HYDRA, HYDRA_PAPER, HYDRA_TRUNK, SINGLE
-from hydra_ensembles.studies.paper import COLUMN_OF, PAPER
-from hydra_ensembles.studies.results import StoredStudy
-from hydra_ensembles.studies.rows import method_numbers
-from hydra_ensembles.studies.tables import TABLES, contrasts_table
+from studies.__main__ import study as study_command
+from studies.claims import COMPARISONS, LEVEL, Replicates, verdict
+from studies.collecting import rebuild, written
+from studies.methods import DEEP, HYDRA, HYDRA_PAPER, HYDRA_TRUNK, SINGLE
+from studies.paper import COLUMN_OF, PAPER
+from studies.results import StoredStudy
+from studies.rows import method_numbers
+from studies.tables import TABLES, contrasts_table
 
 SETS = {"ImageNet-1K": (2, 2), "CIFAR-100": (1, 4), "SST-2": (2, 5)}  # near and far sets of the paper
 

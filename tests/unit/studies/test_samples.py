@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.studies.image_samples import MEAN, STD, ImageSamples, augmented
-from hydra_ensembles.studies.splits import class_halves, halves
-from hydra_ensembles.studies.text_samples import TextSamples
+from studies.image_samples import MEAN, STD, ImageSamples, augmented
+from studies.splits import class_halves, halves
+from studies.text_samples import TextSamples
 
 
 @pytest.fixture

@@ -9,20 +9,20 @@ import pytest
 import torch
 from small_study import CPU, LAYERS, SmallStore, small_recipe, small_store
 
-import hydra_ensembles.studies
+import studies
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.model.members import place_of
-from hydra_ensembles.studies import run
-from hydra_ensembles.studies.choosing import decision_path
-from hydra_ensembles.studies.decision import Decision
-from hydra_ensembles.studies.methods import all_methods, all_units
-from hydra_ensembles.studies.recipe import StudyRecipe
-from hydra_ensembles.studies.run import STAGES, run_stages
-from hydra_ensembles.studies.seed_folder import SeedFolder
-from hydra_ensembles.studies.seed_models import SeedModels
-from hydra_ensembles.studies.specs import MemberSet
-from hydra_ensembles.studies.splits import Reader, StudyData
-from hydra_ensembles.studies.test_sets import open_test_sets
+from studies import run
+from studies.choosing import decision_path
+from studies.decision import Decision
+from studies.methods import all_methods, all_units
+from studies.recipe import StudyRecipe
+from studies.run import STAGES, run_stages
+from studies.seed_folder import SeedFolder
+from studies.seed_models import SeedModels
+from studies.specs import MemberSet
+from studies.splits import Reader, StudyData
+from studies.test_sets import open_test_sets
 
 BEFORE_TESTS = STAGES[: STAGES.index("evaluate")]
 Finished = tuple[Path, SmallStore]
@@ -149,7 +149,7 @@ def test_a_decision_of_another_recipe_opens_nothing(finished: Finished) -> None:
 
 def test_one_function_opens_test_sets_and_one_stage_calls_it() -> None:
     """The suite's test sets are named in one function; it is called once, in `evaluate`, which one stage calls."""
-    folder = Path(hydra_ensembles.studies.__file__).parent
+    folder = Path(studies.__file__).parent
     callers: dict[str, list[str]] = {"open_test_sets": [], "evaluate": []}
     readers = set()
     for path in sorted(folder.glob("*.py")):

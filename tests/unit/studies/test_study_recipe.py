@@ -6,10 +6,10 @@ import pytest
 
 from hydra_ensembles.data.suites import suite
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.studies.compact_logits import Storing
-from hydra_ensembles.studies.methods import fixed_methods, groups_of
-from hydra_ensembles.studies.recipe import STUDIES, load_recipe
-from hydra_ensembles.studies.specs import MemberSet
+from studies.compact_logits import Storing
+from studies.methods import fixed_methods, groups_of
+from studies.recipe import STUDIES, load_recipe
+from studies.specs import MemberSet
 
 HEADS = 72
 

@@ -15,18 +15,11 @@ from hydra_ensembles.model.config import (
     all_heads,
 )
 from hydra_ensembles.model.metadata import Metadata
-from hydra_ensembles.studies.image_samples import ImageSamples
-from hydra_ensembles.studies.zero_shot.captions import CAPTION_TEMPLATES, OTHER_NAMES, Captions
-from hydra_ensembles.studies.zero_shot.dual_model import dual_of, mean_pooled, squashed
-from hydra_ensembles.studies.zero_shot.pairs import (
-    CIFAR_TRAIN,
-    TrainImages,
-    joined_classes,
-    train_dual,
-    train_pairs,
-    view_features,
-)
 from hydra_ensembles.training.recipe import Recipe
+from studies.image_samples import ImageSamples
+from studies.zero_shot.captions import CAPTION_TEMPLATES, OTHER_NAMES, Captions
+from studies.zero_shot.dual_model import dual_of, mean_pooled, squashed
+from studies.zero_shot.pairs import CIFAR_TRAIN, TrainImages, joined_classes, train_dual, train_pairs, view_features
 from zero_shot_models import word_tokenizer
 
 SIZE = 14

@@ -16,12 +16,12 @@ import hydra_ensembles as he
 from hydra_ensembles.data.loading import CIFAR100_CLASSES
 from hydra_ensembles.data.suites import suite
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
-from hydra_ensembles.studies.zero_shot.checkpoint_model import PAPER_CHECKPOINT, CheckpointModel, load_dual
-from hydra_ensembles.studies.zero_shot.collecting import collect_zero_shot
-from hydra_ensembles.studies.zero_shot.paper_sets import PaperSets
-from hydra_ensembles.studies.zero_shot.recipe import Counts
-from hydra_ensembles.studies.zero_shot.sources import EvaluationSets, ModelSource
-from hydra_ensembles.studies.zero_shot.study import run_zero_shot_study, study_recipe
+from studies.zero_shot.checkpoint_model import PAPER_CHECKPOINT, CheckpointModel, load_dual
+from studies.zero_shot.collecting import collect_zero_shot
+from studies.zero_shot.paper_sets import PaperSets
+from studies.zero_shot.recipe import Counts
+from studies.zero_shot.sources import EvaluationSets, ModelSource
+from studies.zero_shot.study import run_zero_shot_study, study_recipe
 
 NINE = ["imagenet", "cifar100", "cifar10", "food101", "sun397", "pets", "dtd", "eurosat", "caltech101"]
 CPU = torch.device("cpu")

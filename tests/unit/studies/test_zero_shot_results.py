@@ -9,16 +9,16 @@ import torch
 from hydra_ensembles.metrics.calibration import ece
 from hydra_ensembles.metrics.ood import auroc
 from hydra_ensembles.prediction import Prediction
-from hydra_ensembles.studies.compact_logits import Storing, compact
-from hydra_ensembles.studies.zero_shot.answers import mean_logits
-from hydra_ensembles.studies.zero_shot.claims import UNSEEN, zero_shot_claims
-from hydra_ensembles.studies.zero_shot.collecting import make_tables
-from hydra_ensembles.studies.zero_shot.methods import FAMILIES, HYDRA, METHODS, SINGLE, TAYLOR, TEMPERATURE, methods_of
-from hydra_ensembles.studies.zero_shot.paper import AVERAGE, DETECTED
-from hydra_ensembles.studies.zero_shot.paper_details import paper_task_row
-from hydra_ensembles.studies.zero_shot.results import StoredZeroShot
-from hydra_ensembles.studies.zero_shot.rows import counted_tasks, zero_shot_rows
-from hydra_ensembles.studies.zero_shot.tables import TABLES
+from studies.compact_logits import Storing, compact
+from studies.zero_shot.answers import mean_logits
+from studies.zero_shot.claims import UNSEEN, zero_shot_claims
+from studies.zero_shot.collecting import make_tables
+from studies.zero_shot.methods import FAMILIES, HYDRA, METHODS, SINGLE, TAYLOR, TEMPERATURE, methods_of
+from studies.zero_shot.paper import AVERAGE, DETECTED
+from studies.zero_shot.paper_details import paper_task_row
+from studies.zero_shot.results import StoredZeroShot
+from studies.zero_shot.rows import counted_tasks, zero_shot_rows
+from studies.zero_shot.tables import TABLES
 
 UNITS = [unit for family in FAMILIES for unit in family.units]
 GROUPS = [len(family.units) for family in FAMILIES]

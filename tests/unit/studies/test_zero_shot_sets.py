@@ -11,14 +11,14 @@ from small_zero_shot import small_recipe, small_store
 from hydra_ensembles.data import suites as overlaps
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.studies.store import Store
-from hydra_ensembles.studies.zero_shot.joined_images import at_most
-from hydra_ensembles.studies.zero_shot.label_names import label_names
-from hydra_ensembles.studies.zero_shot.pairs import CIFAR_TRAIN
-from hydra_ensembles.studies.zero_shot.recipe import load_zero_shot_recipe
-from hydra_ensembles.studies.zero_shot.shared_sets import SharedSets
-from hydra_ensembles.studies.zero_shot.sources import NamedImages
 from shared_paths import shared
+from studies.store import Store
+from studies.zero_shot.joined_images import at_most
+from studies.zero_shot.label_names import label_names
+from studies.zero_shot.pairs import CIFAR_TRAIN
+from studies.zero_shot.recipe import load_zero_shot_recipe
+from studies.zero_shot.shared_sets import SharedSets
+from studies.zero_shot.sources import NamedImages
 
 
 def sets() -> SharedSets:

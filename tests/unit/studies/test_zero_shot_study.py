@@ -15,18 +15,18 @@ from small_zero_shot import SmallDual, run_small, small_recipe, small_store
 from typer.testing import CliRunner
 
 import hydra_ensembles as he
-from hydra_ensembles.cli import study as command
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.studies import zero_shot
-from hydra_ensembles.studies.seed_folder import SeedFolder
-from hydra_ensembles.studies.zero_shot import study as opening
-from hydra_ensembles.studies.zero_shot.answers import image_embeddings, logits_of, text_embeddings
-from hydra_ensembles.studies.zero_shot.costs import classifier
-from hydra_ensembles.studies.zero_shot.fixed import Fixed
-from hydra_ensembles.studies.zero_shot.methods import BOTH, FAMILIES, HYDRA, IMAGE, IMAGE_TUNED, METHODS
-from hydra_ensembles.studies.zero_shot.seed_models import ZeroShotModels
-from hydra_ensembles.studies.zero_shot.shared_sets import SharedSets
-from hydra_ensembles.studies.zero_shot.test_sets import open_test_sets
+from studies import __main__ as command
+from studies import zero_shot
+from studies.seed_folder import SeedFolder
+from studies.zero_shot import study as opening
+from studies.zero_shot.answers import image_embeddings, logits_of, text_embeddings
+from studies.zero_shot.costs import classifier
+from studies.zero_shot.fixed import Fixed
+from studies.zero_shot.methods import BOTH, FAMILIES, HYDRA, IMAGE, IMAGE_TUNED, METHODS
+from studies.zero_shot.seed_models import ZeroShotModels
+from studies.zero_shot.shared_sets import SharedSets
+from studies.zero_shot.test_sets import open_test_sets
 
 BEFORE_TESTS = ("dual", "rank", "tune")
 REPORTED_ONLY = ("images/caltech101", "images/pets", "images/mnist", "images/eurosat", "images/dtd10")

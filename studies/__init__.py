@@ -1,0 +1,1 @@
+"""The experiments behind docs/results.md; not part of the installed package."""

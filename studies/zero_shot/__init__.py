@@ -1,0 +1,1 @@
+"""Zero-shot studies of dual encoders."""

@@ -1,0 +1,73 @@
+"""The eight layers of docs/architecture.md: imports point downwards, without a cycle, and stay light."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "hydra_ensembles"
+LAYERS = (
+    "errors _utils _distributed schema",
+    "batches metrics preprocessing prediction",
+    "model model_card checkpoint",
+    "heads prune fuse convert",
+    "circuit training calibrate baselines optimize data",
+    "evaluation report",
+    "pipeline",
+    "cli demo __main__ __init__",
+)
+LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts.split()}
+LIGHT = {"torch", "numpy", "safetensors", "huggingface_hub", "tqdm"}
+FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imports(name: str) -> Iterator[str]:
+    """What a file imports when it is loaded: files of ours as `part.file`, other libraries as `!library`."""
+    package = name.split(".")[:-1]
+    for node in ast.parse(FILES[name].read_text()).body:  # the top level alone: no functions, no TYPE_CHECKING
+        if isinstance(node, ast.Import):
+            yield from ("!" + alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield "!" + (node.module or "").partition(".")[0]
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1], *(node.module.split(".") if node.module else [])]
+            for alias in node.names:
+                module = ".".join([*base, alias.name])
+                yield module if module in FILES else ".".join(base)
+
+
+GRAPH = {
+    name: {f"{to}.__init__" if f"{to}.__init__" in FILES else to for to in imports(name) if not to.startswith("!")}
+    for name in FILES
+}
+
+
+def test_imports_point_downwards() -> None:
+    layer = {name: LAYER[name.partition(".")[0]] for name in FILES}
+    assert not [f"{a} -> {b}" for a, others in GRAPH.items() for b in others if layer[b] > layer[a]]
+
+
+def test_no_cycle() -> None:
+    left = dict(GRAPH)
+    while free := [name for name, others in left.items() if not others & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left
+
+
+def test_studies_and_benchmarks_stay_outside() -> None:
+    assert not [name for name in FILES if {"!studies", "!benchmarks"} & set(imports(name))]
+
+
+def test_optional_libraries_are_not_loaded_at_the_top() -> None:
+    for name in FILES:
+        foreign = {to[1:] for to in imports(name) if to.startswith("!")} - LIGHT - set(sys.stdlib_module_names)
+        assert foreign <= ({"typer", "rich", "click"} if name.startswith("cli.") else set()), name
+
+
+def test_importing_the_package_stays_light() -> None:
+    heavy = "timm transformers open_clip torchvision sklearn torchmetrics matplotlib accelerate tokenizers PIL scipy"
+    code = f"import sys, hydra_ensembles; print([m for m in {heavy.split()!r} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
