@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import hydra_ensembles as he
-from hydra_ensembles.circuit.tower_scores import taylor_scores
+from hydra_ensembles.batches import Batches
 from hydra_ensembles.data.dataset import ImageDataset, subset
 from hydra_ensembles.data.suites import suite
-from hydra_ensembles.model.clip import DEFAULT_TEMPLATES
+from hydra_ensembles.heads.masking import attention_of
+from hydra_ensembles.heads.taylor import CalibrationBatches, gradients_of_mean_loss, layer_scores
+from hydra_ensembles.model.clip import DEFAULT_TEMPLATES, average_templates, prompts_of
 from studies.store import Store
 from studies.zero_shot.checkpoint_model import load_dual
 from studies.zero_shot.label_names import label_names
@@ -29,6 +32,58 @@ from studies.zero_shot.sources import PreparedImages
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "zero_shot_tower_scores.json"
 TINYIMAGENET = "tinyimagenet"
+PROMPTS_AT_ONCE = 256
+
+
+def taylor_scores(
+    dual: he.DualEncoder, names: Sequence[str], batches: Batches, templates: Sequence[str] = tuple(DEFAULT_TEMPLATES)
+) -> dict[str, Tensor]:
+    """Scores `[L, H]` of every head of both towers by the formula of `taylor`; NaN for a head that was pruned.
+
+    The loss is the mean cross-entropy of the zero-shot logits. It reaches the image tower through the image embeddings,
+    and the text tower through the class embeddings. To look at, not to rank by: the towers' scores differ in size.
+    """
+    classifier = he.zero_shot(dual, names, templates, keep_text=False)
+    classes = classifier.readout.class_embeddings
+    assert classes is not None
+    weights = _input_projections(classifier)
+    data = CalibrationBatches(batches, None, 0, len(names), keep=False)
+    *of_image, of_classes = gradients_of_mean_loss(classifier, data, [*weights.values(), classes.weight])
+    of_text = _text_gradients(dual, names, templates, of_classes[0])
+    return {"image": _table(classifier, of_image), "text": _table(dual.text, of_text)}
+
+
+def _text_gradients(
+    dual: he.DualEncoder, names: Sequence[str], templates: Sequence[str], of_classes: Tensor
+) -> list[Tensor]:
+    """Gradients for the text tower's input projections, given that for the scaled class embeddings, `[C, e]`.
+
+    A class depends on its own prompts alone, so a few classes at a time give the same as all of them at once.
+    """
+    weights = list(_input_projections(dual.text).values())
+    totals = [torch.zeros_like(weight, dtype=of_classes.dtype, requires_grad=False) for weight in weights]
+    at_once = max(PROMPTS_AT_ONCE // len(templates), 1)  # classes
+    for start in range(0, len(names), at_once):
+        embedded = dual.encode_text(prompts_of(names[start : start + at_once], templates))  # [1, prompts, e]
+        classes = average_templates(embedded, len(templates))[0] * dual.logit_scale.detach().exp()  # [classes, e]
+        for total, part in zip(
+            totals, torch.autograd.grad(classes, weights, of_classes[start : start + at_once].to(classes)), strict=True
+        ):
+            total += part
+    return totals
+
+
+def _input_projections(tower: he.Ensemble) -> dict[int, Tensor]:
+    """Query, key and value projections by layer, of layers that have a head left."""
+    return {layer: attention_of(tower, layer).qkv for layer in range(tower.num_layers) if tower.heads[0][layer]}
+
+
+def _table(tower: he.Ensemble, gradients: Sequence[Tensor]) -> Tensor:
+    """Scores by layer and original index of the head, `[L, H]`."""
+    table = torch.full((tower.num_layers, tower.num_heads), torch.nan, dtype=torch.float64)
+    for (layer, weight), gradient in zip(_input_projections(tower).items(), gradients, strict=True):
+        table[layer, list(tower.heads[0][layer])] = layer_scores(weight, gradient, f"layer {layer}")
+    return table
 
 
 def validation_images(folder: Path, images: int | None, seed: int) -> ImageDataset:
@@ -56,7 +111,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 "layers": tower.num_layers,
                 "heads": tower.num_heads,
                 "width": tower.config.encoder.width,
-                "scores": scores[name].tolist(),  # type: ignore[index]
+                "scores": scores[name].tolist(),
             }
             for name, tower in towers.items()
         },

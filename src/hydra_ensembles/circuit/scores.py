@@ -14,11 +14,11 @@ from .._utils import torch_seeded
 from ..batches import Batches, begin_epoch, borrowed, iterate, move, require_labels
 from ..errors import ConfigError, DataError
 from ..heads.masking import TOWER, existing_heads
+from ..heads.members import Score as Score
 from ..heads.ranking import DataFingerprint, Head, require_budget
 from ..model.config import EnsembleConfig, PatchStemConfig, require_whole
 from ..model.ensemble import Ensemble
 
-Score = Literal["acc", "ood", "avg"]
 Method = Literal["naive", "exact", "screened"]
 
 

@@ -1,11 +1,12 @@
 """Choosing the members of an ensemble: which heads each of them loses.
 
-Every function returns one tuple of heads per member, ready for pruning, and refuses to return the same set of
-heads twice: two such members would be one model, counted double.
+Every choice is one tuple of heads per member, ready for pruning. The same set of heads is never chosen twice: two such
+members would be one model, counted double.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -16,8 +17,10 @@ from .masking import existing_heads, towers_of
 from .ranking import Head, HeadRanking
 
 Members = tuple[tuple[Head, ...], ...]
+Score = Literal["acc", "ood", "avg"]  # what a circuit keeps high: accuracy, OOD detection, or their mean
 
-CIRCUIT_ORDER = ("avg", "acc", "ood")
+CIRCUIT_ORDER: tuple[Score, ...] = ("avg", "acc", "ood")  # in which members take the circuits
+TAYLOR_DRAWS = 4  # rankings made per member before giving up on members that differ
 
 
 def circuit_members(
@@ -40,19 +43,15 @@ def circuit_members(
             f"{members} circuit members need rankings for {list(needed)}, got {sorted(rankings)}; "
             f"extract circuits for {missing} too"
         )
-    _require_one_model([rankings[score] for score in needed])
     for score in needed:
         if rankings[score].score != score:
             raise HeadError(f"rankings[{score!r}] is a ranking for {rankings[score].score!r}; swap them")
-    chosen = [rankings[score].first(prune) for score in needed]
-    for second in range(1, len(chosen)):
-        first = _same_as_earlier(chosen, second)
-        if first is not None:
-            raise SameMembersError(
-                f"the circuits for {needed[first]!r} and {needed[second]!r} remove the same {prune} heads, so two "
-                "members would be identical; use another `prune`, more or other data for the circuits, or "
-                "members sampled from one circuit"
-            )
+    chosen = _firsts(
+        [rankings[score] for score in needed],
+        prune,
+        [f"the circuit for {score!r}" for score in needed],
+        "use another `prune`, more or other data for the circuits, or members sampled from one circuit",
+    )
     if members > len(chosen):
         average = rankings["avg"]
         heads = average.first(len(average) if pool is None else pool)
@@ -63,16 +62,37 @@ def circuit_members(
 def taylor_members(rankings: Sequence[HeadRanking], prune: int) -> Members:
     """One member per Taylor ranking; the rankings were made with different seeds."""
     _require_counts(prune, len(rankings))
-    _require_one_model(rankings)
-    chosen = [ranking.first(prune) for ranking in rankings]
-    for second in range(1, len(chosen)):
-        first = _same_as_earlier(chosen, second)
-        if first is not None:
-            raise SameMembersError(
-                f"rankings {first} and {second} remove the same {prune} heads, so two members would be identical: "
-                f"{_why_equal(rankings[first], rankings[second])}"
-            )
-    return tuple(chosen)
+    names = [
+        f"ranking {index} (seed {ranking.provenance.get('seed')}, calibration_batches "
+        f"{ranking.provenance.get('calibration_batches')})"
+        for index, ranking in enumerate(rankings)
+    ]
+    remedy = "rank with another seed and fewer `calibration_batches` for each member, or change `prune`"
+    return tuple(_firsts(rankings, prune, names, remedy))
+
+
+def distinct_taylor(rank: Callable[[int], HeadRanking], prune: int, members: int) -> list[tuple[int, HeadRanking]]:
+    """Taylor rankings, one a member, no two of which remove the same `prune` heads.
+
+    Args:
+        rank: Makes the ranking of a draw, 0, 1, 2, …; what differs between draws (the seed) is its own affair.
+        prune: Heads each member loses.
+        members: Number of members.
+
+    Returns:
+        The number of the draw and its ranking, for each member. A draw that repeats an earlier member is passed over.
+
+    Raises:
+        SameMembersError: `TAYLOR_DRAWS` rankings per member did not give enough different members.
+    """
+    rankings: list[HeadRanking] = []
+    kept: dict[frozenset[Head], int] = {}  # the draw that first chose these heads
+    while len(kept) < members:
+        if len(rankings) == members * TAYLOR_DRAWS:
+            taylor_members(rankings, prune)  # some are equal: says which, and what to do about it
+        rankings.append(rank(len(rankings)))
+        kept.setdefault(frozenset(rankings[-1].first(prune)), len(rankings) - 1)
+    return [(draw, rankings[draw]) for draw in kept.values()]
 
 
 def sampled_members(ranking: HeadRanking, prune: int, pool: int, members: int, seed: int = 0) -> Members:
@@ -114,6 +134,25 @@ def random_members(
     return tuple(_draw_distinct(heads, prune, members, seed, (), "layers"))
 
 
+def _firsts(rankings: Sequence[HeadRanking], prune: int, names: Sequence[str], remedy: str) -> list[tuple[Head, ...]]:
+    """The first heads of each ranking; refuses rankings of different models, and those that choose the same heads."""
+    models = {ranking.provenance["model"] for ranking in rankings if "model" in ranking.provenance}
+    if len(models) > 1:
+        raise HeadError(
+            f"the rankings were made from {len(models)} different models (fingerprints "
+            f"{sorted(str(model)[:12] for model in models)}); members of one ensemble need rankings of one model"
+        )
+    chosen = [ranking.first(prune) for ranking in rankings]
+    named: dict[frozenset[Head], str] = {}
+    for heads, name in zip(chosen, names, strict=True):
+        other = named.setdefault(frozenset(heads), name)
+        if other != name:
+            raise SameMembersError(
+                f"{other} and {name} remove the same {prune} heads, so two members would be identical; {remedy}"
+            )
+    return chosen
+
+
 def _draw_distinct(
     heads: Sequence[Head], prune: int, count: int, seed: int, taken: Sequence[tuple[Head, ...]], setting: str
 ) -> list[tuple[Head, ...]]:
@@ -141,43 +180,6 @@ def _draw_distinct(
             seen.add(frozenset(subset))
             drawn.append(subset)
     return drawn
-
-
-def _same_as_earlier(chosen: Sequence[tuple[Head, ...]], index: int) -> int | None:
-    """The first member before `index` that loses the same set of heads, or None."""
-    return next((other for other in range(index) if set(chosen[other]) == set(chosen[index])), None)
-
-
-def _why_equal(first: HeadRanking, second: HeadRanking) -> str:
-    """What made two Taylor rankings agree, as far as they remember it, and what to change."""
-    mine, other = first.provenance, second.provenance
-    if "calibration_batches" not in mine or "calibration_batches" not in other:
-        return "rank with another seed and fewer calibration batches for each member, or change `prune`"
-    if mine["calibration_batches"] is None or other["calibration_batches"] is None:
-        return (
-            "they used all calibration batches; set `calibration_batches` to fewer, so that seeds draw different ones"
-        )
-    if mine.get("seed") == other.get("seed"):
-        return f"both were made with seed={mine.get('seed')}; rank with another seed for each member"
-    if mine.get("data") == other.get("data"):
-        return (
-            f"seeds {mine.get('seed')} and {other.get('seed')} drew the same batches; draw fewer batches "
-            "(`calibration_batches`), or take another seed"
-        )
-    return (
-        f"seeds {mine.get('seed')} and {other.get('seed')} drew different batches, which agree on these heads; "
-        "draw fewer batches (`calibration_batches`), make them smaller, or change `prune`"
-    )
-
-
-def _require_one_model(rankings: Sequence[HeadRanking]) -> None:
-    """Refuse rankings of different models, where they remember which one it was."""
-    models = {ranking.provenance["model"] for ranking in rankings if "model" in ranking.provenance}
-    if len(models) > 1:
-        raise HeadError(
-            f"the rankings were made from {len(models)} different models (fingerprints "
-            f"{sorted(str(model)[:12] for model in models)}); members of one ensemble need rankings of one model"
-        )
 
 
 def _require_counts(prune: int, members: int) -> None:
