@@ -50,6 +50,11 @@ class Ranks:
             raise HydraError(f"rank {different[0]} has other {what} than rank 0; all ranks must be given the same")
 
 
+def launched_rank() -> int:
+    """Number of this process among those that torchrun or accelerate launch started; 0 without them."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def local_device(device: torch.device) -> torch.device:
     """The GPU of this rank, where the device is a GPU without a number."""
     if str(device) != "cuda":

@@ -4,7 +4,7 @@ import hashlib
 import importlib
 import os
 import random
-import tempfile
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,18 +85,17 @@ def _refusal(device: object, gpus: int) -> ConfigError:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write to a temporary name in the same folder, flush to disk, then rename."""
+    """Write to a temporary name in the same folder, flush to disk, then rename; the umask is respected."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:  # as any file is made: mkstemp would give it to its owner alone
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

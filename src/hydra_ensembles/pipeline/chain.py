@@ -1,32 +1,114 @@
 """The whole chain: convert, rank, choose, prune, fine-tune, fuse, calibrate."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..batches import Batches
+from .._utils import __version__
+from ..batches import Batches, length_of
 from ..calibrate import calibrate
 from ..circuit.extract import extract_circuit
 from ..circuit.scores import Score
 from ..errors import ConfigError, SameMembersError
 from ..fuse import fuse
 from ..heads.members import circuit_members, random_members, sampled_members, taylor_members
-from ..heads.ranking import Head, HeadRanking
+from ..heads.ranking import Head, HeadRanking, model_fingerprint
 from ..heads.taylor import taylor
 from ..model.clip import DEFAULT_TEMPLATES, Templates
 from ..model.ensemble import Ensemble
+from ..schema import from_plain, to_plain
 from ..training.finetune import finetune
 from .given import BuildData, Start, above_the_trunk, read_data, require_possible, starting_point
-from .run_folder import SUMMARY, MemberChoice, RunFolder, build_summary, run_identity
+from .run_folder import RunFolder
 from .settings import HydraConfig
 
 CIRCUITS: tuple[Score, ...] = ("avg", "acc", "ood")  # in the order in which members take them
 TAYLOR_DRAWS = 4  # rankings made per member before giving up on members that differ
+
+
+FORMAT = "hydra_ensembles build 1"
+
+
+def run_identity(config: HydraConfig, start: Start, data: BuildData) -> dict[str, Any]:
+    """Config, model and data of a build as plain data."""
+    remembered = replace(start.base.metadata, text_side=None)
+    metadata = json.dumps(to_plain(remembered), sort_keys=True).encode()
+    model: dict[str, Any] = {
+        "weights": model_fingerprint(start.ranked),
+        "metadata": hashlib.sha256(metadata).hexdigest(),
+    }
+    if start.dual is not None:
+        model["templates"] = list(start.templates)
+    return {"format": FORMAT, "config": to_plain(config), "model": model, "data": data.fingerprints()}
+
+
+@dataclass(frozen=True)
+class MemberChoice:
+    """One member: how its heads were chosen, in words, and the heads it loses."""
+
+    origin: str
+    heads: tuple[Head, ...]
+
+
+@dataclass(frozen=True)
+class _SavedChoice:
+    origin: str
+    heads: tuple[tuple[int, int, str], ...]
+
+
+@dataclass(frozen=True)
+class _SavedChoices:
+    members: tuple[_SavedChoice, ...]
+
+
+def _as_choices(content: Any) -> tuple[MemberChoice, ...]:
+    """Choices out of the content of `heads.json`."""
+    saved = from_plain(_SavedChoices, content, "choices")
+    return tuple(MemberChoice(one.origin, tuple(Head(*head) for head in one.heads)) for one in saved.members)
+
+
+def build_summary(
+    config: HydraConfig,
+    base: Ensemble,
+    data: BuildData,
+    choices: Sequence[MemberChoice],
+    final: Ensemble,
+    seconds: Mapping[str, float],
+) -> dict[str, Any]:
+    """Settings, data, members, cost and calibration of a build, as plain data."""
+    before, after = base.describe(), final.describe()
+    calibration = final.metadata.calibration
+    return {
+        "config": to_plain(config),
+        "versions": {"hydra_ensembles": __version__, "torch": torch.__version__},
+        "model": {"source": base.metadata.source, "kind": base.kind, "parameters": before.parameters},
+        "samples": data.samples(),
+        "train_batches": None if data.train is None else length_of(data.train),
+        "members": [
+            {
+                "origin": choice.origin,
+                "pruned": [str(head) for head in choice.heads],
+                "heads_kept": [len(layer) for layer in kept],
+            }
+            for choice, kept in zip(choices, final.heads, strict=True)
+        ],
+        "trunk": final.config.trunk,
+        "parameters": after.parameters,
+        "multiply_adds": after.multiply_adds,
+        "multiply_adds_of_the_model": before.multiply_adds,
+        "calibration": None if calibration is None else to_plain(calibration),
+        "metrics": dict(final.metadata.metrics),
+        "history": list(final.metadata.history),
+        "seconds": dict(seconds),
+    }
 
 
 @dataclass(frozen=True)
@@ -203,7 +285,7 @@ def build(
     start = starting_point(model, config, class_names, templates, device)
     data = read_data(config, start.base.num_classes, train=train, id=id, ood=ood, validation=validation)
     require_possible(config, start, data)
-    run = RunFolder(output, run_identity(config, start, data), start.base.device)
+    run = RunFolder(output, run_identity(config, start, data), device=start.base.device)
     return _Chain(config, start, data, run, progress).finish()
 
 
@@ -219,16 +301,19 @@ class _Chain:
         if not self.run.has("ensemble") and not self.run.has("base"):
             self.run.ensemble("base", lambda: self.base)
         final = self.run.ensemble("ensemble", self._calibrated)
-        if not self.run.has(SUMMARY):
-            self.run.write_summary(
-                build_summary(self.config, self.base, self.data, self.choices, final, self.run.seconds)
-            )
+        if not self.run.has("summary.json"):
+            seconds = self.run.seconds
+            self.run.write("summary", build_summary(self.config, self.base, self.data, self.choices, final, seconds))
         return final
 
     @cached_property
     def choices(self) -> tuple[MemberChoice, ...]:
         """The heads each member loses."""
-        return self.run.heads(Chooser(self.config, self.start, self.data, self.run, self.progress).members)
+        chooser = Chooser(self.config, self.start, self.data, self.run, self.progress)
+        choices: tuple[MemberChoice, ...] = self.run.json(
+            "heads", lambda: {"members": to_plain(list(chooser.members()))}, _as_choices
+        )
+        return choices
 
     def _calibrated(self) -> Ensemble:
         config, validation = self.config, self.data.validation

@@ -1,136 +1,38 @@
-"""The folder of a build: what is done stays done, and nothing else is mixed in."""
+"""A folder for long work that may be stopped: what is done stays done, and nothing else is mixed in."""
 
-import hashlib
 import json
-import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
 
-from .._utils import __version__, require_same_run, write_atomically
-from ..batches import length_of
-from ..errors import CheckpointError, HydraError
-from ..heads.ranking import Head, HeadRanking, model_fingerprint
+from .._distributed import launched_rank
+from .._utils import require_same_run, write_atomically
+from ..errors import CheckpointError
+from ..heads.ranking import HeadRanking
 from ..model.ensemble import Ensemble
-from ..schema import from_plain, to_plain
-from .given import BuildData, Start
-from .settings import HydraConfig
-
-FORMAT = "hydra_ensembles build 1"
-
-
-def run_identity(config: HydraConfig, start: Start, data: BuildData) -> dict[str, Any]:
-    """Config, model and data of a build as plain data."""
-    remembered = replace(start.base.metadata, text_side=None)
-    metadata = json.dumps(to_plain(remembered), sort_keys=True).encode()
-    model: dict[str, Any] = {
-        "weights": model_fingerprint(start.ranked),
-        "metadata": hashlib.sha256(metadata).hexdigest(),
-    }
-    if start.dual is not None:
-        model["templates"] = list(start.templates)
-    return {"format": FORMAT, "config": to_plain(config), "model": model, "data": data.fingerprints()}
-
-
-def read_identity(file: Path) -> Any:
-    """What a run folder was begun with."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read ({error}); give another output folder, or delete {file.parent} to start over"
-        ) from error
-
-
-@dataclass(frozen=True)
-class MemberChoice:
-    """One member: how its heads were chosen, in words, and the heads it loses."""
-
-    origin: str
-    heads: tuple[Head, ...]
-
-
-@dataclass(frozen=True)
-class _SavedChoice:
-    origin: str
-    heads: tuple[tuple[int, int, str], ...]
-
-
-@dataclass(frozen=True)
-class _SavedChoices:
-    members: tuple[_SavedChoice, ...]
-
-
-def save_choices(path: Path, members: Sequence[MemberChoice]) -> None:
-    """Write the choices of all members as JSON."""
-    write_atomically(path, (json.dumps({"members": to_plain(list(members))}, indent=1) + "\n").encode())
-
-
-def load_choices(path: Path) -> tuple[MemberChoice, ...]:
-    """Read what `save_choices` wrote."""
-    try:
-        saved = from_plain(_SavedChoices, json.loads(path.read_text(encoding="utf-8")), "choices")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} does not hold the heads of members: {error}") from error
-    return tuple(MemberChoice(one.origin, tuple(Head(*head) for head in one.heads)) for one in saved.members)
-
-
-def build_summary(
-    config: HydraConfig,
-    base: Ensemble,
-    data: BuildData,
-    choices: Sequence[MemberChoice],
-    final: Ensemble,
-    seconds: Mapping[str, float],
-) -> dict[str, Any]:
-    """Settings, data, members, cost and calibration of a build, as plain data."""
-    before, after = base.describe(), final.describe()
-    calibration = final.metadata.calibration
-    return {
-        "config": to_plain(config),
-        "versions": {"hydra_ensembles": __version__, "torch": torch.__version__},
-        "model": {"source": base.metadata.source, "kind": base.kind, "parameters": before.parameters},
-        "samples": data.samples(),
-        "train_batches": None if data.train is None else length_of(data.train),
-        "members": [
-            {
-                "origin": choice.origin,
-                "pruned": [str(head) for head in choice.heads],
-                "heads_kept": [len(layer) for layer in kept],
-            }
-            for choice, kept in zip(choices, final.heads, strict=True)
-        ],
-        "trunk": final.config.trunk,
-        "parameters": after.parameters,
-        "multiply_adds": after.multiply_adds,
-        "multiply_adds_of_the_model": before.multiply_adds,
-        "calibration": None if calibration is None else to_plain(calibration),
-        "metrics": dict(final.metadata.metrics),
-        "history": list(final.metadata.history),
-        "seconds": dict(seconds),
-    }
-
 
 T = TypeVar("T")
 
 IDENTITY = "run.json"
 SECONDS = "seconds.json"
-SUMMARY = "summary.json"
-HEADS = "heads.json"
 SETTINGS = "config.yaml"  # what the command line writes beside the products, and before them
+_UNREADABLE = (OSError, ValueError, RecursionError, SafetensorError)
 _NAMED = 6  # entries of a folder that a message lists
+_CPU = torch.device("cpu")
 
 
-def require_own_folder(path: Path) -> None:
-    """Refuse an output folder that is not for a build: a file, or a folder that holds other things.
+def require_own_folder(path: Path, what: str = "a build") -> None:
+    """Refuse an output folder that is not for this kind of work: a file, or a folder that holds other things.
 
-    A folder with `run.json` passes; whose it is, the build itself finds out. Hidden files do not count: a build that
-    was killed before it wrote `run.json` leaves one.
+    A folder with `run.json` passes; whose it is, `RunFolder` finds out. Hidden files do not count: work that was
+    killed before it wrote `run.json` leaves one.
 
     Raises:
         CheckpointError: The message lists what is in the folder.
@@ -142,38 +44,51 @@ def require_own_folder(path: Path) -> None:
     if foreign and not (path / IDENTITY).exists():  # asked after the listing: another process may just have written it
         listed = ", ".join(foreign[:_NAMED]) + (f" and {len(foreign) - _NAMED} more" if len(foreign) > _NAMED else "")
         raise CheckpointError(
-            f"{path} has {listed}, but no {IDENTITY} that says which build they belong to; a build needs a folder of "
-            "its own: give a new or an empty one as output"
+            f"{path} has {listed}, but no {IDENTITY} that says what they belong to; {what} needs a folder of its own: "
+            "give a new or an empty one as output"
         )
 
 
 class RunFolder:
-    """Products of a build by name; without a path nothing is kept and every stage runs.
+    """Products by name: each is made once, written in one piece, and read back whenever it is asked for again.
 
-    Of several processes that build together, the first one writes.
+    Without a path nothing is kept and everything is made. Of several processes that work together, the first writes.
 
     Args:
         path: The folder, or None.
-        identity: What the build depends on, as plain data; a folder made by another build is refused.
-        device: Where ensembles are read to.
+        identity: What the work depends on, as plain data; a folder begun with another identity is refused.
+        what: The work in words, for messages: `"a build"`.
+        device: Where ensembles and tensors are read to.
+        announce: Called with the name of a product and the seconds it took, when it has been made.
 
     Attributes:
         path: The folder, or None.
-        seconds: Time each stage took, without the stages inside it; over all calls that worked on the folder.
+        seconds: Time each product took, without the products made inside it; over all calls that worked here.
+
+    Raises:
+        CheckpointError: The folder belongs to other work.
     """
 
-    def __init__(self, path: str | Path | None, identity: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(
+        self,
+        path: str | Path | None,
+        identity: Mapping[str, Any],
+        *,
+        what: str = "a build",
+        device: torch.device = _CPU,
+        announce: Callable[[str, float], None] | None = None,
+    ) -> None:
         self.path = None if path is None else Path(path).expanduser()
-        self._device = device
-        self._writes = int(os.environ.get("RANK", "0")) == 0
-        self._timed_here = 0.0
         self.seconds: dict[str, float] = {}
+        self._what, self._device, self._announce = what, device, announce
+        self._writes = launched_rank() == 0
+        self._timed_here = 0.0
         if self.path is not None:
             self._claim(self.path, json.loads(json.dumps(identity)))
             self.seconds = _read_seconds(self.path / SECONDS)
 
     def place(self, name: str) -> Path | None:
-        """Where a stage may keep its own files, or None."""
+        """Where the product of this name lies, or where a stage may keep files of its own; None without a folder."""
         return None if self.path is None else self.path / name
 
     def has(self, name: str) -> bool:
@@ -181,69 +96,106 @@ class RunFolder:
         place = self.place(name)
         return place is not None and (place.is_file() or (place / "config.json").is_file())
 
-    def ensemble(self, name: str, make: Callable[[], Ensemble]) -> Ensemble:
-        """The ensemble saved under `name`, or the one `make` gives, saved."""
-        return self._product(name, make, lambda folder: Ensemble.from_pretrained(folder, device=self._device), _save)
+    def json(self, name: str, make: Callable[[], Any], parse: Callable[[Any], Any] = lambda content: content) -> Any:
+        """Plain data in `name`.json, or what `make` gives, saved; `parse` makes of it what the caller wants."""
+
+        def made() -> Any:
+            return json.loads(json.dumps(make()))  # as it will be read: tuples are lists
+
+        def read(file: Path) -> Any:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            parse(content)  # here, where an error names the file
+            return content
+
+        return parse(self.product(f"{name}.json", made, read, write_json))
+
+    def write(self, name: str, content: Any) -> None:
+        """Write plain data to `name`.json, over what is there: a summary rather than a product."""
+        if self.path is not None and self._writes:
+            write_json(self.path / f"{name}.json", content)
 
     def ranking(self, name: str, make: Callable[[], HeadRanking]) -> HeadRanking:
-        """The ranking saved under `name`, or the one `make` gives, saved."""
-        return self._product(f"{name}.json", make, HeadRanking.load, lambda file, ranking: ranking.save(file))
+        """The ranking in `name`.json, or the one `make` gives, saved."""
+        return self.product(f"{name}.json", make, HeadRanking.load, lambda file, ranking: ranking.save(file))
 
-    def heads(self, make: Callable[[], tuple[MemberChoice, ...]]) -> tuple[MemberChoice, ...]:
-        """The saved choice of heads for every member, or the one `make` gives, saved."""
-        return self._product(HEADS, make, load_choices, save_choices)
+    def ensemble(self, name: str, make: Callable[[], Ensemble]) -> Ensemble:
+        """The ensemble in the folder `name`, or the one `make` gives, saved."""
 
-    def write_summary(self, content: Mapping[str, Any]) -> None:
-        """Write `summary.json`, the last file of a build."""
-        self._write_json(SUMMARY, content)
+        def write(folder: Path, ensemble: Ensemble) -> None:
+            ensemble.save_pretrained(folder)
 
-    def _product(
+        return self.product(name, make, lambda folder: Ensemble.from_pretrained(folder, device=self._device), write)
+
+    def tensors(self, name: str, make: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The tensors in `name`.safetensors, or those `make` gives, saved."""
+
+        def made() -> dict[str, Tensor]:
+            return {key: tensor.detach().to(self._device) for key, tensor in make().items()}
+
+        def read(file: Path) -> dict[str, Tensor]:
+            return load_file(file, device=str(self._device))
+
+        def write(file: Path, tensors: dict[str, Tensor]) -> None:
+            write_atomically(file, save({key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()}))
+
+        return self.product(f"{name}.safetensors", made, read, write)
+
+    def product(
         self, name: str, make: Callable[[], T], read: Callable[[Path], T], write: Callable[[Path, T], None]
     ) -> T:
+        """What lies in the file or folder `name`, by `read`; or what `make` gives, put there by `write`.
+
+        `write` must make the file appear in one piece, and the `config.json` of a folder last.
+        """
         place = self.place(name)
         if place is not None and self.has(name):
             try:
                 return read(place)
-            except HydraError as error:
+            except _UNREADABLE as error:
                 raise CheckpointError(
-                    f"{place}, which an earlier call left, cannot be used: {error}. Delete {place} and call build "
-                    "again: what is missing is made anew, from the products of the stages before"
+                    f"{place}, which an earlier call left, cannot be used: {error}. Delete {place} and run this again: "
+                    "what is missing is made anew, from the products before it"
                 ) from error
         product = self._timed(name, make)
-        if place is not None and self._writes:
+        if self.path is not None and place is not None and self._writes:
             if place.is_dir():  # what a kill in the middle of writing left
                 shutil.rmtree(place)
+            place.parent.mkdir(parents=True, exist_ok=True)
             write(place, product)
-            self._write_json(SECONDS, self.seconds)
+            write_json(self.path / SECONDS, self.seconds)
         return product
 
     def _timed(self, name: str, make: Callable[[], T]) -> T:
         start, inside = time.perf_counter(), self._timed_here
         product = make()
-        own = time.perf_counter() - start - (self._timed_here - inside)  # without the stages that `make` ran
+        own = time.perf_counter() - start - (self._timed_here - inside)  # without the products that `make` made
         self._timed_here += own
         self.seconds[name] = round(own, 3)
+        if self._announce is not None:
+            self._announce(name, own)
         return product
 
     def _claim(self, path: Path, identity: dict[str, Any]) -> None:
-        """Write down what this run is, or refuse a folder that holds something else."""
-        require_own_folder(path)
+        """Write down what this work is, or refuse a folder that holds something else."""
+        require_own_folder(path, self._what)
         file = path / IDENTITY
         if file.exists():
-            require_same_run(read_identity(file), identity, path, "a build")
-            if self._writes:
-                _remove_leftovers(path)
-            return
-        self._write_json(IDENTITY, identity)
+            try:
+                theirs = json.loads(file.read_text(encoding="utf-8"))
+            except _UNREADABLE as error:
+                raise CheckpointError(
+                    f"{file} cannot be read ({error}); give another output folder, or delete {path} to start over"
+                ) from error
+            require_same_run(theirs, identity, path, self._what)
+        if self._writes:
+            _remove_leftovers(path)
+            if not file.exists():
+                write_json(file, identity)
 
-    def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        file = self.place(name)
-        if file is not None and self._writes:
-            write_atomically(file, (json.dumps(content, indent=1) + "\n").encode())
 
-
-def _save(folder: Path, ensemble: Ensemble) -> None:
-    ensemble.save_pretrained(folder)
+def write_json(file: Path, content: Any) -> None:
+    """Write plain data, at once or not at all."""
+    write_atomically(file, (json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode())
 
 
 def _remove_leftovers(folder: Path) -> None:

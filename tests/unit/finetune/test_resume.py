@@ -116,9 +116,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, change, message):
     with pytest.raises(StopError):
         finetune(tiny(), Stopping(batches(), 4), PLAIN, output=tmp_path, progress=False, checkpoint_every=1)
     asked = {"member": tiny(), "train": Stopping(batches(), -1), "recipe": PLAIN, "validation": None, **change}
-    with pytest.raises(CheckpointError, match=message) as error:
+    with pytest.raises(CheckpointError, match=message):
         finetune(**asked, output=tmp_path, progress=False)
-    assert "another output folder" in str(error.value)
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path):

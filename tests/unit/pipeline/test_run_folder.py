@@ -1,0 +1,141 @@
+"""The resumable folder: made once and read afterwards, refused where it belongs to other work."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hydra_ensembles.errors import CheckpointError, ConfigError
+from hydra_ensembles.pipeline.run_folder import RunFolder, require_own_folder
+
+IDENTITY = {"seed": 1, "model": {"weights": "abc"}}
+
+
+def never() -> Any:
+    raise AssertionError("made again")
+
+
+def test_products_are_made_once_and_read_afterwards(tmp_path: Path) -> None:
+    told: list[str] = []
+    tensors = {"a": torch.arange(3), "b": torch.rand(2, 2).T}
+    run = RunFolder(tmp_path / "new" / "run", IDENTITY, announce=lambda name, seconds: told.append(name))
+    made = run.json("deep/facts", lambda: {"pair": (1, 2)})
+    stored = run.tensors("weights", lambda: tensors)
+    assert made == {"pair": [1, 2]}
+    assert told == ["deep/facts.json", "weights.safetensors"] == list(run.seconds)
+    again = RunFolder(tmp_path / "new" / "run", IDENTITY)
+    assert again.json("deep/facts", never) == made
+    read = again.tensors("weights", never)
+    assert all(
+        torch.equal(read[name], tensor) and torch.equal(stored[name], tensor) for name, tensor in tensors.items()
+    )
+    assert again.seconds == run.seconds
+
+
+def test_a_summary_is_written_over_and_takes_no_time(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, IDENTITY)
+    run.write("summary", [1])
+    run.write("summary", [2])
+    assert json.loads((tmp_path / "summary.json").read_text()) == [2]
+    assert not run.seconds
+
+
+def test_without_a_path_nothing_is_kept() -> None:
+    run = RunFolder(None, IDENTITY)
+    assert (run.json("a", lambda: 1), run.json("a", lambda: 2)) == (1, 2)
+    assert run.place("a") is None
+    assert not run.has("a")
+
+
+def test_seconds_leave_out_what_was_made_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 5.0, 7.0])  # the outer one takes 7 seconds, 4 of them inside
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    run = RunFolder(tmp_path, IDENTITY)
+    run.json("outer", lambda: run.json("inner", lambda: 1))
+    assert run.seconds == {"inner.json": 4.0, "outer.json": 3.0}
+
+
+@pytest.mark.parametrize(("other", "token"), [({**IDENTITY, "seed": 2}, "seed"), ({"seed": 1}, "model")])
+def test_other_work_is_refused(tmp_path: Path, other: dict[str, Any], token: str) -> None:
+    RunFolder(tmp_path, IDENTITY)
+    with pytest.raises(CheckpointError, match=token):
+        RunFolder(tmp_path, other)
+    RunFolder(tmp_path, IDENTITY)
+
+
+@pytest.mark.parametrize("content", [{}, {"todo.txt": ""}, {"run.json": "{"}])
+def test_what_is_no_run_folder_is_refused(tmp_path: Path, content: dict[str, str]) -> None:
+    place = tmp_path / "run"
+    if content:
+        place.mkdir()
+        for name, text in content.items():
+            (place / name).write_text(text)
+    else:
+        place.write_text("")  # a file
+    with pytest.raises(CheckpointError, match=next(iter(content), "file")):
+        RunFolder(place, IDENTITY)
+    assert not place.is_dir() or {path.name for path in place.iterdir()} == content.keys()
+
+
+def test_settings_and_hidden_files_are_no_obstacle(tmp_path: Path) -> None:
+    for name in ("config.yaml", ".run.json.x.tmp"):  # what a command line killed early leaves
+        (tmp_path / name).write_text("")
+    require_own_folder(tmp_path)
+    RunFolder(tmp_path, IDENTITY)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "run.json"}
+
+
+def test_leftovers_of_a_kill_are_removed(tmp_path: Path) -> None:
+    RunFolder(tmp_path, IDENTITY).json("kept", lambda: 1)
+    (tmp_path / "model" / ".saving-x").mkdir(parents=True)
+    (tmp_path / "model" / ".config.json.y.tmp").write_text("{")
+    RunFolder(tmp_path, IDENTITY)
+    assert {path.name for path in tmp_path.rglob("*")} == {"run.json", "seconds.json", "kept.json", "model"}
+
+
+@pytest.mark.parametrize("damage", ["{", '{"members": 1}'])
+def test_a_damaged_product_is_named(tmp_path: Path, damage: str) -> None:
+    def parse(content: Any) -> list[int]:
+        if not isinstance(content["members"], list):
+            raise ConfigError("members must be a list")
+        return list(content["members"])
+
+    RunFolder(tmp_path, IDENTITY).json("heads", lambda: {"members": [1]}, parse)
+    (tmp_path / "heads.json").write_text(damage)
+    with pytest.raises(CheckpointError, match=r"Delete .*heads\.json"):
+        RunFolder(tmp_path, IDENTITY).json("heads", never, parse)
+
+
+def test_lost_times_do_not_matter(tmp_path: Path) -> None:
+    RunFolder(tmp_path, IDENTITY).json("a", lambda: 1)
+    (tmp_path / "seconds.json").write_text("[1")
+    assert RunFolder(tmp_path, IDENTITY).seconds == {}
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder(tmp_path, IDENTITY)
+
+    def full(*arguments: Any) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(OSError, match="space"):
+            run.json("a", lambda: 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert run.json("a", lambda: 2) == 2
+
+
+def test_of_several_processes_only_the_first_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert RunFolder(tmp_path, IDENTITY).json("a", lambda: 1) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_identity_can_be_read(tmp_path: Path) -> None:
+    RunFolder(tmp_path, {**IDENTITY, "shape": (2, 3)})
+    assert json.loads((tmp_path / "run.json").read_text()) == {**IDENTITY, "shape": [2, 3]}
+    RunFolder(tmp_path, {**IDENTITY, "shape": (2, 3)})
