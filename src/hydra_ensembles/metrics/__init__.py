@@ -2,7 +2,6 @@
 
 from .bootstrap import (
     Interval,
-    OodMetric,
     bootstrap_difference,
     bootstrap_metric,
     bootstrap_ood,
@@ -33,7 +32,7 @@ from .diversity import (
     variation_ratio_per_sample,
 )
 from .inputs import Convention
-from .ood import RocCurve, aupr, auroc, discordance, fpr95, roc_curve
+from .ood import OodMetric, RocCurve, aupr, auroc, discordance, fpr95, roc_curve
 from .selective import RiskCoverage, aurc, risk_at_coverage, risk_coverage
 
 __all__ = [

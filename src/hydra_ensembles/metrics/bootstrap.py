@@ -8,27 +8,15 @@ The draws depend on the seed and the numbers of samples alone, not on the device
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, DataError
-from .inputs import (
-    Convention,
-    aupr_from_counts,
-    auroc_from_counts,
-    check_convention,
-    check_same_length,
-    check_scores,
-    cumulative_counts,
-    fpr95_from_counts,
-    joint_ranks,
-    where,
-)
-
-OodMetric = Literal["auroc", "aupr", "fpr95"]
+from .inputs import Convention, check_convention, check_same_length, check_scores, where
+from .ood import OodMetric, cumulative_counts, joint_ranks, of_counts
 
 # Draws held in memory at once; a thousand resamples of ten thousand samples are cut into pieces of this size.
 _DRAWS_AT_ONCE = 4_000_000
@@ -180,32 +168,25 @@ def ood_replicates(
     # the ID stream comes first and each set has its own: more sets do not change the draws of the others
     id_stream, *ood_streams = np.random.SeedSequence(seed).spawn(1 + len(ood_sets))
     for scores, stream in zip(ood_sets, ood_streams, strict=True):
-        scores = check_scores(scores, "OOD scores", name)
-        id_ranks, ood_ranks, distinct = (tensor.cpu() for tensor in joint_ranks(id_scores, scores))
-        thresholds = len(distinct)
-        values.append(_from_ranks(metric, convention, id_ranks.unsqueeze(0), ood_ranks.unsqueeze(0), thresholds))
+        ranks = joint_ranks(id_scores, check_scores(scores, "OOD scores", name))
+        id_ranks, ood_ranks, distinct = (tensor.cpu() for tensor in ranks)
+
+        def measured(*drawn: Tensor, thresholds: int = len(distinct)) -> Tensor:
+            fp, tp = (cumulative_counts(ranks, thresholds) for ranks in drawn)  # [R, n], [R, m] -> [R, K] each
+            return of_counts(metric, fp, tp, convention)
+
+        values.append(measured(id_ranks.unsqueeze(0), ood_ranks.unsqueeze(0)))
         at_once = max(1, _DRAWS_AT_ONCE // (len(id_ranks) + len(ood_ranks)))
         id_rng, ood_rng = np.random.default_rng(id_stream), np.random.default_rng(stream)
-        pieces = []
-        for start in range(0, resamples, at_once):
-            rows = min(at_once, resamples - start)
-            id_drawn = id_ranks[torch.from_numpy(id_rng.integers(len(id_ranks), size=(rows, len(id_ranks))))]
-            ood_drawn = ood_ranks[torch.from_numpy(ood_rng.integers(len(ood_ranks), size=(rows, len(ood_ranks))))]
-            pieces.append(_from_ranks(metric, convention, id_drawn, ood_drawn, thresholds))
+        sizes = [min(at_once, resamples - start) for start in range(0, resamples, at_once)]
+        pieces = [measured(_drawn(id_ranks, rows, id_rng), _drawn(ood_ranks, rows, ood_rng)) for rows in sizes]
         replicates.append(torch.cat(pieces))
     return torch.cat(values).mean().item(), torch.stack(replicates).mean(dim=0).numpy()
 
 
-def _from_ranks(
-    metric: OodMetric, convention: Convention, id_ranks: Tensor, ood_ranks: Tensor, thresholds: int
-) -> Tensor:
-    """The metric of each row of ranks, `[R, n]` and `[R, m]` -> `[R]`."""
-    fp, tp = cumulative_counts(id_ranks, thresholds), cumulative_counts(ood_ranks, thresholds)
-    if metric == "auroc":
-        return auroc_from_counts(fp, tp)
-    if metric == "aupr":
-        return aupr_from_counts(fp, tp, convention)
-    return fpr95_from_counts(fp, tp, convention)
+def _drawn(ranks: Tensor, rows: int, generator: np.random.Generator) -> Tensor:
+    """So many resamples of the ranks: `[n] -> [R, n]`."""
+    return ranks[torch.from_numpy(generator.integers(len(ranks), size=(rows, len(ranks))))]
 
 
 def _as_list(scores: Tensor | Sequence[Tensor]) -> list[Tensor]:

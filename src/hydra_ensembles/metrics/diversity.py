@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .inputs import at_least_float32, check_member_probs
+from .inputs import at_least_float32, check_member_probs, mean
 
 
 class EntropyParts(NamedTuple):
@@ -29,17 +29,17 @@ class EntropyParts(NamedTuple):
 
 def mutual_information(member_probs: Tensor, *, name: str | None = None) -> float:
     """Mutual information of label and member in nats, mean over samples; zero for one member."""
-    return _mean(entropy_parts(check_member_probs(member_probs, name)).epistemic)
+    return mean(entropy_parts(check_member_probs(member_probs, name)).epistemic)
 
 
 def disagreement(member_probs: Tensor, *, name: str | None = None) -> float:
     """Share of member pairs that predict different classes, mean over samples; zero for one member."""
-    return _mean(disagreement_per_sample(check_member_probs(member_probs, name)))
+    return mean(disagreement_per_sample(check_member_probs(member_probs, name)))
 
 
 def variation_ratio(member_probs: Tensor, *, name: str | None = None) -> float:
     """Share of members that predict another class than the ensemble, mean over samples."""
-    return _mean(variation_ratio_per_sample(check_member_probs(member_probs, name)))
+    return mean(variation_ratio_per_sample(check_member_probs(member_probs, name)))
 
 
 def entropy_parts(member_probs: Tensor) -> EntropyParts:
@@ -71,7 +71,3 @@ def variation_ratio_per_sample(member_probs: Tensor) -> Tensor:
     member_probs = at_least_float32(member_probs)
     differs = member_probs.argmax(dim=-1) != member_probs.mean(dim=0).argmax(dim=-1)  # [M, B]
     return differs.to(member_probs.dtype).mean(dim=0)
-
-
-def _mean(values: Tensor) -> float:
-    return values.detach().cpu().double().mean().item()

@@ -27,6 +27,20 @@ class RiskCoverage:
     coverage: Tensor
     risk: Tensor
 
+    @property
+    def area(self) -> float:
+        """Area under the curve by trapezoids, divided by the width it spans; of one sample, its risk."""
+        if len(self.risk) == 1:
+            return self.risk.item()
+        return torch.trapezoid(self.risk, self.coverage).item() / (1 - 1 / len(self.risk))
+
+    def at(self, coverage: float) -> float:
+        """Mean error when at least this share of the samples is answered, the most certain ones."""
+        if not 0 < coverage <= 1:
+            raise ConfigError(f"coverage={coverage} is not a share of the samples; use a number in (0, 1]")
+        answered = math.ceil(round(len(self.risk) * coverage, 9))  # 100 * 0.07 is 7 samples, not 8
+        return self.risk[max(answered, 1) - 1].item()
+
 
 def risk_coverage(scores: Tensor, errors: Tensor, *, name: str | None = None) -> RiskCoverage:
     """Risk at every coverage.
@@ -36,14 +50,12 @@ def risk_coverage(scores: Tensor, errors: Tensor, *, name: str | None = None) ->
         errors: `[B]` whether (bool) or how much (any real dtype) each answer is wrong.
         name: Name of the set, for error messages.
     """
-    scores = check_scores(scores, "scores", name).cpu()
+    scores = check_scores(scores, "scores", name)
     if errors.ndim != 1:
         raise DataError(f"{where(name)}errors must be a vector [B], but have shape {list(errors.shape)}")
-    count = check_same_length({"scores": len(scores), "errors": len(errors)}, name)
+    check_same_length({"scores": len(scores), "errors": len(errors)}, name)
     check_finite(errors, "errors", name)
-    ordered = errors.detach().cpu().double()[scores.sort(stable=True).indices]
-    answered = torch.arange(1, count + 1, dtype=torch.float64)
-    return RiskCoverage(coverage=answered / count, risk=ordered.cumsum(dim=0) / answered)
+    return risk_curve(scores, errors)
 
 
 def aurc(scores: Tensor, errors: Tensor, *, name: str | None = None) -> float:
@@ -51,17 +63,16 @@ def aurc(scores: Tensor, errors: Tensor, *, name: str | None = None) -> float:
 
     With one sample the curve is a point, and its risk is the result.
     """
-    curve = risk_coverage(scores, errors, name=name)
-    if len(curve.risk) == 1:
-        return curve.risk.item()
-    width = 1 - 1 / len(curve.risk)
-    return torch.trapezoid(curve.risk, curve.coverage).item() / width
+    return risk_coverage(scores, errors, name=name).area
 
 
 def risk_at_coverage(scores: Tensor, errors: Tensor, coverage: float = 0.8, *, name: str | None = None) -> float:
     """Mean error when at least this share of the samples is answered, the most certain ones."""
-    if not 0 < coverage <= 1:
-        raise ConfigError(f"coverage={coverage} is not a share of the samples; use a number in (0, 1]")
-    risk = risk_coverage(scores, errors, name=name).risk
-    answered = math.ceil(round(len(risk) * coverage, 9))  # 100 * 0.07 is 7 samples, not 8
-    return risk[max(answered, 1) - 1].item()
+    return risk_coverage(scores, errors, name=name).at(coverage)
+
+
+def risk_curve(scores: Tensor, errors: Tensor) -> RiskCoverage:
+    """`risk_coverage` of values known to be good."""
+    ordered = errors.detach().cpu().double()[scores.cpu().sort(stable=True).indices]
+    answered = torch.arange(1, len(ordered) + 1, dtype=torch.float64)
+    return RiskCoverage(coverage=answered / len(ordered), risk=ordered.cumsum(dim=0) / answered)

@@ -25,7 +25,6 @@ from hydra_ensembles.metrics.calibration import (
 )
 
 T = torch.tensor
-METRICS = [accuracy, brier, nll, ece, adaptive_ece, reliability_bins, top_label]
 
 
 def binary(*confidences):
@@ -110,7 +109,7 @@ def test_reliability_bins_by_hand():
 
 
 def test_random_cases_equal_the_referees(referee, quiet):
-    for seed in range(500):
+    for seed in range(150):
         probs, labels = random_probs(seed)
         classes = probs.shape[1]
         assert accuracy(probs, labels) == pytest.approx(
@@ -122,7 +121,6 @@ def test_random_cases_equal_the_referees(referee, quiet):
         assert nll(probs, labels) == pytest.approx(expected, rel=1e-4, abs=1e-5), seed
         expected = updated(referee.CalibrationError(task="multiclass", num_bins=15, num_classes=classes), probs, labels)
         assert ece(probs, labels) == pytest.approx(expected, abs=1e-5), seed
-        assert ece_of_confidence(*top_label(probs, labels)) == pytest.approx(expected, abs=1e-5), seed
         adaptive = referee.AdaptiveCalibrationError(task="multiclass", num_bins=15, num_classes=classes)
         expected = updated(adaptive, probs, labels)
         if len(labels) >= 15 and len(probs.amax(-1).unique()) == len(labels):
@@ -137,7 +135,7 @@ def test_random_cases_equal_the_referees(referee, quiet):
 def test_tied_confidences_equal_the_referee_under_a_stable_sort(referee, quiet, monkeypatch):
     unstable = torch.sort
     monkeypatch.setattr(torch, "sort", lambda values: unstable(values, stable=True))
-    for seed in range(300):
+    for seed in range(80):
         g = torch.Generator().manual_seed(seed)
         samples = int(torch.randint(15, 90, (), generator=g))
         probs = binary(*(torch.randint(4, 9, (samples,), generator=g) / 8).tolist())
@@ -146,24 +144,23 @@ def test_tied_confidences_equal_the_referee_under_a_stable_sort(referee, quiet, 
         assert adaptive_ece(probs, labels) == pytest.approx(updated(adaptive, probs, labels), abs=1e-6), seed
         expected = float(multiclass_calibration_error(probs, labels, 2, 15))
         assert ece(probs, labels) == pytest.approx(expected, abs=1e-6), seed
-        assert ece_of_confidence(*top_label(probs, labels)) == pytest.approx(expected, abs=1e-6), seed
 
 
 @pytest.mark.parametrize("bins", [1, 7, 15, 40])
 def test_other_numbers_of_bins(referee, quiet, bins):
-    for seed in range(40):
+    for seed in range(15):
         g = torch.Generator().manual_seed(seed)
         probs = (4 * torch.randn(100, 5, generator=g)).double().softmax(-1)
         labels = torch.randint(0, 5, (100,), generator=g)
         expected = float(multiclass_calibration_error(probs, labels, 5, bins))
-        assert ece(probs, labels, bins=bins) == expected
-        assert ece_of_confidence(*top_label(probs, labels), bins=bins) == pytest.approx(expected, abs=1e-6)
+        assert ece(probs, labels, bins=bins) == pytest.approx(expected, abs=1e-6)
+        assert ece(probs, labels, bins=bins) == ece_of_confidence(*top_label(probs, labels), bins=bins)
         adaptive = referee.AdaptiveCalibrationError(task="multiclass", num_bins=bins, num_classes=5)
         assert adaptive_ece(probs, labels, bins=bins) == pytest.approx(updated(adaptive, probs, labels), abs=1e-5)
 
 
 def test_nll_equals_scikit_learn_on_two_classes():
-    for seed in range(100):
+    for seed in range(30):
         probs, _ = random_probs(seed, max_classes=3)
         labels = torch.randint(0, 2, (len(probs),), generator=torch.Generator().manual_seed(seed))
         probs = probs.double().clamp(1e-6, 1)
@@ -222,38 +219,35 @@ def test_labels_of_every_integer_dtype():
 PROBS, LABELS = binary(0.5, 0.75), T([0, 1])
 
 
-@pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize(
-    ("probs", "labels", "message"),
+    ("probs", "labels", "token"),
     [
-        (torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), "set 'val': got no samples"),
-        (PROBS, T([0]), "set 'val': got 2 rows of probabilities, 1 labels"),
-        (PROBS, T([0, 2]), "set 'val': labels run from 0 to 2, but the probabilities have 2 classes"),
-        (PROBS, T([-1, 0]), "set 'val': labels run from -1 to 0"),
-        (PROBS, T([0.0, 1.0]), "set 'val': labels must be integer class indices.*float32"),
-        (PROBS, T([[0, 1]]), r"set 'val': labels must have shape \[B\]"),
-        (torch.ones(2, 1), LABELS, r"set 'val': probabilities have 1 class\(es\)"),
-        (PROBS[0], LABELS, r"set 'val': probabilities must have shape \[B, C\], but have \[2\]"),
-        (T([[0.5, torch.nan], [1, 0]]), LABELS, r"set 'val': 1 of 4 probabilities are NaN or infinite.*\(0, 1\)"),
-        (T([[3.0, -2.0], [1, 0]]), LABELS, "set 'val': rows must be probabilities.*softmax"),
-        (T([[0.2, 0.2], [1, 0]]), LABELS, "set 'val': rows must be probabilities.*off by 0.6"),
-        (T([[1, 0], [1, 0]]), LABELS, "set 'val': probabilities must be floating point"),
+        (torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), "no samples"),
+        (PROBS, T([0]), "2 samples, 1 labels"),
+        (PROBS, T([0, 2]), "from 0 to 2"),
+        (PROBS, T([-1, 0]), "from -1 to 0"),
+        (PROBS, T([0.0, 1.0]), "whole numbers.*float32"),
+        (PROBS, T([[0, 1]]), r"labels.*\[1, 2\]"),
+        (torch.ones(2, 1), T([0, 0]), "two classes"),
+        (PROBS[0], LABELS, r"\[B, C\].*\[2\]"),
+        (T([[0.5, torch.nan], [1, 0]]), LABELS, r"1 of 4.*\(0, 1\)"),
+        (T([[3.0, -2.0], [1, 0]]), LABELS, "softmax"),
+        (T([[0.2, 0.2], [1, 0]]), LABELS, "off by 0.6"),
+        (T([[1, 0], [1, 0]]), LABELS, "floating point"),
     ],
 )
-def test_bad_sets_are_named(metric, probs, labels, message):
-    with pytest.raises(DataError, match=message):
-        metric(probs, labels, name="val")
+def test_bad_sets_are_named(probs, labels, token):
+    for metric in (accuracy, brier, nll, ece, adaptive_ece, reliability_bins, top_label):
+        with pytest.raises(DataError, match=f"set 'val'.*{token}"):
+            metric(probs, labels, name="val")
 
 
-@pytest.mark.parametrize("metric", [ece_of_confidence, adaptive_ece_of_confidence])
-def test_bad_confidences(metric):
-    with pytest.raises(DataError, match="set 'val': confidences must be floating point numbers in"):
-        metric(T([1.5]), T([True]), name="val")
-    with pytest.raises(DataError, match="got 1 confidences, 2 correct flags"):
-        metric(T([0.5]), T([True, False]))
-
-
-@pytest.mark.parametrize("metric", [ece, adaptive_ece, reliability_bins])
-def test_no_bins(metric):
-    with pytest.raises(ConfigError, match="bins=0"):
-        metric(PROBS, LABELS, bins=0)
+def test_bad_confidences_and_bins():
+    for metric in (ece_of_confidence, adaptive_ece_of_confidence):
+        with pytest.raises(DataError, match=r"set 'val'.*\[0, 1\]"):
+            metric(T([1.5]), T([True]), name="val")
+        with pytest.raises(DataError, match="1 confidences, 2 correct flags"):
+            metric(T([0.5]), T([True, False]))
+    for metric in (ece, adaptive_ece, reliability_bins):
+        with pytest.raises(ConfigError, match="bins=0"):
+            metric(PROBS, LABELS, bins=0)

@@ -58,7 +58,7 @@ def test_mutual_information_by_hand():
 
 
 def test_random_cases_equal_the_referee(referee, quiet):
-    for seed in range(500):
+    for seed in range(150):
         probs = random_member_probs(seed)
         by_sample = probs.transpose(0, 1)  # the referee wants [B, M, C], except for the variation ratio
         expected = updated(referee.MutualInformation(), by_sample)
@@ -70,7 +70,7 @@ def test_random_cases_equal_the_referee(referee, quiet):
 
 
 def test_ties_and_a_thousand_classes_equal_the_referee(referee, quiet):
-    for seed in range(60):
+    for seed in range(21):
         g = torch.Generator().manual_seed(seed)
         classes = 1000 if seed % 3 == 0 else 3
         counts = torch.randint(1, 4, (4, 10, classes), generator=g).float()  # many equal probabilities
@@ -108,18 +108,18 @@ def test_many_members():
     torch.testing.assert_close(disagreement_per_sample(probs), expected)
 
 
-@pytest.mark.parametrize("metric", [disagreement, mutual_information, variation_ratio])
 @pytest.mark.parametrize(
-    ("probs", "message"),
+    ("probs", "token"),
     [
-        (torch.rand(3, 4), r"set 'ood': member probabilities must have shape \[M, B, C\].*\[3, 4\]"),
-        (torch.rand(3, 0, 4), "set 'ood': .*at least one member and one sample"),
-        (torch.rand(0, 3, 4), "set 'ood': .*at least one member and one sample"),
-        (torch.full((2, 1, 2), torch.nan), "set 'ood': 4 of 4 probabilities are NaN"),
-        (torch.ones(2, 3, 1), "set 'ood': probabilities have 1 class"),
-        (5 * torch.ones(2, 3, 4), "set 'ood': rows must be probabilities"),
+        (torch.rand(3, 4), r"\[M, B, C\].*\[3, 4\]"),
+        (torch.rand(3, 0, 4), "one sample"),
+        (torch.rand(0, 3, 4), "one member"),
+        (torch.full((2, 1, 2), torch.nan), "4 of 4"),
+        (torch.ones(2, 3, 1), "two classes"),
+        (5 * torch.ones(2, 3, 4), "sum to one"),
     ],
 )
-def test_bad_input_is_named(metric, probs, message):
-    with pytest.raises(DataError, match=message):
-        metric(probs, name="ood")
+def test_bad_input_is_named(probs, token):
+    for metric in (disagreement, mutual_information, variation_ratio):
+        with pytest.raises(DataError, match=f"set 'ood'.*{token}"):
+            metric(probs, name="ood")

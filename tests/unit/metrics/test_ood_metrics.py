@@ -83,7 +83,7 @@ def test_one_sample_each():
 
 
 def test_torch_uncertainty_convention_equals_its_referee(referee, quiet):
-    for seed in range(700):
+    for seed in range(250):
         id_scores, ood_scores = random_scores(seed)
         scores, is_ood = joined(id_scores, ood_scores)
         metric = referee.FPR95(pos_label=1)
@@ -95,7 +95,7 @@ def test_torch_uncertainty_convention_equals_its_referee(referee, quiet):
 
 
 def test_openood_convention_equals_its_definition():
-    for seed in range(400):
+    for seed in range(150):
         id_scores, ood_scores = random_scores(seed)
         expected = openood(id_scores, ood_scores)
         assert auroc(id_scores, ood_scores, "openood") == pytest.approx(expected["auroc"], abs=1e-12)
@@ -115,7 +115,7 @@ def test_large_sets_equal_the_referees(referee, quiet):
 
 
 def test_discordance_counts_pairs():
-    for seed in range(300):
+    for seed in range(100):
         id_scores, ood_scores = random_scores(seed)
         difference = id_scores.double()[:, None] - ood_scores.double()[None, :]
         assert discordance(id_scores, ood_scores) == 2 * int((difference > 0).sum()) + int((difference == 0).sum())
@@ -171,30 +171,32 @@ def test_roc_curve_points():
     for seed in range(50):
         id_scores, ood_scores = random_scores(seed)
         curve = roc_curve(id_scores, ood_scores)
-        area = torch.trapezoid(curve.tpr, curve.fpr).item()
-        assert area == pytest.approx(auroc(id_scores, ood_scores), abs=1e-12)
+        scores, is_ood = joined(id_scores, ood_scores)
+        expected = sklearn_metrics.roc_curve(is_ood, scores.double())
+        for found, points in zip((curve.fpr, curve.tpr, curve.thresholds), expected, strict=True):
+            np.testing.assert_allclose(found, points, atol=1e-15)
 
 
 # --- bad input ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("metric", [auroc, aupr, fpr95, discordance, roc_curve])
 @pytest.mark.parametrize(
-    ("id_scores", "ood_scores", "message"),
+    ("id_scores", "ood_scores", "token"),
     [
-        (T([]), T([1.0]), "set 'textures': there are no ID scores"),
-        (T([1.0]), T([]), "set 'textures': there are no OOD scores"),
-        (T([1.0, 2.0]), T([1.0, torch.nan]), "set 'textures': 1 of 2 OOD scores are NaN, the first at index 1"),
-        (T([[1.0]]), T([1.0]), r"set 'textures': ID scores must be a vector \[B\].*\[1, 1\]"),
-        (T([1.0 + 1j]), T([1.0]), "set 'textures': ID scores must be real"),
+        (T([]), T([1.0]), "no ID scores"),
+        (T([1.0]), T([]), "no OOD scores"),
+        (T([1.0, 2.0]), T([1.0, torch.nan]), "1 of 2 OOD scores are NaN, the first at index 1"),
+        (T([[1.0]]), T([1.0]), r"ID scores.*\[1, 1\]"),
+        (T([1.0 + 1j]), T([1.0]), "ID scores.*real"),
     ],
 )
-def test_bad_scores_are_named(metric, id_scores, ood_scores, message):
-    with pytest.raises(DataError, match=message):
-        metric(id_scores, ood_scores, name="textures")
+def test_bad_scores_are_named(id_scores, ood_scores, token):
+    for metric in (auroc, aupr, fpr95, discordance, roc_curve):
+        with pytest.raises(DataError, match=f"set 'textures'.*{token}"):
+            metric(id_scores, ood_scores, name="textures")
 
 
-@pytest.mark.parametrize("metric", [auroc, aupr, fpr95])
-def test_unknown_convention(metric):
-    with pytest.raises(ConfigError, match="'torch-uncertainty', 'openood'"):
-        metric(ID, OOD, "0.13")
+def test_unknown_convention():
+    for metric in (auroc, aupr, fpr95):
+        with pytest.raises(ConfigError, match="'torch-uncertainty', 'openood'"):
+            metric(ID, OOD, "0.13")

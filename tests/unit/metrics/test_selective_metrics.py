@@ -40,7 +40,7 @@ def test_coverage_is_not_lost_to_rounding():
 
 
 def test_random_cases_equal_the_referee(referee, quiet):
-    for seed in range(400):
+    for seed in range(150):
         probs, labels = random_probs(seed)
         confidence, predicted = probs.max(-1)
         if len(labels) < 2 or len(confidence.unique()) < len(labels):
@@ -57,7 +57,7 @@ def test_ties_equal_the_referee_under_a_stable_sort(referee, quiet, monkeypatch)
     monkeypatch.setattr(
         torch.Tensor, "argsort", lambda scores, descending: unstable(scores, descending=descending, stable=True)
     )
-    for seed in range(200):
+    for seed in range(80):
         g = torch.Generator().manual_seed(seed)
         first = torch.randint(0, 9, (int(torch.randint(2, 70, (), generator=g)),), generator=g) / 8
         probs = torch.stack([first, 1 - first], dim=1)
@@ -75,18 +75,20 @@ def test_half_precision_scores_and_errors(dtype):
     assert aurc(scores, errors.to(dtype)) == aurc(scores.float(), errors)
 
 
-@pytest.mark.parametrize("metric", [risk_coverage, aurc, risk_at_coverage])
-def test_bad_input_is_named(metric):
-    with pytest.raises(DataError, match="set 'val': there are no scores"):
-        metric(T([]), T([]), name="val")
-    with pytest.raises(DataError, match="set 'val': got 2 scores, 1 errors"):
-        metric(T([0.1, 0.2]), T([True]), name="val")
-    with pytest.raises(DataError, match="set 'val': 1 of 2 scores are NaN"):
-        metric(T([0.1, torch.nan]), T([True, False]), name="val")
-    with pytest.raises(DataError, match="set 'val': 1 of 2 errors are NaN"):
-        metric(T([0.1, 0.2]), T([torch.nan, 0]), name="val")
-    with pytest.raises(DataError, match=r"set 'val': errors must be a vector"):
-        metric(T([0.1, 0.2]), T([[1, 0]]), name="val")
+@pytest.mark.parametrize(
+    ("scores", "errors", "token"),
+    [
+        (T([]), T([]), "no scores"),
+        (T([0.1, 0.2]), T([True]), "2 scores, 1 errors"),
+        (T([0.1, torch.nan]), T([True, False]), "1 of 2 scores are NaN"),
+        (T([0.1, 0.2]), T([torch.nan, 0]), "1 of 2 errors are NaN"),
+        (T([0.1, 0.2]), T([[1, 0]]), "vector"),
+    ],
+)
+def test_bad_input_is_named(scores, errors, token):
+    for metric in (risk_coverage, aurc, risk_at_coverage):
+        with pytest.raises(DataError, match=f"set 'val'.*{token}"):
+            metric(scores, errors, name="val")
 
 
 @pytest.mark.parametrize("coverage", [0.0, -0.1, 1.5, float("nan")])
