@@ -1,14 +1,15 @@
 """Saved models: `config.json`, `model.safetensors`, for text `tokenizer.json`, and a model card.
 
-Nothing here knows a model class. A model that wants to be saved hands over plain data (`Contents`) and gets
-plain data back (`Stored`), so every kind of model goes through the same files and the same checks.
+Nothing here knows a model class. A model that wants to be saved hands over plain data and tensors (`Contents`) and gets
+them back (`Stored`), so every kind of model goes through the same files and the same checks. From top to bottom: what
+the files hold, the two kinds of model, writing, publishing, finding, reading.
 """
 
+import copy
 import hashlib
 import os
 import re
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,36 +23,48 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from . import schema as strict_json
 from ._utils import __version__, require_device
 from .errors import CheckpointError, ConfigError
 from .model.config import DualEncoderConfig, EnsembleConfig, TextStemConfig, output_width
 from .model.metadata import Metadata, TextSettings, TextSide
 from .model_card import dual_model_card, model_card
 from .preprocessing import TextPreprocessing
-from .schema import from_plain, to_plain
+from .schema import MAX_BYTES, from_plain, json_bytes, parse_json, short, to_plain
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-TOKENIZER = "tokenizer.json"
-CARD = "README.md"
-FILE_NAMES = (CONFIG, WEIGHTS, TOKENIZER, CARD)  # no other file is ever written, downloaded or read
+T = TypeVar("T")
 
-FORMAT_VERSION: Literal[1] = 1
+CONFIG, WEIGHTS, TOKENIZER, CARD = "config.json", "model.safetensors", "tokenizer.json", "README.md"
+FORMAT, FORMAT_VERSION = "hydra_ensembles", 1
+ENSEMBLE, DUAL_ENCODER = "ensemble", "dual_encoder"  # kinds of model
+TEXT_SIDE = "text_side"  # name of the text side in the metadata, and prefix of its tensors
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+ACCEPTED = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+GIT_LFS_POINTER = b"version https://git-lfs"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """The fields of `config.json`.
+
+    `files` holds the SHA-256 of every other file that loading reads, so that a mixture of two saves, a truncated
+    download or a changed file is noticed before anything is built from it.
+    """
+
+    format: Literal["hydra_ensembles"] = "hydra_ensembles"
+    format_version: Literal[1] = 1
+    library_version: str
+    kind: str
+    model: Mapping[str, Any]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A model as plain data, ready to be written.
-
-    Attributes:
-        kind: Which class of model this is; loading asks for the same kind.
-        model: Its configuration as JSON data.
-        metadata: What it remembers beside its weights, as JSON data.
-        tensors: Its parameters by canonical name.
-        card: Text of the model card.
-        tokenizer: Content of `tokenizer.json`; None when there is none.
-    """
+    """A model ready to be written: configuration and metadata as JSON data, tensors by canonical name, card."""
 
     kind: str
     model: Mapping[str, Any]
@@ -61,158 +74,127 @@ class Contents:
     tokenizer: str | None = None
 
 
-@dataclass(frozen=True)
-class Record:
-    """The fields of `config.json`.
-
-    `files` holds the SHA-256 of every other file that loading reads, so that a mixture of two saves, a
-    truncated download or a changed file is noticed before anything is built from it.
-    """
-
-    format: Literal["hydra_ensembles"]
-    format_version: Literal[1]
-    library_version: str
-    kind: str
-    model: Mapping[str, Any]
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
+# --- the two kinds of model ------------------------------------------------------------------------------------------
 
 
-GIT_LFS_POINTER = b"version https://git-lfs"
+def ensemble_contents(name: str, config: EnsembleConfig, metadata: Metadata, state: Mapping[str, Tensor]) -> Contents:
+    """Everything that `save_pretrained` writes of an ensemble; `name` is how the model card calls it."""
+    plain, tensors = _plain_metadata(config, metadata), dict(state)
+    if metadata.text_side is not None:
+        plain[TEXT_SIDE] = to_plain(metadata.text_side.settings)
+        tensors |= {f"{TEXT_SIDE}.{key}": tensor for key, tensor in metadata.text_side.state.items()}
+    return _contents(ENSEMBLE, config, plain, tensors, model_card(name, config, metadata, state))
 
 
-def checksum(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def dual_encoder_contents(
+    name: str, config: DualEncoderConfig, image: Metadata, text: Metadata, state: Mapping[str, Tensor]
+) -> Contents:
+    """Everything that `save_pretrained` writes of a dual encoder; `name` is how the model card calls it."""
+    plain = {"image": _plain_metadata(config.image, image), "text": _plain_metadata(config.text, text)}
+    return _contents(DUAL_ENCODER, config, plain, state, dual_model_card(name, config, image, text, state))
 
 
-def verify(path: Path, expected: str) -> None:
-    """Refuse a file that is not the one `config.json` was saved with."""
-    if checksum(path) != expected:
+def read_ensemble(stored: "Stored") -> tuple[EnsembleConfig, Metadata, TextSettings | None]:
+    """Configuration and metadata of a stored ensemble, and the settings of its text side where it kept one."""
+    config, data = stored.config(EnsembleConfig, complete=True), stored.metadata()
+    with _reading(stored.folder / CONFIG):
+        texts = None
+        if TEXT_SIDE in data:
+            texts = from_plain(TextSettings, data.pop(TEXT_SIDE), f"config.metadata.{TEXT_SIDE}", complete=True)
+            _check_text_side(config, texts)
+        metadata = _read_metadata(config, data, "config.metadata")
+    return config, metadata, texts
+
+
+def read_dual_encoder(stored: "Stored") -> tuple[DualEncoderConfig, Metadata, Metadata]:
+    """Configuration, metadata of the image tower and metadata of the text tower of a stored dual encoder."""
+    config, data = stored.config(DualEncoderConfig), stored.metadata()
+    with _reading(stored.folder / CONFIG):
+        if data.keys() != {"image", "text"}:
+            raise CheckpointError(f"config.metadata has the fields {sorted(data)}, expected ['image', 'text']")
+        image = _read_metadata(config.image, data["image"], "config.metadata.image")
+        text = _read_metadata(config.text, data["text"], "config.metadata.text")
+    return config, image, text
+
+
+def with_text_side(
+    tensors: Mapping[str, Tensor], metadata: Metadata, texts: TextSettings | None
+) -> tuple[dict[str, Tensor], Metadata]:
+    """The tensors of an ensemble alone, and its metadata with those of the text side, which stays on the CPU."""
+    own, prefix = dict(tensors), f"{TEXT_SIDE}."
+    kept = {name.removeprefix(prefix): own.pop(name) for name in tensors if name.startswith(prefix)}
+    if texts is None:
+        return own, metadata
+    side = TextSide(texts, {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()})
+    return own, replace(metadata, text_side=side)
+
+
+def _contents(kind: str, config: Any, metadata: dict[str, Any], tensors: Mapping[str, Tensor], card: str) -> Contents:
+    """Tokenizers move from the metadata to a file of their own."""
+    tokenizers = [place.pop("tokenizer") for place in _text_preprocessing(metadata)]
+    return Contents(kind, to_plain(config), metadata, tensors, card, next(filter(None, tokenizers), None))
+
+
+def _text_preprocessing(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Where tokenizers belong in plain metadata: of a model, its text side, or its towers."""
+    parts = [part for part in (metadata, *metadata.values()) if isinstance(part, Mapping)]
+    places = [part["preprocessing"] for part in parts if isinstance(part.get("preprocessing"), dict)]
+    return [place for place in places if place.get("kind") == "text"]
+
+
+def _plain_metadata(config: EnsembleConfig, metadata: Metadata) -> dict[str, Any]:
+    """Metadata as JSON data without the text side; what could not be read back is not written."""
+    plain: dict[str, Any] = to_plain(replace(metadata, text_side=None))
+    try:
+        _read_metadata(config, plain, "metadata")
+    except ConfigError as error:
+        raise CheckpointError(f"the model cannot be saved: {error}; replace it with with_metadata") from error
+    return plain
+
+
+def _read_metadata(config: EnsembleConfig, data: Any, path: str) -> Metadata:
+    """Metadata that belong to this model: labels, temperatures and preprocessing are held against it."""
+    if isinstance(data, Mapping) and TEXT_SIDE in data:
+        raise CheckpointError(f"{path} has the unknown field {TEXT_SIDE!r}")
+    metadata = from_plain(Metadata, data, path)
+    classes, labels = config.readout.num_classes, len(metadata.labels)
+    if classes and labels not in (0, classes):
+        raise CheckpointError(f"{path}: {labels} labels for {classes} classes; give one label per class, or none")
+    temperatures = 1 if metadata.calibration is None else len(metadata.calibration.temperature)
+    if temperatures not in (1, config.members):
         raise CheckpointError(
-            f"{path} is not the file that {CONFIG} was saved with (its SHA-256 differs); it was changed or cut off, "
-            "or a save was interrupted: save or download the model again"
+            f"{path}: {temperatures} temperatures for {config.members} members; give one, or one per member"
+        )
+    text, given = isinstance(config.stem, TextStemConfig), metadata.preprocessing
+    if given is not None and isinstance(given, TextPreprocessing) != text:
+        raise CheckpointError(
+            f"{path}: preprocessing is {type(given).__name__} for a model of {'text' if text else 'images'}"
+        )
+    return metadata
+
+
+def _check_text_side(config: EnsembleConfig, texts: TextSettings) -> None:
+    """Refuse a text side made for another number of members, or for what does not compare with class embeddings."""
+    if config.readout.cosine is None:
+        raise CheckpointError("there is a text side, but the ensemble does not classify by class embeddings")
+    if texts.members not in (1, config.members):
+        raise CheckpointError(f"the text side has {texts.members} members, the ensemble {config.members}")
+    ends = output_width(texts.tower) if texts.projection is None else texts.projection.outputs
+    if config.readout.cosine.width not in (None, ends):
+        raise CheckpointError(
+            f"the text side ends in an embedding of width {ends}, the images in one of {config.readout.cosine.width}"
         )
 
 
-def refuse_pointer(path: Path) -> None:
-    """Refuse what git leaves in place of a large file when git-lfs is not set up."""
-    with path.open("rb") as file:
-        if file.read(len(GIT_LFS_POINTER)) == GIT_LFS_POINTER:
-            raise CheckpointError(f"{path} is only a pointer of git-lfs; fetch the content with: git lfs pull")
-
-
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-ACCEPTED = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
-
-
-def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors (of any device, also views and shared ones) as a safetensors file."""
-    for name, tensor in tensors.items():
-        if tensor.is_meta or tensor.dtype not in DTYPES.values():
-            place = "without values (meta device)" if tensor.is_meta else f"{tensor.dtype}"
-            raise CheckpointError(
-                f"parameter {name!r} is {place}; a checkpoint holds {ACCEPTED}. "
-                "Load the values, or convert the model with .to(torch.float32), before saving"
-            )
-    owned: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        plain = tensor.detach().to("cpu").contiguous()
-        storage = plain.untyped_storage().data_ptr()
-        owned[name] = plain.clone() if storage in storages else plain  # the format stores no aliases
-        storages.add(storage)
-    save_file(owned, path, metadata={"format": "pt"})
-
-
-def read_weights(
-    path: Path,
-    checksum: str,
-    build: Callable[[], nn.Module],
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    at_least: int = 0,
-) -> dict[str, Tensor]:
-    """Read the tensors that a model needs, no more and no less.
-
-    Args:
-        path: The safetensors file.
-        checksum: SHA-256 it must have.
-        build: Makes the model; called under the meta device, to learn names and shapes without memory.
-        device: Where the tensors go; None for the CPU.
-        dtype: Floating type to convert to; None keeps what is stored.
-        at_least: Number of tensors below which `build` is not even tried.
-
-    Returns:
-        Tensors by name. On the CPU they may still lie in the mapped file: copy them before they are used,
-        as `Ensemble.from_state` does.
-    """
-    place = require_device(device)
-    if dtype is not None and dtype not in DTYPES.values():
-        raise ConfigError(f"dtype is {dtype}; accepted are {ACCEPTED}, or None for the stored one")
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            names = list(file.keys())
-            if len(names) < at_least:
-                raise CheckpointError(
-                    f"{path} holds {len(names)} tensors, the configuration needs at least {at_least}; "
-                    "weights and configuration do not belong together"
-                )
-            stored = {}
-            for name in names:
-                part = file.get_slice(name)
-                stored[name] = (tuple(part.get_shape()), part.get_dtype())
-            _compare(path, stored, _shapes(path, build))
-            verify(path, checksum)  # after the cheap checks: it reads the whole file
-            return {name: file.get_tensor(name).to(device=place, dtype=dtype) for name in names}
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{path} is not a valid safetensors file ({error}); it is damaged or incomplete, save or download it again"
-        ) from error
-
-
-def _shapes(path: Path, build: Callable[[], nn.Module]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model's parameters, without allocating any of them."""
-    try:
-        with torch.device("meta"):
-            model = build()
-    except (RuntimeError, OverflowError, TypeError) as error:  # sizes whose product no tensor can have
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"the configuration beside {path} describes an impossible model: {reason}") from error
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def _compare(
-    path: Path, stored: Mapping[str, tuple[tuple[int, ...], str]], expected: Mapping[str, tuple[int, ...]]
-) -> None:
-    problems = [f"lacks {name!r}" for name in sorted(expected.keys() - stored.keys())]
-    problems += [f"has the unknown {name!r}" for name in sorted(stored.keys() - expected.keys())]
-    for name in sorted(expected.keys() & stored.keys()):
-        shape, dtype = stored[name]
-        if shape != expected[name]:
-            problems.append(f"has {name!r} with shape {list(shape)} instead of {list(expected[name])}")
-        elif dtype not in DTYPES:
-            problems.append(f"has {name!r} as {dtype}; accepted are {ACCEPTED}")
-    if problems:
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise CheckpointError(
-            f"{path} does not fit its configuration: it {'; it '.join(problems[:5])}{more}. "
-            "Save the model again with save_pretrained; the two files must come from one save"
-        )
+# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def save_checkpoint(folder: str | Path, contents: Contents) -> None:
     """Write the files of a checkpoint into `folder`, replacing those of an earlier one.
 
-    Everything is written to a temporary folder inside `folder` and flushed to disk before the first file is
-    renamed into place; `config.json`, which knows the checksums of the others, comes last. So a kill leaves
-    each file either old or new, never half written, and loading recognises the moment between two renames.
+    Everything is written to a temporary folder inside `folder` and flushed to disk before the first file is renamed
+    into place; `config.json`, which knows the checksums of the others, comes last. So a kill leaves each file either
+    old or new, never half written, and loading recognises the moment between two renames.
 
     Raises:
         CheckpointError: `folder` is a file, or holds the `config.json` of something else.
@@ -236,43 +218,63 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
     _flush(folder)
 
 
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _is_ours(config: Path) -> bool:
     try:
-        found = strict_json.parse(config.read_bytes(), CONFIG)
+        found = parse_json(config.read_bytes(), CONFIG)
     except (OSError, CheckpointError):
         return False
-    return isinstance(found, dict) and found.get("format") == "hydra_ensembles"
+    return isinstance(found, dict) and found.get("format") == FORMAT
 
 
 def _write(folder: Path, contents: Contents) -> list[str]:
     """Write all files into `folder`; their names, in the order in which they are to be renamed."""
-    write_weights(folder / WEIGHTS, contents.tensors)
+    _write_weights(folder / WEIGHTS, contents.tensors)
     covered = [WEIGHTS]
     if contents.tokenizer is not None:
-        content = _utf8(contents.tokenizer, TOKENIZER)
-        strict_json.parse_foreign(content, TOKENIZER)
+        content = contents.tokenizer.encode("utf-8", errors="surrogatepass")  # half characters are refused in the text
+        _check_tokenizer(content, TOKENIZER)
         (folder / TOKENIZER).write_bytes(content)
         covered.append(TOKENIZER)
     record = Record(
-        format="hydra_ensembles",
-        format_version=FORMAT_VERSION,
         library_version=__version__,
         kind=contents.kind,
         model=contents.model,
         metadata=contents.metadata,
         files={name: checksum(folder / name) for name in covered},
     )
-    (folder / CARD).write_bytes(_utf8(contents.card, CARD))
-    (folder / CONFIG).write_bytes(strict_json.write(to_plain(record), CONFIG))
+    (folder / CONFIG).write_bytes(json_bytes(to_plain(record), CONFIG))
+    (folder / CARD).write_bytes(contents.card.encode("utf-8", errors="replace"))  # a folder may have any name
     shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # the safetensors library makes it private
     return [*covered, CARD, CONFIG]
 
 
-def _utf8(text: str, name: str) -> bytes:
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise CheckpointError(f"{name} has text that is not valid Unicode: {error}") from error
+def _write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors (of any device, also views and shared ones) as a safetensors file."""
+    owned: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        if tensor.is_meta or tensor.dtype not in DTYPES.values():
+            place = "without values (meta device)" if tensor.is_meta else f"{tensor.dtype}"
+            raise CheckpointError(
+                f"parameter {name!r} is {place}; a checkpoint holds {ACCEPTED}. "
+                "Load the values, or convert the model with .to(torch.float32), before saving"
+            )
+        plain = tensor.detach().to("cpu").contiguous()
+        storage = plain.untyped_storage().data_ptr()
+        owned[name] = plain.clone() if storage in storages else plain  # the format stores no aliases
+        storages.add(storage)
+    save_file(owned, path, metadata={"format": "pt"})
+
+
+def _check_tokenizer(content: bytes, name: str) -> None:
+    if not isinstance(parse_json(content, name, foreign=True), dict):
+        raise CheckpointError(f"{name} is not a JSON object; save or download it again")
 
 
 def _flush(path: Path) -> None:
@@ -286,38 +288,7 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-
-
-def locate(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
-    """The folder a checkpoint lies in: `source` itself, or the hub's cache after downloading `source`.
-
-    A folder that exists wins. Otherwise a string like `owner/name` is a hub id; from the hub come only the
-    files of a checkpoint, whatever else the repository holds.
-    """
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        if revision is not None:
-            raise CheckpointError(
-                f"revision {revision!r} was given, but {source} is a folder; revisions belong to hub ids"
-            )
-        return folder
-    if isinstance(source, Path) or not HUB_ID.fullmatch(source):
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise CheckpointError(
-            f"{source} {what}; give the folder that save_pretrained wrote, or a hub id of the form 'owner/name'"
-        )
-    try:
-        snapshot = huggingface_hub.snapshot_download(
-            source, revision=revision, token=token, allow_patterns=list(FILE_NAMES)
-        )
-    except Exception as error:  # the hub client raises whatever its HTTP library does
-        raise CheckpointError(
-            f"{source!r} is no folder here, and the hub did not give it as a model (revision "
-            f"{revision or 'main'!r}): {_first_line(error)}. Check the name, the connection and, for a private "
-            "model, the token"
-        ) from error
-    return Path(snapshot)
+# --- the hub ---------------------------------------------------------------------------------------------------------
 
 
 def push_checkpoint(
@@ -343,10 +314,9 @@ def push_checkpoint(
         api = huggingface_hub.HfApi(token=token)
         try:
             api.create_repo(repo_id, private=private, exist_ok=True)
-            commit = api.create_commit(
-                repo_id, operations, commit_message=commit_message or "Upload a Hydra Ensembles model"
-            )
-        except Exception as error:  # as above
+            message = commit_message or "Upload a Hydra Ensembles model"
+            commit = api.create_commit(repo_id, operations, commit_message=message)
+        except Exception as error:  # the hub client raises whatever its HTTP library does
             raise CheckpointError(
                 f"the hub did not take {repo_id!r}: {_first_line(error)}. Check the name, the connection and that "
                 "the token may write there (log in with: hf auth login)"
@@ -354,48 +324,69 @@ def push_checkpoint(
     return str(commit.commit_url)
 
 
+def locate(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
+    """The folder a checkpoint lies in: `source` itself, or the hub's cache after downloading `source`.
+
+    A folder that exists wins. Otherwise a string like `owner/name` is a hub id; from the hub come only the files of a
+    checkpoint, whatever else the repository holds.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise CheckpointError(f"revision is {revision!r}, but {source} is a folder; revisions belong to hub ids")
+        return folder
+    if isinstance(source, Path) or not HUB_ID.fullmatch(source):
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise CheckpointError(
+            f"{source} {what}; give the folder that save_pretrained wrote, or a hub id of the form 'owner/name'"
+        )
+    files = [CONFIG, WEIGHTS, TOKENIZER, CARD]
+    try:
+        return Path(huggingface_hub.snapshot_download(source, revision=revision, token=token, allow_patterns=files))
+    except Exception as error:  # as above
+        raise CheckpointError(
+            f"{source!r} is no folder here, and the hub did not give it as a model (revision {revision or 'main'!r}): "
+            f"{_first_line(error)}. Check the name, the connection and, for a private model, the token"
+        ) from error
+
+
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no further details'}"
 
 
-T = TypeVar("T")
-
-RESULT_OF_A_BUILD = "ensemble"  # where `build` leaves it in its run folder
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint whose `config.json` has been read; weights and tokenizer are read when asked for.
-
-    Attributes:
-        folder: Where the files lie.
-        record: What `config.json` says.
-    """
+    """A checkpoint whose `config.json` has been read; weights and tokenizer are read when asked for."""
 
     folder: Path
     record: Record
 
-    def read(self, cls: type[T], data: Any, path: str, *, complete: bool = False) -> T:
-        """Build a dataclass from a part of `config.json`; `path` names that part in errors.
+    def config(self, cls: type[T], *, complete: bool = False) -> T:
+        """The configuration; with `complete`, a field that was lost does not turn into its default."""
+        with _reading(self.folder / CONFIG):
+            return from_plain(cls, self.record.model, "config.model", complete=complete)
 
-        What the logits depend on is read with `complete`: a lost field must not turn into its default.
-        """
-        try:
-            return from_plain(cls, data, path, complete=complete)
-        except ConfigError as error:
-            raise CheckpointError(f"{self.folder / CONFIG}: {error}") from error
-
-    def tokenizer(self) -> str | None:
-        """Content of `tokenizer.json`, or None when the model was saved without."""
-        if TOKENIZER not in self.record.files:
-            return None
-        path = _regular_file(self.folder, TOKENIZER)
-        with _readable(path):
-            refuse_pointer(path)
-            verify(path, self.record.files[TOKENIZER])
-            return strict_json.parse_foreign(_read_bytes(path), str(path))
+    def metadata(self) -> dict[str, Any]:
+        """The metadata as JSON data, with the tokenizer put back where it belongs."""
+        metadata = copy.deepcopy(dict(self.record.metadata))
+        places = _text_preprocessing(metadata)
+        with _reading(self.folder / CONFIG):
+            if any("tokenizer" in place for place in places):
+                raise CheckpointError("preprocessing has the unknown field 'tokenizer'; a tokenizer is its own file")
+            if TOKENIZER in self.record.files and len(places) != 1:
+                raise CheckpointError(f"it lists a tokenizer; preprocessing for text is there {len(places)} times")
+        if TOKENIZER in self.record.files:
+            path = self.folder / TOKENIZER
+            with _reading(path):
+                content = _read_file(self.folder, TOKENIZER)
+                self._verify(TOKENIZER)
+                _check_tokenizer(content, TOKENIZER)
+            places[0]["tokenizer"] = content.decode("utf-8")
+        return metadata
 
     def tensors(
         self,
@@ -404,11 +395,39 @@ class Stored:
         dtype: torch.dtype | None = None,
         at_least: int = 0,
     ) -> dict[str, Tensor]:
-        """The parameters of the model that `build` makes; see `read_weights`."""
-        path = _regular_file(self.folder, WEIGHTS)
-        with _readable(path):
-            refuse_pointer(path)
-            return read_weights(path, self.record.files[WEIGHTS], build, device, dtype, at_least)
+        """Read the tensors that a model needs, no more and no less.
+
+        Args:
+            build: Makes the model; called under the meta device, to learn names and shapes without memory.
+            device: Where the tensors go; None for the CPU.
+            dtype: Floating type to convert to; None keeps what is stored.
+            at_least: Number of tensors below which `build` is not even tried.
+
+        Returns:
+            Tensors by name. On the CPU they may still lie in the mapped file: copy them before they are used, as
+            `Ensemble.from_state` does.
+        """
+        place, path = require_device(device), self.folder / WEIGHTS
+        if dtype is not None and dtype not in DTYPES.values():
+            raise ConfigError(f"dtype is {dtype}; accepted are {ACCEPTED}, or None for the stored one")
+        with _reading(path):
+            _read_file(self.folder, WEIGHTS, 0)
+            with safe_open(path, framework="pt", device="cpu") as file:
+                names = list(file.keys())
+                if len(names) < at_least:
+                    raise CheckpointError(f"it holds {len(names)} tensors, the configuration needs at least {at_least}")
+                slices = {name: file.get_slice(name) for name in names}
+                stored = {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
+                _compare(stored, _shapes(build))
+                self._verify(WEIGHTS)  # after the cheap checks: it reads the whole file
+                return {name: file.get_tensor(name).to(device=place, dtype=dtype) for name in names}
+
+    def _verify(self, name: str) -> None:
+        if checksum(self.folder / name) != self.record.files[name]:
+            raise CheckpointError(
+                f"it is not the file that {CONFIG} was saved with (its SHA-256 differs): it was changed or cut off, or "
+                "a save was interrupted; save or download the model again"
+            )
 
 
 def open_checkpoint(source: str | Path, kind: str, *, revision: str | None = None, token: str | None = None) -> Stored:
@@ -421,67 +440,53 @@ def open_checkpoint(source: str | Path, kind: str, *, revision: str | None = Non
         token: Access token for private models on the hub; None for the one logged in with.
     """
     folder = locate(source, revision, token)
-    path = _regular_file(folder, CONFIG)
-    with _readable(path):
-        data = strict_json.parse(_read_bytes(path), str(path))
-    stored = Stored(folder, _read_record(data, path))
-    _check_files(stored)
-    if stored.record.kind != kind:
-        raise CheckpointError(
-            f"{path} describes a model of kind {stored.record.kind!r}, expected {kind!r}; "
-            "load it with the class that saved it"
-        )
-    return stored
+    with _reading(folder / CONFIG):
+        data = parse_json(_read_file(folder, CONFIG), CONFIG)
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise CheckpointError(
+                f'it was not written by hydra_ensembles (it has no "format": "{FORMAT}"); load the model with the '
+                "library it comes from and give it to hydra_ensembles.convert"
+            )
+        version = data.get("format_version")
+        if type(version) is not int or version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"format version {short(version)}, this hydra_ensembles reads version {FORMAT_VERSION}; for a newer "
+                "one, update hydra_ensembles"
+            )
+        record = from_plain(Record, data, "config")
+        if record.kind != kind:
+            raise CheckpointError(f"a model of kind {record.kind!r}, expected {kind!r}; load it with its own class")
+        if not {WEIGHTS} <= record.files.keys() <= {WEIGHTS, TOKENIZER}:
+            raise CheckpointError(
+                f"it has checksums of {short(sorted(record.files))}; {WEIGHTS} is needed, {TOKENIZER} accepted, and no "
+                "other file is read: save the model again"
+            )
+    return Stored(folder, record)
 
 
-def _read_record(data: Any, path: Path) -> Record:
-    if not isinstance(data, dict) or data.get("format") != "hydra_ensembles":
-        raise CheckpointError(
-            f'{path} was not written by hydra_ensembles (it has no "format": "hydra_ensembles"); load the model '
-            "with the library it comes from and give it to hydra_ensembles.convert"
-        )
-    version = data.get("format_version")
-    if not isinstance(version, int) or isinstance(version, bool) or version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path} has format version {_short(version)}, this hydra_ensembles reads version {FORMAT_VERSION}; "
-            "for a newer one, update hydra_ensembles"
-        )
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Whatever is wrong with a file becomes a `CheckpointError` that names it."""
     try:
-        return from_plain(Record, data, "config")
-    except ConfigError as error:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); check its permissions and the disk") from error
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path} is not a valid safetensors file ({error}); it is damaged or incomplete, save or download it again"
+        ) from error
+    except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _check_files(stored: Stored) -> None:
-    """Only our own names, each with a checksum, and every one of them there."""
-    path = stored.folder / CONFIG
-    files = stored.record.files
-    unknown = sorted(files.keys() - {WEIGHTS, TOKENIZER})
-    if unknown:
-        raise CheckpointError(
-            f"{path} lists the files {_short(unknown)}; only {WEIGHTS} and {TOKENIZER} are read, from the folder itself"
-        )
-    if WEIGHTS not in files:
-        raise CheckpointError(f"{path} gives no checksum for {WEIGHTS}; the file is incomplete, save the model again")
-    for name, checksum in files.items():
-        if not re.fullmatch("[0-9a-f]{64}", checksum):
-            raise CheckpointError(
-                f"{path}: config.files.{name} must be a SHA-256 in hexadecimal, got {_short(checksum)}"
-            )
-        _regular_file(stored.folder, name)
+def _read_file(folder: Path, name: str, most: int = MAX_BYTES) -> bytes:
+    """The first bytes of a plain file that lies in `folder`, one more than `most` so that the limit is noticed.
 
-
-def _regular_file(folder: Path, name: str) -> Path:
-    """The file of this name in `folder`, provided it is a plain file that lies in there.
-
-    In the cache of the hub client, snapshots are links into the `blobs` folders beside them; these count as
-    inside.
+    In the cache of the hub client, snapshots are links into the `blobs` folders beside them; these count as inside.
     """
     path = folder / name
     try:
-        real = path.resolve(strict=True)
-        root = folder.resolve(strict=True)
-        mode = real.stat().st_mode
+        real, root = path.resolve(strict=True), folder.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # missing, or links in a circle
         raise CheckpointError(_missing(folder, name)) from error
     roots = [root]
@@ -489,218 +494,56 @@ def _regular_file(folder: Path, name: str) -> Path:
         roots += [root.parents[1] / "blobs", *(above / "blobs" for above in root.parents[2:3])]
     if not any(real.is_relative_to(allowed) for allowed in roots):
         raise CheckpointError(
-            f"{path} is a link to {real}, outside of its folder; copy the file into the folder to load it"
+            f"it is a link to {real}, outside of its folder; copy the file into the folder to load it"
         )
-    if not stat.S_ISREG(mode):
-        raise CheckpointError(f"{path} is not a plain file; a checkpoint has nothing else")
-    return path
+    if not real.is_file():  # opening a named pipe would wait for ever
+        raise CheckpointError("it is not a plain file; a checkpoint has nothing else")
+    with path.open("rb") as file:
+        content = file.read(max(most + 1, len(GIT_LFS_POINTER)))
+    if content.startswith(GIT_LFS_POINTER):
+        raise CheckpointError("it is only a pointer of git-lfs; fetch the content with: git lfs pull")
+    return content
 
 
 def _missing(folder: Path, name: str) -> str:
-    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    found = sorted(path.name for path in folder.iterdir())
     pickles = [other for other in found if other.endswith(PICKLES)]
     if name == WEIGHTS and pickles:
         return (
-            f"{folder} has no {name}, but {pickles[:5]}: pickles can run code and are never read. Load the model with "
-            "the library it comes from, convert it, and save it with save_pretrained"
+            f"there is no {name}, but {pickles[:5]}: pickles can run code and are never read. Load the model with the "
+            "library it comes from, convert it, and save it with save_pretrained"
         )
-    if name == CONFIG and (folder / RESULT_OF_A_BUILD / CONFIG).is_file():
-        return (
-            f"{folder} has no {name}; it is the run folder of a build, whose ensemble lies in "
-            f"{folder / RESULT_OF_A_BUILD}: load it from there"
-        )
+    inside = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG}"))
+    if name == CONFIG and inside:
+        return f"there is no {name}; give a folder that has one, such as {inside[0]}"
     return (
-        f"{folder} has no {name} (it has {found[:8] or 'no files'}); give the folder that save_pretrained wrote, "
+        f"there is no {name} (the folder has {found[:8] or 'no files'}); give the folder that save_pretrained wrote, "
         "or save or download the model again"
     )
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Turn what the operating system says about an unreadable file into an error of ours."""
+def _shapes(build: Callable[[], nn.Module]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's parameters, without allocating any of them."""
     try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); check its permissions and the disk") from error
+        with torch.device("meta"):
+            model = build()
+    except (RuntimeError, OverflowError, TypeError) as error:  # sizes whose product no tensor can have
+        raise CheckpointError(f"its configuration describes an impossible model: {_first_line(error)}") from error
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def _read_bytes(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(strict_json.MAX_BYTES + 1)  # one more than accepted, so that the limit is noticed
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-ENSEMBLE = "ensemble"  # the kind of an ensemble's checkpoint
-
-
-TEXT_SIDE = "text_side"  # name of the text side in the metadata, and prefix of its tensors
-
-
-def ensemble_contents(name: str, config: EnsembleConfig, metadata: Metadata, state: Mapping[str, Tensor]) -> Contents:
-    """Everything that `save_pretrained` writes; `name` is how the model card calls the model."""
-    check_fits(config, metadata)
-    plain, tokenizer = metadata_to_plain(metadata)
-    texts = metadata.text_side
-    if texts is not None:
-        plain[TEXT_SIDE] = to_plain(texts.settings)
-        tokenizer = plain[TEXT_SIDE]["preprocessing"].pop("tokenizer")
-    stored = {} if texts is None else {f"{TEXT_SIDE}.{key}": tensor for key, tensor in texts.state.items()}
-    return Contents(
-        kind=ENSEMBLE,
-        model=to_plain(config),
-        metadata=plain,
-        tensors={**state, **stored},
-        card=model_card(name, config, metadata, state),
-        tokenizer=tokenizer,
-    )
-
-
-def read_ensemble(stored: Stored) -> tuple[EnsembleConfig, Metadata, TextSettings | None]:
-    """Configuration and metadata of a stored ensemble, and the settings of its text side where it kept one."""
-    config = stored.read(EnsembleConfig, stored.record.model, "config.model", complete=True)
-    data = dict(stored.record.metadata)
-    texts = _read_text_settings(stored, data.pop(TEXT_SIDE)) if TEXT_SIDE in data else None
-    metadata = read_metadata(stored, data, "config.metadata", own_tokenizer=texts is None)
-    try:
-        check_fits(config, metadata)
-        _check_text_side(config, texts)
-    except CheckpointError as error:
-        raise CheckpointError(f"{stored.folder / CONFIG}: {error}") from error
-    return config, metadata, texts
-
-
-def with_text_side(
-    tensors: Mapping[str, Tensor], metadata: Metadata, texts: TextSettings | None
-) -> tuple[dict[str, Tensor], Metadata]:
-    """The tensors of an ensemble alone, and its metadata with those of the text side, which stays on the CPU."""
-    prefix = f"{TEXT_SIDE}."
-    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
-    if texts is None:
-        return own, metadata
-    kept = {
-        name.removeprefix(prefix): tensor.to("cpu", copy=True)
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
-    return own, replace(metadata, text_side=TextSide(texts, kept))
-
-
-def metadata_to_plain(metadata: Metadata) -> tuple[dict[str, Any], str | None]:
-    """Metadata as JSON data without the text side, and the text of its tokenizer, which is a file of its own."""
-    plain = to_plain(replace(metadata, text_side=None))
-    try:
-        from_plain(Metadata, plain, "metadata")
-    except ConfigError as error:
-        raise CheckpointError(f"the model cannot be saved: {error}; replace it with with_metadata") from error
-    tokenizer = plain["preprocessing"].pop("tokenizer", "") if plain["preprocessing"] else ""
-    return plain, tokenizer or None
-
-
-def read_metadata(stored: Stored, data: Any, path: str, own_tokenizer: bool = True) -> Metadata:
-    """Metadata from its part of `config.json`; with `own_tokenizer`, a stored tokenizer is put back into it."""
-    _refuse_tokenizer(stored, data, path)
-    if isinstance(data, Mapping) and TEXT_SIDE in data:
-        raise CheckpointError(f"{stored.folder / CONFIG}: {path} has the unknown field {TEXT_SIDE!r}")
-    metadata = stored.read(Metadata, data, path)
-    tokenizer = stored.tokenizer() if own_tokenizer else None
-    if tokenizer is None:
-        return metadata
-    if not isinstance(metadata.preprocessing, TextPreprocessing):
-        raise CheckpointError(f"{stored.folder / CONFIG} lists a tokenizer, but {path}.preprocessing is not for text")
-    return replace(metadata, preprocessing=replace(metadata.preprocessing, tokenizer=tokenizer))
-
-
-def _read_text_settings(stored: Stored, data: Any) -> TextSettings:
-    """The settings of a text side, with the tokenizer put back."""
-    path = f"config.metadata.{TEXT_SIDE}"
-    _refuse_tokenizer(stored, data, path)
-    tokenizer = stored.tokenizer()
-    if tokenizer is None:
-        raise CheckpointError(f"{stored.folder / CONFIG}: {path} needs a tokenizer, but no file of one is listed")
-    if isinstance(data, Mapping) and isinstance(data.get("preprocessing"), Mapping):
-        data = {**data, "preprocessing": {**data["preprocessing"], "tokenizer": tokenizer}}
-    return stored.read(TextSettings, data, path, complete=True)
-
-
-def _refuse_tokenizer(stored: Stored, data: Any, path: str) -> None:
-    preprocessing = data.get("preprocessing") if isinstance(data, Mapping) else None
-    if isinstance(preprocessing, Mapping) and "tokenizer" in preprocessing:
+def _compare(stored: Mapping[str, tuple[tuple[int, ...], str]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    problems = [f"lacks {name!r}" for name in sorted(expected.keys() - stored.keys())]
+    problems += [f"has the unknown {name!r}" for name in sorted(stored.keys() - expected.keys())]
+    for name in sorted(expected.keys() & stored.keys()):
+        shape, dtype = stored[name]
+        if shape != expected[name]:
+            problems.append(f"has {name!r} with shape {list(shape)} instead of {list(expected[name])}")
+        elif dtype not in DTYPES:
+            problems.append(f"has {name!r} as {dtype}; accepted are {ACCEPTED}")
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(
-            f"{stored.folder / CONFIG}: {path}.preprocessing has the unknown field 'tokenizer'; "
-            "a tokenizer is a file of its own"
+            f"it does not fit its configuration: it {'; it '.join(problems[:5])}{more}. "
+            "Save the model again with save_pretrained; the two files must come from one save"
         )
-
-
-def _check_text_side(config: EnsembleConfig, texts: TextSettings | None) -> None:
-    """Refuse a text side made for another number of members, or for what does not compare with class embeddings."""
-    if texts is None:
-        return
-    if config.readout.cosine is None:
-        raise CheckpointError("there is a text side, but the ensemble does not classify by class embeddings")
-    if texts.members not in (1, config.members):
-        raise CheckpointError(f"the text side has {texts.members} members, the ensemble {config.members}")
-    ends, expected = output_width(texts.tower), config.readout.cosine.width
-    if texts.projection is not None:
-        ends = texts.projection.outputs
-    if expected not in (None, ends):
-        raise CheckpointError(f"the text side ends in an embedding of width {ends}, the images in one of {expected}")
-
-
-def check_fits(config: EnsembleConfig, metadata: Metadata) -> None:
-    """Refuse metadata that belongs to another model: labels, temperatures, kind of preprocessing."""
-    classes, labels = config.readout.num_classes, len(metadata.labels)
-    if classes and labels not in (0, classes):
-        raise CheckpointError(f"there are {labels} labels for {classes} classes; give one label per class, or none")
-    temperatures = 1 if metadata.calibration is None else len(metadata.calibration.temperature)
-    if temperatures not in (1, config.members):
-        raise CheckpointError(
-            f"there are {temperatures} temperatures for {config.members} members; give one, or one per member"
-        )
-    text = isinstance(config.stem, TextStemConfig)
-    if metadata.preprocessing is not None and isinstance(metadata.preprocessing, TextPreprocessing) != text:
-        raise CheckpointError(
-            f"preprocessing is {type(metadata.preprocessing).__name__} for a model of {'text' if text else 'images'}"
-        )
-
-
-DUAL_ENCODER = "dual_encoder"  # the kind of a dual encoder's checkpoint
-_TOWERS = {"image", "text"}
-
-
-def dual_encoder_contents(
-    name: str, config: DualEncoderConfig, image: Metadata, text: Metadata, state: Mapping[str, Tensor]
-) -> Contents:
-    """Everything that `save_pretrained` writes; `name` is how the model card calls the model."""
-    check_fits(config.image, image)
-    check_fits(config.text, text)
-    plain_text, tokenizer = metadata_to_plain(text)
-    return Contents(
-        kind=DUAL_ENCODER,
-        model=to_plain(config),
-        metadata={"image": metadata_to_plain(image)[0], "text": plain_text},
-        tensors=state,
-        card=dual_model_card(name, config, image, text, state),
-        tokenizer=tokenizer,
-    )
-
-
-def read_dual_encoder(stored: Stored) -> tuple[DualEncoderConfig, Metadata, Metadata]:
-    """Configuration, metadata of the image tower and metadata of the text tower of a stored dual encoder."""
-    config = stored.read(DualEncoderConfig, stored.record.model, "config.model")
-    data = stored.record.metadata
-    if data.keys() != _TOWERS:
-        raise CheckpointError(
-            f"{stored.folder / CONFIG}: config.metadata has the fields {sorted(data)}, expected {sorted(_TOWERS)}"
-        )
-    image = stored.read(Metadata, data["image"], "config.metadata.image")
-    text = read_metadata(stored, data["text"], "config.metadata.text")
-    for tower, tower_config, metadata in (("image", config.image, image), ("text", config.text, text)):
-        try:
-            check_fits(tower_config, metadata)
-        except CheckpointError as error:
-            raise CheckpointError(f"{stored.folder / CONFIG}: {tower} tower: {error}") from error
-    return config, image, text

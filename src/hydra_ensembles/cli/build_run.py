@@ -4,12 +4,11 @@ import shlex
 from pathlib import Path
 
 from ..batches import Batches
-from ..checkpoint import RESULT_OF_A_BUILD
 from ..data.batching import Preprocess, RandAugment, TrainTransform, batches
 from ..errors import ConfigError, DataError, HydraError
 from ..model.ensemble import Ensemble
 from ..pipeline.chain import build as build_ensemble
-from ..pipeline.run_folder import SETTINGS, require_own_folder
+from ..pipeline.run_folder import RESULT, SETTINGS, require_own_folder
 from ..pipeline.settings import HydraConfig, Strategy
 from ..preprocessing import ImagePreprocessing
 from .build_settings import BuildSettings, BuildSources
@@ -200,7 +199,7 @@ def _print_result(hydra: Ensemble, folder: Path, config: HydraConfig) -> None:
     if calibration is not None and calibration.threshold is not None:
         print(f"abstains       where {calibration.score} is above {calibration.threshold:.4g}, calibrated to accept "
               f"{config.accepted_share:.0%} of held-out data")  # fmt: skip
-    print(f"\nThe ensemble is in {folder / RESULT_OF_A_BUILD}, how it was made in {folder / 'summary.json'}. Next:")
+    print(f"\nThe ensemble is in {folder / RESULT}, how it was made in {folder / 'summary.json'}. Next:")
     quoted = shlex.quote(str(folder))
     print(f"  hydra-ensembles info {quoted}")
     print(f"  hydra-ensembles predict {quoted} {'IMAGE...' if hydra.kind == 'image' else '--text TEXT'}")

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import RESULT_OF_A_BUILD
 from ..errors import CheckpointError, ConfigError
 from ..model.clip import DualEncoder
 from ..model.ensemble import Ensemble
+from ..pipeline.run_folder import RESULT
 from .nearest import did_you_mean
 from .settings import ModelSettings, choose_device
 from .timm_models import is_timm_name, load_timm, timm_names
@@ -63,11 +63,11 @@ def load_model(settings: ModelSettings) -> Ensemble | DualEncoder:
 
 def _from_folder(folder: Path, settings: ModelSettings) -> Ensemble | DualEncoder:
     if (folder / RUN_FILE).is_file():
-        if not (folder / RESULT_OF_A_BUILD / "config.json").is_file():
+        if not (folder / RESULT / "config.json").is_file():
             raise CheckpointError(
                 f"{folder} is a build that is not finished; run the same build again, it goes on there"
             )
-        folder = folder / RESULT_OF_A_BUILD
+        folder = folder / RESULT
     config = _read_config(folder)
     if config.get("format") == "hydra_ensembles":
         _refuse_making(settings, f"{folder} holds a saved ensemble")

@@ -21,6 +21,7 @@ from ..model.ensemble import Ensemble
 T = TypeVar("T")
 
 IDENTITY = "run.json"
+RESULT = "ensemble"  # the finished model of a run
 SECONDS = "seconds.json"
 SETTINGS = "config.yaml"  # what the command line writes beside the products, and before them
 _UNREADABLE = (OSError, ValueError, RecursionError, SafetensorError)

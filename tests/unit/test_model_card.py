@@ -5,10 +5,12 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard
 
+import hydra_ensembles as he
+from architectures_clip import open_clip_model
 from checkpoint_models import CONFIGS, ensemble, hydra, map_pooled, metadata_for, single, text
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Metadata
-from hydra_ensembles.model_card import model_card, one_line
+from hydra_ensembles.model_card import dual_model_card, model_card, one_line
 
 
 def card_of(model: Ensemble, name: str = "my-model") -> str:
@@ -86,3 +88,14 @@ def test_many_labels_are_cut_short() -> None:
     metadata = Metadata(labels=tuple(f"label {i}" for i in range(25)))
     config = replace(single(), readout=replace(single().readout, num_classes=25))
     assert "label 19 and 5 more" in card_of(ensemble(config, metadata=metadata))
+
+
+def test_a_dual_encoder_is_described_tower_by_tower() -> None:
+    dual = he.convert(open_clip_model())
+    card = dual_model_card("clip", dual.config, dual.image.metadata, dual.text.metadata, dual.state_dict())
+    assert ModelCard(card).data.pipeline_tag == "zero-shot-image-classification"
+    for tower, part in (("image", dual.image), ("text", dual.text)):
+        facts = card.split(f"## The {tower} tower")[1]
+        assert f"| parameters | {part.describe().parameters:,} (float32) |" in facts.split("## ")[0]
+        assert f"## Heads kept, {tower} tower" in card
+    assert "he.DualEncoder.from_pretrained('clip')" in card

@@ -1,0 +1,504 @@
+"""Checkpoints that must not load: refused with an error of ours, before anything large is read or built.
+
+Mutated ones either are refused, or give a model that is exactly what the files say. Anything else (another exception,
+a crash, a wrong or half-filled model) fails the test.
+"""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import hydra_ensembles as he
+from architectures_clip import open_clip_model
+from checkpoint_models import ensemble, inputs_for, ragged, same_bits, text, tiny
+from hydra_ensembles.checkpoint import DTYPES, checksum
+from hydra_ensembles.errors import CheckpointError, HydraError
+from hydra_ensembles.model.clip import DualEncoder
+from hydra_ensembles.model.config import DualEncoderConfig
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.schema import from_plain, to_plain
+from json_places import places
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a text ensemble, a tiny one and a dual encoder; not to be changed."""
+    folder = tmp_path_factory.mktemp("saved")
+    ensemble(text()).save_pretrained(folder / "text")
+    ensemble(tiny()).save_pretrained(folder / "tiny")
+    he.convert(open_clip_model()).save_pretrained(folder / "dual")
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved / "text", tmp_path / "model"))
+
+
+@contextmanager
+def copy_of(folder: Path) -> Iterator[Path]:
+    with TemporaryDirectory() as temporary:
+        yield Path(shutil.copytree(folder, Path(temporary) / "model"))
+
+
+def change_config(folder: Path, change: Change) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def trust(folder: Path) -> None:
+    """Correct the checksums, so that only what the files say is wrong."""
+    names = [name for name in ("model.safetensors", "tokenizer.json") if (folder / name).exists()]
+    change_config(folder, lambda config: config.update(files={name: checksum(folder / name) for name in names}))
+
+
+def assert_refused(folder: str | Path, token: str, kind: type[Ensemble] | type[DualEncoder] = Ensemble) -> None:
+    with pytest.raises(CheckpointError, match=token):
+        kind.from_pretrained(folder)
+
+
+# --- where it lies ---------------------------------------------------------------------------------------------------
+
+
+def test_missing_folders_and_files(folder: Path, tmp_path: Path) -> None:
+    assert_refused(tmp_path / "nowhere", "does not exist")
+    assert_refused("nowhere-at-all", "owner/name")
+    assert_refused(folder / "config.json", "is a file")
+    assert_refused(tmp_path, r"no config\.json.*model")  # it names the folder that has one
+    with pytest.raises(CheckpointError, match="revision"):
+        Ensemble.from_pretrained(folder, revision="main")
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        (folder / name).unlink()
+        assert_refused(folder, f"no {name}")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "weights.pkl", "last.ckpt"])
+def test_pickles_are_never_read(name: str, folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / name)
+    assert_refused(folder, "pickles")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_only_plain_files_in_the_folder_are_read(name: str, folder: Path, tmp_path: Path) -> None:
+    (folder / name).rename(tmp_path / name)
+    (folder / name).symlink_to(tmp_path / name)
+    assert_refused(folder, "outside")
+    (folder / name).unlink()
+    (folder / name).symlink_to(folder / name)  # a circle
+    assert_refused(folder, f"no {name}")
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    assert_refused(folder, "plain file")
+    (folder / name).rmdir()
+    os.mkfifo(folder / name)  # opening it would wait for ever
+    assert_refused(folder, "plain file")
+
+
+def test_links_within_the_folder_and_within_the_cache_of_the_hub(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    (folder / "model.safetensors").symlink_to("other.safetensors")
+    Ensemble.from_pretrained(folder)
+    cached = tmp_path / "hub/models--a--b/snapshots/0123"
+    cached.parent.mkdir(parents=True)
+    blobs = (tmp_path / "hub/models--a--b/blobs", tmp_path / "hub/blobs")
+    shutil.move(folder, cached)
+    for name, blob in zip(("config.json", "tokenizer.json"), blobs, strict=True):
+        blob.mkdir()
+        (cached / name).rename(blob / name)
+        (cached / name).symlink_to(blob / name)
+    Ensemble.from_pretrained(cached)
+
+
+def test_an_unreadable_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert_refused(folder, "Permission denied")
+
+
+# --- what the files say ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "token"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[]", "not written by hydra_ensembles"),
+        (b'{"model_type": "vit"}', r"hydra_ensembles\.convert"),
+        (b'{"format": "hydra_ensembles"}', "version None"),
+        (b'{"format": "hydra_ensembles", "format_version": 2}', "version 2"),
+        (b'{"format": "hydra_ensembles", "format_version": true}', "version True"),
+        (b'{"format": "hydra_ensembles", "format_version": 1.0}', r"version 1\.0"),
+        (b'{"format": "hydra_ensembles", "format_version": 1}', "lacks the fields"),
+        (b"version https://git-lfs.github.com/spec/v1", "git-lfs"),
+    ],
+)
+def test_texts_that_are_no_config(content: bytes, token: str, folder: Path) -> None:
+    (folder / "config.json").write_bytes(content)
+    assert_refused(folder, token)
+
+
+@pytest.mark.parametrize(
+    ("change", "token"),
+    [
+        (lambda c: c.update(surprise=1), "surprise"),
+        (lambda c: c.update(kind="dual_encoder"), "kind 'dual_encoder'"),
+        (lambda c: c.pop("model"), "model"),
+        (lambda c: c.pop("files"), "checksums"),
+        (lambda c: c["files"].update({"../model.safetensors": "0" * 64}), "checksums"),
+        (lambda c: c["files"].update({"pytorch_model.bin": "0" * 64}), "checksums"),
+        (lambda c: c["files"].update({"model.safetensors": "abc"}), "SHA-256"),
+        (lambda c: c["model"].pop("heads"), "heads"),
+        (lambda c: c["model"]["encoder"].pop("causal"), "causal"),  # a lost field is not its default
+        (lambda c: c["model"]["encoder"].update(rotary=True), "rotary"),
+        (lambda c: c["model"]["encoder"].update(width="8"), r"encoder\.width"),
+        (lambda c: c["model"]["encoder"].update(norm_eps=10**400), "norm_eps"),
+        (lambda c: c["model"]["stem"].update(kind="audio"), "audio"),
+        (lambda c: c["model"]["heads"].pop(), "3 temperatures"),
+        (lambda c: c["model"]["heads"][0].pop(), r"heads\[0\]"),
+        (lambda c: c["model"]["heads"][0].__setitem__(0, [1, 0]), "ascending"),
+        (lambda c: c["model"]["heads"][0].__setitem__(0, [0, 0]), "distinct"),
+        (lambda c: c["model"]["heads"][0].__setitem__(0, [4]), "between 0 and 3"),
+        (lambda c: c["model"]["heads"][0].__setitem__(0, [0]), r"instead of \[4, 3, 2, 8\]"),
+        (lambda c: c["model"].update(trunk=1), "layer 0"),
+        (lambda c: c["metadata"].update(labels=["one"]), "1 labels"),
+        (lambda c: c["metadata"]["calibration"].update(temperature=[1, 1]), "2 temperatures"),
+        (lambda c: c["metadata"]["calibration"].update(score="magic"), r"calibration\.score"),
+        (lambda c: c["metadata"]["preprocessing"].update(tokenizer="{}"), "tokenizer"),
+        (lambda c: c["metadata"].update(preprocessing=None), "tokenizer"),
+        (lambda c: c["metadata"].update(text_side=None), "text_side"),
+    ],
+)
+def test_configs_that_do_not_add_up(change: Change, token: str, folder: Path) -> None:
+    change_config(folder, change)
+    assert_refused(folder, token)
+
+
+@pytest.mark.parametrize(
+    ("change", "token"),
+    [
+        (lambda c: c.update(kind="ensemble"), "kind 'ensemble'"),
+        (lambda c: c["metadata"].pop("text"), r"\['image'\]"),
+        (lambda c: c["model"].update(text_projection=None), "width 24"),
+        (lambda c: c["model"].update(scale_copies=2), "scale_copies"),
+        (lambda c: c["model"].update(logit_bias=True), "logit_bias"),
+        (lambda c: c["model"]["image_projection"].update(outputs=0), "outputs"),
+        (lambda c: c["model"]["image_projection"].update(copies=-1), "copies"),
+        (lambda c: c["model"].update(image=c["model"]["text"]), "text and text"),
+        (lambda c: c["model"].update(extra=1), "extra"),
+        (lambda c: c["metadata"]["image"].update(preprocessing={"kind": "text", "max_length": 5}), "preprocessing"),
+        (lambda c: c["metadata"]["text"].update(labels=3), "labels"),
+    ],
+)
+def test_dual_configs_that_do_not_add_up(change: Change, token: str, saved: Path) -> None:
+    with copy_of(saved / "dual") as folder:
+        change_config(folder, change)
+        assert_refused(folder, token, DualEncoder)
+
+
+HUGE = 1 << 24
+SIZES: list[tuple[dict[str, dict[str, Any]], str]] = [
+    ({"stem": {"vocabulary": HUGE}}, "instead of"),
+    ({"encoder": {"mlp_width": HUGE}}, "instead of"),
+    ({"encoder": {"width": HUGE, "head_dim": HUGE, "mlp_width": HUGE}}, "instead of"),
+    ({"readout": {"num_classes": HUGE}}, "instead of"),
+    ({"stem": {"vocabulary": HUGE, "embedding_width": HUGE, "positions": HUGE}}, "instead of"),
+    ({"encoder": {"layers": 4096}}, "at least 4096"),
+]
+
+
+@pytest.mark.parametrize(("changes", "token"), SIZES)
+def test_terabytes_are_not_allocated(changes: dict[str, dict[str, Any]], token: str, folder: Path) -> None:
+    def grow(config: dict[str, Any]) -> None:
+        for part, values in changes.items():
+            config["model"][part].update(values)
+        if config["model"]["encoder"]["layers"] == 4096:
+            config["model"]["heads"] = [[[]] * 4096]
+        config["metadata"].update(labels=[], calibration=None)
+
+    change_config(folder, grow)
+    assert_refused(folder, token)
+
+
+def test_sizes_whose_product_no_tensor_can_have(saved: Path) -> None:
+    def grow(config: dict[str, Any]) -> None:
+        config["model"]["encoder"]["width"] = HUGE
+        config["model"]["stem"].update(channels=HUGE, patch_size=[1 << 12, 1 << 12])
+
+    with copy_of(saved / "tiny") as folder:
+        change_config(folder, grow)
+        assert_refused(folder, "impossible model")
+
+
+def test_files_of_absurd_size_are_not_read_through(folder: Path) -> None:
+    for name, token in (("model.safetensors", "not a valid safetensors file"), ("config.json", "at most")):
+        with (folder / name).open("r+b") as file:
+            file.truncate(1 << 40)  # sparse: takes no space
+        assert_refused(folder, token)
+
+
+@pytest.mark.parametrize(
+    ("change", "token"),
+    [
+        (lambda t: t.pop("stem.words"), "lacks"),
+        (lambda t: t.update(extra=torch.zeros(1)), "unknown 'extra'"),
+        (lambda t: t.update({"stem.words": torch.zeros(1, 6, 11)}), r"instead of \[1, 11, 6\]"),
+        (lambda t: t.update({"stem.words": torch.zeros(66)}), r"instead of \[1, 11, 6\]"),
+        (lambda t: t.update({"stem.words": t["stem.words"].int()}), "I32"),
+        (lambda t: t.update({"stem.words": t["stem.words"].to(torch.complex64)}), "C64"),
+        (lambda t: t.clear(), "0 tensors"),
+    ],
+)
+def test_tensors_that_do_not_fit(change: Change, token: str, folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    trust(folder)
+    assert_refused(folder, token)
+
+
+def test_weights_of_another_save_with_the_same_shapes(tmp_path: Path) -> None:
+    model = ensemble(ragged())
+    model.save_pretrained(tmp_path / "a")
+    with torch.no_grad():
+        model.stem.patch[0] += 1.0
+    model.save_pretrained(tmp_path / "b")
+    shutil.copy(tmp_path / "a/model.safetensors", tmp_path / "b/model.safetensors")
+    assert_refused(tmp_path / "b", "SHA-256")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_damaged_files(name: str, folder: Path) -> None:
+    content = (folder / name).read_bytes()
+    for damaged in (b"", content[:7], content[: len(content) // 2], content[:-2], content + b"\0", b"\xff" * 99):
+        (folder / name).write_bytes(damaged)
+        assert_refused(folder, name)
+        trust(folder)
+        assert_refused(folder, name)
+    (folder / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    assert_refused(folder, "git-lfs")
+
+
+@pytest.mark.parametrize("content", [b"[]", b'"text"', b"{", b"\xff", b'{"a": 1, "a": 2}', b"[" * 100_000])
+def test_a_tokenizer_that_is_no_json_object(content: bytes, folder: Path) -> None:
+    (folder / "tokenizer.json").write_bytes(content)
+    trust(folder)
+    assert_refused(folder, r"tokenizer\.json")
+
+
+# --- mutations -------------------------------------------------------------------------------------------------------
+
+SETTINGS = settings(
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
+)
+INTEGERS = st.sampled_from(
+    [-1, 0, 1, 2, 3, 4, 5, 8, 1 << 12, 1 << 24, (1 << 24) + 1, 1 << 31, 1 << 63, 1 << 64, 10**300]
+)
+WORDS = st.sampled_from(["", "kind", "patch", "text", "image", "relu", "mean", "map", "cls", "rms", "../x", "0" * 64])
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), INTEGERS, st.floats(), WORDS, st.text(max_size=5)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def load(folder: Path) -> Ensemble | None:
+    """The model, or None where it was refused with an error of ours that says something."""
+    try:
+        return Ensemble.from_pretrained(folder)
+    except HydraError as error:
+        message = str(error)
+    assert len(message.encode()) > 20  # can be printed
+    return None
+
+
+def says(whole: Any, part: Any) -> bool:
+    """Whether `whole` is `part`, plus perhaps defaults for fields that `part` leaves out."""
+    if isinstance(whole, dict) and isinstance(part, dict):
+        return all(key in whole and says(whole[key], item) for key, item in part.items())
+    return bool(whole == part)
+
+
+def mutate(config: dict[str, Any], draw: Any) -> None:
+    """Delete, replace, insert or copy a value at a random place."""
+    parent, key = draw(st.sampled_from(places(config)))
+    action = draw(st.sampled_from(["delete", "replace", "near", "insert", "copy", "repeat"]))
+    if action == "delete":
+        del parent[key]
+    elif action == "replace":
+        parent[key] = draw(JSON)
+    elif action == "near" and isinstance(parent[key], int | float):
+        parent[key] = draw(st.sampled_from([not parent[key], parent[key] + 1, -parent[key], parent[key] * 2, 0]))
+    elif action == "copy":
+        other, place = draw(st.sampled_from(places(config)))
+        parent[key] = json.loads(json.dumps(other[place]))
+    elif action == "repeat" and isinstance(parent[key], list):
+        parent[key] = parent[key] * draw(st.integers(0, 3))
+    elif isinstance(parent, dict):
+        parent[draw(WORDS | st.text(max_size=5))] = draw(JSON)
+    else:
+        parent.insert(draw(st.integers(0, len(parent))), draw(JSON))
+
+
+@SETTINGS
+@given(data=st.data(), count=st.integers(1, 3))
+def test_mutated_configs(saved: Path, data: st.DataObject, count: int) -> None:
+    config = json.loads((saved / "tiny/config.json").read_text(encoding="utf-8"))
+    for _ in range(count):
+        mutate(config, data.draw)
+    with copy_of(saved / "tiny") as folder:
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        model = load(folder)
+        if model is None:
+            return
+        assert to_plain(model.config) == config["model"]
+        assert says(to_plain(model.metadata), config.get("metadata", {}))
+        expected, state = ensemble(tiny()).state_dict(), model.state_dict()
+        assert list(state) == list(expected)
+        assert all(same_bits(state[name], expected[name]) for name in state)
+        with torch.no_grad():
+            logits = model(inputs_for(model.config))
+        assert logits.shape == (model.num_members, 2, model.num_classes or model.readout.features)
+        model.save_pretrained(folder)  # what loads can be saved and loads again, unchanged
+        again = Ensemble.from_pretrained(folder)
+        assert (again.config, again.metadata) == (model.config, model.metadata)
+
+
+@SETTINGS
+@given(data=st.data())
+def test_mutated_dual_configs(saved: Path, data: st.DataObject) -> None:
+    record = json.loads((saved / "dual/config.json").read_text())
+    container, key = data.draw(st.sampled_from(places({"model": record["model"], "metadata": record["metadata"]})[1:]))
+    if data.draw(st.booleans()):
+        container[key] = data.draw(JSON)
+    else:
+        del container[key]
+    with copy_of(saved / "dual") as folder:
+        (folder / "config.json").write_text(json.dumps(record))
+        try:
+            loaded = DualEncoder.from_pretrained(folder)
+        except HydraError:
+            return
+    assert loaded.config == from_plain(DualEncoderConfig, record["model"])
+    assert loaded(torch.zeros(1, 3, 32, 32), torch.ones(1, 12, dtype=torch.long)).shape == (1, 1, 1)
+
+
+@SETTINGS
+@given(position=st.floats(0, 1), change=st.binary(min_size=0, max_size=6), removed=st.integers(0, 6))
+def test_mutated_config_bytes(saved: Path, position: float, change: bytes, removed: int) -> None:
+    with copy_of(saved / "tiny") as folder:
+        content = (folder / "config.json").read_bytes()
+        start = round(position * len(content))
+        (folder / "config.json").write_bytes(content[:start] + change + content[start + removed :])
+        model = load(folder)
+        if model is not None:
+            expected = ensemble(tiny()).state_dict()
+            assert all(same_bits(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+def split(content: bytes) -> tuple[dict[str, Any], bytes]:
+    length = struct.unpack("<Q", content[:8])[0]
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def join(header: bytes, body: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(header) if length is None else length) + header + body
+
+
+def check_weights(original: Path, content: bytes, trusted: bool) -> None:
+    """Load with these weights; `trusted` also corrects the checksum, so that the later checks are reached.
+
+    Every tensor of a model that loads has the bytes the header points at, read here without the safetensors library.
+    """
+    with copy_of(original) as folder:
+        unchanged = content == (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(content)
+        if trusted:
+            trust(folder)
+        model = load(folder)
+    assert trusted or (model is not None) == unchanged
+    if model is None:
+        return
+    header, body = split(content)
+    header.pop("__metadata__", None)
+    state = model.state_dict()
+    assert sorted(header) == sorted(state)
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        stored = torch.frombuffer(bytearray(body[start:end]), dtype=DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        assert same_bits(state[name], stored)
+
+
+@SETTINGS
+@given(data=st.data(), count=st.integers(1, 2), trusted=st.booleans())
+def test_mutated_header_fields(saved: Path, data: st.DataObject, count: int, trusted: bool) -> None:
+    header, body = split((saved / "tiny/model.safetensors").read_bytes())
+    for _ in range(count):
+        names = sorted(header)
+        name = data.draw(st.sampled_from(names))
+        action = data.draw(st.sampled_from(["delete", "rename", "dtype", "shape", "offsets", "swap", "any", "entry"]))
+        if action == "delete":
+            del header[name]
+        elif action == "rename":
+            header[data.draw(st.sampled_from([*names, "new", "../x", "", "__metadata__"]))] = header.pop(name)
+        elif action == "entry":
+            header[name] = data.draw(JSON)
+        elif action == "swap":
+            other = data.draw(st.sampled_from(names))
+            header[name], header[other] = header[other], header[name]
+        elif isinstance(header[name], dict) and isinstance(header[name].get("shape"), list):
+            entry = header[name]
+            if action == "dtype":
+                entry["dtype"] = data.draw(st.sampled_from(["F64", "F32", "F16", "BF16", "I32", "BOOL", "X", "f32"]))
+            elif action == "shape":
+                entry["shape"] = data.draw(st.lists(INTEGERS, max_size=4) | st.permutations(entry["shape"]))
+            elif action == "offsets":
+                entry["data_offsets"] = data.draw(st.lists(INTEGERS | st.integers(0, len(body)), max_size=3))
+            else:
+                entry[data.draw(st.sampled_from(sorted(entry)))] = data.draw(JSON)
+    check_weights(saved / "tiny", join(json.dumps(header).encode(), body), trusted)
+
+
+@SETTINGS
+@example(length=0, cut=0, extra=b"", trusted=True)
+@example(length=1 << 63, cut=0, extra=b"", trusted=True)
+@example(length=(1 << 64) - 1, cut=0, extra=b"", trusted=True)
+@example(length=None, cut=0, extra=b"", trusted=False)
+@given(
+    length=st.none() | st.integers(0, 5000) | st.integers(0, (1 << 64) - 1),
+    cut=st.integers(0, 5000),
+    extra=st.binary(max_size=16),
+    trusted=st.booleans(),
+)
+def test_mutated_lengths(saved: Path, length: int | None, cut: int, extra: bytes, trusted: bool) -> None:
+    content = (saved / "tiny/model.safetensors").read_bytes()
+    header_length = struct.unpack("<Q", content[:8])[0]
+    changed = join(content[8 : 8 + header_length], content[8 + header_length :], length)
+    check_weights(saved / "tiny", changed[: len(changed) - cut] + extra, trusted)
+
+
+@SETTINGS
+@given(
+    flips=st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=4), trusted=st.booleans()
+)
+def test_flipped_bytes(saved: Path, flips: list[tuple[float, int]], trusted: bool) -> None:
+    content = bytearray((saved / "tiny/model.safetensors").read_bytes())
+    for position, value in flips:
+        content[int(position * len(content))] = value
+    check_weights(saved / "tiny", bytes(content), trusted)
