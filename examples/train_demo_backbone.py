@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as parquet
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -32,7 +33,6 @@ from torch.nn import functional as F
 
 import hydra_ensembles as he
 from hydra_ensembles import data
-from hydra_ensembles.data.loading import ParquetTable
 from hydra_ensembles.demo.packed_images import PackedImage, PackedSet, read_packed, write_packed
 
 PACKAGE = Path(he.__file__).parent / "demo"
@@ -88,15 +88,18 @@ class _Packer:
 
     def __init__(self, source: Path, class_names: tuple[str, ...]) -> None:
         self.source, self.class_names = source, class_names
-        self.tables: dict[str, ParquetTable] = {}
+        self.contents: dict[str, Any] = {}
 
     def packed(self, name: str, parts: Mapping[str, data.Dataset[Any]], labelled: bool = True) -> PackedSet:
         """One set from rows of one or more splits; images of foreign classes get the label -1."""
         images = []
         for split, dataset in parts.items():
-            table = self.tables.setdefault(split, ParquetTable([self.source / f"{split}.parquet"]))
+            if split not in self.contents:
+                table = parquet.read_table(self.source / f"{split}.parquet", columns=["image"])
+                self.contents[split] = table.column("image").combine_chunks().field("bytes")
             for row, label in zip(dataset.rows.tolist(), dataset.labels.tolist(), strict=True):
-                images.append(PackedImage(table.cell("image.bytes", row), label if labelled else -1, split, row))
+                content = self.contents[split][row].as_py()
+                images.append(PackedImage(content, label if labelled else -1, split, row))
         return PackedSet(name, self.class_names, tuple(images))
 
 

@@ -1,7 +1,8 @@
 """Data for tests, studies and training: loading, subsets, batches, near and far suites, corruptions."""
 
 from ..preprocessing import to_rgb
-from .batching import Batches, RandAugment, TrainTransform, batches
+from ..training.recipe import RandAugment
+from .batching import Batches, BatchLoader, TrainTransform, batches
 from .corruptions import CORRUPTIONS, SEVERITIES, corrupt, corrupted
 from .dataset import Dataset, ImageDataset, TextDataset, keyed_order, only_classes, split, subset, without_classes
 from .loading import Columns, load, load_image_folder, load_image_list
@@ -13,6 +14,7 @@ __all__ = [
     "CORRUPTIONS",
     "SEVERITIES",
     "SUITES",
+    "BatchLoader",
     "Batches",
     "Columns",
     "Dataset",

@@ -3,129 +3,21 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torch.utils.data import Dataset as TorchDataset
 
 from .._utils import require
 from ..errors import ConfigError, DataError
-from ..preprocessing import to_rgb
+from ..preprocessing import ImagePreprocessing, to_rgb
+from ..training.recipe import RandAugment
 from .dataset import hash_key, keyed_order
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-
-
-class ImageStatistics(Protocol):
-    """What a model's preprocessing says of its input."""
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Height and width."""
-        ...
-
-    @property
-    def mean(self) -> tuple[float, ...]:
-        """Mean of each channel."""
-        ...
-
-    @property
-    def std(self) -> tuple[float, ...]:
-        """Standard deviation of each channel."""
-        ...
-
-
-@dataclass(frozen=True)
-class RandAugment:
-    """Settings of RandAugment: this many random operations, each at this magnitude (of 31 steps)."""
-
-    operations: int = 2
-    magnitude: int = 12
-
-    def __post_init__(self) -> None:
-        """Check the ranges that torchvision accepts."""
-        if self.operations < 1 or not 0 <= self.magnitude <= 30:
-            raise ConfigError(
-                "RandAugment needs at least one operation and a magnitude of 0..30, got "
-                f"operations={self.operations}, magnitude={self.magnitude}"
-            )
-
-
-@dataclass(frozen=True)
-class TrainTransform:
-    """Random resized crop, random flip, optionally RandAugment, then normalisation.
-
-    The defaults are the paper's fine-tuning transform for ImageNet-1K; for CIFAR-100 it leaves RandAugment
-    out (`rand_augment=None`). Draws from torch's CPU generator alone.
-
-    Attributes:
-        size: Height and width of the result.
-        crop_scale: Smallest and largest share of the image's area that a crop may take.
-        flip_probability: Probability of mirroring left and right.
-        rand_augment: Settings of RandAugment, or `None`.
-        mean: Mean of each channel, subtracted last.
-        std: Standard deviation of each channel, divided by last.
-        interpolation: How the crop is resized.
-    """
-
-    size: tuple[int, int] = (224, 224)
-    crop_scale: tuple[float, float] = (0.08, 1.0)
-    flip_probability: float = 0.5
-    rand_augment: RandAugment | None = RandAugment()
-    mean: tuple[float, ...] = IMAGENET_MEAN
-    std: tuple[float, ...] = IMAGENET_STD
-    interpolation: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
-
-    def __post_init__(self) -> None:
-        """Check every range."""
-        if len(self.size) != 2 or min(self.size) < 1:
-            raise ConfigError(f"size must be a positive height and width, got {self.size}")
-        if len(self.crop_scale) != 2 or not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
-            raise ConfigError(f"crop_scale must be 0 < smallest <= largest <= 1, got {self.crop_scale}")
-        if not 0 <= self.flip_probability <= 1:
-            raise ConfigError(f"flip_probability must be in [0, 1], got {self.flip_probability}")
-        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
-            raise ConfigError(f"mean and std must have three entries each, std positive; got {self.mean}, {self.std}")
-        if self.interpolation not in ("nearest", "bilinear", "bicubic"):
-            raise ConfigError(f"interpolation must be 'nearest', 'bilinear' or 'bicubic', got {self.interpolation!r}")
-
-    @classmethod
-    def matching(cls, preprocessing: ImageStatistics, **changes: Any) -> Self:
-        """Take size, mean and standard deviation from a model's preprocessing."""
-        settings = {"size": preprocessing.size, "mean": preprocessing.mean, "std": preprocessing.std}
-        return cls(**{**settings, **changes})
-
-    def __call__(self, images: "Image | Sequence[Image]") -> Tensor:
-        """Transform PIL images into a tensor `[B, 3, height, width]`, each image with draws of its own."""
-        batch = list(images) if isinstance(images, Sequence) else [images]
-        return torch.stack([self._pipeline(to_rgb(image)) for image in batch])
-
-    @cached_property
-    def _pipeline(self) -> Any:
-        transforms = require("torchvision.transforms.v2", extra="data")
-        mode = transforms.InterpolationMode[self.interpolation.upper()]
-        steps = [
-            transforms.RandomResizedCrop(self.size, scale=self.crop_scale, interpolation=mode),
-            transforms.RandomHorizontalFlip(self.flip_probability),
-        ]
-        if self.rand_augment is not None:
-            operations, magnitude = self.rand_augment.operations, self.rand_augment.magnitude
-            steps.append(transforms.RandAugment(num_ops=operations, magnitude=magnitude))
-        steps += [
-            transforms.ToImage(),
-            transforms.ToDtype(torch.float32, scale=True),
-            transforms.Normalize(list(self.mean), list(self.std)),
-        ]
-        return transforms.Compose(steps)
-
 
 Batch = tuple[Tensor, Tensor] | dict[str, Tensor]
 Preprocess = Callable[[list[Any]], Tensor | Mapping[str, Tensor]]
@@ -134,43 +26,31 @@ Preprocess = Callable[[list[Any]], Tensor | Mapping[str, Tensor]]
 class Labelled(Protocol):
     """Anything with a length that gives `(item, label)` by position."""
 
-    def __len__(self) -> int:
-        """Count the items."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> tuple[Any, Any]:
-        """Read an item and its label."""
-        ...
+    def __getitem__(self, index: int, /) -> tuple[Any, Any]: ...
 
 
-class Batches:
-    """Batches of a data set; see `batches`."""
+@dataclass(eq=False)
+class BatchLoader:
+    """Batches of a data set; `batches` makes one and says what the settings mean."""
 
-    def __init__(
-        self,
-        dataset: Labelled,
-        preprocess: Preprocess,
-        batch_size: int,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        num_workers: int = 0,
-        drop_last: bool = False,
-    ) -> None:
-        """Remember the settings; see `batches`."""
-        if batch_size < 1:
-            raise DataError(f"batch_size must be at least 1, got {batch_size}")
-        if num_workers < 0:
-            raise DataError(f"num_workers must be 0 (no worker processes) or more, got {num_workers}")
-        self.dataset = dataset
-        self.preprocess = preprocess
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.num_workers = num_workers
-        self.drop_last = drop_last
-        self.epoch = 0
-        self.stream: int | None = None
+    dataset: Labelled
+    preprocess: Preprocess
+    batch_size: int
+    shuffle: bool = False
+    seed: int = 0
+    num_workers: int = 0
+    drop_last: bool = False
+    epoch: int = 0
+    stream: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.batch_size < 1:
+            raise DataError(f"batch_size must be at least 1, got {self.batch_size}")
+        if self.num_workers < 0:
+            raise DataError(f"num_workers must be 0 (no worker processes) or more, got {self.num_workers}")
 
     def __len__(self) -> int:
         whole = len(self.dataset) / self.batch_size
@@ -191,21 +71,22 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         """Start a pass over the data."""
         seed = self.seed if self.stream is None else hash_key(self.seed, self.stream)
-        order = keyed_order(len(self.dataset), seed, self.epoch) if self.shuffle else None
-        positions = (np.arange(len(self.dataset)) if order is None else order).tolist()
-        chunks = [
-            positions[start : start + self.batch_size]
-            for start in range(0, len(self) * self.batch_size, self.batch_size)
-        ]
+        count = len(self.dataset)
+        order = keyed_order(count, seed, self.epoch).tolist() if self.shuffle else list(range(count))
+        starts = range(0, len(self) * self.batch_size, self.batch_size)
         loader: DataLoader[Any] = DataLoader(
-            _WithPosition(self.dataset),
-            batch_sampler=chunks,
-            collate_fn=_Collate(self.preprocess, seed, self.epoch),
+            _WithPosition(self.dataset),  # type: ignore[arg-type]
+            batch_sampler=[order[start : start + self.batch_size] for start in starts],
+            collate_fn=partial(_collate, self.preprocess, (seed, self.epoch)),
             num_workers=self.num_workers,
-            # The seeds of the workers shall not be drawn from the global generator.
+            # the seeds of the workers shall not be drawn from the global generator
             generator=torch.Generator().manual_seed(hash_key(seed, self.epoch)),
         )
         return iter(loader)
+
+
+Batches = BatchLoader
+"""The name of `BatchLoader` in earlier releases."""
 
 
 def batches(
@@ -216,7 +97,7 @@ def batches(
     seed: int = 0,
     num_workers: int = 0,
     drop_last: bool = False,
-) -> Batches:
+) -> BatchLoader:
     """Make batches of a data set.
 
     The result can be iterated any number of times. Every pass over the same epoch is the same, in order and
@@ -241,49 +122,99 @@ def batches(
     Raises:
         DataError: A setting is out of range; while iterating, what `preprocess` gives has the wrong length.
     """
-    return Batches(
-        dataset,
-        preprocess,
-        batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        num_workers=num_workers,
-        drop_last=drop_last,
-    )
-
-
-class _WithPosition(TorchDataset[tuple[int, Any, int]]):
-    def __init__(self, dataset: Labelled) -> None:
-        self._dataset = dataset
-
-    def __getitem__(self, index: int) -> tuple[int, Any, int]:
-        item, label = self._dataset[index]
-        return index, item, int(label)
+    return BatchLoader(dataset, preprocess, batch_size, shuffle, seed, num_workers, drop_last)
 
 
 @dataclass(frozen=True)
-class _Collate:
-    preprocess: Preprocess
-    seed: int
-    epoch: int
+class _WithPosition:
+    dataset: Labelled
 
-    def __call__(self, entries: Sequence[tuple[int, Any, int]]) -> Batch:
-        positions, items, labels = zip(*entries, strict=True)
-        # Only the CPU generator is seeded and put back: `torch.manual_seed` would also reset the generators
-        # of the GPUs, and with them the dropout of the model that is being trained.
-        state = torch.get_rng_state()
-        torch.default_generator.manual_seed(hash_key(self.seed, self.epoch, positions[0]))
-        try:
-            inputs = self.preprocess(list(items))
-        finally:
-            torch.set_rng_state(state)
-        targets = torch.tensor(labels, dtype=torch.int64)  # [B]
-        tensors = list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
-        for tensor in tensors:
-            if len(tensor) != len(targets):
-                raise DataError(
-                    f"preprocess made {len(tensor)} rows of {len(targets)} items; it must keep one row an item"
-                )
-        if isinstance(inputs, Mapping):
-            return {**inputs, "labels": targets}
-        return inputs, targets
+    def __getitem__(self, index: int) -> tuple[int, Any, int]:
+        item, label = self.dataset[index]
+        return index, item, int(label)
+
+
+def _collate(preprocess: Preprocess, key: tuple[int, int], entries: Sequence[tuple[int, Any, int]]) -> Batch:
+    positions, items, labels = zip(*entries, strict=True)
+    # Only the CPU generator is seeded and put back: `torch.manual_seed` would also reset the generators
+    # of the GPUs, and with them the dropout of the model that is being trained.
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(hash_key(*key, positions[0]))
+    try:
+        inputs = preprocess(list(items))
+    finally:
+        torch.set_rng_state(state)
+    targets = torch.tensor(labels, dtype=torch.int64)  # [B]
+    for tensor in inputs.values() if isinstance(inputs, Mapping) else [inputs]:
+        if len(tensor) != len(targets):
+            raise DataError(f"preprocess made {len(tensor)} rows of {len(targets)} items; it must keep one row an item")
+    return {**inputs, "labels": targets} if isinstance(inputs, Mapping) else (inputs, targets)
+
+
+_PAPERS = RandAugment(operations=2, magnitude=12)
+
+
+@dataclass(frozen=True)
+class TrainTransform:
+    """Random resized crop, random flip, optionally RandAugment, then normalisation.
+
+    The defaults are the paper's fine-tuning transform for ImageNet-1K; for CIFAR-100 it leaves RandAugment
+    out (`rand_augment=None`). Draws from torch's CPU generator alone.
+
+    Attributes:
+        size: Height and width of the result.
+        crop_scale: Smallest and largest share of the image's area that a crop may take.
+        flip_probability: Probability of mirroring left and right.
+        rand_augment: Settings of RandAugment, or `None`.
+        mean: Mean of each channel, subtracted last.
+        std: Standard deviation of each channel, divided by last.
+        interpolation: How the crop is resized.
+    """
+
+    size: tuple[int, int] = (224, 224)
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    flip_probability: float = 0.5
+    rand_augment: RandAugment | None = _PAPERS
+    mean: tuple[float, ...] = ImagePreprocessing.mean
+    std: tuple[float, ...] = ImagePreprocessing.std
+    interpolation: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
+
+    def __post_init__(self) -> None:
+        """Check every range."""
+        if len(self.size) != 2 or min(self.size) < 1:
+            raise ConfigError(f"size must be a positive height and width, got {self.size}")
+        if len(self.crop_scale) != 2 or not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
+            raise ConfigError(f"crop_scale must be 0 < smallest <= largest <= 1, got {self.crop_scale}")
+        if not 0 <= self.flip_probability <= 1:
+            raise ConfigError(f"flip_probability must be in [0, 1], got {self.flip_probability}")
+        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
+            raise ConfigError(f"mean and std must have three entries each, std positive; got {self.mean}, {self.std}")
+        if self.interpolation not in ("nearest", "bilinear", "bicubic"):
+            raise ConfigError(f"interpolation must be 'nearest', 'bilinear' or 'bicubic', got {self.interpolation!r}")
+
+    @classmethod
+    def matching(cls, preprocessing: ImagePreprocessing, **changes: Any) -> Self:
+        """Take size, mean and standard deviation from a model's preprocessing."""
+        settings = {"size": preprocessing.size, "mean": preprocessing.mean, "std": preprocessing.std}
+        return cls(**{**settings, **changes})
+
+    def __call__(self, images: "Image | Sequence[Image]") -> Tensor:
+        """Transform PIL images into a tensor `[B, 3, height, width]`, each image with draws of its own."""
+        batch = list(images) if isinstance(images, Sequence) else [images]
+        return torch.stack([self._pipeline(to_rgb(image)) for image in batch])
+
+    @cached_property
+    def _pipeline(self) -> Any:
+        transforms = require("torchvision.transforms.v2", extra="data")
+        mode = transforms.InterpolationMode[self.interpolation.upper()]
+        augment = self.rand_augment
+        return transforms.Compose(
+            [
+                transforms.RandomResizedCrop(self.size, scale=self.crop_scale, interpolation=mode),
+                transforms.RandomHorizontalFlip(self.flip_probability),
+                *([] if augment is None else [transforms.RandAugment(augment.operations, augment.magnitude)]),
+                transforms.ToImage(),
+                transforms.ToDtype(torch.float32, scale=True),
+                transforms.Normalize(list(self.mean), list(self.std)),
+            ]
+        )

@@ -3,7 +3,8 @@
 import io
 import math
 import struct
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, Self, TypeAlias, TypeVar
 
@@ -18,62 +19,44 @@ from ..preprocessing import to_rgb
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-
-
-def decode_image(content: bytes, where: str) -> "Image":
-    """Decode the bytes of an image file.
-
-    Args:
-        content: The bytes.
-        where: What an error message calls them, such as `row 3 of test.parquet`.
-
-    Raises:
-        DataError: The bytes are not an image, or only part of one.
-    """
-    try:
-        image = require("PIL.Image", extra="data").open(io.BytesIO(content))
-        image.load()  # Pillow reads lazily; a truncated file must fail here, where its place is known
-        return to_rgb(image)
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
-        raise DataError(
-            f"{where} cannot be decoded as an image ({len(content)} bytes): {error}; repair or remove it"
-        ) from error
-
-
-def read_image(path: Path, where: str | None = None) -> "Image":
-    """Read an image file as RGB.
-
-    Raises:
-        DataError: The file is missing or not an image.
-    """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"image file {path} cannot be read: {error.strerror or error}") from error
-    return decode_image(content, where or f"image file {path}")
-
-
 Item = TypeVar("Item")
 Item_co = TypeVar("Item_co", covariant=True)
 Picture: TypeAlias = "Image"
 Text = str | tuple[str, str]
 Labels = npt.NDArray[np.int64]
 
+IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 UNLABELLED = -1
 """Label of an item that has none; only data sets loaded with `labels="optional"` hold it."""
 
 
 class Source(Protocol[Item_co]):
-    """Where the items of a data set come from: a length, and one item by its row."""
+    """Where the items of a data set come from: a list will do."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> Item_co: ...
+
+
+@dataclass(frozen=True)
+class Rows(Generic[Item]):
+    """A source that reads an item when it is asked for.
+
+    Attributes:
+        count: Number of rows.
+        read: Gives the item of a row.
+        place: Files and columns that are read; two sources of the same place give the same items.
+    """
+
+    count: int
+    read: Callable[[int], Item]
+    place: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        """Count the rows."""
-        ...
+        return self.count
 
-    def __getitem__(self, row: int, /) -> Item_co:
-        """Read one row."""
-        ...
+    def __getitem__(self, row: int, /) -> Item:
+        return self.read(row)
 
 
 class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
@@ -111,19 +94,13 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         Raises:
             DataError: The labels do not fit the source or the class names.
         """
-        all_labels = np.array(labels, dtype=np.int64).reshape(-1)
-        if len(all_labels) != len(source):
-            raise DataError(f"{name}: {len(source)} items but {len(all_labels)} labels; give one label an item")
-        names = tuple(str(class_name) for class_name in class_names)
-        _check_labels(all_labels, names, name)
         self.name = name
-        self.class_names = names
-        self.rows: Labels = np.arange(len(source)) if rows is None else np.array(rows, dtype=np.int64).reshape(-1)
-        if len(self.rows) and not 0 <= self.rows.min() <= self.rows.max() < len(source):
-            raise DataError(f"{name}: rows must lie in 0..{len(source) - 1}, got {self.rows.min()}..{self.rows.max()}")
-        self.labels: Labels = all_labels[self.rows]
+        self.class_names = tuple(str(class_name) for class_name in class_names)
         self._source = source
-        self._source_labels = all_labels
+        self._source_labels = np.array(labels, dtype=np.int64).reshape(-1)
+        self._check_labels()
+        self.rows: Labels = np.arange(len(source)) if rows is None else self._positions(rows, len(source))
+        self.labels: Labels = self._source_labels[self.rows]
         for array in (self.rows, self.labels, self._source_labels):
             array.flags.writeable = False
 
@@ -150,24 +127,15 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         return bool((self.labels >= 0).all())
 
     def same_items(self, other: "Dataset[Any]") -> bool:
-        """Whether both show the same rows of one source, in whatever order.
-
-        Sources are one where they are the same object or, by their `place`, read the same files; no item is read.
-        """
-        place = getattr(self._source, "place", None)
-        alike = type(self._source) is type(other._source) and isinstance(place, tuple)
-        one_source = self._source is other._source or (alike and place == getattr(other._source, "place", None))
-        return one_source and np.array_equal(np.sort(self.rows), np.sort(other.rows))
+        """Whether both show the same rows of one source, in whatever order; no item is read."""
+        place = getattr(self._source, "place", ())
+        one_place = bool(place) and place == getattr(other._source, "place", ())
+        return (self._source is other._source or one_place) and np.array_equal(np.sort(self.rows), np.sort(other.rows))
 
     def select(self, indices: npt.ArrayLike | Iterable[int], name: str | None = None) -> Self:
         """Give the items at these positions, in this order, as a data set of their own."""
-        positions = np.array(indices, dtype=np.int64).reshape(-1)
-        if len(positions) and not 0 <= positions.min() <= positions.max() < len(self):
-            raise DataError(
-                f"{self.name} has {len(self)} items; positions must lie in 0..{len(self) - 1}, "
-                f"got {positions.min()}..{positions.max()}"
-            )
-        return self._with(rows=self.rows[positions], name=name)
+        rows = self.rows[self._positions(indices, len(self))]
+        return type(self)(self._source, self._source_labels, self.class_names, name or self.name, rows)
 
     def relabel(self, new_labels: dict[int, int], class_names: Sequence[str]) -> Self:
         """Replace labels, e.g. to number the classes that remain from zero.
@@ -183,17 +151,28 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         if missing:
             raise DataError(f"{self.name}: no new label given for labels {missing}")
         labels = [new_labels.get(int(label), UNLABELLED) for label in self._source_labels]
-        return self._with(labels=labels, class_names=class_names)
+        return type(self)(self._source, labels, class_names, self.name, self.rows)
 
-    def _with(self, **changes: Any) -> Self:
-        settings: dict[str, Any] = {
-            "labels": self._source_labels,
-            "class_names": self.class_names,
-            "name": self.name,
-            "rows": self.rows,
-        }
-        settings.update({key: value for key, value in changes.items() if value is not None})
-        return type(self)(self._source, **settings)
+    def _positions(self, given: npt.ArrayLike | Iterable[int], count: int) -> Labels:
+        positions = np.array(given, dtype=np.int64).reshape(-1)
+        if len(positions) and not 0 <= positions.min() <= positions.max() < count:
+            raise DataError(
+                f"{self.name} has {count} items; positions must lie in 0..{count - 1}, "
+                f"got {positions.min()}..{positions.max()}"
+            )
+        return positions
+
+    def _check_labels(self) -> None:
+        labels, names, count = self._source_labels, self.class_names, len(self._source)
+        if len(labels) != count:
+            raise DataError(f"{self.name}: {count} items but {len(labels)} labels; give one label an item")
+        if count and labels.min() < UNLABELLED:
+            raise DataError(f"{self.name}: label {labels.min()} in row {int(labels.argmin())}; labels start at 0")
+        if count and names and labels.max() >= len(names):
+            raise DataError(
+                f"{self.name}: label {labels.max()} in row {int(labels.argmax())}, but there are only "
+                f"{len(names)} class names (labels 0..{len(names) - 1}); check the class names"
+            )
 
 
 class ImageDataset(Dataset[Picture]):
@@ -209,41 +188,43 @@ class TextDataset(Dataset[Text]):
 
 
 AnyDataset = ImageDataset | TextDataset
-
-
-def _check_labels(labels: Labels, class_names: tuple[str, ...], name: str) -> None:
-    if not len(labels):
-        return
-    if labels.min() < UNLABELLED:
-        raise DataError(f"{name}: label {labels.min()} in row {int(labels.argmin())}; labels start at 0")
-    if class_names and labels.max() >= len(class_names):
-        raise DataError(
-            f"{name}: label {labels.max()} in row {int(labels.argmax())}, but there are only "
-            f"{len(class_names)} class names (labels 0..{len(class_names) - 1}); check the class names"
-        )
-
-
 SomeDataset = TypeVar("SomeDataset", bound=Dataset[Any])
 
-_MASK = (1 << 64) - 1
-_STEP = 0x9E3779B97F4A7C15  # SplitMix64, Steele et al. 2014
+
+def decode_image(content: bytes, where: str) -> "Image":
+    """Decode the bytes of an image file as RGB.
+
+    Args:
+        content: The bytes.
+        where: What an error message calls them, such as `row 3 of test.parquet`.
+
+    Raises:
+        DataError: The bytes are not an image, or only part of one.
+    """
+    try:
+        image = require("PIL.Image", extra="data").open(io.BytesIO(content))
+        image.load()  # Pillow reads lazily; a truncated file must fail here, where its place is known
+        return to_rgb(image)
+    except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
+        raise DataError(
+            f"{where} cannot be decoded as an image ({len(content)} bytes): {error}; repair or remove it"
+        ) from error
 
 
-def hash_key(*key: int) -> int:
-    """Hash integers (a seed, an epoch, a position) to one 64-bit integer."""
-    state = 0
-    for part in key:
-        mixed = _mix(np.array([(state ^ (part & _MASK)) & _MASK], dtype=np.uint64) + np.uint64(_STEP))
-        state = int(mixed[0])
-    return state
+def read_image(path: Path, where: str | None = None) -> "Image":
+    """Read an image file as RGB.
+
+    Raises:
+        DataError: The file is missing or not an image.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"image file {path} cannot be read: {error.strerror or error}") from error
+    return decode_image(content, where or f"image file {path}")
 
 
-def keyed_order(count: int, *key: int) -> Labels:
-    """Give a permutation of `0..count-1` that depends on nothing but the key."""
-    with np.errstate(over="ignore"):
-        steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_STEP)
-        hashes = _mix(steps + np.uint64(hash_key(*key)))
-    return np.argsort(hashes, kind="stable").astype(np.int64)
+# --- parts -----------------------------------------------------------------------------------------------
 
 
 def subset(dataset: SomeDataset, n: int, seed: int, stratified: bool = False) -> SomeDataset:
@@ -260,16 +241,14 @@ def subset(dataset: SomeDataset, n: int, seed: int, stratified: bool = False) ->
     """
     if not 0 <= n <= len(dataset):
         raise DataError(f"cannot draw {n} items from {dataset.name}, which has {len(dataset)}; lower n")
-    if not stratified:
-        return dataset.select(np.sort(keyed_order(len(dataset), seed)[:n]))
-    groups = _groups(dataset, seed)
+    groups = _groups(dataset, seed, stratified)
     exact = [n * len(group) / max(len(dataset), 1) for group in groups]
     counts = [math.floor(share) for share in exact]
-    # Largest remainders first; ties go to the lower class.
+    # largest remainders first; ties go to the lower class
     order = sorted(range(len(groups)), key=lambda index: (counts[index] - exact[index], index))
     for index in order[: n - sum(counts)]:
         counts[index] += 1
-    return dataset.select(_joined([group[:count] for group, count in zip(groups, counts, strict=True)]))
+    return _joined(dataset, [group[:count] for group, count in zip(groups, counts, strict=True)])
 
 
 def split(
@@ -287,16 +266,16 @@ def split(
     Raises:
         DataError: The fractions are not fractions.
     """
-    shares = [fractions, 1.0 - fractions] if isinstance(fractions, (int, float)) else list(fractions)
+    shares = [fractions, 1.0 - fractions] if isinstance(fractions, int | float) else list(fractions)
     if not shares or min(shares) < 0 or math.fsum(shares) > 1.0 + 1e-9:
         raise DataError(f"fractions must not be negative nor add up to more than 1, got {fractions}")
-    bounds = np.concatenate([[0.0], np.cumsum(shares)])
-    parts: list[list[Labels]] = [[] for _ in shares]
-    for group in _groups(dataset, seed) if stratified else [keyed_order(len(dataset), seed)]:
-        cuts = [cut_position(float(bound), len(group)) for bound in bounds]
-        for part, start, stop in zip(parts, cuts, cuts[1:], strict=False):
-            part.append(group[start:stop])
-    return tuple(dataset.select(_joined(part)) for part in parts)
+    bounds = [0.0, *np.cumsum(shares).tolist()]
+    groups = _groups(dataset, seed, stratified)
+    cuts = [[cut_position(bound, len(group)) for bound in bounds] for group in groups]
+    return tuple(
+        _joined(dataset, [group[cut[part] : cut[part + 1]] for group, cut in zip(groups, cuts, strict=True)])
+        for part in range(len(shares))
+    )
 
 
 def cut_position(fraction: float, count: int) -> int:
@@ -314,7 +293,7 @@ def without_classes(dataset: SomeDataset, classes: Collection[str | int], relabe
     """
     left_out = _class_numbers(dataset, classes)
     kept = [number for number in _all_classes(dataset) if number not in left_out]
-    return _with_classes(dataset, ~np.isin(dataset.labels, sorted(left_out)), kept, relabel)
+    return _with_classes(dataset, ~np.isin(dataset.labels, left_out), kept, relabel)
 
 
 def only_classes(dataset: SomeDataset, classes: Sequence[str | int], relabel: bool = False) -> SomeDataset:
@@ -325,8 +304,52 @@ def only_classes(dataset: SomeDataset, classes: Sequence[str | int], relabel: bo
     Raises:
         DataError: A class does not exist.
     """
-    numbers = _class_numbers(dataset, classes)
-    return _with_classes(dataset, np.isin(dataset.labels, numbers), numbers, relabel)
+    kept = _class_numbers(dataset, classes)
+    return _with_classes(dataset, np.isin(dataset.labels, kept), kept, relabel)
+
+
+def keyed_order(count: int, *key: int) -> Labels:
+    """Give a permutation of `0..count-1` that depends on nothing but the key, on every machine for good.
+
+    Positions are sorted by their hashes. Subsets, splits and shuffled batches all come from here, so results
+    that were published depend on these numbers.
+    """
+    with np.errstate(over="ignore"):
+        steps = np.arange(1, count + 1, dtype=np.uint64) * _STEP
+        return np.argsort(_mix(steps + np.uint64(hash_key(*key))), kind="stable").astype(np.int64)
+
+
+def hash_key(*key: int) -> int:
+    """Hash integers (a seed, an epoch, a position) to one 64-bit integer."""
+    state = 0
+    for part in key:
+        state = int(_mix(np.array([(state ^ part) & _MASK], dtype=np.uint64) + _STEP)[0])
+    return state
+
+
+_MASK = (1 << 64) - 1
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64, Steele et al. 2014."""
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return values ^ (values >> np.uint64(31))
+
+
+def _groups(dataset: Dataset[Any], seed: int, stratified: bool) -> list[Labels]:
+    """Positions in the order in which they are drawn: all of them, or those of each class apart."""
+    order = keyed_order(len(dataset), seed)
+    if not stratified:
+        return [order]
+    labels = dataset.labels[order]
+    return [order[labels == label] for label in np.unique(labels)]
+
+
+def _joined(dataset: SomeDataset, groups: list[Labels]) -> SomeDataset:
+    return dataset.select(np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *groups])))
 
 
 def _with_classes(dataset: SomeDataset, mask: npt.NDArray[np.bool_], kept: list[int], relabel: bool) -> SomeDataset:
@@ -338,38 +361,16 @@ def _with_classes(dataset: SomeDataset, mask: npt.NDArray[np.bool_], kept: list[
 
 
 def _all_classes(dataset: Dataset[Any]) -> list[int]:
-    if dataset.class_names:
-        return list(range(len(dataset.class_names)))
-    return sorted(set(dataset.labels[dataset.labels >= 0].tolist()))
+    return list(range(len(dataset.class_names))) or sorted(set(dataset.labels[dataset.labels >= 0].tolist()))
 
 
 def _class_numbers(dataset: Dataset[Any], classes: Collection[str | int]) -> list[int]:
-    known = {name: number for number, name in enumerate(dataset.class_names)}
     if isinstance(classes, str):
         raise DataError(f"classes must be a collection of names or numbers, got the string {classes!r}")
-    unknown = [
-        entry
-        for entry in classes
-        if (entry not in known if isinstance(entry, str) else entry not in _all_classes(dataset))
-    ]
+    names = {name: number for number, name in enumerate(dataset.class_names)}
+    known: dict[str | int, int] = {number: number for number in _all_classes(dataset)}
+    known.update(names)
+    unknown = [entry for entry in classes if entry not in known]
     if unknown:
-        raise DataError(f"{dataset.name} has no classes {unknown}; it has {list(known) or _all_classes(dataset)}")
-    return [known[entry] if isinstance(entry, str) else int(entry) for entry in classes]
-
-
-def _groups(dataset: Dataset[Any], seed: int) -> list[Labels]:
-    """Positions of each class, in the order in which they are drawn."""
-    order = keyed_order(len(dataset), seed)
-    labels = dataset.labels[order]
-    return [order[labels == label] for label in np.unique(labels)]
-
-
-def _joined(parts: list[Labels]) -> Labels:
-    return np.sort(np.concatenate(parts)) if parts else np.zeros(0, dtype=np.int64)
-
-
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    with np.errstate(over="ignore"):
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return values ^ (values >> np.uint64(31))
+        raise DataError(f"{dataset.name} has no classes {unknown}; it has {list(names) or _all_classes(dataset)}")
+    return [known[entry] for entry in classes]

@@ -2,14 +2,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from stand_ins import picture
 from torch import Tensor
 
-from hydra_ensembles.data.batching import TrainTransform, batches
+from hydra_ensembles.data import RandAugment
+from hydra_ensembles.data.batching import BatchLoader, TrainTransform, batches
 from hydra_ensembles.data.dataset import TextDataset
 from hydra_ensembles.data.loading import load
-from hydra_ensembles.errors import DataError
+from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.preprocessing import ImagePreprocessing
 
 
@@ -19,6 +23,14 @@ def lengths(texts: Sequence[Any]) -> dict[str, Tensor]:
 
 def noisy(texts: Sequence[Any]) -> Tensor:
     return torch.tensor([[float(text)] for text in texts]) + torch.rand(len(texts), 1)
+
+
+def joined(made: BatchLoader) -> Tensor:
+    return torch.cat([batch[0] for batch in made]).flatten()
+
+
+def order_of(made: BatchLoader) -> list[float]:
+    return joined(made).floor().tolist()
 
 
 @pytest.fixture
@@ -31,8 +43,7 @@ def test_images_become_tensors_and_labels(image_folder: Path) -> None:
     made = batches(data, ImagePreprocessing(size=(16, 12)), batch_size=4)
     assert len(made) == 2
     (first, first_labels), (second, second_labels) = made
-    assert first.shape == (4, 3, 16, 12)
-    assert second.shape == (2, 3, 16, 12)
+    assert (first.shape, second.shape) == ((4, 3, 16, 12), (2, 3, 16, 12))
     assert first_labels.tolist() + second_labels.tolist() == data.labels.tolist()
     assert first_labels.dtype == torch.int64
     assert torch.equal(first, ImagePreprocessing(size=(16, 12))([data[row][0] for row in range(4)]))
@@ -41,69 +52,65 @@ def test_images_become_tensors_and_labels(image_folder: Path) -> None:
 def test_mappings_get_labels() -> None:
     data = TextDataset(["a", "bb", ("c", "d")], [2, 0, 1])
     (batch,) = batches(data, lengths, batch_size=8)
-    assert sorted(batch) == ["input_ids", "labels"]
-    assert batch["input_ids"].tolist() == [[1], [2], [2]]
-    assert batch["labels"].tolist() == [2, 0, 1]
+    assert isinstance(batch, dict)
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+        "input_ids": [[1], [2], [2]],
+        "labels": [2, 0, 1],
+    }
 
 
 def test_passes_repeat_and_epochs_differ(numbers: TextDataset) -> None:
     made = batches(numbers, noisy, batch_size=3, shuffle=True, seed=5)
-    first = [inputs for inputs, _ in made]
-    assert all(torch.equal(a, b) for a, (b, _) in zip(first, made, strict=True))
-    order = torch.cat(first).floor().flatten().tolist()
-    assert sorted(order) == list(range(10))
-    assert order != list(range(10))
+    first = joined(made)
+    torch.rand(3)  # what else is drawn makes no difference
+    assert torch.equal(first, joined(made))
     made.set_epoch(1)
-    other = torch.cat([inputs for inputs, _ in made]).floor().flatten().tolist()
-    assert sorted(other) == list(range(10))
-    assert other != order
-    assert other != torch.cat([i for i, _ in batches(numbers, noisy, 3, True, 6)]).floor().flatten().tolist()
+    orders = [first.floor().tolist(), order_of(made), order_of(batches(numbers, noisy, 3, True, 6)), list(range(10))]
+    assert all(sorted(order) == orders[3] for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
 
 
 def test_random_augmentations_change_with_the_epoch_alone(numbers: TextDataset) -> None:
     made = batches(numbers, noisy, batch_size=5)
-    first = torch.cat([inputs for inputs, _ in made])
-    torch.rand(3)  # what else is drawn makes no difference
-    assert torch.equal(first, torch.cat([inputs for inputs, _ in made]))
+    first = joined(made)
     made.set_epoch(1)
-    assert not torch.equal(first, torch.cat([inputs for inputs, _ in made]))
+    other = joined(made)
+    assert torch.equal(first.floor(), other.floor())
+    assert not torch.equal(first, other)
 
 
 def test_streams_have_orders_and_augmentations_of_their_own(numbers: TextDataset) -> None:
     made = batches(numbers, noisy, batch_size=5, shuffle=True, seed=5)
-    alone = torch.cat([inputs for inputs, _ in made])
+    alone = joined(made)
     streams = []
     for stream in (7, 8, 7):
         made.set_stream(stream)
-        streams.append(torch.cat([inputs for inputs, _ in made]))
+        streams.append(joined(made))
     assert torch.equal(streams[0], streams[2])
-    orders = {tuple(inputs.floor().flatten().tolist()) for inputs in (alone, *streams)}
+    orders = {tuple(inputs.floor().tolist()) for inputs in (alone, *streams)}
     assert len(orders) == 3
     assert all(sorted(order) == list(range(10)) for order in orders)
-    fractions = [(inputs - inputs.floor()).flatten().tolist() for inputs in (alone, *streams[:2])]
-    assert len({tuple(values) for values in fractions}) == 3
+    assert len({tuple((inputs - inputs.floor()).tolist()) for inputs in (alone, *streams[:2])}) == 3
     made.set_stream(None)
-    assert torch.equal(alone, torch.cat([inputs for inputs, _ in made]))
+    assert torch.equal(alone, joined(made))
 
 
 def test_the_order_of_a_seed_stays_what_it_was(numbers: TextDataset) -> None:
     made = batches(numbers, noisy, batch_size=10, shuffle=True, seed=5)
     made.set_epoch(1)
-    assert next(iter(made))[0].floor().flatten().tolist() == [1, 9, 7, 6, 3, 2, 5, 0, 8, 4]
+    assert order_of(made) == [1, 9, 7, 6, 3, 2, 5, 0, 8, 4]
 
 
 def test_workers_change_nothing(numbers: TextDataset) -> None:
-    alone = [inputs for inputs, _ in batches(numbers, noisy, 3, shuffle=True, seed=2)]
-    helped = [inputs for inputs, _ in batches(numbers, noisy, 3, shuffle=True, seed=2, num_workers=2)]
-    assert all(torch.equal(a, b) for a, b in zip(alone, helped, strict=True))
+    alone, helped = (joined(batches(numbers, noisy, 3, True, 2, workers)) for workers in (0, 2))
+    assert torch.equal(alone, helped)
 
 
 def test_the_generator_is_left_alone(numbers: TextDataset) -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    for _ in batches(numbers, noisy, 5):
-        pass
+    joined(batches(numbers, noisy, 5))
     assert torch.equal(torch.rand(4), expected)
 
 
@@ -114,18 +121,86 @@ def test_the_last_batch_can_be_dropped(numbers: TextDataset) -> None:
     assert list(batches(numbers.select([]), noisy, 5)) == []
 
 
-def test_training_transforms_fit(image_folder: Path) -> None:
-    data = load(image_folder, "train")
-    made = batches(data, TrainTransform(size=(8, 8)), 4, shuffle=True, num_workers=1)
-    first = [inputs for inputs, _ in made]
-    assert first[0].shape == (4, 3, 8, 8)
-    assert all(torch.equal(a, b) for a, (b, _) in zip(first, made, strict=True))
-
-
 def test_bad_settings_and_bad_preprocessing(numbers: TextDataset) -> None:
-    with pytest.raises(DataError, match="batch_size must be at least 1, got 0"):
+    with pytest.raises(DataError, match="batch_size"):
         batches(numbers, noisy, 0)
-    with pytest.raises(DataError, match="num_workers must be 0"):
+    with pytest.raises(DataError, match="num_workers"):
         batches(numbers, noisy, 1, num_workers=-1)
-    with pytest.raises(DataError, match="made 3 rows of 4 items"):
+    with pytest.raises(DataError, match="3 rows of 4 items"):
         next(iter(batches(numbers, lambda texts: torch.zeros(3, 2), 4)))
+
+
+# --- augmentation ------------------------------------------------------------------------------------------
+
+
+def plain(**changes: Any) -> TrainTransform:
+    settings = {"size": (8, 8), "crop_scale": (1.0, 1.0), "flip_probability": 0.0, "rand_augment": None}
+    return TrainTransform(**{**settings, **changes})
+
+
+def test_the_defaults_of_training_transforms_are_the_papers() -> None:
+    transform = TrainTransform()
+    assert (transform.size, transform.crop_scale, transform.flip_probability) == ((224, 224), (0.08, 1.0), 0.5)
+    assert transform.rand_augment == RandAugment(operations=2, magnitude=12)
+    assert transform.mean == (0.485, 0.456, 0.406)
+
+
+def test_without_randomness_only_normalisation_remains() -> None:
+    image, std = picture(1), torch.tensor([0.25, 0.5, 1.0]).view(3, 1, 1)
+    expected = (torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 - 0.5) / std
+    transform = plain(mean=(0.5, 0.5, 0.5), std=(0.25, 0.5, 1.0))
+    torch.testing.assert_close(transform(image), expected[None])
+    torch.testing.assert_close(transform([image, image])[1], expected)
+
+
+def test_flip_mirrors_left_and_right() -> None:
+    torch.testing.assert_close(plain(flip_probability=1.0)(picture(2)), plain()(picture(2)).flip(-1))
+
+
+def test_each_image_has_its_own_draws_and_a_seed_repeats_them() -> None:
+    images = [picture(3, size=32)] * 6
+    torch.manual_seed(0)
+    first = TrainTransform(size=(16, 16))(images)
+    assert first.shape == (6, 3, 16, 16)
+    assert len({tuple(row.flatten().tolist()) for row in first}) == 6
+    torch.manual_seed(0)
+    assert torch.equal(first, TrainTransform(size=(16, 16))(images))
+
+
+def test_training_transforms_repeat_in_batches(image_folder: Path) -> None:
+    made = batches(load(image_folder, "train"), TrainTransform(size=(8, 8)), 4, shuffle=True, num_workers=1)
+    assert torch.equal(joined(made), joined(made))
+
+
+def test_crops_keep_to_their_scale() -> None:
+    """On a left-to-right ramp, the range of values that a crop shows is its share of the width."""
+    ramp = Image.fromarray(np.tile(np.arange(256, dtype=np.uint8), (256, 1))).convert("RGB")
+    torch.manual_seed(0)
+    crops = plain(size=(32, 32), crop_scale=(0.25, 0.25), mean=(0, 0, 0), std=(1, 1, 1))([ramp] * 20)
+    widths = crops[:, 0].amax(dim=(1, 2)) - crops[:, 0].amin(dim=(1, 2))
+    # A quarter of the area with an aspect ratio within 3/4..4/3 is 0.43..0.58 of the width.
+    assert widths.min() > 0.38
+    assert widths.max() < 0.62
+
+
+def test_greyscale_and_matching() -> None:
+    transform = TrainTransform.matching(ImagePreprocessing(size=(12, 10)), rand_augment=None)
+    assert transform(picture(0, mode="L")).shape == (1, 3, 12, 10)
+    assert transform.rand_augment is None
+    assert transform.std == (0.229, 0.224, 0.225)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("size", (0, 8)),
+        ("crop_scale", (0.0, 1.0)),
+        ("crop_scale", (0.9, 0.5)),
+        ("flip_probability", 1.5),
+        ("std", (1.0, 0.0, 1.0)),
+        ("interpolation", "lanczos"),
+    ],
+)
+def test_training_transforms_check_themselves(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        TrainTransform(**{name: value})

@@ -1,6 +1,7 @@
 import colorsys
 import io
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,6 @@ from PIL import Image
 
 from hydra_ensembles.data.corruptions import (
     CORRUPTIONS,
-    MEANING,
     PARAMETER_SETS,
     PARAMETERS,
     SEVERITIES,
@@ -45,7 +45,7 @@ def test_all_fifteen_have_five_severities_in_every_set() -> None:
         assert list(PARAMETERS[parameters]) == list(CORRUPTIONS)
         for name, severities in PARAMETERS[parameters].items():
             assert len(severities) == 5
-            assert {len(values) for values in severities} == {len(MEANING[name])}
+            assert {len(values) for values in severities} == {len(PARAMETERS["cifar"][name][0])}
 
 
 @pytest.mark.parametrize(
@@ -267,20 +267,23 @@ def test_a_corrupted_data_set() -> None:
     assert small[0][0].size == (8, 8)
 
 
-def test_what_is_refused() -> None:
-    image = scene(8)
-    with pytest.raises(DataError, match=r"no corruption 'rain'; choose one of gaussian_noise"):
-        corrupt(image, "rain", 1, 0)
-    with pytest.raises(DataError, match="severity must be 1, 2, 3, 4 or 5, got 0"):
-        corrupt(image, "fog", 0, 0)
-    with pytest.raises(DataError, match=r"no parameter set 'mnist'; choose one of imagenet"):
-        corrupt(image, "fog", 1, 0, "mnist")
-    with pytest.raises(DataError, match="got an array of float64"):
-        corrupt(image / 255, "fog", 1, 0)
-    with pytest.raises(DataError, match=r"shape \[H, W, 3\] or \[H, W\], got \[8, 8, 4\]"):
-        corrupt(np.zeros((8, 8, 4), dtype=np.uint8), "fog", 1, 0)
-    with pytest.raises(DataError, match="got a str"):
-        corrupt("image.png", "fog", 1, 0)
-    data = ImageDataset([Image.fromarray(image)], [0])
-    with pytest.raises(DataError, match="severity must be"):
-        corrupted(data, "fog", 6)
+@pytest.mark.parametrize(
+    ("image", "settings", "token"),
+    [
+        (scene(8), ("rain", 1), "gaussian_noise"),
+        (scene(8), ("fog", 0), "severity"),
+        (scene(8), ("fog", 1, 0, "mnist"), "imagenet"),
+        (scene(8) / 255, ("fog", 1), "float64"),
+        (np.zeros((8, 8, 4), dtype=np.uint8), ("fog", 1), r"\[8, 8, 4\]"),
+        ("image.png", ("fog", 1), "str"),
+    ],
+)
+def test_what_is_refused(image: Any, settings: tuple[Any, ...], token: str) -> None:
+    name, severity, *rest = settings
+    with pytest.raises(DataError, match=token):
+        corrupt(image, name, severity, *(rest or [0]))
+
+
+def test_a_corrupted_data_set_checks_its_settings_at_once() -> None:
+    with pytest.raises(DataError, match="severity"):
+        corrupted(ImageDataset([Image.fromarray(scene(8))], [0]), "fog", 6)

@@ -2,9 +2,23 @@ import pickle
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hydra_ensembles.data.dataset import TextDataset
+from hydra_ensembles.data.dataset import (
+    Rows,
+    TextDataset,
+    cut_position,
+    hash_key,
+    keyed_order,
+    only_classes,
+    split,
+    subset,
+    without_classes,
+)
 from hydra_ensembles.errors import DataError
+
+seeds = st.integers(min_value=-(2**70), max_value=2**70)
 
 
 @pytest.fixture
@@ -12,21 +26,21 @@ def letters() -> TextDataset:
     return TextDataset(list("abcdef"), [0, 1, 2, 0, 1, 2], ["x", "y", "z"], "letters")
 
 
+def numbered(labels: list[int], names: tuple[str, ...] = ("a", "b", "c", "d")) -> TextDataset:
+    return TextDataset([str(row) for row in range(len(labels))], labels, names, "numbers")
+
+
 def test_knows_items_labels_and_names(letters: TextDataset) -> None:
     assert len(letters) == 6
-    assert letters[4] == ("e", 1)
-    assert letters[-1] == ("f", 2)
+    assert (letters[4], letters[-1]) == (("e", 1), ("f", 2))
     assert list(letters)[:2] == [("a", 0), ("b", 1)]
     assert letters.class_names == ("x", "y", "z")
     assert letters.labelled
     assert letters.kind == "text"
     assert repr(letters) == "TextDataset('letters', 6 items, 3 classes)"
-
-
-@pytest.mark.parametrize("index", [6, -7])
-def test_a_position_outside_is_an_index_error(letters: TextDataset, index: int) -> None:
-    with pytest.raises(IndexError, match="letters has 6 items"):
-        letters[index]
+    for index in (6, -7):
+        with pytest.raises(IndexError, match="letters"):
+            letters[index]
 
 
 def test_select_keeps_the_order_given_and_remembers_source_rows(letters: TextDataset) -> None:
@@ -35,40 +49,149 @@ def test_select_keeps_the_order_given_and_remembers_source_rows(letters: TextDat
     assert twice.rows.tolist() == [1, 5]
     assert twice.labels.tolist() == [1, 2]
     assert len(letters) == 6
-    with pytest.raises(DataError, match=r"positions must lie in 0\.\.1, got 0\.\.2"):
+    assert list(pickle.loads(pickle.dumps(twice))) == [("b", 1), ("f", 2)]
+    with pytest.raises(DataError, match=r"0\.\.1, got 0\.\.2"):
         twice.select([0, 2])
+
+
+def test_the_same_items_are_known_by_their_source(letters: TextDataset) -> None:
+    assert letters.select([2, 0]).same_items(letters.select([0, 2]))
+    assert not letters.select([2, 0]).same_items(letters.select([0, 1]))
+    assert not letters.same_items(TextDataset(list("abcdef"), [0] * 6))
+    one, same, other = (TextDataset(Rows(3, str, (place,)), [0, 0, 0]) for place in ("here", "here", "there"))
+    assert one.same_items(same)
+    assert not one.same_items(other)
 
 
 def test_relabel_needs_every_label_that_occurs(letters: TextDataset) -> None:
     chosen = letters.select([2, 0, 5]).relabel({2: 0, 0: 1}, ["z", "x"])
-    assert chosen.labels.tolist() == [0, 1, 0]
-    assert chosen.class_names == ("z", "x")
-    with pytest.raises(DataError, match=r"no new label given for labels \[1\]"):
+    assert (chosen.labels.tolist(), chosen.class_names) == ([0, 1, 0], ("z", "x"))
+    with pytest.raises(DataError, match=r"labels \[1\]"):
         letters.relabel({2: 0, 0: 1}, ["z", "x"])
 
 
-def test_labels_must_fit() -> None:
-    with pytest.raises(DataError, match="3 items but 2 labels"):
-        TextDataset(list("abc"), [0, 1])
-    with pytest.raises(DataError, match="label 2 in row 1, but there are only 2 class names"):
-        TextDataset(list("ab"), [0, 2], ["x", "y"])
-    with pytest.raises(DataError, match="label -2 in row 0"):
-        TextDataset(list("ab"), [-2, 0])
-    assert not TextDataset(list("ab"), [-1, 0]).labelled
+@pytest.mark.parametrize(
+    ("labels", "names", "token"), [([0], (), "2 items"), ([0, 2], ("x", "y"), "row 1"), ([-2, 0], (), "label -2")]
+)
+def test_labels_must_fit(labels: list[int], names: tuple[str, ...], token: str) -> None:
+    with pytest.raises(DataError, match=token):
+        TextDataset(list("ab"), labels, names)
 
 
-def test_labels_cannot_be_written(letters: TextDataset) -> None:
-    with pytest.raises(ValueError, match="read-only"):
-        letters.labels[0] = 5
-
-
-def test_the_given_labels_are_copied() -> None:
-    given = np.array([0, 1])
+def test_labels_are_copied_and_cannot_be_written() -> None:
+    given = np.array([-1, 1])
     dataset = TextDataset(list("ab"), given)
     given[0] = 9
-    assert dataset.labels.tolist() == [0, 1]
+    assert dataset.labels.tolist() == [-1, 1]
+    assert not dataset.labelled
+    with pytest.raises(ValueError, match="read-only"):
+        dataset.labels[0] = 5
 
 
-def test_survives_pickling(letters: TextDataset) -> None:
-    again = pickle.loads(pickle.dumps(letters.select([3, 1])))
-    assert list(again) == [("d", 0), ("b", 1)]
+# --- parts -------------------------------------------------------------------------------------------------
+
+
+def test_the_order_is_pinned() -> None:
+    """These numbers must never change: results that were published depend on them."""
+    assert hash_key(0) == 0xE220A8397B1DCDAF  # the first output of SplitMix64 seeded with 0
+    assert keyed_order(10, 0).tolist() == [5, 7, 8, 2, 9, 0, 3, 1, 6, 4]
+    assert keyed_order(10, 1).tolist() == [2, 8, 4, 9, 7, 0, 6, 5, 3, 1]
+    assert keyed_order(5, 3, 1).tolist() == [2, 0, 3, 1, 4]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 200), st.lists(seeds, min_size=1, max_size=3))
+def test_an_order_is_a_permutation(count: int, key: list[int]) -> None:
+    assert sorted(keyed_order(count, *key).tolist()) == list(range(count))
+
+
+def test_orders_look_random() -> None:
+    """Every position is equally likely to come first, within five standard deviations."""
+    first = [int(keyed_order(4, seed)[0]) for seed in range(4000)]
+    counts = np.bincount(first, minlength=4)
+    assert np.abs(counts - 1000).max() < 5 * np.sqrt(4000 * 0.25 * 0.75)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=80), st.data(), seeds, st.booleans())
+def test_subsets(labels: list[int], data: st.DataObject, seed: int, stratified: bool) -> None:
+    dataset = numbered(labels)
+    count = data.draw(st.integers(0, len(labels)))
+    chosen = subset(dataset, count, seed, stratified=stratified)
+    assert len(chosen) == count
+    assert chosen.rows.tolist() == sorted(set(chosen.rows.tolist()))
+    assert chosen.rows.tolist() == subset(dataset, count, seed, stratified=stratified).rows.tolist()
+    if stratified:
+        for label in range(4):
+            exact = count * labels.count(label) / len(labels)
+            assert abs((chosen.labels == label).sum() - exact) < 1
+
+
+def test_a_smaller_subset_lies_in_a_larger_one() -> None:
+    dataset = numbered([0] * 50)
+    small, large = subset(dataset, 10, 7), subset(dataset, 30, 7)
+    assert set(small.rows) < set(large.rows)
+    assert set(small.rows) != set(subset(dataset, 10, 8).rows)
+    with pytest.raises(DataError, match="51 items from numbers"):
+        subset(dataset, 51, 0)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 3), max_size=80),
+    st.lists(st.floats(0, 0.25), min_size=1, max_size=4),
+    seeds,
+    st.booleans(),
+)
+def test_parts_are_disjoint(labels: list[int], fractions: list[float], seed: int, stratified: bool) -> None:
+    parts = split(numbered(labels), fractions, seed, stratified=stratified)
+    rows = [row for part in parts for row in part.rows.tolist()]
+    assert len(parts) == len(fractions)
+    assert len(rows) == len(set(rows))
+    if not stratified:
+        sizes = zip(parts, fractions, strict=True)
+        assert all(abs(len(part) - fraction * len(labels)) <= 1 for part, fraction in sizes)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=80), st.floats(0, 1), seeds, st.booleans())
+def test_one_fraction_gives_it_and_the_rest(labels: list[int], fraction: float, seed: int, stratified: bool) -> None:
+    one, rest = split(numbered(labels), fraction, seed, stratified=stratified)
+    assert sorted([*one.rows.tolist(), *rest.rows.tolist()]) == list(range(len(labels)))
+
+
+def test_halves() -> None:
+    dataset = numbered([0, 0, 0, 0, 1, 1, 1, 1, 1, 1])
+    first, second = split(dataset, 0.5, 3, stratified=True)
+    assert np.bincount(first.labels).tolist() == np.bincount(second.labels).tolist() == [2, 3]
+    assert cut_position(0.5, 5) == 3
+    assert cut_position(0.29, 100) == 29  # 0.29 * 100 is 28.999999999999996
+    for fractions in ([0.7, 0.7], -0.1):
+        with pytest.raises(DataError, match="fractions"):
+            split(dataset, fractions, 0)  # type: ignore[arg-type]
+
+
+def test_classes_can_be_left_out_or_kept() -> None:
+    dataset = numbered([0, 1, 2, 3, 0, 1])
+    assert without_classes(dataset, ["b", 3]).rows.tolist() == [0, 2, 4]
+    assert without_classes(dataset, ["b", 3]).class_names == ("a", "b", "c", "d")
+    assert only_classes(dataset, ["b", 3]).rows.tolist() == [1, 3, 5]
+    renamed = only_classes(dataset, ["d", "a"], relabel=True)
+    assert renamed.rows.tolist() == [0, 3, 4]
+    assert (renamed.labels.tolist(), renamed.class_names) == ([1, 0, 1], ("d", "a"))
+    fewer = without_classes(dataset, ["a"], relabel=True)
+    assert (fewer.labels.tolist(), fewer.class_names) == ([0, 1, 2, 0], ("b", "c", "d"))
+    assert without_classes(numbered([0, 5], ()), [5]).labels.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("names", "classes", "token"),
+    [
+        (("a", "b", "c"), ["a", "x", 9], r"\['x', 9\]; it has \['a', 'b', 'c'\]"),
+        (("ab", "b"), "ab", "string"),
+        ((), [3], r"\[0, 1\]"),
+    ],
+)
+def test_unknown_classes_are_named(names: tuple[str, ...], classes: list[str | int], token: str) -> None:
+    with pytest.raises(DataError, match=token):
+        without_classes(numbered([0, 1], names), classes)
