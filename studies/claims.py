@@ -9,8 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hydra_ensembles.metrics.bootstrap import OodMetric, ood_replicates
+from hydra_ensembles.metrics.bootstrap import ood_replicates
 from hydra_ensembles.metrics.calibration import brier_per_sample, ece_of_confidence, nll_per_sample, top_label
+from hydra_ensembles.metrics.ood import OodMetric
 from hydra_ensembles.prediction import Prediction, ScoreName
 
 from .methods import DEEP, DEEP_CLASSIFIERS, HYDRA, HYDRA_PAPER, HYDRA_TAYLOR, SINGLE

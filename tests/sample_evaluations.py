@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from hydra_ensembles.evaluation.evaluate import evaluate_logits
-from hydra_ensembles.evaluation.evaluation import Evaluation, GalleryItem, ModelInfo, image_uri
+from hydra_ensembles.evaluation.evaluation import Evaluation, GalleryItem, ModelInfo
+from hydra_ensembles.evaluation.running import image_uri
 from hydra_ensembles.model.config import KeptHeads
 from hydra_ensembles.model.cost import Cost
 from hydra_ensembles.model.metadata import Calibration

@@ -6,7 +6,8 @@ from typing import Literal
 
 import numpy as np
 
-from hydra_ensembles.metrics.bootstrap import OodMetric, ood_replicates
+from hydra_ensembles.metrics.bootstrap import ood_replicates
+from hydra_ensembles.metrics.ood import OodMetric
 
 from ..claims import LEVEL, Floats, classification_replicates, verdict
 from ..rows import Rows

@@ -1,48 +1,39 @@
 """One pass over each set, every metric."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain, combinations
-from typing import Any, Literal, cast, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import combinations
+from typing import Any, cast, get_args
 
+import numpy as np
 import torch
-from torch import Tensor, nn
-from tqdm import tqdm
+from torch import Tensor
 
-from .._distributed import check_unsharded, gather, rank_and_world
-from .._utils import evaluation_mode, require_device
-from ..batches import Batches, Inputs, iterate, move, require_labels
+from .._distributed import rank_and_world
+from .._utils import require_device
+from ..batches import Batches
 from ..data.batching import Batches as OwnBatches
 from ..data.batching import Preprocess
 from ..data.batching import batches as make_batches
 from ..data.dataset import Dataset
 from ..errors import ConfigError, DataError
-from ..metrics.bootstrap import Interval, OodMetric, bootstrap_metric, bootstrap_ood
-from ..metrics.calibration import (
-    accuracy,
-    adaptive_ece_of_confidence,
-    brier,
-    brier_per_sample,
-    ece_of_confidence,
-    nll_of_log_probs,
-    top_label,
-)
-from ..metrics.diversity import disagreement, mutual_information
-from ..metrics.inputs import Convention, check_convention, check_finite, check_same_length, where
-from ..metrics.ood import aupr, auroc, fpr95
-from ..metrics.selective import aurc, risk_at_coverage
+from ..metrics.bootstrap import Interval, bootstrap_metric, bootstrap_ood
+from ..metrics.calibration import at_labels, equal_count_error, equal_width_bins, equal_width_error, squared_errors
+from ..metrics.inputs import Convention, check_convention, check_labels, mean, where
+from ..metrics.ood import OodMetric, flagged, of_counts, roc_of_counts
+from ..metrics.selective import risk_curve
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration, Metadata
 from ..optimize.runner import OptimizedEnsemble
-from ..prediction import Prediction, ScoreName, Temperature, ood_score, scale_logits
+from ..prediction import Prediction, ScoreName
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from .evaluation import (
     COVERAGES,
     Classification,
+    Curve,
     Detection,
     Evaluation,
-    Extremes,
+    Figures,
     GalleryItem,
     LabelledLogits,
     MemberLogits,
@@ -50,551 +41,20 @@ from .evaluation import (
     OodGroup,
     OodSet,
     Provenance,
+    Reliability,
     Selective,
     describe_model,
-    make_figures,
     provenance_of,
 )
-
-MemberModel = Callable[[Any], Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """What a pass over one set brought.
-
-    Attributes:
-        logits: `[M, B, C]`, at least float32.
-        labels: `[B]`; empty where they were not asked for.
-        extremes: The most and least certain inputs.
-        dtype: Number format in which the model answered.
-    """
-
-    logits: Tensor
-    labels: Tensor
-    extremes: Extremes
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Runner:
-    """How a model is run over sets.
-
-    Attributes:
-        model: Gives member logits `[M, B, C]`, or `[B, C]` for one member.
-        device: Where inputs go; None leaves them where they are.
-        dtype: Floating type of the inputs; None leaves it.
-        preprocess: Turns items of a data set into inputs, for sets that are not in batches yet.
-        batch_size: For such sets.
-        num_workers: For such sets.
-        keep: How many inputs of each set to keep for the gallery, at either end.
-        score: Orders the gallery.
-        temperature: Divides the logits for it.
-        progress: Whether to show progress bars.
-    """
-
-    model: MemberModel
-    device: torch.device | None
-    dtype: torch.dtype | None
-    preprocess: Preprocess | None
-    batch_size: int
-    num_workers: int
-    keep: int
-    score: ScoreName
-    temperature: Temperature | None
-    progress: bool
-
-    def run(self, data: Batches | Dataset[Any], name: str, labelled: bool) -> Pass:
-        """Run the model over one set; several processes share its batches.
-
-        Raises:
-            DataError: The set is empty, its labels do not fit, or the model's answers cannot be used.
-        """
-        check_unsharded(data, name)
-        rank, world = rank_and_world()
-        extremes = Extremes(self.keep)
-        pieces: list[tuple[int, Tensor, Tensor | None, str]] = []
-        error: Exception | None = None
-        try:
-            first = 0
-            for index, (inputs, targets) in enumerate(self._read(self._batches(data, name), name, labelled)):
-                if index % world == rank:
-                    logits, dtype = self._answer(inputs, name, index)
-                    kept = require_labels(targets, logits.shape[2], f"set {name!r}", index).cpu() if labelled else None
-                    self._show(extremes, first, inputs, logits, kept)
-                    pieces.append((index, logits, kept, dtype))
-                first += _length(inputs)
-        except Exception as problem:
-            error = problem
-        pieces = sorted(chain.from_iterable(gather(pieces, error)), key=lambda piece: piece[0])
-        if world > 1:
-            found, extremes = gather(extremes), Extremes(self.keep)
-            for other in found:
-                extremes.merge(other)
-        logits = _join([piece[1] for piece in pieces], name)
-        labels = [piece[2] for piece in pieces if piece[2] is not None]
-        return Pass(logits, torch.cat(labels) if labels else torch.empty(0).long(), extremes, pieces[0][3])
-
-    def _batches(self, data: Batches | Dataset[Any], name: str) -> Batches:
-        if not isinstance(data, Dataset):
-            return data
-        if self.preprocess is None:
-            raise ConfigError(
-                f"set {name!r} is a data set of raw items, and this model has no saved preprocessing; "
-                "pass preprocess=, or give batches (a DataLoader)"
-            )
-        return make_batches(data, self.preprocess, self.batch_size, num_workers=self.num_workers)
-
-    def _read(self, batches: Batches, name: str, labelled: bool) -> Iterator[tuple[Inputs, Tensor | None]]:
-        """The batches, under a progress bar."""
-        try:
-            total = len(batches) if isinstance(batches, Sized) else None
-        except TypeError:  # a loader of a stream has a length only in name
-            total = None
-        silent = not self.progress or rank_and_world()[0] > 0
-        pairs = iterate(batches, f"set {name!r}", labelled)
-        return iter(tqdm(pairs, name, total, leave=False, disable=silent, unit="batch"))
-
-    def _answer(self, inputs: Inputs, name: str, index: int) -> tuple[Tensor, str]:
-        """Checked member logits `[M, B, C]` of one batch, and the dtype they came in."""
-        if self.device is not None:
-            inputs = move(inputs, self.device, self.dtype)
-        answer = self.model(inputs)
-        answer = getattr(answer, "logits", answer)
-        if not isinstance(answer, Tensor) or answer.ndim not in (2, 3) or not answer.is_floating_point():
-            got = f"{answer.dtype} {list(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
-            raise DataError(f"{where(name)}the model must answer with logits [M, B, C] or [B, C], got {got}")
-        logits = answer.detach()
-        logits = logits.unsqueeze(0) if logits.ndim == 2 else logits  # [B, C] -> [1, B, C]
-        size = _length(inputs)
-        if logits.shape[1] != size or logits.shape[2] < 2:
-            raise DataError(
-                f"{where(name)}the model answered batch {index} of {size} inputs with logits {list(answer.shape)}; "
-                "expected [M, B, C] (members, inputs, at least two classes)"
-            )
-        logits = logits.to("cpu", torch.float64 if logits.dtype == torch.float64 else torch.float32)
-        check_finite(logits, f"member logits [M, B, C] of batch {index}", name)
-        return logits, str(answer.dtype).removeprefix("torch.")
-
-    def _show(self, extremes: Extremes, first: int, inputs: Inputs, logits: Tensor, labels: Tensor | None) -> None:
-        if self.keep:
-            scores = ood_score(logits, self.score, self.temperature)
-            probs = scale_logits(logits, self.temperature).softmax(dim=-1).mean(dim=0)  # [M, B, C] -> [B, C]
-            confidence, predicted = probs.max(dim=-1)
-            extremes.update(first, inputs, scores, confidence, predicted, labels)
-
-
-@contextmanager
-def running(model: object, device: torch.device | None) -> Iterator[tuple[torch.device | None, torch.dtype | None]]:
-    """Evaluation mode, no gradients and the asked-for device, all put back at the end.
-
-    Yields:
-        Where inputs go and their floating type; None for "as they are".
-    """
-    if isinstance(model, OptimizedEnsemble):
-        _require_its_device(model, device)
-        with torch.no_grad():
-            yield model.device, model.dtype
-        return
-    if not isinstance(model, nn.Module):
-        with torch.no_grad():
-            yield device, None
-        return
-    parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
-    home = None if parameter is None else parameter.device
-    moved = device is not None and home is not None and device != home
-    try:
-        if moved:
-            model.to(device)
-        with evaluation_mode(model), torch.no_grad():
-            yield device or home, None if parameter is None else parameter.dtype
-    finally:
-        if moved:
-            model.to(home)
-
-
-def _require_its_device(model: OptimizedEnsemble[Any], device: torch.device | None) -> None:
-    own = model.device
-    if device is not None and (device.type != own.type or device.index not in (None, own.index)):
-        raise ConfigError(
-            f"this optimized ensemble runs on {own} and cannot be moved to {device}; leave device out, or move the "
-            "ensemble and call optimize again"
-        )
-
-
-def _length(inputs: Inputs) -> int:
-    return len(inputs) if isinstance(inputs, Tensor) else len(next(iter(inputs.values())))
-
-
-def _join(pieces: list[Tensor], name: str) -> Tensor:
-    shapes = {(piece.shape[0], piece.shape[2]) for piece in pieces}
-    if len(shapes) > 1:
-        raise DataError(
-            f"{where(name)}the model changes its mind between batches: (members, classes) were {sorted(shapes)}"
-        )
-    return torch.cat(pieces, dim=1)
-
-
-MEANS: tuple[Literal["near", "far", "all"], ...] = ("near", "far", "all")
-
-
-def read_groups(ood: Mapping[str, Any] | None) -> dict[OodGroup, dict[str, Any]]:
-    """OOD sets by group and name, from a nested or a flat mapping; `{}` for None.
-
-    Raises:
-        DataError: Groups and sets are mixed, a group is not known, or a name occurs twice.
-    """
-    if not ood:
-        return {}
-    nested = [isinstance(value, Mapping) for value in ood.values()]
-    if not any(nested):
-        return {"ungrouped": dict(ood)}
-    known = get_args(OodGroup)
-    if not all(nested) or not set(ood) <= set(known):
-        raise DataError(
-            f"ood has the keys {list(ood)}; give groups of sets, with keys among {list(known)}, or a flat mapping "
-            "from set names to data"
-        )
-    names = [name for sets in ood.values() for name in sets]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise DataError(f"OOD sets {twice} occur in more than one group; give each set one name in one group")
-    return {cast(OodGroup, group): dict(sets) for group, sets in ood.items() if sets}
-
-
-def mean_sets(groups: Mapping[str, OodGroup]) -> dict[str, list[str]]:
-    """Which sets each mean is over: near, far, and all of them; a mean over no set is left out."""
-    chosen = {
-        "near": [name for name, group in groups.items() if group == "near"],
-        "far": [name for name, group in groups.items() if group == "far"],
-        "all": [name for name, group in groups.items() if group != "apart"],
-    }
-    return {mean: chosen[mean] for mean in MEANS if chosen[mean]}
-
-
-def predict(
-    logits: Tensor, calibration: Calibration, score: ScoreName, name: str, like: tuple[int, int] | None = None
-) -> Prediction:
-    """Prediction for one set, calibrated.
-
-    Args:
-        logits: `[M, B, C]`, or `[B, C]` for one member.
-        calibration: Its temperature is applied; its threshold too.
-        score: Score to use where the calibration has no threshold.
-        name: Name of the set, for error messages.
-        like: Members and classes of the in-distribution set, which this one must share.
-
-    Raises:
-        DataError: The set is empty, holds NaN, or does not fit.
-    """
-    if not isinstance(logits, Tensor) or logits.ndim not in (2, 3) or not logits.is_floating_point():
-        got = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-        raise DataError(f"{where(name)}member logits must be floating point [M, B, C] or [B, C], got {got}")
-    logits = (logits.unsqueeze(0) if logits.ndim == 2 else logits).detach().cpu()  # [B, C] -> [1, B, C]
-    members, samples, classes = logits.shape
-    if samples == 0:
-        raise DataError(f"{where(name)}there are no samples; check how the set was loaded")
-    if members == 0 or classes < 2:
-        raise DataError(
-            f"{where(name)}member logits have shape {list(logits.shape)}; at least one member and two classes are "
-            "needed: with one class there is nothing to decide"
-        )
-    if like is not None and (members, classes) != like:
-        raise DataError(
-            f"{where(name)}it has logits of {members} members over {classes} classes, and the in-distribution set of "
-            f"{like[0]} over {like[1]}; both must come from the same model"
-        )
-    check_finite(logits, "member logits [M, B, C]", name)
-    temperature = calibration.temperature
-    return Prediction.from_logits(
-        logits,
-        temperature=temperature if len(temperature) > 1 else temperature[0],
-        threshold=calibration.threshold,
-        score=score if calibration.threshold is None else calibration.score,
-    )
-
-
-def check_labels(labels: Tensor, prediction: Prediction, name: str) -> Tensor:
-    """Labels `[B]` as int64 on the CPU, one a sample, of at least two classes.
-
-    Raises:
-        DataError: They do not fit.
-    """
-    labels = torch.as_tensor(labels).detach().cpu()
-    if labels.ndim != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
-        raise DataError(f"{where(name)}labels must be whole numbers [B], got {labels.dtype} {list(labels.shape)}")
-    check_same_length({"samples": len(prediction), "labels": len(labels)}, name)
-    lowest, highest = int(labels.min()), int(labels.max())
-    if lowest < 0 or highest >= prediction.classes:
-        raise DataError(
-            f"{where(name)}labels run from {lowest} to {highest}, but the model has {prediction.classes} classes "
-            f"(0 to {prediction.classes - 1}); check that model and set have the same classes"
-        )
-    if lowest == highest:
-        raise DataError(
-            f"{where(name)}all {len(labels)} labels are {lowest}; accuracy and calibration need at least two "
-            "classes: check that sorted data were not cut, or shuffle before taking a part"
-        )
-    return labels.long()
-
-
-def classification(prediction: Prediction, labels: Tensor, score: ScoreName, name: str) -> Classification:
-    """Accuracy, calibration, diversity and selective risk on a labelled set."""
-    probs, members = prediction.probs, prediction.member_probs
-    confidence, correct = top_label(probs, labels, name=name)
-    scores, wrong = prediction.score(score), ~correct
-    log_probs = prediction.log_probs
-    if not bool(torch.isfinite(log_probs).all()):  # float32 overflows between logits of 1e38 and -1e38
-        log_probs = Prediction.from_logits(prediction.member_logits.double()).log_probs
-    return Classification(
-        samples=len(prediction),
-        accuracy=accuracy(probs, labels, name=name),
-        brier=brier(probs, labels, name=name),
-        nll=nll_of_log_probs(log_probs, labels, name=name),
-        ece=ece_of_confidence(confidence, correct, name=name),
-        aece=adaptive_ece_of_confidence(confidence, correct, name=name),
-        mutual_information=mutual_information(members, name=name),
-        disagreement=disagreement(members, name=name),
-        aurc=aurc(scores, wrong, name=name),
-        risk_at_coverage={
-            f"{coverage:.2f}": risk_at_coverage(scores, wrong, coverage, name=name) for coverage in COVERAGES
-        },
-    )
-
-
-def detection(id_scores: Tensor, ood_scores: Tensor, convention: Convention, name: str) -> Detection:
-    """AUROC, FPR95 and AUPR of one score."""
-    return Detection(
-        auroc=auroc(id_scores, ood_scores, convention, name=name),
-        fpr95=fpr95(id_scores, ood_scores, convention, name=name),
-        aupr=aupr(id_scores, ood_scores, convention, name=name),
-    )
-
-
-def ood_set(
-    group: OodGroup,
-    id_prediction: Prediction,
-    prediction: Prediction,
-    scores: Sequence[ScoreName],
-    convention: Convention,
-    name: str,
-) -> OodSet:
-    """Everything measured on one OOD set."""
-    accept = prediction.accept
-    return OodSet(
-        group=group,
-        samples=len(prediction),
-        detection={
-            score: detection(id_prediction.score(score), prediction.score(score), convention, name) for score in scores
-        },
-        mutual_information=mutual_information(prediction.member_probs, name=name),
-        disagreement=disagreement(prediction.member_probs, name=name),
-        abstained=None if accept is None else int((~accept).sum()) / len(accept),
-    )
-
-
-def detection_means(ood: Mapping[str, OodSet], scores: Sequence[ScoreName]) -> dict[str, dict[str, Detection]]:
-    """Unweighted means over the near, the far and all sets, for each score."""
-    means: dict[str, dict[str, Detection]] = {}
-    for mean, names in mean_sets({name: result.group for name, result in ood.items()}).items():
-        means[mean] = {}
-        for score in scores:
-            found = [ood[name].detection[score] for name in names]
-            means[mean][score] = Detection(
-                auroc=sum(one.auroc for one in found) / len(found),
-                fpr95=sum(one.fpr95 for one in found) / len(found),
-                aupr=sum(one.aupr for one in found) / len(found),
-            )
-    return means
-
-
-def selective(prediction: Prediction, labels: Tensor) -> Selective | None:
-    """What the calibrated threshold does on a labelled set; None without a threshold."""
-    accept = prediction.accept
-    if accept is None or prediction.threshold is None:
-        return None
-    accepted = int(accept.sum())
-    wrong = int((prediction.label != labels)[accept].sum())
-    return Selective(
-        score=prediction.score_name,
-        threshold=prediction.threshold,
-        accepted=accepted / len(accept),
-        risk=wrong / accepted if accepted else None,
-    )
-
-
-def bootstrap_intervals(
-    prediction: Prediction,
-    labels: Tensor,
-    id_scores: Tensor,
-    ood_scores: Mapping[str, Tensor],
-    means: Mapping[str, Sequence[str]],
-    convention: Convention,
-    resamples: int,
-    id_name: str = "id",
-) -> dict[str, Interval]:
-    """95 % intervals under the names of `Evaluation.numbers`.
-
-    Args:
-        prediction: For the in-distribution set.
-        labels: `[B]`.
-        id_scores: `[B]`, higher = more uncertain.
-        ood_scores: Scores of each OOD set.
-        means: Names of the sets each mean is over.
-        convention: How AUPR and FPR95 are defined.
-        resamples: Number of resamples.
-        id_name: Name of the in-distribution set, for error messages.
-    """
-    confidence, correct = top_label(prediction.probs, labels, name=id_name)
-    nll = -prediction.log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)  # [B, C] -> [B]
-
-    def interval_of_mean(values: Tensor) -> Interval:
-        return bootstrap_metric(_mean, [values.double()], resamples=resamples, name=id_name)
-
-    found = {
-        "accuracy": interval_of_mean(correct),
-        "brier": interval_of_mean(brier_per_sample(prediction.probs, labels, name=id_name)),
-        "nll": interval_of_mean(nll),
-        "ece": bootstrap_metric(ece_of_confidence, [confidence, correct], resamples=resamples, name=id_name),
-        "aece": bootstrap_metric(adaptive_ece_of_confidence, [confidence, correct], resamples=resamples, name=id_name),
-        "mutual_information": interval_of_mean(prediction.epistemic),
-        "disagreement": interval_of_mean(prediction.disagreement),
-        "aurc": bootstrap_metric(aurc, [id_scores, ~correct], resamples=resamples, name=id_name),
-    }
-    sets = {f"ood.{name}": [scores] for name, scores in ood_scores.items()}
-    sets |= {mean: [ood_scores[name] for name in names] for mean, names in means.items()}
-    for key, scores in sets.items():
-        for metric in get_args(OodMetric):
-            found[f"{key}.{metric}"] = bootstrap_ood(
-                metric, id_scores, scores, convention=convention, resamples=resamples, name=key
-            )
-    return found
-
-
-def _mean(values: Tensor) -> float:
-    return float(values.mean())
-
-
-def evaluate_logits(
-    id_logits: Tensor,
-    labels: Tensor,
-    ood: Mapping[str, Any] | None = None,
-    shift: Mapping[str, tuple[Tensor, Tensor]] | None = None,
-    *,
-    name: str = "model",
-    id_name: str = "id",
-    score: ScoreName = "msp",
-    scores: Sequence[ScoreName] = (),
-    convention: Convention = "torch-uncertainty",
-    calibration: Calibration | None = None,
-    bootstrap: int = 0,
-    keep_logits: bool = False,
-    model: ModelInfo | None = None,
-    provenance: Provenance | None = None,
-    gallery: Sequence[GalleryItem] = (),
-) -> Evaluation:
-    """Every metric from member logits `[M, B, C]` (or `[B, C]` for one member), on the CPU.
-
-    Args:
-        id_logits: Of the in-distribution set, before any temperature.
-        labels: Its labels, `[B]`.
-        ood: Member logits of the OOD sets: `{"near": {name: logits}, "far": {...}}`, or flat, `{name: logits}`,
-            which gives the mean over all sets only. A group `"apart"` is reported, but in no mean.
-        shift: `{name: (logits, labels)}` of sets under distribution shift.
-        name: What tables call the model.
-        id_name: Name of the in-distribution set.
-        score: Score that detects OOD samples.
-        scores: Further scores to report.
-        convention: How AUPR and FPR95 are defined.
-        calibration: Temperature, and threshold for the selective numbers.
-        bootstrap: Number of resamples for confidence intervals; 0 for none.
-        keep_logits: Whether the result keeps the logits.
-        model: What made the logits, where more is known than their shape.
-        provenance: Where they were made; this machine, if not given.
-        gallery: Inputs to show in the report.
-
-    Raises:
-        DataError: A set is empty, has one class, holds NaN, or does not fit the others; the message names it.
-        ConfigError: A setting is not known.
-    """
-    wanted = check_settings(score, scores, convention, bootstrap)
-    calibration = calibration or Calibration()
-    groups = read_groups(ood)
-
-    prediction = predict(id_logits, calibration, score, id_name)
-    id_labels = check_labels(labels, prediction, id_name)
-    id_scores = prediction.score(score)
-    like = (prediction.members, prediction.classes)
-
-    answers, results = {}, {}
-    for group, sets in groups.items():
-        for key, logits in sets.items():
-            answers[key] = predict(logits, calibration, score, key, like)
-            results[key] = ood_set(group, prediction, answers[key], wanted, convention, key)
-    ood_scores = {key: answer.score(score) for key, answer in answers.items()}
-
-    shift_results, shift_logits = {}, {}
-    for key, (logits, set_labels) in (shift or {}).items():
-        answer = predict(logits, calibration, score, key, like)
-        shift_logits[key] = LabelledLogits(logits, check_labels(set_labels, answer, key))
-        shift_results[key] = classification(answer, shift_logits[key].labels, score, key)
-
-    by_group = {str(group): sets for group, sets in groups.items()}
-    means = mean_sets({key: result.group for key, result in results.items()})
-    return Evaluation(
-        name=name,
-        id_name=id_name,
-        score=score,
-        convention=convention,
-        id=classification(prediction, id_labels, score, id_name),
-        ood=results,
-        means=detection_means(results, wanted),
-        shift=shift_results,
-        selective=selective(prediction, id_labels),
-        model=model or ModelInfo("callable", *like, calibration=calibration),
-        provenance=provenance or provenance_of(None, str(id_logits.dtype).removeprefix("torch.")),
-        figures=make_figures(
-            prediction, id_labels, id_scores, {key: (answers[key], ood_scores[key]) for key in answers}
-        ),
-        intervals=(
-            bootstrap_intervals(
-                prediction, id_labels, id_scores, ood_scores, means, convention, bootstrap, id_name=id_name
-            )
-            if bootstrap
-            else {}
-        ),
-        gallery=tuple(gallery),
-        logits=MemberLogits(LabelledLogits(id_logits, id_labels), by_group, shift_logits) if keep_logits else None,
-    )
-
-
-def evaluate_stored(logits: MemberLogits, **settings: Any) -> Evaluation:
-    """Make an evaluation again from stored member logits; `settings` are those of `evaluate_logits`."""
-    shift = {name: (labelled.logits, labelled.labels) for name, labelled in logits.shift.items()}
-    return evaluate_logits(logits.id.logits, logits.id.labels, logits.ood, shift, **settings)
-
-
-def check_settings(
-    score: ScoreName, scores: Sequence[ScoreName], convention: Convention, bootstrap: int
-) -> tuple[ScoreName, ...]:
-    """Refuse unknown settings before anything is computed; all scores asked for, each once.
-
-    Raises:
-        ConfigError: A setting is not known.
-    """
-    check_convention(convention)
-    if isinstance(scores, str):
-        raise ConfigError(f"scores={scores!r} is a string; give a sequence of score names, such as ({scores!r},)")
-    known = get_args(ScoreName)
-    unknown = [name for name in (score, *scores) if name not in known]
-    if unknown:
-        raise ConfigError(f"scores {unknown} are not known; choose from {', '.join(known)}")
-    if bootstrap < 0:
-        raise ConfigError(f"bootstrap={bootstrap} is not a number of resamples; use 0 for none (1000 is the custom)")
-    return tuple(dict.fromkeys((score, *scores)))
-
+from .running import Runner, member_logits, require_like, running
 
 Data = Batches | Dataset[Any]
+
+POINTS = 160
+"""Most points a stored curve has."""
+
+HISTOGRAM_BINS = (12, 40)
+"""Fewest and most bins of a score histogram; in between, twice the cube root of the smallest set (Rice's rule)."""
 
 
 def evaluate(
@@ -658,48 +118,45 @@ def evaluate(
     check_settings(score, scores, convention, bootstrap)
     if gallery < 0:
         raise ConfigError(f"gallery={gallery} is not a number of inputs; use 0 for none, or 6")
-    groups = read_groups(ood)
-    calibration, preprocess, preprocessing = _own_settings(ensemble, calibration, preprocess)
-    temperature = None if calibration is None else torch.tensor(calibration.temperature).squeeze()
-    passes: dict[tuple[str, str], Pass] = {}
+    if isinstance(ensemble, Ensemble | OptimizedEnsemble) and not ensemble.num_classes:
+        raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
+    remembered = getattr(ensemble, "metadata", None)
+    if isinstance(remembered, Metadata):
+        calibration = calibration or remembered.calibration
+        preprocess = preprocess or remembered.preprocessing
+    undone = remembered.preprocessing if isinstance(remembered, Metadata) else preprocess
     id_name = id_name or _set_name(id_data)
-    _require_different(
-        [
-            (f"the in-distribution set {id_name!r}", id_data),
-            *((f"OOD set {key!r}", data) for sets in groups.values() for key, data in sets.items()),
-        ],
-        preprocess,
-    )
+    groups = read_groups(ood)
+    foreign = {key: data for sets in groups.values() for key, data in sets.items()}
+    given = {f"the in-distribution set {id_name!r}": id_data, **{f"OOD set {key!r}": foreign[key] for key in foreign}}
+    _require_different(given, preprocess)
+    batched = partial(_in_batches, preprocess=preprocess, batch_size=batch_size, num_workers=num_workers)
     with running(ensemble, require_device(device)) as (place, dtype):
         runner = Runner(
             model=ensemble,
             device=place,
             dtype=dtype,
-            preprocess=preprocess,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            keep=gallery,
+            predict=partial(_predict, calibration=calibration or Calibration(), score=score),
             score=score,
-            temperature=temperature,
+            keep=gallery,
+            preprocessing=undone if isinstance(undone, ImagePreprocessing | TextPreprocessing) else None,
             progress=progress,
         )
-        in_distribution = runner.run(id_data, id_name, labelled=True)
-        for sets in groups.values():
-            for key, data in sets.items():
-                passes["ood", key] = runner.run(data, key, labelled=False)
-        for key, data in (shift or {}).items():
-            passes["shift", key] = runner.run(data, key, labelled=True)
-    members, _, classes = in_distribution.logits.shape
-    shown = [(id_name, in_distribution), *((key, one) for (part, key), one in passes.items() if part == "ood")]
-    return evaluate_logits(
-        in_distribution.logits,
-        in_distribution.labels,
-        {group: {key: passes["ood", key].logits for key in sets} for group, sets in groups.items()},
-        {
-            key: (one.logits, one.labels)
-            for (part, key), one in passes.items()
-            if part == "shift" and one.labels is not None
-        },
+        own = runner.run(batched(id_data, id_name), id_name, labelled=True)
+        others = {
+            key: runner.run(batched(data, key), key, labelled=False, like=own.logits) for key, data in foreign.items()
+        }
+        shifted = {
+            key: runner.run(batched(data, key), key, labelled=True, like=own.logits)
+            for key, data in (shift or {}).items()
+        }
+    members, _, classes = own.logits.shape
+    return _measure(
+        MemberLogits(
+            LabelledLogits(own.logits, own.labels),
+            {group: {key: others[key].logits for key in sets} for group, sets in groups.items()},
+            {key: LabelledLogits(one.logits, one.labels) for key, one in shifted.items()},
+        ),
         name=name or "model",
         id_name=id_name,
         score=score,
@@ -709,28 +166,379 @@ def evaluate(
         bootstrap=bootstrap,
         keep_logits=keep_logits,
         model=describe_model(ensemble, members, classes, calibration),
-        provenance=provenance_of(place, in_distribution.dtype, rank_and_world()[1]),
-        gallery=[item for key, one in shown for item in one.extremes.items(key, preprocessing)],
+        provenance=provenance_of(place, own.dtype, rank_and_world()[1]),
+        gallery=[item for one in (own, *others.values()) for item in one.gallery],
     )
 
 
-def _own_settings(
-    model: object, calibration: Calibration | None, preprocess: Preprocess | None
-) -> tuple[Calibration | None, Preprocess | None, ImagePreprocessing | TextPreprocessing | None]:
-    """Calibration and preprocessing, the model's own where none are given; and the latter again, to undo it."""
-    if isinstance(model, Ensemble | OptimizedEnsemble) and not model.num_classes:
-        raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
-    remembered = getattr(model, "metadata", None)
-    if isinstance(remembered, Metadata):
-        calibration = calibration or remembered.calibration
-        preprocess = preprocess or remembered.preprocessing
-        return calibration, preprocess, remembered.preprocessing
-    known = preprocess if isinstance(preprocess, ImagePreprocessing | TextPreprocessing) else None
-    return calibration, preprocess, known
+def evaluate_logits(
+    id_logits: Tensor,
+    labels: Tensor,
+    ood: Mapping[str, Any] | None = None,
+    shift: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+    *,
+    name: str = "model",
+    id_name: str = "id",
+    score: ScoreName = "msp",
+    scores: Sequence[ScoreName] = (),
+    convention: Convention = "torch-uncertainty",
+    calibration: Calibration | None = None,
+    bootstrap: int = 0,
+    keep_logits: bool = False,
+    model: ModelInfo | None = None,
+    provenance: Provenance | None = None,
+    gallery: Sequence[GalleryItem] = (),
+) -> Evaluation:
+    """Every metric from member logits `[M, B, C]` (or `[B, C]` for one member), on the CPU.
+
+    Args:
+        id_logits: Of the in-distribution set, before any temperature.
+        labels: Its labels, `[B]`.
+        ood: Member logits of the OOD sets: `{"near": {name: logits}, "far": {...}}`, or flat, `{name: logits}`,
+            which gives the mean over all sets only. A group `"apart"` is reported, but in no mean.
+        shift: `{name: (logits, labels)}` of sets under distribution shift.
+        name: What tables call the model.
+        id_name: Name of the in-distribution set.
+        score: Score that detects OOD samples.
+        scores: Further scores to report.
+        convention: How AUPR and FPR95 are defined.
+        calibration: Temperature, and threshold for the selective numbers.
+        bootstrap: Number of resamples for confidence intervals; 0 for none.
+        keep_logits: Whether the result keeps the logits.
+        model: What made the logits, where more is known than their shape.
+        provenance: Where they were made; this machine, if not given.
+        gallery: Inputs to show in the report.
+
+    Raises:
+        DataError: A set is empty, has one class, holds NaN, or does not fit the others; the message names it.
+        ConfigError: A setting is not known.
+    """
+    check_settings(score, scores, convention, bootstrap)
+    own = member_logits(id_logits, id_name)
+
+    def alike(logits: Tensor, key: str) -> Tensor:
+        found = member_logits(logits, key)
+        require_like(found, own, key)
+        return found
+
+    return _measure(
+        MemberLogits(
+            _labelled(own, labels, id_name),
+            {group: {key: alike(one, key) for key, one in sets.items()} for group, sets in read_groups(ood).items()},
+            {key: _labelled(alike(one, key), targets, key) for key, (one, targets) in (shift or {}).items()},
+        ),
+        name=name,
+        id_name=id_name,
+        score=score,
+        scores=scores,
+        convention=convention,
+        calibration=calibration,
+        bootstrap=bootstrap,
+        keep_logits=keep_logits,
+        model=model,
+        provenance=provenance or provenance_of(None, id_logits.dtype),
+        gallery=gallery,
+    )
 
 
-def _require_different(sets: Sequence[tuple[str, object]], preprocess: Preprocess | None) -> None:
-    for (first, one), (second, other) in combinations(sets, 2):
+def evaluate_stored(logits: MemberLogits, **settings: Any) -> Evaluation:
+    """Make an evaluation again from stored member logits; `settings` are those of `evaluate_logits`."""
+    shift = {name: (labelled.logits, labelled.labels) for name, labelled in logits.shift.items()}
+    return evaluate_logits(logits.id.logits, logits.id.labels, logits.ood, shift, **settings)
+
+
+def check_settings(score: ScoreName, scores: Sequence[ScoreName], convention: Convention, bootstrap: int) -> None:
+    """Refuse unknown settings before anything is computed.
+
+    Raises:
+        ConfigError: A setting is not known.
+    """
+    check_convention(convention)
+    if isinstance(scores, str):
+        raise ConfigError(f"scores={scores!r} is a string; give a sequence of score names, such as ({scores!r},)")
+    known = get_args(ScoreName)
+    unknown = [name for name in (score, *scores) if name not in known]
+    if unknown:
+        raise ConfigError(f"scores {unknown} are not known; choose from {', '.join(known)}")
+    if bootstrap < 0:
+        raise ConfigError(f"bootstrap={bootstrap} is not a number of resamples; use 0 for none (1000 is the custom)")
+
+
+def read_groups(ood: Mapping[str, Any] | None) -> dict[OodGroup, dict[str, Any]]:
+    """OOD sets by group and name, from a nested or a flat mapping; `{}` for None.
+
+    Raises:
+        DataError: Groups and sets are mixed, a group is not known, or a name occurs twice.
+    """
+    if not ood:
+        return {}
+    nested = [isinstance(value, Mapping) for value in ood.values()]
+    if not any(nested):
+        return {"ungrouped": dict(ood)}
+    known = get_args(OodGroup)
+    if not all(nested) or not set(ood) <= set(known):
+        raise DataError(
+            f"ood has the keys {list(ood)}; give groups of sets, with keys among {list(known)}, or a flat mapping "
+            "from set names to data"
+        )
+    names = [name for sets in ood.values() for name in sets]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError(f"OOD sets {twice} occur in more than one group; give each set one name in one group")
+    return {cast(OodGroup, group): dict(sets) for group, sets in ood.items() if sets}
+
+
+def _labelled(logits: Tensor, labels: Tensor, name: str) -> LabelledLogits:
+    _, samples, classes = logits.shape
+    return LabelledLogits(logits, check_labels(torch.as_tensor(labels).cpu(), samples, classes, name))
+
+
+def _predict(logits: Tensor, calibration: Calibration, score: ScoreName) -> Prediction:
+    temperature = calibration.temperature
+    return Prediction.from_logits(
+        logits,
+        temperature=temperature if len(temperature) > 1 else temperature[0],
+        threshold=calibration.threshold,
+        score=score if calibration.threshold is None else calibration.score,
+    )
+
+
+def _measure(
+    logits: MemberLogits,
+    *,
+    name: str,
+    id_name: str,
+    score: ScoreName,
+    scores: Sequence[ScoreName],
+    convention: Convention,
+    calibration: Calibration | None,
+    bootstrap: int,
+    keep_logits: bool,
+    model: ModelInfo | None,
+    provenance: Provenance,
+    gallery: Iterable[GalleryItem],
+) -> Evaluation:
+    """Everything that `evaluate` reports, from logits and labels that are known to be good."""
+    predict = partial(_predict, calibration=calibration or Calibration(), score=score)
+    prediction, labels = predict(logits.id.logits), logits.id.labels
+    answers = {key: predict(one) for sets in logits.ood.values() for key, one in sets.items()}
+    wanted = tuple(dict.fromkeys((score, *scores)))
+    id_scores = {one: prediction.score(one) for one in wanted}
+    ood_scores = {key: answer.score(score) for key, answer in answers.items()}
+    ood = {
+        key: OodSet(
+            group=cast(OodGroup, group),
+            samples=len(answers[key]),
+            detection={one: _detection(id_scores[one], answers[key].score(one), convention) for one in wanted},
+            mutual_information=mean(answers[key].epistemic),
+            disagreement=mean(answers[key].disagreement),
+            abstained=None if (accept := answers[key].accept) is None else mean(~accept),
+        )
+        for group, sets in logits.ood.items()
+        for key in sets
+    }
+    averaged = {
+        "near": [key for key, one in ood.items() if one.group == "near"],
+        "far": [key for key, one in ood.items() if one.group == "far"],
+        "all": [key for key, one in ood.items() if one.group != "apart"],
+    }
+    averaged = {group: keys for group, keys in averaged.items() if keys}
+    shift = {key: _classification(predict(one.logits), one.labels, score, key) for key, one in logits.shift.items()}
+    return Evaluation(
+        name=name,
+        id_name=id_name,
+        score=score,
+        convention=convention,
+        id=_classification(prediction, labels, score, id_name),
+        ood=ood,
+        means={
+            group: {one: _mean_detection([ood[key].detection[one] for key in keys]) for one in wanted}
+            for group, keys in averaged.items()
+        },
+        shift=shift,
+        selective=_selective(prediction, labels),
+        model=model or ModelInfo("callable", prediction.members, prediction.classes, calibration=calibration),
+        provenance=provenance,
+        figures=_figures(prediction, labels, id_scores[score], answers, ood_scores),
+        intervals=(
+            _intervals(prediction, labels, id_scores[score], ood_scores, averaged, convention, bootstrap)
+            if bootstrap
+            else {}
+        ),
+        gallery=tuple(gallery),
+        logits=logits if keep_logits else None,
+    )
+
+
+def _per_sample(prediction: Prediction, labels: Tensor) -> dict[str, Tensor]:
+    """What the numbers of a labelled set are means of, `[B]` each."""
+    nll = -at_labels(prediction.log_probs, labels)
+    if not bool(torch.isfinite(nll).all()):  # float32 overflows between logits of 1e38 and -1e38
+        nll = -at_labels(Prediction.from_logits(prediction.member_logits.double()).log_probs, labels)
+    return {
+        "accuracy": prediction.label == labels,
+        "brier": squared_errors(prediction.probs, labels),
+        "nll": nll,
+        "mutual_information": prediction.epistemic,
+        "disagreement": prediction.disagreement,
+    }
+
+
+def _classification(prediction: Prediction, labels: Tensor, score: ScoreName, name: str) -> Classification:
+    """Accuracy, calibration, diversity and selective risk on a labelled set."""
+    if bool((labels == labels[0]).all()):
+        raise DataError(
+            f"{where(name)}all {len(labels)} labels are {int(labels[0])}; accuracy and calibration need at least two "
+            "classes: check that sorted data were not cut, or shuffle before taking a part"
+        )
+    confidence, correct = prediction.confidence, prediction.label == labels
+    curve = risk_curve(prediction.score(score), ~correct)
+    return Classification(
+        samples=len(prediction),
+        **{key: mean(values) for key, values in _per_sample(prediction, labels).items()},
+        ece=equal_width_error(confidence, correct),
+        aece=equal_count_error(confidence, correct),
+        aurc=curve.area,
+        risk_at_coverage={f"{coverage:.2f}": curve.at(coverage) for coverage in COVERAGES},
+    )
+
+
+def _detection(id_scores: Tensor, ood_scores: Tensor, convention: Convention) -> Detection:
+    fp, tp, _ = flagged(id_scores, ood_scores)
+    return Detection(**{metric: of_counts(metric, fp, tp, convention).item() for metric in get_args(OodMetric)})
+
+
+def _mean_detection(found: Sequence[Detection]) -> Detection:
+    """Unweighted mean over sets."""
+    return Detection(**{key: sum(getattr(one, key) for one in found) / len(found) for key in get_args(OodMetric)})
+
+
+def _selective(prediction: Prediction, labels: Tensor) -> Selective | None:
+    """What the calibrated threshold does on a labelled set; None without a threshold."""
+    accept = prediction.accept
+    if accept is None or prediction.threshold is None:
+        return None
+    wrong = (prediction.label != labels)[accept]
+    return Selective(
+        score=prediction.score_name,
+        threshold=prediction.threshold,
+        accepted=mean(accept),
+        risk=mean(wrong) if len(wrong) else None,
+    )
+
+
+def _intervals(
+    prediction: Prediction,
+    labels: Tensor,
+    id_scores: Tensor,
+    ood_scores: Mapping[str, Tensor],
+    averaged: Mapping[str, Sequence[str]],
+    convention: Convention,
+    resamples: int,
+) -> dict[str, Interval]:
+    """95 % intervals under the names of `Evaluation.numbers`; `averaged` names the sets that each mean is over."""
+    correct = prediction.label == labels
+    interval = partial(bootstrap_metric, resamples=resamples)
+    found = {key: interval(mean, [values]) for key, values in _per_sample(prediction, labels).items()}
+    found |= {
+        "ece": interval(equal_width_error, [prediction.confidence, correct]),
+        "aece": interval(equal_count_error, [prediction.confidence, correct]),
+        "aurc": interval(lambda scores, wrong: risk_curve(scores, wrong).area, [id_scores, ~correct]),
+    }
+    sets = {f"ood.{name}": [scores] for name, scores in ood_scores.items()}
+    sets |= {group: [ood_scores[name] for name in names] for group, names in averaged.items()}
+    for key, scores in sets.items():
+        for metric in get_args(OodMetric):
+            found[f"{key}.{metric}"] = bootstrap_ood(
+                metric, id_scores, scores, convention=convention, resamples=resamples
+            )
+    return found
+
+
+def _figures(
+    prediction: Prediction,
+    labels: Tensor,
+    id_scores: Tensor,
+    answers: Mapping[str, Prediction],
+    ood_scores: Mapping[str, Tensor],
+) -> Figures:
+    """Every curve of the report; `answers` and `ood_scores` are those of the OOD sets."""
+    correct = prediction.label == labels
+    bins = equal_width_bins(prediction.confidence, correct)
+    stated, right = (
+        tuple(_round(value) if full else None for value, full in zip(values.tolist(), bins.count.tolist(), strict=True))
+        for values in (bins.confidence, bins.accuracy)
+    )
+    risk = risk_curve(id_scores, ~correct)
+    rocs = {name: roc_of_counts(*flagged(id_scores, scores)) for name, scores in ood_scores.items()}
+    edges = _edges([id_scores, *ood_scores.values()])
+    foreign = [_agreement(answer) for answer in answers.values()]
+    return Figures(
+        reliability=Reliability(tuple(bins.count.tolist()), stated, right),
+        risk_coverage=_thin(risk.coverage, risk.risk),
+        score_edges=_rounded(edges),
+        id_scores=_histogram(id_scores, edges),
+        ood_scores={name: _histogram(scores, edges) for name, scores in ood_scores.items()},
+        roc={name: _thin(curve.fpr, curve.tpr) for name, curve in rocs.items()},
+        agreement_id=tuple(map(_rounded, _agreement(prediction))),
+        agreement_ood=tuple(map(_rounded, torch.stack(foreign).mean(dim=0))) if foreign else None,
+    )
+
+
+def _agreement(prediction: Prediction) -> Tensor:
+    votes = prediction.member_probs.argmax(dim=-1)  # [M, B]
+    return torch.stack([(votes == vote).double().mean(dim=1) for vote in votes])  # [M, M]
+
+
+def _edges(scores: list[Tensor]) -> Tensor:
+    """Common edges that span all but a thousandth of the samples of each set at either end."""
+    ends = [np.quantile(scores_of_set.double().numpy(), (0.001, 0.999)) for scores_of_set in scores]
+    low, high = min(float(end[0]) for end in ends), max(float(end[1]) for end in ends)
+    if not low < high:
+        low, high = low - 0.5, high + 0.5
+    fewest, most = HISTOGRAM_BINS
+    bins = round(2 * min(len(scores_of_set) for scores_of_set in scores) ** (1 / 3))
+    return torch.linspace(low, high, max(fewest, min(bins, most)) + 1, dtype=torch.float64)
+
+
+def _histogram(scores: Tensor, edges: Tensor) -> tuple[int, ...]:
+    bins = torch.bucketize(scores.double(), edges, right=True) - 1
+    return tuple(torch.bincount(bins.clamp(0, len(edges) - 2), minlength=len(edges) - 1).tolist())
+
+
+def _thin(x: Tensor, y: Tensor) -> Curve:
+    """At most `POINTS` of the points, evenly spaced along the curve, the first and last always among them."""
+    if len(x) > POINTS:
+        length = torch.cat([torch.zeros(1).double(), (x.diff().abs() + y.diff().abs()).cumsum(dim=0)])
+        wanted = torch.linspace(0, float(length[-1]), POINTS, dtype=torch.float64)
+        chosen = torch.searchsorted(length, wanted).clamp(max=len(x) - 1)
+        chosen[-1] = len(x) - 1
+        chosen = torch.unique(chosen)
+        x, y = x[chosen], y[chosen]
+    return Curve(_rounded(x), _rounded(y))
+
+
+def _rounded(values: Tensor) -> tuple[float, ...]:
+    return tuple(_round(value) for value in values.tolist())
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _in_batches(data: Data, name: str, preprocess: Preprocess | None, batch_size: int, num_workers: int) -> Batches:
+    if not isinstance(data, Dataset):
+        return data
+    if preprocess is None:
+        raise ConfigError(
+            f"set {name!r} is a data set of raw items, and this model has no saved preprocessing; "
+            "pass preprocess=, or give batches (a DataLoader)"
+        )
+    return make_batches(data, preprocess, batch_size, num_workers=num_workers)
+
+
+def _require_different(sets: Mapping[str, object], preprocess: Preprocess | None) -> None:
+    for (first, one), (second, other) in combinations(sets.items(), 2):
         if _are_same(one, other, preprocess):
             raise DataError(
                 f"{second} has the same samples as {first}; OOD detection tells different data apart: give each set "

@@ -1,37 +1,29 @@
 """What an evaluation found: every number, saved and read as JSON."""
 
-import base64
-import io
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
-from .._utils import __version__, require, write_atomically
-from ..batches import Inputs
+from .._utils import __version__, write_atomically
 from ..errors import DataError
 from ..metrics.bootstrap import Interval
-from ..metrics.calibration import reliability_bins
-from ..metrics.inputs import Convention
-from ..metrics.ood import roc_curve
-from ..metrics.selective import risk_coverage
+from ..metrics.inputs import Convention, at_least_float32
 from ..model.config import KeptHeads
 from ..model.cost import Description
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
 from ..optimize.runner import OptimizedEnsemble
-from ..prediction import Prediction, ScoreName
-from ..preprocessing import ImagePreprocessing, TextPreprocessing
+from ..prediction import ScoreName
 from ..schema import from_plain, to_plain
 
 OodGroup = Literal["near", "far", "apart", "ungrouped"]
@@ -184,13 +176,6 @@ class Provenance:
     processes: int = 1
 
 
-POINTS = 160
-"""Most points a stored curve has."""
-
-HISTOGRAM_BINS = (12, 40)
-"""Fewest and most bins of a score histogram; in between, twice the cube root of the smallest set (Rice's rule)."""
-
-
 @dataclass(frozen=True)
 class Curve:
     """Points of a line, in drawing order."""
@@ -239,145 +224,34 @@ class Figures:
     agreement_ood: tuple[tuple[float, ...], ...] | None
 
 
-def make_figures(
-    prediction: Prediction, labels: Tensor, id_scores: Tensor, ood: Mapping[str, tuple[Prediction, Tensor]]
-) -> Figures:
-    """Work out every curve.
+Shelf = Literal["sure", "unsure", "wrong"]
 
-    Args:
-        prediction: For the in-distribution set.
-        labels: `[B]`.
-        id_scores: `[B]`, higher = more uncertain.
-        ood: Prediction and scores of each OOD set.
+
+@dataclass(frozen=True)
+class GalleryItem:
+    """One input with what the model said about it.
+
+    Attributes:
+        set: Name of the set it is from.
+        shelf: Among the most sure, the least sure, or the most sure of the wrong answers.
+        index: Its position in the set.
+        kind: Whether `content` is the address (`data:` URI) of an image, or a text.
+        content: The input itself.
+        score: The model's uncertainty.
+        confidence: Probability of the predicted class.
+        predicted: The predicted class.
+        label: The right class; None for OOD inputs, which have none.
     """
-    wrong = prediction.label != labels
-    curve = risk_coverage(id_scores, wrong)
-    edges = _edges([id_scores, *(scores for _, scores in ood.values())])
-    tables = [_agreement(other) for other, _ in ood.values()]
-    return Figures(
-        reliability=_reliability(prediction, labels),
-        risk_coverage=_thin(curve.coverage, curve.risk),
-        score_edges=_rounded(edges),
-        id_scores=_histogram(id_scores, edges),
-        ood_scores={name: _histogram(scores, edges) for name, (_, scores) in ood.items()},
-        roc={name: _roc(id_scores, scores, name) for name, (_, scores) in ood.items()},
-        agreement_id=_table(_agreement(prediction)),
-        agreement_ood=_table(torch.stack(tables).mean(dim=0)) if tables else None,
-    )
 
-
-def _reliability(prediction: Prediction, labels: Tensor) -> Reliability:
-    bins = reliability_bins(prediction.probs, labels)
-    filled = (bins.count > 0).tolist()
-
-    def shown(values: Tensor) -> tuple[float | None, ...]:
-        return tuple(_round(value) if full else None for value, full in zip(values.tolist(), filled, strict=True))
-
-    return Reliability(tuple(bins.count.tolist()), shown(bins.confidence), shown(bins.accuracy))
-
-
-def _roc(id_scores: Tensor, ood_scores: Tensor, name: str) -> Curve:
-    curve = roc_curve(id_scores, ood_scores, name=name)
-    return _thin(curve.fpr, curve.tpr)
-
-
-def _agreement(prediction: Prediction) -> Tensor:
-    votes = prediction.member_probs.argmax(dim=-1)  # [M, B]
-    return torch.stack([(votes == vote).double().mean(dim=1) for vote in votes])  # [M, M]
-
-
-def _edges(scores: list[Tensor]) -> Tensor:
-    """Common edges that span all but a thousandth of the samples of each set at either end."""
-    ends = [np.quantile(scores_of_set.double().numpy(), (0.001, 0.999)) for scores_of_set in scores]
-    low, high = min(float(end[0]) for end in ends), max(float(end[1]) for end in ends)
-    if not low < high:
-        low, high = low - 0.5, high + 0.5
-    fewest, most = HISTOGRAM_BINS
-    bins = round(2 * min(len(scores_of_set) for scores_of_set in scores) ** (1 / 3))
-    return torch.linspace(low, high, max(fewest, min(bins, most)) + 1, dtype=torch.float64)
-
-
-def _histogram(scores: Tensor, edges: Tensor) -> tuple[int, ...]:
-    bins = torch.bucketize(scores.double(), edges, right=True) - 1
-    return tuple(torch.bincount(bins.clamp(0, len(edges) - 2), minlength=len(edges) - 1).tolist())
-
-
-def _thin(x: Tensor, y: Tensor) -> Curve:
-    """At most `POINTS` of the points, evenly spaced along the curve, the first and last always among them."""
-    if len(x) > POINTS:
-        length = torch.cat([torch.zeros(1).double(), (x.diff().abs() + y.diff().abs()).cumsum(dim=0)])
-        wanted = torch.linspace(0, float(length[-1]), POINTS, dtype=torch.float64)
-        chosen = torch.searchsorted(length, wanted).clamp(max=len(x) - 1)
-        chosen[-1] = len(x) - 1
-        chosen = torch.unique(chosen)
-        x, y = x[chosen], y[chosen]
-    return Curve(_rounded(x), _rounded(y))
-
-
-def _table(values: Tensor) -> tuple[tuple[float, ...], ...]:
-    return tuple(_rounded(row) for row in values)
-
-
-def _rounded(values: Tensor) -> tuple[float, ...]:
-    return tuple(_round(value) for value in values.tolist())
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.5g}")
-
-
-_LIBRARIES = ("torch", "numpy", "scikit-learn")
-
-
-def describe_model(model: object, members: int, classes: int, calibration: Calibration | None) -> ModelInfo:
-    """What is known of a model: everything of an ensemble, counts and parameters of others."""
-    describe = getattr(model, "describe", None)
-    description = describe() if callable(describe) else None
-    if isinstance(model, OptimizedEnsemble):
-        description = model.description
-    info = ModelInfo("callable", members, classes, calibration=calibration)
-    if isinstance(description, Description):
-        info = replace(
-            info,
-            parameters=description.parameters,
-            multiply_adds=description.multiply_adds,
-            tokens=description.tokens,
-            heads=description.heads,
-            heads_per_layer=description.heads_per_layer,
-        )
-    if isinstance(model, Ensemble | OptimizedEnsemble):
-        remembered = model.metadata
-        return replace(
-            info,
-            kind="text" if model.kind == "text" else "image",
-            class_names=remembered.labels,
-            source=remembered.source,
-            history=remembered.history,
-        )
-    if isinstance(model, nn.Module):
-        counted = sum(parameter.numel() for parameter in model.parameters())
-        return replace(info, parameters=info.parameters or counted, source=type(model).__qualname__)
-    return replace(info, source=str(getattr(model, "__name__", type(model).__qualname__)))
-
-
-def provenance_of(device: torch.device | None, dtype: str, processes: int = 1) -> Provenance:
-    """The libraries and the device of this run."""
-    versions = {"hydra_ensembles": __version__, "python": platform.python_version()}
-    for library in _LIBRARIES:
-        try:
-            versions[library] = metadata.version(library)
-        except metadata.PackageNotFoundError:
-            continue
-    return Provenance(versions, hardware(device), dtype, processes)
-
-
-def hardware(device: torch.device | None) -> str:
-    """A device in words."""
-    if device is not None and device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device is not None and device.type != "cpu":
-        return f"{device.type} ({platform.machine()})"
-    return f"CPU, {platform.machine()}, {os.cpu_count()} cores"
+    set: str
+    shelf: Shelf
+    index: int
+    kind: Literal["image", "text"]
+    content: str
+    score: float
+    confidence: float
+    predicted: int
+    label: int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -439,13 +313,13 @@ class MemberLogits:
         shift: dict[str, LabelledLogits] = {}
         try:
             for key, tensor in tensors.items():
-                part, _, rest = key.partition("/")
-                group, _, name = rest.partition("/")
+                part, group, *name = key.split("/", 2)  # a name may hold slashes
                 if part == "ood":
-                    ood.setdefault(group, {})[name] = _loaded(tensor)
+                    ood.setdefault(group, {})[name[0]] = at_least_float32(tensor)
                 elif part == "shift" and group == "logits":
-                    shift[name] = LabelledLogits(_loaded(tensor), tensors[f"shift/labels/{name}"])
-            return cls(LabelledLogits(_loaded(tensors["id/logits"]), tensors["id/labels"]), ood, shift)
+                    shift[name[0]] = LabelledLogits(at_least_float32(tensor), tensors[f"shift/labels/{name[0]}"])
+            own = LabelledLogits(at_least_float32(tensors["id/logits"]), tensors["id/labels"])
+            return cls(own, ood, shift)
         except KeyError as error:
             raise DataError(f"{path} holds no member logits: {error} is missing; found {sorted(tensors)}") from error
 
@@ -453,170 +327,6 @@ class MemberLogits:
 def _stored(logits: Tensor, dtype: torch.dtype) -> Tensor:
     converted = logits.to(dtype)
     return converted if bool(torch.isfinite(converted).all()) else logits
-
-
-def _loaded(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
-Shelf = Literal["sure", "unsure", "wrong"]
-Preprocessing = ImagePreprocessing | TextPreprocessing
-
-THUMBNAIL = 96
-"""Longest side of an embedded image, in pixels."""
-
-TEXT_LENGTH = 280
-"""Most characters of an embedded text."""
-
-
-@dataclass(frozen=True)
-class GalleryItem:
-    """One input with what the model said about it.
-
-    Attributes:
-        set: Name of the set it is from.
-        shelf: Among the most sure, the least sure, or the most sure of the wrong answers.
-        index: Its position in the set.
-        kind: Whether `content` is the address (`data:` URI) of an image, or a text.
-        content: The input itself.
-        score: The model's uncertainty.
-        confidence: Probability of the predicted class.
-        predicted: The predicted class.
-        label: The right class; None for OOD inputs, which have none.
-    """
-
-    set: str
-    shelf: Shelf
-    index: int
-    kind: Literal["image", "text"]
-    content: str
-    score: float
-    confidence: float
-    predicted: int
-    label: int | None
-
-
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """An input that may end up in the gallery."""
-
-    score: float
-    index: int
-    confidence: float
-    predicted: int
-    label: int | None
-    row: Inputs
-
-
-class Extremes:
-    """Keeps the most and least certain inputs of a set, batch by batch; ties go to the earlier input."""
-
-    def __init__(self, keep: int) -> None:
-        """Keep this many inputs on each shelf."""
-        self.keep = keep
-        self.shelves: dict[Shelf, list[Candidate]] = {"sure": [], "unsure": [], "wrong": []}
-
-    def update(
-        self, first: int, inputs: Inputs, scores: Tensor, confidence: Tensor, predicted: Tensor, labels: Tensor | None
-    ) -> None:
-        """Look at one batch, whose first sample has position `first` in the set."""
-        if not self.keep:
-            return
-        order = scores.sort(stable=True).indices.tolist()
-        wrong = [] if labels is None else [row for row in order if int(predicted[row]) != int(labels[row])]
-
-        def candidate(row: int) -> Candidate:
-            label = None if labels is None else int(labels[row])
-            return Candidate(
-                float(scores[row]),
-                first + row,
-                float(confidence[row]),
-                int(predicted[row]),
-                label,
-                _row(inputs, row),
-            )
-
-        self._add("sure", [candidate(row) for row in order[: self.keep]])
-        self._add("wrong", [candidate(row) for row in wrong[: self.keep]])
-        unsure = scores.sort(stable=True, descending=True).indices.tolist()
-        self._add("unsure", [candidate(row) for row in unsure[: self.keep]])
-
-    def merge(self, others: "Extremes") -> None:
-        """Take in what another process found."""
-        for shelf, candidates in others.shelves.items():
-            self._add(shelf, candidates)
-
-    def _add(self, shelf: Shelf, found: list[Candidate]) -> None:
-        sign = -1 if shelf == "unsure" else 1
-        both = sorted([*self.shelves[shelf], *found], key=lambda one: (sign * one.score, one.index))
-        self.shelves[shelf] = both[: self.keep]
-
-    def items(self, name: str, preprocessing: Preprocessing | None) -> list[GalleryItem]:
-        """The kept inputs as gallery items of the set called `name`."""
-        show = _drawing(preprocessing)
-        items = []
-        for shelf, candidates in self.shelves.items():
-            for one in candidates:
-                kind, content = show(one.row)
-                items.append(
-                    GalleryItem(
-                        name, shelf, one.index, kind, content, one.score, one.confidence, one.predicted, one.label
-                    )
-                )
-        return items
-
-
-def _row(inputs: Inputs, row: int) -> Inputs:
-    if isinstance(inputs, Tensor):
-        return inputs[row].detach().cpu().clone()
-    return {name: tensor[row].detach().cpu().clone() for name, tensor in inputs.items()}
-
-
-def _drawing(preprocessing: Preprocessing | None) -> Callable[[Inputs], tuple[Literal["image", "text"], str]]:
-    def show(row: Inputs) -> tuple[Literal["image", "text"], str]:
-        tensor = row if isinstance(row, Tensor) else row.get("pixel_values", row.get("input_ids"))
-        if tensor is None:
-            return "text", f"inputs: {', '.join(sorted(row))}"
-        if tensor.ndim == 3:
-            return "image", image_uri(tensor, preprocessing if isinstance(preprocessing, ImagePreprocessing) else None)
-        text = preprocessing if isinstance(preprocessing, TextPreprocessing) else None
-        mask = None if isinstance(row, Tensor) else row.get("attention_mask")
-        return "text", token_text(tensor if mask is None else tensor[mask.bool()], text)
-
-    return show
-
-
-def image_uri(pixels: Tensor, preprocessing: ImagePreprocessing | None = None) -> str:
-    """A small image as a `data:` address.
-
-    Args:
-        pixels: `[channels, H, W]` as the model saw it; the first three channels are shown.
-        preprocessing: Its normalisation is undone; without one the values are stretched to the full range.
-    """
-    image_module = require("PIL.Image", extra="data")
-    pixels = pixels.float()[: 3 if len(pixels) >= 3 else 1]
-    if preprocessing is not None:
-        shape = (-1, 1, 1)
-        pixels = pixels * torch.tensor(preprocessing.std).view(shape) + torch.tensor(preprocessing.mean).view(shape)
-    else:
-        low, high = float(pixels.min()), float(pixels.max())
-        pixels = (pixels - low) / ((high - low) or 1.0)
-    levels = (pixels.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()  # [H, W, channels]
-    image = image_module.fromarray(levels.squeeze(-1) if levels.shape[-1] == 1 else levels)
-    image.thumbnail((THUMBNAIL, THUMBNAIL))
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=82)
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-def token_text(ids: Tensor, preprocessing: TextPreprocessing | None = None) -> str:
-    """Token ids as text, or as numbers where no tokenizer is known."""
-    if preprocessing is None or not preprocessing.tokenizer:
-        text = "token ids " + " ".join(str(token) for token in ids.tolist())
-    else:
-        tokenizer = require("tokenizers", extra="text").Tokenizer.from_str(preprocessing.tokenizer)
-        text = str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
-    return text if len(text) <= TEXT_LENGTH else text[: TEXT_LENGTH - 1] + "…"
 
 
 FORMAT = "hydra_ensembles.evaluation"
@@ -675,19 +385,19 @@ class Evaluation:
         Detection results of a score other than the evaluation's own have its name in front: `energy:near.auroc`.
         """
         found = dict(self.id.numbers())
-        for group, by_score in self.means.items():
+        single = {f"ood.{name}": result.detection for name, result in self.ood.items()}
+        for place, by_score in {**self.means, **single}.items():
             for score, detection in by_score.items():
-                found |= {f"{self._prefix(score)}{group}.{key}": value for key, value in asdict(detection).items()}
+                prefix = "" if score == self.score else f"{score}:"
+                found |= {f"{prefix}{place}.{key}": value for key, value in vars(detection).items()}
         for name, result in self.ood.items():
-            for score, detection in result.detection.items():
-                found |= {f"{self._prefix(score)}ood.{name}.{key}": value for key, value in asdict(detection).items()}
             found[f"ood.{name}.mutual_information"] = result.mutual_information
             found[f"ood.{name}.disagreement"] = result.disagreement
             if result.abstained is not None:
                 found[f"ood.{name}.abstained"] = result.abstained
         counted = [result for result in self.ood.values() if result.group != "apart"]
-        for key in ("mutual_information", "disagreement"):
-            if counted:
+        if counted:
+            for key in ("mutual_information", "disagreement"):
                 found[f"all.{key}"] = sum(getattr(result, key) for result in counted) / len(counted)
         for name, shifted in self.shift.items():
             found |= {f"shift.{name}.{key}": value for key, value in shifted.numbers()}
@@ -696,9 +406,6 @@ class Evaluation:
             if self.selective.risk is not None:
                 found["selective.risk"] = self.selective.risk
         return found
-
-    def _prefix(self, score: str) -> str:
-        return "" if score == self.score else f"{score}:"
 
     def renamed(self, name: str) -> "Evaluation":
         """The same evaluation under another name."""
@@ -762,3 +469,39 @@ class Evaluation:
 def logits_path(path: Path) -> Path:
     """Where the member logits of the evaluation at `path` lie."""
     return path.with_name(f"{path.stem}.logits.safetensors")
+
+
+def describe_model(model: object, members: int, classes: int, calibration: Calibration | None) -> ModelInfo:
+    """What is known of a model: everything of an ensemble, counts and parameters of others."""
+    described: object = None
+    if isinstance(model, OptimizedEnsemble):
+        described = model.description
+    elif callable(describe := getattr(model, "describe", None)):
+        described = describe()
+    counts: dict[str, Any] = {}
+    if isinstance(described, Description):
+        counts = {field.name: getattr(described, field.name) for field in fields(described)}
+    info = ModelInfo("callable", members, classes, calibration=calibration, **counts)
+    if isinstance(model, Ensemble | OptimizedEnsemble):
+        kind: Literal["image", "text"] = "text" if model.kind == "text" else "image"
+        known = model.metadata
+        return replace(info, kind=kind, class_names=known.labels, source=known.source, history=known.history)
+    if isinstance(model, nn.Module):
+        counted = sum(parameter.numel() for parameter in model.parameters())
+        return replace(info, parameters=info.parameters or counted, source=type(model).__qualname__)
+    return replace(info, source=str(getattr(model, "__name__", type(model).__qualname__)))
+
+
+def provenance_of(device: torch.device | None, dtype: torch.dtype, processes: int = 1) -> Provenance:
+    """The libraries and the device of this run."""
+    versions = {
+        "hydra_ensembles": __version__,
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "numpy": metadata.version("numpy"),
+    }
+    hardware = f"CPU, {platform.machine()}, {os.cpu_count()} cores"
+    if device is not None and device.type != "cpu":
+        gpu = device.type == "cuda"
+        hardware = torch.cuda.get_device_name(device) if gpu else f"{device.type} ({platform.machine()})"
+    return Provenance(versions, hardware, str(dtype).removeprefix("torch."), processes)

@@ -33,7 +33,7 @@ def test_every_number_is_that_of_the_metric_functions(evaluation):
     assert evaluation.id.accuracy == metrics.accuracy(probs, targets)
     assert evaluation.id.brier == metrics.brier(probs, targets)
     assert evaluation.id.nll == pytest.approx(metrics.nll(probs, targets), rel=1e-6)
-    assert evaluation.id.ece == pytest.approx(metrics.ece(probs, targets), abs=1e-7)
+    assert evaluation.id.ece == metrics.ece(probs, targets)
     assert evaluation.id.aece == metrics.adaptive_ece(probs, targets)
     assert evaluation.id.mutual_information == metrics.mutual_information(prediction.member_probs)
     assert evaluation.id.disagreement == metrics.disagreement(prediction.member_probs)
@@ -260,65 +260,64 @@ GOOD = id_logits(TARGETS)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "token"),
     [
-        ((GOOD[:, :0], TARGETS[:0]), "set 'mine': there are no samples"),
-        ((_with(GOOD, math.nan), TARGETS), "set 'mine': 1 of 3000 member logits .* are NaN"),
-        ((_with(GOOD, math.inf), TARGETS), "set 'mine': 1 of 3000 member logits .* are NaN or infinite"),
-        ((GOOD, torch.zeros(200).long()), "set 'mine': all 200 labels are 0"),
-        ((GOOD, TARGETS + 1), "set 'mine': labels run from 1 to 5, but the model has 5 classes"),
-        ((GOOD, TARGETS - 1), "set 'mine': labels run from -1 to 3"),
-        ((GOOD, TARGETS[:-1]), "set 'mine': got 200 samples, 199 labels"),
-        ((GOOD, TARGETS.float()), "set 'mine': labels must be whole numbers"),
-        ((GOOD[..., :1], TARGETS), "set 'mine': .* two classes"),
-        ((GOOD.long(), TARGETS), "set 'mine': member logits must be floating point"),
-        ((GOOD, TARGETS, {"empty": GOOD[:, :0]}), "set 'empty': there are no samples"),
-        ((GOOD, TARGETS, {"nan": _with(GOOD, math.nan)}), "set 'nan': 1 of 3000"),
-        ((GOOD, TARGETS, {"wide": torch.randn(3, 9, 6)}), "set 'wide': .* 6 classes, and the in-distribution"),
-        ((GOOD, TARGETS, {"two": GOOD[:2]}), "set 'two': .* 2 members"),
-        ((GOOD, TARGETS, None, {"fog": (GOOD, TARGETS[:5])}), "set 'fog': got 200 samples, 5 labels"),
-        ((GOOD, TARGETS, None, {"fog": (GOOD[:, :3], torch.ones(3).long())}), "set 'fog': all 3 labels are 1"),
-        ((GOOD, TARGETS, {"near": {"a": GOOD}, "far": {"a": GOOD}}), r"\['a'\] occur in more than one group"),
-        ((GOOD, TARGETS, {"near": {"a": GOOD}, "b": GOOD}), r"keys \['near', 'b'\]"),
-        ((GOOD, TARGETS, {"nearby": {"a": GOOD}}), r"keys \['nearby'\]"),
+        ((GOOD[:, :0], TARGETS[:0]), "'mine'.*one sample"),
+        ((_with(GOOD, math.nan), TARGETS), "'mine'.*1 of 3000 member logits"),
+        ((_with(GOOD, math.inf), TARGETS), "'mine'.*1 of 3000 member logits"),
+        ((GOOD, torch.zeros(200).long()), "'mine'.*200 labels are 0"),
+        ((GOOD, TARGETS + 1), "'mine'.*from 1 to 5"),
+        ((GOOD, TARGETS - 1), "'mine'.*from -1 to 3"),
+        ((GOOD, TARGETS[:-1]), "'mine'.*199 labels"),
+        ((GOOD, TARGETS.float()), "'mine'.*whole numbers"),
+        ((GOOD[..., :1], TARGETS), "'mine'.*two classes"),
+        ((GOOD.long(), TARGETS), "'mine'.*floating point"),
+        ((GOOD, TARGETS, {"empty": GOOD[:, :0]}), "'empty'.*one sample"),
+        ((GOOD, TARGETS, {"nan": _with(GOOD, math.nan)}), "'nan'.*1 of 3000"),
+        ((GOOD, TARGETS, {"wide": torch.randn(3, 9, 6)}), "'wide'.*6 classes"),
+        ((GOOD, TARGETS, {"two": GOOD[:2]}), "'two'.*2 members"),
+        ((GOOD, TARGETS, None, {"fog": (GOOD, TARGETS[:5])}), "'fog'.*5 labels"),
+        ((GOOD, TARGETS, None, {"fog": (GOOD[:, :3], torch.ones(3).long())}), "'fog'.*3 labels are 1"),
+        ((GOOD, TARGETS, {"near": {"a": GOOD}, "far": {"a": GOOD}}), r"\['a'\]"),
+        ((GOOD, TARGETS, {"near": {"a": GOOD}, "b": GOOD}), r"\['near', 'b'\]"),
+        ((GOOD, TARGETS, {"nearby": {"a": GOOD}}), "nearby"),
     ],
 )
-def test_errors_name_the_set(arguments, says):
-    with pytest.raises(DataError, match=says):
+def test_errors_name_the_set(arguments, token):
+    with pytest.raises(DataError, match=token):
         evaluate_logits(*arguments, id_name="mine")
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "token"),
     [
-        ({"score": "doubt"}, r"\['doubt'\] are not known"),
-        ({"scores": ("energy", "doubt")}, r"\['doubt'\] are not known"),
-        ({"scores": "energy"}, "is a string"),
+        ({"score": "doubt"}, "doubt"),
+        ({"scores": ("energy", "doubt")}, "doubt"),
+        ({"scores": "energy"}, "energy"),
         ({"convention": "mine"}, "convention='mine'"),
         ({"bootstrap": -1}, "bootstrap=-1"),
     ],
 )
-def test_unknown_settings_are_refused(settings, says):
-    with pytest.raises(ConfigError, match=says):
+def test_unknown_settings_are_refused(settings, token):
+    with pytest.raises(ConfigError, match=token):
         evaluate_logits(GOOD, TARGETS, **settings)
 
 
 def test_files_that_are_no_evaluation_are_refused(tmp_path, evaluation):
-    with pytest.raises(DataError, match="cannot be read"):
+    plain = evaluation.to_dict()
+    contents = {
+        "other": ("{}", DataError, "format"),
+        "cut": (json.dumps(plain)[:-40], DataError, "cut.json"),
+        "newer": (json.dumps({**plain, "version": 99}), DataError, "99"),
+        "wrong": (json.dumps({**plain, "id": {**plain["id"], "accuracy": "high"}}), ConfigError, r"id\.accuracy"),
+    }
+    for name, (text, error, token) in contents.items():
+        (tmp_path / f"{name}.json").write_text(text)
+        with pytest.raises(error, match=token):
+            Evaluation.load(tmp_path / f"{name}.json")
+    with pytest.raises(DataError, match=r"missing.json"):
         Evaluation.load(tmp_path / "missing.json")
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(DataError, match="not a saved evaluation"):
-        Evaluation.load(tmp_path / "other.json")
-    (tmp_path / "cut.json").write_text(json.dumps(evaluation.to_dict())[:-40])
-    with pytest.raises(DataError, match="cannot be read"):
-        Evaluation.load(tmp_path / "cut.json")
-    newer = {**evaluation.to_dict(), "version": 99}
-    with pytest.raises(DataError, match="version 99"):
-        Evaluation.from_dict(newer)
-    wrong = {**evaluation.to_dict(), "id": {**evaluation.to_dict()["id"], "accuracy": "high"}}
-    with pytest.raises(ConfigError, match=r"id\.accuracy"):
-        Evaluation.from_dict(wrong)
     evaluation.renamed("x").save(tmp_path / "run.json")
     (tmp_path / "run.logits.safetensors").write_bytes(b"nothing")
-    with pytest.raises(DataError, match="stored member logits"):
+    with pytest.raises(DataError, match=r"run.logits.safetensors"):
         Evaluation.load(tmp_path / "run.json", with_logits=True)

@@ -1,0 +1,290 @@
+"""A model run over a set: member logits, labels, and the inputs it was most and least sure about."""
+
+import base64
+import io
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from .._distributed import check_unsharded, gather, rank_and_world
+from .._utils import evaluation_mode, require
+from ..batches import Batches, Inputs, changed, iterate, length_of, move, require_labels
+from ..errors import ConfigError, DataError
+from ..metrics.inputs import at_least_float32, check_finite, where
+from ..optimize.runner import OptimizedEnsemble
+from ..prediction import Prediction, ScoreName
+from ..preprocessing import ImagePreprocessing, TextPreprocessing
+from .evaluation import GalleryItem, Shelf
+
+Preprocessing = ImagePreprocessing | TextPreprocessing
+
+THUMBNAIL = 96
+"""Longest side of an embedded image, in pixels."""
+
+TEXT_LENGTH = 280
+"""Most characters of an embedded text."""
+
+
+class Pass(NamedTuple):
+    """What a pass over one set brought.
+
+    Attributes:
+        logits: `[M, B, C]`, at least float32, on the CPU.
+        labels: `[B]`; empty where they were not asked for.
+        gallery: The inputs it was most and least sure about.
+        dtype: Number format in which the model answered.
+    """
+
+    logits: Tensor
+    labels: Tensor
+    gallery: list[GalleryItem]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How a model is run over sets.
+
+    Attributes:
+        model: Gives member logits `[M, B, C]`, or `[B, C]` for one member.
+        device: Where inputs go; None leaves them where they are.
+        dtype: Floating type of the inputs; None leaves it.
+        predict: Turns member logits into a prediction, for the gallery.
+        score: Orders the gallery.
+        keep: How many inputs of each set to keep for the gallery, at either end.
+        preprocessing: What the inputs went through, undone in the gallery; None where it is not known.
+        progress: Whether to show progress bars.
+    """
+
+    model: Callable[[Any], Any]
+    device: torch.device | None
+    dtype: torch.dtype | None
+    predict: Callable[[Tensor], Prediction]
+    score: ScoreName
+    keep: int
+    preprocessing: Preprocessing | None
+    progress: bool
+
+    def run(self, batches: Batches, name: str, *, labelled: bool, like: Tensor | None = None) -> Pass:
+        """Run the model over one set; several processes share its batches.
+
+        Args:
+            batches: The set.
+            name: What error messages call it.
+            labelled: Whether labels are read.
+            like: Member logits of another set, whose members and classes these must have too.
+
+        Raises:
+            DataError: The set is empty, its labels do not fit, or the model's answers cannot be used.
+        """
+        check_unsharded(batches, name)
+        rank, world = rank_and_world()
+        pieces: list[tuple[int, Tensor, Tensor, torch.dtype]] = []
+        found: list[Candidate] = []
+        error: Exception | None = None
+        try:
+            pairs = iterate(batches, f"set {name!r}", labelled)
+            bar = tqdm(
+                pairs, name, length_of(batches), leave=False, disable=not self.progress or rank > 0, unit="batch"
+            )
+            first = 0
+            for index, (inputs, targets) in enumerate(bar):
+                size = len(inputs) if isinstance(inputs, Tensor) else len(next(iter(inputs.values())))
+                if index % world == rank:
+                    logits, dtype = self._answer(inputs, size, name, index)
+                    labels = torch.empty(0, dtype=torch.long)
+                    if labelled:
+                        labels = require_labels(targets, logits.shape[2], f"set {name!r}", index).cpu()
+                    pieces.append((index, logits, labels, dtype))
+                    if self.keep:
+                        known = labels if labelled else None
+                        new = candidates(first, inputs, self.predict(logits), self.score, known, self.keep)
+                        found = extremes([*found, *new], self.keep)
+                first += size
+        except Exception as problem:
+            error = problem
+        pieces = sorted(chain.from_iterable(gather(pieces, error)), key=lambda piece: piece[0])
+        found = extremes(chain.from_iterable(gather(found)), self.keep)
+        _, answers, targets_of, dtypes = zip(*pieces, strict=True)
+        for answer in answers:
+            require_like(answer, answers[0] if like is None else like, name)
+        gallery = [one.item(name, self.preprocessing) for one in found]
+        return Pass(torch.cat(answers, dim=1), torch.cat(targets_of), gallery, dtypes[0])
+
+    def _answer(self, inputs: Inputs, size: int, name: str, index: int) -> tuple[Tensor, torch.dtype]:
+        """Member logits `[M, B, C]` of one batch, and the dtype they came in."""
+        answer = self.model(inputs if self.device is None else move(inputs, self.device, self.dtype))
+        answer = getattr(answer, "logits", answer)
+        logits = member_logits(answer, name, f" of batch {index}")
+        if logits.shape[1] != size:
+            raise DataError(
+                f"{where(name)}the model answered batch {index} of {size} inputs with logits {list(answer.shape)}; "
+                "expected [M, B, C] (members, inputs, classes)"
+            )
+        return logits, answer.dtype
+
+
+def member_logits(answer: Any, name: str, of: str = "") -> Tensor:
+    """Member logits `[M, B, C]` from a model or a caller: finite, on the CPU, at least float32.
+
+    This is the one look at every number of an evaluation; what is made of them is not checked again.
+
+    Raises:
+        DataError: They are something else; the message names the set.
+    """
+    if not isinstance(answer, Tensor) or answer.ndim not in (2, 3) or not answer.is_floating_point():
+        got = f"{answer.dtype} {list(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
+        raise DataError(f"{where(name)}member logits{of} must be floating point [M, B, C] or [B, C], got {got}")
+    logits = answer.detach().cpu()
+    logits = at_least_float32(logits.unsqueeze(0) if logits.ndim == 2 else logits)  # [B, C] -> [1, B, C]
+    members, samples, classes = logits.shape
+    if not members or not samples or classes < 2:
+        raise DataError(
+            f"{where(name)}member logits{of} have shape {list(logits.shape)}; at least one member, one sample and two "
+            "classes are needed: check how the set was loaded"
+        )
+    check_finite(logits, f"member logits [M, B, C]{of}", name)
+    return logits
+
+
+def require_like(logits: Tensor, like: Tensor, name: str) -> None:
+    """Refuse logits of other members or classes than others have."""
+    (members, _, classes), (others, _, theirs) = logits.shape, like.shape
+    if (members, classes) != (others, theirs):
+        raise DataError(
+            f"{where(name)}it has logits of {members} members over {classes} classes, and before there were {others} "
+            f"over {theirs}; all must come from the same model"
+        )
+
+
+@contextmanager
+def running(model: object, device: torch.device | None) -> Iterator[tuple[torch.device | None, torch.dtype | None]]:
+    """Evaluation mode, no gradients and the asked-for device, all put back at the end.
+
+    Yields:
+        Where inputs go and their floating type; None for "as they are".
+    """
+    if isinstance(model, OptimizedEnsemble):
+        own = model.device
+        if device is not None and (device.type != own.type or device.index not in (None, own.index)):
+            raise ConfigError(
+                f"this optimized ensemble runs on {own} and cannot be moved to {device}; leave device out, or move the "
+                "ensemble and call optimize again"
+            )
+        with torch.no_grad():
+            yield own, model.dtype
+        return
+    if not isinstance(model, nn.Module):
+        with torch.no_grad():
+            yield device, None
+        return
+    parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
+    home = None if parameter is None else parameter.device
+    moved = device is not None and home is not None and device != home
+    try:
+        if moved:
+            model.to(device)
+        with evaluation_mode(model), torch.no_grad():
+            yield device or home, None if parameter is None else parameter.dtype
+    finally:
+        if moved:
+            model.to(home)
+
+
+class Candidate(NamedTuple):
+    """An input that may end up in the gallery; `row` is the input itself."""
+
+    shelf: Shelf
+    position: int
+    score: float
+    confidence: float
+    predicted: int
+    label: int | None
+    row: Inputs
+
+    def item(self, name: str, preprocessing: Preprocessing | None) -> GalleryItem:
+        """As the gallery of the set called `name` shows it."""
+        kind, content = shown(self.row, preprocessing)
+        return GalleryItem(
+            name, self.shelf, self.position, kind, content, self.score, self.confidence, self.predicted, self.label
+        )
+
+
+def candidates(
+    first: int, inputs: Inputs, prediction: Prediction, score: ScoreName, labels: Tensor | None, keep: int
+) -> Iterator[Candidate]:
+    """The most and least certain inputs of a batch, whose first sample has position `first` in the set."""
+    scores = prediction.score(score)
+    order = scores.sort(stable=True).indices.tolist()
+    shelves: dict[Shelf, list[int]] = {
+        "sure": order,
+        "unsure": scores.sort(stable=True, descending=True).indices.tolist(),
+        "wrong": [] if labels is None else [row for row in order if prediction.label[row] != labels[row]],
+    }
+    for shelf, rows in shelves.items():
+        for row in rows[:keep]:
+            yield Candidate(
+                shelf,
+                first + row,
+                float(scores[row]),
+                float(prediction.confidence[row]),
+                int(prediction.label[row]),
+                None if labels is None else int(labels[row]),
+                _row(inputs, row),
+            )
+
+
+def extremes(found: Iterable[Candidate], keep: int) -> list[Candidate]:
+    """The first `keep` of each shelf; ties go to the earlier input."""
+    ordered = sorted(found, key=lambda one: (-one.score if one.shelf == "unsure" else one.score, one.position))
+    return [one for shelf in get_args(Shelf) for one in [c for c in ordered if c.shelf == shelf][:keep]]
+
+
+def _row(inputs: Inputs, row: int) -> Inputs:
+    return changed(inputs, lambda tensor: tensor[row].detach().cpu().clone())
+
+
+def shown(row: Inputs, preprocessing: Preprocessing | None) -> tuple[Literal["image", "text"], str]:
+    """One input for people: an image as a `data:` address, a text as text."""
+    tensor = row if isinstance(row, Tensor) else row.get("pixel_values", row.get("input_ids"))
+    if tensor is None:
+        return "text", f"inputs: {', '.join(sorted(row))}"
+    if tensor.ndim == 3:
+        return "image", image_uri(tensor, preprocessing if isinstance(preprocessing, ImagePreprocessing) else None)
+    mask = None if isinstance(row, Tensor) else row.get("attention_mask")
+    ids = (tensor if mask is None else tensor[mask.bool()]).tolist()
+    if isinstance(preprocessing, TextPreprocessing) and preprocessing.tokenizer:
+        tokenizer = require("tokenizers", extra="text").Tokenizer.from_str(preprocessing.tokenizer)
+        text = str(tokenizer.decode(ids, skip_special_tokens=True))
+    else:
+        text = f"token ids {' '.join(str(token) for token in ids)}"
+    return "text", text if len(text) <= TEXT_LENGTH else text[: TEXT_LENGTH - 1] + "…"
+
+
+def image_uri(pixels: Tensor, preprocessing: ImagePreprocessing | None = None) -> str:
+    """A small image as a `data:` address.
+
+    Args:
+        pixels: `[channels, H, W]` as the model saw it; the first three channels are shown.
+        preprocessing: Its normalisation is undone; without one the values are stretched to the full range.
+    """
+    image_module = require("PIL.Image", extra="data")
+    pixels = pixels.float()[: 3 if len(pixels) >= 3 else 1]
+    if preprocessing is not None:
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (preprocessing.mean, preprocessing.std))
+        pixels = pixels * std + mean
+    else:
+        low, high = float(pixels.min()), float(pixels.max())
+        pixels = (pixels - low) / ((high - low) or 1.0)
+    levels = (pixels.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()  # [H, W, channels]
+    image = image_module.fromarray(levels.squeeze(-1) if levels.shape[-1] == 1 else levels)
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=82)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
