@@ -1,99 +1,216 @@
 """`hydra-ensembles build`: a Hydra Ensemble from one trained model."""
 
+import shlex
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ..circuit.scores import Method
-from ..fuse import Fusion, StemFusion
-from ..heads.taylor import Scope
-from ..pipeline.settings import Strategy
-from . import options
-from .build_run import run_build
-from .build_settings import resolve_build
-from .errors import one_line_errors
-from .yaml_file import settings_given
+from ..batches import Batches
+from ..checkpoint import RESULT_OF_A_BUILD
+from ..data.batching import RandAugment, TrainTransform, batches
+from ..data.dataset import AnyDataset
+from ..data.suites import suite
+from ..errors import ConfigError, DataError
+from ..model.ensemble import Ensemble
+from ..pipeline.chain import build as build_ensemble
+from ..pipeline.run_folder import IDENTITY, SETTINGS, require_own_folder
+from ..pipeline.settings import HydraConfig
+from ..preprocessing import ImagePreprocessing
+from ..schema import to_plain
+from .command import InterruptedRunError, command, write_settings
+from .data_sources import (
+    USUAL_BATCH,
+    DataSettings,
+    Role,
+    existing_path,
+    fit_to_model,
+    load_data,
+    load_reference,
+    require_different,
+    set_of_suite,
+    with_labels_of,
+)
+from .model_sources import ModelSettings, load_classifier
 
+VARIETY = 2  # times as many batches as a ranking reads, so that members are ranked on different ones
 EXAMPLES = """\b
 Examples:
   hydra-ensembles build timm:vit_base_patch16_224 --id val/ --ood other/ --prune 24 --output run
   hydra-ensembles build timm:vit_small_patch16_224 --weights mine.safetensors --id val/ --ood other/ --prune 12 -o run
   hydra-ensembles build my-bert/ --id val.csv --strategy taylor --prune 12 --output run
+  hydra-ensembles build my-bert/ --id val.csv --ood news.csv --train train.csv --recipe sst2 --set recipe.epochs=3 \\
+    --prune 12 --output run
   hydra-ensembles build --config run/config.yaml
 
-MODEL is a folder, timm:NAME or hf:ID. Data are a folder of images with a sub-folder per class, a Parquet, CSV or
-JSONL file, hf:NAME:SPLIT, or a suite. The circuit strategies need --ood; taylor and random do not.
+MODEL is a folder, timm:NAME or hub:OWNER/NAME. Data are a folder of images with a sub-folder per class, a Parquet, CSV
+or JSONL file, hub:NAME:SPLIT, or a suite. The circuit strategies need --ood; taylor and random do not.
 """
 
-DataOption = str | None
+
+@dataclass(frozen=True)
+class BuildSources(DataSettings, ModelSettings):
+    """What goes into a build and where it comes out; the rest is `HydraConfig`.
+
+    Attributes:
+        output: Run folder.
+        id: Held-out labelled data.
+        ood: Data unlike the training data, for circuits.
+        train: Labelled training data, for fine-tuning and Taylor rankings.
+        validation: Held-out labelled data for calibration; half of `id` if not given.
+        suite: A suite that gives the sets not named here.
+        augment: Random crops and flips of training images (and RandAugment, where the recipe has it); if not
+            given, where the recipe has RandAugment.
+        train_batch_size: Samples a training batch; if not given, the recipe's, else `batch_size`.
+    """
+
+    output: str = field(kw_only=True)
+    id: str | None = None
+    ood: str | None = None
+    train: str | None = None
+    validation: str | None = None
+    suite: str | None = None
+    augment: bool | None = None
+    train_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without loading anything."""
+        ModelSettings.__post_init__(self)
+        DataSettings.__post_init__(self)
+        if self.train_batch_size is not None and self.train_batch_size < 1:
+            raise ConfigError(f"train_batch_size must be at least 1, got {self.train_batch_size}")
+        for name in ("id", "train", "validation"):
+            require_different((name, getattr(self, name)), ("ood", self.ood))
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.output).expanduser()
 
 
-@one_line_errors
+@command
 def build(
-    model: options.OptionalModelArgument = None,
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML file of settings; flags win.")] = None,
-    output: Annotated[str | None, typer.Option("--output", "-o", help="Run folder.", metavar="FOLDER")] = None,
-    id: Annotated[DataOption, typer.Option("--id", help="Held-out labelled data.", metavar="DATA")] = None,
-    ood: Annotated[DataOption, typer.Option("--ood", help="Unlike data, for circuits.", metavar="DATA")] = None,
-    train: Annotated[DataOption, typer.Option("--train", help="Labelled training data.", metavar="DATA")] = None,
-    validation: Annotated[
-        DataOption, typer.Option("--validation", help="For calibration; half of --id if not given.", metavar="DATA")
-    ] = None,
-    suite: Annotated[str | None, typer.Option("--suite", help="Suite that gives the sets not named.")] = None,
-    members: Annotated[int | None, typer.Option("--members", "-m", help="Number of members; 3 if not given.")] = None,
-    prune: Annotated[int | None, typer.Option("--prune", "-p", help="Heads each member loses.")] = None,
-    strategy: Annotated[Strategy | None, typer.Option("--strategy", help="How heads are chosen.")] = None,
-    method: Annotated[Method | None, typer.Option("--method", help="How circuits are extracted.")] = None,
-    pool: Annotated[int | None, typer.Option("--pool", help="Heads to draw members from.")] = None,
-    taylor_scope: Annotated[Scope | None, typer.Option("--taylor-scope", help="Compare heads within a layer.")] = None,
-    calibration_batches: Annotated[
-        int | None, typer.Option("--calibration-batches", help="Batches a Taylor ranking reads.")
-    ] = None,
-    recipe: Annotated[str | None, typer.Option("--recipe", help="Preset for fine-tuning; none leaves it out.")] = None,
-    recipe_option: Annotated[
-        list[str] | None, typer.Option("--recipe-option", help="Setting of the recipe.", metavar="NAME=VALUE")
-    ] = None,
-    augment: Annotated[
-        bool | None, typer.Option("--augment/--no-augment", help="Random crops and flips of training images.")
-    ] = None,
-    shared_layers: Annotated[int | None, typer.Option("--shared-layers", help="Layers that members share.")] = None,
-    stem: Annotated[StemFusion | None, typer.Option("--stem", help="How the stem is fused.")] = None,
-    mlp: Annotated[Fusion | None, typer.Option("--mlp", help="How MLPs are fused.")] = None,
-    norms: Annotated[Fusion | None, typer.Option("--norms", help="How norms are fused.")] = None,
-    readout: Annotated[Fusion | None, typer.Option("--readout", help="How readouts are fused.")] = None,
-    calibrate: Annotated[
-        bool | None, typer.Option("--calibrate/--no-calibrate", help="Fit temperature and threshold at the end.")
-    ] = None,
-    per_member_temperature: Annotated[
-        bool | None, typer.Option("--per-member-temperature", help="A temperature for each member.")
-    ] = None,
-    accepted_share: Annotated[
-        float | None, typer.Option("--accepted-share", help="Share of held-out data to accept; 0.95 if not given.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Draws halves, batches and members.")] = None,
-    train_batch_size: Annotated[
-        int | None, typer.Option("--train-batch-size", help="Samples a training batch.")
-    ] = None,
-    weights: options.WeightsOption = None,
-    num_classes: options.NumClassesOption = None,
-    labels: options.LabelsOption = None,
-    model_option: options.ModelOptionOption = None,
-    random_weights: options.RandomWeightsOption = None,
-    device: options.DeviceOption = None,
-    root: options.RootOption = None,
-    column: options.ColumnOption = None,
-    by_position: options.ByPositionOption = None,
-    limit: options.LimitOption = None,
-    batch_size: options.BatchSizeOption = None,
-    workers: options.WorkersOption = None,
-    quiet: options.QuietOption = False,
+    sources: BuildSources,
+    hydra: HydraConfig,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
 ) -> None:
     """Make a Hydra Ensemble: rank heads, prune a copy per member, fine-tune if asked, fuse, calibrate.
 
     Every stage leaves its product in the run folder, together with config.yaml. A build that was interrupted goes on
     where it stopped when the same command is given again.
     """
-    pairs = {"model_option": "model_options", "recipe_option": "recipe_options", "column": "columns"}
-    flags = settings_given(locals(), pairs, leave_out=("config", "quiet", "pairs"))
-    run_build(resolve_build(config, flags), progress=not quiet)
+    folder = sources.folder
+    try:
+        made = _build(sources, hydra, progress=not quiet)
+    except KeyboardInterrupt as error:
+        again = f"hydra-ensembles build --config {shlex.quote(str(folder / SETTINGS))}"
+        begun = (folder / IDENTITY).exists()
+        raise InterruptedRunError(
+            f"finished stages are kept in {folder}; to go on there: {again}"
+            if begun
+            else f"nothing was finished yet; to start over: {again}"
+        ) from error
+    print(made.describe())
+    calibration = made.metadata.calibration
+    if calibration is not None and calibration.threshold is not None:
+        print(f"abstains       where {calibration.score} is above {calibration.threshold:.4g}, calibrated to accept "
+              f"{hydra.accepted_share:.0%} of held-out data")  # fmt: skip
+    print(f"\nThe ensemble is in {folder / RESULT_OF_A_BUILD}, how it was made in {folder / 'summary.json'}. Next:")
+    quoted = shlex.quote(str(folder))
+    print(f"  hydra-ensembles info {quoted}")
+    print(f"  hydra-ensembles predict {quoted} {'IMAGE...' if made.kind == 'image' else '--text TEXT'}")
+    print(f"  hydra-ensembles evaluate {quoted} --id DATA --ood near:NAME=DATA")
+
+
+def _build(sources: BuildSources, hydra: HydraConfig, progress: bool) -> Ensemble:
+    """Load model and data, write the settings down, build."""
+    _require_free_folder(sources)
+    model = load_classifier(sources)
+    sets = _load_sets(sources, hydra)
+    if "id" in sets:
+        model = with_labels_of(model, sets["id"])
+    sources = _with_batch_sizes(sources, hydra, {role: len(data) for role, data in sets.items()})
+    sets = {role: fit_to_model(data, role, model, sources) for role, data in sets.items()}
+    settings = {**to_plain(sources), **to_plain(hydra)}
+    if not (sources.folder / IDENTITY).exists():  # the settings of another build stay until `build` refused the folder
+        write_settings(sources.folder / SETTINGS, settings, "build")
+    preprocessing: Any = model.metadata.preprocessing
+    size = sources.batch_size or USUAL_BATCH
+    held_out = {role: batches(data, preprocessing, size, num_workers=sources.workers) for role, data in sets.items()}
+    made = build_ensemble(
+        model,
+        hydra,
+        train=_training_batches(sets["train"], model, sources, hydra) if "train" in sets else None,
+        id=held_out.get("id"),
+        ood=held_out.get("circuit_ood"),
+        validation=held_out.get("validation"),
+        output=sources.folder,
+        device=sources.place(),
+        progress=progress,
+    )
+    write_settings(sources.folder / SETTINGS, settings, "build")
+    return made
+
+
+def _require_free_folder(sources: BuildSources) -> None:
+    """Refuse, before anything is written, a folder with other things in it, or one among the data."""
+    folder = sources.folder
+    require_own_folder(folder)
+    for role in ("id", "ood", "train", "validation"):
+        data, _ = existing_path(getattr(sources, role) or "")
+        if data is not None and not (folder / IDENTITY).exists() and folder.resolve().is_relative_to(data.resolve()):
+            raise DataError(
+                f"output is {folder}, which is among the {role} data of {data}, where a build would be taken for "
+                "data; name a folder outside it"
+            )
+
+
+def _load_sets(sources: BuildSources, hydra: HydraConfig) -> dict[Role, AnyDataset]:
+    """The sets that the build has a use for; those that are not named come from the suite."""
+    named: dict[Role, str | None] = {"id": sources.id, "validation": sources.validation}
+    if hydra.extracts_circuits:
+        named["circuit_ood"] = sources.ood
+    if hydra.recipe is not None or hydra.strategy == "taylor":
+        named["train"] = sources.train
+    found: dict[Role, AnyDataset] = {}
+    for role, spec in named.items():
+        ref = None if sources.suite is None or role == "validation" else set_of_suite(suite(sources.suite), role)
+        if spec is not None:
+            found[role] = load_data(spec, role, sources)
+        elif ref is not None:
+            found[role] = load_reference(ref, role, sources)
+    return found
+
+
+def _with_batch_sizes(sources: BuildSources, hydra: HydraConfig, samples: dict[Role, int]) -> BuildSources:
+    """The settings with every batch size filled in, so that members differ and few samples suffice.
+
+    A Taylor ranking reads some batches of the training data, or else of the held-out data; there must be more of
+    them than it reads, or all members would be ranked alike.
+    """
+
+    def enough(role: Role) -> int:
+        few = hydra.strategy == "taylor" and role in samples
+        return max(1, min(USUAL_BATCH, samples[role] // (VARIETY * hydra.calibration_batches))) if few else USUAL_BATCH
+
+    batch = sources.batch_size or (USUAL_BATCH if "train" in samples else enough("id"))
+    training = batch
+    if hydra.recipe is not None and hydra.recipe.batch_size is not None:
+        training = max(1, hydra.recipe.batch_size // hydra.recipe.gradient_accumulation)
+    elif hydra.strategy == "taylor" and "train" in samples:
+        training = enough("train")
+    return replace(sources, batch_size=batch, train_batch_size=sources.train_batch_size or training)
+
+
+def _training_batches(data: AnyDataset, model: Ensemble, sources: BuildSources, hydra: HydraConfig) -> Batches:
+    """Shuffled batches of the training data, augmented where that is asked for."""
+    wanted = None if hydra.recipe is None else hydra.recipe.rand_augment
+    transform: Any = model.metadata.preprocessing
+    if sources.augment or (sources.augment is None and wanted is not None):
+        if not isinstance(transform, ImagePreprocessing):
+            raise ConfigError("augment crops and flips images, but the model reads text; leave it out")
+        drawn = None if wanted is None else RandAugment(wanted.operations, wanted.magnitude)
+        transform = TrainTransform.matching(transform, rand_augment=drawn)
+    size, workers = sources.train_batch_size or USUAL_BATCH, sources.workers
+    return batches(data, transform, size, shuffle=True, seed=hydra.seed, num_workers=workers)

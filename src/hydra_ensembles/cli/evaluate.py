@@ -1,6 +1,10 @@
-"""`hydra-ensembles evaluate`: a model measured on its task and on OOD data."""
+"""`hydra-ensembles evaluate`, `compare` and `report`: measure a model, and show what was measured."""
 
-from dataclasses import fields
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -8,22 +12,28 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import DataError
+from .._utils import write_atomically
+from ..data.dataset import AnyDataset
+from ..data.suites import suite
+from ..errors import ConfigError, DataError
 from ..evaluation.evaluate import evaluate as evaluate_model
+from ..evaluation.evaluation import FORMAT as EVALUATION
 from ..evaluation.evaluation import Detection, Evaluation, logits_path
 from ..metrics.inputs import Convention
+from ..model.cost import Cost
 from ..prediction import ScoreName
-from ..schema import from_plain, to_plain
-from . import options
-from .class_labels import AnyDataset
-from .datasets import find_suite, fit_to_model, load_data, load_reference, require_different
-from .errors import one_line_errors
-from .evaluate_settings import EvaluateSettings, read_named
-from .models import load_classifier
-from .settings import USUAL_BATCH
-from .yaml_file import merge_settings, settings_given, write_yaml
+from ..report.compare import FORMAT as COSTS
+from ..report.compare import compare as compare_evaluations
+from ..report.compare import load_costs, to_csv, to_latex, to_markdown, to_rich
+from ..report.html import write_report
+from ..schema import to_plain
+from .command import command, write_settings
+from .data_sources import USUAL_BATCH, DataSettings, fit_to_model, load_data, load_reference, require_different
+from .model_sources import ModelSettings, load_classifier
 
-EXAMPLES = """\b
+WIDE = 240  # characters of a table for the terminal that goes to a file
+_NAMED = re.compile(r"(?:(?P<group>near|far|apart):)?(?:(?P<name>[^=:/\\]+)=)?(?P<data>.+)", re.DOTALL)
+EVALUATE_EXAMPLES = """\b
 Examples:
   hydra-ensembles evaluate run --id test/ --ood near:cars=cars/ --ood far:digits=digits.parquet
   hydra-ensembles evaluate timm:vit_base_patch16_224 --id test/ --ood near:cars=cars/ --name Single
@@ -32,63 +42,98 @@ Examples:
 
 The evaluation is written as JSON, for compare and report, with its settings in YAML beside it.
 """
+COMPARE_EXAMPLES = """\b
+Examples:
+  hydra-ensembles compare runs/
+  hydra-ensembles compare single.json hydra.json --format latex --output table.tex
+"""
+REPORT_EXAMPLES = """\b
+Examples:
+  hydra-ensembles report runs/ --output report.html
+  hydra-ensembles report runs/ --focus "Hydra (Circ)" --baseline Single
+"""
 
 
-@one_line_errors
+@dataclass(frozen=True)
+class EvaluateSettings(DataSettings, ModelSettings):
+    """Which model on which sets, and what to measure.
+
+    Attributes:
+        output: Folder for the evaluation, or a .json file.
+        name: What tables call the model; its own name if not given.
+        id: Labelled in-distribution test set.
+        ood: OOD set, once for each, as [near:|far:|apart:][NAME=]DATA.
+        shift: Labelled set under distribution shift, once for each, as NAME=DATA.
+        suite: A suite that gives all sets not named here.
+        score: Score that detects OOD inputs.
+        scores: Further score to report, once for each.
+        convention: How AUPR and FPR95 count.
+        bootstrap: Resamples for confidence intervals; 0 for none.
+        gallery: Inputs to keep for the report.
+        keep_logits: Save the member logits too.
+    """
+
+    output: str = "evaluations"
+    name: str | None = None
+    id: str | None = None
+    ood: tuple[str, ...] = ()
+    shift: tuple[str, ...] = ()
+    suite: str | None = None
+    score: ScoreName = "msp"
+    scores: tuple[ScoreName, ...] = ()
+    convention: Convention = "torch-uncertainty"
+    bootstrap: int = 0
+    gallery: int = 6
+    keep_logits: bool = False
+
+    def __post_init__(self) -> None:
+        """Check that there is something to evaluate on."""
+        ModelSettings.__post_init__(self)
+        DataSettings.__post_init__(self)
+        if self.id is None and self.suite is None:
+            raise ConfigError("no data to evaluate on; give id (and ood, as near:NAME=DATA), or a suite")
+        require_different(("id", self.id), *(("ood", data) for _, _, data in read_named(self.ood)))
+
+    @property
+    def title(self) -> str:
+        """What tables call the model."""
+        return self.name or Path(self.model.rstrip("/")).name or self.model
+
+    @property
+    def file(self) -> Path:
+        """Where the evaluation is written."""
+        path = Path(self.output).expanduser()
+        slug = re.sub(r"[^\w.-]+", "-", self.title.partition(":")[2] or self.title).strip("-").lower() or "model"
+        return path if path.suffix == ".json" else path / f"{slug}.json"
+
+
+def read_named(options: Sequence[str]) -> list[tuple[str, str | None, str]]:
+    """Group, name (None: the data's own) and data of each `[GROUP:][NAME=]DATA`.
+
+    Raises:
+        DataError: Some have a group and others not, or one is empty.
+    """
+    found = []
+    for option in options:
+        match = _NAMED.fullmatch(option)
+        if match is None:
+            raise DataError(f"a set is written [near:|far:|apart:][NAME=]DATA, got {option!r}")
+        found.append((match["group"] or "ungrouped", match["name"], match["data"]))
+    without = [data for group, _, data in found if group == "ungrouped"]
+    if 0 < len(without) < len(found):
+        raise DataError(f"{', '.join(without)} have no group but others do; write near:, far: or apart: before each")
+    return found
+
+
+@command
 def evaluate(
-    model: options.OptionalModelArgument = None,
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML file of settings; flags win.")] = None,
-    output: Annotated[str | None, typer.Option("--output", "-o", help="Folder, or .json file.", metavar="PATH")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="What tables call the model.")] = None,
-    id: Annotated[str | None, typer.Option("--id", help="Labelled test set.", metavar="DATA")] = None,
-    ood: Annotated[
-        list[str] | None,
-        typer.Option("--ood", help="OOD set, once for each.", metavar="[near:|far:|apart:][NAME=]DATA"),
-    ] = None,
-    shift: Annotated[
-        list[str] | None, typer.Option("--shift", help="Labelled set under shift, once for each.", metavar="NAME=DATA")
-    ] = None,
-    suite: Annotated[str | None, typer.Option("--suite", help="Suite that gives all sets.")] = None,
-    score: Annotated[ScoreName | None, typer.Option("--score", help="Score that detects OOD inputs.")] = None,
-    scores: Annotated[
-        list[str] | None, typer.Option("--also-score", help="Further score to report, once for each.")
-    ] = None,
-    convention: Annotated[Convention | None, typer.Option("--convention", help="How AUPR and FPR95 count.")] = None,
-    bootstrap: Annotated[int | None, typer.Option("--bootstrap", help="Resamples for confidence intervals.")] = None,
-    gallery: Annotated[int | None, typer.Option("--gallery", help="Inputs to keep for the report; 6.")] = None,
-    keep_logits: Annotated[bool | None, typer.Option("--keep-logits", help="Save the member logits too.")] = None,
-    weights: options.WeightsOption = None,
-    num_classes: options.NumClassesOption = None,
-    labels: options.LabelsOption = None,
-    model_option: options.ModelOptionOption = None,
-    random_weights: options.RandomWeightsOption = None,
-    device: options.DeviceOption = None,
-    root: options.RootOption = None,
-    column: options.ColumnOption = None,
-    by_position: options.ByPositionOption = None,
-    limit: options.LimitOption = None,
-    batch_size: options.BatchSizeOption = None,
-    workers: options.WorkersOption = None,
-    quiet: options.QuietOption = False,
+    settings: EvaluateSettings,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
 ) -> None:
     """Measure accuracy, calibration, OOD detection and selective risk of a model; write them as JSON."""
-    pairs = {"model_option": "model_options", "column": "columns"}
-    flags = settings_given(locals(), pairs, leave_out=("config", "quiet", "pairs"))
-    merged = merge_settings(config, flags, [one.name for one in fields(EvaluateSettings)])
-    settings = from_plain(EvaluateSettings, merged, "evaluate" if config is None else str(config))
-    evaluation = run_evaluation(settings, progress=not quiet)
-    print_evaluation(evaluation, settings.file)
-
-
-def run_evaluation(settings: EvaluateSettings, progress: bool) -> Evaluation:
-    """Evaluate, and write the evaluation with its settings beside it."""
-    require_different(("--id", settings.id), *(("--ood", one.data) for one in read_named(settings.ood, "--ood")))
     model = load_classifier(settings)
     test, groups = _test_and_ood(settings)
-    shifted = {
-        one.name or one.data: fit_to_model(load_data(one.data, "test", settings), "test", model, settings)
-        for one in read_named(settings.shift, "--shift")
-    }
+    shifted = {name or data: load_data(data, "test", settings) for _, name, data in read_named(settings.shift)}
     evaluation = evaluate_model(
         model,
         fit_to_model(test, "test", model, settings),
@@ -96,7 +141,7 @@ def run_evaluation(settings: EvaluateSettings, progress: bool) -> Evaluation:
             group: {key: fit_to_model(data, "ood", model, settings) for key, data in sets.items()}
             for group, sets in groups.items()
         },
-        shifted,
+        {key: fit_to_model(data, "test", model, settings) for key, data in shifted.items()},
         name=settings.title,
         score=settings.score,
         scores=settings.scores,
@@ -106,20 +151,39 @@ def run_evaluation(settings: EvaluateSettings, progress: bool) -> Evaluation:
         bootstrap=settings.bootstrap,
         gallery=settings.gallery,
         keep_logits=settings.keep_logits,
-        progress=progress,
+        progress=not quiet,
     )
     evaluation.save(settings.file)
     if evaluation.logits is None:  # those of an evaluation that this one replaces
         logits_path(settings.file).unlink(missing_ok=True)
-    heading = "Resolved settings of an evaluation; repeat it with: hydra-ensembles evaluate --config THIS_FILE"
-    write_yaml(settings.file.with_suffix(".config.yaml"), to_plain(settings), heading)
-    return evaluation
+    write_settings(settings.file.with_suffix(".config.yaml"), to_plain(settings), "evaluate")
+    _print_evaluation(evaluation)
+    print(f"wrote {settings.file}")
 
 
-def print_evaluation(evaluation: Evaluation, file: Path) -> None:
+def _test_and_ood(settings: EvaluateSettings) -> tuple[AnyDataset, dict[str, dict[str, AnyDataset]]]:
+    """The test set, and the OOD sets by group and name; what options name wins over the suite."""
+    groups: dict[str, dict[str, AnyDataset]] = {}
+    for group, name, spec in read_named(settings.ood):
+        data = load_data(spec, "ood", settings)
+        name = name or data.name
+        if any(name in sets for sets in groups.values()):
+            raise DataError(f"two OOD sets are called {name!r}; name them apart, as near:NAME=DATA")
+        groups.setdefault(group, {})[name] = data
+    if settings.suite is None:
+        return load_data(settings.id or "", "test", settings), groups
+    found = suite(settings.suite)
+    for group, references in (("near", found.near), ("far", found.far), ("apart", found.apart)):
+        for reference in () if settings.ood else references:
+            groups.setdefault(group, {})[reference.name] = load_reference(reference, "ood", settings)
+    if settings.id is not None:
+        return load_data(settings.id, "test", settings), groups
+    return load_reference(found.id, "test", settings), groups
+
+
+def _print_evaluation(evaluation: Evaluation) -> None:
     """The main numbers as tables."""
-    console = Console()
-    own = evaluation.id
+    console, own = Console(), evaluation.id
     table = Table(title=f"{evaluation.name} on {evaluation.id_name} ({own.samples:,} samples)", title_justify="left")
     for heading in ("accuracy", "ECE", "NLL", "Brier", "AURC"):
         table.add_column(heading, justify="right")
@@ -131,7 +195,6 @@ def print_evaluation(evaluation: Evaluation, file: Path) -> None:
     if chosen is not None:
         risk = "" if chosen.risk is None else f", of which {chosen.risk:.2%} are wrong"
         console.print(f"The calibrated threshold accepts {chosen.accepted:.2%} of {evaluation.id_name}{risk}.")
-    print(f"wrote {file}")
 
 
 def _ood_table(evaluation: Evaluation) -> Table:
@@ -153,24 +216,95 @@ def _ood_table(evaluation: Evaluation) -> Table:
     return table
 
 
-def _test_and_ood(settings: EvaluateSettings) -> tuple[AnyDataset, dict[str, dict[str, AnyDataset]]]:
-    """The test set, and the OOD sets by group and name; what options name wins over the suite."""
-    groups: dict[str, dict[str, AnyDataset]] = {}
-    test: AnyDataset | None = None
-    if settings.suite is not None:
-        suite = find_suite(settings.suite)
-        if settings.id is None:
-            test = load_reference(suite.id, "test", settings)
-        for group, references in (("near", suite.near), ("far", suite.far), ("apart", suite.apart)):
-            for reference in () if settings.ood else references:
-                groups.setdefault(group, {})[reference.name] = load_reference(reference, "ood", settings)
-    if settings.id is not None:
-        test = load_data(settings.id, "test", settings)
-    assert test is not None  # the settings have checked that there is one or the other
-    for one in read_named(settings.ood, "--ood"):
-        data = load_data(one.data, "ood", settings)
-        name = one.name or data.name
-        if any(name in sets for sets in groups.values()):
-            raise DataError(f"two OOD sets are called {name!r}; name them apart: --ood near:NAME=DATA")
-        groups.setdefault(one.group, {})[name] = data
-    return test, groups
+class TableFormat(StrEnum):
+    """How a comparison is written."""
+
+    TABLE = "table"
+    MARKDOWN = "markdown"
+    LATEX = "latex"
+    CSV = "csv"
+
+
+Saved = Annotated[list[Path], typer.Argument(help="Saved evaluations (.json), or folders that hold them.")]
+Mismatch = Annotated[bool, typer.Option(help="Also compare evaluations of different data.")]
+
+
+@command
+def compare(
+    paths: Saved,
+    format: Annotated[TableFormat, typer.Option("--format", "-f", help="How to write the table.")] = TableFormat.TABLE,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
+    allow_mismatch: Mismatch = False,
+) -> None:
+    """Compare saved evaluations in one table: best bold, second best underlined.
+
+    Evaluations with the same name are runs of one method and are shown as mean ± standard deviation.
+    """
+    evaluations, costs = find_runs(paths)
+    comparison = compare_evaluations(evaluations, costs, allow_mismatch=allow_mismatch)
+    writers = {TableFormat.MARKDOWN: to_markdown, TableFormat.LATEX: to_latex, TableFormat.CSV: to_csv}
+    if format in writers:
+        text = writers[format](comparison)
+    else:
+        console = Console(width=None if output is None else WIDE)
+        with console.capture() as captured:
+            console.print(to_rich(comparison))
+        text = captured.get()
+    if output is None:
+        print(text, end="")
+    else:
+        write_atomically(output, text.encode())
+
+
+@command
+def report(
+    paths: Saved,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
+    title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
+    focus: Annotated[str | None, typer.Option(help="The method it is about; the last one, if not given.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="What that is held against; the first, if not given.")] = None,
+    allow_mismatch: Mismatch = False,
+) -> None:
+    """Write a report on saved evaluations: one HTML file that needs neither network nor scripts."""
+    evaluations, costs = find_runs(paths)
+    written = write_report(
+        output,
+        evaluations,
+        costs=costs,
+        title=title,
+        focus=focus,
+        baseline=baseline,
+        allow_mismatch=allow_mismatch,
+    )
+    print(f"wrote {written}")
+
+
+def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
+    """Evaluations and costs in JSON files and folders of them; other JSON files in a folder are passed over.
+
+    Raises:
+        DataError: A path does not exist, is something else, or no evaluation is found.
+    """
+    evaluations: list[Evaluation] = []
+    costs: list[Cost] = []
+    for path in paths:
+        if not path.exists():
+            raise DataError(f"{path} does not exist; give saved evaluations (.json) or folders that hold them")
+        for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+            try:
+                data = json.loads(file.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise DataError(f"{file} is not valid JSON ({error}); it may have been cut off") from error
+            kind = data.get("format") if isinstance(data, dict) else None
+            if kind == EVALUATION:
+                evaluations.append(Evaluation.load(file))
+            elif kind == COSTS:
+                costs += load_costs(file)
+            elif not path.is_dir():
+                raise DataError(f"{file} is neither a saved evaluation nor a table of costs")
+    if not evaluations:
+        raise DataError(
+            f"no saved evaluation found in {', '.join(str(path) for path in paths)}; hydra-ensembles evaluate MODEL "
+            "writes one, into evaluations/ if no other folder is named"
+        )
+    return evaluations, costs

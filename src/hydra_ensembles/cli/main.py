@@ -1,15 +1,24 @@
-"""The entry point of the command line."""
+"""The command line: all commands, and the demo."""
 
 import logging
 import warnings
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from .._utils import __version__
-from . import bench, build, compare, demo, evaluate, info, predict, report
+from ..demo import DemoSettings, run_demo
+from ..report.compare import to_rich
+from .build import EXAMPLES as BUILD_EXAMPLES
+from .build import build
+from .command import InterruptedRunError, command
+from .evaluate import COMPARE_EXAMPLES, EVALUATE_EXAMPLES, REPORT_EXAMPLES, compare, evaluate, report
+from .inspect import BENCH_EXAMPLES, INFO_EXAMPLES, bench, info
+from .predict import EXAMPLES as PREDICT_EXAMPLES
+from .predict import predict
 
-HELP = "Uncertainty from one pretrained transformer: build, evaluate, compare and use Hydra Ensembles."
 EXAMPLES = """\b
 Examples:
   hydra-ensembles demo
@@ -17,13 +26,16 @@ Examples:
   hydra-ensembles predict run photo.jpg
   hydra-ensembles COMMAND --help
 """
+DEMO_EXAMPLES = """\b
+Examples:
+  hydra-ensembles demo
+  hydra-ensembles demo --output runs/demo --seed 1
+"""
 
 
 def make_app() -> typer.Typer:
     """The command line with all its commands."""
     app = typer.Typer(
-        help=HELP,
-        epilog=EXAMPLES,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -31,17 +43,17 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["--help", "-h"]},
     )
     app.callback(epilog=EXAMPLES)(_root)
-    for module, command, summary in (
-        (demo, demo.demo, "See the whole method on an embedded model, offline."),
-        (build, build.build, "Make a Hydra Ensemble from one trained model."),
-        (evaluate, evaluate.evaluate, "Measure a model on its task and on OOD data."),
-        (compare, compare.compare, "Show saved evaluations side by side in one table."),
-        (report, report.report, "Write saved evaluations as one HTML page."),
-        (predict, predict.predict, "Label images or texts, or abstain."),
-        (bench, bench.bench, "Measure what a model costs, beside baselines."),
-        (info, info.info, "Show what is in a model, with a map of its heads."),
+    for function, summary, examples in (
+        (demo, "See the whole method on an embedded model, offline.", DEMO_EXAMPLES),
+        (build, "Make a Hydra Ensemble from one trained model.", BUILD_EXAMPLES),
+        (evaluate, "Measure a model on its task and on OOD data.", EVALUATE_EXAMPLES),
+        (compare, "Show saved evaluations side by side in one table.", COMPARE_EXAMPLES),
+        (report, "Write saved evaluations as one HTML page.", REPORT_EXAMPLES),
+        (predict, "Label images or texts, or abstain.", PREDICT_EXAMPLES),
+        (bench, "Measure what a model costs, beside baselines.", BENCH_EXAMPLES),
+        (info, "Show what is in a model, with a map of its heads.", INFO_EXAMPLES),
     ):
-        app.command(short_help=summary, epilog=module.EXAMPLES)(command)
+        app.command(short_help=summary, epilog=examples)(function)
     return app
 
 
@@ -60,12 +72,41 @@ def _root(
     """Uncertainty from one pretrained transformer: build, evaluate, compare and use Hydra Ensembles."""
 
 
+@command
+def demo(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder to write to; made if it does not exist.")
+    ] = Path("hydra-demo"),
+    seed: Annotated[int, typer.Option(min=0, help="Draws the images that heads are ranked on.")] = 0,
+    limit: Annotated[
+        int | None, typer.Option(min=16, help="Use at most so many images of each set: faster, less certain.")
+    ] = None,
+    progress: Annotated[bool, typer.Option(help="Show progress bars.")] = True,
+) -> None:
+    """Build a Hydra Ensemble from an embedded, trained model on real images, in minutes, on a CPU, offline.
+
+    Prunes, fuses and calibrates three members, compares them with the model they came from, with other ways of
+    pruning and with a Deep Ensemble, and writes a report, the model and all numbers to a folder.
+    """
+    console = Console()
+    settings = DemoSettings(seed=seed, limit=limit)
+    try:
+        result = run_demo(output, settings, progress=progress, announce=lambda line: console.print(f"[bold]{line}[/]"))
+    except KeyboardInterrupt as error:
+        raise InterruptedRunError(f"the same command goes on from here ({output} keeps what is done)") from error
+    console.print()
+    console.print(to_rich(result.comparison, title="One small vision transformer, seven EuroSAT classes"))
+    console.print(f"\nReport    {result.report}\nModel     {result.model}\nNumbers   {result.results}", soft_wrap=True)
+    console.print(
+        f"\n[bold]Try next[/]\n  hydra-ensembles info {result.model}\n"
+        f"  hydra-ensembles predict {result.model} YOUR_IMAGE.jpg\n"
+        f"  hydra-ensembles compare {result.output / 'evaluations'}",
+        soft_wrap=True,
+    )
+
+
 def main() -> None:
     """Run the command line."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what fails is said once, by us
     make_app()()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,25 +1,36 @@
 """`hydra-ensembles predict`: labels for files or texts, how sure the model is, and whether to trust it."""
 
+import csv
+import io
+import json
 import sys
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from .._utils import write_atomically
-from ..errors import ConfigError
+from ..data.dataset import IMAGE_SUFFIXES, read_image
+from ..data.loading import DELIMITERS, JSON_LINES, Columns, load
+from ..errors import ConfigError, DataError
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
-from ..prediction import ScoreName
-from . import options
-from .errors import one_line_errors
-from .models import load_classifier
-from .predict_inputs import find_inputs, read_batches
-from .predict_output import OutputFormat, Row, rows_of, write_rows
-from .settings import AUTOMATIC, USUAL_BATCH, ModelSettings
-from .yaml_file import read_pairs
+from ..prediction import Prediction, ScoreName
+from ..schema import from_plain
+from .command import command, did_you_mean, names_beside
+from .data_sources import USUAL_BATCH
+from .model_sources import ModelSettings, load_classifier
 
+TABLES = (".parquet", *DELIMITERS, *JSON_LINES)
+WIDE = 160  # characters of a table for the terminal that goes to a file
+LONGEST = 60  # characters of an input that a table shows
 EXAMPLES = """\b
 Examples:
   hydra-ensembles predict run photo.jpg more-photos/
@@ -31,10 +42,47 @@ The verdict is accept or abstain, by the threshold that build calibrated and sto
 A model without one gives no verdict.
 """
 
+Item = tuple[str, Callable[[], Any]]
+"""One input: what the result calls it, and how its content is read."""
 
-@one_line_errors
+
+class OutputFormat(StrEnum):
+    """How predictions are written."""
+
+    TABLE = "table"
+    JSON = "json"
+    JSONL = "jsonl"
+    CSV = "csv"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer for one input.
+
+    Attributes:
+        input: The file or the text.
+        label: Name of the most probable class; its number where the model has no names.
+        confidence: Its probability.
+        epistemic: Mutual information of label and member, in nats: how much the members differ.
+        entropy: Total uncertainty, in nats.
+        disagreement: Share of pairs of members with different labels.
+        score: What the threshold is held against; above it, the answer is to be abstained from.
+        verdict: `accept` or `abstain`; None where no threshold is known.
+    """
+
+    input: str
+    label: str
+    confidence: float
+    epistemic: float
+    entropy: float
+    disagreement: float
+    score: float
+    verdict: Literal["accept", "abstain"] | None
+
+
+@command
 def predict(
-    model: options.ModelArgument,
+    model: ModelSettings,
     inputs: Annotated[
         list[str] | None,
         typer.Argument(metavar="INPUT", help="Images, folders, text files, tables; - for standard input."),
@@ -42,60 +90,174 @@ def predict(
     text: Annotated[list[str] | None, typer.Option("--text", "-t", help="A text to predict, once for each.")] = None,
     format: Annotated[OutputFormat, typer.Option("--format", "-f", help="How to write it.")] = OutputFormat.TABLE,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
-    threshold: Annotated[
-        float | None, typer.Option("--threshold", help="Abstain where the score is above this.")
-    ] = None,
-    score: Annotated[ScoreName | None, typer.Option("--score", help="The score that --threshold is for.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Abstain where the score is above this.")] = None,
+    score: Annotated[ScoreName | None, typer.Option(help="The score that the threshold is for.")] = None,
     skip_unreadable: Annotated[
         bool, typer.Option("--skip-unreadable", help="Leave out inputs that cannot be read, instead of stopping.")
     ] = False,
-    weights: options.WeightsOption = None,
-    num_classes: options.NumClassesOption = None,
-    labels: options.LabelsOption = None,
-    model_option: options.ModelOptionOption = None,
-    random_weights: options.RandomWeightsOption = None,
-    device: options.DeviceOption = None,
-    column: options.ColumnOption = None,
-    batch_size: options.BatchSizeOption = None,
+    column: Annotated[
+        list[str] | None, typer.Option(help="Column of a table, as text=sentence.", metavar="ROLE=NAME")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples a batch.")] = USUAL_BATCH,
 ) -> None:
     """Predict images or texts: label, confidence, uncertainty, and accept or abstain."""
-    settings = ModelSettings(
-        model=model,
-        weights=weights,
-        num_classes=num_classes,
-        labels=labels,
-        model_options=read_pairs(model_option, "--model-option") or {},
-        random_weights=bool(random_weights),
-        device=device or AUTOMATIC,
-    )
-    if batch_size is not None and batch_size < 1:
-        raise ConfigError(f"--batch-size must be at least 1, got {batch_size}")
-    ensemble = load_classifier(settings)
-    ensemble = _with_threshold(ensemble, threshold, score)
-    items = find_inputs(ensemble.kind, inputs or (), text or (), read_pairs(column, "--column") or {})
-    rows: list[Row] = []
-    for names, contents in read_batches(items, batch_size or USUAL_BATCH, "skip" if skip_unreadable else "fail"):
-        rows += rows_of(names, ensemble.predict(contents))
-    written = write_rows(rows, format, to_file=output is not None)
+    ensemble = _with_threshold(load_classifier(model), threshold, score)
+    columns = dict(pair.partition("=")[::2] for pair in column or ())
+    items = find_inputs(ensemble.kind, inputs or (), text or (), columns)
+    answers: list[Answer] = []
+    for names, contents in _batches(items, batch_size, skip_unreadable):
+        answers += _answers(names, ensemble.predict(contents))
+    written = _written(answers, format, to_file=output is not None)
     if output is None:
         sys.stdout.write(written)
         sys.stdout.flush()
     else:
         write_atomically(output, written.encode())
-    if rows and rows[0].verdict is None:
-        print(
-            "no verdict: this model has no calibrated threshold; build stores one, or give --threshold",
-            file=sys.stderr,
-        )
+    if answers and answers[0].verdict is None:
+        print("no verdict: this model has no calibrated threshold; build stores one, or give --threshold",
+              file=sys.stderr)  # fmt: skip
 
 
 def _with_threshold(ensemble: Ensemble, threshold: float | None, score: ScoreName | None) -> Ensemble:
     """The ensemble with another threshold, where one is given; never one that nobody chose."""
     stored = ensemble.metadata.calibration or Calibration()
-    if score is not None and score != stored.score and threshold is None:
+    if threshold is not None:
+        return ensemble.with_metadata(calibration=replace(stored, threshold=threshold, score=score or stored.score))
+    if score not in (None, stored.score):
         raise ConfigError(
-            f"--score {score} needs a --threshold for it; the one stored with the model is for {stored.score}"
+            f"score {score} needs a threshold for it; the one stored with the model is for {stored.score}"
         )
-    if threshold is None:
-        return ensemble
-    return ensemble.with_metadata(calibration=replace(stored, threshold=threshold, score=score or stored.score))
+    return ensemble
+
+
+def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns: Mapping[str, str]) -> list[Item]:
+    """The inputs that arguments name, in their order; `texts` come last.
+
+    Args:
+        kind: `"image"` or `"text"`: what the model reads.
+        inputs: Files and folders; for text also `-` (standard input) and strings with a space in them.
+        texts: Strings, as they are.
+        columns: Column names, for tables.
+
+    Raises:
+        DataError: Something does not exist, or is nothing the model can read.
+    """
+    if kind == "image" and texts:
+        raise DataError("got a text, but the model reads images; give image files or folders")
+    items: list[Item] = []
+    for argument in inputs:
+        path = Path(argument).expanduser()
+        if path.is_file() and path.suffix.lower() in TABLES:
+            data = load(path, columns=from_plain(Columns, columns, "columns"), labels="optional")
+            if data.kind != kind:
+                raise DataError(f"{path} holds {data.kind}s, but the model reads {kind}s")
+            items += [(f"{path}:{row}", lambda row=row, data=data: data[row][0]) for row in range(len(data))]  # type: ignore[misc]
+        elif kind == "image":
+            items += [(str(file), lambda file=file: read_image(file)) for file in _images(path)]  # type: ignore[misc]
+        else:
+            items += [(line, lambda line=line: line) for line in _texts(argument, path)]  # type: ignore[misc]
+    items += [(text, lambda text=text: text) for text in texts]  # type: ignore[misc]
+    if not items:
+        wanted = "image files or folders" if kind == "image" else 'texts: --text "...", a file, or - for standard input'
+        raise DataError(f"got nothing to predict; give {wanted}")
+    return items
+
+
+def _images(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"{path} does not exist{did_you_mean(path.name, names_beside(path))}")
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
+    if not files:
+        raise DataError(f"{path} has no images in it (suffixes read: {', '.join(IMAGE_SUFFIXES)})")
+    return files
+
+
+def _texts(argument: str, path: Path) -> list[str]:
+    if path.is_dir():
+        raise DataError(f"{path} is a folder, but the model reads text; give a file with one text a line")
+    lines: Iterable[str] = [argument]
+    if argument == "-":
+        lines = sys.stdin
+    elif path.is_file():
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not text in UTF-8 ({error})") from error
+    elif " " not in argument.strip():
+        near = did_you_mean(path.name, names_beside(path))
+        raise DataError(f"{path} does not exist{near}; for a text of one word write --text {argument!r}")
+    found = [line.strip() for line in lines if line.strip()]
+    if not found:
+        raise DataError(f"{'standard input' if argument == '-' else path} has no text; give one text a line")
+    return found
+
+
+def _batches(items: Sequence[Item], size: int, skip_unreadable: bool) -> Iterator[tuple[list[str], list[Any]]]:
+    """Names and contents, so many at a time; what cannot be read ends everything, or is named and left out."""
+    names: list[str] = []
+    contents: list[Any] = []
+    for name, read in items:
+        try:
+            contents.append(read())
+        except DataError as error:
+            if not skip_unreadable:
+                raise
+            print(f"warning: skipped: {error}", file=sys.stderr)
+            continue
+        names.append(name)
+        if len(names) == size:
+            yield names, contents
+            names, contents = [], []
+    if names:
+        yield names, contents
+
+
+def _answers(names: Sequence[str], prediction: Prediction) -> list[Answer]:
+    known = prediction.class_names
+    labels = [str(label) if known is None else known[label] for label in prediction.label.tolist()]
+    numbers = [prediction.confidence, prediction.epistemic, prediction.entropy, prediction.disagreement]
+    columns = [one.tolist() for one in (*numbers, prediction.score())]
+    verdicts: list[Literal["accept", "abstain"] | None] = [None] * len(names)
+    if prediction.accept is not None:
+        verdicts = ["accept" if accept else "abstain" for accept in prediction.accept.tolist()]
+    return [Answer(*values) for values in zip(names, labels, *columns, verdicts, strict=True)]
+
+
+def _written(answers: Sequence[Answer], format: OutputFormat, *, to_file: bool) -> str:
+    if format is OutputFormat.JSON:
+        return json.dumps([asdict(one) for one in answers], indent=1, ensure_ascii=False) + "\n"
+    if format is OutputFormat.JSONL:
+        return "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in answers)
+    if format is OutputFormat.CSV:
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, [one.name for one in fields(Answer)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(one) for one in answers)
+        return buffer.getvalue()
+    console = Console(width=WIDE if to_file else None)
+    with console.capture() as captured:
+        console.print(_table(answers))
+    return captured.get()
+
+
+def _table(answers: Sequence[Answer]) -> Table:
+    decided = any(one.verdict is not None for one in answers)
+    table = Table(box=SIMPLE, padding=(0, 1), collapse_padding=True)
+    table.add_column("input", overflow="fold")
+    table.add_column("label", overflow="fold")
+    for heading in ("confidence", "epistemic", "entropy", "disagree"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    if decided:
+        table.add_column("verdict", no_wrap=True)
+    for one in answers:
+        numbers = (f"{value:.4f}" for value in (one.confidence, one.epistemic, one.entropy, one.disagreement))
+        verdict = [one.verdict or ""] if decided else []
+        style = "yellow" if one.verdict == "abstain" else None
+        table.add_row(escape(_short(one.input)), escape(one.label), *numbers, *verdict, style=style)
+    return table
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST else f"…{text[-LONGEST:]}" if "/" in text else f"{text[:LONGEST]}…"

@@ -1,0 +1,276 @@
+"""What all commands have in common: options derived from settings, files of settings, and how a command ends.
+
+A parameter of a command that is a dataclass becomes one option a field, with the type, the default and the first
+sentence of the docstring about that field. `--config FILE` gives the same fields in YAML, `--set recipe.epochs=3` one
+of them, also inside another; options win over the file, and `--set` over both.
+
+Exit codes are 0, 2 (something given is wrong), 130 (interrupted) and 1 (a mistake of ours). Whatever goes wrong is said
+in one line, as the library says it; `--debug`, before or after the name of the command, shows the traceback.
+"""
+
+import difflib
+import functools
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import torch
+import typer
+
+from .._utils import require, write_atomically
+from ..errors import ConfigError, HydraError
+from ..schema import from_plain
+from ..training.recipe import Recipe
+
+BUG, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+FLAGS: Mapping[str, tuple[str, ...]] = {  # options that are not called like their setting, or have a short form
+    "output": ("--output", "-o"),
+    "members": ("--members", "-m"),
+    "prune": ("--prune", "-p"),
+    "model_options": ("--model-option",),
+    "columns": ("--column",),
+    "scores": ("--also-score",),
+}
+METAVARS: Mapping[str, str] = {
+    **dict.fromkeys(("id", "ood", "train", "validation", "shift"), "DATA"),
+    **dict.fromkeys(("weights", "labels"), "FILE"),
+    **dict.fromkeys(("root", "output"), "PATH"),
+}
+EXCLUDES: Mapping[str, tuple[str, Any]] = {  # settings of a recipe that take each other's place, and what is left then
+    "steps": ("epochs", None),
+    "epochs": ("steps", None),
+    "learning_rate": ("grid", ()),
+    "grid": ("learning_rate", None),
+}
+INSIDE = "__inside"  # ends the name of a parameter that holds single settings inside another, `name=value`
+_SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Config = Annotated[
+    Path | None, typer.Option("--config", "-c", help="YAML file of settings; options win.", metavar="FILE")
+]
+Changes = Annotated[
+    list[str] | None, typer.Option("--set", help="Any setting, as recipe.epochs=3.", metavar="NAME=VALUE")
+]
+
+
+class InterruptedRunError(KeyboardInterrupt):
+    """Ctrl-C in a run that can go on later; the message says how."""
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Make a function a command for typer, as described at the top of this file."""
+    hints = get_type_hints(function, include_extras=True)
+    kinds: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in kinds:
+            parameters += _options(kinds[parameter.name])
+        else:
+            parameters.append(parameter.replace(annotation=hints[parameter.name]))
+    if kinds:
+        parameters += [_parameter("config", Config), _parameter("changes", Changes)]
+    parameters += [_parameter("debug", Debug, False), _parameter("context", typer.Context, inspect.Parameter.empty)]
+
+    @functools.wraps(function)
+    def guarded(*, context: typer.Context, debug: bool, **given: Any) -> None:
+        try:
+            if kinds:
+                given = read_settings(kinds, given, given.pop("config"), given.pop("changes") or ())
+            function(**given)
+        except BaseException as error:
+            code = report_failure(error, debug or bool(context.find_root().params.get("debug")))
+            if code is None:
+                raise
+            raise typer.Exit(code) from error
+
+    ordered = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+    guarded.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+    guarded.__annotations__ = {one.name: one.annotation for one in ordered}
+    return guarded
+
+
+def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _options(settings: type) -> Iterator[inspect.Parameter]:
+    """A parameter for each field of a dataclass; None says that an option was not given."""
+    hints, help = get_type_hints(settings), _help(settings)
+    for field in fields(settings):
+        name, kind = field.name, _without_none(hints[field.name])
+        say: dict[str, Any] = {"help": help.get(name, ""), "metavar": METAVARS.get(name)}
+        flags = FLAGS.get(name, (f"--{name.replace('_', '-')}",))
+        if name == "model":
+            yield _parameter(name, Annotated[str | None, typer.Argument(metavar="MODEL", help=help[name])])
+            continue
+        if is_dataclass(kind):  # a recipe: the name of a preset, and single settings of it
+            yield _parameter(name, Annotated[str | None, typer.Option(*flags, help=help[name], metavar="PRESET")])
+            flags, kind, say["help"] = (f"{flags[0]}-option",), Mapping, f"Setting of the {name}, once for each."
+        origin = get_origin(kind) or kind
+        if origin is Mapping:
+            name, kind, say["metavar"] = name + INSIDE, list[str], "NAME=VALUE"
+        elif origin is tuple:
+            kind = list[str]
+        elif origin is bool and field.default is not False:
+            flags = (f"{flags[0]}/--no-{flags[0][2:]}",)
+        shown = field.default not in (MISSING, None, False, "", ()) and str(field.default)
+        yield _parameter(name, Annotated[kind | None, typer.Option(*flags, show_default=shown, **say)])
+
+
+def _without_none(hint: Any) -> Any:
+    kinds = [one for one in get_args(hint) if one is not NoneType]
+    return kinds[0] if NoneType in get_args(hint) and len(kinds) == 1 else hint
+
+
+def _help(settings: type) -> dict[str, str]:
+    """The first sentence that docstrings of a dataclass and its bases have about each attribute."""
+    found: dict[str, str] = {}
+    for cls in reversed(settings.__mro__):
+        _, _, attributes = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")
+        for names, text in re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.*)*)", attributes, re.MULTILINE):
+            sentence = re.split(r"[.;:](?: |$)", " ".join(text.split()))[0].replace("`", "")
+            found |= dict.fromkeys(names.split(", "), sentence)
+    return found
+
+
+def read_settings(
+    kinds: Mapping[str, type], given: Mapping[str, Any], config: Path | None, changes: Iterable[str]
+) -> dict[str, Any]:
+    """Settings from a YAML file, options and `--set`.
+
+    Args:
+        kinds: Dataclass of each parameter that is one.
+        given: Options by name; None where one was not given. Those that are no settings are passed on.
+        config: The file.
+        changes: Single settings, `name.name=value`.
+
+    Raises:
+        ConfigError: A setting is unknown, missing, or cannot be what it is.
+    """
+    known: dict[str, Field[Any]] = {field.name: field for kind in kinds.values() for field in fields(kind)}
+    merged = {} if config is None else _read_file(config)
+    for name, value in given.items():
+        if name.endswith(INSIDE):
+            changes = [*(f"{name.removesuffix(INSIDE)}.{pair}" for pair in value or ()), *changes]
+        elif name in known and value is not None:
+            merged[name] = value
+    for change in changes:
+        _assign(merged, change)
+    for name in merged.keys() - known.keys():
+        raise ConfigError(f"there is no setting {name!r}{did_you_mean(name, known)}")
+    for name, field in known.items():
+        if name not in merged and field.default is MISSING and field.default_factory is MISSING:
+            raise ConfigError(f"{name} was not given; it has no default")
+    if "recipe" in known:
+        merged["recipe"] = read_recipe(merged.get("recipe"))
+    settings: dict[str, Any] = {
+        parameter: from_plain(kind, {field.name: merged[field.name] for field in fields(kind) if field.name in merged})
+        for parameter, kind in kinds.items()
+    }
+    others = {name: value for name, value in given.items() if name not in known and not name.endswith(INSIDE)}
+    return {**others, **settings}
+
+
+def read_recipe(value: Any) -> Recipe | None:
+    """A recipe from plain data: the name of a preset, `none`, or settings, which may start from a `preset`."""
+    if value is None or value == "none":
+        return None
+    own = {"preset": value} if isinstance(value, str) else value
+    if not isinstance(own, Mapping) or "preset" not in own:
+        return from_plain(Recipe, own, "recipe")
+    given = {name: setting for name, setting in own.items() if name != "preset"}
+    replaced = dict(EXCLUDES[name] for name in given.keys() & EXCLUDES.keys() if given[name])
+    return Recipe.preset(str(own["preset"]), **{**replaced, **given})
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        content = _parse(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text in UTF-8 ({error})") from error
+    if not isinstance(content, dict | None):
+        raise ConfigError(f"{path} holds a {type(content).__name__}; it must hold settings, a line 'name: value' each")
+    return content or {}
+
+
+def _parse(text: str, where: str) -> Any:
+    yaml = require("yaml", extra="cli")
+    try:
+        return _with_numbers(yaml.safe_load(text))
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{where} is not valid YAML: {error}") from error
+
+
+def _with_numbers(value: Any) -> Any:
+    """YAML takes `1e-4` for text, because it has no point; whoever writes it means a number."""
+    if isinstance(value, dict):
+        return {str(key): _with_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(item) for item in value]
+    return float(value) if isinstance(value, str) and _SCIENTIFIC.fullmatch(value) else value
+
+
+def _assign(settings: dict[str, Any], change: str) -> None:
+    """Put `name.name=value` into nested settings; a preset that was named becomes settings that start from it."""
+    path, separator, value = change.partition("=")
+    *outer, name = path.split(".")
+    if not separator or not name:
+        raise ConfigError(f"a setting is written name=value, got {change!r}")
+    for part in outer:
+        before = settings.get(part) or {}
+        settings[part] = dict(before) if isinstance(before, Mapping) else {"preset": before}
+        settings = settings[part]
+    if outer == ["recipe"] and name in EXCLUDES:
+        settings.pop(EXCLUDES[name][0], None)
+    settings[name] = _parse(value, change)
+
+
+def write_settings(path: Path, settings: Mapping[str, Any], command: str) -> None:
+    """Write settings as YAML, with the command that repeats the run in the first line."""
+    text = require("yaml", extra="cli").safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=100)
+    heading = f"# Resolved settings; repeat the run with: hydra-ensembles {command} --config THIS_FILE\n"
+    write_atomically(path, (heading + text).encode())
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean a, b?`, or nothing where no known name is like it."""
+    by_lower = {one.lower(): one for one in known}
+    found = [by_lower[one] for one in difflib.get_close_matches(name.lower(), list(by_lower), n=3, cutoff=0.55)]
+    return f"; did you mean {', '.join(found)}?" if found else ""
+
+
+def names_beside(path: Path) -> list[str]:
+    """What lies in the folder of a path, to find out what was meant."""
+    return [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+
+
+def report_failure(error: BaseException, debug: bool) -> int | None:
+    """Say what went wrong on the standard error; the exit code, or None for what typer or Python deals with."""
+    if isinstance(error, BrokenPipeError):  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    ours = isinstance(error, Exception | KeyboardInterrupt)
+    if not ours or isinstance(error, typer.Exit | typer.Abort | typer.BadParameter):
+        return None
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, KeyboardInterrupt):
+        code, message = INTERRUPTED, f"interrupted{': ' if str(error) else ''}{error}"
+    elif isinstance(error, HydraError | OSError):
+        code, message = BAD_INPUT, f"error: {error}"
+    elif isinstance(error, torch.OutOfMemoryError | MemoryError):
+        code, message = BAD_INPUT, f"error: not enough memory ({error}); lower batch_size, or use another device"
+    else:
+        hint = "" if debug else "; --debug shows where"
+        code, message = BUG, f"internal error, please report it: {type(error).__name__}: {error}{hint}"
+    print(" ".join(message.split()), file=sys.stderr)
+    return code

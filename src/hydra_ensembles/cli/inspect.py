@@ -1,0 +1,297 @@
+"""`hydra-ensembles info` and `bench`: what is in a model, and what it costs."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..model.clip import DualEncoder
+from ..model.config import GROUPS, EnsembleConfig, PatchStemConfig, all_heads
+from ..model.cost import Cost, measure_costs
+from ..model.ensemble import Ensemble
+from ..model.members import place_of
+from ..report.compare import save_costs
+from ..schema import to_plain
+from .command import command
+from .model_sources import ModelSettings, load_classifier, load_model
+
+KEPT, PRUNED = "■", "·"
+SHOWN_LABELS = 12
+SINGLE, DEEP, NONE = "single", "deep", "none"
+TOKENS = 128  # length of a text, as far as the model takes so many
+INFO_EXAMPLES = """\b
+Examples:
+  hydra-ensembles info run
+  hydra-ensembles info my-hydra --json
+  hydra-ensembles info timm:vit_base_patch16_224 --random-weights
+"""
+BENCH_EXAMPLES = """\b
+Examples:
+  hydra-ensembles bench run
+  hydra-ensembles bench run --batch 1,8,32 --baseline single --baseline deep
+  hydra-ensembles bench run --baseline timm:vit_base_patch16_224 --output evaluations/costs.json
+
+The baseline single is the same architecture with one member and all heads, deep as many such models as the ensemble
+has members. All take turns on the same random inputs; the ratio is to the first baseline. compare and report read the
+file that --output writes, and take the last batch size from it.
+"""
+
+
+@command
+def info(
+    model: ModelSettings,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+) -> None:
+    """Show architecture, members, parameters, heads kept, labels, preprocessing, calibration and origin of a model."""
+    found = load_model(model)
+    towers = {"image": found.image, "text": found.text} if isinstance(found, DualEncoder) else {"": found}
+    facts = {name: _facts(tower) for name, tower in towers.items()}
+    if as_json:
+        content = facts.get("", {"kind": "dual encoder", **facts})
+        print(json.dumps(content, indent=1, ensure_ascii=False))
+        return
+    width = Console().width
+    titles = {name: f"{model.model} ({name} tower)" if name else model.model for name in facts}
+    print("\n\n".join("\n".join(_lines(titles[name], fact, width)) for name, fact in facts.items()))
+
+
+def _facts(ensemble: Ensemble) -> dict[str, Any]:
+    """Everything worth knowing about an ensemble, as plain data."""
+    config, metadata, description = ensemble.config, ensemble.metadata, ensemble.describe()
+    groups = {
+        group: {
+            "parameters": sum(p.numel() for name, p in ensemble.named_parameters() if place_of(name)[0] == group),
+            "shared": config.members > 1 and getattr(config.sharing, group),
+        }
+        for group in GROUPS
+    }
+    preprocessing = to_plain(metadata.preprocessing)
+    if preprocessing is not None and "tokenizer" in preprocessing:
+        preprocessing["tokenizer"] = bool(preprocessing["tokenizer"])
+    stem = config.stem
+    if isinstance(stem, PatchStemConfig):
+        (height, width), (tall, wide) = stem.image_size, stem.patch_size
+        reads = f"{height}x{width} pixels in {stem.channels} channels, patches of {tall}x{wide}"
+    else:
+        reads = f"up to {stem.max_tokens} tokens of a vocabulary of {stem.vocabulary:,}"
+    return {
+        "kind": ensemble.kind,
+        "source": metadata.source,
+        "members": ensemble.num_members,
+        "layers": ensemble.num_layers,
+        "heads_per_layer": ensemble.num_heads,
+        "width": config.encoder.width,
+        "mlp_width": config.encoder.mlp_width,
+        "input": reads,
+        "classes": ensemble.num_classes,
+        "labels": list(metadata.labels),
+        "dtype": str(ensemble.dtype).removeprefix("torch."),
+        "parameters": description.parameters,
+        "multiply_adds": description.multiply_adds,
+        "groups": groups,
+        "trunk": config.trunk,
+        "heads": to_plain(description.heads),
+        "preprocessing": preprocessing,
+        "calibration": to_plain(metadata.calibration),
+        "metrics": dict(metadata.metrics),
+        "history": list(metadata.history),
+    }
+
+
+def _lines(title: str, facts: Mapping[str, Any], width: int) -> list[str]:
+    """The facts in words, and the map of heads."""
+    heads, members, per_layer = facts["heads"], facts["members"], facts["heads_per_layer"]
+    encoder = f"{facts['layers']} layers of {per_layer} heads, width {facts['width']}, MLP {facts['mlp_width']}"
+    cost = f"{facts['parameters'] / 1e6:,.2f} M, {facts['multiply_adds'] / 1e9:,.2f} G multiply-adds"
+    rows = [
+        ("source", facts["source"] or "unknown"),
+        ("input", f"{facts['kind']}: {facts['input']}"),
+        ("members", str(members)),
+        ("encoder", f"{encoder}, {facts['dtype']}"),
+        ("classes", _labels(facts["labels"], facts["classes"])),
+        ("parameters", cost),
+    ]
+    for group, part in facts["groups"].items():
+        stored = "" if members == 1 else ", shared by all members" if part["shared"] else ", one per member"
+        rows.append((f"  {group}", f"{part['parameters'] / 1e6:,.2f} M{stored}"))
+    if facts["trunk"]:
+        rows.append(("trunk", f"the first {facts['trunk']} layers are common to all members and run once"))
+    rows += [
+        ("preprocessing", _preprocessing(facts["preprocessing"])),
+        ("calibration", _calibration(facts["calibration"])),
+        *(("metric", f"{name} = {value:.4g}") for name, value in facts["metrics"].items()),
+        *(("" if index else "history", line) for index, line in enumerate(facts["history"])),
+    ]
+    kept = sum(len(layer) for member in heads for layer in member)
+    return [
+        title,
+        *(f"  {name:<14} {value}" for name, value in rows),
+        "",
+        f"heads kept: {kept} of {members * facts['layers'] * per_layer} ({KEPT} kept, {PRUNED} pruned)",
+        head_map(heads, per_layer, width),
+    ]
+
+
+def _labels(names: Sequence[str], classes: int) -> str:
+    if not classes:
+        return "none, there is no classifier"
+    if not names:
+        return f"{classes}, without names"
+    more = f" and {classes - SHOWN_LABELS} more" if classes > SHOWN_LABELS else ""
+    return f"{classes}: {', '.join(names[:SHOWN_LABELS])}{more}"
+
+
+def _preprocessing(settings: Mapping[str, Any] | None) -> str:
+    if settings is None:
+        return "unknown: the model takes tensors only"
+    return ", ".join(f"{name} {_value(value)}" for name, value in settings.items() if name != "kind")
+
+
+def _calibration(calibration: Mapping[str, Any] | None) -> str:
+    if calibration is None:
+        return "none: predictions come without a verdict"
+    threshold = calibration["threshold"]
+    rule = "no threshold" if threshold is None else f"abstain where {calibration['score']} is above {threshold:.4g}"
+    share = calibration["accepted_share"]
+    return f"temperature {_value(calibration['temperature'])}; {rule} (accepts {share:.0%} of held-out data)"
+
+
+def _value(value: Any) -> str:
+    return "/".join(f"{item:.4g}" for item in value) if isinstance(value, list) else str(value)
+
+
+def head_map(heads: Sequence[Sequence[Sequence[int]]], per_layer: int, width: int = 100) -> str:
+    """A picture of which heads each member keeps: a row a layer, a block a member.
+
+    Args:
+        heads: Original indices of the heads kept, `[member][layer]`.
+        per_layer: Heads per layer before pruning.
+        width: Characters a line may have; members that do not fit beside others go below them.
+    """
+    column = max(per_layer, len(f"member {len(heads) - 1}")) + 2
+    beside = max(1, (width - 7) // column)
+    blocks = []
+    for start in range(0, len(heads), beside):
+        members = range(start, min(start + beside, len(heads)))
+        lines = ["layer  " + "".join(f"member {member}".ljust(column) for member in members)]
+        for layer in range(len(heads[0])):
+            kept = [heads[member][layer] for member in members]
+            cells = ("".join(KEPT if head in one else PRUNED for head in range(per_layer)) for one in kept)
+            lines.append(f"{layer:>5}  {''.join(cell.ljust(column) for cell in cells)}")
+        blocks.append("\n".join(line.rstrip() for line in lines))
+    return "\n\n".join(blocks)
+
+
+@command
+def bench(
+    model: ModelSettings,
+    batch: Annotated[list[str] | None, typer.Option("--batch", "-b", help="Batch sizes, as 1,8,32.")] = None,
+    baseline: Annotated[
+        list[str] | None, typer.Option(help="single, deep, none, or a model; single if not given.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What the table calls the model.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each model.")] = 20,
+    warmup: Annotated[int, typer.Option(min=0, help="Runs before the clock starts.")] = 3,
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the texts, as far as the model takes it.")] = TOKENS,
+    optimize: Annotated[bool, typer.Option("--optimize", help="Measure the optimized ensemble, too.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the costs as JSON, too.")] = None,
+) -> None:
+    """Measure latency, throughput, parameters and memory of a model beside baselines."""
+    sizes = _batch_sizes(batch or ["1,8"])
+    ensemble = load_classifier(model)
+    models = _baselines(ensemble, baseline or [SINGLE], model.device)
+    title = name or Path(model.model.rstrip("/")).name
+    if title in models:
+        raise ConfigError(f"the model and a baseline are both called {title!r}; give the model another name")
+    models[title] = ensemble
+    measured: dict[str, Callable[[Any], Any]] = dict(models)
+    if optimize:
+        measured[f"{title}, optimized"] = ensemble.optimize()
+    costs: list[Cost] = []
+    for size in sizes:
+        costs += measure_costs(measured, _inputs(ensemble, size, tokens), repeats=repeats, warmup=warmup)
+    Console().print(_cost_table(costs, models))
+    if output is not None:
+        save_costs(output, costs)
+        print(f"wrote {output}")
+
+
+def _batch_sizes(given: list[str]) -> list[int]:
+    sizes = [part for text in given for part in text.replace(",", " ").split()]
+    if not sizes or not all(size.isdecimal() and int(size) for size in sizes):
+        raise ConfigError(f"batch takes whole numbers of at least 1, as 1,8,32; got {', '.join(given)}")
+    return [int(size) for size in sizes]
+
+
+def _baselines(ensemble: Ensemble, names: list[str], device: str) -> dict[str, Ensemble]:
+    """Baselines by name, in the order given, on the device of the ensemble."""
+    found: dict[str, Ensemble] = {}
+    for name in names:
+        if name in (SINGLE, DEEP):
+            found[name] = _whole(ensemble, 1 if name == SINGLE else ensemble.num_members)
+        elif name != NONE:
+            other = load_classifier(ModelSettings(name, device=device))
+            if (other.kind, _shape(other)) != (ensemble.kind, _shape(ensemble)):
+                raise ConfigError(
+                    f"baseline {name} takes {other.kind} inputs of {_shape(other)}, the model {ensemble.kind} inputs "
+                    f"of {_shape(ensemble)}; only models for the same inputs compare"
+                )
+            found[Path(name).name] = other
+    return found
+
+
+def _whole(ensemble: Ensemble, members: int) -> Ensemble:
+    """Fresh models of the same architecture with all heads; weights make no difference to what they cost."""
+    config = ensemble.config
+    with torch.random.fork_rng(), torch.device(ensemble.device):
+        torch.manual_seed(0)
+        heads = all_heads(config.encoder, members)
+        made = Ensemble(EnsembleConfig(config.stem, config.encoder, config.readout, heads))
+    return made.to(ensemble.dtype).eval()
+
+
+def _shape(ensemble: Ensemble) -> tuple[int, ...]:
+    stem = ensemble.config.stem
+    return (stem.channels, *stem.image_size) if isinstance(stem, PatchStemConfig) else (stem.max_tokens,)
+
+
+def _inputs(ensemble: Ensemble, size: int, tokens: int) -> Tensor:
+    stem, generator = ensemble.config.stem, torch.Generator().manual_seed(0)
+    if isinstance(stem, PatchStemConfig):
+        images = torch.randn(size, *_shape(ensemble), generator=generator)  # [B, channels, H, W]
+        return images.to(ensemble.device, ensemble.dtype)
+    length = min(tokens, stem.max_tokens)
+    return torch.randint(0, stem.vocabulary, (size, length), generator=generator).to(ensemble.device)  # [B, T]
+
+
+def _cost_table(costs: list[Cost], models: Mapping[str, Ensemble]) -> Table:
+    table = Table(title=f"on {costs[0].device}, medians of {costs[0].repeats} runs", title_justify="left")
+    table.add_column("model")
+    for heading in ("batch", "latency (ms)", "ratio", "inputs/s", "params (M)", "weights (MB)", "peak (MB)"):
+        table.add_column(heading, justify="right")
+    for index, cost in enumerate(costs):
+        model = models.get(cost.name)
+        stored = None if model is None else sum(parameter.nbytes for parameter in model.parameters())
+        table.add_row(
+            cost.name,
+            str(cost.batch),
+            f"{cost.latency_ms:.2f}",
+            f"{cost.latency_ratio:.2f}×",
+            f"{cost.batch / cost.latency_ms * 1e3:,.0f}",
+            _millions(cost.parameters, 2),
+            _millions(stored, 1),
+            _millions(cost.peak_memory_bytes, 1),
+            end_section=index + 1 < len(costs) and costs[index + 1].batch != cost.batch,
+        )
+    return table
+
+
+def _millions(value: int | None, digits: int) -> str:
+    return "–" if value is None else f"{value / 1e6:.{digits}f}"
