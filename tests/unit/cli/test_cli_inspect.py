@@ -6,7 +6,7 @@ import pytest
 
 import hydra_ensembles as he
 from cli_cases import COLOURS, VIT_OPTIONS, fail, succeed, vit_flags
-from hydra_ensembles.cli.head_map import KEPT, PRUNED, head_map
+from hydra_ensembles.cli.inspect import KEPT, PRUNED, head_map
 from hydra_ensembles.report.compare import load_costs
 
 
@@ -94,7 +94,7 @@ def test_bench_of_texts_and_of_models_that_are_not_ours(text_folder, world):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--batch", "many"], "--batch takes whole numbers"),
+        (["--batch", "many"], "whole numbers"),
         (["--batch", "0"], "at least 1"),
         (["--name", "single"], "both called 'single'"),
     ],

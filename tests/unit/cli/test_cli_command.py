@@ -1,0 +1,183 @@
+"""What all commands share: options from settings, files of settings, exit codes, one line on what went wrong."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import hydra_ensembles as he
+from cli_cases import fail, run, succeed
+from hydra_ensembles.__main__ import main
+from hydra_ensembles.cli.build import BuildSources
+from hydra_ensembles.cli.command import read_settings, report_failure
+from hydra_ensembles.cli.main import make_app
+from hydra_ensembles.errors import ConfigError, DataError
+
+COMMANDS = ["demo", "build", "evaluate", "compare", "report", "predict", "bench", "info"]
+KINDS = {"sources": BuildSources, "hydra": he.HydraConfig}
+
+
+def settings(file: Path | None = None, *changes: str, **options: object) -> he.HydraConfig:
+    """The config of a build from a file, `--set` and options."""
+    given = {"model": "m", "output": "x", "prune": 1, **options}
+    return read_settings(KINDS, {"quiet": False, **given}, file, changes)["hydra"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_helps_with_examples(command):
+    out = succeed(command, "--help")
+    assert f"hydra-ensembles {command} " in out.split("Examples:")[1]
+    assert "--debug" in out
+    assert out == succeed(command, "-h")
+
+
+def test_every_command_is_listed():
+    out = succeed("--help")
+    assert [one.callback.__name__ for one in make_app().registered_commands if one.callback] == COMMANDS
+    assert all(f"\n  {name} " in out for name in COMMANDS)
+    assert succeed("--version") == f"hydra-ensembles {he.__version__}\n"
+
+
+def test_every_setting_of_a_build_is_an_option():
+    out = succeed("build", "--help", env={"COLUMNS": "300"})
+    renamed = {"model": "MODEL", "model_options": "--model-option", "columns": "--column"}
+    for field in (*fields(he.HydraConfig), *fields(BuildSources)):
+        assert renamed.get(field.name, f"--{field.name.replace('_', '-')} ") in out
+    assert "Heads each member loses" in out  # what the docstring says of it
+    assert "(0.95)" in out  # the default
+    assert "circuit|taylor|sampled|random" in out
+
+
+def test_the_file_then_options_then_single_settings(tmp_path):
+    file = tmp_path / "build.yaml"
+    file.write_text("members: 5\nseed: 3\nrecipe: {learning_rate: 1e-4, steps: 3, train_groups: [mlp]}\n")
+    found = settings(file, "recipe.epochs=2", "seed=7", members=4)
+    assert (found.members, found.seed) == (4, 7)
+    assert found.recipe == he.Recipe(learning_rate=1e-4, epochs=2, train_groups=("mlp",))  # 1e-4 is a number
+    assert settings(recipe="none").recipe is None
+    changed = settings(None, "recipe.learning_rate=0.1", recipe="cifar100-classifier", recipe__inside=["steps=900"])
+    assert changed.recipe == he.Recipe.preset("cifar100-classifier", steps=900, grid=(), learning_rate=0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "says"),
+    [
+        ("menbers: 3", (), "did you mean members"),
+        ("model: [", (), "not valid YAML"),
+        ("- model", (), "holds a list"),
+        ("members: many", (), "members must be of type int, got 'many'"),
+        ("recipe: {preset: sst2, epoch: 3}", (), "epoch"),
+        ("recipe: sst22", (), "sst2-base"),
+        ("recipe: 3", (), "recipe must be an object"),
+        ("", ("depth",), "name=value"),
+        ("", ("=3",), "name=value"),
+        ("", ("depth=3",), "no setting 'depth'"),
+        ("", ("recipe.steps=3",), "learning_rate"),
+        ("", ("model_options.img_size=[",), "not valid YAML"),
+    ],
+)
+def test_settings_that_do_not_exist_or_cannot_be(tmp_path, text, changes, says):
+    file = tmp_path / "build.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        settings(file, *changes)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["model", "output", "prune"])
+def test_what_is_missing_is_named(missing):
+    with pytest.raises(ConfigError, match=f"{missing} was not given"):
+        settings(**{missing: None})
+
+
+def test_files_that_are_not_there_or_not_text(tmp_path):
+    assert "missing.yaml" in fail("build", "--config", tmp_path / "missing.yaml")
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "UTF-8" in fail("build", "--config", tmp_path / "x.yaml")
+
+
+def test_wrong_arguments_are_exit_code_2():
+    for arguments, says in (
+        (["bulid"], "No such command 'bulid'"),
+        (["info"], "model was not given"),
+        (["info", "x", "--jsn"], "No such option"),
+        (["build", "x", "--prune", "many"], "Invalid value for '--prune'"),
+        (["build", "x", "--strategy", "best"], "'circuit', 'taylor', 'sampled', 'random'"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert says in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "info", "nowhere"], ["info", "nowhere", "--debug"]])
+def test_debug_shows_the_traceback_and_the_line(arguments):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback (most recent call last)" in result.stderr
+    assert result.stderr.strip().splitlines()[-1].startswith("error: no model 'nowhere'")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (KeyError("lost"), 1, "internal error, please report it: KeyError: 'lost'; --debug shows where\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (DataError("two\nlines of HydraConfig.prune"), 2, "error: two lines of HydraConfig.prune\n"),  # word for word
+        (PermissionError(13, "Permission denied", "x"), 2, "error: [Errno 13] Permission denied: 'x'\n"),
+        (torch.OutOfMemoryError("full"), 2, "error: not enough memory (full)"),
+    ],
+)
+def test_each_failure_has_its_exit_code_and_one_line(monkeypatch, error, code, says):
+    def broken(settings: object) -> None:
+        raise error
+
+    monkeypatch.setattr("hydra_ensembles.cli.inspect.load_model", broken)
+    result = run("info", "anything")
+    assert result.exit_code == code
+    assert result.stderr.startswith(says)
+    assert "in broken" in run("info", "anything", "--debug").stderr
+    assert report_failure(SystemExit(3), debug=False) is None
+
+
+def test_a_missing_library_is_named_with_its_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert "hydra-ensembles[cli]" in capsys.readouterr().err
+
+
+def test_an_interrupt_outside_a_command(monkeypatch, capsys):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hydra_ensembles.cli.main.make_app", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(run_folder, world):
+    """`hydra-ensembles predict ... | head -1`: the pipe is closed before everything is written."""
+    command = [sys.executable, "-m", "hydra_ensembles", "predict", str(run_folder), str(world / "dots"), "-f", "csv"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(), errors) == (0, "")
+
+
+def test_settings_are_written_as_they_can_be_read(run_folder):
+    text = (run_folder / "config.yaml").read_text()
+    assert "hydra-ensembles build --config" in text.splitlines()[0]
+    written = yaml.safe_load(text)
+    found = read_settings(KINDS, {}, run_folder / "config.yaml", ())
+    assert (found["hydra"].prune, found["sources"].model_options) == (4, written["model_options"])
