@@ -8,14 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from ..batches import Batches
-from ..checkpoint import RESULT_OF_A_BUILD
-from ..data.batching import RandAugment, TrainTransform, batches
+from ..data.batching import TrainTransform, batches
 from ..data.dataset import AnyDataset
 from ..data.suites import suite
 from ..errors import ConfigError, DataError
 from ..model.ensemble import Ensemble
 from ..pipeline.chain import build as build_ensemble
-from ..pipeline.run_folder import IDENTITY, SETTINGS, require_own_folder
+from ..pipeline.run_folder import IDENTITY, RESULT, SETTINGS, require_own_folder
 from ..pipeline.settings import HydraConfig
 from ..preprocessing import ImagePreprocessing
 from ..schema import to_plain
@@ -116,7 +115,7 @@ def build(
     if calibration is not None and calibration.threshold is not None:
         print(f"abstains       where {calibration.score} is above {calibration.threshold:.4g}, calibrated to accept "
               f"{hydra.accepted_share:.0%} of held-out data")  # fmt: skip
-    print(f"\nThe ensemble is in {folder / RESULT_OF_A_BUILD}, how it was made in {folder / 'summary.json'}. Next:")
+    print(f"\nThe ensemble is in {folder / RESULT}, how it was made in {folder / 'summary.json'}. Next:")
     quoted = shlex.quote(str(folder))
     print(f"  hydra-ensembles info {quoted}")
     print(f"  hydra-ensembles predict {quoted} {'IMAGE...' if made.kind == 'image' else '--text TEXT'}")
@@ -210,7 +209,6 @@ def _training_batches(data: AnyDataset, model: Ensemble, sources: BuildSources, 
     if sources.augment or (sources.augment is None and wanted is not None):
         if not isinstance(transform, ImagePreprocessing):
             raise ConfigError("augment crops and flips images, but the model reads text; leave it out")
-        drawn = None if wanted is None else RandAugment(wanted.operations, wanted.magnitude)
-        transform = TrainTransform.matching(transform, rand_augment=drawn)
+        transform = TrainTransform.matching(transform, rand_augment=wanted)
     size, workers = sources.train_batch_size or USUAL_BATCH, sources.workers
     return batches(data, transform, size, shuffle=True, seed=hydra.seed, num_workers=workers)

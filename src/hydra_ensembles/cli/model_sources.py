@@ -12,12 +12,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from .._utils import require, require_device
-from ..checkpoint import RESULT_OF_A_BUILD
 from ..convert.convert import convert
 from ..errors import CheckpointError, ConfigError, ConversionError, HydraError, MissingExtraError
 from ..model.clip import DualEncoder
 from ..model.ensemble import Ensemble
-from ..pipeline.run_folder import IDENTITY
+from ..pipeline.run_folder import IDENTITY, RESULT
 from .command import did_you_mean, names_beside
 
 TIMM, HUB = "timm:", ("hub:", "hf:")
@@ -112,7 +111,7 @@ def load_model(settings: ModelSettings) -> Ensemble | DualEncoder:
 
 def _from_folder(folder: Path, settings: ModelSettings) -> Ensemble | DualEncoder:
     if (folder / IDENTITY).is_file():
-        folder = folder / RESULT_OF_A_BUILD
+        folder = folder / RESULT
         if not (folder / "config.json").is_file():
             raise CheckpointError(
                 f"{folder.parent} is a build that is not finished; run the same build again, it goes on there"

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from .._utils import write_atomically
 from ..data.dataset import IMAGE_SUFFIXES, read_image
-from ..data.loading import DELIMITERS, JSON_LINES, Columns, load
+from ..data.loading import TABLE_SUFFIXES, Columns, load
 from ..errors import ConfigError, DataError
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
@@ -28,7 +28,6 @@ from .command import command, did_you_mean, names_beside
 from .data_sources import USUAL_BATCH
 from .model_sources import ModelSettings, load_classifier
 
-TABLES = (".parquet", *DELIMITERS, *JSON_LINES)
 WIDE = 160  # characters of a table for the terminal that goes to a file
 LONGEST = 60  # characters of an input that a table shows
 EXAMPLES = """\b
@@ -147,7 +146,7 @@ def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns:
     items: list[Item] = []
     for argument in inputs:
         path = Path(argument).expanduser()
-        if path.is_file() and path.suffix.lower() in TABLES:
+        if path.is_file() and path.suffix.lower() in TABLE_SUFFIXES:
             data = load(path, columns=from_plain(Columns, columns, "columns"), labels="optional")
             if data.kind != kind:
                 raise DataError(f"{path} holds {data.kind}s, but the model reads {kind}s")
