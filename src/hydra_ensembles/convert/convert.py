@@ -7,20 +7,18 @@ from typing import Any, cast
 from torch import nn
 
 from ..errors import ConversionError
+from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata, odd_names
-from . import open_clip, timm, torchvision, transformers_clip
-from . import transformers as transformers_text
-from . import transformers as transformers_vision
-from .clip import DUAL_ARCHITECTURES, convert_dual, find_dual_architecture
+from . import clip, open_clip, timm, torchvision, transformers
+from .clip import DUAL_ARCHITECTURES, DualArchitecture, convert_dual, find_dual_architecture
 from .core import Architecture, qualified_name, require_unaltered, translate
 from .processors import read_processor
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *timm.ARCHITECTURES,
     *torchvision.ARCHITECTURES,
-    *transformers_vision.VISION_ARCHITECTURES,
-    *transformers_text.TEXT_ARCHITECTURES,
-    *transformers_clip.ARCHITECTURES,
+    *transformers.ARCHITECTURES,
+    *clip.ARCHITECTURES,
     *open_clip.ARCHITECTURES,
 )
 
@@ -70,7 +68,8 @@ def convert(
         preprocessing=known.preprocessing if processor is None else read_processor(processor, config.stem),
         history=(f"converted from {architecture.name}",),
     )
-    return translate(architecture, model, config, metadata, fresh=num_labels is not None)
+    state = translate(architecture, model, config, fresh=num_labels is not None)
+    return Ensemble.from_state(config, state, metadata)
 
 
 def find_architecture(model: object) -> Architecture:
@@ -83,14 +82,12 @@ def find_architecture(model: object) -> Architecture:
         raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}")
     if name.startswith("peft."):
         raise ConversionError(f"{name} wraps a model in adapters; merge them first: model.merge_and_unload()")
-    declared = [(one.name, one.classes) for one in ARCHITECTURES] + [
-        (one.name, one.classes) for one in DUAL_ARCHITECTURES
-    ]
-    known = "\n  ".join(f"{architecture}: {', '.join(classes)}" for architecture, classes in declared)
+    declared: list[Architecture | DualArchitecture] = [*ARCHITECTURES, *DUAL_ARCHITECTURES]
+    known = "\n  ".join(f"{one.name}: {', '.join(one.classes)}" for one in declared)
     raise ConversionError(
         f"{name} is not a supported architecture. Supported are\n  {known}\n"
-        "To add one, write a declaration (hydra_ensembles/convert/declaration.py) and list it in "
-        "hydra_ensembles/convert/convert.py"
+        "To add one, write a declaration (hydra_ensembles.convert.core.Architecture) and list it in "
+        "hydra_ensembles.convert.convert.ARCHITECTURES"
     )
 
 

@@ -1,10 +1,10 @@
-"""How any library's model becomes an Ensemble: declarations, translation, the probe that compares."""
+"""How any library's model becomes an Ensemble: declarations, their translation, refusal of altered models."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,122 +14,72 @@ from ..model.config import Activation, EnsembleConfig
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 
-
-class Source(Protocol):
-    """Where a canonical tensor lies in a foreign state dict, and how it is laid out there."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Foreign names it is made from, with `{i}` for the layer."""
-
-    def read(self, tensors: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-        """The canonical tensor of `shape`, from the foreign tensors in the order of `names`."""
+# --- declarations ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Copy:
+class Source:
+    """Where a canonical tensor lies in a foreign state dict, and how it is laid out there.
+
+    Attributes:
+        names: Foreign names it is made from, with `{i}` for the layer.
+        read: Gives the canonical tensor of a shape from the foreign tensors, in the order of `names`.
+    """
+
+    names: tuple[str, ...]
+    read: Callable[[Sequence[Tensor], torch.Size], Tensor]
+
+
+def copied(name: str) -> Source:
     """The same tensor; axes of length one may come or go."""
-
-    name: str
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The one foreign name."""
-        return (self.name,)
-
-    def read(self, tensors: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-        """Add or drop axes of length one."""
-        (tensor,) = tensors
-        if [n for n in tensor.shape if n != 1] != [n for n in shape if n != 1]:
-            raise ConversionError(f"{self.name} has shape {list(tensor.shape)}, expected {list(shape)}")
-        return tensor.reshape(shape)
+    return Source((name,), lambda tensors, shape: _reshaped(tensors[0], shape))
 
 
-@dataclass(frozen=True)
-class Transposed:
+def transposed(name: str) -> Source:
     """A matrix stored as `[in, out]`."""
-
-    name: str
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The one foreign name."""
-        return (self.name,)
-
-    def read(self, tensors: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-        """Swap the two axes."""
-        return Copy(self.name).read((tensors[0].t(),), shape)
+    return Source((name,), lambda tensors, shape: _reshaped(tensors[0].t(), shape))
 
 
-@dataclass(frozen=True)
-class FusedQKV:
+def fused_qkv(name: str) -> Source:
     """Query, key and value in one tensor, each block holding its heads in order: `[3·H·d_k, d]` or `[3·H·d_k]`."""
 
-    name: str
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The one foreign name."""
-        return (self.name,)
-
-    def read(self, tensors: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-        """Put a head's query, key and value side by side: `[H, 3, d_k, …]`."""
+    def read(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
         heads, three, head_dim = shape[:3]
-        blocks = tensors[0].reshape(three, heads, head_dim, *shape[3:])
-        return blocks.transpose(0, 1).reshape(shape)
+        return tensors[0].reshape(three, heads, head_dim, *shape[3:]).transpose(0, 1)  # [H, 3, d_k, …]
+
+    return Source((name,), read)
 
 
-@dataclass(frozen=True)
-class SplitQKV:
+def split_qkv(query: str, key: str, value: str) -> Source:
     """Query, key and value in three tensors, each holding its heads in order."""
 
-    query: str
-    key: str
-    value: str
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The three foreign names."""
-        return self.query, self.key, self.value
-
-    def read(self, tensors: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-        """Put a head's query, key and value side by side: `[H, 3, d_k, …]`."""
+    def read(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
         heads, _, *rest = shape
-        return torch.stack([part.reshape(heads, *rest) for part in tensors], dim=1)
+        return torch.stack([part.reshape(heads, *rest) for part in tensors], dim=1)  # [H, 3, d_k, …]
+
+    return Source((query, key, value), read)
 
 
-@dataclass(frozen=True)
-class OutProjection:
-    """The output projection `[d, H·d_k]`, a head being a block of columns."""
-
-    name: str
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The one foreign name."""
-        return (self.name,)
-
-    def read(self, tensors: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-        """Give each head its own matrix: `[H, d_k, d]`."""
-        return tensors[0].t().reshape(shape)
+def out_projection(name: str) -> Source:
+    """The output projection `[d, H·d_k]`, a head being a block of columns: each gets its own matrix `[H, d_k, d]`."""
+    return Source((name,), lambda tensors, shape: tensors[0].t().reshape(shape))
 
 
-@dataclass(frozen=True)
-class Joined:
-    """Several tensors put one after another along their first non-trivial axis."""
+def joined(*names: str) -> Source:
+    """Several tensors put one after another along their first axis, leading axes of length one dropped."""
 
-    parts: tuple[str, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The foreign names, in order."""
-        return self.parts
-
-    def read(self, tensors: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-        """Concatenate along axis 0 of the parts, leading axes of length one dropped."""
+    def read(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
         trailing = len(shape) - 1
         rows = [tensor.reshape(-1, *tensor.shape[tensor.dim() - trailing + 1 :]) for tensor in tensors]
-        return torch.cat(rows).reshape(shape)
+        return torch.cat(rows)
+
+    return Source(names, read)
+
+
+def _reshaped(tensor: Tensor, shape: torch.Size) -> Tensor:
+    if [n for n in tensor.shape if n != 1] != [n for n in shape if n != 1]:
+        raise RuntimeError(f"shape {list(tensor.shape)} is not {list(shape)}")
+    return tensor.reshape(shape)
 
 
 Entry = str | Source
@@ -148,8 +98,6 @@ class Architecture:
         weights: Canonical parameter name or prefix → foreign name, prefix, or `Source`; of several, in a
             tuple, the first that the foreign model has.
         ignored: Prefixes of foreign tensors that take no part in the logits.
-        fresh: Canonical prefixes that keep their initial values when the foreign model lacks them, because
-            the user asked for a new classifier.
         metadata: Labels and preprocessing the live model knows about itself.
     """
 
@@ -158,14 +106,120 @@ class Architecture:
     config: Callable[[nn.Module, int | None], EnsembleConfig]
     weights: Weights
     ignored: tuple[str, ...] = ()
-    fresh: tuple[str, ...] = ("readout.classifier", "readout.distillation_classifier")
-    metadata: Callable[[nn.Module], Metadata] = field(default=lambda model: Metadata())
+    metadata: Callable[[nn.Module], Metadata] = lambda model: Metadata()
+
+
+def alternatives(entry: Entry | tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """The sources of an entry, of which the first that exists counts."""
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def renamed(entry: Entry, rename: Callable[[str], str]) -> Entry:
+    """A source with every foreign name in it changed."""
+    if isinstance(entry, str):
+        return rename(entry)
+    return replace(entry, names=tuple(rename(name) for name in entry.names))
+
+
+def below(prefix: str, weights: Weights) -> Weights:
+    """The same declaration for a model that lies under `prefix`."""
+    return {
+        name: tuple(renamed(one, lambda foreign: prefix + foreign) for one in alternatives(entry))
+        for name, entry in weights.items()
+    }
 
 
 def qualified_name(model: object) -> str:
     """Module and class name of an object, as declarations write it."""
     return f"{type(model).__module__}.{type(model).__qualname__}"
 
+
+# --- translation -------------------------------------------------------------------------------------------
+
+# What a model may lack when the user asked for a new classifier.
+_FRESH = ("readout.hidden", "readout.classifier", "readout.distillation_classifier")
+
+
+def translate(
+    architecture: Architecture, model: nn.Module, config: EnsembleConfig, fresh: bool = False
+) -> dict[str, Tensor]:
+    """The tensors of the canonical ensemble, each from the place its declaration names; none of them is copied.
+
+    Every canonical parameter must be found, and every foreign tensor must be used or be declared as ignored:
+    whatever a model has that this library does not know is an error, never a silent difference.
+    """
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in Ensemble(config).named_parameters()}
+    foreign = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    used: set[str] = set()
+    state: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        source = _source_of(architecture.weights, name, foreign)
+        if source is None or not foreign.keys() >= set(source.names):
+            if fresh and name.startswith(_FRESH):
+                state[name] = _fresh(name, shape, next(iter(foreign.values())))
+                continue
+            missing = name if source is None else sorted(set(source.names) - foreign.keys())
+            raise ConversionError(
+                f"{architecture.name}: no tensor {missing} for the canonical parameter {name}; "
+                "this variant of the architecture is not supported"
+            )
+        used.update(source.names)
+        for part in source.names:
+            require_finite(foreign[part], part, architecture.name)
+        try:
+            state[name] = source.read([foreign[part] for part in source.names], shape).reshape(shape)
+        except RuntimeError as error:
+            raise ConversionError(
+                f"{architecture.name}: {list(source.names)} cannot become the canonical parameter {name} "
+                f"{list(shape)}: {error}"
+            ) from error
+    left = [name for name in foreign if name not in used and not name.startswith(architecture.ignored)]
+    require_nothing_left(left, architecture.name)
+    return state
+
+
+def require_nothing_left(names: Sequence[str], architecture: str) -> None:
+    """Refuse a model with tensors that nothing reads."""
+    if names:
+        raise ConversionError(
+            f"{architecture}: the model has parameters that have no canonical place: {sorted(names)[:8]}"
+            f"{' …' if len(names) > 8 else ''}; this variant of the architecture is not supported"
+        )
+
+
+def require_finite(tensor: Tensor, name: str, architecture: str) -> None:
+    """Refuse values that no trained model has and that would turn every prediction into NaN."""
+    if not tensor.is_meta and not tensor.isfinite().all():
+        broken = int((~tensor.isfinite()).sum())
+        raise ConversionError(
+            f"{architecture}: {broken} of the {tensor.numel()} values of {name} are NaN or infinite; load weights of "
+            "a training that did not diverge, and in a type whose range holds them"
+        )
+
+
+def _source_of(weights: Weights, name: str, foreign: Mapping[str, Tensor]) -> Source | None:
+    """The declared source of a canonical parameter: its own entry, or that of the longest prefix."""
+    parts = name.split(".")
+    layer = parts[2] if parts[0] == "encoder" else ""
+    head, tail = ".".join(["encoder", "layers", "{i}", *parts[3:]]) if layer else name, ""
+    while head not in weights:
+        head, _, leaf = head.rpartition(".")
+        tail = f".{leaf}{tail}"
+        if not head:
+            return None
+    entries = [copied(one + tail) if isinstance(one, str) else one for one in alternatives(weights[head])]
+    sources = [replace(one, names=tuple(part.replace("{i}", layer) for part in one.names)) for one in entries]
+    return next((source for source in sources if foreign.keys() >= set(source.names)), sources[0])
+
+
+def _fresh(name: str, shape: torch.Size, like: Tensor) -> Tensor:
+    """Initial values of a new classifier, in the dtype and on the device of the model."""
+    tensor = torch.zeros(shape, dtype=like.dtype, device=like.device)
+    return tensor if name.endswith("bias") else nn.init.trunc_normal_(tensor, std=0.02)
+
+
+# --- models that compute something else than their class says ----------------------------------------------
 
 # These attach hooks that move tensors between devices, collect outputs or switch gradients on.
 _HARMLESS_HOOKS = ("accelerate.", "transformers.", "torch.nn.parallel.", "timm.models._features")
@@ -182,7 +236,7 @@ def require_unaltered(wrapped: nn.Module, model: nn.Module, architecture: str) -
         architecture: Its name, for the message.
     """
     for name, module in wrapped.named_modules():
-        for hook in _forward_hooks(module):
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if not _origin(hook).startswith(_HARMLESS_HOOKS):
                 raise ConversionError(
                     f"{architecture}: {_place(name, module)} has the forward hook {_origin(hook)}."
@@ -196,11 +250,6 @@ def require_unaltered(wrapped: nn.Module, model: nn.Module, architecture: str) -
                 f"{architecture}: the forward of {_place(name, module)} was replaced on the object, and a converted "
                 "model would compute what its class does; delete the attribute first (del module.forward)"
             )
-
-
-def _forward_hooks(module: nn.Module) -> Iterator[Any]:
-    yield from module._forward_pre_hooks.values()
-    yield from module._forward_hooks.values()
 
 
 def _is_forward_of_class(forward: Any, module: nn.Module) -> bool:
@@ -230,92 +279,7 @@ def _place(name: str, module: nn.Module) -> str:
     return f"{name or 'the model'} ({type(module).__name__})"
 
 
-def translate(
-    architecture: Architecture, model: nn.Module, config: EnsembleConfig, metadata: Metadata, fresh: bool
-) -> Ensemble:
-    """Build the canonical ensemble and fill each parameter from the place its declaration names.
-
-    Every canonical parameter must be found, and every foreign tensor must be used or be declared as ignored:
-    whatever a model has that this library does not know is an error, never a silent difference.
-    """
-    with torch.device("meta"):
-        shapes = {name: parameter.shape for name, parameter in Ensemble(config).named_parameters()}
-    foreign = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    used: set[str] = set()
-    state: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
-        source = _source_of(architecture.weights, name, foreign)
-        if source is None or not foreign.keys() >= set(source.names):
-            if fresh and name.startswith(architecture.fresh):
-                state[name] = _fresh(name, shape, foreign)
-                continue
-            missing = name if source is None else sorted(set(source.names) - foreign.keys())
-            raise ConversionError(
-                f"{architecture.name}: no tensor {missing} for the canonical parameter {name}; "
-                "this variant of the architecture is not supported"
-            )
-        used.update(source.names)
-        for part in source.names:
-            require_finite(foreign[part], part, architecture.name)
-        state[name] = source.read(tuple(foreign[part] for part in source.names), shape)
-    left = sorted(name for name in foreign.keys() - used if not name.startswith(architecture.ignored))
-    if left:
-        raise ConversionError(
-            f"{architecture.name}: the model has parameters that have no canonical place: {left[:8]}"
-            f"{' …' if len(left) > 8 else ''}; this variant of the architecture is not supported"
-        )
-    return Ensemble.from_state(config, state, metadata)
-
-
-def require_finite(tensor: Tensor, name: str, architecture: str) -> None:
-    """Refuse values that no trained model has and that would turn every prediction into NaN."""
-    if not tensor.is_meta and not tensor.isfinite().all():
-        broken = int((~tensor.isfinite()).sum())
-        raise ConversionError(
-            f"{architecture}: {broken} of the {tensor.numel()} values of {name} are NaN or infinite; load weights of "
-            "a training that did not diverge, and in a type whose range holds them"
-        )
-
-
-def _source_of(weights: Weights, name: str, foreign: Mapping[str, Tensor]) -> Source | None:
-    """The declared source of a canonical parameter: its own entry, or that of the longest prefix.
-
-    Where an entry gives alternatives, the first one that exists in the foreign model counts.
-    """
-    parts = name.split(".")
-    layer = parts[2] if parts[0] == "encoder" else None
-    pattern = name if layer is None else ".".join(["encoder", "layers", "{i}", *parts[3:]])
-    head, tail = pattern, ""
-    while head:
-        entry = weights.get(head)
-        if entry is not None:
-            entries = entry if isinstance(entry, tuple) else (entry,)
-            sources = [Copy(one + tail) if isinstance(one, str) else one for one in entries]
-            sources = [source if layer is None else _at_layer(source, layer) for source in sources]
-            return next((source for source in sources if foreign.keys() >= set(source.names)), sources[0])
-        head, _, leaf = head.rpartition(".")
-        tail = f".{leaf}{tail}"
-    return None
-
-
-def _at_layer(source: Source, layer: str) -> Source:
-    """The source with `{i}` replaced by a layer index, in every name it holds."""
-
-    def fill(value: object) -> object:
-        if isinstance(value, str):
-            return value.replace("{i}", layer)
-        return tuple(fill(item) for item in value) if isinstance(value, tuple) else value
-
-    fields = {name: fill(value) for name, value in vars(source).items()}
-    return type(source)(**fields)
-
-
-def _fresh(name: str, shape: torch.Size, foreign: Mapping[str, Tensor]) -> Tensor:
-    """Initial values of a new classifier, in the dtype and on the device of the model."""
-    like = next(iter(foreign.values()))
-    tensor = torch.zeros(shape, dtype=like.dtype, device=like.device)
-    return tensor if name.endswith("bias") else nn.init.trunc_normal_(tensor, std=0.02)
-
+# --- readings that declarations share ----------------------------------------------------------------------
 
 _ACTIVATIONS: dict[str, Activation] = {
     "GELU": "gelu",
@@ -347,11 +311,7 @@ def activation_of(module: Any, architecture: str) -> Activation:
 
 def dropout_rate(module: Any) -> float:
     """Rate of a dropout (or drop-path) module; 0 for an identity."""
-    for attribute in ("p", "drop_prob"):
-        rate = getattr(module, attribute, None)
-        if rate is not None:
-            return float(rate)
-    return 0.0
+    return float(getattr(module, "p", None) or getattr(module, "drop_prob", None) or 0.0)
 
 
 def is_identity(module: Any) -> bool:
@@ -369,16 +329,22 @@ def refuse(architecture: str, what: str) -> ConversionError:
     return ConversionError(f"{architecture}: {what}, which this library cannot represent without changing predictions")
 
 
-def linear_or_none(module: Any, architecture: str) -> nn.Linear | None:
-    """The classifier, or None where the model was built without one; anything but a linear layer is refused."""
-    if module is None or isinstance(module, nn.Identity):
-        return None
+def read_classifier(module: Any, num_labels: int | None, architecture: str) -> tuple[int, bool]:
+    """Number of classes and whether they have a bias, of a classifier or of the fresh one that is asked for.
+
+    Args:
+        module: A linear layer, or None or an identity where the model was built without classifier.
+        num_labels: Size of a fresh classifier; no classes if the model has none and this is not given.
+        architecture: Its name, for messages.
+    """
+    if is_identity(module):
+        return number_of_classes(0, num_labels, architecture), True
     if not isinstance(module, nn.Linear):
         raise refuse(architecture, f"the classifier is a {type(module).__name__}, not a linear layer")
-    return module
+    return number_of_classes(module.out_features, num_labels, architecture), module.bias is not None
 
 
-def classes_or_fresh(found: int, num_labels: int | None, architecture: str) -> int:
+def number_of_classes(found: int, num_labels: int | None, architecture: str) -> int:
     """Number of classes: the model's own, or `num_labels` when it has no classifier."""
     if num_labels is not None and num_labels < 2:
         raise ConversionError(f"num_labels must be at least 2, got {num_labels}")

@@ -1,16 +1,18 @@
-"""open_clip: its image and text transformers, alone and inside `CLIP` or `CustomTextCLIP`.
+"""open_clip: its image and text transformers, alone and inside `CLIP` or `CustomTextCLIP`, and CLIP's tokenizer.
 
 A projection is declared as the tower's classifier: that is what it is for a tower on its own, and a dual
 encoder takes it off again.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from .._utils import require
+from ..errors import ConversionError
 from ..model.config import (
     EncoderConfig,
     EnsembleConfig,
@@ -21,25 +23,23 @@ from ..model.config import (
     all_heads,
 )
 from ..model.metadata import Metadata
-from ..preprocessing import ImagePreprocessing
+from ..preprocessing import ImagePreprocessing, TextCleaning, TextPreprocessing
 from . import timm
-from .clip_tokenizer import VOCABULARY, read_simple_tokenizer
 from .core import (
     Architecture,
-    Copy,
-    Entry,
-    FusedQKV,
-    OutProjection,
-    Source,
-    Transposed,
     Weights,
     activation_of,
-    classes_or_fresh,
+    below,
+    copied,
     dropout_rate,
+    fused_qkv,
     is_identity,
+    number_of_classes,
+    out_projection,
     pair,
     qualified_name,
     refuse,
+    transposed,
 )
 
 _IMAGE = "open_clip image transformer"
@@ -49,60 +49,40 @@ _MEAN = (0.48145466, 0.4578275, 0.40821073)  # what open_clip normalises with un
 _STD = (0.26862954, 0.26130258, 0.27577711)
 
 
-def _layers(prefix: str) -> Weights:
-    layer = f"{prefix}transformer.resblocks.{{i}}"
-    return {
-        "encoder.layers.{i}.norm1": f"{layer}.ln_1",
-        "encoder.layers.{i}.attention.qkv": FusedQKV(f"{layer}.attn.in_proj_weight"),
-        "encoder.layers.{i}.attention.qkv_bias": FusedQKV(f"{layer}.attn.in_proj_bias"),
-        "encoder.layers.{i}.attention.query_norm": f"{layer}.attn.ln_q",
-        "encoder.layers.{i}.attention.key_norm": f"{layer}.attn.ln_k",
-        "encoder.layers.{i}.attention.out": OutProjection(f"{layer}.attn.out_proj.weight"),
-        "encoder.layers.{i}.attention.out_bias": f"{layer}.attn.out_proj.bias",
-        "encoder.layers.{i}.attention.scale": f"{layer}.ls_1.gamma",
-        "encoder.layers.{i}.norm2": f"{layer}.ln_2",
-        "encoder.layers.{i}.mlp.up": f"{layer}.mlp.c_fc",
-        "encoder.layers.{i}.mlp.down": f"{layer}.mlp.c_proj",
-        "encoder.layers.{i}.mlp.scale": f"{layer}.ls_2.gamma",
-    }
-
-
+_LAYERS: Weights = below(
+    "transformer.resblocks.{i}.",
+    {
+        "encoder.layers.{i}.norm1": "ln_1",
+        "encoder.layers.{i}.attention.qkv": fused_qkv("attn.in_proj_weight"),
+        "encoder.layers.{i}.attention.qkv_bias": fused_qkv("attn.in_proj_bias"),
+        "encoder.layers.{i}.attention.query_norm": "attn.ln_q",
+        "encoder.layers.{i}.attention.key_norm": "attn.ln_k",
+        "encoder.layers.{i}.attention.out": out_projection("attn.out_proj.weight"),
+        "encoder.layers.{i}.attention.out_bias": "attn.out_proj.bias",
+        "encoder.layers.{i}.attention.scale": "ls_1.gamma",
+        "encoder.layers.{i}.norm2": "ln_2",
+        "encoder.layers.{i}.mlp.up": "mlp.c_fc",
+        "encoder.layers.{i}.mlp.down": "mlp.c_proj",
+        "encoder.layers.{i}.mlp.scale": "ls_2.gamma",
+    },
+)
 _IMAGE_WEIGHTS: Weights = {
     "stem.patch": "conv1.weight",
     "stem.class_token": "class_embedding",
     "stem.position": "positional_embedding",
     "stem.norm": "ln_pre",
-    **_layers(""),
+    **_LAYERS,
     "readout.norm": "ln_post",
-    "readout.classifier.weight": Transposed("proj"),
+    "readout.classifier.weight": transposed("proj"),
 }
 _TEXT_WEIGHTS: Weights = {
     "stem.words": "token_embedding.weight",
     "stem.positions": "positional_embedding",
-    **_layers(""),
+    **_LAYERS,
     "readout.norm": "ln_final",
-    "readout.classifier.weight": (Transposed("text_projection"), Copy("text_projection.weight")),
+    "readout.classifier.weight": (transposed("text_projection"), copied("text_projection.weight")),
     "readout.classifier.bias": "text_projection.bias",
 }
-
-
-def _prefixed(weights: Weights, prefix: str) -> Weights:
-    """The same declaration for a model that lies under `prefix`."""
-
-    def one(entry: Entry) -> str | Source:
-        if isinstance(entry, str):
-            return prefix + entry
-        fields: Mapping[str, str | tuple[str, ...]] = vars(entry)
-        moved = {
-            name: prefix + value if isinstance(value, str) else tuple(prefix + part for part in value)
-            for name, value in fields.items()
-        }
-        return type(entry)(**moved)
-
-    return {
-        name: tuple(one(part) for part in entry) if isinstance(entry, tuple) else one(entry)
-        for name, entry in weights.items()
-    }
 
 
 def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
@@ -127,7 +107,7 @@ def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     classes = 0 if model.proj is None else int(model.proj.shape[1])
     readout = ReadoutConfig(
         pool=pools[model.pool_type],
-        num_classes=classes_or_fresh(classes, num_labels, _IMAGE),
+        num_classes=number_of_classes(classes, num_labels, _IMAGE),
         norm="pooled" if model.final_ln_after_pool else "tokens",
         norm_eps=float(model.ln_post.eps),
         bias=model.proj is None,
@@ -144,7 +124,7 @@ def _timm_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         raise refuse(_TIMM, f"its head is made of {sorted(head)}; linear and no projection are supported")
     config = timm.VISION_TRANSFORMER.config(trunk, None)
     if "proj" not in head:
-        classes = classes_or_fresh(config.readout.num_classes, num_labels, _TIMM)
+        classes = number_of_classes(config.readout.num_classes, num_labels, _TIMM)
         return replace(config, readout=replace(config.readout, num_classes=classes))
     if config.readout.num_classes:
         raise refuse(_TIMM, "both its trunk and its head project")
@@ -153,7 +133,7 @@ def _timm_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         raise refuse(_TIMM, "both its trunk and its head have dropout")
     readout = replace(
         config.readout,
-        num_classes=classes_or_fresh(int(head["proj"].out_features), num_labels, _TIMM),
+        num_classes=number_of_classes(int(head["proj"].out_features), num_labels, _TIMM),
         bias=head["proj"].bias is not None,
         dropout=dropout or config.readout.dropout,
     )
@@ -184,7 +164,7 @@ def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     found = 0 if projection is None else int(projection.out_features if linear else projection.shape[1])
     readout = ReadoutConfig(
         pool=pools[pool],
-        num_classes=classes_or_fresh(found, num_labels, _TEXT),
+        num_classes=number_of_classes(found, num_labels, _TEXT),
         norm="tokens",
         norm_eps=float(model.ln_final.eps),
         bias=projection is None or (linear and projection.bias is not None),
@@ -268,7 +248,7 @@ IMAGE_FROM_TIMM = Architecture(
     name=_TIMM,
     classes=("open_clip.timm_model.TimmModel",),
     config=_timm_config,
-    weights={**_prefixed(timm.VISION_TRANSFORMER.weights, "trunk."), "readout.classifier": ("head.proj", "trunk.head")},
+    weights={**below("trunk.", timm.VISION_TRANSFORMER.weights), "readout.classifier": ("head.proj", "trunk.head")},
     metadata=_image_metadata,
 )
 TEXT = Architecture(
@@ -279,3 +259,131 @@ TEXT = Architecture(
     metadata=_text_metadata,
 )
 ARCHITECTURES: tuple[Architecture, ...] = (IMAGE, IMAGE_FROM_TIMM, TEXT)
+
+
+# --- CLIP's tokenizer ----------------------------------------------------------------------------------------
+
+SIMPLE_TOKENIZER = "open_clip.tokenizer.SimpleTokenizer"
+VOCABULARY = 49408  # size of the vocabulary that OpenAI's CLIP and its successors share
+PADDING_ID = 0
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+_CLEANINGS: dict[str, TextCleaning] = {
+    "_clean_lower": "lower",
+    "_clean_whitespace": "whitespace",
+    "_clean_canonicalize": "canonicalize",
+}
+
+
+def read_simple_tokenizer(tokenizer: Any) -> TextPreprocessing:
+    """Our description of open_clip's `SimpleTokenizer`.
+
+    Texts are cleaned as `hydra_ensembles.preprocessing.clean_text` says, which is what open_clip does except for the
+    repair of mojibake; they are cut to the context length with the end token kept, and padded with zeros.
+    """
+    if qualified_name(tokenizer) != SIMPLE_TOKENIZER:
+        raise ConversionError(f"expected open_clip's SimpleTokenizer, got a {qualified_name(tokenizer)}")
+    cleaning = _CLEANINGS.get(tokenizer.clean_fn.__name__)
+    if cleaning is None or tokenizer.reduction_fn is not None:
+        raise ConversionError(
+            f"this SimpleTokenizer cleans with {tokenizer.clean_fn.__name__} and has the reduction "
+            f"{tokenizer.reduction_fn}; supported are {sorted(_CLEANINGS)} without reduction"
+        )
+    vocabulary, length = dict(tokenizer.encoder), int(tokenizer.context_length)
+    names = {index: token for token, index in vocabulary.items()}
+    special = [names[index] for index in tokenizer.all_special_ids]
+    content = clip_tokenizer_json(
+        vocabulary, list(tokenizer.bpe_ranks), special, length, lower=cleaning != "whitespace"
+    )
+    return TextPreprocessing(
+        max_length=length,
+        pad_id=PADDING_ID,
+        pad_token=names[PADDING_ID],
+        pad_to_max=True,
+        attention_mask=False,
+        cleaning=cleaning,
+        tokenizer=content,
+    )
+
+
+def clip_tokenizer_json(
+    vocabulary: Mapping[str, int],
+    merges: Sequence[tuple[str, str]],
+    special: Sequence[str],
+    context_length: int,
+    lower: bool = True,
+) -> str:
+    """The content of a `tokenizer.json`.
+
+    The normalizers in it (Unicode normalisation, white space, lower case) serve whoever reads the file
+    without this library; `TextPreprocessing` cleans more thoroughly before, and lower-cases a Greek sigma at
+    the end of a word as Python does.
+
+    Args:
+        vocabulary: Token → id; a token that ends a word carries the suffix `</w>`.
+        merges: Pairs of tokens, in the order in which they are merged.
+        special: Special tokens: start of text, end of text, further ones.
+        context_length: Length that texts are cut and padded to.
+        lower: Whether texts are lower-cased.
+    """
+    start, end = special[0], special[1]
+    normalizers: list[dict[str, Any]] = [
+        {"type": "NFC"},
+        {"type": "Replace", "pattern": {"Regex": r"\s+"}, "content": " "},
+        {"type": "Strip", "strip_left": True, "strip_right": True},
+    ]
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": True}
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": "",
+        "end_of_word_suffix": "</w>",
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "vocab": dict(vocabulary),
+        "merges": [" ".join(pair) for pair in merges],
+    }
+    template: list[dict[str, Any]] = [
+        {"SpecialToken": {"id": start, "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"SpecialToken": {"id": end, "type_id": 0}},
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    content = {
+        "version": "1.0",
+        "truncation": {
+            "direction": "Right",
+            "max_length": context_length,
+            "strategy": "LongestFirst",
+            "stride": 0,
+        },
+        "padding": {
+            "strategy": {"Fixed": context_length},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": PADDING_ID,
+            "pad_type_id": 0,
+            "pad_token": next(token for token, index in vocabulary.items() if index == PADDING_ID),
+        },
+        "added_tokens": [{"id": vocabulary[token], "content": token, **added} for token in special],
+        "normalizer": {"type": "Sequence", "normalizers": [*normalizers, *([{"type": "Lowercase"}] if lower else [])]},
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": _WORDS}, "behavior": "Removed", "invert": True},
+                byte_level,
+            ],
+        },
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": template,
+            "pair": [*template, {"Sequence": {"id": "B", "type_id": 0}}, template[-1]],
+            "special_tokens": {
+                token: {"id": token, "ids": [vocabulary[token]], "tokens": [token]} for token in (start, end)
+            },
+        },
+        "decoder": byte_level,
+        "model": model,
+    }
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"))

@@ -8,16 +8,16 @@ from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
 from .core import (
     Architecture,
-    FusedQKV,
-    Joined,
-    OutProjection,
+    Source,
     Weights,
     activation_of,
-    classes_or_fresh,
     dropout_rate,
+    fused_qkv,
     is_identity,
-    linear_or_none,
+    joined,
+    out_projection,
     pair,
+    read_classifier,
     refuse,
 )
 
@@ -25,9 +25,9 @@ _VIT = "timm VisionTransformer"
 _DISTILLED = "timm VisionTransformerDistilled"
 
 
-def _gate_and_value(leaf: str) -> Joined:
+def _gate_and_value(leaf: str) -> Source:
     """The first layer of timm's unpacked SwiGLU, which keeps gate and value apart."""
-    return Joined((f"blocks.{{i}}.mlp.fc1_g.{leaf}", f"blocks.{{i}}.mlp.fc1_x.{leaf}"))
+    return joined(f"blocks.{{i}}.mlp.fc1_g.{leaf}", f"blocks.{{i}}.mlp.fc1_x.{leaf}")
 
 
 _WEIGHTS: Weights = {
@@ -38,11 +38,11 @@ _WEIGHTS: Weights = {
     "stem.position": "pos_embed",
     "stem.norm": "norm_pre",
     "encoder.layers.{i}.norm1": "blocks.{i}.norm1",
-    "encoder.layers.{i}.attention.qkv": FusedQKV("blocks.{i}.attn.qkv.weight"),
-    "encoder.layers.{i}.attention.qkv_bias": FusedQKV("blocks.{i}.attn.qkv.bias"),
+    "encoder.layers.{i}.attention.qkv": fused_qkv("blocks.{i}.attn.qkv.weight"),
+    "encoder.layers.{i}.attention.qkv_bias": fused_qkv("blocks.{i}.attn.qkv.bias"),
     "encoder.layers.{i}.attention.query_norm": "blocks.{i}.attn.q_norm",
     "encoder.layers.{i}.attention.key_norm": "blocks.{i}.attn.k_norm",
-    "encoder.layers.{i}.attention.out": OutProjection("blocks.{i}.attn.proj.weight"),
+    "encoder.layers.{i}.attention.out": out_projection("blocks.{i}.attn.proj.weight"),
     "encoder.layers.{i}.attention.out_bias": "blocks.{i}.attn.proj.bias",
     "encoder.layers.{i}.attention.scale": "blocks.{i}.ls1.gamma",
     "encoder.layers.{i}.norm2": "blocks.{i}.norm2",
@@ -75,17 +75,17 @@ def _vit_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         raise refuse(_VIT, f"global_pool is {model.global_pool!r}")
     if model.pool_include_prefix and prefix and model.global_pool != "token":
         raise refuse(_VIT, "pooling includes the prefix tokens")
-    head = linear_or_none(model.head, _VIT)
+    classes, bias = read_classifier(model.head, num_labels, _VIT)
     norm = next((n for n in (model.norm, model.fc_norm) if not is_identity(n)), None)
     pool = model.attn_pool
     if pool is not None and (pool.pos_embed is not None or pool.latent_len != 1 or not is_identity(pool.q_norm)):
         raise refuse(_VIT, "its attention pooling has positions, several queries or a query norm")
     readout = ReadoutConfig(
         pool=pools[model.global_pool],  # type: ignore[arg-type]
-        num_classes=classes_or_fresh(0 if head is None else head.out_features, num_labels, _VIT),
+        num_classes=classes,
         norm="none" if norm is None else "tokens" if norm is model.norm else "pooled",
         norm_eps=encoder.norm_eps if norm is None else float(norm.eps),
-        bias=head is None or head.bias is not None,
+        bias=bias,
         dropout=dropout_rate(model.head_drop),
         map_heads=0 if pool is None else int(pool.num_heads),
         map_mlp_width=0 if pool is None else int(pool.mlp.fc1.out_features),
@@ -99,10 +99,10 @@ def _distilled_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         raise refuse(_DISTILLED, f"global_pool is {model.global_pool!r}")
     stem = _stem(model, _DISTILLED, registers=0, class_token=True, prefix=2, distilled=True)
     encoder = _encoder(model, _DISTILLED)
-    head, _ = linear_or_none(model.head, _DISTILLED), linear_or_none(model.head_dist, _DISTILLED)
+    (classes, _), _ = (read_classifier(head, num_labels, _DISTILLED) for head in (model.head, model.head_dist))
     readout = ReadoutConfig(
         pool="distilled",
-        num_classes=classes_or_fresh(0 if head is None else head.out_features, num_labels, _DISTILLED),
+        num_classes=classes,
         norm="tokens",
         norm_eps=float(model.norm.eps),
         dropout=dropout_rate(model.head_drop),

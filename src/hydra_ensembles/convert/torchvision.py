@@ -5,7 +5,7 @@ from typing import Any
 from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
-from .core import Architecture, FusedQKV, OutProjection, activation_of, classes_or_fresh, dropout_rate, refuse
+from .core import Architecture, activation_of, dropout_rate, fused_qkv, out_projection, read_classifier, refuse
 
 _NAME = "torchvision VisionTransformer"
 _LAYER = "encoder.layers.encoder_layer_{i}"
@@ -42,12 +42,8 @@ def _config(model: Any, num_labels: int | None) -> EnsembleConfig:
         activation_dropout=dropout_rate(mlp[2]),
         output_dropout=dropout_rate(mlp[4]),
     )
-    head = getattr(model.heads, "head", None)
-    readout = ReadoutConfig(
-        num_classes=classes_or_fresh(int(getattr(head, "out_features", 0)), num_labels, _NAME),
-        norm_eps=float(model.encoder.ln.eps),
-        bias=getattr(head, "bias", True) is not None,
-    )
+    classes, bias = read_classifier(getattr(model.heads, "head", None), num_labels, _NAME)
+    readout = ReadoutConfig(num_classes=classes, norm_eps=float(model.encoder.ln.eps), bias=bias)
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
 
@@ -67,9 +63,9 @@ VISION_TRANSFORMER = Architecture(
         "stem.class_token": "class_token",
         "stem.position": "encoder.pos_embedding",
         "encoder.layers.{i}.norm1": f"{_LAYER}.ln_1",
-        "encoder.layers.{i}.attention.qkv": FusedQKV(f"{_LAYER}.self_attention.in_proj_weight"),
-        "encoder.layers.{i}.attention.qkv_bias": FusedQKV(f"{_LAYER}.self_attention.in_proj_bias"),
-        "encoder.layers.{i}.attention.out": OutProjection(f"{_LAYER}.self_attention.out_proj.weight"),
+        "encoder.layers.{i}.attention.qkv": fused_qkv(f"{_LAYER}.self_attention.in_proj_weight"),
+        "encoder.layers.{i}.attention.qkv_bias": fused_qkv(f"{_LAYER}.self_attention.in_proj_bias"),
+        "encoder.layers.{i}.attention.out": out_projection(f"{_LAYER}.self_attention.out_proj.weight"),
         "encoder.layers.{i}.attention.out_bias": f"{_LAYER}.self_attention.out_proj.bias",
         "encoder.layers.{i}.norm2": f"{_LAYER}.ln_2",
         "encoder.layers.{i}.mlp.up": f"{_LAYER}.mlp.0",

@@ -1,7 +1,8 @@
-"""Readings off transformers models that image and text architectures have in common."""
+"""transformers: ViT, DeiT and DINOv2 for images; BERT, RoBERTa, DistilBERT and ELECTRA for text."""
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 from torch import nn
@@ -23,16 +24,18 @@ from ..model.metadata import Metadata
 from .core import (
     Architecture,
     Entry,
-    Joined,
-    OutProjection,
-    SplitQKV,
+    Source,
     Weights,
     activation_of,
-    classes_or_fresh,
-    linear_or_none,
+    joined,
+    out_projection,
     pair,
+    read_classifier,
     refuse,
+    split_qkv,
 )
+
+# --- what all of them share, CLIP's towers too ---------------------------------------------------------------
 
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
@@ -60,8 +63,11 @@ def activation_named(name: Any, architecture: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def require_plain_encoder(config: Any, architecture: str) -> None:
-    """Refuse configurations whose blocks are more, or less, than self-attention and an MLP."""
+def encoder_sizes(config: Any, architecture: str) -> dict[str, Any]:
+    """The fields of `EncoderConfig` that all families read from the same place.
+
+    Refuses configurations whose blocks are more, or less, than self-attention and an MLP.
+    """
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise refuse(architecture, "the model is a decoder (is_decoder or add_cross_attention)")
     positions = getattr(config, "position_embedding_type", None) or "absolute"
@@ -69,25 +75,28 @@ def require_plain_encoder(config: Any, architecture: str) -> None:
         raise refuse(architecture, f"its position embedding is {positions!r}, not 'absolute'")
     if getattr(config, "pruned_heads", None):
         raise refuse(architecture, f"heads were pruned by transformers (pruned_heads={config.pruned_heads})")
-
-
-def head_size(config: Any, architecture: str) -> int:
-    """Width of one head."""
     width, heads = int(config.hidden_size), int(config.num_attention_heads)
-    size = int(getattr(config, "head_dim", None) or width // heads)
-    if size * heads != width and not getattr(config, "head_dim", None):
+    head_dim = getattr(config, "head_dim", None)
+    if not head_dim and width % heads:
         raise refuse(architecture, f"its width {width} is not a multiple of its {heads} heads")
-    return size
+    return {
+        "width": width,
+        "layers": int(config.num_hidden_layers),
+        "heads": heads,
+        "head_dim": int(head_dim or width // heads),
+    }
 
 
-def require_one_label_per_input(model: Any, architecture: str) -> None:
-    """Refuse classifiers that were not trained to choose one of the classes."""
+def read_classes(model: Any, classifier: Any, num_labels: int | None, architecture: str) -> tuple[int, bool]:
+    """Number of classes and whether they have a bias; refuses classifiers not trained to choose one of the classes."""
+    classes, bias = read_classifier(classifier, num_labels, architecture)
     problem = getattr(model.config, "problem_type", None)
-    if problem not in (None, "single_label_classification"):
+    if isinstance(classifier, nn.Linear) and problem not in (None, "single_label_classification"):
         raise ConversionError(
             f"{architecture}: problem_type is {problem!r}, and the probabilities here are a softmax over classes that "
             "exclude each other; supported are None and 'single_label_classification'"
         )
+    return classes, bias
 
 
 def metadata_of_classifier(model: Any) -> Metadata:
@@ -98,13 +107,60 @@ def metadata_of_classifier(model: Any) -> Metadata:
     return Metadata(labels=tuple(names[index] for index in range(len(names))))
 
 
-_VIT = "transformers ViT"
-_DEIT = "transformers DeiT"
-_DINOV2 = "transformers DINOv2"
-_REGISTERS = "transformers DINOv2 with registers"
+def qkv_of(pattern: str, parts: tuple[str, str, str], leaf: str) -> Source:
+    """Query, key and value where `pattern` has their names in place of `*`."""
+    return split_qkv(*(f"{pattern.replace('*', part)}.{leaf}" for part in parts))
 
 
-def _stem_and_readout(prefix: str) -> Weights:
+_QKV, _QUERY_KEY_VALUE = ("q", "k", "v"), ("query", "key", "value")
+
+
+def _declare(
+    name: str,
+    stem: str,
+    config: Callable[..., EnsembleConfig],
+    weights: Callable[[str], Weights],
+    classifiers: tuple[str, ...],
+    ignored: tuple[str, ...] = (),
+    module: str | None = None,
+) -> tuple[Architecture, Architecture]:
+    """Two declarations of a family: its classifiers, and the bare encoder with other names in front.
+
+    Args:
+        name: What users call the family.
+        stem: How the names of its classes begin.
+        config: Reads its configuration; gets the name as well.
+        weights: Its tensors, under a prefix.
+        classifiers: How the names of its classifiers go on.
+        ignored: Tensors of the encoder that its classifiers do not read either.
+        module: Its module in transformers, where that is not the stem in small letters.
+    """
+    module = module or stem.lower()
+    path = f"transformers.models.{module}.modeling_{module}.{stem}"
+    named = partial(config, name=f"transformers {name}")
+    return (
+        Architecture(
+            name=f"transformers {name} classifier",
+            classes=tuple(path + one for one in classifiers),
+            config=named,
+            weights=weights(f"{module}."),
+            ignored=tuple(f"{module}.{one}" for one in ignored),
+            metadata=metadata_of_classifier,
+        ),
+        Architecture(
+            name=f"transformers {name} encoder",
+            classes=(f"{path}Model",),
+            config=named,
+            weights=weights(""),
+            ignored=ignored,
+        ),
+    )
+
+
+# --- images --------------------------------------------------------------------------------------------------
+
+
+def _patches_and_readout(prefix: str) -> Weights:
     """What all families call the same; `prefix` leads to the encoder inside a classifier."""
     return {
         "stem.patch": f"{prefix}embeddings.patch_embeddings.projection.weight",
@@ -125,28 +181,23 @@ def _attention(new: str, old: str) -> Weights:
 
     def qkv(leaf: str) -> tuple[Entry, ...]:
         return (
-            SplitQKV(*(f"{new}.attention.{part}_proj.{leaf}" for part in "qkv")),
-            SplitQKV(*(f"{old}.attention.attention.{part}.{leaf}" for part in ("query", "key", "value"))),
+            qkv_of(f"{new}.attention.*_proj", _QKV, leaf),
+            qkv_of(f"{old}.attention.attention.*", _QUERY_KEY_VALUE, leaf),
         )
 
+    places = f"{new}.attention.o_proj", f"{old}.attention.output.dense"
     return {
         "encoder.layers.{i}.attention.qkv": qkv("weight"),
         "encoder.layers.{i}.attention.qkv_bias": qkv("bias"),
-        "encoder.layers.{i}.attention.out": (
-            OutProjection(f"{new}.attention.o_proj.weight"),
-            OutProjection(f"{old}.attention.output.dense.weight"),
-        ),
-        "encoder.layers.{i}.attention.out_bias": (
-            f"{new}.attention.o_proj.bias",
-            f"{old}.attention.output.dense.bias",
-        ),
+        "encoder.layers.{i}.attention.out": tuple(out_projection(f"{place}.weight") for place in places),
+        "encoder.layers.{i}.attention.out_bias": tuple(f"{place}.bias" for place in places),
     }
 
 
 def _vit_weights(prefix: str) -> Weights:
     new, old = f"{prefix}layers.{{i}}", f"{prefix}encoder.layer.{{i}}"
     return {
-        **_stem_and_readout(prefix),
+        **_patches_and_readout(prefix),
         **_attention(new, old),
         "encoder.layers.{i}.norm1": (f"{new}.layernorm_before", f"{old}.layernorm_before"),
         "encoder.layers.{i}.norm2": (f"{new}.layernorm_after", f"{old}.layernorm_after"),
@@ -159,11 +210,11 @@ def _dinov2_weights(prefix: str) -> Weights:
     layer = f"{prefix}encoder.layer.{{i}}"
 
     def up(leaf: str) -> tuple[Entry, ...]:
-        gate_and_value = Joined((f"{layer}.mlp.gate_proj.{leaf}", f"{layer}.mlp.up_proj.{leaf}"))
+        gate_and_value = joined(f"{layer}.mlp.gate_proj.{leaf}", f"{layer}.mlp.up_proj.{leaf}")
         return f"{layer}.mlp.fc1.{leaf}", gate_and_value, f"{layer}.mlp.weights_in.{leaf}"
 
     return {
-        **_stem_and_readout(prefix),
+        **_patches_and_readout(prefix),
         **_attention(layer, layer),
         "encoder.layers.{i}.norm1": f"{layer}.norm1",
         "encoder.layers.{i}.norm2": f"{layer}.norm2",
@@ -175,35 +226,30 @@ def _dinov2_weights(prefix: str) -> Weights:
     }
 
 
-def _vit_config(model: Any, num_labels: int | None, name: str = _VIT, distilled: bool = False) -> EnsembleConfig:
+def _vit_config(model: Any, num_labels: int | None, name: str, distilled: bool = False) -> EnsembleConfig:
     found = model.config
-    stem = _stem(found, "bicubic", prefix=2 if distilled else 1, distilled=distilled)
+    stem = _patch_stem(found, "bicubic", position_prefix=2 if distilled else 1, distillation_token=distilled)
     encoder = EncoderConfig(
         mlp_width=int(found.intermediate_size),
         projection_dropout=float(found.hidden_dropout_prob),
         output_dropout=float(found.hidden_dropout_prob),
-        **_common_sizes(found, name),
+        **_image_sizes(found, name),
     )
     teacher = getattr(model, "cls_classifier", None)
-    classifier = linear_or_none(getattr(model, "classifier", teacher), name)
-    readout = _readout(model, name, num_labels, classifier, "cls" if teacher is None else "distilled")
+    classifier = getattr(model, "classifier", teacher)
+    readout = _image_readout(model, name, num_labels, classifier, "cls" if teacher is None else "distilled")
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
 
-def _deit_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    return _vit_config(model, num_labels, _DEIT, distilled=True)
-
-
-def _dinov2_config(
-    model: Any, num_labels: int | None, name: str = _DINOV2, resample: Resample = "bicubic"
-) -> EnsembleConfig:
+def _dinov2_config(model: Any, num_labels: int | None, name: str, resample: Resample = "bicubic") -> EnsembleConfig:
     found = model.config
-    stem = _stem(found, resample, prefix=1, registers=int(getattr(found, "num_register_tokens", 0)))
+    registers = int(getattr(found, "num_register_tokens", 0))
+    stem = _patch_stem(found, resample, position_prefix=1, registers=registers)
     if stem.grid[0] != stem.grid[1]:
         raise refuse(name, f"its image_size {found.image_size} is not square, but its position embedding is read so")
     gated = bool(found.use_swiglu_ffn)
     hidden = int(found.hidden_size * found.mlp_ratio)
-    sizes = _common_sizes(found, name)
+    sizes = _image_sizes(found, name)
     sizes["activation"] = "silu" if gated else sizes["activation"]
     encoder = EncoderConfig(
         mlp_width=(int(hidden * 2 / 3) + 7) // 8 * 8 if gated else hidden,  # as the library rounds SwiGLU
@@ -212,40 +258,27 @@ def _dinov2_config(
         drop_path=(float(found.drop_path_rate),) * int(found.num_hidden_layers),
         **sizes,
     )
-    classifier = linear_or_none(getattr(model, "classifier", None), name)
     bare_features = num_labels is None and not hasattr(model, "classifier")
-    readout = _readout(model, name, num_labels, classifier, "cls" if bare_features else "cls_mean")
+    classifier = getattr(model, "classifier", None)
+    readout = _image_readout(model, name, num_labels, classifier, "cls" if bare_features else "cls_mean")
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
 
-def _registers_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    return _dinov2_config(model, num_labels, _REGISTERS, "bicubic_antialias")
-
-
-def _stem(
-    found: Any, resample: Resample, *, prefix: int, registers: int = 0, distilled: bool = False
-) -> PatchStemConfig:
+def _patch_stem(found: Any, resample: Resample, **settings: Any) -> PatchStemConfig:
     patch, image = pair(found.patch_size), pair(found.image_size)
     return PatchStemConfig(
         patch_size=patch,
         grid=(image[0] // patch[0], image[1] // patch[1]),
         channels=int(found.num_channels),
-        distillation_token=distilled,
-        registers=registers,
-        position_prefix=prefix,
         resample=resample,
         dropout=float(found.hidden_dropout_prob),
+        **settings,
     )
 
 
-def _common_sizes(found: Any, name: str) -> dict[str, Any]:
-    """The fields of `EncoderConfig` that all families read from the same place."""
-    require_plain_encoder(found, name)
+def _image_sizes(found: Any, name: str) -> dict[str, Any]:
     return {
-        "width": int(found.hidden_size),
-        "layers": int(found.num_hidden_layers),
-        "heads": int(found.num_attention_heads),
-        "head_dim": head_size(found, name),
+        **encoder_sizes(found, name),
         "activation": activation_named(found.hidden_act, name),
         "norm_eps": float(found.layer_norm_eps),
         "qkv_bias": bool(found.qkv_bias),
@@ -253,10 +286,8 @@ def _common_sizes(found: Any, name: str) -> dict[str, Any]:
     }
 
 
-def _readout(model: Any, name: str, num_labels: int | None, classifier: nn.Linear | None, pool: Pool) -> ReadoutConfig:
-    if classifier is not None:
-        require_one_label_per_input(model, name)
-    classes = classes_or_fresh(0 if classifier is None else classifier.out_features, num_labels, name)
+def _image_readout(model: Any, name: str, num_labels: int | None, classifier: Any, pool: Pool) -> ReadoutConfig:
+    classes, bias = read_classes(model, classifier, num_labels, name)
     pooler = getattr(model, "pooler", None)
     hidden: HiddenActivation | None = None
     if not classes and pool == "distilled":
@@ -267,74 +298,16 @@ def _readout(model: Any, name: str, num_labels: int | None, classifier: nn.Linea
         if pooler.dense.out_features != model.config.hidden_size:
             raise refuse(name, f"its pooler changes the width to {pooler.dense.out_features}")
         hidden = cast(HiddenActivation, model.config.pooler_act)
-    return ReadoutConfig(
-        pool=pool,
-        num_classes=classes,
-        norm_eps=float(model.config.layer_norm_eps),
-        hidden=hidden,
-        bias=classifier is None or classifier.bias is not None,
-    )
+    norm_eps = float(model.config.layer_norm_eps)
+    return ReadoutConfig(pool=pool, num_classes=classes, norm_eps=norm_eps, hidden=hidden, bias=bias)
 
 
-def _declare(
-    name: str,
-    module: str,
-    config: Callable[[nn.Module, int | None], EnsembleConfig],
-    weights: Callable[[str], Weights],
-    classifiers: tuple[str, ...],
-    bare: str,
-) -> tuple[Architecture, Architecture]:
-    """Two declarations of a family: its classifiers, and the bare encoder with other names in front.
-
-    A mask token takes part in pre-training only, a pooler only in the features of a bare encoder.
-    """
-    path = f"transformers.models.{module}.modeling_{module}"
-    return (
-        Architecture(
-            name=f"{name} classifier",
-            classes=tuple(f"{path}.{one}" for one in classifiers),
-            config=config,
-            weights=weights(f"{module}."),
-            ignored=(f"{module}.embeddings.mask_token",),
-            metadata=metadata_of_classifier,
-        ),
-        Architecture(
-            name=f"{name} encoder",
-            classes=(f"{path}.{bare}",),
-            config=config,
-            weights=weights(""),
-            ignored=("embeddings.mask_token", "pooler."),
-        ),
-    )
+_FOR_IMAGES = ("ForImageClassification",)
+# A mask token takes part in pre-training only, a pooler only in the features of a bare encoder.
+_UNREAD = ("embeddings.mask_token", "pooler.")
 
 
-VISION_ARCHITECTURES: tuple[Architecture, ...] = (
-    *_declare(_VIT, "vit", _vit_config, _vit_weights, ("ViTForImageClassification",), "ViTModel"),
-    *_declare(
-        _DEIT,
-        "deit",
-        _deit_config,
-        _vit_weights,
-        ("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher"),
-        "DeiTModel",
-    ),
-    *_declare(_DINOV2, "dinov2", _dinov2_config, _dinov2_weights, ("Dinov2ForImageClassification",), "Dinov2Model"),
-    *_declare(
-        _REGISTERS,
-        "dinov2_with_registers",
-        _registers_config,
-        _dinov2_weights,
-        ("Dinov2WithRegistersForImageClassification",),
-        "Dinov2WithRegistersModel",
-    ),
-)
-
-
-_BERT = "transformers BERT"
-_ROBERTA = "transformers RoBERTa"
-_DISTILBERT = "transformers DistilBERT"
-_ELECTRA = "transformers ELECTRA"
-_DISTILBERT_EPS = 1e-12  # written in the library's code, not in its configuration
+# --- text ----------------------------------------------------------------------------------------------------
 
 
 def _embeddings(prefix: str) -> Weights:
@@ -350,15 +323,11 @@ def _embeddings(prefix: str) -> Weights:
 def _bert_weights(prefix: str) -> Weights:
     """BERT, RoBERTa and ELECTRA; `prefix` leads to the encoder inside a classifier."""
     layer = f"{prefix}encoder.layer.{{i}}"
-
-    def qkv(leaf: str) -> SplitQKV:
-        return SplitQKV(*(f"{layer}.attention.self.{part}.{leaf}" for part in ("query", "key", "value")))
-
     return {
         **_embeddings(prefix),
-        "encoder.layers.{i}.attention.qkv": qkv("weight"),
-        "encoder.layers.{i}.attention.qkv_bias": qkv("bias"),
-        "encoder.layers.{i}.attention.out": OutProjection(f"{layer}.attention.output.dense.weight"),
+        "encoder.layers.{i}.attention.qkv": qkv_of(f"{layer}.attention.self.*", _QUERY_KEY_VALUE, "weight"),
+        "encoder.layers.{i}.attention.qkv_bias": qkv_of(f"{layer}.attention.self.*", _QUERY_KEY_VALUE, "bias"),
+        "encoder.layers.{i}.attention.out": out_projection(f"{layer}.attention.output.dense.weight"),
         "encoder.layers.{i}.attention.out_bias": f"{layer}.attention.output.dense.bias",
         "encoder.layers.{i}.norm1": f"{layer}.attention.output.LayerNorm",
         "encoder.layers.{i}.mlp.up": f"{layer}.intermediate.dense",
@@ -371,15 +340,11 @@ def _bert_weights(prefix: str) -> Weights:
 
 def _distilbert_weights(prefix: str) -> Weights:
     layer = f"{prefix}transformer.layer.{{i}}"
-
-    def qkv(leaf: str) -> SplitQKV:
-        return SplitQKV(*(f"{layer}.attention.{part}_lin.{leaf}" for part in "qkv"))
-
     return {
         **_embeddings(prefix),
-        "encoder.layers.{i}.attention.qkv": qkv("weight"),
-        "encoder.layers.{i}.attention.qkv_bias": qkv("bias"),
-        "encoder.layers.{i}.attention.out": OutProjection(f"{layer}.attention.out_lin.weight"),
+        "encoder.layers.{i}.attention.qkv": qkv_of(f"{layer}.attention.*_lin", _QKV, "weight"),
+        "encoder.layers.{i}.attention.qkv_bias": qkv_of(f"{layer}.attention.*_lin", _QKV, "bias"),
+        "encoder.layers.{i}.attention.out": out_projection(f"{layer}.attention.out_lin.weight"),
         "encoder.layers.{i}.attention.out_bias": f"{layer}.attention.out_lin.bias",
         "encoder.layers.{i}.norm1": f"{layer}.sa_layer_norm",
         "encoder.layers.{i}.mlp.up": f"{layer}.ffn.lin1",
@@ -390,62 +355,54 @@ def _distilbert_weights(prefix: str) -> Weights:
     }
 
 
-def _bert_like_config(
-    model: Any, num_labels: int | None, name: str, hidden: HiddenActivation, *, drops_first_token: bool
+def _bert_config(
+    model: Any,
+    num_labels: int | None,
+    name: str,
+    hidden: HiddenActivation = "tanh",
+    drops_first_token: bool = True,
+    counts_after_padding: bool = False,
 ) -> EnsembleConfig:
     """BERT, RoBERTa and ELECTRA, which differ in the readout and in how positions are counted."""
     found, embeddings = model.config, model.base_model.embeddings
+    dropout = float(found.hidden_dropout_prob)
     stem = TextStemConfig(
         segments=embeddings.token_type_embeddings.num_embeddings,
-        positions_after=int(embeddings.padding_idx) if name == _ROBERTA else None,
+        positions_after=int(embeddings.padding_idx) if counts_after_padding else None,
         norm_eps=float(found.layer_norm_eps),
         project=hasattr(model.base_model, "embeddings_project"),
-        dropout=float(found.hidden_dropout_prob),
+        dropout=dropout,
         **_table_sizes(embeddings),
     )
     encoder = EncoderConfig(
+        **encoder_sizes(found, name),
+        norm_first=False,
         mlp_width=int(found.intermediate_size),
         activation=activation_named(found.hidden_act, name),
         norm_eps=float(found.layer_norm_eps),
         attention_dropout=float(found.attention_probs_dropout_prob),
-        projection_dropout=float(found.hidden_dropout_prob),
-        output_dropout=float(found.hidden_dropout_prob),
-        **_transformers_text_common_sizes(found, name),
+        projection_dropout=dropout,
+        output_dropout=dropout,
     )
-    rate = found.hidden_dropout_prob if found.classifier_dropout is None else found.classifier_dropout
-    readout = _transformers_text_readout(
-        model, num_labels, name, hidden, float(rate), drops_first_token=drops_first_token
-    )
+    rate = dropout if found.classifier_dropout is None else float(found.classifier_dropout)
+    readout = _text_readout(model, num_labels, name, hidden, rate, drops_first_token)
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
 
-def _bert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    return _bert_like_config(model, num_labels, _BERT, "tanh", drops_first_token=False)
-
-
-def _roberta_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    return _bert_like_config(model, num_labels, _ROBERTA, "tanh", drops_first_token=True)
-
-
-def _electra_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    return _bert_like_config(model, num_labels, _ELECTRA, "gelu", drops_first_token=True)
-
-
-def _distilbert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    found = model.config
-    stem = TextStemConfig(
-        norm_eps=_DISTILBERT_EPS, dropout=float(found.dropout), **_table_sizes(model.base_model.embeddings)
-    )
+def _distilbert_config(model: Any, num_labels: int | None, name: str) -> EnsembleConfig:
+    found, eps = model.config, 1e-12  # written in the library's code, not in its configuration
+    dropout = float(found.dropout)
+    stem = TextStemConfig(norm_eps=eps, dropout=dropout, **_table_sizes(model.base_model.embeddings))
     encoder = EncoderConfig(
+        **encoder_sizes(found, name),
+        norm_first=False,
         mlp_width=int(found.hidden_dim),
-        activation=activation_named(found.activation, _DISTILBERT),
-        norm_eps=_DISTILBERT_EPS,
+        activation=activation_named(found.activation, name),
+        norm_eps=eps,
         attention_dropout=float(found.attention_dropout),
-        output_dropout=float(found.dropout),
-        **_transformers_text_common_sizes(found, _DISTILBERT),
+        output_dropout=dropout,
     )
-    rate = float(found.seq_classif_dropout)
-    readout = _transformers_text_readout(model, num_labels, _DISTILBERT, "relu", rate, drops_first_token=False)
+    readout = _text_readout(model, num_labels, name, "relu", float(found.seq_classif_dropout), False)
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
 
@@ -458,26 +415,11 @@ def _table_sizes(embeddings: Any) -> dict[str, Any]:
     }
 
 
-def _transformers_text_common_sizes(found: Any, name: str) -> dict[str, Any]:
-    """The fields of `EncoderConfig` that all families read from the same place."""
-    require_plain_encoder(found, name)
-    return {
-        "width": int(found.hidden_size),
-        "layers": int(found.num_hidden_layers),
-        "heads": int(found.num_attention_heads),
-        "head_dim": head_size(found, name),
-        "norm_first": False,
-    }
-
-
-def _transformers_text_readout(
-    model: Any, num_labels: int | None, name: str, hidden: HiddenActivation, rate: float, *, drops_first_token: bool
+def _text_readout(
+    model: Any, num_labels: int | None, name: str, hidden: HiddenActivation, rate: float, drops_first_token: bool
 ) -> ReadoutConfig:
     head = getattr(model, "classifier", None)
-    linear = linear_or_none(getattr(head, "out_proj", head), name)
-    if linear is not None:
-        require_one_label_per_input(model, name)
-    classes = classes_or_fresh(0 if linear is None else linear.out_features, num_labels, name)
+    classes, bias = read_classes(model, getattr(head, "out_proj", head), num_labels, name)
     if not classes:
         pooled = getattr(model, "pooler", None) is not None
         return ReadoutConfig(norm="none", hidden="tanh" if pooled else None)
@@ -485,42 +427,36 @@ def _transformers_text_readout(
         num_classes=classes,
         norm="none",
         hidden=hidden,
-        bias=linear is None or linear.bias is not None,
+        bias=bias,
         dropout=rate if drops_first_token else 0.0,
         hidden_dropout=rate,
     )
 
 
-def _transformers_text_declare(
-    name: str,
-    module: str,
-    config: Callable[[nn.Module, int | None], EnsembleConfig],
-    weights: Callable[[str], Weights],
-    stem: str,
-) -> tuple[Architecture, Architecture]:
-    """Two declarations of a family: its sequence classifier, and the bare encoder without its prefix."""
-    path = f"transformers.models.{module}.modeling_{module}.{stem}"
-    return (
-        Architecture(
-            name=f"{name} classifier",
-            classes=(f"{path}ForSequenceClassification",),
-            config=config,
-            weights=weights(f"{module}."),
-            metadata=metadata_of_classifier,
-        ),
-        Architecture(
-            name=f"{name} encoder",
-            classes=(f"{path}Model",),
-            config=config,
-            weights=weights(""),
-            fresh=("readout.hidden", "readout.classifier"),
-        ),
-    )
+_FOR_TEXTS = ("ForSequenceClassification",)
 
-
-TEXT_ARCHITECTURES: tuple[Architecture, ...] = (
-    *_transformers_text_declare(_BERT, "bert", _bert_config, _bert_weights, "Bert"),
-    *_transformers_text_declare(_ROBERTA, "roberta", _roberta_config, _bert_weights, "Roberta"),
-    *_transformers_text_declare(_DISTILBERT, "distilbert", _distilbert_config, _distilbert_weights, "DistilBert"),
-    *_transformers_text_declare(_ELECTRA, "electra", _electra_config, _bert_weights, "Electra"),
+ARCHITECTURES: tuple[Architecture, ...] = (
+    *_declare("ViT", "ViT", _vit_config, _vit_weights, _FOR_IMAGES, _UNREAD),
+    *_declare(
+        "DeiT",
+        "DeiT",
+        partial(_vit_config, distilled=True),
+        _vit_weights,
+        (*_FOR_IMAGES, "ForImageClassificationWithTeacher"),
+        _UNREAD,
+    ),
+    *_declare("DINOv2", "Dinov2", _dinov2_config, _dinov2_weights, _FOR_IMAGES, _UNREAD),
+    *_declare(
+        "DINOv2 with registers",
+        "Dinov2WithRegisters",
+        partial(_dinov2_config, resample="bicubic_antialias"),
+        _dinov2_weights,
+        _FOR_IMAGES,
+        _UNREAD,
+        module="dinov2_with_registers",
+    ),
+    *_declare("BERT", "Bert", partial(_bert_config, drops_first_token=False), _bert_weights, _FOR_TEXTS),
+    *_declare("RoBERTa", "Roberta", partial(_bert_config, counts_after_padding=True), _bert_weights, _FOR_TEXTS),
+    *_declare("DistilBERT", "DistilBert", _distilbert_config, _distilbert_weights, _FOR_TEXTS),
+    *_declare("ELECTRA", "Electra", partial(_bert_config, hidden="gelu"), _bert_weights, _FOR_TEXTS),
 )

@@ -96,3 +96,15 @@ def test_processors_find_their_tower() -> None:
     assert dual.text.metadata.preprocessing is None
     assert dual.image.metadata.source == "open_clip CLIP (open_clip.model.CLIP)"
     assert dual.text.metadata.history == ("converted from open_clip CLIP",)
+
+
+def test_every_tensor_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tower is built around its weights one time, and stands apart from the model it came from."""
+    model, built = open_clip_model(), []
+    from_state = he.Ensemble.from_state
+    monkeypatch.setattr(he.Ensemble, "from_state", lambda *given: built.append(given[0]) or from_state(*given))
+    dual = he.convert(model)
+    assert len(built) == 2
+    theirs = {parameter.data_ptr() for parameter in model.parameters()}
+    assert not theirs & {parameter.data_ptr() for parameter in dual.parameters()}
+    assert all(parameter.is_contiguous() for parameter in dual.parameters())

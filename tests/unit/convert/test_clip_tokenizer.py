@@ -12,7 +12,7 @@ import torch
 
 import hydra_ensembles as he
 from architectures_clip import open_clip_model, transformers_clip
-from hydra_ensembles.convert.clip_tokenizer import clip_tokenizer_json, read_simple_tokenizer
+from hydra_ensembles.convert.open_clip import clip_tokenizer_json, read_simple_tokenizer
 from hydra_ensembles.errors import ConfigError, ConversionError
 from hydra_ensembles.preprocessing import TextPreprocessing, clean_text
 
