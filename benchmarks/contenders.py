@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from model_shapes import Inputs, ModelShape
@@ -21,7 +21,7 @@ from hydra_ensembles._utils import derive_seed
 from hydra_ensembles.baselines.mc_dropout import mc_dropout
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.cost import multiply_adds
-from hydra_ensembles.model.layers import Plan
+from hydra_ensembles.optimize import Plan
 
 NAMES = (
     "single",
@@ -37,9 +37,7 @@ NAMES = (
     "mc-dropout",
     "hydra-k4",
     "hydra-k6",
-    "hydra-int8",
 )
-CPU_ONLY = ("hydra-int8",)
 LABELS = {
     "single": "the user's own model",
     "ours": "our single (M = 1)",
@@ -122,8 +120,7 @@ class Workshop:
         if name == "mc-dropout":
             return self._mc_dropout(members)
         ensemble = self._kept(name, members)
-        weights: Literal["int8"] | None = "int8" if name == "hydra-int8" else None
-        runner = ensemble.optimize(plans=None if plan is None else [plan], weights=weights)
+        runner = ensemble.optimize(plans=None if plan is None else [plan])
         chosen = plan or runner.choice_for(inputs).plan
         module = runner.module(chosen)
         return Contender(
@@ -182,10 +179,10 @@ class Workshop:
         if name == "hydra-uneven":
             pruned = [he.prune(self.base, self._unevenly(member)) for member in range(members)]
             return he.fuse([self._tuned(one, 0, member) for member, one in enumerate(pruned)])
-        match = re.fullmatch(r"hydra-(?:k(\d+)|int8)", name)
+        match = re.fullmatch(r"hydra-k(\d+)", name)
         if match is None:
             raise ValueError(f"there is no contender {name!r}; there are {', '.join(NAMES)}")
-        trunk = int(match[1] or 0)
+        trunk = int(match[1])
         pruned = [he.prune(self.base, self._evenly(trunk, member)) for member in range(members)]
         return he.fuse([self._tuned(one, trunk, member) for member, one in enumerate(pruned)])
 

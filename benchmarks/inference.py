@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from contenders import CPU_ONLY, NAMES, ONE_MEMBER, Workshop
+from contenders import NAMES, ONE_MEMBER, Workshop
 from inference_modes import MODES, Modes, Run, release, synchronize
 from inference_rows import HEADER, Key, Results, Row, line, table
 from model_shapes import SHAPES, ClipShape, Inputs
@@ -29,7 +29,7 @@ from torch import Tensor
 from zero_shot_contenders import ZERO_SHOT_NAMES, ZeroShotWorkshop
 
 from hydra_ensembles.model.cost import measure_costs
-from hydra_ensembles.model.layers import Plan
+from hydra_ensembles.optimize import Plan
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FIRST_CONTENDERS = ("single", "hydra-k0", "hydra-k8", "hydra-k10", "hydra-uneven", "ours")
@@ -257,9 +257,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     unknown = sorted(set(options.contenders or ()) - set(names))
     if unknown:
         parser.error(f"the shape {options.shape} has no contenders {unknown}; it has {list(names)}")
-    possible = [name for name in names if not (on_gpu and name in CPU_ONLY)]
-    growing = [name for name in possible if name in ("single", *GROWTH_CONTENDERS)]
-    options.contenders = options.contenders or (growing if len(options.members) > 1 else possible)
+    growing = [name for name in names if name in ("single", *GROWTH_CONTENDERS)]
+    options.contenders = options.contenders or (growing if len(options.members) > 1 else list(names))
     return options
 
 

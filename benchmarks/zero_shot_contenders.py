@@ -20,7 +20,7 @@ import hydra_ensembles as he
 from hydra_ensembles._utils import derive_seed
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.cost import multiply_adds
-from hydra_ensembles.model.layers import Plan
+from hydra_ensembles.optimize import Plan
 
 ZERO_SHOT_NAMES = ("single", "ours", "hydra-joint", "deep-in-turn", "single-texts", "hydra-texts")
 PRUNED_SHARE = 10  # one head in so many: 24 of the 144 + 96 of ViT-B/32

@@ -245,7 +245,7 @@ def test_widths_that_do_not_meet_are_named() -> None:
         DualEncoder(image, text)
     with pytest.raises(ConfigError, match="image projection takes features of width 32, the image tower gives 40"):
         DualEncoder(image, text, Projections.fresh(32, 32, 8))
-    with pytest.raises(ConfigError, match="towers for text and images"):
+    with pytest.raises(ConfigError, match="text and image"):
         DualEncoder(text, image)
     with pytest.raises(ConfigError, match="logit_scale has 1 numbers and logit_bias 2"):
         DualEncoder(image, text, Projections.fresh(40, 32, 8), logit_bias=torch.zeros(2))

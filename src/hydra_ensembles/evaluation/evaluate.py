@@ -58,7 +58,7 @@ HISTOGRAM_BINS = (12, 40)
 
 
 def evaluate(
-    ensemble: Ensemble | OptimizedEnsemble[Ensemble] | Callable[[Any], Any],
+    ensemble: Ensemble | OptimizedEnsemble | Callable[[Any], Any],
     id_data: Data,
     ood: Mapping[str, Any] | None = None,
     shift: Mapping[str, Data] | None = None,

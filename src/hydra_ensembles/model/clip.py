@@ -4,28 +4,21 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._utils import evaluation_mode
-from ..checkpoint import (
-    DUAL_ENCODER,
-    dual_encoder_contents,
-    open_checkpoint,
-    push_checkpoint,
-    read_dual_encoder,
-    save_checkpoint,
-)
+from ..checkpoint import DUAL_ENCODER, Contents, Stored, dual_encoder_contents, read_dual_encoder
 from ..errors import ConfigError, DataError
 from .config import CosineConfig, DualEncoderConfig, EnsembleConfig, Sharing, output_width
 from .cost import Description
-from .ensemble import Ensemble
+from .ensemble import Ensemble, Saved, built_around, copied
 from .layers import GroupedLinear
-from .members import listed, place_of
-from .metadata import PROJECTION, TOWER, Metadata, TextSettings, TextSide, named, odd_names
+from .members import listed, member_index, place_of
+from .metadata import PROJECTION, TOWER, Metadata, TextSettings, TextSide, odd_names, text_state
 from .stem_readout import Projections, compose, linear, projection_config, projection_from
 
 Tower = Literal["image", "text"]
@@ -33,13 +26,15 @@ Tower = Literal["image", "text"]
 INITIAL_SCALE = math.log(1 / 0.07)  # where CLIP's training starts
 
 
-class DualEncoder(nn.Module):
+class DualEncoder(Saved, nn.Module):
     """An image tower and a text tower whose features are projected into one embedding (CLIP).
 
     Both towers are ensembles. They have the same number of members, or one of them has a single member that
     serves all. The logit of an image and a text is the cosine of their embeddings times `exp(logit_scale)`,
     plus `logit_bias` where there is one.
     """
+
+    _kind = DUAL_ENCODER
 
     def __init__(
         self,
@@ -69,8 +64,13 @@ class DualEncoder(nn.Module):
                 f"logit_scale has {self.logit_scale.numel()} numbers and logit_bias {self.logit_bias.numel()}; "
                 "give as many of one as of the other"
             )
-        _check_inputs("image", image, self.projections.image)
-        _check_inputs("text", text, self.projections.text)
+        ends = (("image", image, self.projections.image), ("text", text, self.projections.text))
+        for name, tower, projection in ends:
+            if projection is not None and projection.weight.shape[2] != output_width(tower.config):
+                raise ConfigError(
+                    f"the {name} projection takes features of width {projection.weight.shape[2]}, "
+                    f"the {name} tower gives {output_width(tower.config)}"
+                )
         self.config = DualEncoderConfig(
             image=image.config,
             text=text.config,
@@ -121,30 +121,22 @@ class DualEncoder(nn.Module):
     @staticmethod
     def stack(members: Iterable["DualEncoder"]) -> "DualEncoder":
         """One dual encoder with all members of the given ones and nothing shared between them."""
-        given = listed(members, "DualEncoder.stack")
-        singles = [one.member(index) for one in given for index in range(one.num_members)]
-        biases: list[Tensor] = [one.logit_bias for one in singles if one.logit_bias is not None]
-        if len(biases) not in (0, len(singles)):
-            raise ConfigError(f"{len(biases)} of {len(singles)} members have a logit bias; all must, or none")
+        singles = single_members(listed(members, "DualEncoder.stack"))
         stacked = DualEncoder(
             Ensemble.stack([one.image for one in singles]),
             Ensemble.stack([one.text for one in singles]),
             Projections.stack([one.projections for one in singles]),
-            torch.cat([one.logit_scale for one in singles]),
-            torch.cat(biases) if biases else None,
+            *joined_scales(singles),
         )
         return stacked.eval()
 
     def member(self, index: int) -> "DualEncoder":
         """A copy of one member as a dual encoder of its own."""
-        if not -self.num_members <= index < self.num_members:
-            raise ConfigError(f"member {index} does not exist: there are {self.num_members}, counted from 0")
-        index %= self.num_members
-        of = [index if copies > 1 else 0 for copies in (self.image.num_members, self.text.num_members)]
+        index = member_index(index, self.num_members)
         one = slice(index, index + 1) if self.config.scale_copies > 1 else slice(0, 1)
         single = DualEncoder(
-            self.image.member(of[0]),
-            self.text.member(of[1]),
+            self.image.member(index if self.image.num_members > 1 else 0),
+            self.text.member(index if self.text.num_members > 1 else 0),
             self.projections.member(index),
             self.logit_scale[one],
             None if self.logit_bias is None else self.logit_bias[one],
@@ -173,62 +165,19 @@ class DualEncoder(nn.Module):
         text: Metadata | None = None,
     ) -> "DualEncoder":
         """Build a dual encoder around copies of the given tensors, keeping their dtype and device."""
-        with torch.device("meta"):
-            dual = cls.from_config(config, image, text)
-        copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
-        dual.load_state_dict(copies, assign=True)
-        for parameter in dual.parameters():
-            parameter.requires_grad_(True)
-        return dual.eval()
+        return built_around(lambda: cls.from_config(config, image, text), copied(state))
 
     # --- saving and loading ------------------------------------------------------------------------------
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write `config.json`, `model.safetensors`, `tokenizer.json` and a model card into a folder."""
-        save_checkpoint(folder, self._contents(Path(folder).expanduser().resolve().name))
+    def _contents(self, name: str) -> Contents:
+        return dual_encoder_contents(name, self.config, self.image.metadata, self.text.metadata, self.state_dict())
 
     @classmethod
-    def from_pretrained(
-        cls,
-        source: str | Path,
-        *,
-        revision: str | None = None,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        token: str | None = None,
-    ) -> "DualEncoder":
-        """Load what `save_pretrained` or `push_to_hub` wrote, in evaluation mode; no code is run.
-
-        Args:
-            source: Folder, or hub id of the form `owner/name`.
-            revision: Branch, tag or commit on the hub.
-            device: Where the parameters go; None for the CPU.
-            dtype: Floating type to convert to; None keeps the stored one.
-            token: Access token for a private model; None for the one logged in with.
-
-        Raises:
-            CheckpointError: Something is missing, damaged, inconsistent, or not a saved dual encoder.
-        """
-        stored = open_checkpoint(source, DUAL_ENCODER, revision=revision, token=token)
+    def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> "DualEncoder":
         config, image, text = read_dual_encoder(stored)
         layers = config.image.encoder.layers + config.text.encoder.layers
         state = stored.tensors(lambda: cls.from_config(config), device, dtype, at_least=layers)
         return cls.from_state(config, state, image, text)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        token: str | None = None,
-        commit_message: str | None = None,
-    ) -> str:
-        """Publish on the hub as `owner/name`, in one commit; the address of that commit."""
-        contents = self._contents(repo_id)
-        return push_checkpoint(repo_id, contents, private=private, token=token, commit_message=commit_message)
-
-    def _contents(self, name: str) -> Any:
-        return dual_encoder_contents(name, self.config, self.image.metadata, self.text.metadata, self.state_dict())
 
     # --- looking at it -----------------------------------------------------------------------------------
 
@@ -268,7 +217,7 @@ def embed(tower: Ensemble, projection: GroupedLinear | None, inputs: Any, normal
     """Embeddings `[G, B, e]` of what a tower takes; G is 1 where neither tower nor projection has members."""
     if not isinstance(inputs, Tensor | Mapping):
         inputs = tower.prepare(list(inputs) if isinstance(inputs, tuple) else inputs)
-    x = cast(Tensor, tower(inputs))  # [M or 1, B, d]
+    x = tower(inputs)  # [M or 1, B, d]
     if projection is not None:
         x = projection(x)
     return F.normalize(x, dim=-1) if normalize else x
@@ -281,12 +230,17 @@ def _numbers(values: float | Tensor, like: Ensemble) -> nn.Parameter:
     return nn.Parameter(values.detach().clone().reshape(-1))
 
 
-def _check_inputs(name: Tower, tower: Ensemble, projection: GroupedLinear | None) -> None:
-    if projection is not None and projection.weight.shape[2] != output_width(tower.config):
-        raise ConfigError(
-            f"the {name} projection takes features of width {projection.weight.shape[2]}, "
-            f"the {name} tower gives {output_width(tower.config)}"
-        )
+def single_members(duals: Sequence[DualEncoder]) -> list[DualEncoder]:
+    """Every member of the given dual encoders by itself."""
+    return [one.member(index) for one in duals for index in range(one.num_members)]
+
+
+def joined_scales(singles: Sequence[DualEncoder]) -> tuple[Tensor, Tensor | None]:
+    """Logit scales `[M]` of single members, and their biases `[M]` or None."""
+    biases: list[Tensor] = [one.logit_bias for one in singles if one.logit_bias is not None]
+    if len(biases) not in (0, len(singles)):
+        raise ConfigError(f"{len(biases)} of {len(singles)} members have a logit bias; all must, or none")
+    return torch.cat([one.logit_scale for one in singles]), torch.cat(biases) if biases else None
 
 
 def require_ensemble(model: object, caller: str) -> None:
@@ -399,6 +353,8 @@ def average_templates(embedded: Tensor, templates: int) -> Tensor:
     return F.normalize(embedded.unflatten(1, (-1, templates)).mean(2), dim=-1)
 
 
+# --- zero-shot classifiers -------------------------------------------------------------------------------
+
 _CLASSIFIER, _PROJECTION, _CLASSES = "readout.classifier.", "readout.projection.", "readout.class_embeddings."
 
 
@@ -431,15 +387,13 @@ def zero_shot(
             "give a zero-shot ensemble other classes"
         )
     names, sentences = checked_names(class_names), checked_templates(templates)
-    classes = class_embeddings(dual.text, dual.projections.text, names, sentences)  # [1 or M, C, e]
-    require_distinct(classes, names)
-    weight, bias = _scaled(classes, dual.logit_scale, dual.logit_bias)
+    classes = _class_state(dual.text, dual.projections.text, dual.logit_scale, dual.logit_bias, names, sentences)
     projection = _image_projection(dual)
-    config = _config(dual, projection, len(names), bias is not None, len(weight))
+    config = _config(dual, projection, len(names), classes)
     state = {name: tensor for name, tensor in dual.image.state_dict().items() if not name.startswith(_CLASSIFIER)}
     if projection is not None:
         state |= {_PROJECTION + name: tensor.to(dual.dtype) for name, tensor in projection.state_dict().items()}
-    state |= _class_state(weight, bias, dual.image)
+    state |= {name: tensor.to(dual.device, dual.dtype) for name, tensor in classes.items()}
     copies = config.copies("readout")
     of_readout = (name for name in state if place_of(name)[0] == "readout")
     state |= {name: state[name].expand(copies, *state[name].shape[1:]) for name in of_readout}
@@ -475,22 +429,15 @@ def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Template
     settings = side.settings
     names = checked_names(class_names)
     sentences = settings.templates if templates is None else checked_templates(templates)
-    tower, projection = _text_tower(side, ensemble.device)
-    classes = class_embeddings(tower, projection, names, sentences)
-    require_distinct(classes, names)
-    scale, *more = (
-        None if numbers is None else torch.tensor(numbers, dtype=classes.dtype, device=classes.device)
-        for numbers in (settings.logit_scale, settings.logit_bias)
-    )
-    assert scale is not None
-    weight, bias = _scaled(classes, scale, more[0])
+    tower, projection, scale, bias = _text_tower(side, ensemble.device)
+    classes = _class_state(tower, projection, scale, bias, names, sentences)
     copies = ensemble.config.copies("readout")
-    if copies < len(weight):  # fused with readout="mean"
-        weight, bias = weight.mean(0, keepdim=True), None if bias is None else bias.mean(0, keepdim=True)
-    readout = replace(ensemble.config.readout, num_classes=len(names), bias=bias is not None)
+    if copies < len(classes[_CLASSES + "weight"]):  # fused with readout="mean"
+        classes = {name: tensor.mean(0, keepdim=True) for name, tensor in classes.items()}
     state = {name: tensor for name, tensor in ensemble.state_dict().items() if not name.startswith(_CLASSES)}
-    new = _class_state(weight, bias, ensemble)
-    state |= {name: tensor.expand(copies, *tensor.shape[1:]) for name, tensor in new.items()}
+    for name, tensor in classes.items():
+        state[name] = tensor.to(ensemble.device, ensemble.dtype).expand(copies, *tensor.shape[1:])
+    readout = replace(ensemble.config.readout, num_classes=len(names), bias=bias is not None)
     metadata = replace(
         ensemble.metadata,
         labels=names,
@@ -502,19 +449,25 @@ def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Template
     return Ensemble.from_state(replace(ensemble.config, readout=readout), state, metadata)
 
 
-def _scaled(classes: Tensor, scale: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Class embeddings `[G, C, e]` times the logit scale, and the bias of every class `[G, C]`, or None."""
+def _class_state(
+    tower: Ensemble,
+    projection: GroupedLinear | None,
+    scale: Tensor,
+    bias: Tensor | None,
+    names: Sequence[str],
+    templates: Sequence[str],
+) -> dict[str, Tensor]:
+    """The readout's weights: class embeddings times the logit scale `[G, C, e]`, and the bias of every class `[G, C]`.
+
+    Raises:
+        DataError: No member can tell two of the classes apart.
+    """
+    classes = class_embeddings(tower, projection, names, templates)
+    require_distinct(classes, names)
     weight = classes * scale.detach().exp()[:, None, None]
     if bias is None:
-        return weight, None
-    return weight, bias.detach()[:, None].expand(len(weight), weight.shape[1])
-
-
-def _class_state(weight: Tensor, bias: Tensor | None, like: Ensemble) -> Mapping[str, Tensor]:
-    state = {_CLASSES + "weight": weight.to(like.device, like.dtype)}
-    if bias is not None:
-        state[_CLASSES + "bias"] = bias.to(like.device, like.dtype)
-    return state
+        return {_CLASSES + "weight": weight}
+    return {_CLASSES + "weight": weight, _CLASSES + "bias": bias.detach()[:, None].expand(weight.shape[:2])}
 
 
 def _image_projection(dual: DualEncoder) -> GroupedLinear | None:
@@ -529,14 +482,14 @@ def _image_projection(dual: DualEncoder) -> GroupedLinear | None:
 
 
 def _config(
-    dual: DualEncoder, projection: GroupedLinear | None, classes: int, bias: bool, copies: int
+    dual: DualEncoder, projection: GroupedLinear | None, num_classes: int, classes: Mapping[str, Tensor]
 ) -> EnsembleConfig:
     """The image tower's configuration with as many members as the dual encoder has, and its new readout."""
     image, members = dual.image.config, dual.num_members
     shape = projection_config(projection)
     cosine = CosineConfig() if shape is None else CosineConfig(shape.outputs, shape.bias)
-    readout = replace(image.readout, num_classes=classes, bias=bias, cosine=cosine)
-    once = max(copies, image.copies("readout"), 1 if shape is None else shape.copies) == 1
+    readout = replace(image.readout, num_classes=num_classes, bias=_CLASSES + "bias" in classes, cosine=cosine)
+    once = max(len(classes[_CLASSES + "weight"]), image.copies("readout"), 1 if shape is None else shape.copies) == 1
     if members == 1:
         return replace(image, readout=readout)
     if image.members == members:
@@ -556,7 +509,7 @@ def _text_side(dual: DualEncoder, templates: tuple[str, ...]) -> TextSide:
     if preprocessing is None or preprocessing.kind != "text":
         raise DataError("the text tower has no tokenizer to keep; convert the model with processor=")
     projection = dual.projections.text
-    weights = named(dual.text.state_dict(), {} if projection is None else projection.state_dict())
+    weights = text_state(dual.text.state_dict(), {} if projection is None else projection.state_dict())
     settings = TextSettings(
         tower=dual.text.config,
         projection=projection_config(projection),
@@ -568,10 +521,17 @@ def _text_side(dual: DualEncoder, templates: tuple[str, ...]) -> TextSide:
     return TextSide(settings, {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()})
 
 
-def _text_tower(side: TextSide, device: torch.device) -> tuple[Ensemble, GroupedLinear | None]:
-    """The tower and the projection of a text side, as modules."""
+def _text_tower(side: TextSide, device: torch.device) -> tuple[Ensemble, GroupedLinear | None, Tensor, Tensor | None]:
+    """Tower, projection, logit scale and bias of a text side, as `_class_state` takes them."""
     settings = side.settings
+    metadata = Metadata(preprocessing=settings.preprocessing)
     weights = {name: tensor.to(device) for name, tensor in side.part(TOWER).items()}
-    tower = Ensemble.from_state(settings.tower, weights, Metadata(preprocessing=settings.preprocessing))
+    tower = built_around(lambda: Ensemble(settings.tower, metadata), weights)
     projection = {name: tensor.to(device) for name, tensor in side.part(PROJECTION).items()}
-    return tower, linear(projection["weight"], projection.get("bias")) if projection else None
+    bias = settings.logit_bias
+    return (
+        tower,
+        linear(projection["weight"], projection.get("bias")) if projection else None,
+        torch.tensor(settings.logit_scale, dtype=tower.dtype, device=device),
+        None if bias is None else torch.tensor(bias, dtype=tower.dtype, device=device),
+    )

@@ -8,13 +8,15 @@ from ..errors import ConfigError
 from ..schema import ADDED_LATER
 
 MAX_SIZE = 1 << 24  # no width, vocabulary or count of a real model is larger; guards against absurd files
+MAX_COPIES = 4096  # of layers, heads, members
 
 
-def require_sizes(where: object, **sizes: int) -> None:
-    """Refuse sizes below one or absurdly large."""
-    for name, size in sizes.items():
-        if not 1 <= size <= MAX_SIZE:
-            raise ConfigError(f"{type(where).__name__}.{name} must be between 1 and {MAX_SIZE}, got {size}")
+def require_between(where: object, names: str, least: int = 1, most: int = MAX_SIZE) -> None:
+    """Refuse fields, given by their names, that are smaller or larger than accepted."""
+    for name in names.split():
+        size = getattr(where, name)
+        if not least <= size <= most:
+            raise ConfigError(f"{type(where).__name__}.{name} must be between {least} and {most}, got {size}")
 
 
 def require_rates(where: object, **rates: object) -> None:
@@ -24,25 +26,25 @@ def require_rates(where: object, **rates: object) -> None:
             raise ConfigError(f"{type(where).__name__}.{name} must be a number in [0, 1), got {rate!r}")
 
 
+def require_positive(where: object, name: str) -> None:
+    """Refuse a field that is not positive."""
+    number = getattr(where, name)
+    if not number > 0.0:
+        raise ConfigError(f"{type(where).__name__}.{name} must be positive, got {number}")
+
+
+def require_choice(where: object, name: str, options: object) -> None:
+    """Refuse a field that is not one of the options of a `Literal`."""
+    accepted, value = get_args(options), getattr(where, name)
+    if value not in accepted:
+        raise ConfigError(f"{type(where).__name__}.{name} must be one of {list(accepted)}, got {value!r}")
+
+
 def require_whole(name: str, value: object, least: int) -> int:
     """The value as Python's own integer; refused where it is no whole number, or too small."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
     return int(value)
-
-
-def require_positive(where: object, **numbers: float) -> None:
-    """Refuse numbers that are not positive."""
-    for name, number in numbers.items():
-        if not number > 0.0:
-            raise ConfigError(f"{type(where).__name__}.{name} must be positive, got {number}")
-
-
-def require_choice(where: object, name: str, value: object, options: object) -> None:
-    """Refuse what is not one of the options of a `Literal`."""
-    accepted = get_args(options)
-    if value not in accepted:
-        raise ConfigError(f"{type(where).__name__}.{name} must be one of {list(accepted)}, got {value!r}")
 
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
@@ -77,34 +79,24 @@ class EncoderConfig:
 
     def __post_init__(self) -> None:
         """Check sizes and rates; `drop_path` is empty or has one rate per layer."""
-        require_sizes(
-            self,
-            width=self.width,
-            layers=self.layers,
-            heads=self.heads,
-            head_dim=self.head_dim,
-            mlp_width=self.mlp_width,
-        )
-        if self.layers > 4096 or self.heads > 4096:
+        require_between(self, "width head_dim mlp_width")
+        require_between(self, "layers heads", most=MAX_COPIES)
+        require_choice(self, "activation", Activation)
+        require_choice(self, "norm", NormKind)
+        require_positive(self, "norm_eps")
+        if self.drop_path and len(self.drop_path) != self.layers:
             raise ConfigError(
-                f"EncoderConfig has {self.layers} layers and {self.heads} heads; at most 4096 of each are accepted"
+                f"EncoderConfig.drop_path has {len(self.drop_path)} rates for {self.layers} layers; "
+                "give one per layer, or none"
             )
-        require_choice(self, "activation", self.activation, Activation)
-        require_choice(self, "norm", self.norm, NormKind)
-        require_positive(self, norm_eps=self.norm_eps)
         require_rates(
             self,
             attention_dropout=self.attention_dropout,
             projection_dropout=self.projection_dropout,
             activation_dropout=self.activation_dropout,
             output_dropout=self.output_dropout,
+            **{f"drop_path[{layer}]": rate for layer, rate in enumerate(self.drop_path)},
         )
-        if self.drop_path and len(self.drop_path) != self.layers:
-            raise ConfigError(
-                f"EncoderConfig.drop_path has {len(self.drop_path)} rates for {self.layers} layers; "
-                "give one per layer, or none"
-            )
-        require_rates(self, **{f"drop_path[{i}]": rate for i, rate in enumerate(self.drop_path)})
 
 
 Resample = Literal["bicubic", "bicubic_antialias", "bicubic_align_corners", "bilinear"]
@@ -135,20 +127,16 @@ class PatchStemConfig:
 
     def __post_init__(self) -> None:
         """Check sizes, and that the position embedding covers existing tokens."""
-        require_sizes(self, channels=self.channels)
+        require_between(self, "channels")
+        require_between(self, "registers", least=0)
+        require_between(self, "position_prefix", least=0, most=self.prefix_tokens)
         for name in ("patch_size", "grid"):
             height, width = getattr(self, name)
-            require_sizes(self, **{f"{name}[0]": height, f"{name}[1]": width, f"{name} area": height * width})
-        if not 0 <= self.registers <= MAX_SIZE:
-            raise ConfigError(f"PatchStemConfig.registers must not be negative or huge, got {self.registers}")
-        if not 0 <= self.position_prefix <= self.prefix_tokens:
-            raise ConfigError(
-                f"PatchStemConfig.position_prefix is {self.position_prefix}, but there are "
-                f"{self.prefix_tokens} prefix tokens"
-            )
-        require_choice(self, "resample", self.resample, Resample)
+            if not (height > 0 and width > 0 and height * width <= MAX_SIZE):
+                raise ConfigError(f"PatchStemConfig.{name} must be two sizes of at least 1, got {height}x{width}")
+        require_choice(self, "resample", Resample)
         require_rates(self, dropout=self.dropout)
-        require_positive(self, norm_eps=self.norm_eps)
+        require_positive(self, "norm_eps")
 
     @property
     def prefix_tokens(self) -> int:
@@ -187,22 +175,13 @@ class TextStemConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check sizes."""
-        require_sizes(
-            self,
-            vocabulary=self.vocabulary,
-            positions=self.positions,
-            embedding_width=self.embedding_width,
-        )
-        if not 0 <= self.segments <= MAX_SIZE:
-            raise ConfigError(f"TextStemConfig.segments must not be negative or huge, got {self.segments}")
-        offset = self.positions_after
-        if offset is not None and not 0 <= offset < self.positions - 1:
-            raise ConfigError(
-                f"TextStemConfig.positions_after is {offset}, which leaves no position of {self.positions}"
-            )
+        """Check sizes, and that a position is left for a token."""
+        require_between(self, "vocabulary positions embedding_width")
+        require_between(self, "segments", least=0)
+        if self.positions_after is not None:
+            require_between(self, "positions_after", least=0, most=self.positions - 2)
         require_rates(self, dropout=self.dropout)
-        require_positive(self, norm_eps=self.norm_eps)
+        require_positive(self, "norm_eps")
 
     @property
     def max_tokens(self) -> int:
@@ -231,7 +210,7 @@ class CosineConfig:
     def __post_init__(self) -> None:
         """Check the width, and that there is a projection for the bias."""
         if self.width is not None:
-            require_sizes(self, width=self.width)
+            require_between(self, "width")
         elif self.bias:
             raise ConfigError("CosineConfig.bias is true, but without a width there is no projection to have one")
 
@@ -261,15 +240,14 @@ class ReadoutConfig:
 
     def __post_init__(self) -> None:
         """Check sizes, and that pooling has what it needs."""
-        require_choice(self, "pool", self.pool, Pool)
-        if not 0 <= self.num_classes <= MAX_SIZE:
-            raise ConfigError(f"ReadoutConfig.num_classes must not be negative or huge, got {self.num_classes}")
+        require_choice(self, "pool", Pool)
+        require_between(self, "num_classes", least=0)
         if self.hidden is not None:
-            require_choice(self, "hidden", self.hidden, HiddenActivation)
+            require_choice(self, "hidden", HiddenActivation)
         require_rates(self, dropout=self.dropout, hidden_dropout=self.hidden_dropout)
-        require_positive(self, norm_eps=self.norm_eps)
+        require_positive(self, "norm_eps")
         if self.pool == "map":
-            require_sizes(self, map_heads=self.map_heads, map_mlp_width=self.map_mlp_width)
+            require_between(self, "map_heads map_mlp_width")
         if self.pool == "cls_mean" and self.norm == "pooled":
             raise ConfigError(
                 "ReadoutConfig.norm is 'pooled', but pool 'cls_mean' gives features twice as wide as the norm; use "
@@ -318,16 +296,14 @@ class EnsembleConfig:
 
     def __post_init__(self) -> None:
         """Check that head lists, sharing and trunk are consistent with each other."""
-        if not 1 <= len(self.heads) <= 4096:
-            raise ConfigError(f"an ensemble has between 1 and 4096 members, got {len(self.heads)}")
-        if not 0 <= self.trunk <= self.encoder.layers:
-            raise ConfigError(f"trunk is {self.trunk}, but the encoder has {self.encoder.layers} layers")
+        require_between(self, "members", most=MAX_COPIES)
+        require_between(self, "trunk", least=0, most=self.encoder.layers)
         for member, layers in enumerate(self.heads):
             if len(layers) != self.encoder.layers:
                 raise ConfigError(f"heads[{member}] lists {len(layers)} layers, the encoder has {self.encoder.layers}")
             for layer, kept in enumerate(layers):
                 self._check_kept(member, layer, kept)
-        self._check_readout()
+        self._check_ends()
 
     def _check_kept(self, member: int, layer: int, kept: tuple[int, ...]) -> None:
         if list(kept) != sorted(set(kept)) or any(not 0 <= head < self.encoder.heads for head in kept):
@@ -341,7 +317,8 @@ class EnsembleConfig:
                 f"and member {member} keeps {list(kept)}"
             )
 
-    def _check_readout(self) -> None:
+    def _check_ends(self) -> None:
+        """Refuse a readout that cannot read what such a stem gives, and widths that do not meet."""
         pool, stem = self.readout.pool, self.stem
         if isinstance(stem, TextStemConfig):
             allowed: tuple[str, ...] = ("cls", "mean", "eot", "last")
@@ -364,6 +341,11 @@ class EnsembleConfig:
     def members(self) -> int:
         """Number of members, M."""
         return len(self.heads)
+
+    @property
+    def kind(self) -> Literal["image", "text"]:
+        """What goes in."""
+        return "text" if isinstance(self.stem, TextStemConfig) else "image"
 
     def copies(self, group: Group, layer: int | None = None) -> int:
         """How many times a group's parameters are stored: 1 when shared (or in the trunk), else M."""
@@ -401,10 +383,8 @@ class ProjectionConfig:
 
     def __post_init__(self) -> None:
         """Check sizes."""
-        if not 1 <= self.outputs <= MAX_SIZE:
-            raise ConfigError(f"ProjectionConfig.outputs must be between 1 and {MAX_SIZE}, got {self.outputs}")
-        if not 1 <= self.copies <= 4096:
-            raise ConfigError(f"ProjectionConfig.copies must be between 1 and 4096, got {self.copies}")
+        require_between(self, "outputs")
+        require_between(self, "copies", most=MAX_COPIES)
 
 
 @dataclass(frozen=True)
@@ -429,10 +409,10 @@ class DualEncoderConfig:
 
     def __post_init__(self) -> None:
         """Check that the towers are of the right kind and meet in one embedding."""
-        if not isinstance(self.image.stem, PatchStemConfig) or not isinstance(self.text.stem, TextStemConfig):
+        if (self.image.kind, self.text.kind) != ("image", "text"):
             raise ConfigError(
                 f"a dual encoder has an image tower and a text tower, in this order; got towers for "
-                f"{_kind(self.image)} and {_kind(self.text)}"
+                f"{self.image.kind} and {self.text.kind}"
             )
         if self.image.members != self.text.members and 1 not in (self.image.members, self.text.members):
             raise ConfigError(
@@ -445,12 +425,9 @@ class DualEncoderConfig:
                 f"the image tower ends in an embedding of width {widths[0]}, the text tower in one of width "
                 f"{widths[1]}; give projections to a common width (Projections.fresh makes new ones)"
             )
-        stored = {"scale_copies": self.scale_copies}
-        for name in ("image_projection", "text_projection"):
-            projection = getattr(self, name)
-            if projection is not None:
-                stored[f"{name}.copies"] = projection.copies
-        for name, copies in stored.items():
+        projections = {"image_projection": self.image_projection, "text_projection": self.text_projection}
+        stored = {f"{name}.copies": one.copies for name, one in projections.items() if one is not None}
+        for name, copies in {**stored, "scale_copies": self.scale_copies}.items():
             if copies not in (1, self.members):
                 raise ConfigError(f"{name} is {copies}, it must be 1 or the number of members, {self.members}")
 
@@ -477,7 +454,3 @@ def output_width(config: EnsembleConfig) -> int:
     if config.readout.pool == "distilled":
         raise ConfigError("a tower that reads class and distillation token apart has no single feature vector")
     return config.encoder.width * (2 if config.readout.pool == "cls_mean" else 1)
-
-
-def _kind(config: EnsembleConfig) -> str:
-    return "images" if isinstance(config.stem, PatchStemConfig) else "text"

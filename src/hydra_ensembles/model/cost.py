@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,17 +41,16 @@ class Description:
 
     def __str__(self) -> str:
         """Summary and layer × member table."""
-        members = range(len(self.heads))
+        titles = [f"member {member}" for member in range(len(self.heads))]
         lines = [
             f"parameters     {self.parameters / 1e6:,.2f} M",
             f"multiply-adds  {self.multiply_adds / 1e9:,.2f} G  ({self.tokens} tokens)",
             f"heads kept     of {self.heads_per_layer} per layer",
-            "layer  " + "  ".join(f"member {m}" for m in members),
+            "  ".join(["layer", *titles]),
         ]
         for layer, counts in enumerate(self.heads_kept):
-            lines.append(
-                f"{layer:>5}  " + "  ".join(f"{count:>{len(f'member {m}')}}" for m, count in enumerate(counts))
-            )
+            cells = [f"{count:>{len(title)}}" for title, count in zip(titles, counts, strict=True)]
+            lines.append("  ".join([f"{layer:>5}", *cells]))
         return "\n".join(lines)
 
 
@@ -168,33 +167,34 @@ def measure_costs(
     example = inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))
     if not len(example):
         raise DataError("the batch to measure on is empty; give at least one input")
-    for name, model in models.items():
-        _check_device(name, model, example.device)
+    device, names = example.device, list(models)
     modules = [model for model in models.values() if isinstance(model, nn.Module)]
-    precision: AbstractContextManager[Any] = nullcontext()
-    if autocast is not None:
-        precision = torch.autocast(example.device.type, autocast)
+    for name, model in models.items():
+        own = next(model.parameters(), example) if isinstance(model, nn.Module) else example
+        if own.device != device:
+            raise DataError(f"model {name!r} is on {own.device} and the inputs are on {device}; move one to the other")
+    precision = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
+    clock = _cuda_time if device.type == "cuda" else _wall_time
+    times: dict[str, list[float]] = {name: [] for name in names}
     with evaluation_mode(*modules), torch.no_grad(), precision:
-        for _ in range(warmup):
-            for model in models.values():
-                model(inputs)
-        times = _interleaved_times(list(models.values()), inputs, repeats, example.device)
-        memory = [_peak_memory(model, inputs, example.device) for model in models.values()]
-    first = statistics.median(times[0])
-    return tuple(
-        _cost(name, model, taken, first, peak, example, repeats)
-        for (name, model), taken, peak in zip(models.items(), times, memory, strict=True)
-    )
+        for name in names * warmup:
+            models[name](inputs)
+        for turn in range(repeats):
+            first = turn % len(names)
+            for name in [*names[first:], *names[:first]]:  # in every round another one goes first
+                times[name].append(clock(models[name], inputs))
+        memory = {name: _peak_memory(model, inputs, device) for name, model in models.items()}
+    reference = statistics.median(times[names[0]])
+    return tuple(_cost(name, models[name], times[name], reference, memory[name], example) for name in names)
 
 
 def _cost(
-    name: str, model: object, times: Sequence[float], first: float, peak: int | None, example: Tensor, repeats: int
+    name: str, model: object, times: Sequence[float], reference: float, peak: int | None, example: Tensor
 ) -> Cost:
-    describe = getattr(model, "describe", None)
-    description = describe() if callable(describe) else None
+    describing = getattr(model, "describe", None)
+    description = describing() if callable(describing) else None
     median = statistics.median(times)
     low, _, high = statistics.quantiles(times, method="inclusive") if len(times) > 1 else (median,) * 3
-    device = torch.cuda.get_device_name(example.device) if example.device.type == "cuda" else example.device.type
     return Cost(
         name=name,
         parameters=sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else None,
@@ -202,25 +202,12 @@ def _cost(
         latency_ms=median,
         latency_low_ms=low,
         latency_high_ms=high,
-        latency_ratio=median / first if first else 1.0,
+        latency_ratio=median / reference if reference else 1.0,
         peak_memory_bytes=peak,
         batch=len(example),
-        device=device,
-        repeats=repeats,
+        device=torch.cuda.get_device_name(example.device) if example.is_cuda else example.device.type,
+        repeats=len(times),
     )
-
-
-def _interleaved_times(
-    models: Sequence[Callable[[Any], Any]], inputs: Any, repeats: int, device: torch.device
-) -> list[list[float]]:
-    """Times in milliseconds of each model; in every round another one goes first."""
-    clock = _cuda_time if device.type == "cuda" else _wall_time
-    times: list[list[float]] = [[] for _ in models]
-    for turn in range(repeats):
-        for step in range(len(models)):
-            index = (turn + step) % len(models)
-            times[index].append(clock(models[index], inputs))
-    return times
 
 
 def _wall_time(model: Callable[[Any], Any], inputs: Any) -> float:
@@ -252,11 +239,3 @@ def _peak_memory(model: Callable[[Any], Any], inputs: Any, device: torch.device)
     if isinstance(model, nn.Module):
         weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     return weights + torch.cuda.max_memory_allocated(device) - before
-
-
-def _check_device(name: str, model: object, device: torch.device) -> None:
-    parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    if parameter is not None and parameter.device != device:
-        raise DataError(
-            f"model {name!r} is on {parameter.device} and the inputs are on {device}; move one to the other"
-        )

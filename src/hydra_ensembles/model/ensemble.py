@@ -1,9 +1,9 @@
 """The Ensemble: M members, one forward pass, logits [M, B, C]."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from .._utils import evaluation_mode
 from ..batches import Inputs, move, read_batch
 from ..checkpoint import (
     ENSEMBLE,
+    Contents,
+    Stored,
     ensemble_contents,
     open_checkpoint,
     push_checkpoint,
@@ -21,7 +23,7 @@ from ..checkpoint import (
 )
 from ..errors import ConfigError, DataError
 from ..prediction import Prediction
-from .config import GROUPS, KeptHeads, PatchStemConfig, TextStemConfig, output_width
+from .config import GROUPS, KeptHeads, PatchStemConfig, output_width
 from .config import EnsembleConfig as Config
 from .cost import Description, describe
 from .layers import Encoder, GroupedNorm
@@ -29,62 +31,164 @@ from .members import (
     join_states,
     listed,
     member_config,
+    member_index,
     member_state,
     require_same_architecture,
     require_same_dtype_and_device,
 )
-from .metadata import Calibration, Metadata, TextSettings, common_metadata, member_metadata
+from .metadata import Calibration, Metadata, common_metadata, member_metadata
 from .stem_readout import PatchStem, Readout, TextStem, projection_from
 
 if TYPE_CHECKING:
     from ..optimize.runner import OptimizedEnsemble
 
-
-def prepared_inputs(inputs: Any, metadata: Metadata, kind: str, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Inputs for `forward` on a device and in a dtype; raw ones go through the saved preprocessing.
-
-    Args:
-        inputs: Tensors or a mapping of them; or a PIL image, a string, a pair of strings, or a list of them.
-        metadata: Of the ensemble.
-        kind: `"image"` or `"text"`, what the ensemble takes.
-        device: Where the inputs go.
-        dtype: Of those that are floating-point numbers.
-    """
-    if not isinstance(inputs, Tensor | Mapping):
-        if metadata.preprocessing is None:
-            raise DataError(
-                f"got {type(inputs).__name__}, but this ensemble has no saved preprocessing; "
-                "give tensors, or convert the model with processor="
-            )
-        raw: Any = [inputs] if isinstance(inputs, tuple) and kind == "text" else inputs
-        inputs = metadata.preprocessing(raw)
-    return move(read_batch(inputs)[0], device, dtype)
-
-
-def calibrated_prediction(logits: Tensor, metadata: Metadata, num_classes: int) -> Prediction:
-    """What member logits `[M, B, C]` say, with the calibration and the class names of the ensemble."""
-    if not num_classes:
-        raise ConfigError("this ensemble has no classifier; convert the model with num_labels=, or use features()")
-    calibration = metadata.calibration or Calibration()
-    return Prediction.from_logits(
-        logits,
-        temperature=calibration.temperature if len(calibration.temperature) > 1 else calibration.temperature[0],
-        threshold=calibration.threshold,
-        score=calibration.score,
-        class_names=metadata.labels or None,
-    )
-
+Model = TypeVar("Model", bound=nn.Module)
 
 NOT_READ = ("position_ids", "inputs_embeds", "head_mask", "bool_masked_pos")
 """Inputs of other libraries' models that change the answer and that an ensemble does not take."""
 
 
-class Ensemble(nn.Module):
+def built_around(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Model:
+    """A model whose parameters are the given tensors, not copies of them; in evaluation mode."""
+    with torch.device("meta"):
+        model = build()
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_(True).eval()
+
+
+def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors, each contiguous."""
+    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
+
+
+class Saved:
+    """Saving, loading and publishing. What is stored and how it is read back, each kind of model says itself."""
+
+    _kind: str  # of its checkpoints
+
+    def _contents(self, name: str) -> Contents:
+        """Everything that is written; `name` is how the model card calls the model."""
+        raise NotImplementedError
+
+    @classmethod
+    def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> Self:
+        """The model that an opened checkpoint holds."""
+        raise NotImplementedError
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `config.json`, `model.safetensors`, for text `tokenizer.json`, and a model card into a folder.
+
+        Files of an earlier save are replaced; a kill in between leaves each of them whole.
+        """
+        save_checkpoint(folder, self._contents(Path(folder).expanduser().resolve().name))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        revision: str | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        token: str | None = None,
+    ) -> Self:
+        """Load what `save_pretrained` or `push_to_hub` wrote, in evaluation mode; no code is run.
+
+        Args:
+            source: Folder, or hub id of the form `owner/name`.
+            revision: Branch, tag or commit on the hub.
+            device: Where the parameters go; None for the CPU.
+            dtype: Floating type to convert to; None keeps the stored one.
+            token: Access token for a private model; None for the one logged in with.
+
+        Raises:
+            CheckpointError: Something is missing, damaged, inconsistent, or was saved by another class.
+        """
+        return cls._restored(open_checkpoint(source, cls._kind, revision=revision, token=token), device, dtype)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        commit_message: str | None = None,
+    ) -> str:
+        """Publish on the hub as `owner/name`, in one commit; the address of that commit."""
+        contents = self._contents(repo_id)
+        return push_checkpoint(repo_id, contents, private=private, token=token, commit_message=commit_message)
+
+
+class Predictor:
+    """From raw inputs to tensors, and from member logits to a prediction, by the saved metadata."""
+
+    config: Config
+    metadata: Metadata
+    if TYPE_CHECKING:
+
+        @property
+        def device(self) -> torch.device:
+            """Where it runs."""
+
+        @property
+        def dtype(self) -> torch.dtype:
+            """Floating type it computes in."""
+
+    @property
+    def kind(self) -> str:
+        """`"image"` or `"text"`."""
+        return self.config.kind
+
+    @property
+    def num_members(self) -> int:
+        """Number of members, M."""
+        return self.config.members
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; 0 when there is no classifier."""
+        return self.config.readout.num_classes
+
+    def prepare(self, inputs: Any) -> Inputs:
+        """Inputs for `forward` on the device and in the dtype of the model; raw ones are preprocessed.
+
+        Args:
+            inputs: Tensors or a mapping of them; or a PIL image, a string, a pair of strings, or a list of them.
+        """
+        if not isinstance(inputs, Tensor | Mapping):
+            if self.metadata.preprocessing is None:
+                raise DataError(
+                    f"got {type(inputs).__name__}, but this ensemble has no saved preprocessing; "
+                    "give tensors, or convert the model with processor="
+                )
+            raw: Any = [inputs] if isinstance(inputs, tuple) and self.kind == "text" else inputs
+            inputs = self.metadata.preprocessing(raw)
+        return move(read_batch(inputs)[0], self.device, self.dtype)
+
+    def _prediction(self, logits: Tensor, check_finite: bool) -> Prediction:
+        """What member logits `[M, B, C]` say, with the calibration and the class names of the ensemble."""
+        if not self.num_classes:
+            raise ConfigError("this ensemble has no classifier; convert the model with num_labels=, or use features()")
+        calibration = self.metadata.calibration or Calibration()
+        temperature = calibration.temperature
+        return Prediction.from_logits(
+            logits,
+            temperature if len(temperature) > 1 else temperature[0],
+            calibration.threshold,
+            calibration.score,
+            self.metadata.labels or None,
+            check_finite,
+        )
+
+
+class Ensemble(Saved, Predictor, nn.Module):
     """A transformer classifier with M members: stem, encoder, readout; `forward` gives `[M, B, C]`.
 
     A single model is an ensemble with one member, a pruned model one with fewer heads, a Deep Ensemble one
     whose members share nothing, a Hydra Ensemble one whose members share stem and MLPs.
     """
+
+    _kind = ENSEMBLE
 
     def __init__(self, config: Config, metadata: Metadata | None = None) -> None:
         super().__init__()
@@ -132,11 +236,7 @@ class Ensemble(nn.Module):
             attention_mask: `[B, T]`, 0 at padding.
             token_type_ids: `[B, T]`, the segment of each token.
         """
-        ids, mask, segments = self.unpack(inputs, attention_mask, token_type_ids)
-        x, key_mask = self.embed(ids, mask, segments)
-        x = self.encoder(x, key_mask, self.readout.tokens_read())
-        logits = cast(Tensor, self.readout(x, key_mask, ids))
-        return logits.expand(self.num_members, *logits.shape[1:])
+        return self._per_member(self.readout(*self._encoded(inputs, attention_mask, token_type_ids)))
 
     def features(
         self,
@@ -145,31 +245,36 @@ class Ensemble(nn.Module):
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
         """Pooled features `[M, B, d]`, as the classifier (or its hidden layer) sees them."""
-        ids, mask, segments = self.unpack(inputs, attention_mask, token_type_ids)
-        x, key_mask = self.embed(ids, mask, segments)
-        pooled = self.readout.pool(self.encoder(x, key_mask, self.readout.tokens_read()), key_mask, ids)
-        return pooled.expand(self.num_members, *pooled.shape[1:])
+        return self._per_member(self.readout.pool(*self._encoded(inputs, attention_mask, token_type_ids)))
 
     @torch.no_grad()
-    def predict(self, inputs: Any) -> Prediction:
+    def predict(self, inputs: Any, check_finite: bool = True) -> Prediction:
         """Label, confidence and uncertainty of a batch, with the saved calibration applied.
 
         Args:
             inputs: What `forward` takes; or raw inputs, which go through the saved preprocessing: a PIL
                 image, a string, a pair of strings, or a list of them.
+            check_finite: Refuse logits that are NaN or infinite. On a GPU this waits for them; nothing else does.
         """
         with evaluation_mode(self):
-            return calibrated_prediction(self(self.prepare(inputs)), self.metadata, self.num_classes)
+            return self._prediction(self(self.prepare(inputs)), check_finite)
 
-    def prepare(self, inputs: Any) -> Inputs:
-        """Inputs for `forward` on the device and in the dtype of the ensemble; raw ones are preprocessed."""
-        return prepared_inputs(inputs, self.metadata, self.kind, self.device, self.dtype)
+    def _encoded(
+        self, inputs: Tensor | Mapping[str, Tensor], attention_mask: Tensor | None, token_type_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """What the readout takes: tokens after the last block `[N, B, T', d]`, key mask, main input."""
+        main, mask, segments = self.unpack(inputs, attention_mask, token_type_ids)
+        x, key_mask = self.embed(main, mask, segments)
+        return self.encoder(x, key_mask, self.readout.tokens_read()), key_mask, main
+
+    def _per_member(self, x: Tensor) -> Tensor:
+        return x.expand(self.num_members, *x.shape[1:])  # [N, B, …] -> [M, B, …]
 
     def embed(
         self, inputs: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """What enters the first block: embedded tokens `[G, B, T, d]` and the key mask `[B, T]` or None."""
-        if isinstance(self.stem, PatchStem):
+        if self.kind == "image":
             return self.stem(inputs), None
         if attention_mask is not None and attention_mask.shape != inputs.shape:
             raise DataError(f"attention_mask has shape {list(attention_mask.shape)}, token ids {list(inputs.shape)}")
@@ -205,7 +310,7 @@ class Ensemble(nn.Module):
 
     def optimize(
         self, example_inputs: Tensor | Mapping[str, Tensor] | None = None, **options: Any
-    ) -> "OptimizedEnsemble[Ensemble]":
+    ) -> "OptimizedEnsemble":
         """A frozen, faster runner of this ensemble; see `hydra_ensembles.optimize.optimize` for the options."""
         from ..optimize.runner import optimize
 
@@ -224,21 +329,14 @@ class Ensemble(nn.Module):
         if strange:
             advice = "convert models first: he.convert(model); dual encoders have DualEncoder.stack"
             raise ConfigError(f"Ensemble.stack takes ensembles, got {strange}; {advice}")
-        require_same_architecture([member.config for member in given])
-        singles = [(one, index) for one in given for index in range(one.num_members)]
-        states = [member_state(one.config, one.state_dict(), index) for one, index in singles]
-        require_same_dtype_and_device(states)
-        heads: KeptHeads = tuple(one.config.heads[index] for one, index in singles)
-        first = given[0]
-        config = Config(first.config.stem, first.config.encoder, first.config.readout, heads)
-        metadata = common_metadata([member_metadata(one.metadata, index, one.num_members) for one, index in singles])
+        states, heads, metadata = singles(given)
+        first = given[0].config
+        config = Config(first.stem, first.encoder, first.readout, heads)
         return Ensemble.from_state(config, join_states(config, states), metadata)
 
     def member(self, index: int) -> "Ensemble":
         """A copy of one member as an ensemble of its own; the calibration of several members is not its own."""
-        if not -self.num_members <= index < self.num_members:
-            raise ConfigError(f"member {index} does not exist: there are {self.num_members}, counted from 0")
-        index %= self.num_members
+        index = member_index(index, self.num_members)
         state = member_state(self.config, self.state_dict(), index)
         metadata = member_metadata(self.metadata, index, self.num_members)
         return Ensemble.from_state(member_config(self.config, index), state, metadata)
@@ -246,79 +344,36 @@ class Ensemble(nn.Module):
     @classmethod
     def from_state(cls, config: Config, state: Mapping[str, Tensor], metadata: Metadata | None = None) -> "Ensemble":
         """Build an ensemble around copies of the given tensors, keeping their dtype and device."""
-        with torch.device("meta"):
-            ensemble = cls(config, metadata)
-        ensemble.load_state_dict(
-            {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}, assign=True
-        )
-        for parameter in ensemble.parameters():
-            parameter.requires_grad_(True)
-        return ensemble.eval()
+        return built_around(lambda: cls(config, metadata), copied(state))
 
     def with_metadata(self, **changes: Any) -> "Ensemble":
-        """The same ensemble (weights copied) with some of its metadata replaced."""
-        return Ensemble.from_state(self.config, self.state_dict(), replace(self.metadata, **changes))
+        """The same ensemble with some of its metadata replaced. Its weights are these, not copies of them."""
+        metadata = replace(self.metadata, **changes)
+        return built_around(lambda: Ensemble(self.config, metadata), self.state_dict())
 
     # --- saving and loading ------------------------------------------------------------------------------
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write `config.json`, `model.safetensors`, for text `tokenizer.json`, and a model card into a folder.
-
-        Files of an earlier save are replaced; a kill in between leaves each of them whole.
-        """
-        name = Path(folder).expanduser().resolve().name
-        save_checkpoint(folder, ensemble_contents(name, self.config, self.metadata, self.state_dict()))
+    def _contents(self, name: str) -> Contents:
+        return ensemble_contents(name, self.config, self.metadata, self.state_dict())
 
     @classmethod
-    def from_pretrained(
-        cls,
-        source: str | Path,
-        *,
-        revision: str | None = None,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        token: str | None = None,
-    ) -> "Ensemble":
-        """Load what `save_pretrained` or `push_to_hub` wrote, in evaluation mode; no code is run.
-
-        Args:
-            source: Folder, or hub id of the form `owner/name`.
-            revision: Branch, tag or commit on the hub.
-            device: Where the parameters go; None for the CPU.
-            dtype: Floating type to convert to; None keeps the stored one.
-            token: Access token for a private model; None for the one logged in with.
-
-        Raises:
-            CheckpointError: Something is missing, damaged, inconsistent, or not a saved ensemble.
-        """
-        stored = open_checkpoint(source, ENSEMBLE, revision=revision, token=token)
+    def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> "Ensemble":
         config, metadata, texts = read_ensemble(stored)
-        state = stored.tensors(lambda: _with_texts(cls(config), texts), device, dtype, at_least=config.encoder.layers)
-        return cls.from_state(config, *with_text_side(state, metadata, texts))
 
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        token: str | None = None,
-        commit_message: str | None = None,
-    ) -> str:
-        """Publish on the hub as `owner/name`, in one commit; the address of that commit."""
-        contents = ensemble_contents(repo_id, self.config, self.metadata, self.state_dict())
-        return push_checkpoint(repo_id, contents, private=private, token=token, commit_message=commit_message)
+        def skeleton() -> Ensemble:
+            """The ensemble with its text side as part of it: so the tensors of a checkpoint are named."""
+            ensemble = cls(config)
+            if texts is not None:
+                parts = {"tower": cls(texts.tower)}
+                projection = projection_from(texts.projection, output_width(texts.tower))
+                ensemble.text_side = nn.ModuleDict(parts if projection is None else {**parts, "projection": projection})
+            return ensemble
+
+        state = stored.tensors(skeleton, device, dtype, at_least=config.encoder.layers)
+        own, metadata = with_text_side(state, metadata, texts)
+        return cls.from_state(config, own, metadata)
 
     # --- looking at it -----------------------------------------------------------------------------------
-
-    @property
-    def kind(self) -> str:
-        """`"image"` or `"text"`."""
-        return "text" if isinstance(self.config.stem, TextStemConfig) else "image"
-
-    @property
-    def num_members(self) -> int:
-        """Number of members, M."""
-        return self.config.members
 
     @property
     def num_layers(self) -> int:
@@ -334,11 +389,6 @@ class Ensemble(nn.Module):
     def head_dim(self) -> int:
         """Width of one head."""
         return self.config.encoder.head_dim
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes; 0 when there is no classifier."""
-        return self.config.readout.num_classes
 
     @property
     def heads(self) -> KeptHeads:
@@ -372,10 +422,15 @@ class Ensemble(nn.Module):
         )
 
 
-def _with_texts(skeleton: Ensemble, texts: TextSettings | None) -> Ensemble:
-    """The ensemble with a text side as part of it: so the tensors of a checkpoint are named."""
-    if texts is not None:
-        parts: dict[str, nn.Module | None] = {"tower": Ensemble(texts.tower)}
-        parts["projection"] = projection_from(texts.projection, output_width(texts.tower))
-        skeleton.text_side = nn.ModuleDict({name: part for name, part in parts.items() if part is not None})
-    return skeleton
+def singles(ensembles: Sequence[Ensemble]) -> tuple[list[dict[str, Tensor]], KeptHeads, Metadata]:
+    """The members of all these ensembles one by one: their states and heads, and the metadata they have in common.
+
+    Raises:
+        ConfigError: They differ in architecture, dtype, device or class names, so they cannot become one ensemble.
+    """
+    require_same_architecture([one.config for one in ensembles])
+    members = [(one, index) for one in ensembles for index in range(one.num_members)]
+    states = [member_state(one.config, one.state_dict(), index) for one, index in members]
+    require_same_dtype_and_device(states)
+    metadata = common_metadata([member_metadata(one.metadata, index, one.num_members) for one, index in members])
+    return states, tuple(one.heads[index] for one, index in members), metadata

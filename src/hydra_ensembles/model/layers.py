@@ -1,8 +1,12 @@
-"""The encoder: the whole forward pass of all members, from tokens to features, in one file."""
+"""The encoder: the whole forward pass of all members, from embedded tokens to features, to be read from the top.
+
+Activations are `[N, B, T, d]`, where N is 1 while the members still agree and M from where they differ. Parameters
+are stored in G copies: one that all members share, or one for each of them. The heads of all copies lie side by side
+on one axis of length K; members may keep different numbers of them.
+"""
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,153 +15,66 @@ from torch.nn import functional as F
 from .config import Activation, EncoderConfig, EnsembleConfig, HiddenActivation, NormKind
 
 
-def quick_gelu(x: Tensor) -> Tensor:
-    """The sigmoid approximation of GELU that OpenAI's CLIP was trained with."""
-    return x * torch.sigmoid(1.702 * x)
+class Encoder(nn.Module):
+    """All blocks, first to last. Members that agree in the first layers run them once."""
 
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation of GELU."""
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[Activation | HiddenActivation, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
-    "quick_gelu": quick_gelu,
-    "relu": F.relu,
-    "silu": F.silu,
-    "tanh": torch.tanh,
-}
-
-
-def empty(*shape: int) -> nn.Parameter:
-    """A parameter whose values are still to be filled in, by loading or by `reset`."""
-    return nn.Parameter(torch.empty(*shape))
-
-
-class GroupedLinear(nn.Module):
-    """`y = x Wᵀ + b` with weights `[G, out, in]`: shared by all members (G = 1) or one per member (G = M)."""
-
-    def __init__(self, copies: int, inputs: int, outputs: int, bias: bool = True) -> None:
+    def __init__(self, config: EnsembleConfig) -> None:
         super().__init__()
-        self.one_by_one = False  # run the copies one after another instead of in one batched product
-        self.weight = empty(copies, outputs, inputs)
-        self.bias = empty(copies, outputs) if bias else None
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.encoder.layers))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map `[N, …, in]` to `[max(N, G), …, out]`."""
-        return grouped_linear(x, self.weight, self.bias, self.one_by_one)
+    def forward(self, x: Tensor, key_mask: Tensor | None, read: slice | None = None) -> Tensor:
+        """Map `[N, B, T, d]` to `[N', B, T', d]`.
 
-    def extra_repr(self) -> str:
-        """Sizes, for `repr`."""
-        copies, outputs, inputs = self.weight.shape
-        return f"copies={copies}, inputs={inputs}, outputs={outputs}, bias={self.bias is not None}"
-
-
-def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, one_by_one: bool = False) -> Tensor:
-    """Apply weights `[G, out, in]` to activations `[N, …, in]`; N and G are equal, or one of them is 1."""
-    if weight.shape[0] == 1:
-        return F.linear(x, weight[0], None if bias is None else bias[0])
-    members, _, inputs = weight.shape
-    if one_by_one:
-        parts = x.expand(members, *x.shape[1:])
-        biases = [None] * members if bias is None else list(bias)
-        return torch.stack([F.linear(*one) for one in zip(parts, weight, biases, strict=True)])
-    rows = x.flatten(1, -2).expand(members, -1, inputs)  # [N, B·T, in] -> [M, B·T, in]
-    y = torch.bmm(rows, weight.transpose(1, 2))  # [M, B·T, out]
-    if bias is not None:
-        y = y + bias[:, None, :]
-    return y.unflatten(1, x.shape[1:-1])  # [M, B, T, out]
+        Args:
+            x: Embedded tokens; N = 1 when the stem is shared.
+            key_mask: `[B, T]`, true where a token may be attended to; None when all may.
+            read: Positions the readout looks at. The last block computes nothing else.
+        """
+        last = len(self.layers) - 1
+        for index, block in enumerate(self.layers):
+            x = block(x, key_mask, read if index == last else None)
+        return x
 
 
-class GroupedNorm(nn.Module):
-    """LayerNorm or RMSNorm over the last axis, with one set of weights or one per member."""
+class Block(nn.Module):
+    """Pre-norm (`x + f(norm(x))`) or post-norm (`norm(x + f(x))`) block for all members."""
 
-    def __init__(self, copies: int, width: int, eps: float, kind: NormKind = "layer") -> None:
+    def __init__(self, config: EnsembleConfig, layer: int) -> None:
         super().__init__()
-        self.eps = eps
-        self.kind = kind
-        self.weight = empty(copies, width)
-        self.bias = empty(copies, width) if kind == "layer" else None
+        encoder = config.encoder
+        self.norm_first = encoder.norm_first
+        self.drop_path = encoder.drop_path[layer] if encoder.drop_path else 0.0
+        norms = config.copies("norms", layer)
+        copies = config.copies("attention", layer)
+        self.norm1 = GroupedNorm(norms, encoder.width, encoder.norm_eps, encoder.norm)
+        self.attention = Attention(encoder, tuple(len(config.heads[m][layer]) for m in range(copies)))
+        self.norm2 = GroupedNorm(norms, encoder.width, encoder.norm_eps, encoder.norm)
+        self.mlp = MLP(encoder, config.copies("mlp", layer))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise `[N, …, d]`; the result has max(N, G) as first axis."""
-        if self.weight.shape[0] == 1:
-            return self.for_copy(0, x)
-        shape = (x.shape[-1],)
-        axes = (self.weight.shape[0],) + (1,) * (x.dim() - 2) + shape
-        weight = self.weight.view(axes)  # [M, 1, …, d]
-        if self.bias is None:
-            return F.rms_norm(x, shape, None, self.eps) * weight
-        return torch.addcmul(self.bias.view(axes), F.layer_norm(x, shape, None, None, self.eps), weight)
+    def forward(self, x: Tensor, key_mask: Tensor | None, read: slice | None = None) -> Tensor:
+        """Map `[N, B, T, d]` to `[N', B, T', d]`; with `read`, only those positions are computed."""
+        attended = self.attention(self.attention_input(x), key_mask, read)
+        return self.finish(x if read is None else x[:, :, read], attended)
 
-    def for_copy(self, copy: int, x: Tensor) -> Tensor:
-        """Normalise the last axis of `x`, whatever its other axes mean, with the weights of one copy."""
-        shape = (x.shape[-1],)
-        if self.bias is None:
-            return F.rms_norm(x, shape, self.weight[copy], self.eps)
-        return F.layer_norm(x, shape, self.weight[copy], self.bias[copy], self.eps)
+    def attention_input(self, x: Tensor) -> Tensor:
+        """What the attention sublayer sees of the residual stream."""
+        return self.norm1(x) if self.norm_first else x
 
-    def extra_repr(self) -> str:
-        """Sizes, for `repr`."""
-        copies, width = self.weight.shape
-        return f"copies={copies}, width={width}, eps={self.eps}, kind={self.kind!r}"
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Everything after the attention sublayer: its residual, and the MLP with its own."""
+        x = x + self._drop(attended)
+        if self.norm_first:
+            return x + self._drop(self.mlp(self.norm2(x)))
+        x = self.norm1(x)
+        return self.norm2(x + self._drop(self.mlp(x)))
 
-
-Plan = Literal["batched", "loop", "grouped"]
-
-
-def into_heads_batched(x: Tensor, weight: Tensor, bias: Tensor | None, members: int) -> Tensor:
-    """One batched product; every member has K / M heads.
-
-    Args:
-        x: `[M, B, T, d]`.
-        weight: `[K, P, d_k, d]`, P of query, key and value.
-        bias: `[K, P, d_k]` or None.
-        members: M.
-
-    Returns:
-        `[M·B, T, K / M, P, d_k]`.
-    """
-    heads, parts, head_dim, width = weight.shape
-    rows = weight.reshape(members, -1, width).transpose(1, 2)  # [M, d, h·P·d_k]
-    y = torch.bmm(x.flatten(1, 2), rows)  # [M, B·T, h·P·d_k]
-    if bias is not None:
-        y = y + bias.reshape(members, 1, -1)
-    return y.reshape(x.shape[0] * x.shape[1], x.shape[2], heads // members, parts, head_dim)
-
-
-def out_of_heads_batched(z: Tensor, weight: Tensor, members: int) -> Tensor:
-    """One batched product from `[M·B, T, K / M, d_k]` through `[K, d_k, d]` to `[M, B, T, d]`."""
-    rows = z.flatten(2).unflatten(0, (members, -1))  # [M, B, T, h·d_k]
-    y = torch.bmm(rows.flatten(1, 2), weight.reshape(members, -1, weight.shape[2]))
-    return y.unflatten(1, rows.shape[1:3])
-
-
-def into_heads_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, head_ends: Tensor) -> Tensor:
-    """One grouped product; members may have different numbers of heads, and none is padded.
-
-    `head_ends` `[M]` counts the heads up to and including each member's.
-
-    Returns:
-        `[B, T, K, P, d_k]`, all members' heads side by side.
-    """
-    heads, parts, head_dim, width = weight.shape
-    ends = head_ends * (parts * head_dim)
-    columns = weight.reshape(-1, width).t()  # [d, K·P·d_k]
-    y = F.grouped_mm(x.flatten(1, 2), columns, offs=ends)  # [B·T, K·P·d_k]
-    if bias is not None:
-        y = y + bias.flatten()
-    return y.reshape(x.shape[1], x.shape[2], heads, parts, head_dim)
-
-
-def out_of_heads_grouped(z: Tensor, weight: Tensor, head_ends: Tensor) -> Tensor:
-    """One grouped product from `[B, T, K, d_k]` through `[K, d_k, d]` to `[M, B, T, d]`."""
-    ends = head_ends * weight.shape[1]
-    rows = z.flatten(2).flatten(0, 1)  # [B·T, K·d_k]
-    y = F.grouped_mm(rows, weight.flatten(0, 1), offs=ends)  # [M, B·T, d]
-    return y.unflatten(1, z.shape[:2])
+    def _drop(self, branch: Tensor) -> Tensor:
+        """Stochastic depth: drop the branch of a sample (of a member), scale the others up."""
+        if not self.training or self.drop_path == 0.0:
+            return branch
+        keep = 1.0 - self.drop_path
+        kept = torch.rand(*branch.shape[:2], 1, 1, dtype=torch.float32, device=branch.device) < keep
+        return branch * (kept.to(branch.dtype) / keep)
 
 
 class Attention(nn.Module):
@@ -165,9 +82,6 @@ class Attention(nn.Module):
 
     Attributes:
         sizes: Number of heads of each copy; K is their sum.
-        plan: How members with inputs of their own are run: `"batched"` in one product (where all have the
-            same number of heads; otherwise a loop), `"loop"` one after another, `"grouped"` in one product
-            whatever their sizes. The result is the same.
         qkv: `[K, 3, d_k, d]`, the input projections, a head's query, key and value together.
         qkv_bias: `[K, 3, d_k]` or None.
         out: `[K, d_k, d]`, a head's part of the output projection.
@@ -175,17 +89,13 @@ class Attention(nn.Module):
         scale: `[G, d]` or None, the LayerScale of the sublayer.
         distinct: None, or `[K]`: where members that see the same input have heads in common, `qkv` holds each
             different head once and this says which one each of the K heads is.
-        head_ends: `[M]` of int32, where each copy's heads end on the axis of all heads; the plan `"grouped"`
-            needs it, see `use_plan`.
     """
 
     distinct: Tensor | None
-    head_ends: Tensor | None
 
     def __init__(self, config: EncoderConfig, sizes: tuple[int, ...]) -> None:
         super().__init__()
         self.sizes = sizes
-        self.plan: Plan = "batched"
         self.causal = config.causal
         self.dropout = config.attention_dropout
         copies, total, width, head_dim = len(sizes), sum(sizes), config.width, config.head_dim
@@ -198,13 +108,6 @@ class Attention(nn.Module):
         self.scale = empty(copies, width) if config.layer_scale else None
         self.out_dropout = nn.Dropout(config.projection_dropout)
         self.register_buffer("distinct", None, persistent=False)
-        self.register_buffer("head_ends", None, persistent=False)
-
-    def use_plan(self, plan: Plan) -> None:
-        """Choose how members with inputs of their own are run."""
-        self.plan = plan
-        ends = torch.tensor(list(accumulate(self.sizes)), dtype=torch.int32, device=self.out.device)
-        self.head_ends = ends if plan == "grouped" else None
 
     @property
     def even(self) -> bool:
@@ -225,7 +128,7 @@ class Attention(nn.Module):
         y = self.project(self.mix(x, key_mask, read), x.shape[0])
         if self.scale is not None:
             y = y * self.scale[:, None, None, :]
-        return cast(Tensor, self.out_dropout(y))
+        return self.out_dropout(y)
 
     def mix(self, x: Tensor, key_mask: Tensor | None, read: slice | None = None) -> Tensor:
         """Outputs of the single heads, before the output projection.
@@ -234,15 +137,10 @@ class Attention(nn.Module):
             `[B, T', K, d_k]`, all heads of all members side by side; except that members which run in one
             batch, or share one copy while their inputs differ, stay apart: `[N·B, T', heads, d_k]`.
         """
-        if not sum(self.sizes):  # no head left in any member: nothing to attend with
-            tokens = x.shape[2] if read is None else len(range(*read.indices(x.shape[2])))
-            return x.new_zeros(x.shape[0] * x.shape[1], tokens, 0, self.out.shape[1])
-        if self._runs_in_a_loop(x):
-            copies = zip(x, self._ranges(), strict=True)
-            return torch.cat([self._attend(one[None], key_mask, read, *rows) for one, rows in copies], dim=2)
-        if self.distinct is not None:
-            return self._attend(x, key_mask, read, 0, self.qkv.shape[0]).index_select(2, self.distinct)
-        return self._attend(x, key_mask, read, 0, sum(self.sizes))
+        if x.shape[0] > 1 and not self.even:  # inputs of their own, different numbers of heads: one after another
+            return torch.cat([self._attend(one[None], key_mask, read, copy) for copy, one in enumerate(x)], dim=2)
+        z = self._attend(x, key_mask, read)
+        return z if self.distinct is None else z.index_select(2, self.distinct)
 
     def project(self, z: Tensor, members: int) -> Tensor:
         """Output projection of head outputs as `mix` gives them for an input with `members` as first axis."""
@@ -251,89 +149,112 @@ class Attention(nn.Module):
             y = z.new_zeros(members, z.shape[0] // members, z.shape[1], self.out.shape[2])
         elif copies == 1:
             y = (z.flatten(2) @ self.out.flatten(0, 1)).unflatten(0, (members, -1))  # [N, B, T', d]
-        elif self.plan == "batched" and self.even and members > 1:
-            y = out_of_heads_batched(z, self.out, copies)  # [M, B, T', d]
-        elif self.head_ends is not None:
-            y = out_of_heads_grouped(z, self.out, self.head_ends)
+        elif self.even and members > 1:
+            y = out_of_heads(z, self.out, copies)  # [M, B, T', d]
         else:
             parts = zip(z.split(self.sizes, dim=2), self.out.split(self.sizes), strict=True)
             y = torch.stack([part.flatten(2) @ weight.flatten(0, 1) for part, weight in parts])
         return y if self.out_bias is None else y + self.out_bias[:, None, None, :]
 
-    def _runs_in_a_loop(self, x: Tensor) -> bool:
-        """Whether members with inputs of their own are to be run one after another."""
-        apart = x.shape[0] > 1 and len(self.sizes) > 1
-        return apart and (self.plan == "loop" or (self.plan == "batched" and not self.even))
-
-    def _ranges(self) -> list[tuple[int, int]]:
-        """First and last head (exclusive) of each copy."""
-        ends = list(accumulate(self.sizes))
-        return list(zip([0, *ends[:-1]], ends, strict=True))
-
-    def _attend(self, x: Tensor, key_mask: Tensor | None, read: slice | None, start: int, stop: int) -> Tensor:
-        """Attention of the heads `start:stop`, all of them seeing `x`, or each copy its own part of `x`."""
-        if start == stop:
-            tokens = x.shape[2] if read is None else len(range(*read.indices(x.shape[2])))
-            return x.new_zeros(x.shape[1], tokens, 0, self.out.shape[1])
+    def _attend(self, x: Tensor, key_mask: Tensor | None, read: slice | None, copy: int | None = None) -> Tensor:
+        """Attention of all heads, or of those of one copy, each of which sees `x`, or its copy's part of `x`."""
+        start, stop = (0, self.qkv.shape[0]) if copy is None else head_ranges(self.sizes)[copy]
+        if start == stop:  # no head is left: nothing to attend with
+            return x.new_zeros(x.shape[0] * x.shape[1], read_tokens(x.shape[2], read), 0, self.out.shape[1])
         if read is None:
-            q, k, v = self._into_heads(x, start, stop, slice(0, 3)).unbind(3)  # each [R, T, H', d_k]
+            q, k, v = self._into_heads(x, start, stop, slice(0, 3)).unbind(3)  # each [R, T, H, d_k]
         else:
             q = self._into_heads(x[:, :, read], start, stop, slice(0, 1))[:, :, :, 0]
             k, v = self._into_heads(x, start, stop, slice(1, 3)).unbind(3)
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self._norm_heads(q, self.query_norm, start, stop), self._norm_heads(k, self.key_norm, start, stop)
-        side_by_side = self.head_ends is not None and len(self.sizes) > 1  # see `into_heads_grouped`
-        repeats = 1 if side_by_side else x.shape[0]  # R = repeats · B, also for an empty batch
-        mask = self._attention_mask(key_mask, repeats, q.shape[1], k.shape[1], x.device)
-        z = F.scaled_dot_product_attention(
-            q.transpose(1, 2),  # [R, H', T', d_k]
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.causal and mask is None,
-        )
-        return z.transpose(1, 2)  # [R, T', H', d_k]
+            q, k = self.query_norm.of_heads(q, self.sizes, copy), self.key_norm.of_heads(k, self.sizes, copy)
+        return attend(q, k, v, key_mask, x.shape[0], self.causal, self.dropout if self.training else 0.0)
 
     def _into_heads(self, x: Tensor, start: int, stop: int, parts: slice) -> Tensor:
-        """Project `[N, B, T, d]` to `[R, T, H', P, d_k]` for the chosen parts of (query, key, value)."""
-        weight = self.qkv[start:stop, parts]  # [H', P, d_k, d]
+        """Project `[N, B, T, d]` to `[R, T, H, P, d_k]` for the chosen parts of (query, key, value)."""
+        weight = self.qkv[start:stop, parts]  # [H, P, d_k, d]
         bias = None if self.qkv_bias is None else self.qkv_bias[start:stop, parts]
         if len(self.sizes) == 1 or x.shape[0] == 1:  # one input for all these heads: a single product
             y = F.linear(x.flatten(0, 1), weight.flatten(0, 2), None if bias is None else bias.flatten())
             return y.unflatten(2, (-1, *weight.shape[1:3]))
-        if self.head_ends is not None:
-            return into_heads_grouped(x, weight, bias, self.head_ends)
-        return into_heads_batched(x, weight, bias, len(self.sizes))
-
-    def _norm_heads(self, x: Tensor, norm: GroupedNorm, start: int, stop: int) -> Tensor:
-        """Normalise each head of `[R, T, H', d_k]` with the weights of the copy it belongs to."""
-        copies = len(self.sizes)
-        if norm.weight.shape[0] == 1:
-            return norm.for_copy(0, x)
-        if stop - start < sum(self.sizes):  # the heads of one copy
-            return norm.for_copy(self._ranges().index((start, stop)), x)
-        if x.shape[2] == stop - start:  # all copies side by side
-            parts = x.split(self.sizes, dim=2)
-            return torch.cat([norm.for_copy(copy, part) for copy, part in enumerate(parts)], dim=2)
-        return cast(Tensor, norm(x.unflatten(0, (copies, -1)))).flatten(0, 1)  # copies on the batch axis
-
-    def _attention_mask(
-        self, key_mask: Tensor | None, repeats: int, queries: int, keys: int, device: torch.device
-    ) -> Tensor | None:
-        """Boolean mask for `scaled_dot_product_attention`, or None where its causal flag is enough."""
-        if key_mask is None:
-            return None
-        mask = key_mask[:, None, None, :].expand(-1, 1, queries, -1)  # [B, 1, T', T]
-        if self.causal:
-            mask = mask & torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
-        return mask.repeat(repeats, 1, 1, 1) if repeats > 1 else mask  # [R, 1, T', T]
+        return into_heads(x, weight, bias, len(self.sizes))
 
     def extra_repr(self) -> str:
         """Sizes, for `repr`."""
         _, _, head_dim, width = self.qkv.shape
         heads = self.sizes[0] if self.even else list(self.sizes)
         return f"copies={len(self.sizes)}, heads={heads}, head_dim={head_dim}, width={width}"
+
+
+def into_heads(x: Tensor, weight: Tensor, bias: Tensor | None, members: int) -> Tensor:
+    """Input projections of members with inputs of their own and K / M heads each, in one batched product.
+
+    Args:
+        x: `[M, B, T, d]`.
+        weight: `[K, P, d_k, d]`, P of query, key and value.
+        bias: `[K, P, d_k]` or None.
+        members: M.
+
+    Returns:
+        `[M·B, T, K / M, P, d_k]`.
+    """
+    heads, parts, head_dim, width = weight.shape
+    rows = weight.reshape(members, -1, width).transpose(1, 2)  # [M, d, h·P·d_k]
+    y = torch.bmm(x.flatten(1, 2), rows)  # [M, B·T, h·P·d_k]
+    if bias is not None:
+        y = y + bias.reshape(members, 1, -1)
+    return y.reshape(x.shape[0] * x.shape[1], x.shape[2], heads // members, parts, head_dim)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, repeats: int, causal: bool, dropout: float = 0.0
+) -> Tensor:
+    """Attention of every head; the one place where it is computed, and where a backend is chosen.
+
+    Args:
+        q: `[R, T', H, d_k]`.
+        k: `[R, T, H, d_k]`.
+        v: `[R, T, H, d_k]`.
+        key_mask: `[B, T]`, true where a token may be attended to; None when all may.
+        repeats: R = repeats · B.
+        causal: Whether a token attends only to itself and those before it.
+        dropout: Rate at which attention weights are dropped.
+
+    Returns:
+        `[R, T', H, d_k]`.
+    """
+    mask = None
+    if key_mask is not None:
+        mask = (key_mask.repeat(repeats, 1) if repeats > 1 else key_mask)[:, None, None, :]  # [R, 1, 1, T]
+        if causal:
+            mask = mask & torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+    z = F.scaled_dot_product_attention(
+        q.transpose(1, 2),  # [R, H, T', d_k]
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal and mask is None,
+    )
+    return z.transpose(1, 2)
+
+
+def out_of_heads(z: Tensor, weight: Tensor, members: int) -> Tensor:
+    """Output projections in one batched product, `[M·B, T, K / M, d_k]` through `[K, d_k, d]` to `[M, B, T, d]`."""
+    rows = z.flatten(2).unflatten(0, (members, -1))  # [M, B, T, h·d_k]
+    y = torch.bmm(rows.flatten(1, 2), weight.reshape(members, -1, weight.shape[2]))
+    return y.unflatten(1, rows.shape[1:3])
+
+
+def head_ranges(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """First and last head (exclusive) of each copy."""
+    ends = list(accumulate(sizes))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def read_tokens(tokens: int, read: slice | None) -> int:
+    """How many of the tokens are read."""
+    return tokens if read is None else len(range(*read.indices(tokens)))
 
 
 class MLP(nn.Module):
@@ -361,66 +282,106 @@ class MLP(nn.Module):
         y = self.down(self.activation_dropout(hidden))
         if self.scale is not None:
             y = y * self.scale[:, None, None, :]
-        return cast(Tensor, self.output_dropout(y))
+        return self.output_dropout(y)
 
 
-class Block(nn.Module):
-    """Pre-norm (`x + f(norm(x))`) or post-norm (`norm(x + f(x))`) block for all members."""
+class GroupedLinear(nn.Module):
+    """`y = x Wᵀ + b` with weights `[G, out, in]`: shared by all members (G = 1) or one per member (G = M)."""
 
-    def __init__(self, config: EnsembleConfig, layer: int) -> None:
+    def __init__(self, copies: int, inputs: int, outputs: int, bias: bool = True) -> None:
         super().__init__()
-        encoder = config.encoder
-        self.norm_first = encoder.norm_first
-        self.drop_path = encoder.drop_path[layer] if encoder.drop_path else 0.0
-        norms = config.copies("norms", layer)
-        copies = config.copies("attention", layer)
-        self.norm1 = GroupedNorm(norms, encoder.width, encoder.norm_eps, encoder.norm)
-        self.attention = Attention(encoder, tuple(len(config.heads[m][layer]) for m in range(copies)))
-        self.norm2 = GroupedNorm(norms, encoder.width, encoder.norm_eps, encoder.norm)
-        self.mlp = MLP(encoder, config.copies("mlp", layer))
+        self.one_by_one = False  # run the copies one after another instead of in one batched product
+        self.weight = empty(copies, outputs, inputs)
+        self.bias = empty(copies, outputs) if bias else None
 
-    def forward(self, x: Tensor, key_mask: Tensor | None, read: slice | None = None) -> Tensor:
-        """Map `[N, B, T, d]` to `[N', B, T', d]`; with `read`, only those positions are computed."""
-        attended = self.attention(self.attention_input(x), key_mask, read)
-        return self.finish(x if read is None else x[:, :, read], attended)
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[N, …, in]` to `[max(N, G), …, out]`; N and G are equal, or one of them is 1."""
+        weight, bias = self.weight, self.bias
+        if weight.shape[0] == 1:
+            return F.linear(x, weight[0], None if bias is None else bias[0])
+        members, _, inputs = weight.shape
+        if self.one_by_one:
+            parts = x.expand(members, *x.shape[1:])
+            biases = [None] * members if bias is None else list(bias)
+            return torch.stack([F.linear(*one) for one in zip(parts, weight, biases, strict=True)])
+        rows = x.flatten(1, -2).expand(members, -1, inputs)  # [N, B·T, in] -> [M, B·T, in]
+        y = torch.bmm(rows, weight.transpose(1, 2))  # [M, B·T, out]
+        if bias is not None:
+            y = y + bias[:, None, :]
+        return y.unflatten(1, x.shape[1:-1])  # [M, B, T, out]
 
-    def attention_input(self, x: Tensor) -> Tensor:
-        """What the attention sublayer sees of the residual stream."""
-        return cast(Tensor, self.norm1(x)) if self.norm_first else x
-
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Everything after the attention sublayer: its residual, and the MLP with its own."""
-        x = x + self._drop(attended)
-        if self.norm_first:
-            return x + self._drop(self.mlp(self.norm2(x)))
-        x = self.norm1(x)
-        return cast(Tensor, self.norm2(x + self._drop(self.mlp(x))))
-
-    def _drop(self, branch: Tensor) -> Tensor:
-        """Stochastic depth: drop the branch of a sample (of a member), scale the others up."""
-        if not self.training or self.drop_path == 0.0:
-            return branch
-        keep = 1.0 - self.drop_path
-        kept = torch.rand(*branch.shape[:2], 1, 1, dtype=torch.float32, device=branch.device) < keep
-        return branch * (kept.to(branch.dtype) / keep)
+    def extra_repr(self) -> str:
+        """Sizes, for `repr`."""
+        copies, outputs, inputs = self.weight.shape
+        return f"copies={copies}, inputs={inputs}, outputs={outputs}, bias={self.bias is not None}"
 
 
-class Encoder(nn.Module):
-    """All blocks, first to last. Members that agree in the first layers run them once."""
+class GroupedNorm(nn.Module):
+    """LayerNorm or RMSNorm over the last axis, with one set of weights or one per member."""
 
-    def __init__(self, config: EnsembleConfig) -> None:
+    def __init__(self, copies: int, width: int, eps: float, kind: NormKind = "layer") -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.encoder.layers))
+        self.eps = eps
+        self.kind = kind
+        self.weight = empty(copies, width)
+        self.bias = empty(copies, width) if kind == "layer" else None
 
-    def forward(self, x: Tensor, key_mask: Tensor | None, read: slice | None = None) -> Tensor:
-        """Map `[N, B, T, d]` to `[N', B, T', d]`.
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `[N, …, d]`; the result has max(N, G) as first axis."""
+        if self.weight.shape[0] == 1:
+            return self.of_copy(0, x)
+        shape = (x.shape[-1],)
+        axes = (self.weight.shape[0],) + (1,) * (x.dim() - 2) + shape
+        weight = self.weight.view(axes)  # [M, 1, …, d]
+        if self.bias is None:
+            return F.rms_norm(x, shape, None, self.eps) * weight
+        return torch.addcmul(self.bias.view(axes), F.layer_norm(x, shape, None, None, self.eps), weight)
 
-        Args:
-            x: Embedded tokens; N = 1 when the stem is shared.
-            key_mask: `[B, T]`, true where a token may be attended to; None when all may.
-            read: Positions the readout looks at. The last block computes nothing else.
+    def of_copy(self, copy: int, x: Tensor) -> Tensor:
+        """Normalise the last axis of `x`, whatever its other axes mean, with the weights of one copy."""
+        shape = (x.shape[-1],)
+        if self.bias is None:
+            return F.rms_norm(x, shape, self.weight[copy], self.eps)
+        return F.layer_norm(x, shape, self.weight[copy], self.bias[copy], self.eps)
+
+    def of_heads(self, x: Tensor, sizes: tuple[int, ...], copy: int | None = None) -> Tensor:
+        """Normalise each head of `[R, T, H, d_k]` with the weights of the copy it belongs to.
+
+        `sizes` are the numbers of heads of the copies; `copy` is the one that all of these belong to, or None.
         """
-        last = len(self.layers) - 1
-        for index, block in enumerate(self.layers):
-            x = block(x, key_mask, read if index == last else None)
-        return x
+        copies = self.weight.shape[0]
+        if copies == 1 or copy is not None:
+            return self.of_copy(0 if copies == 1 or copy is None else copy, x)
+        if x.shape[2] == sum(sizes):  # all copies side by side
+            return torch.cat([self.of_copy(one, part) for one, part in enumerate(x.split(sizes, dim=2))], dim=2)
+        return self(x.unflatten(0, (copies, -1))).flatten(0, 1)  # copies on the batch axis
+
+    def extra_repr(self) -> str:
+        """Sizes, for `repr`."""
+        copies, width = self.weight.shape
+        return f"copies={copies}, width={width}, eps={self.eps}, kind={self.kind!r}"
+
+
+def empty(*shape: int) -> nn.Parameter:
+    """A parameter whose values are still to be filled in, by loading or by `Ensemble.reset_parameters`."""
+    return nn.Parameter(torch.empty(*shape))
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh approximation of GELU."""
+    return F.gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """The sigmoid approximation of GELU that OpenAI's CLIP was trained with."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[Activation | HiddenActivation, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}

@@ -59,23 +59,16 @@ def join_states(config: EnsembleConfig, states: Sequence[Mapping[str, Tensor]]) 
     joined: dict[str, Tensor] = {}
     for name, tensor in states[0].items():
         group, layer = place_of(name)
-        if config.copies(group, layer) == 1:
-            joined[name] = tensor
-        else:
-            joined[name] = torch.cat([state[name] for state in states])
+        once = config.copies(group, layer) == 1
+        joined[name] = tensor if once else torch.cat([state[name] for state in states])
     return joined
 
 
 def common_layers(heads: Sequence[Sequence[Sequence[int]]], states: Sequence[Mapping[str, Tensor]]) -> int:
     """How many layers at the start are equal in all members: same heads and same parameters."""
-    unequal = {
-        layer
-        for name, tensor in states[0].items()
-        if (layer := place_of(name)[1]) is not None
-        and any(tensor.shape != state[name].shape or not torch.equal(tensor, state[name]) for state in states[1:])
-    }
     layers = len(heads[0])
-    unequal |= {layer for layer in range(layers) if any(member[layer] != heads[0][layer] for member in heads[1:])}
+    unequal = {layer for layer in range(layers) if any(member[layer] != heads[0][layer] for member in heads[1:])}
+    unequal |= {layer for name in _unequal(states) if (layer := place_of(name)[1]) is not None}
     return min(unequal, default=layers)
 
 
@@ -88,17 +81,34 @@ def join_equal(
     """
     heads = tuple(config.heads[0] for config in configs)
     first = configs[0]
-    unequal = {
-        place_of(name)[0]
-        for name, tensor in states[0].items()
-        if any(tensor.shape != state[name].shape or not torch.equal(tensor, state[name]) for state in states[1:])
-    }
+    unequal = {place_of(name)[0] for name in _unequal(states)}
     trunk = common_layers(heads, states)
     if not unequal and trunk == first.encoder.layers:
         return first, dict(states[0])
     sharing = Sharing(**{group: group not in unequal for group in GROUPS if group != "attention"})
     config = EnsembleConfig(first.stem, first.encoder, first.readout, heads, sharing, trunk)
     return config, join_states(config, states)
+
+
+def same_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    """Whether two sets of weights are the same, to the last bit, wherever they lie."""
+    return first.keys() == second.keys() and not _unequal([first, second])
+
+
+def _unequal(states: Sequence[Mapping[str, Tensor]]) -> list[str]:
+    """Names of the parameters that are not the same in all states."""
+
+    def differs(tensor: Tensor, other: Tensor) -> bool:
+        return tensor.shape != other.shape or not torch.equal(tensor, other.to(tensor.device))
+
+    return [name for name, tensor in states[0].items() if any(differs(tensor, state[name]) for state in states[1:])]
+
+
+def member_index(index: int, members: int) -> int:
+    """A member's number, counted from 0; negative ones count from the end."""
+    if not -members <= index < members:
+        raise ConfigError(f"member {index} does not exist: there are {members}, counted from 0")
+    return index % members
 
 
 def are_several(members: object) -> TypeGuard[Iterable[Any]]:

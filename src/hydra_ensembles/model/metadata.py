@@ -3,17 +3,119 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..prediction import ScoreName
+from ..prediction import ScoreName, check_temperature
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..schema import ADDED_LATER
 from .config import EnsembleConfig, ProjectionConfig
-from .members import join_equal, member_config, member_state
+from .members import join_equal, member_config, member_state, same_tensors
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A temperature (one, or one per member) and a threshold on an uncertainty score.
+
+    Inputs whose score is above `threshold` are to be abstained from; `accepted_share` is the share of the
+    in-distribution validation set the threshold was chosen to accept.
+    """
+
+    temperature: tuple[float, ...] = (1.0,)
+    threshold: float | None = None
+    score: ScoreName = "msp"
+    accepted_share: float = 0.95
+
+    def __post_init__(self) -> None:
+        """Check the temperatures and the share."""
+        check_temperature(self.temperature)
+        if not 0.0 < self.accepted_share <= 1.0:
+            raise ConfigError(f"accepted_share must be in (0, 1], got {self.accepted_share}")
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """Everything about an ensemble that is not needed to compute its logits.
+
+    Attributes:
+        source: Library and class the model was converted from.
+        labels: Class names in the order of the logits; empty when unknown.
+        preprocessing: How raw inputs become tensors; None when unknown.
+        calibration: Temperature and abstention threshold; None before calibration.
+        history: What was done to the model, one readable line per step, oldest first.
+        metrics: Measured numbers worth showing on the model card.
+        text_side: Of a zero-shot ensemble, the text towers it can be re-targeted with; None where there are none.
+    """
+
+    source: str = ""
+    labels: tuple[str, ...] = ()
+    preprocessing: ImagePreprocessing | TextPreprocessing | None = None
+    calibration: Calibration | None = None
+    history: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    text_side: "TextSide | None" = field(default=None, metadata=ADDED_LATER)
+
+
+def member_metadata(metadata: Metadata, index: int, members: int) -> Metadata:
+    """Metadata of one of so many members on its own.
+
+    Calibration and metrics are those of all members together, so they are dropped where there are several.
+    """
+    if members > 1:
+        metadata = replace(metadata, calibration=None, metrics={})
+    return metadata if metadata.text_side is None else replace(metadata, text_side=metadata.text_side.member(index))
+
+
+def common_metadata(members: Sequence[Metadata]) -> Metadata:
+    """Metadata of an ensemble put together from members, each with its own: what they agree on.
+
+    Calibrations do not carry over. Text sides are put together.
+
+    Raises:
+        ConfigError: Two members have different class names, or the same ones in another order.
+    """
+    first = members[0]
+    _require_same_labels(members)
+    same = all(member.labels == first.labels for member in members)
+    history = tuple(dict.fromkeys(line for member in members for line in member.history))
+    return replace(
+        first,
+        labels=first.labels if same else (),
+        calibration=None,
+        history=history,
+        metrics={},
+        text_side=join_text_sides([member.text_side for member in members]),
+    )
+
+
+def _require_same_labels(members: Sequence[Metadata]) -> None:
+    """Classes are averaged by position, so members that know their classes must have the same in each."""
+    named = [(index, member.labels) for index, member in enumerate(members) if member.labels]
+    for index, labels in named[1:]:
+        start, expected = named[0]
+        if labels != expected:
+            raise ConfigError(
+                f"members {start} and {index} have different class names, or in another order: {_shown(expected)} and "
+                f"{_shown(labels)}; members must number the classes alike. If only the names differ, give both the "
+                "same with .with_metadata(labels=...)"
+            )
+
+
+def _shown(labels: tuple[str, ...]) -> str:
+    return ", ".join(labels[:8]) + (", …" if len(labels) > 8 else "") + f" ({len(labels)})"
+
+
+def odd_names(names: Sequence[object]) -> tuple[int | None, list[str]]:
+    """What is wrong with class names: where the first one is that is none, and those that occur more than once."""
+    blank = next((index for index, name in enumerate(names) if not isinstance(name, str) or not name.strip()), None)
+    counts = Counter(name for name in names if isinstance(name, str))
+    repeated = sorted(name for name, count in counts.items() if count > 1)
+    return blank, repeated
+
+
+# --- the text side of a zero-shot ensemble ---------------------------------------------------------------
 
 TOWER, PROJECTION = "tower.", "projection."
 
@@ -57,7 +159,7 @@ class TextSettings:
 
 @dataclass(frozen=True, eq=False)
 class TextSide:
-    """A text tower with its projection, scale, templates and tokenizer.
+    """A text tower with its projection, scale, templates and tokenizer; never changed once it is made.
 
     Attributes:
         settings: Everything but the weights.
@@ -73,12 +175,6 @@ class TextSide:
             return False
         return same_tensors(self.state, other.state)
 
-    __hash__ = None  # type: ignore[assignment]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "TextSide":
-        """Itself: it is never changed."""
-        return self
-
     def part(self, prefix: str) -> dict[str, Tensor]:
         """The weights of the tower (`TOWER`) or the projection (`PROJECTION`), by their names in there."""
         return {name.removeprefix(prefix): tensor for name, tensor in self.state.items() if name.startswith(prefix)}
@@ -89,7 +185,6 @@ class TextSide:
         if old.members == 1:
             return self
         of_tower = index if old.tower.members > 1 else 0
-        tower = member_state(old.tower, self.part(TOWER), of_tower)
         projection = self.part(PROJECTION)
         if old.projection is not None and old.projection.copies > 1:
             projection = {name: tensor[index : index + 1] for name, tensor in projection.items()}
@@ -100,7 +195,7 @@ class TextSide:
             logit_scale=_one(old.logit_scale, index),
             logit_bias=None if old.logit_bias is None else _one(old.logit_bias, index),
         )
-        return TextSide(settings, named(tower, projection))
+        return TextSide(settings, text_state(member_state(old.tower, self.part(TOWER), of_tower), projection))
 
 
 def join_text_sides(sides: Sequence[TextSide | None]) -> TextSide | None:
@@ -111,46 +206,34 @@ def join_text_sides(sides: Sequence[TextSide | None]) -> TextSide | None:
     present = [side for side in sides if side is not None]
     if not present or len(present) < len(sides):
         return None
-    first = present[0].settings
-    for one in (side.settings for side in present):
-        same = (one.templates, one.preprocessing, one.projection) == (
-            first.templates,
-            first.preprocessing,
-            first.projection,
-        )
-        if not same or first.tower.differences(one.tower) or (one.logit_bias is None) != (first.logit_bias is None):
+    settings = [side.settings for side in present]
+    first = settings[0]
+    for one in settings:
+        like_first = replace(one, tower=first.tower, logit_scale=first.logit_scale, logit_bias=first.logit_bias)
+        biased = (one.logit_bias is None) != (first.logit_bias is None)
+        if like_first != first or first.tower.differences(one.tower) or biased:
             return None
-    config, tower = join_equal([side.settings.tower for side in present], [side.part(TOWER) for side in present])
+    config, tower = join_equal([one.tower for one in settings], [side.part(TOWER) for side in present])
     projections = [side.part(PROJECTION) for side in present]
     projection, stored = projections[0], first.projection
     if stored is not None and not all(same_tensors(projection, other) for other in projections[1:]):
         projection = {name: torch.cat([one[name] for one in projections]) for name in projection}
         stored = replace(stored, copies=len(present))
-    biases = [side.settings.logit_bias for side in present if side.settings.logit_bias is not None]
-    settings = replace(
+    biases = [one.logit_bias for one in settings if one.logit_bias is not None]
+    joined = replace(
         first,
         tower=config,
         projection=stored,
-        logit_scale=_all([side.settings.logit_scale for side in present]),
+        logit_scale=_all([one.logit_scale for one in settings]),
         logit_bias=_all(biases) if biases else None,
     )
-    return TextSide(settings, named(tower, projection))
+    return TextSide(joined, text_state(tower, projection))
 
 
-def named(tower: Mapping[str, Tensor], projection: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def text_state(tower: Mapping[str, Tensor], projection: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of both parts under the names they have in a text side."""
-    return {
-        **{TOWER + name: tensor for name, tensor in tower.items()},
-        **{PROJECTION + name: tensor for name, tensor in projection.items()},
-    }
-
-
-def same_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    """Whether two sets of weights are the same, to the last bit."""
-    return first.keys() == second.keys() and all(
-        tensor.shape == second[name].shape and torch.equal(tensor, second[name].to(tensor.device))
-        for name, tensor in first.items()
-    )
+    parts = ((TOWER, tower), (PROJECTION, projection))
+    return {prefix + name: tensor for prefix, part in parts for name, tensor in part.items()}
 
 
 def _one(values: tuple[float, ...], index: int) -> tuple[float, ...]:
@@ -160,104 +243,3 @@ def _one(values: tuple[float, ...], index: int) -> tuple[float, ...]:
 def _all(values: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     """The numbers of single members, one after another; once where they are equal."""
     return values[0] if len(set(values)) == 1 else tuple(value for one in values for value in one)
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """A temperature (one, or one per member) and a threshold on an uncertainty score.
-
-    Inputs whose score is above `threshold` are to be abstained from; `accepted_share` is the share of the
-    in-distribution validation set the threshold was chosen to accept.
-    """
-
-    temperature: tuple[float, ...] = (1.0,)
-    threshold: float | None = None
-    score: ScoreName = "msp"
-    accepted_share: float = 0.95
-
-    def __post_init__(self) -> None:
-        """Check the temperatures and the share."""
-        if not self.temperature or any(not t > 0 for t in self.temperature):
-            raise ConfigError(f"temperatures must be positive, got {self.temperature}")
-        if not 0.0 < self.accepted_share <= 1.0:
-            raise ConfigError(f"accepted_share must be in (0, 1], got {self.accepted_share}")
-
-
-@dataclass(frozen=True)
-class Metadata:
-    """Everything about an ensemble that is not needed to compute its logits.
-
-    Attributes:
-        source: Library and class the model was converted from.
-        labels: Class names in the order of the logits; empty when unknown.
-        preprocessing: How raw inputs become tensors; None when unknown.
-        calibration: Temperature and abstention threshold; None before calibration.
-        history: What was done to the model, one readable line per step, oldest first.
-        metrics: Measured numbers worth showing on the model card.
-        text_side: Of a zero-shot ensemble, the text towers it can be re-targeted with; None where there are none.
-    """
-
-    source: str = ""
-    labels: tuple[str, ...] = ()
-    preprocessing: ImagePreprocessing | TextPreprocessing | None = None
-    calibration: Calibration | None = None
-    history: tuple[str, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    text_side: TextSide | None = field(default=None, metadata=ADDED_LATER)
-
-
-def odd_names(names: Sequence[object]) -> tuple[int | None, list[str]]:
-    """What is wrong with class names: where the first one is that is none, and those that occur more than once."""
-    blank = next((index for index, name in enumerate(names) if not isinstance(name, str) or not name.strip()), None)
-    counts = Counter(name for name in names if isinstance(name, str))
-    repeated = sorted(name for name, count in counts.items() if count > 1)
-    return blank, repeated
-
-
-def member_metadata(metadata: Metadata, index: int, members: int) -> Metadata:
-    """Metadata of one of so many members on its own.
-
-    Calibration and metrics are those of all members together, so they are dropped where there are several.
-    """
-    if members > 1:
-        metadata = replace(metadata, calibration=None, metrics={})
-    return metadata if metadata.text_side is None else replace(metadata, text_side=metadata.text_side.member(index))
-
-
-def _require_same_labels(members: Sequence[Metadata]) -> None:
-    """Classes are averaged by position, so members that know their classes must have the same in each."""
-    named = [(index, member.labels) for index, member in enumerate(members) if member.labels]
-    for index, labels in named[1:]:
-        start, expected = named[0]
-        if labels != expected:
-            raise ConfigError(
-                f"members {start} and {index} have different class names, or in another order: {_shown(expected)} and "
-                f"{_shown(labels)}; members must number the classes alike. If only the names differ, give both the "
-                "same with .with_metadata(labels=...)"
-            )
-
-
-def _shown(labels: tuple[str, ...]) -> str:
-    return ", ".join(labels[:8]) + (", …" if len(labels) > 8 else "") + f" ({len(labels)})"
-
-
-def common_metadata(members: Sequence[Metadata]) -> Metadata:
-    """Metadata of an ensemble put together from members, each with its own: what they agree on.
-
-    Calibrations do not carry over. Text sides are put together.
-
-    Raises:
-        ConfigError: Two members have different class names, or the same ones in another order.
-    """
-    first = members[0]
-    _require_same_labels(members)
-    same = all(member.labels == first.labels for member in members)
-    history = tuple(dict.fromkeys(line for member in members for line in member.history))
-    return replace(
-        first,
-        labels=first.labels if same else (),
-        calibration=None,
-        history=history,
-        metrics={},
-        text_side=join_text_sides([member.text_side for member in members]),
-    )

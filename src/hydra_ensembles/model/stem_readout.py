@@ -1,14 +1,12 @@
 """Both ends of a model: pixels or tokens to features, features to logits or embeddings."""
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import ConfigError, DataError
 from .config import EnsembleConfig, PatchStemConfig, ProjectionConfig, Resample, TextStemConfig
-from .layers import ACTIVATIONS, GroupedLinear, GroupedNorm, empty
+from .layers import ACTIVATIONS, GroupedLinear, GroupedNorm, attend, empty
 
 
 class PatchStem(nn.Module):
@@ -37,18 +35,20 @@ class PatchStem(nn.Module):
         covered = self.config.position_prefix
         position = resample_position(self.position, covered, self.config.grid, grid, self.config.resample)
         x = x + position[:, None, covered:]
-        prefix = self._prefix()  # [G, P, d]
+        prefix = self.prefix(position)  # [G, P, d]
         if prefix is not None:
-            with_position = prefix[:, :covered] + position[:, :covered]
-            prefix = torch.cat([with_position, prefix[:, covered:]], dim=1)
             x = torch.cat([prefix[:, None].expand(-1, x.shape[1], -1, -1), x], dim=2)  # [G, B, P + h·w, d]
         x = self.dropout(x)
-        return x if self.norm is None else cast(Tensor, self.norm(x))
+        return x if self.norm is None else self.norm(x)
 
-    def _prefix(self) -> Tensor | None:
+    def prefix(self, position: Tensor) -> Tensor | None:
+        """Prefix tokens `[G, P, d]`, those that have a position with it added; None where there are none."""
         tokens = (self.class_token, self.distillation_token, self.register_tokens)
         present: list[Tensor] = [token for token in tokens if token is not None]
-        return torch.cat(present, dim=1) if present else None
+        if not present:
+            return None
+        joined, covered = torch.cat(present, dim=1), self.config.position_prefix
+        return torch.cat([joined[:, :covered] + position[:, :covered], joined[:, covered:]], dim=1)
 
     def _grid_of(self, images: Tensor) -> tuple[int, int]:
         channels, patch = self.config.channels, self.config.patch_size
@@ -117,7 +117,7 @@ class TextStem(nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         x = self.dropout(x)
-        return x if self.project is None else cast(Tensor, self.project(x))
+        return x if self.project is None else self.project(x)
 
     def _position_ids(self, ids: Tensor) -> Tensor:
         padding = self.config.positions_after
@@ -145,11 +145,8 @@ class Readout(nn.Module):
         copies = config.copies("readout")
         self.config = readout
         self.prefix = config.stem.prefix_tokens if isinstance(config.stem, PatchStemConfig) else 0
-        self.norm = (
-            None
-            if readout.norm == "none"
-            else GroupedNorm(config.copies("norms"), width, readout.norm_eps, config.encoder.norm)
-        )
+        norms = config.copies("norms")
+        self.norm = None if readout.norm == "none" else GroupedNorm(norms, width, readout.norm_eps, config.encoder.norm)
         self.map = MapPool(config, copies) if readout.pool == "map" else None
         features = 2 * width if readout.pool == "cls_mean" else width
         self.features = features
@@ -188,11 +185,11 @@ class Readout(nn.Module):
     def classify(self, pooled: Tensor) -> Tensor:
         """Hidden layer and classifier on pooled features, `[N, B, d]` to `[N', B, C]`."""
         if self.class_embeddings is not None:
-            return cast(Tensor, self.class_embeddings(self.embedding(pooled)))
+            return self.class_embeddings(self.embedding(pooled))
         x = self._hidden(pooled)
         if self.distillation_classifier is not None and self.classifier is not None:
-            return cast(Tensor, self.classifier(x[:, :, 0]) + self.distillation_classifier(x[:, :, 1])) / 2
-        return x if self.classifier is None else cast(Tensor, self.classifier(x))
+            return (self.classifier(x[:, :, 0]) + self.distillation_classifier(x[:, :, 1])) / 2
+        return x if self.classifier is None else self.classifier(x)
 
     def embedding(self, pooled: Tensor) -> Tensor:
         """What is compared with class embeddings: pooled features `[N, B, d]` projected, of length one `[N', B, e]`."""
@@ -203,7 +200,7 @@ class Readout(nn.Module):
         x = self.dropout(pooled)
         if self.hidden is not None and self.config.hidden is not None:
             x = self.hidden_dropout(ACTIVATIONS[self.config.hidden](self.hidden(x)))
-        return cast(Tensor, x)
+        return x
 
     def _pool_tokens(self, x: Tensor, key_mask: Tensor | None, ids: Tensor | None) -> Tensor:
         pool = self.config.pool
@@ -212,7 +209,7 @@ class Readout(nn.Module):
         if pool == "distilled":
             return x[:, :, :2]
         if pool == "map" and self.map is not None:
-            return cast(Tensor, self.map(x[:, :, self.prefix :]))
+            return self.map(x[:, :, self.prefix :])
         if pool == "mean" and key_mask is not None:
             weight = key_mask[None, :, :, None].to(x.dtype)  # [1, B, T, 1]
             return (x * weight).sum(2) / weight.sum(2)
@@ -255,12 +252,11 @@ class MapPool(nn.Module):
         k, v = self.key_value(x).chunk(2, dim=-1)  # [N', B, T, d]
         members = k.shape[0]
         q = q.expand(members, k.shape[1], -1, -1)
-        q, k, v = (part.flatten(0, 1).unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
-        z = F.scaled_dot_product_attention(q, k, v)  # [N'·B, heads, 1, d_k]
-        z = z.transpose(1, 2).flatten(2).unflatten(0, (members, -1))  # [N', B, 1, d]
-        y = self.out(z)
+        q, k, v = (part.flatten(0, 1).unflatten(2, (self.heads, -1)) for part in (q, k, v))
+        z = attend(q, k, v, None, members, causal=False)  # [N'·B, 1, heads, d_k]
+        y = self.out(z.flatten(2).unflatten(0, (members, -1)))  # [N', B, 1, d]
         y = y + self.down(self.activation(self.up(self.norm(y))))
-        return cast(Tensor, y)[:, :, 0]
+        return y[:, :, 0]
 
 
 class Projections(nn.Module):
@@ -274,22 +270,15 @@ class Projections(nn.Module):
     @classmethod
     def fresh(cls, image_width: int, text_width: int, outputs: int, bias: bool = False) -> "Projections":
         """New maps for both towers, from their feature widths to an embedding of `outputs` numbers."""
-        config = ProjectionConfig(outputs, bias)
-        projections = cls(projection_from(config, image_width), projection_from(config, text_width))
-        with torch.no_grad():
-            for projection in (projections.image, projections.text):
-                if projection is not None:
-                    projection.weight.normal_(std=projection.weight.shape[2] ** -0.5)
-                    if projection.bias is not None:
-                        projection.bias.zero_()
-        return projections
+        ProjectionConfig(outputs, bias)  # refuses what is no width
+        weights = [torch.randn(1, outputs, width) * width**-0.5 for width in (image_width, text_width)]
+        zeros = torch.zeros(1, outputs) if bias else None
+        return cls(*(linear(weight, zeros) for weight in weights))
 
     @staticmethod
     def stack(members: "list[Projections]") -> "Projections":
         """The maps of several members, one after another."""
-        return Projections(
-            _join("image", [member.image for member in members]), _join("text", [member.text for member in members])
-        )
+        return Projections(_join("image", [one.image for one in members]), _join("text", [one.text for one in members]))
 
     def member(self, index: int) -> "Projections":
         """A copy of the maps that one member uses."""
@@ -324,11 +313,11 @@ def compose(inner: GroupedLinear | None, outer: GroupedLinear | None) -> Grouped
     """The one map that does what two do, one after the other; None stands for a map that changes nothing."""
     if inner is None or outer is None:
         return inner if outer is None else outer
-    bias = None if outer.bias is None else outer.bias.detach()  # [G, out]
+    bias: Tensor | None = outer.bias  # [G, out]
     if inner.bias is not None:
-        through = (outer.weight @ inner.bias[..., None])[..., 0].detach()
-        bias = through if bias is None else through + bias
-    return linear((outer.weight @ inner.weight).detach(), bias)
+        through = (outer.weight @ inner.bias[..., None])[..., 0]
+        bias = through if outer.bias is None else through + outer.bias
+    return linear(outer.weight @ inner.weight, bias)
 
 
 def _take(projection: GroupedLinear | None, index: int) -> GroupedLinear | None:
@@ -339,18 +328,14 @@ def _take(projection: GroupedLinear | None, index: int) -> GroupedLinear | None:
 
 
 def _join(tower: str, maps: list[GroupedLinear | None]) -> GroupedLinear | None:
+    kinds = {"none" if one is None else one.extra_repr() for one in maps}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"the members' {tower} projections differ: {sorted(kinds)}; "
+            "members must be copies of one model, pruned or fine-tuned in different ways"
+        )
     present = [one for one in maps if one is not None]
     if not present:
         return None
     biases: list[Tensor] = [one.bias for one in present if one.bias is not None]
-    shapes = {tuple(one.weight.shape[1:]) for one in present}
-    if len(present) != len(maps) or len(biases) not in (0, len(maps)) or len(shapes) > 1:
-        raise ConfigError(
-            f"the members' {tower} projections differ: {[_text(one) for one in maps]}; "
-            "members must be copies of one model, pruned or fine-tuned in different ways"
-        )
     return linear(torch.cat([one.weight for one in present]), torch.cat(biases) if biases else None)
-
-
-def _text(projection: GroupedLinear | None) -> str:
-    return "none" if projection is None else projection.extra_repr()

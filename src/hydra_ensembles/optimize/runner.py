@@ -1,4 +1,4 @@
-"""Running a frozen ensemble: plans, compiled, recorded, and which is fastest here."""
+"""Running a frozen ensemble: by which plan, compiled or not, recorded or not, and what is fastest here."""
 
 import time
 import warnings
@@ -6,18 +6,22 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Generic, Literal, TypeVar, cast, get_args
+from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ConfigError
-from ..model.ensemble import calibrated_prediction, prepared_inputs
-from ..model.layers import Plan
+from ..model.ensemble import Ensemble, Predictor
 from ..prediction import Prediction
-from .freeze import EnsembleLike, frozen, with_plan
+from .freeze import Plan, frozen, with_plan
 
 PLANS: tuple[Plan, ...] = get_args(Plan)
+MEASURED_SHAPES = 32  # beyond so many different input shapes, a new one takes the plan of the nearest
+
+Run = Callable[..., Tensor]
+Arguments = tuple[Tensor | None, ...]
+Key = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,6 @@ class RunOptions:
         compiled_shapes: For so many input shapes code of their own is compiled; further ones run uncompiled.
         graphs: Whether to record CUDA graphs; None does so on a CUDA device.
         dtype: Floating type to compute in; None keeps the ensemble's.
-        weights: `"int8"` stores the projections of the encoder in eight bits (on a CPU only); None stores them in
-            the type that is computed in.
         repeats: How often each plan is run to choose between them.
     """
 
@@ -44,89 +46,216 @@ class RunOptions:
     compiled_shapes: int = 16
     graphs: bool | None = None
     dtype: torch.dtype | None = None
-    weights: Literal["int8"] | None = None
     repeats: int = 5
 
     def __post_init__(self) -> None:
-        """Check each setting, and those that exclude each other."""
+        """Check each setting."""
         if self.plans is not None and (not self.plans or set(self.plans) - set(PLANS)):
             raise ConfigError(f"plans must be some of {list(PLANS)}, got {list(self.plans)}")
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ConfigError(f"dtype must be a floating type such as torch.bfloat16, got {self.dtype}")
-        if self.weights not in (None, "int8"):
-            raise ConfigError(f"weights must be None or 'int8', got {self.weights!r}")
-        if self.weights == "int8" and self.plans not in (None, ("loop",)):
-            raise ConfigError(f"weights in int8 run by the plan 'loop' alone, got plans={list(self.plans or ())}")
         if self.compiled_shapes < 1 or self.repeats < 1:
             raise ConfigError(
                 f"compiled_shapes and repeats must be at least 1, got {self.compiled_shapes} and {self.repeats}"
             )
 
 
-Arguments = tuple[Tensor | None, ...]
-Key = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+def optimize(
+    ensemble: Ensemble,
+    example_inputs: Tensor | Mapping[str, Tensor] | None = None,
+    *,
+    plans: Sequence[Plan] | None = None,
+    compile: bool | str = False,
+    dynamic: bool = False,
+    compiled_shapes: int = 16,
+    graphs: bool | None = None,
+    dtype: torch.dtype | None = None,
+) -> "OptimizedEnsemble":
+    """Prepare an ensemble for fast inference.
 
-
-def shape_key(arguments: Arguments) -> Key:
-    """What a recorded graph depends on: shapes and dtypes of the arguments."""
-    return tuple(None if one is None else (tuple(one.shape), one.dtype) for one in arguments)
-
-
-class GraphCache:
-    """Recorded graphs of one function, one per shape of its arguments, the least recently used dropped first.
-
-    A graph reads from buffers of its own; arguments are copied in and the result is copied out, so callers may
-    keep what they get. Graphs of one pool share the memory of their intermediate results, which is safe as long as
-    they are replayed one at a time.
+    What all members have in common is stored and computed once, constants are folded into the weights, and the
+    rest runs by the fastest plan for the shape of the input. See `OptimizedEnsemble`.
 
     Args:
-        function: What to record; tensors (or None) in, one tensor out.
-        limit: How many graphs to keep.
-        pool: Handle from `torch.cuda.graph_pool_handle`; None for a pool of its own.
+        ensemble: The ensemble; it is not changed, and later changes to it do not reach the result.
+        example_inputs: A batch to measure (and compile, and record) with now rather than at the first call.
+        plans: Ways to choose from; None for all that can be faster on this device.
+        compile: Whether to compile the plan chosen for an input shape; or the name of a backend to do so with.
+        dynamic: Whether compiled code is to serve all batch sizes, instead of one each.
+        compiled_shapes: For so many input shapes code of their own is compiled; further ones run uncompiled.
+        graphs: Whether to record CUDA graphs; None does so on a CUDA device.
+        dtype: Floating type to compute in, such as `torch.bfloat16`; None keeps the ensemble's.
+
+    Raises:
+        ConfigError: A setting is not accepted, or not on this device.
+    """
+    chosen = None if plans is None else tuple(plans)
+    result = OptimizedEnsemble(ensemble, RunOptions(chosen, compile, dynamic, compiled_shapes, graphs, dtype))
+    if example_inputs is not None:
+        result(example_inputs)
+    return result
+
+
+class OptimizedEnsemble(Predictor):
+    """Runs like the ensemble it was made from, faster; inference only, with the weights it had then.
+
+    For every shape of input the plans are measured once, at its first call, and the fastest is used from then on
+    (compiled, if asked for). Any batch size gives the numbers of the ensemble, up to rounding. Not for several
+    threads at a time.
+
+    Attributes:
+        ensemble: The ensemble it was made from.
+        config: Its configuration, as all that follows as it was then.
+        metadata: Labels, preprocessing, calibration and history, which `predict` and `evaluate` go by.
+        description: Parameters, multiply-adds and heads kept of the ensemble.
+        device: Where it runs.
+        dtype: Floating type it computes in.
+        options: How it runs.
+        choices: The plan for each input shape seen, with the measured times.
     """
 
-    def __init__(self, function: Callable[..., Tensor], limit: int = 16, pool: Any = None) -> None:
-        self._function = function
-        self._limit = limit
-        self._pool = pool
-        self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph, Arguments, Tensor]] = OrderedDict()
+    device: torch.device
+    dtype: torch.dtype
 
-    def __call__(self, *arguments: Tensor | None) -> Tensor:
-        """Replay the graph for these shapes, recording it first where there is none."""
+    def __init__(self, ensemble: Ensemble, options: RunOptions | None = None) -> None:
+        self.options = RunOptions() if options is None else options
+        self.ensemble, self.config, self.metadata = ensemble, ensemble.config, ensemble.metadata
+        self.device, self.dtype = ensemble.device, self.options.dtype or ensemble.dtype
+        self.description = ensemble.describe()
+        self.choices: dict[Key, Choice] = {}
+        on_cuda = self.device.type == "cuda"
+        if self.options.graphs and not on_cuda:
+            raise ConfigError(f"CUDA graphs need an ensemble on a CUDA device, this one is on {self.device}")
+        self._graphed = on_cuda if self.options.graphs is None else self.options.graphs
+        self._pool: Any = torch.cuda.graph_pool_handle() if self._graphed else None
+        base = frozen(ensemble, self.dtype)
+        plans = self.options.plans or _sensible_plans(base)
+        self._modules: dict[Plan, Ensemble] = {plan: with_plan(base, plan) for plan in plans}
+        self._plain: dict[Plan, Run] = {plan: self._with_graphs(module) for plan, module in self._modules.items()}
+        self._compiled: dict[Plan, Run] = {}
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        inputs: Tensor | Mapping[str, Tensor],
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Member logits `[M, B, C]`."""
+        arguments = self._arguments(inputs, attention_mask, token_type_ids)
+        choice = self._choice(arguments)
+        run = self._compiled[choice.plan] if choice.compiled else self._plain[choice.plan]
+        return run(*arguments)
+
+    def predict(self, inputs: Any, check_finite: bool = True) -> Prediction:
+        """Label, confidence and uncertainty of a batch; takes what `Ensemble.predict` takes."""
+        return self._prediction(self(self.prepare(inputs)), check_finite)
+
+    @torch.inference_mode()
+    def choice_for(
+        self,
+        inputs: Tensor | Mapping[str, Tensor],
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> "Choice":
+        """How inputs of this shape are run; measured if need be."""
+        return self._choice(self._arguments(inputs, attention_mask, token_type_ids))
+
+    def module(self, plan: Plan) -> Ensemble:
+        """The rewritten ensemble as it runs by a plan: uncompiled, without graphs."""
+        if plan not in self._modules:
+            raise ConfigError(f"there is no plan {plan!r} here; there are {list(self._modules)}")
+        return self._modules[plan]
+
+    @property
+    def timings(self) -> "dict[Key, Mapping[Plan, float]]":
+        """Seconds of each plan, by input shape, where they were measured."""
+        return {key: choice.seconds for key, choice in self.choices.items() if choice.seconds}
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all weights it computes with, those of all plans together; what plans share counts once."""
+        tensors = (tensor for module in self._modules.values() for tensor in [*module.parameters(), *module.buffers()])
+        return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+    def describe(self) -> str:
+        """Settings, memory, and for every input shape seen so far the plan and the times it was chosen by."""
+        lines = [repr(self)]
+        for key, choice in self.choices.items():
+            shapes = " and ".join(str(list(one[0])) for one in key if one is not None)
+            lines.append(f"  {shapes}: {choice}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """One line: plans, compilation, graphs, type, memory."""
+        compiled = "dynamic" if self.options.compile and self.options.dynamic else bool(self.options.compile)
+        return (
+            f"OptimizedEnsemble(plans={list(self._modules)}, compile={compiled}, graphs={self._graphed}, "
+            f"dtype={str(self.dtype).removeprefix('torch.')}, memory={self.memory_bytes / 1e6:.1f} MB, "
+            f"shapes seen={len(self.choices)})"
+        )
+
+    def _arguments(
+        self, inputs: Tensor | Mapping[str, Tensor], attention_mask: Tensor | None, token_type_ids: Tensor | None
+    ) -> Arguments:
+        main, mask, segments = self.ensemble.unpack(inputs, attention_mask, token_type_ids)
+        if main.is_floating_point() and main.dtype != self.dtype:
+            main = main.to(self.dtype)
+        return main, mask, segments
+
+    def _choice(self, arguments: Arguments) -> "Choice":
+        """How arguments of these shapes are run: as before, or by measuring where there are several plans."""
         key = shape_key(arguments)
-        if key not in self._graphs:
-            self._graphs[key] = self._record(arguments)
-            if len(self._graphs) > self._limit:
-                self._graphs.popitem(last=False)
-        self._graphs.move_to_end(key)
-        graph, buffers, result = self._graphs[key]
-        for buffer, argument in zip(buffers, arguments, strict=True):
-            if buffer is not None and argument is not None:
-                buffer.copy_(argument)
-        graph.replay()
-        return result.clone()
+        if key in self.choices:
+            return self.choices[key]
+        if len(self._plain) == 1:
+            choice = Choice(next(iter(self._plain)))
+        elif len(self.choices) >= MEASURED_SHAPES:
+            choice = Choice(nearest(self.choices, key).plan, note="plan of the nearest batch size")
+        else:
+            choice = fastest(self._plain, arguments, self.options.repeats, self.device)
+        if self.options.compile:
+            choice = self._with_compilation(choice, arguments)
+        for plan, run in self._plain.items():
+            if isinstance(run, GraphCache) and (choice.compiled or plan != choice.plan):
+                run.forget(key)
+        self.choices[key] = choice
+        return choice
 
-    def forget(self, key: Key) -> None:
-        """Drop the graph of a shape and the memory it holds, if there is one."""
-        self._graphs.pop(key, None)
+    def _with_compilation(self, choice: "Choice", arguments: Arguments) -> "Choice":
+        """Compile the chosen plan for these arguments, and say so; or say why it stays uncompiled."""
+        compiled = sum(other.compiled for other in self.choices.values())
+        if compiled >= self.options.compiled_shapes and not self.options.dynamic:
+            return replace(choice, note=f"code is compiled for {compiled} other shapes, the most allowed")
+        if choice.plan not in self._compiled:
+            backend = self.options.compile if isinstance(self.options.compile, str) else "inductor"
+            module, dynamic = self._modules[choice.plan], self.options.dynamic
+            code = torch.compile(module, fullgraph=True, dynamic=dynamic, backend=backend)
+            self._compiled[choice.plan] = self._with_graphs(code)
+        try:
+            # the compiler's own limits count for all ensembles together; how often to compile is decided above
+            limits = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}
+            with torch.compiler.config.patch(limits):  # type: ignore[attr-defined]
+                self._compiled[choice.plan](*arguments)
+        except RuntimeError as error:  # those of the compiler are among them
+            self._plain[choice.plan](*arguments)  # raises by itself where the inputs are to blame
+            warnings.warn(f"torch.compile failed, the plan runs uncompiled: {first_line(error)}", stacklevel=5)
+            return replace(choice, note=f"not compiled: {first_line(error)}")
+        return replace(choice, compiled=True)
 
-    def _record(self, arguments: Arguments) -> tuple[torch.cuda.CUDAGraph, Arguments, Tensor]:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        buffers = tuple(None if one is None else one.clone() for one in arguments)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):  # let libraries pick kernels and allocate before anything is recorded
-                self._function(*buffers)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = self._function(*buffers)
-        return graph, buffers, result
+    def _with_graphs(self, function: Run) -> Run:
+        return GraphCache(function, pool=self._pool) if self._graphed else function
 
 
-Run = Callable[..., Tensor]
+def _sensible_plans(ensemble: Ensemble) -> tuple[Plan, ...]:
+    """Plans that differ for this ensemble and can run where it is."""
+    if ensemble.num_members == 1:
+        return ("batched",)
+    grouped = ensemble.device.type == "cuda" and ensemble.dtype == torch.bfloat16 and ensemble.head_dim % 8 == 0
+    return PLANS if grouped and torch.cuda.get_device_capability(ensemble.device) >= (9, 0) else ("batched", "loop")
+
+
+# --- choosing a plan -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -163,28 +292,36 @@ def fastest(runs: Mapping[Plan, Run], arguments: Arguments, repeats: int, device
     Raises:
         RuntimeError: No plan can run these inputs; the error of the first.
     """
-    able: dict[Plan, Run] = {}
+    seconds: dict[Plan, list[float]] = {}
     errors: dict[Plan, RuntimeError] = {}
     for plan, run in runs.items():
         try:
             run(*arguments)
             synchronize(device)
-            able[plan] = run
+            seconds[plan] = []
         except RuntimeError as error:  # among them: out of memory, unsupported type or alignment
             errors[plan] = error
-    if not able:
+    if not seconds:
         raise next(iter(errors.values()))
-    seconds: dict[Plan, list[float]] = {plan: [] for plan in able}
     for _ in range(repeats):
-        for plan, run in able.items():
+        for plan, taken in seconds.items():
             synchronize(device)
             start = time.perf_counter()
-            run(*arguments)
+            runs[plan](*arguments)
             synchronize(device)
-            seconds[plan].append(time.perf_counter() - start)
-    medians = {plan: median(values) for plan, values in seconds.items()}
+            taken.append(time.perf_counter() - start)
+    medians = {plan: median(taken) for plan, taken in seconds.items()}
     failures = {plan: first_line(error) for plan, error in errors.items()}
     return Choice(min(medians, key=lambda plan: medians[plan]), medians, failures)
+
+
+def nearest(known: Mapping[Key, Choice], key: Key) -> Choice:
+    """The choice for the known shape whose batch size is nearest."""
+
+    def batch(of: Key) -> int:
+        return 0 if of[0] is None else of[0][0][0]
+
+    return known[min(known, key=lambda other: abs(batch(other) - batch(key)))]
 
 
 def first_line(error: Exception) -> str:
@@ -193,261 +330,65 @@ def first_line(error: Exception) -> str:
     return text.splitlines()[0][:160]
 
 
-def nearest(known: Mapping[Key, Choice], key: Key) -> Choice:
-    """The choice for the known shape whose batch size is nearest."""
-    return known[min(known, key=lambda other: abs(batch_of(other) - batch_of(key)))]
-
-
-def batch_of(key: Key) -> int:
-    """Batch size of a shape."""
-    return 0 if key[0] is None else key[0][0][0]
-
-
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was asked to."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-MEASURED_SHAPES = 32  # beyond so many different input shapes, a new one takes the plan of the nearest
-
-E = TypeVar("E", bound=EnsembleLike)
+# --- recorded graphs -------------------------------------------------------------------------------------
 
 
-class OptimizedEnsemble(Generic[E]):
-    """Runs like the ensemble it was made from, faster; inference only, with the weights it had then.
-
-    For every shape of input the plans are measured once, at its first call, and the fastest is used from then on
-    (compiled, if asked for). Any batch size gives the numbers of the ensemble, up to rounding. Not for several
-    threads at a time.
-
-    Attributes:
-        ensemble: The ensemble it was made from.
-        config: Its configuration, as all that follows as it was then.
-        metadata: Labels, preprocessing, calibration and history, which `predict` and `evaluate` go by.
-        description: Parameters, multiply-adds and heads kept of the ensemble.
-        kind: `"image"` or `"text"`.
-        device: Where it runs.
-        dtype: Floating type it computes in.
-        options: How it runs.
-        choices: The plan for each input shape seen, with the measured times.
-    """
-
-    def __init__(self, ensemble: E, options: RunOptions | None = None) -> None:
-        self.options = RunOptions() if options is None else options
-        self.ensemble = ensemble
-        self.config, self.metadata, self.kind = ensemble.config, ensemble.metadata, ensemble.kind
-        self.description = ensemble.describe()
-        self.choices: dict[Key, Choice] = {}
-        self.device = ensemble.device
-        self.dtype = self.options.dtype or ensemble.dtype
-        _check_device(self.options, self.device)
-        self._graphed = self.device.type == "cuda" if self.options.graphs is None else self.options.graphs
-        self._pool: Any = torch.cuda.graph_pool_handle() if self._graphed else None
-        base = frozen(ensemble, self.dtype, int8=self.options.weights == "int8")
-        plans = self.options.plans or _sensible_plans(base, self.options)
-        self._modules: dict[Plan, E] = {plan: with_plan(base, plan) for plan in plans}
-        self._plain: dict[Plan, Run] = {plan: self._with_graphs(module) for plan, module in self._modules.items()}
-        self._compiled: dict[Plan, Run] = {}
-
-    @torch.inference_mode()
-    def __call__(
-        self,
-        inputs: Tensor | Mapping[str, Tensor],
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Member logits `[M, B, C]`."""
-        arguments = self._arguments(inputs, attention_mask, token_type_ids)
-        key = shape_key(arguments)
-        choice = self.choices.get(key)
-        if choice is None:
-            choice = self._choose(key, arguments)
-        run = self._compiled[choice.plan] if choice.compiled else self._plain[choice.plan]
-        return run(*arguments)
-
-    def predict(self, inputs: Any) -> Prediction:
-        """Label, confidence and uncertainty of a batch; takes what `Ensemble.predict` takes."""
-        prepared = prepared_inputs(inputs, self.metadata, self.kind, self.device, self.dtype)
-        return calibrated_prediction(self(prepared), self.metadata, self.num_classes)
-
-    @torch.inference_mode()
-    def choice_for(
-        self,
-        inputs: Tensor | Mapping[str, Tensor],
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-    ) -> Choice:
-        """How inputs of this shape are run; measured if need be."""
-        arguments = self._arguments(inputs, attention_mask, token_type_ids)
-        key = shape_key(arguments)
-        return self.choices[key] if key in self.choices else self._choose(key, arguments)
-
-    def module(self, plan: Plan) -> E:
-        """The rewritten ensemble as it runs by a plan: uncompiled, without graphs."""
-        if plan not in self._modules:
-            raise ConfigError(f"there is no plan {plan!r} here; there are {list(self._modules)}")
-        return self._modules[plan]
-
-    @property
-    def num_members(self) -> int:
-        """Number of members, M."""
-        return self.config.members
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes; 0 when there is no classifier."""
-        return self.config.readout.num_classes
-
-    @property
-    def timings(self) -> dict[Key, Mapping[Plan, float]]:
-        """Seconds of each plan, by input shape, where they were measured."""
-        return {key: choice.seconds for key, choice in self.choices.items() if choice.seconds}
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of all weights it computes with, those of all plans together; what plans share counts once."""
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for module in self._modules.values()
-            for tensor in [*module.parameters(), *module.buffers()]
-        }
-        return sum(storages.values())
-
-    def describe(self) -> str:
-        """Settings, memory, and for every input shape seen so far the plan and the times it was chosen by."""
-        lines = [repr(self)]
-        for key, choice in self.choices.items():
-            shapes = " and ".join(str(list(one[0])) for one in key if one is not None)
-            lines.append(f"  {shapes}: {choice}")
-        return "\n".join(lines)
-
-    def __repr__(self) -> str:
-        """One line: plans, compilation, graphs, type, memory."""
-        compiled = "dynamic" if self.options.compile and self.options.dynamic else bool(self.options.compile)
-        return (
-            f"OptimizedEnsemble(plans={list(self._modules)}, compile={compiled}, graphs={self._graphed}, "
-            f"dtype={str(self.dtype).removeprefix('torch.')}, weights={self.options.weights or 'as computed in'}, "
-            f"memory={self.memory_bytes / 1e6:.1f} MB, shapes seen={len(self.choices)})"
-        )
-
-    # --- choosing ----------------------------------------------------------------------------------------
-
-    def _arguments(
-        self, inputs: Tensor | Mapping[str, Tensor], attention_mask: Tensor | None, token_type_ids: Tensor | None
-    ) -> Arguments:
-        main, mask, segments = self.ensemble.unpack(inputs, attention_mask, token_type_ids)
-        if main.is_floating_point() and main.dtype != self.dtype:
-            main = main.to(self.dtype)
-        return main, mask, segments
-
-    def _choose(self, key: Key, arguments: Arguments) -> Choice:
-        """Choose a plan for a new shape, by measuring where there are several, and compile it."""
-        if len(self._plain) == 1:
-            choice = Choice(next(iter(self._plain)))
-        elif len(self.choices) >= MEASURED_SHAPES:
-            choice = Choice(nearest(self.choices, key).plan, note="plan of the nearest batch size")
-        else:
-            choice = fastest(self._plain, arguments, self.options.repeats, self.device)
-        if self.options.compile:
-            choice = self._with_compilation(choice, arguments)
-        for plan, run in self._plain.items():
-            if isinstance(run, GraphCache) and (choice.compiled or plan != choice.plan):
-                run.forget(key)
-        self.choices[key] = choice
-        return choice
-
-    def _with_compilation(self, choice: Choice, arguments: Arguments) -> Choice:
-        """Compile the chosen plan for these arguments, and say so; or say why it stays uncompiled."""
-        compiled = sum(other.compiled for other in self.choices.values())
-        if compiled >= self.options.compiled_shapes and not self.options.dynamic:
-            return replace(choice, note=f"code is compiled for {compiled} other shapes, the most allowed")
-        if choice.plan not in self._compiled:
-            self._compiled[choice.plan] = self._with_graphs(_compile(self._modules[choice.plan], self.options))
-        try:
-            self._compiled[choice.plan](*arguments)
-        except RuntimeError as error:  # those of the compiler are among them
-            self._plain[choice.plan](*arguments)  # raises by itself where the inputs are to blame
-            warnings.warn(f"torch.compile failed, the plan runs uncompiled: {first_line(error)}", stacklevel=5)
-            return replace(choice, note=f"not compiled: {first_line(error)}")
-        return replace(choice, compiled=True)
-
-    def _with_graphs(self, function: Callable[..., Any]) -> Run:
-        return GraphCache(function, pool=self._pool) if self._graphed else function
+def shape_key(arguments: Arguments) -> Key:
+    """What a recorded graph depends on: shapes and dtypes of the arguments."""
+    return tuple(None if one is None else (tuple(one.shape), one.dtype) for one in arguments)
 
 
-def optimize(
-    ensemble: E,
-    example_inputs: Tensor | Mapping[str, Tensor] | None = None,
-    *,
-    plans: Sequence[Plan] | None = None,
-    compile: bool | str = False,
-    dynamic: bool = False,
-    compiled_shapes: int = 16,
-    graphs: bool | None = None,
-    dtype: torch.dtype | None = None,
-    weights: Literal["int8"] | None = None,
-) -> OptimizedEnsemble[E]:
-    """Prepare an ensemble for fast inference.
+class GraphCache:
+    """Recorded graphs of one function, one per shape of its arguments, the least recently used dropped first.
 
-    What all members have in common is stored and computed once, constants are folded into the weights, and the
-    rest runs by the fastest plan for the shape of the input. See `OptimizedEnsemble`.
+    A graph reads from buffers of its own; arguments are copied in and the result is copied out, so callers may
+    keep what they get. Graphs of one pool share the memory of their intermediate results, which is safe as long as
+    they are replayed one at a time.
 
     Args:
-        ensemble: The ensemble; it is not changed, and later changes to it do not reach the result.
-        example_inputs: A batch to measure (and compile, and record) with now rather than at the first call.
-        plans: Ways to choose from; None for all that can be faster on this device.
-        compile: Whether to compile the plan chosen for an input shape; or the name of a backend to do so with.
-        dynamic: Whether compiled code is to serve all batch sizes, instead of one each.
-        compiled_shapes: For so many input shapes code of their own is compiled; further ones run uncompiled.
-        graphs: Whether to record CUDA graphs; None does so on a CUDA device.
-        dtype: Floating type to compute in, such as `torch.bfloat16`; None keeps the ensemble's.
-        weights: `"int8"` to store the projections of the encoder in eight bits, on a CPU.
-
-    Raises:
-        ConfigError: A setting is not accepted, or not on this device.
+        function: What to record; tensors (or None) in, one tensor out.
+        pool: Handle from `torch.cuda.graph_pool_handle`; None for a pool of its own for each graph.
+        limit: How many graphs to keep.
     """
-    options = RunOptions(
-        plans=None if plans is None else tuple(plans),
-        compile=compile,
-        dynamic=dynamic,
-        compiled_shapes=compiled_shapes,
-        graphs=graphs,
-        dtype=dtype,
-        weights=weights,
-    )
-    result = OptimizedEnsemble(ensemble, options)
-    if example_inputs is not None:
-        result(example_inputs)
-    return result
 
+    def __init__(self, function: Run, pool: Any = None, limit: int = 16) -> None:
+        self._function, self._pool, self._limit = function, pool, limit
+        self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph, Arguments, Tensor]] = OrderedDict()
 
-def _compile(module: Any, options: RunOptions) -> Run:
-    """Compiled code of a module that may be made for as many shapes as are asked for."""
-    backend = options.compile if isinstance(options.compile, str) else "inductor"
-    compiled = torch.compile(cast(nn.Module, module), fullgraph=True, dynamic=options.dynamic, backend=backend)
+    def __call__(self, *arguments: Tensor | None) -> Tensor:
+        """Replay the graph for these shapes, recording it first where there is none."""
+        key = shape_key(arguments)
+        if key not in self._graphs:
+            self._graphs[key] = self._record(arguments)
+            if len(self._graphs) > self._limit:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        graph, buffers, result = self._graphs[key]
+        for buffer, argument in zip(buffers, arguments, strict=True):
+            if buffer is not None and argument is not None:
+                buffer.copy_(argument)
+        graph.replay()
+        return result.clone()
 
-    def run(*arguments: Tensor | None) -> Tensor:
-        # the limits of the compiler count for all ensembles together; how often to compile is decided above
-        with torch._dynamo.config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16):
-            return compiled(*arguments)
+    def forget(self, key: Key) -> None:
+        """Drop the graph of a shape and the memory it holds, if there is one."""
+        self._graphs.pop(key, None)
 
-    return run
-
-
-def _check_device(options: RunOptions, device: torch.device) -> None:
-    if options.graphs and device.type != "cuda":
-        raise ConfigError(f"CUDA graphs need an ensemble on a CUDA device, this one is on {device}")
-    if options.weights == "int8" and device.type != "cpu":
-        raise ConfigError(f"weights in int8 are for the CPU, this ensemble is on {device}; use dtype=torch.bfloat16")
-
-
-def _sensible_plans(ensemble: EnsembleLike, options: RunOptions) -> tuple[Plan, ...]:
-    """Plans that differ for this ensemble and can run where it is."""
-    if options.weights == "int8":
-        return ("loop",)
-    if ensemble.config.members == 1:
-        return ("batched",)
-    config = ensemble.config.encoder
-    grouped = ensemble.device.type == "cuda" and ensemble.dtype == torch.bfloat16 and config.head_dim % 8 == 0
-    return PLANS if grouped and torch.cuda.get_device_capability(ensemble.device) >= (9, 0) else ("batched", "loop")
+    def _record(self, arguments: Arguments) -> tuple[torch.cuda.CUDAGraph, Arguments, Tensor]:
+        buffers = tuple(None if one is None else one.clone() for one in arguments)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # let libraries pick kernels and allocate before anything is recorded
+                self._function(*buffers)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = self._function(*buffers)
+        return graph, buffers, result

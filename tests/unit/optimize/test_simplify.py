@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hydra_ensembles.model.config import EnsembleConfig, KeptHeads, Sharing, TextStemConfig
 from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.model.layers import Attention, Block
-from hydra_ensembles.optimize.freeze import PlainNorm, branching_layer, fold_block, simplified
+from hydra_ensembles.model.layers import Attention
+from hydra_ensembles.optimize.simplify import PlainNorm, blocks, branching_layer, fold_block, simplified
 from unit.heads.random_ensembles import SHAPES, random_batches, random_ensemble
 
 UNEVEN: KeptHeads = (((0, 1, 2), (0, 3), (1,)), ((0, 2), (0, 1, 2, 3), (2, 3)), ((1,), (3,), (0, 1, 2)))
@@ -32,10 +32,6 @@ def with_random_weights(ensemble: Ensemble) -> Ensemble:
         for parameter in ensemble.parameters():
             parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator) + (parameter == 1.0))
     return ensemble.eval()
-
-
-def blocks(ensemble: Ensemble) -> list[Block]:
-    return [block for block in ensemble.encoder.layers if isinstance(block, Block)]
 
 
 @torch.no_grad()
