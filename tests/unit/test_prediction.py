@@ -1,6 +1,7 @@
 """`Prediction`: uncertainty identities for any logits, scores, abstention, picking and joining samples."""
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -18,10 +19,8 @@ from hydra_ensembles.prediction import Prediction, ScoreName, ood_score, scale_l
 T = torch.tensor
 SCORES = ScoreName.__args__
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-TENSORS = (
-    "member_logits member_probs probs log_probs label confidence entropy aleatoric epistemic disagreement "
-    "variation_ratio accept"
-).split()
+DERIVED = [name for name, one in vars(Prediction).items() if isinstance(one, property | functools.cached_property)]
+TENSORS = ["member_logits", *(name for name in DERIVED if name[0] != "_" and name not in ("members", "classes"))]
 
 
 @st.composite
