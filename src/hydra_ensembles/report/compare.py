@@ -5,7 +5,8 @@ import io
 import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -43,14 +44,9 @@ class Column:
     suffix: str = ""
 
     @property
-    def arrow(self) -> str:
-        """An arrow to where better is."""
-        return {"higher": "↑", "lower": "↓", "neither": ""}[self.better]
-
-    @property
     def heading(self) -> str:
-        """Title and arrow."""
-        return f"{self.title} {self.arrow}".strip()
+        """Title and an arrow to where better is."""
+        return self.title + {"higher": " ↑", "lower": " ↓", "neither": ""}[self.better]
 
     @property
     def long_heading(self) -> str:
@@ -121,36 +117,6 @@ def value_of(column: Column, evaluation: Evaluation, cost: Cost | None) -> float
     return float(known) if isinstance(known, int | float) and not isinstance(known, bool) else None
 
 
-FORMAT = "hydra_ensembles.costs"
-
-
-@dataclass(frozen=True)
-class _Costs:
-    costs: tuple[Cost, ...]
-
-
-def save_costs(path: str | Path, costs: Iterable[Cost]) -> None:
-    """Write the rows of `measure_costs` as JSON."""
-    plain = {"format": FORMAT, **to_plain(_Costs(tuple(costs)))}
-    write_atomically(Path(path), json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False).encode())
-
-
-def load_costs(path: str | Path) -> tuple[Cost, ...]:
-    """Read what `save_costs` wrote.
-
-    Raises:
-        DataError: The file is missing or holds something else.
-        ConfigError: A field does not hold what it should.
-    """
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as a table of costs: {error}") from error
-    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-        raise DataError(f'{path} is not a table of costs: it lacks "format": "{FORMAT}"')
-    return from_plain(_Costs, {key: value for key, value in data.items() if key != "format"}, str(path)).costs
-
-
 Rank = Literal["best", "second", ""]
 Runs = Mapping[str, Evaluation | Sequence[Evaluation]] | Iterable[Evaluation]
 
@@ -182,7 +148,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A table of methods and metrics; `hydra_ensembles.report.formats` writes it.
+    """A table of methods and metrics; `to_markdown`, `to_latex`, `to_csv` and `to_rich` write it.
 
     Attributes:
         columns: Columns that at least one method has a number for.
@@ -193,6 +159,13 @@ class Comparison:
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+
+    def column(self, key: str) -> tuple[Column, dict[str, Cell]] | None:
+        """A column by its key, with its cells by method name; None where there is no such column."""
+        position = next((i for i, column in enumerate(self.columns) if column.key == key), None)
+        if position is None:
+            return None
+        return self.columns[position], {row.name: row.cells[position] for row in self.rows}
 
 
 def compare(
@@ -218,19 +191,13 @@ def compare(
     methods = group_runs(evaluations)
     notes = _describe(methods, allow_mismatch)
     by_name = {cost.name: cost for cost in costs or ()}
-    table = [
-        [_cell(column, runs, by_name.get(name)) for column in columns]  # [method][column]
-        for name, runs in methods.items()
-    ]
-    shown = [index for index in range(len(columns)) if any(row[index].text != "–" for row in table)]
-    ranked = {index: _rank([row[index] for row in table], columns[index]) for index in shown}
-    return Comparison(
-        columns=tuple(columns[index] for index in shown),
-        rows=tuple(
-            Row(name, tuple(ranked[index][position] for index in shown)) for position, name in enumerate(methods)
-        ),
-        notes=notes,
-    )
+    shown: list[tuple[Column, list[Cell]]] = []  # the cells of a column are those of the methods, from top to bottom
+    for column in columns:
+        cells = [_cell(column, runs, by_name.get(name)) for name, runs in methods.items()]
+        if any(cell.text != "–" for cell in cells):
+            shown.append((column, _rank(cells, column)))
+    rows = tuple(Row(name, tuple(cells[i] for _, cells in shown)) for i, name in enumerate(methods))
+    return Comparison(tuple(column for column, _ in shown), rows, notes)
 
 
 def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:
@@ -276,7 +243,7 @@ def _rank(cells: list[Cell], column: Column) -> list[Cell]:
     if len(cells) > 2:
         ranks[distinct[1]] = "second"
     return [
-        cell if value is None else Cell(cell.text, cell.value, cell.spread, ranks.get(value, ""))
+        cell if value is None else replace(cell, rank=ranks.get(value, ""))
         for cell, value in zip(cells, shown, strict=True)
     ]
 
@@ -297,21 +264,19 @@ def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool)
             if not allow_mismatch:
                 raise DataError(f"{note}; evaluate both on the same data, or allow the mismatch")
             notes.append(f"Not the same data: {note}.")
-    runs = sorted({len(runs) for runs in methods.values()})
-    if runs != [1]:
+    if any(len(found) > 1 for found in methods.values()):
         counts = ", ".join(f"{name}: {len(found)}" for name, found in methods.items())
         notes.append(f"Mean ± standard deviation over runs ({counts}).")
     return tuple(dict.fromkeys(notes))
 
 
 def _data_note(evaluation: Evaluation) -> str:
+    titles = {"near": "near", "far": "far", "ungrouped": "OOD", "apart": "apart"}
     groups = {
-        group: [name for name, result in evaluation.ood.items() if result.group == group]
-        for group in ("near", "far", "ungrouped", "apart")
+        title: [name for name, result in evaluation.ood.items() if result.group == group]
+        for group, title in titles.items()
     }
-    sets = "; ".join(
-        f"{'OOD' if group == 'ungrouped' else group}: {', '.join(names)}" for group, names in groups.items() if names
-    )
+    sets = "; ".join(f"{title}: {', '.join(names)}" for title, names in groups.items() if names)
     text = f"In distribution: {evaluation.id_name} ({evaluation.id.samples:,} samples)."
     if not sets:
         return text
@@ -322,89 +287,80 @@ def _sizes(evaluation: Evaluation) -> str:
     return ", ".join(f"{name}: {count}" for name, count in evaluation.samples.items())
 
 
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "±": r"$\pm$",
-    "×": r"$\times$",
-    "↑": r"$\uparrow$",
-    "↓": r"$\downarrow$",
-    "–": "--",
-}
+_LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        **{character: rf"\{character}" for character in "&%$#_{}"},
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "±": r"$\pm$",
+        "×": r"$\times$",
+        "↑": r"$\uparrow$",
+        "↓": r"$\downarrow$",
+        "–": "--",
+    }
+)
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """A Markdown table: best bold, second best underlined, notes below."""
-    lines = [
-        _markdown_row(["Method", *(column.long_heading for column in comparison.columns)]),
-        "|---|" + "---:|" * len(comparison.columns),
-    ]
-    for row in comparison.rows:
-        lines.append(_markdown_row([row.name]).removesuffix("|") + _markdown_cells(row.cells))
-    return "\n".join([*lines, "", *comparison.notes, ""])
-
-
-def _markdown_row(texts: list[str]) -> str:
-    escaped = (text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ") for text in texts)
-    return "| " + " | ".join(escaped) + " |"
-
-
-def _markdown_cells(cells: tuple[Cell, ...]) -> str:
+    """A Markdown table: best bold, second best underlined, notes below; names are shown as they are, HTML and all."""
     marks = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
-    return "".join(f"| {marks[cell.rank].format(cell.text)} " for cell in cells) + "|"
+    headings = ["Method", *(column.long_heading for column in comparison.columns)]
+    lines = [[_markdown(heading) for heading in headings], ["---", *["---:"] * len(comparison.columns)]]
+    for row in comparison.rows:
+        lines.append([_markdown(row.name), *(marks[cell.rank].format(_markdown(cell.text)) for cell in row.cells)])
+    table = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([*table, "", *(escape(note, quote=False) for note in comparison.notes), ""])
+
+
+def _markdown(text: str) -> str:
+    return escape(_one_line(text), quote=False).replace("\\", "\\\\").replace("|", "\\|")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.splitlines())
 
 
 def to_latex(comparison: Comparison) -> str:
     """A LaTeX `tabular` for the packages `booktabs`; the notes are comments."""
     columns = comparison.columns
-    lines = [f"% {note}" for note in comparison.notes]
+    lines = [f"% {_one_line(note)}" for note in comparison.notes]
     lines += [rf"\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule"]
     if any(column.group for column in columns):
         headings, rules, position = [""], [], 2
         for group, members in groupby(columns, key=lambda column: column.group):
             width = len(list(members))
-            headings.append(rf"\multicolumn{{{width}}}{{c}}{{{_latex(group)}}}")
+            headings.append(rf"\multicolumn{{{width}}}{{c}}{{{group.translate(_LATEX)}}}")
             if group:
                 rules.append(rf"\cmidrule(lr){{{position}-{position + width - 1}}}")
             position += width
         lines += [" & ".join(headings) + r" \\", " ".join(rules)]
-    lines += [" & ".join(["Method", *(_latex(column.heading) for column in columns)]) + r" \\", r"\midrule"]
+    lines += [" & ".join(["Method", *(column.heading.translate(_LATEX) for column in columns)]) + r" \\", r"\midrule"]
     marks = {"best": r"\textbf{%s}", "second": r"\underline{%s}", "": "%s"}
     for row in comparison.rows:
-        cells = [marks[cell.rank] % _latex(cell.text) for cell in row.cells]
-        lines.append(" & ".join([_latex(row.name), *cells]) + r" \\")
+        cells = [marks[cell.rank] % cell.text.translate(_LATEX) for cell in row.cells]
+        lines.append(" & ".join([_one_line(row.name).translate(_LATEX), *cells]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
-
-
-def _latex(text: str) -> str:
-    return "".join(_LATEX.get(character, character) for character in text)
 
 
 def to_csv(comparison: Comparison) -> str:
     """Comma-separated values at full precision, under the names of `Evaluation.numbers`.
 
-    A column of standard deviations follows each column in which some method has several runs.
+    A column of standard deviations follows each column in which some method has several runs. A name that a
+    spreadsheet would take for a formula gets an apostrophe in front.
     """
-    spread = [any(row.cells[i].spread is not None for row in comparison.rows) for i in range(len(comparison.columns))]
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
+    spread = [any(row.cells[i].spread is not None for row in comparison.rows) for i in range(len(comparison.columns))]
     heading = ["method"]
-    for column, has_spread in zip(comparison.columns, spread, strict=True):
-        heading += [column.key, f"{column.key}_sd"] if has_spread else [column.key]
+    for column, several in zip(comparison.columns, spread, strict=True):
+        heading += [column.key, f"{column.key}_sd"] if several else [column.key]
     writer.writerow(heading)
     for row in comparison.rows:
-        values: list[Any] = [row.name]
-        for column, cell, has_spread in zip(comparison.columns, row.cells, spread, strict=True):
+        values: list[Any] = ["'" + row.name if row.name.startswith(("=", "+", "-", "@", "\t", "\r")) else row.name]
+        for column, cell, several in zip(comparison.columns, row.cells, spread, strict=True):
             values.append(cell.text if column.key == "heads" else cell.value)
-            values += [cell.spread] if has_spread else []
+            values += [cell.spread] if several else []
         writer.writerow(values)
     return buffer.getvalue()
 
@@ -434,26 +390,19 @@ class _Terminal:
 def _blocks(comparison: Comparison, width: int) -> list[list[int]]:
     """Positions of the columns of each part of the table, so that no part is wider than the terminal."""
     room = width - max(len(row.name) for row in comparison.rows) - 2
-    units: list[list[int]] = []
-    for _, members in groupby(range(len(comparison.columns)), key=lambda position: comparison.columns[position].group):
-        unit = list(members)
-        units += [unit] if sum(_width(comparison, one) for one in unit) <= room else [[one] for one in unit]
+    widths = [
+        2 + max(len(column.group), len(column.heading), *(len(row.cells[position].text) for row in comparison.rows))
+        for position, column in enumerate(comparison.columns)
+    ]
     blocks: list[list[int]] = [[]]
-    used = 0
-    for unit in units:
-        needed = sum(_width(comparison, position) for position in unit)
-        if blocks[-1] and used + needed > room:
-            blocks.append([])
-            used = 0
-        blocks[-1] += unit
-        used += needed
+    for _, members in groupby(range(len(widths)), key=lambda position: comparison.columns[position].group):
+        group = list(members)
+        units = [group] if sum(widths[one] for one in group) <= room else [[one] for one in group]
+        for unit in units:
+            if blocks[-1] and sum(widths[one] for one in (*blocks[-1], *unit)) > room:
+                blocks.append([])
+            blocks[-1] += unit
     return blocks
-
-
-def _width(comparison: Comparison, position: int) -> int:
-    """Characters a column takes, with the space to the next one."""
-    column = comparison.columns[position]
-    return 2 + max(len(column.group), len(column.heading), *(len(row.cells[position].text) for row in comparison.rows))
 
 
 def _rich_table(comparison: Comparison, positions: list[int], title: str | None) -> Any:
@@ -471,3 +420,33 @@ def _rich_table(comparison: Comparison, positions: list[int], title: str | None)
         cells = [row.cells[position] for position in positions]
         table.add_row(text.Text(row.name), *(text.Text(cell.text, style=styles[cell.rank]) for cell in cells))
     return table
+
+
+FORMAT = "hydra_ensembles.costs"
+
+
+@dataclass(frozen=True)
+class _Costs:
+    costs: tuple[Cost, ...]
+
+
+def save_costs(path: str | Path, costs: Iterable[Cost]) -> None:
+    """Write the rows of `measure_costs` as JSON."""
+    plain = {"format": FORMAT, **to_plain(_Costs(tuple(costs)))}
+    write_atomically(Path(path), json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False).encode())
+
+
+def load_costs(path: str | Path) -> tuple[Cost, ...]:
+    """Read what `save_costs` wrote.
+
+    Raises:
+        DataError: The file is missing or holds something else.
+        ConfigError: A field does not hold what it should.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as a table of costs: {error}") from error
+    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+        raise DataError(f'{path} is not a table of costs: it lacks "format": "{FORMAT}"')
+    return from_plain(_Costs, {key: value for key, value in data.items() if key != "format"}, str(path)).costs

@@ -1,18 +1,19 @@
 """The HTML report: self-contained, complete, escaped, readable without eyes."""
 
 import re
+import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
 
-from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.errors import ConfigError, MissingExtraError
+from hydra_ensembles.report.figures import PALETTE
 from hydra_ensembles.report.html import render_report, write_report
-from hydra_ensembles.report.svg import round_ticks
-from sample_evaluations import CLASSES, costs, evaluation, gallery, kept_heads, methods
+from sample_evaluations import costs, evaluation, gallery, kept_heads, methods
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}
-FIGURES = ("reliability", "histogram", "roc", "risk", "headmap", "agreement", "bars")
 
 
 class Page(HTMLParser):
@@ -22,7 +23,6 @@ class Page(HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
         self.feed(text)
         assert not self.open
 
@@ -37,12 +37,9 @@ class Page(HTMLParser):
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def handle_data(self, data):
-        if "style" not in self.open:
-            self.words.append(data)
-
-    def figures(self, css):
-        return sum(tag == "figure" and css in (attrs.get("class") or "").split() for tag, attrs in self.tags)
+    def figures(self):
+        names = [attrs["class"] for tag, attrs in self.tags if tag == "figure"]
+        return {name: names.count(name) for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -56,47 +53,43 @@ def page(text) -> Page:
 
 
 def test_every_figure_is_there(page):
-    counted = {css: page.figures(css) for css in FIGURES}
-    assert counted == {
-        "reliability": 3,
-        "histogram": 3,
-        "roc": 3,
-        "risk": 1,
-        "headmap": 1,
-        "agreement": 2,
-        "bars": 4,
-    }
+    assert page.figures() == {
+        "bars": 4, "reliability": 3, "histogram": 3, "roc": 3, "risk": 1, "headmap": 1, "agreement": 2
+    }  # fmt: skip
     assert sum(tag == "img" for tag, _ in page.tags) == 10
 
 
 def test_it_loads_nothing_and_runs_nothing(text, page):
+    assert text.startswith("<!doctype html>")
     assert "default-src 'none'" in text
     assert not any(tag in ("script", "iframe", "object", "video") for tag, _ in page.tags)
     for _, attrs in page.tags:
         for name in ("src", "href", "srcset", "data"):
             assert (attrs.get(name) or "data:").startswith("data:")
+        assert not any(name.startswith("on") or ":" in name for name in attrs)
     assert not re.search(r"url\(|@import|https?://", text)
-    assert not any(name.startswith("on") for _, attrs in page.tags for name in attrs)
+    assert len(text) < 200_000
 
 
 def test_every_figure_has_a_text_alternative(text, page):
     drawings = [attrs for tag, attrs in page.tags if tag == "svg"]
-    assert len(drawings) == 17
-    for attrs in drawings:
-        assert attrs["role"] == "img"
-        assert len(attrs["aria-label"] or "") > 30
-    for attrs in (attrs for tag, attrs in page.tags if tag == "img"):
-        assert "predicted" in (attrs["alt"] or "")
+    assert len(drawings) == 10
+    assert all(attrs["role"] == "img" and len(attrs["aria-label"] or "") > 30 for attrs in drawings)
+    assert all("predicted" in (attrs["alt"] or "") for tag, attrs in page.tags if tag == "img")
     for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         root = ElementTree.fromstring(drawing)  # well-formed on its own
         assert root[0].tag == "title"
-        assert "nan" not in drawing.lower().replace("finance", "")
+        assert "nan" not in drawing.lower()
 
 
 def test_it_adapts_to_phones_and_dark_mode(text):
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
     assert "prefers-color-scheme: dark" in text
-    assert 'class="scroll" role="region"' in text
+    for name, colours in PALETTE.items():
+        assert all(f"--{name}:{colour};" in text for colour in colours)
+    drawings = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
+    assert not re.search(r"#[0-9a-f]{6}", drawings)  # every colour follows the page
+    assert "var(--c2)" in drawings
 
 
 def test_the_table_marks_best_and_second(text):
@@ -106,65 +99,69 @@ def test_the_table_marks_best_and_second(text):
 
 
 def test_what_came_from_outside_is_escaped():
-    evil = '<script>alert("x")</script>'
-    runs = [evaluation("Single"), evaluation(evil, members=3, seed=2, items=gallery("text"))]
-    text = render_report(runs, costs=costs(), title=evil)
+    evil = '<script>alert("x")</script>{{ 7 * 7 }}$\\frac'
+    texts = gallery("text")
+    run = evaluation(evil, members=3, seed=2, items=texts)
+    run = replace(run, id_name=evil, ood={evil: run.ood["close"]}, shift={evil: run.shift["fog"]},
+                  figures=replace(run.figures, ood_scores={evil: run.figures.ood_scores["close"]}, roc={}),
+                  provenance=replace(run.provenance, hardware=evil))  # fmt: skip
+    rows = [replace(cost, name=evil, device=evil) for cost in costs()[:1]]
+    text = render_report([evaluation("Single"), run], costs=rows, title=evil, allow_mismatch=True)
     Page(text)
     assert "<script" not in text
     assert "&lt;script&gt;alert" in text
+    assert "{{ 7 * 7 }}" in text  # what is shown is no template
     assert "dog &amp; &lt;b&gt;fox" in text
 
 
 def test_content_that_is_no_image_address_is_shown_as_text():
-    items = [type(item)(**{**vars(item), "content": "https://example.org/x.png"}) for item in gallery()]
-    page = Page(render_report([evaluation(items=items)]))
+    page = Page(
+        render_report([evaluation()], gallery=[replace(one, content="https://x.org/x.png") for one in gallery()])
+    )
     assert not any(tag == "img" for tag, _ in page.tags)
 
 
-def test_the_verdict_comes_first(text):
-    lead, table = text.index('class="lead"'), text.index("<table>")
-    assert lead < table
-    assert "numbers measured" in text[lead:table]
-
-
 def test_one_evaluation_without_ood_makes_a_report():
-    page = Page(render_report([evaluation(ood=False, shift=False)]))
-    assert page.figures("roc") == 0
-    assert page.figures("agreement") == 0
-    assert page.figures("reliability") == 1
-    assert page.figures("headmap") == 1
+    assert Page(render_report([evaluation(ood=False, shift=False)])).figures() == {
+        "bars": 2, "reliability": 1, "risk": 1, "headmap": 1
+    }  # fmt: skip
 
 
 def test_many_members_are_shaded_instead_of_striped():
-    run = evaluation("Crowd", members=9, heads=kept_heads(9))
-    page = Page(render_report([run]))
-    assert page.figures("headmap") == 1
-    assert not any((attrs.get("class") or "") == "chip" for _, attrs in page.tags)
-    assert any("the darker, the more members keep it" in word for word in page.words)
+    text = render_report([evaluation("Crowd", members=9, heads=kept_heads(9))])
+    assert Page(text).figures()["headmap"] == 1
+    assert 'class="chip"' not in text
+    assert "opacity:0.56" in text  # five of nine
+
+
+def test_the_first_numbers_stand_against_the_baseline(text):
+    single, _, hydra = methods()
+    header = text[text.index("<header>") : text.index("</header>")]
+    change = (hydra.id.accuracy - single.id.accuracy) * 100
+    assert f'<span class="better">{change:+.2f} vs Single</span>' in header
+    interval = hydra.intervals["accuracy"]
+    assert f"{interval.low * 100:.2f} to {interval.high * 100:.2f}" in header
+    assert '<span class="worse">+0.25 vs Single</span>' in header  # latency
 
 
 def test_selective_shift_and_provenance_are_told(text):
-    assert "With its calibrated threshold (msp ≤ 0.5) Hydra answers" in text
-    assert "Does it know when conditions get worse?" in text
-    assert "made for a test" in text
-    assert "converted → pruned" in text
-    assert "median of 20 runs of a batch of 4 on NVIDIA H200" in text
+    for words in ("(msp ≤ 0.5) Hydra answers", "when conditions get worse", "made for a test", "converted → pruned",
+                  "median of 20 runs of a batch of 4 on NVIDIA H200"):  # fmt: skip
+        assert words in text
 
 
 def test_focus_and_baseline_can_be_chosen():
     text = render_report(methods(), focus="Deep Ensemble", baseline="Hydra")
     assert "How good is Deep Ensemble?" in text
     assert "vs Hydra" in text
-    with pytest.raises(ConfigError, match="focus='Hidra' is not among the methods"):
-        render_report(methods(), focus="Hidra")
-    with pytest.raises(ConfigError, match="baseline="):
-        render_report(methods(), baseline="None")
+    for wrong in ({"focus": "Hidra"}, {"baseline": "Hidra"}):
+        with pytest.raises(ConfigError, match="Hidra"):
+            render_report(methods(), **wrong)
 
 
 def test_it_is_written_whole_and_again_the_same(tmp_path, text):
     path = write_report(tmp_path / "new" / "report.html", methods(), costs=costs())
     assert path.read_text() == text
-    assert len(text) < 400_000
 
 
 def test_several_runs_show_a_spread():
@@ -172,15 +169,10 @@ def test_several_runs_show_a_spread():
     assert " ± " in render_report(runs)
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.02, 0.87), (-12.5, 3.0), (0, 1e-4), (5, 5), (0, 12345)])
-def test_ticks_are_round_and_inside(low, high):
-    ticks = round_ticks(low, high)
-    assert len(ticks) <= 7
-    assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks) or low == high
-    assert ticks == sorted(set(ticks))
-
-
-def test_classes_without_names_are_numbered():
-    text = render_report([evaluation(items=gallery())])
-    assert "ant" in text
-    assert CLASSES == 4
+@pytest.mark.parametrize("library", ["jinja2", "matplotlib"])
+def test_without_its_libraries_it_says_what_to_install(monkeypatch, library):
+    for module in [name for name in sys.modules if name.partition(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(MissingExtraError, match=rf"{library}.*\[report\]"):
+        render_report([evaluation()])

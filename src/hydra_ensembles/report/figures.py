@@ -1,0 +1,162 @@
+"""The plots of a report, drawn by matplotlib as SVG that follows the page: its colours become the page's variables."""
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+from xml.etree import ElementTree
+
+from .._utils import require
+from ..evaluation.evaluation import Curve, Evaluation
+
+PALETTE = {  # name of the CSS variable: light, dark
+    "paper": ("#fbfaf7", "#13161b"),
+    "card": ("#ffffff", "#1a1e25"),
+    "ink": ("#1c2330", "#e8eaef"),
+    "soft": ("#475467", "#b6bfcc"),
+    "muted": ("#6b7482", "#8f99a8"),
+    "rule": ("#e3e0d8", "#2a303a"),
+    "empty": ("#eceae4", "#262c35"),
+    "shade": ("#1c23302b", "#00000090"),
+    "good": ("#14765f", "#4fd1b0"),
+    "bad": ("#b3401a", "#ff9d73"),
+    "over": ("#e08a9c", "#b8495f"),
+    "under": ("#a9d5c6", "#2f6d5d"),
+    "c0": ("#2563c9", "#6ea8ff"),
+    "c1": ("#d1571b", "#ff9a5c"),
+    "c2": ("#14866d", "#3ecfaf"),
+    "c3": ("#9a3fb5", "#d18bf0"),
+    "c4": ("#a67c00", "#e6c04a"),
+    "c5": ("#c62f6b", "#ff7fae"),
+    "c6": ("#4f7a1a", "#a5cf5f"),
+    "c7": ("#5c6773", "#aab4c0"),
+}
+_LIGHT = {name: light for name, (light, _) in PALETTE.items()}
+_LEFT, _RIGHT, _TOP = 44, 12, 12  # margins of a plot, in the figure's own units (about pixels on a phone)
+
+
+def colour(index: int) -> str:
+    """Name of the CSS variable of a series."""
+    return f"c{index % 8}"
+
+
+def reliability(evaluation: Evaluation, series: int, label: str) -> str:
+    """Accuracy against confidence, with the share of the samples in each bin below."""
+    bins = evaluation.figures.reliability
+    width, ink = 1 / len(bins.count), _LIGHT[colour(series)]
+    figure = _figure(340, 286)
+    axes = _axes(figure, 190, "confidence (%)", "accuracy (%)", percent="xy")
+    axes.set(xlim=(0, 1), ylim=(0, 1), xticks=(0, 0.25, 0.5, 0.75, 1), yticks=(0, 0.25, 0.5, 0.75, 1))
+    for index, (stated, right) in enumerate(zip(bins.confidence, bins.accuracy, strict=True)):
+        if stated is not None and right is not None:
+            middle, gap = (index + 0.5) * width, _LIGHT["over" if stated > right else "under"]
+            axes.bar(middle, min(stated, right), width * 0.88, color=ink, alpha=0.8)
+            axes.bar(middle, abs(stated - right), width * 0.88, bottom=min(stated, right), color=gap)
+            axes.hlines(right, middle - 0.44 * width, middle + 0.44 * width, color=_LIGHT["ink"], linewidth=2)
+    axes.plot((0, 1), (0, 1), color=_LIGHT["ink"], linewidth=1.2, linestyle=(0, (4, 4)), alpha=0.7)
+    strip = _axes(figure, 34, "", "", top=_TOP + 190 + 46)
+    strip.grid(visible=False)
+    strip.set(xlim=(0, 1), ylim=(0, max(bins.count) or 1), xticks=(), yticks=())
+    middles = [(index + 0.5) * width for index in range(len(bins.count))]
+    strip.bar(middles, bins.count, width * 0.88, color=ink, alpha=0.55)
+    strip.text(0.012, 0.75, "samples", transform=strip.transAxes, fontsize=10.5, color=_LIGHT["muted"])
+    return _svg(figure, label)
+
+
+def histogram(evaluation: Evaluation, set_name: str, label: str) -> str:
+    """How the uncertainty score is distributed in distribution and on one OOD set."""
+    figures = evaluation.figures
+    figure = _figure(340, 220)
+    axes = _axes(figure, 170, f"uncertainty ({evaluation.score})", "share (%)", percent="y")
+    for counts, name in ((figures.id_scores, "c0"), (figures.ood_scores[set_name], "c1")):
+        shares = [count / max(sum(counts), 1) for count in counts]
+        axes.stairs(shares, figures.score_edges, fill=True, color=_LIGHT[name], alpha=0.28)
+        axes.stairs(shares, figures.score_edges, color=_LIGHT[name], linewidth=1.5)
+    axes.set(xlim=(figures.score_edges[0], figures.score_edges[-1]), ylim=(0, None))
+    _few_ticks(axes)
+    return _svg(figure, label)
+
+
+def roc(methods: Mapping[str, Evaluation], focus: str, set_name: str, label: str) -> str:
+    """ROC curves of all methods on one OOD set."""
+    figure = _figure(340, 220)
+    axes = _axes(figure, 170, "ID flagged (%)", "OOD flagged (%)", percent="xy")
+    axes.set(xlim=(0, 1), ylim=(0, 1), xticks=(0, 0.25, 0.5, 0.75, 1), yticks=(0, 0.25, 0.5, 0.75, 1))
+    axes.plot((0, 1), (0, 1), color=_LIGHT["muted"], linewidth=1, linestyle=(0, (4, 4)), alpha=0.7)
+    _lines(axes, {name: one.figures.roc.get(set_name) for name, one in methods.items()}, focus)
+    return _svg(figure, label)
+
+
+def risk_coverage(methods: Mapping[str, Evaluation], focus: str, label: str) -> str:
+    """Error among the answered inputs, against the share that is answered."""
+    curves = {name: one.figures.risk_coverage for name, one in methods.items()}
+    # the first few answered samples make any risk look wild; the scale follows what comes after them
+    settled = [y for curve in curves.values() for x, y in zip(curve.x, curve.y, strict=True) if x >= 0.1]
+    top = max([*settled, 1e-3]) * 1.08
+    figure = _figure(446, 270)
+    axes = _axes(figure, 220, "answered (%)", "wrong answers (%)", percent="xy")
+    axes.set(xlim=(0, 1), ylim=(0, top), xticks=(0, 0.2, 0.4, 0.6, 0.8, 1))
+    _few_ticks(axes, "y")
+    _lines(axes, {name: Curve(one.x, tuple(min(y, top) for y in one.y)) for name, one in curves.items()}, focus)
+    return _svg(figure, label)
+
+
+def _figure(width: float, height: float) -> Any:
+    return require("matplotlib.figure", extra="report").Figure(figsize=(width / 72, height / 72), dpi=72)
+
+
+def _axes(figure: Any, height: float, x_label: str, y_label: str, *, percent: str = "", top: float = _TOP) -> Any:
+    """Axes as wide as the figure; `percent` names the axes that show shares in percent."""
+    whole_width, whole_height = (72 * inches for inches in figure.get_size_inches())
+    bottom, width = 1 - (top + height) / whole_height, (whole_width - _LEFT - _RIGHT) / whole_width
+    axes = figure.add_axes((_LEFT / whole_width, bottom, width, height / whole_height))
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_LIGHT["muted"])
+    axes.grid(axis="y", color=_LIGHT["rule"], linewidth=1)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelsize=10.5, labelcolor=_LIGHT["muted"])
+    axes.set_xlabel(x_label, fontsize=11, color=_LIGHT["soft"])
+    figure.text(11 / whole_width, bottom + height / whole_height / 2, y_label, rotation=90, ha="center", va="center",
+                fontsize=11, color=_LIGHT["soft"])  # fmt: skip
+    for name in percent:
+        getattr(axes, f"{name}axis").set_major_formatter(lambda share, _: f"{share * 100:g}")
+    return axes
+
+
+def _few_ticks(axes: Any, which: str = "xy") -> None:
+    ticker = require("matplotlib.ticker", extra="report")
+    for name in which:
+        getattr(axes, f"{name}axis").set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+
+
+def _lines(axes: Any, curves: Mapping[str, Curve | None], focus: str) -> None:
+    """A curve for each method, the one in focus strong and on top."""
+    for index, (name, curve) in enumerate(curves.items()):
+        if curve is not None:
+            width, opacity, order = (2.6, 1, 4) if name == focus else (1.5, 0.75, 3)
+            ink = _LIGHT[colour(index)]
+            axes.plot(curve.x, curve.y, color=ink, linewidth=width, alpha=opacity, zorder=order)
+
+
+def _svg(figure: Any, label: str) -> str:
+    """The drawing as an element of a page: text stays text, colours are variables, nothing refers to anything."""
+    for artist in figure.findobj():
+        artist.set_clip_on(False)
+    settings = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"], "text.parse_math": False}
+    buffer = io.StringIO()
+    with require("matplotlib", extra="report").rc_context(settings):
+        nothing: Sequence[str] = ("Creator", "Date", "Format", "Type")
+        figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(nothing))
+    root = ElementTree.fromstring(buffer.getvalue())
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        element.attrib.pop("id", None)
+    for definitions in root.findall("defs"):
+        root.remove(definitions)
+    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": label}
+    root.insert(0, title := ElementTree.Element("title"))
+    title.text = label
+    text = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", ElementTree.tostring(root, "unicode"))
+    for name, light in _LIGHT.items():
+        text = text.replace(light, f"var(--{name})")
+    return text
