@@ -7,7 +7,6 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -20,97 +19,8 @@ from .errors import ConfigError, DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-
-def to_rgb(image: "Image") -> "Image":
-    """Convert a PIL image of any mode to RGB.
-
-    Greyscale is repeated over the channels, transparency is dropped, palettes are looked up, and 16-bit
-    greyscale keeps its upper eight bits (Pillow alone would clip it to white).
-    """
-    return image if image.mode == "RGB" else _plain(image).convert("RGB")
-
-
-def to_grey(image: "Image") -> "Image":
-    """Convert a PIL image of any mode to 8-bit greyscale; 16-bit greyscale and transparency as in `to_rgb`."""
-    return image if image.mode == "L" else _plain(image).convert("L")
-
-
-def _plain(image: "Image") -> "Image":
-    """The image in a mode that Pillow converts without clipping or warning."""
-    if image.mode.startswith("I;16"):
-        upper_bits = (np.asarray(image, dtype=np.uint16) >> 8).astype(np.uint8)
-        grey: Image = require("PIL.Image", extra="data").fromarray(upper_bits)
-        return grey
-    if image.mode == "P" and "transparency" in image.info:
-        return image.convert("RGBA")
-    return image
-
-
-TextCleaning = Literal["none", "whitespace", "lower", "canonicalize"]
-
-_ENTITY = re.compile(r"&#?[0-9A-Za-z]{1,24};")
-_TERMINAL_ESCAPE = re.compile("\x1b\\[[0-9;]*[a-zA-Z]")
-_LIGATURES = "ĲĳŉǱǲǳǄǅǆǇǈǉǊǋǌﬀﬁﬂﬃﬄﬅﬆ"
-_QUOTES = {"'": "\u02bc\u2018\u2019\u201a\u201b", '"': "\u201c\u201d\u201e\u201f"}
-_DROPPED = (*range(0x09), 0x0B, *range(0x0E, 0x20), 0x7F, *range(0x206A, 0x2070), *range(0xFFF9, 0xFFFD), 0xFEFF)
-_LINE_BREAKS = ("\r\n", "\r", "\u2028", "\u2029", "\x85")
-_LIGATURE_PARTS = {ord(one): unicodedata.normalize("NFKC", one) for one in _LIGATURES} | {ord("ﬅ"): "ſt"}
-_WIDTHS = {code: unicodedata.normalize("NFKC", chr(code)) for code in (0x3000, *range(0xFF01, 0xFFF0))}
-_STRAIGHT_QUOTES = {ord(curly): straight for straight, curlies in _QUOTES.items() for curly in curlies}
-_CONTROLS = dict.fromkeys(_DROPPED)
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-def clean_text(text: str, cleaning: TextCleaning) -> str:
-    """Clean a string in one of the ways open_clip's tokenizers know.
-
-    Args:
-        text: Any string.
-        cleaning: `"none"` leaves the text alone; `"whitespace"` repairs it and collapses white space;
-            `"lower"` lower-cases it as well; `"canonicalize"` drops ASCII punctuation too.
-    """
-    if cleaning == "none":
-        return text
-    text = html.unescape(html.unescape(_repair(text))).strip()
-    if cleaning == "canonicalize":
-        text = text.replace("_", " ").translate(_PUNCTUATION)
-    text = " ".join(text.split())
-    return text if cleaning == "whitespace" else text.lower()
-
-
-def _repair(text: str) -> str:
-    """Repair line by line; from the first `<` on, entities are taken to be meant as written."""
-    unescape, lines = True, []
-    for line in re.split(r"(?<=\n)", text):
-        unescape = unescape and "<" not in line
-        lines.append(_repair_line(line, unescape))
-    return "".join(lines)
-
-
-def _repair_line(text: str, unescape: bool) -> str:
-    """Apply all repairs until nothing changes any more: one can bring up something for another."""
-    while True:
-        before = text
-        if unescape:
-            text = _ENTITY.sub(_unescape, text)
-        text = _TERMINAL_ESCAPE.sub("", text)
-        text = text.translate(_LIGATURE_PARTS).translate(_WIDTHS).translate(_STRAIGHT_QUOTES)
-        for line_break in _LINE_BREAKS:
-            text = text.replace(line_break, "\n")
-        # pairs of surrogates become the character they stand for, lone ones the replacement character
-        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        text = unicodedata.normalize("NFC", text.translate(_CONTROLS))
-        if text == before:
-            return text
-
-
-def _unescape(entity: re.Match[str]) -> str:
-    """The character an entity stands for; entities that are not known as a whole stay as they are."""
-    character = html.unescape(entity.group())
-    return entity.group() if ";" in character and len(character) > 1 else character
-
-
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
+TextCleaning = Literal["none", "whitespace", "lower", "canonicalize"]
 
 
 @dataclass(frozen=True)
@@ -152,14 +62,18 @@ class ImagePreprocessing:
             raise DataError("got no images; give at least one")
         for index, image in enumerate(batch):
             if not isinstance(image, image_module.Image):
-                raise DataError(f"item {index} is a {type(image).__name__}, expected a PIL image; {_advice(image)}")
+                raise DataError(
+                    f"item {index} is a {type(image).__name__}, expected a PIL image: open files with PIL.Image.open, "
+                    "make one of height x width x 3 bytes with PIL.Image.fromarray; give images that were resized and "
+                    "normalised already as one tensor [B, channels, H, W], and of a batch (images, labels) the images "
+                    "alone"
+                )
         pixels = torch.stack([self._pixels(image) for image in batch])  # [B, channels, H, W]
-        shape = (1, -1, 1, 1)
-        return (pixels - torch.tensor(self.mean).view(shape)) / torch.tensor(self.std).view(shape)
+        mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
+        return (pixels - mean) / std
 
     def _pixels(self, image: "Image") -> Tensor:
-        resampling = require("PIL.Image", extra="data").Resampling
-        method = getattr(resampling, self.interpolation.upper())
+        method = require("PIL.Image", extra="data").Resampling[self.interpolation.upper()]
         image = to_grey(image) if len(self.mean) == 1 else to_rgb(image)
         height, width = self.size
         image = image.resize(self._resized(image.width, image.height), method)
@@ -224,18 +138,13 @@ class TextPreprocessing:
             raise DataError("this model was saved without a tokenizer; give token ids instead of strings")
         length = self.max_length if self.pad_to_max else None
         tokenizer = _tokenizer(self.tokenizer, self.max_length, self.pad_id, self.pad_token, length)
-        encodings = tokenizer.encode_batch([self._clean(text) for text in batch])
+        encodings = tokenizer.encode_batch([_cleaned(text, self.cleaning) for text in batch])
         encoded = {"input_ids": torch.tensor([encoding.ids for encoding in encodings])}
         if self.attention_mask:
             encoded["attention_mask"] = torch.tensor([encoding.attention_mask for encoding in encodings])
         if self.segments:
             encoded["token_type_ids"] = torch.tensor([encoding.type_ids for encoding in encodings])
         return encoded
-
-    def _clean(self, text: str | tuple[str, str]) -> str | tuple[str, str]:
-        if isinstance(text, str):
-            return clean_text(text, self.cleaning)
-        return clean_text(text[0], self.cleaning), clean_text(text[1], self.cleaning)
 
 
 def _items(given: Any, *single: type) -> list[Any]:
@@ -247,21 +156,10 @@ def _items(given: Any, *single: type) -> list[Any]:
     return list(given) if many or (isinstance(given, np.ndarray) and given.dtype.hasobject) else [given]
 
 
-def _advice(image: object) -> str:
-    """How to give what is not a PIL image."""
-    if isinstance(image, str | Path):
-        return "open the file: PIL.Image.open(path)"
-    if isinstance(image, np.ndarray):
-        return (
-            "make one of height x width x 3 bytes: PIL.Image.fromarray(pixels); give arrays that are resized and "
-            "normalised already as one tensor [B, channels, H, W]: torch.from_numpy(batch)"
-        )
-    if isinstance(image, Tensor):
-        return (
-            "give images that were resized and normalised as one tensor [B, channels, H, W]: torch.stack(images); "
-            "of a batch (images, labels) the images alone"
-        )
-    return "open image files with PIL.Image.open(path)"
+def _cleaned(text: str | tuple[str, str], cleaning: TextCleaning) -> str | tuple[str, str]:
+    if isinstance(text, str):
+        return clean_text(text, cleaning)
+    return clean_text(text[0], cleaning), clean_text(text[1], cleaning)
 
 
 @lru_cache(maxsize=8)
@@ -271,3 +169,95 @@ def _tokenizer(content: str, max_length: int, pad_id: int, pad_token: str, lengt
     tokenizer.enable_truncation(max_length)
     tokenizer.enable_padding(pad_id=pad_id, pad_token=pad_token, length=length)
     return tokenizer
+
+
+# --- images of any mode --------------------------------------------------------------------------------------
+
+
+def to_rgb(image: "Image") -> "Image":
+    """Convert a PIL image of any mode to RGB.
+
+    Greyscale is repeated over the channels, transparency is dropped, palettes are looked up, and 16-bit
+    greyscale keeps its upper eight bits (Pillow alone would clip it to white).
+    """
+    return image if image.mode == "RGB" else _plain(image).convert("RGB")
+
+
+def to_grey(image: "Image") -> "Image":
+    """Convert a PIL image of any mode to 8-bit greyscale; 16-bit greyscale and transparency as in `to_rgb`."""
+    return image if image.mode == "L" else _plain(image).convert("L")
+
+
+def _plain(image: "Image") -> "Image":
+    """The image in a mode that Pillow converts without clipping or warning."""
+    if image.mode.startswith("I;16"):
+        upper_bits = (np.asarray(image, dtype=np.uint16) >> 8).astype(np.uint8)
+        grey: Image = require("PIL.Image", extra="data").fromarray(upper_bits)
+        return grey
+    if image.mode == "P" and "transparency" in image.info:
+        return image.convert("RGBA")
+    return image
+
+
+# --- cleaning of texts ---------------------------------------------------------------------------------------
+
+_ENTITY = re.compile(r"&#?[0-9A-Za-z]{1,24};")
+_TERMINAL_ESCAPE = re.compile("\x1b\\[[0-9;]*[a-zA-Z]")
+_LIGATURES = "ĲĳŉǱǲǳǄǅǆǇǈǉǊǋǌﬀﬁﬂﬃﬄﬅﬆ"
+_QUOTES = {"'": "\u02bc\u2018\u2019\u201a\u201b", '"': "\u201c\u201d\u201e\u201f"}
+_DROPPED = (*range(0x09), 0x0B, *range(0x0E, 0x20), 0x7F, *range(0x206A, 0x2070), *range(0xFFF9, 0xFFFD), 0xFEFF)
+_LINE_BREAKS = ("\r\n", "\r", "\u2028", "\u2029", "\x85")
+_LIGATURE_PARTS = {ord(one): unicodedata.normalize("NFKC", one) for one in _LIGATURES} | {ord("ﬅ"): "ſt"}
+_WIDTHS = {code: unicodedata.normalize("NFKC", chr(code)) for code in (0x3000, *range(0xFF01, 0xFFF0))}
+_STRAIGHT_QUOTES = {ord(curly): straight for straight, curlies in _QUOTES.items() for curly in curlies}
+_CONTROLS = dict.fromkeys(_DROPPED)
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def clean_text(text: str, cleaning: TextCleaning) -> str:
+    """Clean a string in one of the ways open_clip's tokenizers know.
+
+    Args:
+        text: Any string.
+        cleaning: `"none"` leaves the text alone; `"whitespace"` repairs it and collapses white space;
+            `"lower"` lower-cases it as well; `"canonicalize"` drops ASCII punctuation too.
+    """
+    if cleaning == "none":
+        return text
+    text = html.unescape(html.unescape(_repair(text))).strip()
+    if cleaning == "canonicalize":
+        text = text.replace("_", " ").translate(_PUNCTUATION)
+    text = " ".join(text.split())
+    return text if cleaning == "whitespace" else text.lower()
+
+
+def _repair(text: str) -> str:
+    """Repair line by line; from the first `<` on, entities are taken to be meant as written."""
+    unescape, lines = True, []
+    for line in re.split(r"(?<=\n)", text):
+        unescape = unescape and "<" not in line
+        lines.append(_repair_line(line, unescape))
+    return "".join(lines)
+
+
+def _repair_line(text: str, unescape: bool) -> str:
+    """Apply all repairs until nothing changes any more: one can bring up something for another."""
+    while True:
+        before = text
+        if unescape:
+            text = _ENTITY.sub(_unescape, text)
+        text = _TERMINAL_ESCAPE.sub("", text)
+        text = text.translate(_LIGATURE_PARTS).translate(_WIDTHS).translate(_STRAIGHT_QUOTES)
+        for line_break in _LINE_BREAKS:
+            text = text.replace(line_break, "\n")
+        # pairs of surrogates become the character they stand for, lone ones the replacement character
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        text = unicodedata.normalize("NFC", text.translate(_CONTROLS))
+        if text == before:
+            return text
+
+
+def _unescape(entity: re.Match[str]) -> str:
+    """The character an entity stands for; entities that are not known as a whole stay as they are."""
+    character = html.unescape(entity.group())
+    return entity.group() if ";" in character and len(character) > 1 else character

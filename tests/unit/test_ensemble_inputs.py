@@ -44,16 +44,13 @@ PIXELS = np.zeros((10, 10, 3), np.uint8)
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        (PIXELS, r"item 0 is a ndarray, expected a PIL image; .*PIL\.Image\.fromarray\(pixels\).*torch\.from_numpy"),
+        (PIXELS, r"ndarray.*PIL\.Image\.fromarray"),
         ([PIXELS], r"PIL\.Image\.fromarray"),
-        ([torch.zeros(3, 8, 8)], r"item 0 is a Tensor.*one tensor \[B, channels, H, W\]: torch\.stack\(images\)"),
-        (
-            (torch.zeros(2, 3, 8, 8), torch.zeros(2)),
-            r"item 0 is a Tensor.*of a batch \(images, labels\) the images alone",
-        ),
-        ("cat.png", r"item 0 is a str, expected a PIL image; open the file: PIL\.Image\.open\(path\)"),
-        ([Path("cat.png")], r"open the file: PIL\.Image\.open\(path\)"),
-        (None, r"item 0 is a NoneType, expected a PIL image; open image files"),
+        ([torch.zeros(3, 8, 8)], r"item 0 is a Tensor.*one tensor \[B, channels, H, W\]"),
+        ((torch.zeros(2, 3, 8, 8), torch.zeros(2)), r"item 0 is a Tensor.*the images alone"),
+        ("cat.png", r"str.*PIL\.Image\.open"),
+        ([Path("cat.png")], r"PIL\.Image\.open"),
+        (None, r"NoneType.*PIL\.Image\.open"),
     ],
 )
 def test_what_is_no_image_is_told_how_to_become_one(inputs: Any, message: str) -> None:

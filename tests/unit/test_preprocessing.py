@@ -1,11 +1,14 @@
-"""Images of unusual modes: a model's preprocessing sees what the data sets give."""
+"""Images of unusual modes, and settings that check themselves; values are held against libraries in test_processors."""
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from hydra_ensembles.preprocessing import ImagePreprocessing, to_grey, to_rgb
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing, to_grey, to_rgb
 
 LEVELS = np.array([[0, 0x1234], [0x8000, 0xFFFF]], dtype=np.uint16)
 
@@ -44,3 +47,29 @@ def test_a_transparent_palette_gives_no_warning(channels: int) -> None:
     image = Image.fromarray(np.arange(4, dtype=np.uint8).reshape(2, 2)).convert("P")
     image.info["transparency"] = bytes([0, 128] + [255] * 254)
     assert plain(channels)(image).shape == (1, channels, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "token"),
+    [
+        ({"size": (0, 8)}, "size"),
+        ({"size": (8, 8), "mean": (0.0, 0.0)}, "mean"),
+        ({"size": (8, 8), "std": (1.0, 0.0, 1.0)}, "std"),
+        ({"size": (8, 8), "crop_fraction": 1.5}, "crop_fraction"),
+    ],
+)
+def test_settings_of_images_check_themselves(settings: dict[str, Any], token: str) -> None:
+    with pytest.raises(ConfigError, match=token):
+        ImagePreprocessing(**settings)
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_length", 0), ("pad_id", -1), ("cleaning", "thorough")])
+def test_settings_of_texts_check_themselves(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        TextPreprocessing(**{"max_length": 5, name: value})
+
+
+def test_nothing_and_texts_without_tokenizer_are_refused() -> None:
+    for preprocessing, given in ((plain(3), []), (TextPreprocessing(5), []), (TextPreprocessing(5), ["a"])):
+        with pytest.raises(DataError, match="no images|no texts|without a tokenizer"):
+            preprocessing(given)  # type: ignore[arg-type]
