@@ -71,5 +71,5 @@ def test_settings_of_texts_check_themselves(name: str, value: Any) -> None:
 
 def test_nothing_and_texts_without_tokenizer_are_refused() -> None:
     for preprocessing, given in ((plain(3), []), (TextPreprocessing(5), []), (TextPreprocessing(5), ["a"])):
-        with pytest.raises(DataError, match="no images|no texts|without a tokenizer"):
+        with pytest.raises(DataError, match=r"no images|no texts|without a tokenizer"):
             preprocessing(given)  # type: ignore[arg-type]
