@@ -162,7 +162,7 @@ class SeedModels:
                     score=score,
                     budget=budget,
                     layers=self.layers(trunk),
-                    memory_budget=CIRCUIT_MEMORY if self.device.type == "cuda" else None,
+                    max_memory=CIRCUIT_MEMORY if self.device.type == "cuda" else None,
                     journal=place / f"{score}-trunk{trunk}.journal",
                     progress=False,
                 )

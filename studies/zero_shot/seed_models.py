@@ -107,7 +107,7 @@ class ZeroShotModels:
                     class_names=names,
                     templates=self.templates,
                     towers=towers,
-                    memory_budget=CIRCUIT_MEMORY if self.device.type == "cuda" else None,
+                    max_memory=CIRCUIT_MEMORY if self.device.type == "cuda" else None,
                     journal=place / f"{score}-{'-'.join(towers)}.journal",
                     progress=False,
                 )

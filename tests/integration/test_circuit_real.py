@@ -14,10 +14,10 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from hydra_ensembles._distributed import Ranks
-from hydra_ensembles.circuit.cache import Work, working_copy
 from hydra_ensembles.circuit.extract import extract_circuit
-from hydra_ensembles.circuit.scores import Choice, Objective, read_samples
+from hydra_ensembles.circuit.scores import Objective, Result, read_samples
 from hydra_ensembles.circuit.search import Naive
+from hydra_ensembles.circuit.working_model import Work, working_copy
 from hydra_ensembles.heads.masking import existing_heads
 from hydra_ensembles.heads.ranking import Head
 from hydra_ensembles.model.ensemble import Ensemble
@@ -90,7 +90,7 @@ def minilm() -> tuple[Ensemble, Batches, Batches]:
 
 def naive_results(
     model: Ensemble, id_batches: Batches, ood_batches: Batches, heads: list[Head], off: list[Head]
-) -> Iterator[list[Choice]]:
+) -> Iterator[list[Result]]:
     """Counts of every one of some heads: as the model is, and without the best head for `avg`."""
     copy = working_copy(model, torch.float64, model.device)
     samples = read_samples(copy, id_batches, ood_batches, seed=0)
@@ -102,9 +102,9 @@ def naive_results(
         heads.remove(min(found).head)
 
 
-def best(results: list[Choice], score: str) -> Choice:
+def best(results: list[Result], score: str) -> Result:
     objective = Objective(score, SAMPLES, SAMPLES)  # type: ignore[arg-type]
-    return min(results, key=lambda one: (objective.value(one.errors, one.discordance), one.head))
+    return min(objective.result(*one[1:]) for one in results)
 
 
 @pytest.mark.parametrize("name", ["dinov2", "minilm"])

@@ -1,313 +1,42 @@
 """Algorithm 1: remove the head whose loss hurts the score least, again and again."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, get_args
 
 import torch
 from tqdm import tqdm
 
 from .._distributed import Ranks, all_ranks, local_device
-from .._utils import require_device, write_atomically
+from .._utils import require_device
 from ..batches import Batches
-from ..errors import DataError, HydraError
-from ..heads.masking import TOWER
-from ..heads.ranking import Head, HeadLike, HeadRanking, as_heads, model_fingerprint
-from ..model.clip import DEFAULT_TEMPLATES, DualEncoder, Templates, Tower
+from ..errors import ConfigError, DataError
+from ..heads.masking import TOWER, checked_layers, existing_heads, head_rows, tower_of, towers_of
+from ..heads.ranking import Head, HeadLike, HeadRanking, as_heads, model_fingerprint, require_budget
+from ..model.clip import (
+    DEFAULT_TEMPLATES,
+    DualEncoder,
+    Templates,
+    Tower,
+    checked_names,
+    checked_templates,
+    require_model,
+    zero_shot,
+)
 from ..model.config import require_whole
 from ..model.ensemble import Ensemble
-from ..schema import from_plain, to_plain
-from .cache import (
-    CurrentModel,
-    CurrentTower,
-    Texts,
-    Work,
-    WorkingModel,
-    default_batch_size,
-    default_budget,
-    of_tower,
-    subject_of,
-    use_classes,
-    working_copy,
-)
-from .joint import JointExact, JointNaive, TextCandidates
-from .scores import Choice, CircuitSettings, Method, Objective, Samples, Score, read_samples
-from .search import AFRESH, Exact, FastErrors, Naive, Screen, forward_cost
+from .cache import CachedTower, default_max_memory, fitting_batch_size
+from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
+from .journal import Journal, Start, Step, open_journal
+from .scores import Method, Objective, Samples, Score, read_samples
+from .screened import AFRESH, Screened
+from .search import Exact, Naive
+from .working_model import Work, WorkingModel, forward_cost, working_copy
 
-FORMAT = "hydra_ensembles circuit journal 1"
-
-
-@dataclass(frozen=True)
-class Step:
-    """One greedy step: the head removed, and the integers of the model without it.
-
-    Attributes:
-        layer: Layer of the head.
-        head: Its original index.
-        errors: Wrong ID samples.
-        discordance: Twice the pairs in the wrong order, plus ties; 0 where no OOD data is needed.
-        layer_evaluations: Blocks run on one sample in this step, over all ranks.
-        multiply_adds: Multiply-adds of this step, over all ranks.
-        excess: On an audited step, by how much the choice of the method missed the reference, in units of the
-            integer that is minimised; None elsewhere.
-        tower: The tower of the head.
-    """
-
-    layer: int
-    head: int
-    errors: int
-    discordance: int
-    layer_evaluations: int
-    multiply_adds: int
-    excess: int | None = None
-    tower: str = "main"
-
-
-@dataclass(frozen=True)
-class Start:
-    """The integers of the model before the first step."""
-
-    errors: int
-    discordance: int
-
-
-@dataclass(frozen=True)
-class _Content:
-    format: str
-    model: str
-    data: str
-    settings: Mapping[str, Any]
-    start: Start
-    steps: tuple[Step, ...]
-
-
-class Journal:
-    """The steps of a run, kept in a file where a path is given.
-
-    Args:
-        path: The file; None keeps nothing.
-        model: Fingerprint of the model.
-        data: Fingerprint of the data.
-        settings: What else the choices depend on.
-
-    Raises:
-        HydraError: The file belongs to another model, other data or other settings, or is no journal.
-    """
-
-    def __init__(self, path: str | Path | None, model: str, data: str, settings: Mapping[str, Any]) -> None:
-        self.path = None if path is None else Path(path)
-        self._header: dict[str, Any] = {"format": FORMAT, "model": model, "data": data, "settings": dict(settings)}
-        self.start: Start | None = None
-        self.steps: list[Step] = []
-        if self.path is not None and self.path.exists():
-            content = self._read(self.path)
-            self.start, self.steps = content.start, list(content.steps)
-
-    def add(self, step: Step) -> None:
-        """Append a step and write the file anew, in one piece."""
-        self.steps.append(step)
-        if self.path is not None:
-            content = {**self._header, "start": to_plain(self.start), "steps": to_plain(self.steps)}
-            write_atomically(self.path, json.dumps(content, indent=1).encode())
-
-    def _read(self, path: Path) -> _Content:
-        advice = "delete the file to start anew, or give another path"
-        try:
-            content = from_plain(_Content, json.loads(path.read_text()), "journal")
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, HydraError) as error:
-            raise HydraError(f"{path} is not a journal of a circuit extraction ({error}); {advice}") from error
-        if content.format != FORMAT:
-            raise HydraError(f"{path} has the format {content.format!r}, expected {FORMAT!r}; {advice}")
-        for name, what in (("model", "model"), ("data", "data set")):
-            ours, theirs = self._header[name], getattr(content, name)
-            if ours != theirs:
-                raise HydraError(
-                    f"{path} is the journal of another {what}: its fingerprint is {theirs[:12]}…, here it is "
-                    f"{ours[:12]}…; {advice}"
-                )
-        ours, theirs = dict(self._header["settings"]), dict(content.settings)
-        different = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
-        if different:
-            lines = ", ".join(f"{key}: {theirs.get(key)} there, {ours.get(key)} here" for key in different)
-            raise HydraError(f"{path} is the journal of a run with other settings ({lines}); {advice}")
-        return content
-
-
-@dataclass(frozen=True, eq=False)
-class Evaluation:
-    """What an evaluation needs: a private copy of the model, the data, the aim, and means."""
-
-    model: Ensemble
-    samples: Samples
-    objective: Objective
-    ranks: Ranks
-    work: Work
-    batch_size: int
-    memory_budget: int | None
-    texts: Texts | None = None
-
-    def naive(self, off: Sequence[Head]) -> Naive:
-        """The reference, with heads off, on a copy of its own."""
-        arguments = (_copy(self.model), self.samples, self.objective, self.ranks, self.work, self.batch_size, off)
-        if self.texts is None:
-            return Naive(*arguments)
-        return JointNaive(*arguments, texts=replace(self.texts, tower=_copy(self.texts.tower)))
-
-    def exact(self, candidates: Sequence[Head], off: Sequence[Head], carry: bool = True) -> Exact:
-        """Branch and bound, with heads off; without `carry`, candidates keep nothing from step to step."""
-        return self._exact(_copy(self.model), candidates, off, carry, self._budget)
-
-    def joint(self, texts: Texts, candidates: Sequence[Head], off: Sequence[Head]) -> JointExact:
-        """The same over the heads of both towers."""
-        tower = self._working(_copy(texts.tower), of_tower(off, text=True))
-        heads = of_tower(candidates, text=True)
-        current = CurrentTower(tower, texts.prompts, heads, self.ranks, self.batch_size, self._budget // 4)
-        text_candidates = TextCandidates(texts, current)
-        model = _copy(self.model)
-        use_classes(model, text_candidates.classes())
-        heads, off = of_tower(candidates, text=False), of_tower(off, text=False)
-        return JointExact(self._exact(model, heads, off, True, self._budget - self._budget // 4), text_candidates)
-
-    @cached_property
-    def _budget(self) -> int:
-        return default_budget(self.model.device) if self.memory_budget is None else self.memory_budget
-
-    def _working(self, model: Ensemble, off: Sequence[Head]) -> WorkingModel:
-        working = WorkingModel(model, self.work)
-        for head in off:
-            working.drop(head)
-        return working
-
-    def _exact(
-        self, model: Ensemble, candidates: Sequence[Head], off: Sequence[Head], carry: bool, budget: int
-    ) -> Exact:
-        working = self._working(model, off)
-        current = CurrentModel(
-            working, self.samples, self.objective, candidates, self.ranks, self.batch_size, budget, carry
-        )
-        return Exact(current, self.ranks)
-
-
-def _copy(model: Ensemble) -> Ensemble:
-    return working_copy(model, model.dtype, model.device)
-
-
-class GreedyMethod(Protocol):
-    """A way to take greedy steps."""
-
-    def start(self) -> Choice:
-        """The result of the model as it is."""
-
-    def take(self, candidates: Sequence[Head], audit: bool) -> tuple[Choice, int | None]:
-        """Choose one of the candidates and leave it off from now on.
-
-        Returns:
-            The head with its result; and, when audited, by how many units the method's own choice misses
-            that of its reference.
-        """
-
-
-class NaiveMethod:
-    """The reference itself; there is nothing to audit it by."""
-
-    def __init__(self, naive: Naive) -> None:
-        self.naive = naive
-
-    def start(self) -> Choice:
-        """The result of the model as it is."""
-        return self.naive.evaluate(None)
-
-    def take(self, candidates: Sequence[Head], audit: bool) -> tuple[Choice, int | None]:
-        """Remove the best candidate."""
-        choice = self.naive.choose(candidates)
-        self.naive.remove(choice.head)
-        return choice, 0 if audit else None
-
-
-class ExactMethod:
-    """Branch and bound, audited by the naive method."""
-
-    def __init__(self, exact: Exact | JointExact, referee: Naive | None) -> None:
-        self.exact, self.referee = exact, referee
-
-    def start(self) -> Choice:
-        """The result of the model as it is."""
-        return self.exact.result
-
-    def take(self, candidates: Sequence[Head], audit: bool) -> tuple[Choice, int | None]:
-        """Remove the best candidate; audited, hold it against the best by the naive method's own count."""
-        choice, excess = self.exact.choose(candidates), None
-        if self.referee is not None:
-            if audit:
-                excess = self.referee.evaluate(choice.head).value - self.referee.choose(candidates).value
-            self.referee.remove(choice.head)
-        self.exact.remove(choice.head)
-        return choice, excess
-
-
-class ScreenedMethod:
-    """Measures the candidates that are expected to be good, audited by branch and bound over all.
-
-    Args:
-        exact: The model whose results are reported.
-        screen: Chooses, by the same model.
-    """
-
-    def __init__(self, exact: Exact, screen: Screen | FastErrors) -> None:
-        self.exact, self.screen = exact, screen
-
-    def start(self) -> Choice:
-        """The result of the model as it is."""
-        return self.exact.current.choice
-
-    def take(self, candidates: Sequence[Head], audit: bool) -> tuple[Choice, int | None]:
-        """Remove the best of the promising candidates; audited, hold it against the best of all."""
-        head, excess = self.screen.choose(candidates), None
-        if audit:
-            screened = self.exact.choose([head])
-            excess = screened.value - self.exact.choose(candidates, known=screened).value
-        self.exact.current.remove(head)
-        return replace(self.exact.current.choice, head=head), excess
-
-    def repeat(self, candidates: Sequence[Head], head: Head) -> None:
-        """Take a step whose result is known, to remember what was measured in it."""
-        self.screen.choose(candidates)
-        self.exact.current.remove(head)
-
-
-def start_method(
-    settings: CircuitSettings, evaluation: Evaluation, candidates: Sequence[Head], done: Sequence[Head]
-) -> GreedyMethod:
-    """Set a method up to go on after some steps.
-
-    Args:
-        settings: What to do.
-        evaluation: What to do it with.
-        candidates: The heads that could be chosen at the first step.
-        done: Those that were chosen so far.
-    """
-    remembers = settings.method == "screened" and settings.score != "acc"
-    repeated = len(done) % AFRESH if remembers else 0
-    skipped = len(done) - repeated
-    off = [*settings.removed, *done[:skipped]]
-    left = [head for head in candidates if head not in done[:skipped]]
-    if settings.method == "naive":
-        return NaiveMethod(evaluation.naive(off))
-    if settings.method == "exact":
-        referee = evaluation.naive(off) if settings.audit_steps else None
-        if evaluation.texts is not None:
-            return ExactMethod(evaluation.joint(evaluation.texts, left, off), referee)
-        return ExactMethod(evaluation.exact(left, off), referee)
-    exact = evaluation.exact(left, off, carry=False)
-    screen = Screen(exact, settings.screened(len(candidates)), skipped) if remembers else FastErrors(exact)
-    screened = ScreenedMethod(exact, screen)
-    for head in done[skipped:]:
-        screened.repeat(left, head)
-        left.remove(head)
-    return screened
+Search = Naive | Exact | JointExact | Screened
 
 
 @torch.inference_mode(False)  # a caller's own would leave the gradients of "screened" nothing to work with
@@ -323,7 +52,7 @@ def extract_circuit(
     removed: Iterable[HeadLike] = (),
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    memory_budget: int | None = None,
+    max_memory: int | None = None,
     batch_size: int | None = None,
     journal: str | Path | None = None,
     progress: bool = True,
@@ -371,8 +100,8 @@ def extract_circuit(
         removed: Heads that are off from the start.
         dtype: Precision of the evaluation; None for the model's own.
         device: Where to evaluate; None for where the model is. `"cuda"` is the GPU of the rank.
-        memory_budget: Bytes of activations to keep beside the embedded samples; None for half of the free
-            memory of a GPU, or a quarter of the host's.
+        max_memory: Bytes of activations to keep beside the embedded samples; None for half of the free memory of a
+            GPU, or a quarter of the host's.
         batch_size: Samples in a batch, or pairs of head and sample; None for a size that suits the device.
         journal: A file to note every step in. Where it exists, the run goes on after its last step.
         progress: Show a progress bar.
@@ -396,24 +125,28 @@ def extract_circuit(
             larger than the number of candidates, batches that are missing, empty, or of a single class, labels
             out of range, logits that are not finite, or a journal of another run.
     """
-    subject, off = subject_of(ensemble, class_names, templates, towers), as_heads(removed)
-    subject.require_heads(off)
+    require_model(ensemble, "extract_circuit")
+    names, sentences = _checked_classes(ensemble, class_names, templates)
+    chosen = _checked_towers(ensemble, towers)
+    off = as_heads(removed)
+    for head in off:
+        head_rows(tower_of(ensemble, head).config, head, tower=head.tower)  # raises for a head that does not exist
     settings = CircuitSettings(
         score=score,
         method=method,
         budget=budget,
-        layers=subject.layers(layers),
+        layers=_checked_layers(ensemble, chosen, layers),
         removed=off,
         dtype=ensemble.dtype if dtype is None else dtype,
         screen_size=screen_size,
         audit_steps=(2 if method == "screened" else 0) if audit_steps is None else audit_steps,
-        towers=subject.towers,
-        prompts=subject.prompts,
+        towers=chosen,
+        prompts=hashlib.sha256(json.dumps([names, sentences]).encode()).hexdigest() if names else None,
     )
-    candidates = settings.candidates(subject.configs)
-    if memory_budget is not None:
-        whole = int(memory_budget) if isinstance(memory_budget, float) else memory_budget  # bytes are written as 2e9
-        memory_budget = require_whole("memory_budget", whole, 1)
+    candidates = settings.candidates(ensemble)
+    if max_memory is not None:
+        whole = int(max_memory) if isinstance(max_memory, float) else max_memory  # bytes are written as 2e9
+        max_memory = require_whole("max_memory", whole, 1)
     if batch_size is not None:
         require_whole("batch_size", batch_size, 1)
     seed = require_whole("seed", seed, 0)
@@ -422,127 +155,323 @@ def extract_circuit(
 
     place = local_device(require_device(device) or ensemble.device)
     with all_ranks(place) as ranks:
-        copy = working_copy(subject.classifier, settings.dtype, place)
-        samples = read_samples(copy, id_batches, None if score == "acc" else ood_batches, seed)
+        texts: Texts | None = None
+        if isinstance(ensemble, DualEncoder):
+            model = working_copy(zero_shot(ensemble, names, sentences, keep_text=False), settings.dtype, place)
+            if "text" in settings.touched_towers:
+                texts = read_texts(ensemble, names, sentences, settings.dtype, place)
+        else:
+            model = working_copy(ensemble, settings.dtype, place)
+        samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
         fingerprint = model_fingerprint(ensemble)
-        ranks.require_same((fingerprint, samples.fingerprint, settings.identity(), budget), "model, data or settings")
-        record = _open_journal(journal, fingerprint, samples.fingerprint, settings, ranks)
-        evaluation = Evaluation(
-            model=copy,
+        identity = {"model": fingerprint, "data": samples.fingerprint, "settings": settings.identity()}
+        ranks.require_same((identity, budget), "model, data or settings")
+        record = open_journal(journal, identity, ranks)
+        run = Extraction(
+            settings=settings,
+            candidates=candidates,
+            model=model,
+            texts=texts,
             samples=samples,
-            objective=Objective(score, samples.id_count, samples.ood_count),
             ranks=ranks,
-            work=Work(),
-            batch_size=default_batch_size(copy, samples) if batch_size is None else batch_size,
-            memory_budget=memory_budget,
-            texts=subject.texts(off, settings.dtype, place),
+            batch_size=fitting_batch_size(model, samples) if batch_size is None else batch_size,
+            max_memory=max_memory,
         )
-        _run(settings, evaluation, candidates, record, progress)
+        run.take_steps(record, progress)
     provenance: dict[str, Any] = {"model": fingerprint, "data": samples.fingerprint, "seed": seed, "device": place.type}
-    if subject.names is not None:
-        provenance |= {"towers": subject.towers, "classes": len(subject.names), "templates": subject.templates}
-    if method == "screened":
-        provenance["screen_size"] = settings.screened(len(candidates))
-    return _ranking(settings, evaluation, record, provenance)
+    if names:
+        provenance |= {"towers": settings.towers, "classes": len(names), "templates": sentences}
+    return run.ranking(record, provenance)
 
 
-def _run(
-    settings: CircuitSettings,
-    evaluation: Evaluation,
-    candidates: Sequence[Head],
-    record: Journal,
-    progress: bool,
-) -> None:
-    """Take the greedy steps that the journal does not have yet."""
-    done = [Head(step.layer, step.head, step.tower) for step in record.steps]
-    if len(done) >= settings.budget:
-        return
-    left = [head for head in candidates if head not in set(done)]
-    method = start_method(settings, evaluation, candidates, done)
-    if record.start is None:
-        start = method.start()
-        record.start = Start(start.errors, start.discordance)
-    audited = settings.audited()
-    bar = tqdm(
-        total=settings.budget,
-        initial=len(done),
-        desc=f"circuit/{settings.method} {settings.score}",
-        unit="head",
-        disable=not progress or evaluation.ranks.rank != 0,
-    )
-    with bar:
+# --- what to do --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CircuitSettings:
+    """Everything that decides which heads are chosen, given a model and data; named as in `extract_circuit`.
+
+    `layers` is None for all layers of both towers; `prompts` stands for the class names of a dual encoder in their
+    templates, and is None for an ensemble.
+    """
+
+    score: Score
+    method: Method
+    budget: int
+    layers: tuple[int, ...] | None
+    removed: tuple[Head, ...]
+    dtype: torch.dtype
+    screen_size: int | None
+    audit_steps: int
+    towers: tuple[str, ...]
+    prompts: str | None
+
+    def __post_init__(self) -> None:
+        """Check each value by itself."""
+        for name, value, accepted in (("score", self.score, Score), ("method", self.method, Method)):
+            if value not in get_args(accepted):
+                raise ConfigError(f"{name} must be one of {list(get_args(accepted))}, got {value!r}")
+        if not self.dtype.is_floating_point:
+            raise ConfigError(f"dtype must be a floating-point type such as torch.float32, got {self.dtype}")
+        if self.screen_size is not None:
+            require_whole("screen_size", self.screen_size, 1)
+        if self.method == "screened" and "text" in self.touched_towers:
+            raise ConfigError(
+                'method="screened" is for one tower; heads of the text tower are cheap to measure: use method="exact", '
+                'or towers=("image",)'
+            )
+        require_whole("audit_steps", self.audit_steps, 0)
+
+    @property
+    def touched_towers(self) -> frozenset[str]:
+        """Towers of which heads are off, or may be."""
+        return frozenset({*self.towers, *(head.tower for head in self.removed)})
+
+    @property
+    def audited(self) -> frozenset[int]:
+        """Numbers of the greedy steps that are audited, spread evenly from the first on."""
+        count = min(self.audit_steps, self.budget)
+        return frozenset(index * self.budget // count for index in range(count))
+
+    def candidates(self, model: Ensemble | DualEncoder) -> list[Head]:
+        """Heads that may be removed, first layer first; an error where the budget asks for more."""
+        parts = towers_of(model)
+        existing = (
+            head for name in self.towers for head in existing_heads(parts[name].config, self.layers, tower=name)
+        )
+        candidates = [head for head in existing if head not in set(self.removed)]
+        require_budget(self.budget, len(candidates))
+        return candidates
+
+    def identity(self) -> dict[str, object]:
+        """The settings a journal must agree on to be continued.
+
+        A larger budget continues a finished run, because the removal order of a smaller one is its
+        beginning; unless steps are audited, because which ones depends on it.
+        """
+        settings: dict[str, object] = {
+            "score": self.score,
+            "method": self.method,
+            "layers": None if self.layers is None else list(self.layers),
+            "removed": [str(head) for head in self.removed],
+            "dtype": str(self.dtype),
+            "audit_steps": self.audit_steps,
+        }
+        if self.prompts is not None:
+            settings |= {"towers": list(self.towers), "prompts": self.prompts}
+        if self.method == "screened":
+            settings["screen_size"] = self.screen_size
+        if self.audit_steps:
+            settings["budget"] = self.budget
+        return settings
+
+
+def _checked_classes(
+    model: Ensemble | DualEncoder, class_names: Sequence[str] | None, templates: Templates
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names and sentences of a dual encoder, none of an ensemble; refuses a model that has no answers to score."""
+    if model.num_members != 1:
+        raise ConfigError(
+            f"a circuit is extracted from one model, got an ensemble of {model.num_members} members; take one of "
+            "them with ensemble.member(i)"
+        )
+    if isinstance(model, DualEncoder):
+        if class_names is None:
+            raise ConfigError("a dual encoder answers for classes by their names; give class_names")
+        return checked_names(class_names), checked_templates(templates)
+    if class_names is not None:
+        raise ConfigError("class_names are for dual encoders; an ensemble has its classes already")
+    if model.num_classes < 2:
+        raise ConfigError(
+            f"a circuit needs answers to score, but this ensemble has {model.num_classes} classes; convert the "
+            "model with num_labels= and train its classifier first"
+        )
+    return (), ()
+
+
+def _checked_towers(model: Ensemble | DualEncoder, towers: Sequence[Tower]) -> tuple[str, ...]:
+    if isinstance(model, Ensemble):
+        return (TOWER,)
+    chosen, accepted = tuple(towers), get_args(Tower)
+    if not chosen or len(set(chosen)) < len(chosen) or set(chosen) - set(accepted):
+        raise ConfigError(f"towers must be some of {list(accepted)}, each once, got {list(chosen)}")
+    return tuple(sorted(chosen))
+
+
+def _checked_layers(
+    model: Ensemble | DualEncoder, towers: Sequence[str], layers: Iterable[int] | None
+) -> tuple[int, ...] | None:
+    """The layers whose heads are candidates; None for all layers of several towers."""
+    if len(towers) == 1:
+        return checked_layers(towers_of(model)[towers[0]].config, layers)
+    if layers is not None:
+        raise ConfigError(
+            "layers are numbered within one tower, but heads of both are candidates; leave `layers` out, or "
+            'choose one tower with towers=("image",)'
+        )
+    return None
+
+
+# --- doing it ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Extraction:
+    """The greedy steps of one run.
+
+    Attributes:
+        settings: What to do.
+        candidates: The heads that could be chosen at the first step.
+        model: A private copy of what classifies.
+        texts: Of a dual encoder, the text tower and its prompts, where any of its heads may be off.
+        work: What was run so far, on this rank.
+    """
+
+    settings: CircuitSettings
+    candidates: Sequence[Head]
+    model: Ensemble
+    texts: Texts | None
+    samples: Samples
+    ranks: Ranks
+    batch_size: int
+    max_memory: int | None
+    work: Work = field(default_factory=Work)
+
+    @property
+    def objective(self) -> Objective:
+        """What is minimised."""
+        return Objective(self.settings.score, self.samples.id_count, self.samples.ood_count)
+
+    def take_steps(self, journal: Journal, progress: bool) -> None:
+        """Take the greedy steps that the journal does not have yet."""
+        done, budget = journal.heads, self.settings.budget
+        if len(done) >= budget:
+            return
+        search = self._start(done)
+        if journal.start is None:
+            _, _, *counts = search.result
+            journal.start = Start(*counts)
+        left = [head for head in self.candidates if head not in set(done)]
         counted = (0, 0)
-        for index in range(len(done), settings.budget):
-            choice, excess = method.take(left, audit=index in audited)
-            left.remove(choice.head)
-            total = _total(evaluation)
-            record.add(_step(choice, excess, total, counted))
-            counted = total
-            bar.set_postfix({"score": f"{evaluation.objective.achieved(choice.errors, choice.discordance):.4f}"})
-            bar.update()
+        name = f"circuit/{self.settings.method} {self.settings.score}"
+        shown = progress and self.ranks.rank == 0
+        with tqdm(total=budget, initial=len(done), desc=name, unit="head", disable=not shown) as bar:
+            for index in range(len(done), budget):
+                choice, excess = search.choose(left), None
+                if index in self.settings.audited:
+                    excess = self._excess(search, choice.head, left, journal.heads)
+                search.remove(choice.head)
+                left.remove(choice.head)
+                if isinstance(search, Screened):  # it chose by estimates; what is left says what it is
+                    choice = search.result._replace(head=choice.head)
+                total = self._total_work()
+                spent = total[0] - counted[0], total[1] - counted[1]
+                (layer, head, tower), counted = choice.head, total
+                journal.add(Step(layer, head, choice.errors, choice.discordance, *spent, excess, tower))
+                bar.set_postfix(score=f"{self.objective.achieved(choice.errors, choice.discordance):.4f}")
+                bar.update()
 
+    def _start(self, done: Sequence[Head]) -> Search:
+        """A search that goes on after some steps. "screened" repeats those since it last started from nothing."""
+        repeats = self.settings.method == "screened" and self.settings.score != "acc"
+        skipped = len(done) - (len(done) % AFRESH if repeats else 0)
+        off = [*self.settings.removed, *done[:skipped]]
+        left = [head for head in self.candidates if head not in done[:skipped]]
+        if self.settings.method == "naive":
+            return self._naive(off)
+        if self.settings.method == "exact":
+            return self._exact(left, off) if self.texts is None else self._joint(self.texts, left, off)
+        search = Screened(self._exact(left, off, carry=False), self._screen_size, skipped)
+        for head in done[skipped:]:
+            search.choose(left)  # to remember what was measured
+            search.remove(head)
+            left.remove(head)
+        return search
 
-def _total(evaluation: Evaluation) -> tuple[int, int]:
-    """Blocks and multiply-adds so far, over all ranks."""
-    work = evaluation.work
-    blocks, products = zip(*evaluation.ranks.gather((work.layer_evaluations, work.multiply_adds)), strict=True)
-    return sum(blocks), sum(products)
+    def _naive(self, off: Sequence[Head]) -> Naive:
+        if self.texts is None:
+            return Naive(self.model, self.samples, self.objective, self.ranks, self.work, self.batch_size, off)
+        return JointNaive(
+            self.model, self.samples, self.objective, self.ranks, self.work, self.batch_size, off, texts=self.texts
+        )
 
+    def _exact(self, candidates: Sequence[Head], off: Sequence[Head], share: float = 1.0, carry: bool = True) -> Exact:
+        """Branch and bound with heads off, on a copy of its own, with a share of the memory."""
+        return Exact(self._cached(self.model, self.samples, candidates, off, share, carry), self.objective, self.ranks)
 
-def _step(choice: Choice, excess: int | None, total: tuple[int, int], before: tuple[int, int]) -> Step:
-    (layer, head, tower), blocks, products = choice.head, total[0] - before[0], total[1] - before[1]
-    return Step(layer, head, choice.errors, choice.discordance, blocks, products, excess, tower)
+    def _joint(self, texts: Texts, candidates: Sequence[Head], off: Sequence[Head]) -> JointExact:
+        """The same over the heads of both towers; a quarter of the memory is for the prompts."""
+        of_text = of_tower(candidates, text=True), of_tower(off, text=True)
+        of_image = of_tower(candidates, text=False), of_tower(off, text=False)
+        tower = self._cached(texts.tower, texts.prompts, *of_text, share=0.25)
+        return JointExact(self._exact(*of_image, share=0.75), texts, tower)
 
+    def _cached(
+        self,
+        model: Ensemble,
+        samples: Samples,
+        candidates: Sequence[Head],
+        off: Sequence[Head],
+        share: float,
+        carry: bool = True,
+    ) -> CachedTower:
+        room = default_max_memory(model.device) if self.max_memory is None else self.max_memory
+        own = self.ranks.share(candidates)
+        working = WorkingModel(model, off, self.work)
+        return CachedTower(working, samples, candidates, own, self.batch_size, int(share * room), carry)
 
-def _open_journal(path: str | Path | None, model: str, data: str, settings: CircuitSettings, ranks: Ranks) -> Journal:
-    """The journal, read and written by rank 0; the other ranks get its steps, or its refusal."""
-    problem: HydraError | None = None
-    record = Journal(None, model, data, settings.identity())
-    if ranks.rank == 0:
-        try:
-            record = Journal(path, model, data, settings.identity())
-        except HydraError as error:
-            problem = error
-    problem = ranks.from_first(problem)
-    if problem is not None:
-        raise problem
-    record.start, record.steps = ranks.from_first((record.start, record.steps))
-    return record
+    def _excess(self, search: Search, head: Head, left: Sequence[Head], done: Sequence[Head]) -> int:
+        """By how many units a choice misses that of the method's reference."""
+        if isinstance(search, Naive):
+            return 0
+        referee = search.exact if isinstance(search, Screened) else self._naive([*self.settings.removed, *done])
+        measured = referee.evaluate(head)
+        return measured.value - referee.choose(left, known=measured).value
 
+    @property
+    def _screen_size(self) -> int:
+        """How many heads "screened" measures at a step, at most."""
+        given = self.settings.screen_size
+        return -(-len(self.candidates) // 3) if given is None else given
 
-def _ranking(
-    settings: CircuitSettings, evaluation: Evaluation, record: Journal, provenance: dict[str, Any]
-) -> HeadRanking:
-    objective, texts = evaluation.objective, evaluation.texts
-    steps = record.steps[: settings.budget]
-    whole_pass = sum(forward_cost(evaluation.model, group) for group in evaluation.samples.groups)
-    if texts is not None:
-        whole_pass += sum(forward_cost(texts.tower, group) for group in texts.prompts.groups)
-    excesses = [(index, step.excess) for index, step in enumerate(steps) if step.excess is not None]
-    start = record.start
-    return HeadRanking(
-        heads=tuple(Head(step.layer, step.head, step.tower) for step in steps),
-        scores=tuple(objective.achieved(step.errors, step.discordance) for step in steps),
-        method=f"circuit/{settings.method}",
-        score=settings.score,
-        provenance={
-            **provenance,
-            "id_samples": objective.id_count,
-            "ood_samples": objective.ood_count,
-            "budget": settings.budget,
-            "layers": settings.layers,
-            "removed": [list(head[: 2 if head.tower == TOWER else 3]) for head in settings.removed],
-            "dtype": str(settings.dtype),
-            "approximate": settings.method == "screened",
-            "start": None if start is None else objective.achieved(start.errors, start.discordance),
-            "errors": [step.errors for step in steps],
-            "discordance": [step.discordance for step in steps],
-            "layer_evaluations": sum(step.layer_evaluations for step in steps),
-            "model_forwards": sum(step.multiply_adds for step in steps) / whole_pass,
-            "audit": {
-                "steps": [index for index, _ in excesses],
-                "divergences": sum(excess > 0 for _, excess in excesses),
-                "largest_excess": max((excess for _, excess in excesses), default=0),
+    def _total_work(self) -> tuple[int, int]:
+        """Blocks and multiply-adds so far, over all ranks."""
+        each = self.ranks.gather((self.work["layer_evaluations"], self.work["multiply_adds"]))
+        blocks, products = zip(*each, strict=True)
+        return sum(blocks), sum(products)
+
+    def ranking(self, journal: Journal, provenance: Mapping[str, Any]) -> HeadRanking:
+        """What the steps amount to."""
+        settings, objective, start = self.settings, self.objective, journal.start
+        steps = journal.steps[: settings.budget]
+        whole_pass = sum(forward_cost(self.model, group) for group in self.samples.groups)
+        if self.texts is not None:
+            whole_pass += sum(forward_cost(self.texts.tower, group) for group in self.texts.prompts.groups)
+        excesses = {index: step.excess for index, step in enumerate(steps) if step.excess is not None}
+        return HeadRanking(
+            heads=tuple(journal.heads[: settings.budget]),
+            scores=tuple(objective.achieved(step.errors, step.discordance) for step in steps),
+            method=f"circuit/{settings.method}",
+            score=settings.score,
+            provenance={
+                **provenance,
+                **({"screen_size": self._screen_size} if settings.method == "screened" else {}),
+                "id_samples": objective.id_count,
+                "ood_samples": objective.ood_count,
+                "budget": settings.budget,
+                "layers": settings.layers,
+                "removed": [list(head[: 2 if head.tower == TOWER else 3]) for head in settings.removed],
+                "dtype": str(settings.dtype),
+                "approximate": settings.method == "screened",
+                "start": None if start is None else objective.achieved(start.errors, start.discordance),
+                "errors": [step.errors for step in steps],
+                "discordance": [step.discordance for step in steps],
+                "layer_evaluations": sum(step.layer_evaluations for step in steps),
+                "model_forwards": sum(step.multiply_adds for step in steps) / whole_pass,
+                "audit": {
+                    "steps": list(excesses),
+                    "divergences": sum(excess > 0 for excess in excesses.values()),
+                    "largest_excess": max(excesses.values(), default=0),
+                },
             },
-        },
-    )
+        )

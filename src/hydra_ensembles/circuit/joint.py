@@ -1,20 +1,94 @@
-"""Circuits over both towers of a dual encoder."""
+"""Circuits over both towers of a dual encoder.
+
+A head of the text tower changes the class embeddings only: its candidates run the text tower on the prompts, and
+multiply with the image embeddings there are. A head of the image tower meets the class embeddings there are.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from ..errors import ConfigError
 from ..heads.masking import masked
 from ..heads.ranking import Head
-from .cache import CurrentModel, CurrentTower, Texts, of_tower, plain, use_classes
-from .scores import Choice, IntArray, judge, parts, quantum, require_finite
-from .search import Exact, Naive, Sweep, forward_cost
+from ..model.clip import DualEncoder, average_templates, prompts_of
+from ..model.ensemble import Ensemble
+from ..model.stem_readout import compose
+from .cache import CachedTower
+from .scores import Answers, IntArray, Result, SampleGroup, Samples, parts
+from .search import Exact, Naive
+from .working_model import forward_cost, working_copy
 
 _ROWS = 1 << 13  # samples whose logits are held at once
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """What class embeddings are made of.
+
+    Attributes:
+        tower: A private copy of the text tower; it answers with embeddings, its projection being its classifier.
+        prompts: Every class in every template, one class after another, as samples without labels.
+        templates: Prompts of each class.
+        scale: `[1]`, what cosines are multiplied with.
+    """
+
+    tower: Ensemble
+    prompts: Samples
+    templates: int
+    scale: Tensor
+
+    def classes(self, embeddings: Tensor) -> Tensor:
+        """Scaled class embeddings `[C, e]` out of those of all prompts, `[P, e]`."""
+        return average_templates(F.normalize(embeddings, dim=-1)[None], self.templates)[0] * self.scale
+
+
+def read_texts(
+    dual: DualEncoder, names: Sequence[str], templates: Sequence[str], dtype: torch.dtype, device: torch.device
+) -> Texts:
+    """A copy of the text tower in another dtype and place, and the prompts beside it."""
+    tower = working_copy(_embedding_tower(dual), dtype, device)
+    prepared = dual.text.unpack(dual.text.prepare(prompts_of(names, templates)), None, None)
+    ids, mask, segments = (None if part is None else part.to(device) for part in prepared)
+    assert ids is not None
+    count = len(ids)
+    group = SampleGroup(np.arange(count), (ids, mask, segments))
+    labels = torch.full((count,), -1, device=device)
+    prompts = Samples((group,), labels, id_count=0, origin=np.zeros((count, 2), np.int64), fingerprint="")
+    return Texts(tower, prompts, len(templates), dual.logit_scale.detach().to(device, dtype).exp())
+
+
+def _embedding_tower(dual: DualEncoder) -> Ensemble:
+    """The text tower with its projection as classifier."""
+    tower = dual.text
+    if tower.config.readout.cosine is not None:
+        raise ConfigError("the text tower classifies by class embeddings; use the text tower as it was converted")
+    projection = compose(tower.readout.classifier, dual.projections.text)
+    if projection is None:
+        return tower
+    readout = replace(tower.config.readout, num_classes=projection.weight.shape[1], bias=projection.bias is not None)
+    prefix = "readout.classifier."
+    state = {name: tensor for name, tensor in tower.state_dict().items() if not name.startswith(prefix)}
+    state |= {prefix + name: tensor for name, tensor in projection.state_dict().items()}
+    return Ensemble.from_state(replace(tower.config, readout=readout), state)
+
+
+def use_classes(classifier: Ensemble, classes: Tensor) -> None:
+    """Give a zero-shot classifier other class embeddings, `[C, e]`."""
+    embeddings = classifier.readout.class_embeddings
+    assert embeddings is not None
+    embeddings.weight = nn.Parameter(classes[None], requires_grad=False)
+
+
+def of_tower(heads: Sequence[Head], text: bool) -> list[Head]:
+    """The heads of the text tower, or of the other one."""
+    return [head for head in heads if (head.tower == "text") == text]
 
 
 class JointNaive(Naive):
@@ -25,72 +99,18 @@ class JointNaive(Naive):
         self.texts = texts
 
     @contextmanager
-    def _switched_off(self, heads: Sequence[Head]) -> Iterator[None]:
+    def _without(self, heads: Sequence[Head]) -> Iterator[None]:
         """Both towers without these heads, the class embeddings computed anew."""
-        tower, prompts = self.texts.tower, self.texts.prompts
-        with masked(self.model, plain(of_tower(heads, text=False))), masked(tower, plain(of_tower(heads, text=True))):
+        tower, texts = self.texts.tower, [Head(head.layer, head.head) for head in of_tower(heads, text=True)]
+        with super()._without(of_tower(heads, text=False)), masked(tower, texts):
             embeddings = []
-            for group in prompts.groups:
-                for rows in parts(len(group), self.batch_size):
-                    mask, segments = (
-                        None if part is None else part[rows] for part in (group.attention_mask, group.token_type_ids)
-                    )
-                    embeddings.append(tower(group.inputs[rows], mask, segments)[0])
-                self.work.add(len(group) * tower.num_layers, forward_cost(tower, group))
+            for group in self.texts.prompts.groups:
+                batches = (group.take(rows) for rows in parts(len(group), self.batch_size))
+                embeddings += [tower(*batch)[0] for batch in batches]
+                self.work["layer_evaluations"] += len(group) * tower.num_layers
+                self.work["multiply_adds"] += forward_cost(tower, group)
             use_classes(self.model, self.texts.classes(torch.cat(embeddings)))
             yield
-
-
-class TextCandidates:
-    """The class embeddings that each head of the text tower would leave behind.
-
-    Args:
-        texts: Prompts, and what makes class embeddings of their embeddings.
-        current: The text tower with all heads chosen so far taken out, and its activations on the prompts.
-    """
-
-    def __init__(self, texts: Texts, current: CurrentTower) -> None:
-        self.texts, self.current = texts, current
-        self.sweep = Sweep(current, self)
-        self._classes: dict[Head, Tensor] = {}
-        self._layer: dict[int, Tensor] = {}
-
-    @torch.no_grad()
-    def classes(self) -> Tensor:
-        """Scaled class embeddings of the current model, `[C, e]`."""
-        embeddings = self.current.model.classify(torch.cat(self.current.features))
-        return self.texts.classes(embeddings)
-
-    @torch.no_grad()
-    def without(self, heads: Sequence[Head]) -> Iterator[tuple[Head, Tensor]]:
-        """Candidates of this rank with the class embeddings `[C, e]` that are left without each of them."""
-        own = [head for head in heads if head in self.current.own]
-        for layer in sorted({head.layer for head in own if head not in self._classes}):
-            self._run([head for head in own if head.layer == layer and head not in self._classes])
-        for head in own:
-            yield head, self._classes[head]
-
-    def remove(self, head: Head) -> None:
-        """Take a head out; what was known of the others is not true any more."""
-        self.current.remove(head)
-        self._classes.clear()
-
-    def record(self, candidates: IntArray, numbers: IntArray, logits: Tensor) -> None:
-        """Take in embeddings of pairs of candidate and prompt."""
-        for index in np.unique(candidates):
-            mine = candidates == index
-            rows = torch.from_numpy(numbers[mine]).to(logits.device)
-            if index not in self._layer:
-                self._layer[index] = logits.new_empty(len(self.current.samples.labels), logits.shape[1])
-            self._layer[index][rows] = logits[torch.from_numpy(mine.nonzero()[0]).to(logits.device)]
-
-    def _run(self, heads: Sequence[Head]) -> None:
-        """Run the prompts without each of some heads of one layer."""
-        prompts = len(self.current.samples.labels)
-        indices = np.array([self.current.index_of[head] for head in heads], np.int64)
-        self.sweep.run(np.repeat(indices, prompts), np.tile(np.arange(prompts), len(heads)))
-        for head, index in zip(heads, indices, strict=True):
-            self._classes[head] = self.texts.classes(self._layer.pop(index))
 
 
 class JointExact:
@@ -98,64 +118,75 @@ class JointExact:
 
     Args:
         images: Branch and bound over the heads of the image tower.
-        texts: The heads of the text tower.
+        texts: Prompts, and what makes class embeddings of their embeddings.
+        tower: The text tower with all heads chosen so far taken out, and its activations on the prompts.
     """
 
-    def __init__(self, images: Exact, texts: TextCandidates) -> None:
-        self.images, self.texts = images, texts
-        self._embeddings: list[Tensor] = []
+    def __init__(self, images: Exact, texts: Texts, tower: CachedTower) -> None:
+        self.images, self.texts, self.tower = images, texts, tower
+        self._classes: dict[Head, Tensor] = {}  # [C, e], that text candidates would leave behind
+        self._embeddings: list[Tensor] = []  # [g, e] of length one, of all images, by group
+        self._use_own_classes()
 
     @property
-    def current(self) -> CurrentModel:
-        """The image tower with the class embeddings, as it is."""
-        return self.images.current
-
-    @property
-    def result(self) -> Choice:
+    def result(self) -> Result:
         """The result of the model as it is."""
-        return self.current.choice
+        return self.images.result
 
     @torch.no_grad()
-    def choose(self, candidates: Sequence[Head], known: Choice | None = None) -> Choice:
+    def choose(self, candidates: Sequence[Head], known: Result | None = None) -> Result:
         """The candidate whose removal leaves the best score; `known` is one whose result is known already."""
         texts = of_tower(candidates, text=True)
         if texts:
-            found = [self._judge(head, classes) for head, classes in self.texts.without(texts)]
-            best = self.images.ranks.smallest(min(found, default=None))
+            own = [head for head in texts if head in self.tower.own]
+            for layer in sorted({head.layer for head in own if head not in self._classes}):
+                self._run_prompts([head for head in own if head.layer == layer and head not in self._classes])
+            best = self.images.ranks.smallest(min((self._judge(head) for head in own), default=None))
             known = best if known is None else min(best, known)
         return self.images.choose(of_tower(candidates, text=False), known)
 
     def remove(self, head: Head) -> None:
         """Take a head out for good; the tower it does not lie in is not run."""
         if head.tower == "text":
-            self.texts.remove(head)
-            use_classes(self.current.model.ensemble, self.texts.classes())
-            self.current.answer()
+            self.tower.remove(head)
+            self._classes.clear()
+            self._use_own_classes()
         else:
             self.images.remove(head)
-            self._embeddings = []
+            self._embeddings.clear()
 
-    def _judge(self, head: Head, classes: Tensor) -> Choice:
-        """The result with other class embeddings, on all samples."""
-        current, objective = self.current, self.current.objective
-        wrong, finite = (torch.empty(objective.samples, dtype=torch.bool, device=current.device) for _ in range(2))
-        confidence = torch.empty(objective.samples, dtype=torch.int64, device=current.device)
-        bias = current.model.ensemble.readout.class_embeddings.bias  # type: ignore[union-attr]
-        for embeddings, group in zip(self._image_embeddings(), current.samples.groups, strict=True):
-            for rows in parts(len(group), _ROWS):
-                logits = embeddings[rows] @ classes.T
-                logits = logits if bias is None else logits + bias[0]
-                numbers = torch.from_numpy(group.numbers[rows]).to(current.device)
-                answers = judge(logits, current.samples.labels[numbers], quantum(logits.dtype))
-                wrong[numbers], confidence[numbers], finite[numbers] = answers
-        require_finite(finite, current.samples, head)
-        errors, discordance = objective.count(wrong[None, : objective.id_count], confidence[None])
-        counts = int(errors), int(discordance)
-        return Choice(objective.value(*counts), head, *counts)
+    @torch.no_grad()
+    def _use_own_classes(self) -> None:
+        """Classify by the class embeddings of the text tower as it is."""
+        embeddings = self.tower.model.classify(torch.cat(self.tower.features))
+        use_classes(self.images.tower.model.ensemble, self.texts.classes(embeddings))
+        self.images.answer()
 
-    def _image_embeddings(self) -> list[Tensor]:
-        """Embeddings of length one `[g, e]` of all samples in the current model, by group."""
+    def _run_prompts(self, heads: Sequence[Head]) -> None:
+        """The class embeddings that are left without each of some heads of one layer."""
+        count, index = len(self.tower.samples.labels), self.tower.index(heads)
+        embedded: dict[int, Tensor] = {}  # [prompts, e] by candidate
+
+        def record(candidates: IntArray, numbers: IntArray, embeddings: Tensor) -> None:
+            for candidate in np.unique(candidates):
+                mine = torch.from_numpy((candidates == candidate).nonzero()[0]).to(embeddings.device)
+                rows = torch.from_numpy(numbers).to(embeddings.device)[mine]
+                table = embedded.setdefault(int(candidate), embeddings.new_empty(count, embeddings.shape[1]))
+                table[rows] = embeddings[mine]
+
+        self.tower.run(np.repeat(index, count), np.tile(np.arange(count), len(heads)), record)
+        self._classes |= {head: self.texts.classes(embedded[self.tower.index_of[head]]) for head in heads}
+
+    def _judge(self, head: Head) -> Result:
+        """The result without a head of the text tower, on all samples."""
+        ensemble, samples = self.images.tower.model.ensemble, self.images.tower.samples
         if not self._embeddings:
-            readout = self.current.model.ensemble.readout
-            self._embeddings = [readout.embedding(features[None])[0] for features in self.current.features]
-        return self._embeddings
+            self._embeddings = [ensemble.readout.embedding(one[None])[0] for one in self.images.tower.features]
+        bias = ensemble.readout.class_embeddings.bias  # type: ignore[union-attr]
+        answers = Answers(samples, self.images.objective, [head], ensemble.dtype)
+        for embeddings, group in zip(self._embeddings, samples.groups, strict=True):
+            for rows in parts(len(group), _ROWS):
+                logits = embeddings[rows] @ self._classes[head].T  # [B, C]
+                logits = logits if bias is None else logits + bias[0]
+                answers.record(np.zeros(len(logits), np.int64), group.numbers[rows], logits)
+        return answers.results(np.zeros(1, np.int64))[0]

@@ -1,9 +1,13 @@
-"""What a circuit is judged by: errors and discordant pairs as integers, counted on fixed samples."""
+"""What a circuit is judged by: errors and discordant pairs as integers, counted on fixed samples.
 
-from collections.abc import Iterator, Mapping, Sequence
+E is the number of ID samples answered wrongly. D is twice the number of pairs of an ID and an OOD sample in which the
+OOD sample is the more confident one, plus the pairs that tie. Integers compare exactly, and a bound on one holds.
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,102 +16,17 @@ from torch import Tensor
 
 from .._utils import torch_seeded
 from ..batches import Batches, begin_epoch, borrowed, iterate, move, require_labels
-from ..errors import ConfigError, DataError
-from ..heads.masking import TOWER, existing_heads
+from ..errors import DataError
 from ..heads.members import Score as Score
-from ..heads.ranking import DataFingerprint, Head, require_budget
-from ..model.config import EnsembleConfig, PatchStemConfig, require_whole
+from ..heads.ranking import DataFingerprint, Head
 from ..model.ensemble import Ensemble
 
 Method = Literal["naive", "exact", "screened"]
 
-
-@dataclass(frozen=True)
-class CircuitSettings:
-    """Everything that decides which heads are chosen, given a model and data.
-
-    Attributes:
-        score: What to keep high while heads are removed.
-        method: How the best head of a step is found.
-        budget: Heads to remove.
-        layers: Layers whose heads are candidates, ascending; None for all layers of both towers.
-        removed: Heads that are off from the start.
-        dtype: Precision of the evaluation.
-        screen_size: Heads that `"screened"` measures at a step, at most; None for a third of the candidates.
-        audit_steps: Steps at which the choice is checked against the method's reference.
-        towers: Towers whose heads are candidates.
-        prompts: What tells the classes of a dual encoder apart from others; None for an ensemble.
-    """
-
-    score: Score
-    method: Method
-    budget: int
-    layers: tuple[int, ...] | None
-    removed: tuple[Head, ...]
-    dtype: torch.dtype
-    screen_size: int | None
-    audit_steps: int
-    towers: tuple[str, ...] = (TOWER,)
-    prompts: str | None = None
-
-    def __post_init__(self) -> None:
-        """Check each value by itself."""
-        for name, value, accepted in (("score", self.score, Score), ("method", self.method, Method)):
-            if value not in get_args(accepted):
-                raise ConfigError(f"{name} must be one of {list(get_args(accepted))}, got {value!r}")
-        if not self.dtype.is_floating_point:
-            raise ConfigError(f"dtype must be a floating-point type such as torch.float32, got {self.dtype}")
-        if self.screen_size is not None:
-            require_whole("screen_size", self.screen_size, 1)
-        if self.method == "screened" and "text" in {*self.towers, *(head.tower for head in self.removed)}:
-            raise ConfigError(
-                'method="screened" is for one tower; heads of the text tower are cheap to measure: use method="exact", '
-                'or towers=("image",)'
-            )
-        require_whole("audit_steps", self.audit_steps, 0)
-
-    def candidates(self, configs: Mapping[str, EnsembleConfig]) -> list[Head]:
-        """Heads that may be removed, first layer first; an error where the budget asks for more."""
-        off = set(self.removed)
-        existing = (head for name in self.towers for head in existing_heads(configs[name], self.layers, tower=name))
-        candidates = [head for head in existing if head not in off]
-        require_budget(self.budget, len(candidates))
-        return candidates
-
-    def screened(self, candidates: int) -> int:
-        """How many of that many candidates `"screened"` measures at a step, at most."""
-        return -(-candidates // 3) if self.screen_size is None else self.screen_size
-
-    def audited(self) -> frozenset[int]:
-        """Numbers of the greedy steps that are audited, spread evenly from the first on."""
-        count = min(self.audit_steps, self.budget)
-        return frozenset(index * self.budget // count for index in range(count))
-
-    def identity(self) -> dict[str, object]:
-        """The settings a journal must agree on to be continued.
-
-        A larger budget continues a finished run, because the removal order of a smaller one is its
-        beginning; unless steps are audited, because which ones depends on it.
-        """
-        settings: dict[str, object] = {
-            "score": self.score,
-            "method": self.method,
-            "layers": None if self.layers is None else list(self.layers),
-            "removed": [str(head) for head in self.removed],
-            "dtype": str(self.dtype),
-            "audit_steps": self.audit_steps,
-        }
-        if self.prompts is not None:
-            settings |= {"towers": list(self.towers), "prompts": self.prompts}
-        if self.method == "screened":
-            settings["screen_size"] = self.screen_size
-        if self.audit_steps:
-            settings["budget"] = self.budget
-        return settings
-
-
 IntArray = npt.NDArray[np.int64]
-_Inputs = tuple[Tensor, Tensor | None, Tensor | None]
+Inputs = tuple[Tensor, Tensor | None, Tensor | None]  # images or token ids, attention mask, token types
+
+# --- samples -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,19 +37,20 @@ class SampleGroup:
 
     Attributes:
         numbers: `[g]`, which sample each row is.
-        inputs: Images `[g, channels, H, W]` or token ids `[g, T]`.
-        attention_mask: `[g, T]` or None.
-        token_type_ids: `[g, T]` or None.
+        inputs: Images `[g, channels, H, W]` or token ids `[g, T]`; mask and token types `[g, T]` or None.
     """
 
     numbers: IntArray
-    inputs: Tensor
-    attention_mask: Tensor | None
-    token_type_ids: Tensor | None
+    inputs: Inputs
 
     def __len__(self) -> int:
         """Number of samples."""
         return len(self.numbers)
+
+    def take(self, rows: slice) -> Inputs:
+        """The inputs of some samples."""
+        main, mask, segments = self.inputs
+        return main[rows], None if mask is None else mask[rows], None if segments is None else segments[rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,82 +59,77 @@ class Samples:
 
     Attributes:
         groups: The samples by shape of their inputs.
-        labels: `[n]`, -1 for OOD samples.
+        labels: `[n]`, -1 for samples without a label, such as all OOD samples.
         id_count: Number of ID samples.
-        ood_count: Number of OOD samples.
-        group_of: `[n]`, index of the group of each sample.
-        row_of: `[n]`, its row there.
         origin: `[n, 2]`, source (0 for ID, 1 for OOD) and batch each sample came from.
         fingerprint: Changes with any sample, label, or their order.
+        group_of: `[n]`, index of the group of each sample.
+        row_of: `[n]`, its row there.
     """
 
     groups: tuple[SampleGroup, ...]
     labels: Tensor
     id_count: int
-    ood_count: int
-    group_of: IntArray
-    row_of: IntArray
     origin: IntArray
     fingerprint: str
+    group_of: IntArray = field(init=False)
+    row_of: IntArray = field(init=False)
 
-    def batch_of(self, sample: int) -> str:
-        """Where a sample came from, for error messages."""
-        source, batch = self.origin[sample]
-        return f"batch {batch} of {_NAMES[source]}"
+    def __post_init__(self) -> None:
+        """Note where each sample lies."""
+        group_of, row_of = np.zeros(len(self.labels), np.int64), np.zeros(len(self.labels), np.int64)
+        for index, group in enumerate(self.groups):
+            group_of[group.numbers], row_of[group.numbers] = index, np.arange(len(group))
+        object.__setattr__(self, "group_of", group_of)
+        object.__setattr__(self, "row_of", row_of)
+
+    @property
+    def ood_count(self) -> int:
+        """Number of OOD samples."""
+        return len(self.labels) - self.id_count
 
 
-_NAMES = ("id_batches", "ood_batches")
+_SOURCES = ("id_batches", "ood_batches")
 
 
 def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Batches | None, seed: int) -> Samples:
     """Read all batches, check them, and move them to the device and dtype of the model.
 
-    PyTorch's random numbers and those of the sources start from `seed` meanwhile and are put back afterwards (see
-    `reading_order`), so a shuffling loader gives the same samples again when an interrupted run is resumed, and on
-    every rank.
+    PyTorch's random numbers and those of the sources start from `seed` meanwhile and are put back afterwards, so a
+    shuffling loader gives the same samples again when an interrupted run is resumed, and on every rank.
     """
-    pieces: dict[tuple[object, ...], list[tuple[IntArray, _Inputs]]] = {}
+    pieces: dict[tuple[object, ...], list[SampleGroup]] = {}  # by shape of the inputs
     labels: list[Tensor] = []
     origin: list[tuple[int, int]] = []
-    fingerprints = []
-    counts = []
+    id_count, fingerprints = 0, []
     with torch_seeded(seed, model.device), ExitStack() as sources:
         for source, batches in enumerate((id_batches, ood_batches)):
-            if batches is not None:
-                sources.enter_context(borrowed(batches))
-                begin_epoch(batches, 0, seed)
-            fingerprint = DataFingerprint()
-            start = len(origin)
-            pairs = () if batches is None else iterate(batches, _NAMES[source], labelled=source == 0)
-            for index, (inputs, given) in enumerate(pairs):
-                known = require_labels(given, model.num_classes, _NAMES[source], index) if source == 0 else None
-                fingerprint.update(inputs, known)
-                parts = model.unpack(inputs, None, None)
-                size = len(parts[0])
-                numbers = np.arange(len(origin), len(origin) + size)
-                pieces.setdefault(_shape(parts), []).append((numbers, _moved(parts, model)))
-                labels.append(torch.full((size,), -1) if known is None else known.cpu())
-                origin += [(source, index)] * size
+            if batches is None:
+                continue
+            sources.enter_context(borrowed(batches))
+            begin_epoch(batches, 0, seed)
+            fingerprint, before = DataFingerprint(), len(origin)
+            for index, (given, answers) in enumerate(iterate(batches, _SOURCES[source], labelled=source == 0)):
+                known = None if source else require_labels(answers, model.num_classes, _SOURCES[source], index)
+                fingerprint.update(given, known)
+                inputs = model.unpack(move(given, model.device, model.dtype), None, None)
+                numbers = np.arange(len(origin), len(origin) + len(inputs[0]))
+                shape = tuple(None if part is None else (part.dtype, *part.shape[1:]) for part in inputs)
+                pieces.setdefault(shape, []).append(SampleGroup(numbers, inputs))
+                labels.append(torch.full((len(numbers),), -1) if known is None else known.cpu())
+                origin += [(source, index)] * len(numbers)
+            if len(origin) == before:
+                raise DataError(f"{_SOURCES[source]} has no samples; check the loader")
+            id_count = before or len(origin)  # the ID samples come first
             fingerprints.append(fingerprint.hexdigest())
-            counts.append(len(origin) - start)
-            if batches is not None and not counts[-1]:
-                raise DataError(f"{_NAMES[source]} has no samples; check the loader")
-    answers = torch.cat(labels)
-    _require_two_classes(answers[: counts[0]])
-    group_of, row_of = np.zeros(len(origin), np.int64), np.zeros(len(origin), np.int64)
-    groups = tuple(_join(list_) for list_ in pieces.values())
-    for index, group in enumerate(groups):
-        group_of[group.numbers], row_of[group.numbers] = index, np.arange(len(group))
-    return Samples(
-        groups=groups,
-        labels=answers.to(model.device),
-        id_count=counts[0],
-        ood_count=counts[1],
-        group_of=group_of,
-        row_of=row_of,
-        origin=np.array(origin, np.int64),
-        fingerprint="+".join(fingerprints if ood_batches is not None else fingerprints[:1]),
-    )
+    truth = torch.cat(labels)
+    if truth[:id_count].min() == truth[:id_count].max():
+        raise DataError(
+            f"all {id_count} samples of id_batches have the label {int(truth[0])}; a circuit needs samples of at least "
+            "two classes"
+        )
+    groups = tuple(_joined(same) for same in pieces.values())
+    return Samples(groups, truth.to(model.device), id_count, np.array(origin, np.int64), "+".join(fingerprints))
 
 
 def parts(count: int, size: int) -> Iterator[slice]:
@@ -223,55 +138,13 @@ def parts(count: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, count))
 
 
-def tokens_of(model: Ensemble, group: SampleGroup) -> int:
-    """Tokens of the samples of a group, prefix tokens included."""
-    stem = model.config.stem
-    if not isinstance(stem, PatchStemConfig):
-        return group.inputs.shape[1]
-    height, width = group.inputs.shape[2:]
-    return stem.prefix_tokens + (height // stem.patch_size[0]) * (width // stem.patch_size[1])
+def _joined(pieces: Sequence[SampleGroup]) -> SampleGroup:
+    columns = zip(*(piece.inputs for piece in pieces), strict=True)
+    main, *others = (None if column[0] is None else torch.cat(column) for column in columns)
+    return SampleGroup(np.concatenate([piece.numbers for piece in pieces]), (main, *others))  # type: ignore[arg-type]
 
 
-def _shape(parts: _Inputs) -> tuple[object, ...]:
-    return tuple(None if part is None else (part.dtype, *part.shape[1:]) for part in parts)
-
-
-def _moved(parts: _Inputs, model: Ensemble) -> _Inputs:
-    inputs, mask, segments = (None if part is None else move(part, model.device, model.dtype) for part in parts)
-    assert isinstance(inputs, Tensor)
-    return inputs, mask, segments  # type: ignore[return-value]
-
-
-def _join(pieces: list[tuple[IntArray, _Inputs]]) -> SampleGroup:
-    def column(index: int) -> Tensor | None:
-        tensors = [inputs[index] for _, inputs in pieces]
-        present = [tensor for tensor in tensors if tensor is not None]
-        return torch.cat(present) if present else None
-
-    inputs = column(0)
-    assert inputs is not None
-    numbers = np.concatenate([numbers for numbers, _ in pieces])
-    return SampleGroup(numbers, inputs, column(1), column(2))
-
-
-def _require_two_classes(labels: Tensor) -> None:
-    if labels.min() == labels.max():
-        raise DataError(
-            f"all {len(labels)} samples of id_batches have the label {int(labels[0])}; a circuit needs samples of "
-            "at least two classes"
-        )
-
-
-def require_finite(finite: Tensor, samples: Samples, head: Head | None) -> None:
-    """Raise where a sample `[n]` has logits that are not finite, naming its batch."""
-    if not finite.all():
-        first = int((~finite).nonzero()[0, 0])
-        state = "" if head is None else f" with head {head} switched off"
-        raise DataError(
-            f"{samples.batch_of(first)} gives logits that are NaN or infinite{state}; check its inputs, the weights "
-            "of the model, or evaluate in a wider dtype"
-        )
-
+# --- answers -----------------------------------------------------------------------------------------------
 
 MOST_CONFIDENT = torch.iinfo(torch.int64).max
 LEAST_CONFIDENT = torch.iinfo(torch.int64).min
@@ -303,13 +176,6 @@ def judge(logits: Tensor, labels: Tensor, step: float) -> tuple[Tensor, Tensor, 
     return answer != labels, confidence, precise.isfinite().all(-1)
 
 
-def margins(logits: Tensor, labels: Tensor) -> Tensor:
-    """How far the logit of the label lies above the largest other one, `[B]`, in float64; 0 for OOD samples."""
-    precise, known = logits.double(), labels.clamp(min=0)[:, None]
-    others = precise.scatter(-1, known, -torch.inf).amax(-1)
-    return torch.where(labels < 0, 0.0, precise.gather(-1, known)[:, 0] - others)
-
-
 def log_odds(logits: Tensor, classes: Tensor) -> Tensor:
     """log(p / (1 - p)) of one class for each row: `[B, C]` and `[B]` to `[B]`."""
     chosen = classes[..., None]
@@ -317,16 +183,27 @@ def log_odds(logits: Tensor, classes: Tensor) -> Tensor:
     return logits.gather(-1, chosen)[..., 0] - others
 
 
-def discordances(id_confidence: Tensor, ood_confidence: Tensor) -> Tensor:
-    """D of many candidates at once: `[K, n_id]` and `[K, n_ood]` to `[K]`.
+def require_finite(finite: Tensor, samples: Samples, head: Head) -> None:
+    """Raise where a sample `[n]` has logits that are not finite, naming its batch."""
+    if not finite.all():
+        source, batch = samples.origin[int((~finite).nonzero()[0, 0])]
+        state = "" if head == NO_HEAD else f" with head {head} switched off"
+        raise DataError(
+            f"batch {batch} of {_SOURCES[source]} gives logits that are NaN or infinite{state}; check its inputs, the "
+            "weights of the model, or evaluate in a wider dtype"
+        )
 
-    The same count as `hydra_ensembles.metrics.discordance` gives for one candidate.
-    """
-    ordered = id_confidence.sort(-1).values
-    values = ood_confidence.contiguous()
-    less = torch.searchsorted(ordered, values)  # ID samples less confident than each OOD sample
-    less_or_equal = torch.searchsorted(ordered, values, right=True)
-    return (less + less_or_equal).sum(-1)
+
+NO_HEAD = Head(-1, -1)  # stands for the head of a result with no further head off
+
+
+class Result(NamedTuple):
+    """The integers of the model without one more head. The smaller is the better; ties go to the first head."""
+
+    value: int
+    head: Head
+    errors: int
+    discordance: int
 
 
 @dataclass(frozen=True)
@@ -343,17 +220,18 @@ class Objective:
         return self.id_count + self.ood_count
 
     def count(self, wrong: Tensor, confidence: Tensor) -> tuple[Tensor, Tensor]:
-        """E and D of candidates, from answers `[K, n_id]` and confidences `[K, n]`; D is 0 for `acc`."""
-        errors = wrong.sum(-1)
+        """E and D `[K]` of candidates, from answers and confidences `[K, n]`; D is 0 for `acc`."""
+        errors = wrong[:, : self.id_count].sum(-1)
         if self.score == "acc":
             return errors, torch.zeros_like(errors)
         return errors, discordances(confidence[:, : self.id_count], confidence[:, self.id_count :])
 
-    def value(self, errors: int, discordance: int) -> int:
-        """The integer to minimise."""
-        if self.score == "acc":
-            return errors
-        return discordance + (2 * self.ood_count * errors if self.score == "avg" else 0)
+    def result(self, head: Head, errors: int, discordance: int) -> Result:
+        """What the integers of a model amount to; `head` is the one it goes without."""
+        value = errors if self.score == "acc" else discordance
+        if self.score == "avg":
+            value += 2 * self.ood_count * errors
+        return Result(value, head, errors, discordance)
 
     def achieved(self, errors: int, discordance: int) -> float:
         """S: accuracy, AUROC, or their mean."""
@@ -364,66 +242,68 @@ class Objective:
         auroc = (pairs - discordance) / pairs
         return auroc if self.score == "ood" else (accuracy + auroc) / 2
 
-    def hardest_first(self, wrong: Tensor, confidence: Tensor) -> npt.NDArray[np.int64]:
-        """Sample numbers in the order in which a bound grows fastest, judged by one model's answers.
+    def hardest_first(self, wrong: Tensor, confidence: Tensor) -> IntArray:
+        """Sample numbers in the order in which a bound grows fastest, judged by one model's answers `[n]`.
 
-        Samples come first that add most to the integer of that model; among those that add nothing, ID
-        samples with little confidence and OOD samples with much.
-
-        Args:
-            wrong: `[n_id]`.
-            confidence: `[n]`.
+        Samples come first that add most to the integer of that model; among those that add nothing, ID samples with
+        little confidence and OOD samples with much.
         """
-        id_confidence, ood_confidence = confidence[: self.id_count], confidence[self.id_count :]
-        doubt = torch.cat([-id_confidence, ood_confidence]).cpu().numpy()
-        if self.score == "acc":
-            added = wrong.long()
-        else:
-            id_added, ood_added = _discordance_of_each(id_confidence, ood_confidence)
-            if self.score == "avg":
-                id_added = id_added + 2 * self.ood_count * wrong.long()
-            added = torch.cat([id_added, ood_added])
+        inside, outside = confidence[: self.id_count], confidence[self.id_count :]
+        doubt = torch.cat([-inside, outside]).cpu().numpy()
+        added = wrong.long()[: self.id_count]
+        if self.score != "acc":
+            of_inside = 2 * len(outside) - _twice_below(outside, inside)
+            added = of_inside + (2 * self.ood_count * added if self.score == "avg" else 0)
+            added = torch.cat([added, _twice_below(inside, outside)])
         return np.lexsort((-doubt, -added.cpu().numpy()))
 
-
-def _discordance_of_each(id_confidence: Tensor, ood_confidence: Tensor) -> tuple[Tensor, Tensor]:
-    """How much each ID and each OOD sample adds to D."""
-    id_ordered, ood_ordered = id_confidence.sort().values, ood_confidence.sort().values
-    of_ood = torch.searchsorted(id_ordered, ood_confidence)
-    of_ood = of_ood + torch.searchsorted(id_ordered, ood_confidence, right=True)
-    of_id = 2 * len(ood_ordered) - torch.searchsorted(ood_ordered, id_confidence)
-    of_id = of_id - torch.searchsorted(ood_ordered, id_confidence, right=True)
-    return of_id, of_ood
-
-
-@dataclass(frozen=True, order=True)
-class Choice:
-    """A candidate with its result. The smaller one is the better one; ties go to the first (layer, head)."""
-
-    value: int
-    head: Head
-    errors: int
-    discordance: int
+    def values_on_first(
+        self, wrong: Tensor, confidence: Tensor, order: IntArray, counts: Sequence[int]
+    ) -> dict[int, int]:
+        """The integers of one model, by its answers `[n]`, on the first so many samples of an order alone."""
+        place = torch.empty(self.samples, dtype=torch.int64, device=confidence.device)
+        place[torch.from_numpy(order).to(place.device)] = torch.arange(self.samples, device=place.device)
+        seen = place[None, :] < torch.tensor(counts, device=place.device)[:, None]  # [counts, n]
+        known = torch.where(seen, confidence, LEAST_CONFIDENT)
+        known[:, : self.id_count].masked_fill_(~seen[:, : self.id_count], MOST_CONFIDENT)
+        found = zip(*(column.tolist() for column in self.count(wrong & seen, known)), strict=True)
+        return {count: self.result(NO_HEAD, *one).value for count, one in zip(counts, found, strict=True)}
 
 
-NO_HEAD = Head(-1, -1)  # stands for the head of a result with no further head off
+def discordances(id_confidence: Tensor, ood_confidence: Tensor) -> Tensor:
+    """D of many candidates at once: `[K, n_id]` and `[K, n_ood]` to `[K]`.
+
+    The same count as `hydra_ensembles.metrics.discordance` gives for one candidate.
+    """
+    return _twice_below(id_confidence, ood_confidence.contiguous()).sum(-1)
 
 
-class AnswerTable:
-    """Answers of K candidates to n samples.
+def _twice_below(values: Tensor, limits: Tensor) -> Tensor:
+    """For each limit, twice the number of values below it, plus those equal to it."""
+    ordered = values.sort(-1).values
+    return torch.searchsorted(ordered, limits) + torch.searchsorted(ordered, limits, right=True)
 
-    A sample that was not evaluated yet counts as right, as an ID sample as most confident, as an OOD sample
-    as least confident. So the integers of a candidate never shrink as answers come in: they are lower bounds
-    of its result, and its result once all samples are in.
+
+class Answers:
+    """Answers of K models, each without one head, to n samples.
+
+    A sample that was not evaluated yet counts as right, as an ID sample as most confident, as an OOD sample as least
+    confident. So the integers of a model never shrink as answers come in: they are lower bounds of its result, and
+    its result once all samples are in.
+
+    Args:
+        samples: What is answered.
+        objective: How it is counted.
+        heads: The head each model goes without; `NO_HEAD` for none.
+        dtype: In which logits are computed.
     """
 
-    def __init__(self, candidates: Sequence[Head], samples: Samples, objective: Objective, dtype: torch.dtype) -> None:
-        self.candidates, self.samples, self.objective = candidates, samples, objective
-        self.step = quantum(dtype)
-        device, shape = samples.labels.device, (len(candidates), objective.samples)
-        self.wrong = torch.empty(len(candidates), objective.id_count, dtype=torch.bool, device=device)
+    def __init__(self, samples: Samples, objective: Objective, heads: Sequence[Head], dtype: torch.dtype) -> None:
+        self.samples, self.objective, self.heads, self.step = samples, objective, list(heads), quantum(dtype)
+        shape, device = (len(heads), objective.samples), samples.labels.device
+        self.wrong = torch.empty(shape, dtype=torch.bool, device=device)
         self.confidence = torch.empty(shape, dtype=torch.int64, device=device)
-        self.finite = torch.ones(shape, dtype=torch.bool, device=device)
+        self.finite = torch.empty(shape, dtype=torch.bool, device=device)
         self.clear()
 
     def clear(self) -> None:
@@ -431,34 +311,22 @@ class AnswerTable:
         self.wrong.fill_(False)
         self.confidence[:, : self.objective.id_count] = MOST_CONFIDENT
         self.confidence[:, self.objective.id_count :] = LEAST_CONFIDENT
+        self.finite.fill_(True)
 
-    def record(self, candidates: IntArray, numbers: IntArray, logits: Tensor) -> None:
-        """Take in logits `[P, C]` of pairs of candidate and sample."""
-        rows, columns = (
-            torch.from_numpy(index).to(logits.device, non_blocking=True) for index in (candidates, numbers)
-        )
-        wrong, confidence, finite = judge(logits, self.samples.labels[columns], self.step)
-        self.confidence[rows, columns] = confidence
-        self.finite[rows, columns] = finite
-        is_id = numbers < self.objective.id_count
-        if not is_id.all():
-            chosen = torch.from_numpy(is_id.nonzero()[0]).to(logits.device, non_blocking=True)
-            rows, columns, wrong = rows[chosen], columns[chosen], wrong[chosen]
-        self.wrong[rows, columns] = wrong
+    def record(self, models: IntArray, numbers: IntArray, logits: Tensor) -> None:
+        """Take in logits `[P, C]` of pairs of model and sample."""
+        rows, columns = (torch.from_numpy(index).to(logits.device, non_blocking=True) for index in (models, numbers))
+        where = rows, columns
+        answers = judge(logits, self.samples.labels[columns], self.step)
+        self.wrong[where], self.confidence[where], self.finite[where] = answers
 
-    def counts(self, candidates: IntArray) -> list[tuple[int, int]]:
-        """E and D over the answers so far of some candidates; an error if one of them was not finite."""
-        rows = torch.from_numpy(candidates).to(self.wrong.device)
+    def results(self, models: IntArray) -> list[Result]:
+        """What the answers so far amount to, model by model; an error if one of them was not finite."""
+        rows = torch.from_numpy(models).to(self.wrong.device)
         errors, discordance = self.objective.count(self.wrong[rows], self.confidence[rows])
-        finite = self.finite[rows].all()
-        *pairs, fine = torch.stack([*(errors * _SHIFT + discordance), finite.long()]).tolist()  # one transfer
-        if not fine:
-            self._name_the_culprit(candidates)
-        return [divmod(pair, _SHIFT) for pair in pairs]
-
-    def _name_the_culprit(self, candidates: IntArray) -> None:
-        for candidate in candidates:
-            require_finite(self.finite[candidate], self.samples, self.candidates[candidate])
-
-
-_SHIFT = 1 << 40
+        finite = self.finite[rows].all(-1)
+        found = torch.stack([errors, discordance, finite.long()], 1).tolist()  # one transfer
+        for model, (_, _, fine) in zip(models, found, strict=True):
+            if not fine:
+                require_finite(self.finite[model], self.samples, self.heads[model])
+        return [self.objective.result(self.heads[model], *one[:2]) for model, one in zip(models, found, strict=True)]

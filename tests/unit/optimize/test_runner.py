@@ -14,7 +14,7 @@ from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration, Metadata
 from hydra_ensembles.optimize import runner as optimized_module
 from hydra_ensembles.optimize.runner import Choice, OptimizedEnsemble, RunOptions, fastest, nearest, shape_key
-from unit.heads.random_ensembles import random_batches, random_ensemble
+from random_ensembles import random_batches, random_ensemble
 
 EVEN: KeptHeads = (((0, 1), (0, 3), (1, 2)),) * 3
 UNEVEN: KeptHeads = (((0, 1, 2), (0, 3), (1,)), ((0, 2), (0, 1, 2, 3), (2, 3)), ((1,), (3,), (0, 1, 2)))

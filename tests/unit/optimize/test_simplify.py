@@ -10,7 +10,7 @@ from hydra_ensembles.model.config import EnsembleConfig, KeptHeads, Sharing, Tex
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.layers import Attention
 from hydra_ensembles.optimize.simplify import PlainNorm, blocks, branching_layer, fold_block, simplified
-from unit.heads.random_ensembles import SHAPES, random_batches, random_ensemble
+from random_ensembles import SHAPES, random_batches, random_ensemble
 
 UNEVEN: KeptHeads = (((0, 1, 2), (0, 3), (1,)), ((0, 2), (0, 1, 2, 3), (2, 3)), ((1,), (3,), (0, 1, 2)))
 WITH_GAPS: KeptHeads = (((), (0, 3), ()), ((0, 2), (), ()), ((1,), (3,), ()))

@@ -3,19 +3,22 @@
 import numpy as np
 import pytest
 import torch
-from circuit_models import SCORES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from circuit_models import SCORES
 from hydra_ensembles.circuit.scores import (
-    LEAST_CONFIDENT,
-    MOST_CONFIDENT,
+    NO_HEAD,
+    Answers,
     Objective,
+    Samples,
     Score,
     discordances,
     judge,
     quantum,
 )
+from hydra_ensembles.errors import DataError
+from hydra_ensembles.heads.ranking import Head
 from hydra_ensembles.metrics.ood import auroc, discordance
 
 STEP = quantum(torch.float64)
@@ -78,12 +81,8 @@ def test_scores_from_integers() -> None:
     assert Objective("acc", 4, 0).achieved(errors, 0) == 0.75
     assert Objective("ood", 4, 2).achieved(errors, found) == pytest.approx(expected)
     assert Objective("avg", 4, 2).achieved(errors, found) == pytest.approx((0.75 + expected) / 2)
-    values = (
-        Objective("acc", 4, 0).value(1, 0),
-        Objective("ood", 4, 2).value(1, 3),
-        Objective("avg", 4, 2).value(1, 3),
-    )
-    assert values == (1, 3, 7)
+    values = [Objective(score, 4, 2).result(NO_HEAD, 1, 3).value for score in SCORES]
+    assert values == [1, 3, 7]
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -95,21 +94,50 @@ def test_integers_only_grow_as_samples_come_in(score: Score, seed: int) -> None:
     objective = Objective(score, inside, outside)
     wrong = torch.randint(2, (inside,), generator=generator).bool()
     confidence = torch.randint(6, (inside + outside,), generator=generator)
+    wrong = torch.cat([wrong, torch.ones(outside, dtype=torch.bool)])  # what OOD samples have there does not count
     order = objective.hardest_first(wrong, confidence)
     assert sorted(order) == list(range(objective.samples))
-    values = []
-    for count in range(objective.samples + 1):
-        seen = torch.zeros(objective.samples, dtype=torch.bool)
-        seen[torch.from_numpy(order[:count])] = True
-        partial = torch.where(seen, confidence, LEAST_CONFIDENT)
-        partial[:inside][~seen[:inside]] = MOST_CONFIDENT
-        values.append(objective.value(*map(int, objective.count((wrong & seen[:inside])[None], partial[None]))))
+    found = objective.values_on_first(wrong, confidence, order, range(objective.samples + 1))
+    values = list(found.values())
+    assert values[0] == 0
     assert values == sorted(values)
-    assert values[-1] == objective.value(*map(int, objective.count(wrong[None], confidence[None])))
+    counts = map(int, objective.count(wrong[None], confidence[None]))
+    assert values[-1] == objective.result(NO_HEAD, *counts).value
 
 
 def test_hardest_samples_come_first() -> None:
     wrong = torch.tensor([False, True, False])
     assert Objective("acc", 3, 0).hardest_first(wrong, torch.tensor([1, 9, 5])).tolist() == [1, 0, 2]
     order = Objective("ood", 3, 2).hardest_first(wrong, torch.tensor([1, 9, 5, 0, 6]))
-    assert order.tolist() == [4, 0, 2, 3, 1] or np.array_equal(order[:3], [4, 0, 2])
+    assert order.tolist() == [4, 0, 2, 3, 1]
+
+
+def answers(inside: int, outside: int) -> Answers:
+    labels = torch.cat([torch.zeros(inside, dtype=torch.long), torch.full((outside,), -1)])
+    samples = Samples((), labels, inside, np.zeros((len(labels), 2), np.int64), "")
+    return Answers(samples, Objective("avg", inside, outside), [Head(0, 0), Head(0, 1)], torch.float64)
+
+
+def test_integers_beyond_forty_bits_are_right() -> None:
+    """The pairs of 750,000 ID and as many OOD samples: each number has its own place, however large."""
+    count = 750_000
+    table = answers(count, count)
+    table.confidence[0] = 5  # everything ties: one unit for each pair
+    table.wrong[0] = True
+    expected = (count, count**2)
+    assert expected[1] > 1 << 39
+    assert 2 * count**2 > 1 << 40
+    (result,) = table.results(np.array([0]))
+    assert (result.errors, result.discordance) == expected
+    table.confidence[0, :count] = 4  # every OOD sample is above every ID sample
+    assert table.results(np.array([0]))[0].discordance == 2 * count**2
+
+
+def test_cleared_answers_are_forgotten_with_what_was_not_finite() -> None:
+    table, both = answers(2, 1), np.array([0, 1])
+    table.record(np.array([0, 1]), np.array([1, 1]), torch.tensor([[0.0, 1.0], [torch.nan, 1.0]]))
+    assert table.results(both[:1])[0].errors == 1
+    with pytest.raises(DataError, match=r"head 0\.1"):
+        table.results(both)
+    table.clear()
+    assert [(one.errors, one.discordance) for one in table.results(both)] == [(0, 0), (0, 0)]

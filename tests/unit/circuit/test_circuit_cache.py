@@ -1,26 +1,18 @@
-"""The parts of the exact method one by one."""
+"""The working model and the activations that are kept, one by one."""
 
 import numpy as np
 import pytest
 import torch
-from circuit_models import CIRCUIT_SHAPES, random_model, random_problem
 
-from hydra_ensembles.circuit.cache import (
-    CarriedActivations,
-    Work,
-    WorkingModel,
-    few_queries,
-    working_copy,
-    worthwhile_levels,
-)
+from circuit_models import CIRCUIT_SHAPES, random_model, random_problem
+from hydra_ensembles.circuit.cache import CandidateActivations, plan_memory, worthwhile_levels
+from hydra_ensembles.circuit.working_model import Work, WorkingModel, few_queries
 from hydra_ensembles.heads.masking import masked
 from hydra_ensembles.heads.ranking import Head
 
-CPU = torch.device("cpu")
-
 
 def working(shape: str) -> WorkingModel:
-    return WorkingModel(working_copy(random_model(shape), torch.float64, CPU), Work())
+    return WorkingModel(random_model(shape), [], Work())
 
 
 @pytest.mark.parametrize("masked_keys", [False, True])
@@ -42,7 +34,7 @@ def test_blocks_give_the_logits_of_the_ensemble(shape: str) -> None:
         x, key_mask = model.ensemble.embed(ids, mask, segments)
         for layer in range(model.layers):
             x = model.block(layer, x, key_mask)
-        assert torch.allclose(model.logits(x, key_mask, ids), problem.model(inputs)[0], atol=1e-12)
+        assert torch.allclose(model.classify(model.pool(x, key_mask, ids)), problem.model(inputs)[0], atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", CIRCUIT_SHAPES)
@@ -54,7 +46,7 @@ def test_taking_a_head_off_is_masking_it(shape: str) -> None:
         x, key_mask = model.ensemble.embed(ids, mask, segments)
         for layer in range(model.layers):
             runs = [(1, slice(0, 1)), (3, slice(1, 4))]
-            found = model.without_heads(layer, x, key_mask, rows, runs)
+            found = model.block_without(layer, x, key_mask, rows, runs)
             for head, run in runs:
                 with masked(model.ensemble, [Head(layer, head)]):
                     expected = model.block(layer, x, key_mask)
@@ -73,12 +65,12 @@ def test_dropping_heads_is_masking_them() -> None:
         x, _ = model.ensemble.embed(images)
         for layer in range(3):
             x = model.block(layer, x, None)
-        assert torch.allclose(model.logits(x, None, None), problem.model(images)[0], atol=1e-12)
+        assert torch.allclose(model.classify(model.pool(x, None, None)), problem.model(images)[0], atol=1e-12)
 
 
-def carried(capacity: int = 1000) -> CarriedActivations:
-    layer_of = np.array([0, 0, 1, 2])
-    return CarriedActivations(layer_of, 3, 4, (2, 5), capacity, torch.float64, CPU)
+def activations(capacity: int = 1000) -> CandidateActivations:
+    """Of four candidates in a model of four blocks, for three samples."""
+    return CandidateActivations(np.array([0, 0, 1, 2]), 4, torch.empty(3, 2, 5, dtype=torch.float64), capacity)
 
 
 def pairs(candidates: list[int], rows: list[int]) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
@@ -87,7 +79,7 @@ def pairs(candidates: list[int], rows: list[int]) -> tuple[np.ndarray, np.ndarra
 
 
 def test_what_is_saved_is_loaded() -> None:
-    store = carried()
+    store = activations()
     for level in (1, 2, 3):
         store.save(level, *pairs([0, 1, 0], [2, 0, 1]))
     store.save(3, *pairs([2], [1]))
@@ -97,7 +89,7 @@ def test_what_is_saved_is_loaded() -> None:
 
 
 def test_what_lies_above_a_removed_head_is_forgotten() -> None:
-    store = carried()
+    store = activations()
     for level in (1, 2, 3):
         store.save(level, *pairs([0, 1], [2, 0]))
     store.forget_above(2)
@@ -109,7 +101,7 @@ def test_what_lies_above_a_removed_head_is_forgotten() -> None:
 
 
 def test_room_that_is_given_back_is_used_again() -> None:
-    store = carried(capacity=6)  # two candidates at level 1, for three samples
+    store = activations(capacity=6)  # two candidates at level 1, for three samples
     assert store.levels == {1}
     for _ in range(5):
         store.save(1, *pairs([0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]))
@@ -120,7 +112,7 @@ def test_room_that_is_given_back_is_used_again() -> None:
 
 
 def test_what_does_not_fit_is_left_out() -> None:
-    store = CarriedActivations(np.array([0, 0]), 2, 2, (2, 5), 4, torch.float64, CPU)
+    store = CandidateActivations(np.array([0, 0]), 2, torch.empty(2, 2, 5, dtype=torch.float64), 4)
     store.save(1, *pairs([0, 0], [0, 1]))
     store.save(1, *pairs([1, 1], [0, 1]))
     store.save(1, *pairs([1], [0]))
@@ -136,3 +128,10 @@ def test_levels_to_hold() -> None:
         assert levels
         assert sum(below[level] for level in levels) <= capacity
     assert worthwhile_levels([0, 0, 4, 4], 100) == [2, 3]  # no candidates below level 2
+
+
+def test_memory_is_divided() -> None:
+    groups = [torch.empty(3, 2, 5), torch.empty(1, 2, 5)]  # a level takes 160 bytes, a sample 40
+    assert plan_memory(10**6, groups, 4)[0] == [0, 1, 2, 3]
+    assert plan_memory(640, groups, 4) == ([0, 2], [6, 2])
+    assert plan_memory(1, groups, 4) == ([0], [0, 0])

@@ -1,21 +1,22 @@
 """The screened method: approximate, cheap, and honest about it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
 import torch
-from circuit_models import SCORES, Problem, random_problem
-from trained_vit import id_pictures, ood_pictures, trained_vit
 
+from circuit_models import SCORES, Problem, random_problem
 from hydra_ensembles._distributed import Ranks
-from hydra_ensembles.circuit.cache import CurrentModel, Work, working_copy
-from hydra_ensembles.circuit.extract import Evaluation
+from hydra_ensembles.circuit.cache import CachedTower
 from hydra_ensembles.circuit.scores import Objective, Score, read_samples
-from hydra_ensembles.circuit.search import Effects, Sweep, fast_products, predict_effects, shifts
+from hydra_ensembles.circuit.screened import Shifts, gradient_shifts, predict_shifts
+from hydra_ensembles.circuit.search import Exact, Naive, fast_products
+from hydra_ensembles.circuit.working_model import Work, WorkingModel, working_copy
 from hydra_ensembles.heads.masking import existing_heads
 from hydra_ensembles.heads.ranking import Head
+from trained_vit import id_pictures, ood_pictures, trained_vit
 
 Mode = Callable[[], AbstractContextManager[object]]
 
@@ -28,11 +29,14 @@ def problem() -> Problem:
     return Problem(trained_vit(), [images], [others])
 
 
-def evaluation(problem: Problem, score: Score) -> Evaluation:
-    copy = working_copy(problem.model, torch.float64, torch.device("cpu"))
-    samples = read_samples(copy, problem.id_batches, None if score == "acc" else problem.ood_batches, 0)
-    objective = Objective(score, samples.id_count, samples.ood_count)
-    return Evaluation(copy, samples, objective, Ranks(), Work(), 64, 10**9)
+def searches(problem: Problem, score: Score) -> tuple[Naive, Exact, list[Head]]:
+    """Both methods on one problem in float64, and all heads of its model."""
+    model = working_copy(problem.model, torch.float64, torch.device("cpu"))
+    samples = read_samples(model, problem.id_batches, None if score == "acc" else problem.ood_batches, 0)
+    objective, heads = Objective(score, samples.id_count, samples.ood_count), list(existing_heads(model.config))
+    naive = Naive(model, samples, objective, Ranks(), Work(), 64)
+    tower = CachedTower(WorkingModel(model, [], Work()), samples, heads, heads, 64, 10**9)
+    return naive, Exact(tower, objective, Ranks()), heads
 
 
 @pytest.mark.parametrize("score", MOST)
@@ -60,36 +64,27 @@ def test_it_has_gradients_whatever_the_caller_switched_off(problem: Problem, mod
     assert (found.heads, found.scores) == (expected.heads, expected.scores)
 
 
-def measured(current: CurrentModel, heads: Sequence[Head]) -> Effects:
-    """Effects of heads, measured on all samples."""
-    effects = Effects(current)
-    rows = np.array([current.index_of[head] for head in heads])
-    numbers = np.arange(current.objective.samples)
+def measured(exact: Exact) -> Shifts:
+    """Shifts of all heads, measured on all samples."""
+    shifts = Shifts(exact)
+    rows, numbers = np.arange(len(exact.tower.candidates)), np.arange(exact.objective.samples)
     with torch.no_grad():
-        Sweep(current, effects).run(np.repeat(rows, len(numbers)), np.tile(numbers, len(rows)))
-    return effects
+        exact.tower.run(np.repeat(rows, len(numbers)), np.tile(numbers, len(rows)), shifts.record)
+    return shifts
 
 
-@pytest.mark.parametrize("score", MOST)
-def test_measured_effects_order_heads_as_the_naive_method_does(problem: Problem, score: Score) -> None:
-    setup = evaluation(problem, score)
-    heads = list(existing_heads(problem.model.config))
-    ordered = measured(setup.exact(heads, []).current, heads).best_first(heads)
-    naive = setup.naive([])
-    values = [naive.evaluate(head).value for head in ordered]
+def test_measured_shifts_are_the_results_of_the_naive_method(problem: Problem) -> None:
+    naive, exact, heads = searches(problem, "avg")
+    estimates = measured(exact).estimates(heads)
+    assert estimates == [naive.evaluate(one.head) for one in estimates]
+    values = [one.value for one in estimates]
     assert values == sorted(values)
     assert len(set(values)) > 1
-
-
-def test_predictions_sort_heads_by_their_effect(problem: Problem) -> None:
-    setup = evaluation(problem, "avg")
-    heads = list(existing_heads(problem.model.config))
-    effects = Effects(setup.exact(heads, []).current)
-    predict_effects(effects, heads, np.arange(setup.objective.samples))
-    ordered = effects.best_first(heads)
-    naive = setup.naive([])
-    found = torch.tensor([float(naive.evaluate(head).value) for head in ordered])
-    ranks = torch.stack([torch.arange(len(heads)), found.argsort().argsort()]).double()
+    # predicted ones order heads much alike
+    shifts = Shifts(exact)
+    predict_shifts(shifts, heads, np.arange(exact.objective.samples))
+    place = {one.head: index for index, one in enumerate(shifts.estimates(heads))}
+    ranks = torch.tensor([[place[one.head] for one in estimates], list(range(len(heads)))]).double()
     assert float(torch.corrcoef(ranks)[0, 1]) > 0.5
 
 
@@ -99,37 +94,30 @@ def test_predictions_are_first_order() -> None:
     with torch.no_grad():
         for block in problem.model.encoder.layers:
             block.attention.out *= 1e-4
-    setup = evaluation(problem, "avg")
-    heads = list(existing_heads(problem.model.config))
-    current = setup.exact(heads, []).current
-    predicted, real = Effects(current), measured(current, heads)
-    numbers = np.arange(setup.objective.samples)
-    predict_effects(predicted, heads, numbers)
+    _, exact, heads = searches(problem, "avg")
+    predicted, real = Shifts(exact), measured(exact)
+    numbers, inside = np.arange(exact.objective.samples), exact.objective.id_count
+    predict_shifts(predicted, heads, numbers)
     assert torch.allclose(predicted.confidence * predicted.step, real.confidence * real.step, atol=1e-5)
-    labels = current.samples.labels[: setup.objective.id_count]
-    margins = shifts(current, heads, numbers[: len(labels)], labels)
-    assert torch.allclose(margins, real.margin[:, : len(labels)], atol=1e-5)
-    wrong = current.wrong
+    margins = gradient_shifts(exact.tower, heads, numbers[:inside], exact.tower.samples.labels[:inside])
+    assert torch.allclose(margins, real.margin[:, :inside], atol=1e-5)
+    wrong = exact.current.wrong[0, :inside]
     assert wrong.any()
-    assert torch.allclose(predicted.margin[:, : len(labels)][:, wrong], margins[:, wrong], atol=1e-12)
+    assert torch.allclose(predicted.margin[:, :inside][:, wrong], margins[:, wrong], atol=1e-12)
 
 
 def test_a_new_prediction_keeps_what_was_measured_beyond_the_last_one(problem: Problem) -> None:
-    setup = evaluation(problem, "ood")
-    heads = list(existing_heads(problem.model.config))
-    current = setup.exact(heads, []).current
-    effects, rows = Effects(current), torch.tensor([0, 2])
-    numbers = np.array([3, 1])
+    shifts, rows, numbers = Shifts(searches(problem, "ood")[1]), torch.tensor([0, 2]), np.array([3, 1])
     before = torch.full((2, 2), 1.0, dtype=torch.float64)
-    effects.predict(rows, numbers, before, before)
-    effects.margin[0, 3] += 0.25  # as a measurement would
-    effects.predict(rows, numbers, 2 * before, 2 * before)
-    assert effects.margin[rows][:, numbers].tolist() == [[2.25, 2.0], [2.0, 2.0]]
-    assert (effects.confidence[rows][:, numbers] * effects.step).tolist() == [[2.0, 2.0], [2.0, 2.0]]
-    assert effects.margin.count_nonzero() == 4
-    effects.forget()
-    effects.predict(rows, numbers, before, before)
-    assert effects.margin[rows][:, numbers].tolist() == before.tolist()
+    shifts.predict(rows, numbers, before, before)
+    shifts.margin[0, 3] += 0.25  # as a measurement would
+    shifts.predict(rows, numbers, 2 * before, 2 * before)
+    assert shifts.margin[rows][:, numbers].tolist() == [[2.25, 2.0], [2.0, 2.0]]
+    assert (shifts.confidence[rows][:, numbers] * shifts.step).tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    assert shifts.margin.count_nonzero() == 4
+    shifts.start_step(afresh=True)
+    shifts.predict(rows, numbers, before, before)
+    assert shifts.margin[rows][:, numbers].tolist() == before.tolist()
 
 
 def test_audits_report_and_change_nothing() -> None:
@@ -178,13 +166,12 @@ def test_a_third_of_the_heads_without_much_loss(score: Score, seed: int) -> None
 
 def test_reported_scores_are_those_of_the_model(problem: Problem) -> None:
     ranking = problem.extract(method="screened", score="avg", budget=3)
-    naive = evaluation(problem, "avg").naive([])
+    naive, _, _ = searches(problem, "avg")
     for head, errors, discordance in zip(
         ranking.heads, ranking.provenance["errors"], ranking.provenance["discordance"], strict=True
     ):
         naive.remove(head)
-        found = naive.evaluate(None)
-        assert (found.errors, found.discordance) == (errors, discordance)
+        assert naive.result[2:] == (errors, discordance)
 
 
 def test_products_are_precise_again_after_screening() -> None:

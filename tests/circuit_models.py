@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from random_ensembles import CLASSES, IMAGE, SHAPES, TEXT, WIDTH, Shape, encoder
 from torch import Tensor
 
 from hydra_ensembles.circuit.extract import extract_circuit
@@ -12,6 +11,7 @@ from hydra_ensembles.circuit.scores import Score
 from hydra_ensembles.heads.ranking import HeadRanking
 from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig, TextStemConfig, all_heads
 from hydra_ensembles.model.ensemble import Ensemble
+from random_ensembles import CLASSES, IMAGE, SHAPES, TEXT, WIDTH, Shape, encoder
 
 Inputs = Tensor | dict[str, Tensor]
 Batches = list[tuple[Inputs, Tensor]]

@@ -1,0 +1,251 @@
+"""Which head goes next, approximately: all candidates are estimated, and only the promising ones measured.
+
+A head shifts the confidence of a sample, and the margin of its label, by about as much after another head has gone. So
+shifts are remembered from step to step. They come from a gradient pass, and from a measurement where there was one.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..heads.ranking import Head
+from .cache import CachedTower, fitting_batch_size
+from .scores import IntArray, Result, judge, log_odds, parts, quantum, require_finite
+from .search import Exact, fast_products
+
+AFRESH = 8  # steps after which all that is remembered is forgotten; a resumed run repeats at most as many
+_PREDICT_EVERY = 2  # steps after which a gradient corrects what is remembered
+_HARD = 0.5  # share of the samples, hardest first, on which a candidate is measured or predicted again
+_ROUNDS = 3  # in which the candidates of a step are measured, at most
+
+
+class Screened:
+    """Measures the candidates that are expected to be good; for the accuracy, all of them in fast products.
+
+    Args:
+        exact: Branch and bound on the model with all heads chosen so far taken out; it keeps nothing of candidates.
+        size: Candidates to measure in a step, at most; twice as many where nothing is remembered.
+        step: Greedy steps taken so far; a multiple of `AFRESH`.
+    """
+
+    def __init__(self, exact: Exact, size: int, step: int) -> None:
+        self.exact, self.size, self.step = exact, size, step
+
+    @cached_property
+    def shifts(self) -> "Shifts":
+        """What is remembered of all candidates."""
+        return Shifts(self.exact)
+
+    @property
+    def result(self) -> Result:
+        """The result of the model as it is."""
+        return self.exact.result
+
+    def remove(self, head: Head) -> None:
+        """Take a head out for good."""
+        self.exact.remove(head)
+
+    def choose(self, candidates: Sequence[Head]) -> Result:
+        """The best of the promising candidates, with its integers as far as the estimates go."""
+        afresh, predict = self.step % AFRESH == 0, self.step % _PREDICT_EVERY == 0
+        self.step += 1
+        with torch.no_grad(), fast_products(self.exact.tower.model.ensemble.device):
+            if self.exact.objective.score == "acc":  # one error decides: estimates are too coarse, bounds cheap
+                return self.exact.choose(candidates)
+            self.shifts.start_step(afresh)
+            if predict:
+                predict_shifts(self.shifts, candidates, self._hardest(1.0 if afresh else _HARD))
+            size = min(len(candidates), 2 * self.size if afresh else self.size)
+            return self._first_measured(candidates, most=size, least=size if afresh else 1)
+
+    def _first_measured(self, candidates: Sequence[Head], most: int, least: int) -> Result:
+        """The first candidate that is ahead of all others and was measured in this step."""
+        half, whole = self._hardest(_HARD), self._hardest(1.0)
+        together = self.size if least == most else math.ceil(self.size / _ROUNDS)
+        measured: set[Head] = set()  # on the harder half
+        finished: set[Head] = set()  # on all samples
+        while True:
+            ordered = self.exact.ranks.from_first(self.shifts.estimates(candidates))
+            if len(measured) < least or (ordered[0].head not in measured and len(measured) < most):
+                promising = [one.head for one in ordered if one.head not in measured]
+                chosen = promising[: min(together, most - len(measured))]
+                self._measure(chosen, half)
+                measured.update(chosen)
+                continue
+            best = next(one for one in ordered if one.head in measured)
+            if best.head in finished:
+                return best
+            self._measure([best.head], whole[len(half) :])
+            finished.add(best.head)
+
+    def _measure(self, heads: Sequence[Head], numbers: IntArray) -> None:
+        """Run candidates on some samples, each on one of the ranks, and tell all ranks."""
+        tower, ranks, shifts = self.exact.tower, self.exact.ranks, self.shifts
+        own = tower.index(ranks.share(heads))
+        if len(own):
+            tower.run(np.repeat(own, len(numbers)), np.tile(numbers, len(own)), shifts.record)
+        if ranks.size > 1:
+            for rows, known in ranks.gather((own.tolist(), [table[own.tolist()].cpu() for table in shifts.tables])):
+                for table, theirs in zip(shifts.tables, known, strict=True):
+                    table[rows] = theirs.to(table.device)
+
+    def _hardest(self, share: float) -> IntArray:
+        """Numbers of a share of the samples, the hardest ones."""
+        return self.exact.hardest_first[: math.ceil(share * self.exact.objective.samples)]
+
+
+class Shifts:
+    """How far each candidate (a row) moves the confidence and the margin of every sample (a column).
+
+    Added to the answers of the model as it is, shifts give an estimate of the integers of a candidate; of one that was
+    just measured on all samples, the integers themselves.
+    """
+
+    def __init__(self, exact: Exact) -> None:
+        self.exact, self.tower, self.objective = exact, exact.tower, exact.objective
+        self.step = quantum(exact.tower.model.ensemble.dtype)
+        shape, device = (len(self.tower.candidates), self.objective.samples), exact.current.wrong.device
+        self.confidence = torch.zeros(shape, dtype=torch.int64, device=device)  # in grid steps
+        self.margin = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.finite = torch.ones(shape, dtype=torch.bool, device=device)
+        self.tables = (self.confidence, self.margin, self.finite)
+        self._predicted_confidence = torch.zeros_like(self.confidence)
+        self._predicted_margin = torch.zeros_like(self.margin)
+        self._own_margin = torch.zeros(shape[1], dtype=torch.float64, device=device)
+        self.start_step(afresh=True)
+
+    @torch.no_grad()
+    def start_step(self, afresh: bool) -> None:
+        """Look at the model as it is; `afresh`, forget all measurements and predictions."""
+        for numbers, logits in self.tower.logits():
+            columns = torch.from_numpy(numbers).to(logits.device)
+            self._own_margin[columns] = margins(logits, self.tower.samples.labels[columns])
+        if afresh:
+            for known in (self.confidence, self.margin, self._predicted_confidence, self._predicted_margin):
+                known.zero_()
+            self.finite.fill_(True)
+
+    def predict(self, rows: Tensor, numbers: IntArray, confidence: Tensor, margin: Tensor) -> None:
+        """Take in a prediction: what is remembered changes by as much as the prediction has changed.
+
+        Args:
+            rows: `[R]`, the candidates.
+            numbers: `[S]`, the samples.
+            confidence: `[R, S]`, shifts of log-odds.
+            margin: `[R, S]`.
+        """
+        where = rows[:, None], torch.from_numpy(numbers).to(rows.device)
+        steps = (confidence / self.step).round().long()
+        self.confidence[where] += steps - self._predicted_confidence[where]
+        self._predicted_confidence[where] = steps
+        self.margin[where] += margin - self._predicted_margin[where]
+        self._predicted_margin[where] = margin
+
+    def record(self, candidates: IntArray, numbers: IntArray, logits: Tensor) -> None:
+        """Take in logits `[P, C]` of pairs of candidate and sample: a measurement."""
+        rows, columns = (
+            torch.from_numpy(index).to(logits.device, non_blocking=True) for index in (candidates, numbers)
+        )
+        labels = self.tower.samples.labels[columns]
+        _, confidence, finite = judge(logits, labels, self.step)
+        self.confidence[rows, columns] = confidence - self.exact.current.confidence[0, columns]
+        self.margin[rows, columns] = (margins(logits, labels) - self._own_margin[columns]).nan_to_num()
+        self.finite[rows, columns] = finite
+
+    def estimates(self, candidates: Sequence[Head]) -> list[Result]:
+        """What candidates are expected to amount to, best first; ties go to the one with the larger margins.
+
+        Raises:
+            DataError: A candidate gave logits that are not finite.
+        """
+        rows = torch.from_numpy(self.tower.index(candidates)).to(self.margin.device)
+        margin = (self._own_margin + self.margin[rows])[:, : self.objective.id_count]
+        errors, discordance = self.objective.count(margin < 0, self.exact.current.confidence[0] + self.confidence[rows])
+        softness = 0.1 * margin.std(1).median().clamp(min=1e-6)  # range over which an answer counts by degrees
+        nearly = torch.sigmoid(-margin / softness).sum(1)  # errors by degrees
+        finite = self.finite[rows].all(1)
+        columns = [column.tolist() for column in (errors, discordance, nearly, finite)]
+        found = []
+        for head, wrong, pairs, soft, fine in zip(candidates, *columns, strict=True):
+            if not fine:
+                require_finite(self.finite[self.tower.index_of[head]], self.tower.samples, head)
+            result = self.objective.result(head, wrong, pairs)
+            found.append((result.value, round(soft, 6), head, result))
+        return [result for *_, result in sorted(found)]
+
+
+def predict_shifts(shifts: Shifts, candidates: Sequence[Head], numbers: IntArray) -> None:
+    """Predict the shifts of candidates on some samples, and correct what is remembered by it.
+
+    What is differentiated is a number for each sample by itself: its confidence, and the margin of its label.
+    (The gradient of the summed score alone would not do: whether a sample changes sides depends on how far it
+    is from the edge.) Where the answer is the label, one gradient has to serve for both.
+    """
+    tower, device = shifts.tower, shifts.margin.device
+    labels = tower.samples.labels[torch.from_numpy(numbers).to(device)]
+    again: IntArray = np.empty(0, np.int64)  # places in `numbers` of samples with wrong answers
+    if shifts.objective.score == "avg":
+        wrong = shifts.exact.current.wrong[0].cpu().numpy()
+        again = (wrong[numbers] & (numbers < shifts.objective.id_count)).nonzero()[0]
+    places = torch.from_numpy(again).to(device)
+    targets = torch.cat([torch.full_like(labels, -1), labels[places]])
+    found = gradient_shifts(tower, candidates, np.concatenate([numbers, numbers[again]]), targets)  # [K, S + wrong]
+    confidence, margin = found[:, : len(numbers)], found[:, : len(numbers)].clone()
+    margin[:, places] = found[:, len(numbers) :]
+    shifts.predict(torch.from_numpy(tower.index(candidates)).to(device), numbers, confidence, margin)
+
+
+def gradient_shifts(tower: CachedTower, candidates: Sequence[Head], numbers: IntArray, targets: Tensor) -> Tensor:
+    """First-order estimates of how numbers change without each of the candidates, `[K, R]` in float64.
+
+    Args:
+        tower: The model the candidates would be removed from.
+        candidates: Heads it still has.
+        numbers: `[R]`, sample numbers; a sample may occur more than once.
+        targets: `[R]`, the class whose margin is meant; -1 for the log-odds of the answer.
+    """
+    model, samples, device = tower.model, tower.samples, targets.device
+    starts = np.cumsum([0, *(len(kept) for kept in model.kept)])
+    places_of = [int(starts[head.layer]) + model.kept[head.layer].index(head.head) for head in candidates]
+    columns = torch.tensor(places_of, device=device)
+    found = torch.empty(len(candidates), len(numbers), dtype=torch.float64, device=device)
+    size = tower.batch_size if device.type != "cuda" else fitting_batch_size(model.ensemble, samples, gradients=True)
+    groups, rows = samples.group_of[numbers], samples.row_of[numbers]
+    for group in np.unique(groups):
+        members = (groups == group).nonzero()[0]
+        for part in parts(len(members), size):
+            places = torch.from_numpy(members[part]).to(device)
+            chosen = torch.from_numpy(rows[members[part]]).to(device)
+            gradients = _gate_gradients(tower, int(group), chosen, targets[places])
+            found[:, places] = -gradients.double().nan_to_num()[:, columns].T
+    return found
+
+
+def _gate_gradients(tower: CachedTower, group: int, rows: Tensor, targets: Tensor) -> Tensor:
+    """Gradients of some samples of a group with respect to the gates of all heads, `[B, heads]`."""
+    model, base = tower.model, tower.base[group]
+    before = model.work["multiply_adds"]
+    with torch.enable_grad():
+        x, mask = base.at(0, rows), base.mask(rows)
+        sizes = [len(kept) for kept in model.kept]
+        gates = torch.ones(len(rows), sum(sizes), device=x.device, requires_grad=True)  # of each sample by itself
+        for layer, gate in enumerate(gates.split(sizes, dim=1)):
+            x = model.block(layer, x, mask, gate)
+        logits = model.classify(model.pool(x, mask, base.token_ids(rows))).double()
+        numbers = torch.where(targets < 0, log_odds(logits, logits.argmax(-1)), margins(logits, targets))
+        (gradients,) = torch.autograd.grad(numbers.sum(), gates)
+    # the way back, to activations alone, costs as much again
+    model.work["layer_evaluations"] += len(rows) * model.layers
+    model.work["multiply_adds"] += model.work["multiply_adds"] - before
+    return gradients
+
+
+def margins(logits: Tensor, labels: Tensor) -> Tensor:
+    """How far the logit of the label lies above the largest other one, `[B]`, in float64; 0 for OOD samples."""
+    precise, known = logits.double(), labels.clamp(min=0)[:, None]
+    others = precise.scatter(-1, known, -torch.inf).amax(-1)
+    return torch.where(labels < 0, 0.0, precise.gather(-1, known)[:, 0] - others)

@@ -1,0 +1,179 @@
+"""A run that is interrupted goes on where it was, and only where it belongs; several processes are as one."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from circuit_process import BUDGET, KILLED
+
+from circuit_models import Problem, evidence, random_problem
+from hydra_ensembles._distributed import Ranks
+from hydra_ensembles.circuit.journal import Journal, Step
+from hydra_ensembles.errors import CheckpointError
+from hydra_ensembles.heads.ranking import HeadRanking
+
+PROCESS = Path(__file__).with_name("circuit_process.py")
+METHODS = ("naive", "exact", "screened")
+
+
+def steps_in(journal: Path) -> int:
+    return len(json.loads(journal.read_text())["steps"])
+
+
+def start_process(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(PROCESS), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_killed_run_ends_with_the_same_ranking(tmp_path: Path) -> None:
+    process = start_process(tmp_path, "screened", 2)
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == KILLED, errors
+    journal = tmp_path / "screened.journal"
+    assert steps_in(journal) == 2
+    options = {"budget": BUDGET, "method": "screened", "screen_size": 3}
+    resumed, expected = random_problem().extract(**options, journal=journal), random_problem().extract(**options)
+    assert evidence(resumed) == evidence(expected)
+    assert resumed.provenance["audit"] == expected.provenance["audit"]
+
+
+@pytest.mark.parametrize(
+    ("method", "after", "budget"),
+    [
+        *((method, after, BUDGET) for method in METHODS for after in (1, 4)),
+        *(("screened", after, 11) for after in (7, 8, 9)),  # it starts afresh after eight steps
+    ],
+)
+def test_interrupted_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, after: int, budget: int
+) -> None:
+    problem, path = random_problem(), tmp_path / "journal.json"
+    options = {"budget": budget, "method": method, "screen_size": 3}
+    add = Journal.add
+
+    def add_and_stop(journal: Journal, step: Step) -> None:
+        add(journal, step)
+        if len(journal.steps) == after:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", add_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            problem.extract(journal=path, **options)
+    assert steps_in(path) == after
+    assert evidence(problem.extract(journal=path, **options)) == evidence(problem.extract(**options))
+    assert steps_in(path) == budget
+
+
+def test_finished_shorter_and_longer(tmp_path: Path) -> None:
+    problem, path = random_problem(), tmp_path / "journal.json"
+    first = problem.extract(budget=4, journal=path)
+    written = path.read_bytes()
+    assert problem.extract(budget=4, journal=path) == first
+    assert problem.extract(budget=2, journal=path).heads == first.heads[:2]
+    assert path.read_bytes() == written
+    assert evidence(problem.extract(budget=6, journal=path)) == evidence(problem.extract(budget=6))
+    first.save(tmp_path / "ranking.json")
+    assert HeadRanking.load(tmp_path / "ranking.json") == first
+
+
+def test_a_journal_as_it_was_first_written_is_continued(tmp_path: Path) -> None:
+    """The format of before: fields by name, steps of one tower without the tower's name."""
+    problem, path = random_problem(), tmp_path / "journal.json"
+    expected = problem.extract(budget=5, journal=path)
+    content = json.loads(path.read_text())
+    assert set(content) == {"format", "model", "data", "settings", "start", "steps"}
+    assert content["format"] == "hydra_ensembles circuit journal 1"
+    settings = {"score", "method", "layers", "removed", "dtype", "audit_steps"}
+    assert set(content["settings"]) == settings
+    steps = [{key: step[key] for key in step if key not in ("tower", "excess")} for step in content["steps"][:3]]
+    path.write_text(json.dumps({**content, "steps": steps}))
+    assert evidence(problem.extract(budget=5, journal=path)) == evidence(expected)
+
+
+def test_another_run_is_refused(tmp_path: Path) -> None:
+    problem, path = random_problem(), tmp_path / "journal.json"
+    options = {"budget": 2, "journal": path}
+    problem.extract(**options)
+    for change, named in (
+        ({"score": "ood"}, "settings.score"),
+        ({"method": "naive"}, "settings.method"),
+        ({"layers": [0, 1]}, "settings.layers"),
+        ({"removed": [(0, 0)]}, "settings.removed"),
+        ({"dtype": torch.float32}, "settings.dtype"),
+    ):
+        with pytest.raises(CheckpointError, match=named):
+            problem.extract(**options | change)
+    for change_data in (
+        lambda: problem.id_batches.reverse(),
+        lambda: problem.id_batches[0][1].add_(1).remainder_(4),
+        lambda: problem.ood_batches[0][0][0, 0, 0, 0].add_(1e-6),
+    ):
+        change_data()
+        with pytest.raises(CheckpointError, match="data was"):
+            problem.extract(**options)
+    with torch.no_grad():
+        problem.model.encoder.layers[0].mlp.up.bias[0, 0] += 1e-9
+    with pytest.raises(CheckpointError, match="model was"):
+        problem.extract(**options)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format": 1}', '{"steps": []}'])
+def test_a_file_that_is_no_journal_is_refused_and_kept(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "journal.json"
+    path.write_text(content)
+    with pytest.raises(CheckpointError, match="not a journal"):
+        random_problem().extract(budget=2, journal=path)
+    assert path.read_text() == content
+
+
+def test_a_shuffling_loader_gives_the_same_samples_again(tmp_path: Path) -> None:
+    problem = random_problem()
+    images, labels = (torch.cat(part) for part in zip(*problem.id_batches, strict=True))
+    data = torch.utils.data.TensorDataset(images, labels)
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+    shuffled = Problem(problem.model, loader, problem.ood_batches)
+    path, state = tmp_path / "journal.json", torch.get_rng_state()
+    first = shuffled.extract(budget=2, journal=path, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(5)
+    assert shuffled.extract(budget=4, journal=path, seed=3).heads[:2] == first.heads
+    with pytest.raises(CheckpointError, match="data was"):
+        shuffled.extract(budget=4, journal=path, seed=4)
+
+
+# --- several processes -------------------------------------------------------------------------------------
+
+
+def test_two_ranks_give_the_ranking_of_one(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        start_process(tmp_path, ",".join(METHODS), RANK=rank, LOCAL_RANK=rank, GLOO_SOCKET_IFNAME="lo", **shared)
+        for rank in ("0", "1")
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, errors
+    for method in METHODS:
+        first, second = (HeadRanking.load(tmp_path / f"{method}.{rank}") for rank in range(2))
+        expected = random_problem().extract(budget=BUDGET, method=method, screen_size=3)
+        assert first == second
+        assert evidence(first) == evidence(expected)
+        assert first.provenance["audit"] == expected.provenance["audit"]
+        journal = tmp_path / f"{method}.journal"  # of two ranks: that of one
+        again = random_problem().extract(budget=BUDGET, method=method, screen_size=3, journal=journal)
+        assert evidence(again) == evidence(expected)
+
+
+def test_the_work_is_shared() -> None:
+    assert [Ranks(rank, 3).share(range(8)) for rank in range(3)] == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    assert (Ranks().gather(5), Ranks().smallest(5)) == ([5], 5)

@@ -1,0 +1,219 @@
+"""The naive method against a reference of its own, and the exact method against the naive one, to the last integer."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
+from torch import Tensor
+
+from architectures import ArchitectureCase
+from circuit_models import CIRCUIT_SHAPES, SCORES, Inputs, Problem, evidence, random_problem
+from contract.all_architectures import ALL_CASES
+from hydra_ensembles.circuit.scores import Score
+from hydra_ensembles.convert.convert import convert
+from hydra_ensembles.heads.ranking import HeadRanking
+from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.prune import prune
+from random_ensembles import CLASSES, HEADS, LAYERS, encoder
+from trained_vit import id_pictures, ood_pictures, trained_vit
+
+# --- naive -------------------------------------------------------------------------------------------------
+
+
+def plain_score(model: Ensemble, problem: Problem, score: Score) -> float:
+    """Accuracy, AUROC or their mean, with softmax and scikit-learn: none of the library's own counting."""
+
+    def probabilities(batches: list) -> Tensor:
+        with torch.no_grad():
+            return torch.cat([model(inputs)[0].softmax(-1) for inputs, _ in batches])
+
+    inside, outside = probabilities(problem.id_batches), probabilities(problem.ood_batches)
+    labels = torch.cat([labels for _, labels in problem.id_batches])
+    accuracy = float((inside.argmax(-1) == labels).double().mean())
+    uncertainty = -torch.cat([inside, outside]).amax(-1)
+    auroc = float(roc_auc_score([0] * len(inside) + [1] * len(outside), uncertainty.numpy()))
+    return {"acc": accuracy, "ood": auroc, "avg": (accuracy + auroc) / 2}[score]
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("shape", ["image-cls", "text-end-of-text"])
+def test_naive_choices_and_scores(shape: str, score: Score) -> None:
+    problem = random_problem(shape, id_sizes=(6, 5), ood_sizes=(5, 2))
+    ranking = problem.extract(method="naive", score=score, budget=3)
+    left = [(layer, head) for layer in range(3) for head in range(4)]
+    removed: list[tuple[int, int]] = []
+    for head, achieved in zip(ranking.heads, ranking.scores, strict=True):
+        scores = {one: plain_score(prune(problem.model, [*removed, one]), problem, score) for one in left}
+        highest = max(scores.values())
+        best = min(one for one, value in scores.items() if value > highest - 1e-12)
+        assert head[:2] == best
+        assert achieved == pytest.approx(highest, abs=1e-12)
+        left.remove(best)
+        removed.append(best)
+    assert ranking.provenance["start"] == pytest.approx(plain_score(problem.model, problem, score), abs=1e-12)
+    passes = 1 + 12 + 11 + 10  # the model as it is, and every head that is left at each step
+    assert ranking.provenance["model_forwards"] == pytest.approx(passes)
+    assert ranking.provenance["layer_evaluations"] == passes * 3 * (11 if score == "acc" else 18)  # layers, samples
+
+
+# --- exact is naive ----------------------------------------------------------------------------------------
+
+
+def assert_same_choices(problem: Problem, **options: object) -> HeadRanking:
+    naive, exact = (problem.extract(method=method, **options) for method in ("naive", "exact"))
+    assert evidence(exact) == evidence(naive)
+    return exact
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("shape", CIRCUIT_SHAPES)
+def test_every_shape_of_model(shape: str, score: Score) -> None:
+    assert_same_choices(random_problem(shape, (4, 3), (3, 2)), score=score, budget=3)
+
+
+@pytest.mark.parametrize("case", ALL_CASES, ids=str)
+def test_every_architecture(case: ArchitectureCase) -> None:
+    model = convert(case.build(), **case.convert_kwargs)
+    if not model.num_classes:
+        model = convert(case.build(), **{**case.convert_kwargs, "num_labels": 5})
+    labels = torch.randint(model.num_classes, (8,), generator=torch.Generator().manual_seed(0))
+    labels[:2] = torch.tensor([0, 1])
+    inside, outside = varied(case.inputs(), 8, seed=1), varied(case.inputs(), 6, seed=2)
+    batches = [({name: one[part] for name, one in inside.items()}, labels[part]) for part in (slice(5), slice(5, 8))]
+    for score in SCORES:
+        assert_same_choices(Problem(model, batches, [outside]), score=score, budget=2)
+
+
+def varied(inputs: Inputs, count: int, seed: int) -> dict[str, Tensor]:
+    """Other inputs of the same kind: noisy images, or texts with some words replaced by others of theirs."""
+    generator = torch.Generator().manual_seed(seed)
+    assert isinstance(inputs, dict)
+    many = {name: tensor.repeat(count, *[1] * (tensor.dim() - 1))[:count] for name, tensor in inputs.items()}
+    if "pixel_values" in many:
+        images = many["pixel_values"]
+        return {**many, "pixel_values": images + torch.randn(images.shape, generator=generator)}
+    ids = many["input_ids"].clone()
+    ends = many["attention_mask"].sum(1) if "attention_mask" in many else torch.full((count,), ids.shape[1])
+    for row, end in enumerate(ends.tolist()):
+        words = ids[row, 1 : end - 1]  # first and last token may have a meaning of their own
+        if len(words):
+            ids[row, 1 : end - 1] = words[torch.randint(len(words), words.shape, generator=generator)]
+    return {**many, "input_ids": ids}
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("shape", ["image-cls", "text-post-norm"])
+def test_ties_between_samples_down_to_the_last_head(shape: str, score: Score) -> None:
+    problem = random_problem(shape, id_sizes=(3, 2), ood_sizes=(3,), ties=True)
+    assert_same_choices(problem, score=score, budget=LAYERS * HEADS)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_ties_between_heads_go_to_the_first(score: Score) -> None:
+    problem = random_problem(seed=3)
+    with torch.no_grad():
+        for block in problem.model.encoder.layers:
+            for name in ("qkv", "qkv_bias", "out"):
+                weights = getattr(block.attention, name)
+                weights[2:] = weights[:2]  # heads 2 and 3 are heads 0 and 1 again
+    assert assert_same_choices(problem, score=score, budget=6).heads[0].head in (0, 1)
+
+
+def test_batches_and_memory_change_the_work_and_nothing_else() -> None:
+    problem = random_problem("text-mean-post-norm", id_sizes=(4, 2), ood_sizes=(3,))
+    expected = evidence(problem.extract(method="naive", budget=4))
+    for batch_size in (1, 3, 7):
+        assert evidence(problem.extract(budget=4, batch_size=batch_size)) == expected
+    problem = random_problem("image-mean-layerscale", id_sizes=(15,), ood_sizes=(12,))
+    (inputs, labels) = problem.id_batches[0]
+    expected = evidence(problem.extract(method="naive", budget=6, batch_size=4))
+    problem.id_batches[:] = [(inputs[part], labels[part]) for part in (slice(0, 4), slice(4, 5), slice(5, 15))]
+    for max_memory in (1, 3e4, 60_000):
+        assert evidence(problem.extract(budget=6, max_memory=max_memory)) == expected
+    poor, rich = (problem.extract(score="ood", budget=6, max_memory=room) for room in (1, 10**9))
+    assert rich.provenance["model_forwards"] < 0.9 * poor.provenance["model_forwards"]
+    assert len(set(rich.scores)) > 3  # comparisons would be empty if removing heads changed nothing
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_some_layers_some_heads_off_some_pruned(score: Score) -> None:
+    problem = random_problem(seed=5)
+    pruned = Problem(prune(problem.model, [(0, 1), (1, 0), (2, 3)]), problem.id_batches, problem.ood_batches)
+    chosen = assert_same_choices(pruned, score=score, budget=4, layers=[2, 0], removed=[(0, 0), (1, 2)]).heads
+    assert not set(chosen) & {(0, 0, "main"), (0, 1, "main"), (2, 3, "main")}
+    assert {head.layer for head in chosen} <= {0, 2}
+
+
+def test_removed_heads_count_as_off() -> None:
+    problem = random_problem(seed=6)
+    gone = [(0, 0), (1, 3), (2, 2)]
+    cut = Problem(prune(problem.model, gone), problem.id_batches, problem.ood_batches)
+    assert evidence(problem.extract(budget=4, removed=gone)) == evidence(cut.extract(budget=4))
+
+
+@st.composite
+def tiny_problems(draw: st.DrawFn) -> Problem:
+    config = encoder(
+        layers=draw(st.integers(1, 3)),
+        heads=draw(st.integers(1, 3)),
+        norm_first=draw(st.booleans()),
+        layer_scale=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+    )
+    pool = draw(st.sampled_from(["cls", "mean", "cls_mean"]))
+    readout = ReadoutConfig(pool=pool, num_classes=draw(st.integers(2, CLASSES)))
+    stem = PatchStemConfig(patch_size=(2, 2), grid=(1, 2))
+    model = Ensemble(EnsembleConfig(stem, config, readout, all_heads(config))).double()
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
+
+    def some(minimum: int) -> list[tuple[Tensor, Tensor]]:
+        made = []
+        for _ in range(draw(st.integers(1, 2))):
+            images = torch.randn(draw(st.integers(minimum, 5)), 3, 2, 4, generator=generator, dtype=torch.float64)
+            labels = torch.randint(readout.num_classes, (len(images),), generator=generator)
+            labels[:2] = torch.tensor([0, 1])[: len(labels)]
+            made.append((images, labels))
+        return made
+
+    return Problem(model, some(2), some(1))
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(problem=tiny_problems(), score=st.sampled_from(SCORES), data=st.data())
+def test_any_tiny_model(problem: Problem, score: Score, data: st.DataObject) -> None:
+    total = problem.model.num_layers * problem.model.num_heads
+    assert_same_choices(problem, score=score, budget=data.draw(st.integers(1, total)))
+
+
+# --- on a model that learned something ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def learned() -> Problem:
+    (images, labels), others = id_pictures(64), ood_pictures(64)
+    return Problem(trained_vit(), list(zip(images.split(30), labels.split(30), strict=True)), [others])
+
+
+def test_a_third_of_the_work_is_enough(learned: Problem) -> None:
+    """Counted, not timed; the naive method does the same for every score."""
+    passes = 1 + 48 + 47 + 46
+    for score in SCORES:
+        exact = learned.extract(score=score, budget=3)
+        samples = 64 if score == "acc" else 128
+        assert 3 * exact.provenance["layer_evaluations"] <= passes * 6 * samples
+        assert 3 * exact.provenance["model_forwards"] <= passes
+    assert_same_choices(learned, score="avg", budget=2, layers=[2, 4])
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_in_single_precision_choices_are_within_rounding(learned: Problem, score: Score) -> None:
+    options = {"score": score, "budget": 2, "dtype": torch.float32, "audit_steps": 2, "layers": [1, 3]}
+    audit = learned.extract(**options).provenance["audit"]
+    assert audit["steps"] == [0, 1]
+    assert 0 <= audit["divergences"] <= 2
+    assert audit["largest_excess"] <= 4
