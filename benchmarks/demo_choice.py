@@ -18,9 +18,7 @@ import hydra_ensembles as he
 from hydra_ensembles import data
 from hydra_ensembles.circuit.scores import Score
 from hydra_ensembles.demo.embedded import SAMPLE, load_backbone, load_sample
-from hydra_ensembles.demo.methods import SCORES, DemoData
-from hydra_ensembles.demo.packed_images import read_packed
-from hydra_ensembles.demo.settings import DemoSettings
+from hydra_ensembles.demo.run import SCORES, DemoSettings, prepare_data, sizes
 from hydra_ensembles.heads.members import circuit_members
 
 PRUNED = (9, 10, 12)
@@ -31,7 +29,9 @@ LEFT_OUT = ("AnnualCrop", FOREIGN, "River")
 
 def held_out(shared: Path) -> tuple[Any, Any]:
     """Validation images outside the sample: of the seven classes, and as many of PermanentCrop."""
-    taken = {(image.split, image.row) for one in read_packed(SAMPLE).values() for image in one.images}
+    with np.load(SAMPLE) as stored:
+        origins = [(stored[f"{name}/splits"], stored[f"{name}/rows"]) for name in load_sample().sets]
+    taken = {pair for one in origins for pair in zip(*(column.tolist() for column in one), strict=True)}
 
     def free(dataset: Any, split: str) -> Any:
         keep = [index for index, row in enumerate(dataset.rows.tolist()) if (split, row) not in taken]
@@ -53,13 +53,13 @@ def main() -> None:
     inside, outside = held_out(options.shared)
     settings = DemoSettings(prune=max(PRUNED))
     backbone = load_backbone()
-    prepared = DemoData.prepare(load_sample(), backbone, settings)
+    prepared = prepare_data(load_sample(), backbone, settings)
     layers = range(settings.shared_layers, backbone.num_layers)
     circuits: dict[str, he.HeadRanking] = {
         score: he.extract_circuit(
             backbone,
-            prepared.circuit_id,
-            prepared.circuit_ood,
+            prepared["circuit_id"],
+            prepared["circuit_ood"],
             score=score,
             budget=max(PRUNED),
             method=settings.method,
@@ -89,7 +89,7 @@ def main() -> None:
         "command": "python benchmarks/demo_choice.py --shared FOLDER",
         "criterion": "mean of accuracy and near.auroc (maximum softmax probability) of Hydra (Circ)",
         "chosen": best["pruned"],
-        "samples": {"id": len(inside), "ood": len(outside), "ranking": prepared.samples()["circuit_id"]},
+        "samples": {"id": len(inside), "ood": len(outside), "ranking": sizes(prepared)["circuit_id"]},
         "method": settings.method,
         "shared_layers": settings.shared_layers,
         "seed": settings.seed,

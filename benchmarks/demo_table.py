@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hydra_ensembles.demo.results import COLUMNS
+from hydra_ensembles.demo.run import COLUMNS
 from hydra_ensembles.report.compare import Column
 
 

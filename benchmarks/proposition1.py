@@ -25,7 +25,7 @@ from torch import Tensor
 import hydra_ensembles as he
 from hydra_ensembles import data
 from hydra_ensembles.demo.embedded import load_backbone, load_sample
-from hydra_ensembles.demo.settings import DemoSettings
+from hydra_ensembles.demo.run import DemoSettings
 
 SEVERITIES = (1, 2, 3, 4, 5)
 EXPANDED = 3  # the severity whose gradient and Hessian are computed

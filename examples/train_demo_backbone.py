@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as parquet
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,7 +34,8 @@ from torch.nn import functional as F
 
 import hydra_ensembles as he
 from hydra_ensembles import data
-from hydra_ensembles.demo.packed_images import PackedImage, PackedSet, read_packed, write_packed
+from hydra_ensembles.data import ImageDataset
+from hydra_ensembles.demo.embedded import read_images
 
 PACKAGE = Path(he.__file__).parent / "demo"
 SIZE = 64
@@ -60,7 +62,7 @@ def pack(shared: Path, output: Path) -> None:
     circuit_id, calibration = data.split(held_out, CIRCUIT / (CIRCUIT + CALIBRATION), seed=SEED)
     circuit_ood = data.subset(data.only_classes(everything["train"], [CIRCUIT_OOD]), CIRCUIT, seed=SEED)
     fashion = data.subset(data.load(source / "fashion_mnist", split="test"), FAR, seed=SEED, stratified=True)
-    packer = _Packer(source, classes)
+    packer = _Packer(source)
     sample = [
         packer.packed("circuit_id", {"eurosat/validation": circuit_id}),
         packer.packed("circuit_ood", {"eurosat/train": circuit_ood}, labelled=False),
@@ -76,31 +78,39 @@ def pack(shared: Path, output: Path) -> None:
         packer.packed("validation", {"eurosat/validation": validation}),
         packer.packed("test", {"eurosat/test": test}),
     ]
-    write_packed(PACKAGE / "sample.safetensors", sample)
-    write_packed(output / "sample.safetensors", sample)
-    write_packed(output / "training.safetensors", training)
-    for one in (*sample, *training):
-        print(f"{one.name}: {len(one)} images, {sum(len(image.content) for image in one.images):,} bytes")
+    for file, sets in (("sample", sample), ("training", training)):
+        arrays = {key: array for one in sets for key, array in one.items()}
+        np.savez_compressed(output / f"{file}.npz", class_names=np.array(classes), **arrays)
+    shutil.copyfile(output / "sample.npz", PACKAGE / "sample.npz")
 
 
 class _Packer:
     """Reads the stored bytes of the images that a data set shows."""
 
-    def __init__(self, source: Path, class_names: tuple[str, ...]) -> None:
-        self.source, self.class_names = source, class_names
+    def __init__(self, source: Path) -> None:
+        self.source = source
         self.contents: dict[str, Any] = {}
 
-    def packed(self, name: str, parts: Mapping[str, data.Dataset[Any]], labelled: bool = True) -> PackedSet:
-        """One set from rows of one or more splits; images of foreign classes get the label -1."""
-        images = []
+    def packed(self, name: str, parts: Mapping[str, data.Dataset[Any]], labelled: bool = True) -> dict[str, Any]:
+        """One set from rows of one or more splits, as `read_images` reads it; foreign images get the label -1."""
+        files: list[bytes] = []
+        origins: list[tuple[int, str, int]] = []
         for split, dataset in parts.items():
             if split not in self.contents:
                 table = parquet.read_table(self.source / f"{split}.parquet", columns=["image"])
                 self.contents[split] = table.column("image").combine_chunks().field("bytes")
             for row, label in zip(dataset.rows.tolist(), dataset.labels.tolist(), strict=True):
-                content = self.contents[split][row].as_py()
-                images.append(PackedImage(content, label if labelled else -1, split, row))
-        return PackedSet(name, self.class_names, tuple(images))
+                files.append(self.contents[split][row].as_py())
+                origins.append((label if labelled else -1, split, row))
+        labels, splits, rows = zip(*origins, strict=True)
+        print(f"{name}: {len(files)} images, {sum(len(content) for content in files):,} bytes")
+        return {
+            f"{name}/files": np.frombuffer(b"".join(files), dtype=np.uint8),
+            f"{name}/ends": np.cumsum([len(content) for content in files]),
+            f"{name}/labels": np.array(labels),
+            f"{name}/splits": np.array(splits),
+            f"{name}/rows": np.array(rows),
+        }
 
 
 def _without_ood(dataset: data.Dataset[Any]) -> Any:
@@ -113,8 +123,8 @@ def _without_ood(dataset: data.Dataset[Any]) -> Any:
 def train(bundle: Path, output: Path, copies: int, epochs: int, limit: int | None, device: str) -> None:
     """Train the copies, and write weights (float16), the logits of all on the sample, and the log."""
     output.mkdir(parents=True, exist_ok=True)
-    sets = read_packed(bundle / "training.safetensors")
-    sample = read_packed(bundle / "sample.safetensors")
+    sets = read_images(bundle / "training.npz")
+    sample = read_images(bundle / "sample.npz")
     images, labels = _pixels(sets["train"], limit)
     parts = {name: _inputs(one, limit) for name, one in sample.items()}
     held_out = {name: (_inputs(sets[name], limit), _labels(sets[name], limit)) for name in ("validation", "test")}
@@ -252,20 +262,20 @@ def _accuracy(model: torch.nn.Module, inputs: Tensor, labels: Tensor) -> float:
     return round(float((_logits(model, inputs).argmax(1) == labels).float().mean()), 4)
 
 
-def _inputs(images: PackedSet, limit: int | None) -> Tensor:
+def _inputs(images: ImageDataset, limit: int | None) -> Tensor:
     """Preprocessed as the shipped model does it, `[N, 3, 64, 64]`."""
-    return PREPROCESSING([images[row] for row in range(len(images))[:limit]])
+    return PREPROCESSING([images[row][0] for row in range(len(images))[:limit]])
 
 
-def _labels(images: PackedSet, limit: int | None) -> Tensor:
-    return torch.tensor([image.label for image in images.images[:limit]])
+def _labels(images: ImageDataset, limit: int | None) -> Tensor:
+    return torch.tensor(images.labels[:limit])
 
 
-def _pixels(images: PackedSet, limit: int | None) -> tuple[Tensor, Tensor]:
+def _pixels(images: ImageDataset, limit: int | None) -> tuple[Tensor, Tensor]:
     """Images `[N, 3, 64, 64]` in 0-255 as uint8, and labels `[N]`; a limited number is drawn evenly over the set."""
     rows = range(len(images))[:: 1 if limit is None else max(1, len(images) // limit)]
-    pixels = torch.stack([(PREPROCESSING(images[row])[0] * 0.5 + 0.5).mul(255).round().byte() for row in rows])
-    return pixels, torch.tensor([images.images[row].label for row in rows])
+    pixels = torch.stack([(PREPROCESSING(images[row][0])[0] * 0.5 + 0.5).mul(255).round().byte() for row in rows])
+    return pixels, torch.tensor(images.labels[list(rows)])
 
 
 def _timm_version() -> str:
@@ -280,7 +290,7 @@ def _timm_version() -> str:
 def store(trained: Path, results: Path) -> None:
     """Convert the first copy to an ensemble of one member, and put it, the logits and the log in their places."""
     state = {name: tensor.float() for name, tensor in load_file(trained / "backbone.safetensors").items()}
-    classes = read_packed(PACKAGE / "sample.safetensors")["test"].class_names
+    classes = read_images(PACKAGE / "sample.npz")["test"].class_names
     model = _vision_transformer(len(classes))
     model.load_state_dict(state)
     backbone: he.Ensemble = he.convert(model, labels=classes, processor=PREPROCESSING)

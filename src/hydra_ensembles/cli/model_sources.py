@@ -114,7 +114,8 @@ def _from_folder(folder: Path, settings: ModelSettings) -> Ensemble | DualEncode
         folder = folder / RESULT
         if not (folder / "config.json").is_file():
             raise CheckpointError(
-                f"{folder.parent} is a build that is not finished; run the same build again, it goes on there"
+                f"{folder.parent} has no finished ensemble; run the same build again, it goes on there, or name the "
+                "folder of a model"
             )
     path = folder / "config.json"
     if not path.is_file():

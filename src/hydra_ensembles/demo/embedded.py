@@ -1,25 +1,33 @@
 """What lies inside the package: a trained backbone, images for it, and what two more such backbones say of them."""
 
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..data.dataset import ImageDataset
-from ..errors import CheckpointError
+from ..data.dataset import ImageDataset, Rows, decode_image
+from ..errors import CheckpointError, DataError
 from ..model.ensemble import Ensemble
-from .packed_images import read_packed
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _HERE = Path(__file__).parent
 BACKBONE = _HERE / "backbone"
-SAMPLE = _HERE / "sample.safetensors"
+SAMPLE = _HERE / "sample.npz"
 DEEP_LOGITS = _HERE / "deep_logits.safetensors"
 
 ID_NAME = "EuroSAT (7 classes)"
+NEAR, FAR = ("AnnualCrop", "River"), ("FashionMNIST",)
 
 
 @dataclass(frozen=True)
@@ -60,15 +68,9 @@ def load_backbone(dtype: torch.dtype = torch.float32) -> Ensemble:
 
 def load_sample() -> DemoSample:
     """The embedded images; see the data card beside them for where they come from and what they are for."""
-    sets = {name: packed.dataset() for name, packed in read_packed(SAMPLE).items()}
-    return DemoSample(
-        circuit_id=sets["circuit_id"],
-        circuit_ood=sets["circuit_ood"],
-        calibration=sets["calibration"],
-        test=sets["test"],
-        near={name: sets[name] for name in ("AnnualCrop", "River")},
-        far={"FashionMNIST": sets["FashionMNIST"]},
-    )
+    sets = read_images(SAMPLE)
+    own = {name: sets[name] for name in ("circuit_id", "circuit_ood", "calibration", "test")}
+    return DemoSample(**own, near={name: sets[name] for name in NEAR}, far={name: sets[name] for name in FAR})
 
 
 def load_deep_logits() -> dict[str, Tensor]:
@@ -80,3 +82,33 @@ def load_deep_logits() -> dict[str, Tensor]:
         return {name: logits.float() for name, logits in load_file(DEEP_LOGITS).items()}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{DEEP_LOGITS} cannot be read: {error}; install the package again") from error
+
+
+def read_images(path: Path) -> dict[str, ImageDataset]:
+    """The sets in an `.npz` file of images, by name; an image is decoded when it is read.
+
+    The file has `class_names`, and for each set `NAME/files` (the bytes of the source's image files, one after
+    another), `NAME/ends` (where each file ends), `NAME/labels` (-1 for an image of none of the classes), `NAME/splits`
+    and `NAME/rows` (where in the source it came from, so that anyone who has the source can check the selection).
+
+    Raises:
+        DataError: The file is missing or holds something else.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            stored: dict[str, npt.NDArray[np.generic]] = dict(file)
+        class_names = stored.pop("class_names").tolist()
+        names = dict.fromkeys(key.rpartition("/")[0] for key in stored)
+        return {name: _dataset(stored, name, class_names) for name in names}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} cannot be read as sets of images: {error}; make or install it again") from error
+
+
+def _dataset(stored: Mapping[str, npt.NDArray[np.generic]], name: str, class_names: list[str]) -> ImageDataset:
+    content, ends = stored[f"{name}/files"].tobytes(), stored[f"{name}/ends"].tolist()
+    files = [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return ImageDataset(Rows(len(files), partial(_image, files, name)), stored[f"{name}/labels"], class_names, name)
+
+
+def _image(files: list[bytes], name: str, row: int) -> "Image":
+    return decode_image(files[row], f"image {row} of {name}")

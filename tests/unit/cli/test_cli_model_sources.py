@@ -53,7 +53,7 @@ def test_a_folder_of_transformers_brings_labels_and_tokenizer(world, tmp_path):
 def test_a_run_folder_stands_for_its_result(run_folder, tmp_path):
     assert load_classifier(ModelSettings(str(run_folder))).num_members == 3
     (tmp_path / "run.json").write_bytes((run_folder / "run.json").read_bytes())
-    assert "not finished" in fail("info", tmp_path)
+    assert "no finished ensemble" in fail("info", tmp_path)
 
 
 @pytest.mark.parametrize(

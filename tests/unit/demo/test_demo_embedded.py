@@ -8,11 +8,14 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 
 import hydra_ensembles as he
-from hydra_ensembles.demo.embedded import BACKBONE, DEEP_LOGITS, SAMPLE, load_backbone, load_deep_logits, load_sample
-from hydra_ensembles.demo.packed_images import read_packed
+from hydra_ensembles.demo import load_backbone, load_deep_logits, load_sample
+from hydra_ensembles.demo.embedded import BACKBONE, DEEP_LOGITS, SAMPLE, read_images
+from hydra_ensembles.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = {
@@ -25,18 +28,17 @@ SIZES = {
     "FashionMNIST": 300,
 }
 CHECKSUMS = {
-    SAMPLE: "23f1a958f82cbdd91962b2bed3bd831491ad59a224fd6851dedf7138243d3007",
+    SAMPLE: "67001fde798a96e0baea622dcdeb3558a04d832c3bc5231a49fb4b3f666a819a",
     DEEP_LOGITS: "09e33cb779c043fc07b40c81f868ca216fe27d67696fb7484e801de079660753",
     BACKBONE / "model.safetensors": "aa8ef1b6f1b4f6fae78f596c2b4961d6bd1a66a4972ce0bf01ad4979f8bb7605",
 }
 
 
-def test_files_are_those_that_were_made() -> None:
-    found = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in CHECKSUMS}
-    assert found == CHECKSUMS
+PIXELS = "3ec981c12615104aff848d92305381c7ab729d7dfcbb34027097dafd599deaf1"  # of all images, decoded, with labels
 
 
-def test_files_are_small() -> None:
+def test_files_are_those_that_were_made_and_small() -> None:
+    assert {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in CHECKSUMS} == CHECKSUMS
     assert SAMPLE.stat().st_size <= 6_000_000
     assert sum(path.stat().st_size for path in BACKBONE.iterdir()) <= 6_000_000
     assert DEEP_LOGITS.stat().st_size <= 200_000
@@ -63,13 +65,34 @@ def test_the_sets_have_the_sizes_and_classes_of_the_card() -> None:
     assert sample.far["FashionMNIST"][0][0].size == (28, 28)
 
 
+def test_every_pixel_is_as_it_was() -> None:
+    found = hashlib.sha256()
+    for images in load_sample().sets.values():
+        for image, label in images:
+            found.update(image.tobytes() + str((image.size, label)).encode())
+    assert found.hexdigest() == PIXELS
+
+
 def test_no_image_is_in_two_sets_or_was_trained_on() -> None:
-    images = [(name, image) for name, one in read_packed(SAMPLE).items() for image in one.images]
-    assert len({(image.split, image.row) for _, image in images}) == len(images)
-    assert len({image.content for _, image in images}) == len(images)
+    with np.load(SAMPLE) as stored:
+        origins = [
+            (name, split, row)
+            for name in SIZES
+            for split, row in zip(stored[f"{name}/splits"].tolist(), stored[f"{name}/rows"].tolist(), strict=True)
+        ]
+    assert len({origin[1:] for origin in origins}) == len(origins) == sum(SIZES.values())
     # training used the seven classes of eurosat/train; only the foreign PermanentCrop comes from there
-    assert {name for name, image in images if image.split == "eurosat/train"} == {"circuit_ood"}
-    assert {image.split for name, image in images if name == "test"} == {"eurosat/test"}
+    assert {name for name, split, _ in origins if split == "eurosat/train"} == {"circuit_ood"}
+    assert {split for name, split, _ in origins if name == "test"} == {"eurosat/test"}
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "other.npz", a=np.zeros(1))
+    np.savez(tmp_path / "pickled.npz", class_names=np.array([{}], dtype=object))
+    (tmp_path / "text.npz").write_text("hello")
+    for name in ("missing.npz", "text.npz", "other.npz", "pickled.npz"):
+        with pytest.raises(DataError, match=name):
+            read_images(tmp_path / name)
 
 
 def test_the_backbone_is_what_the_card_says() -> None:

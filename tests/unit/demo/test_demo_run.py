@@ -1,0 +1,160 @@
+"""The demo, on few images: interrupted, resumed, refused; and the published numbers."""
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hydra_ensembles as he
+from chromium import find_chromium
+from cli_cases import fail, run, succeed
+from hydra_ensembles.demo import DemoSettings, load_backbone, load_deep_logits, load_sample, run_demo
+from hydra_ensembles.demo.run import CIRC_AVG, DEEP, HYDRA_CIRC, METHODS, SINGLE, prepare_data, sizes
+from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.evaluation.evaluate import evaluate_logits
+from hydra_ensembles.schema import to_plain
+
+ROOT = Path(__file__).resolve().parents[3]
+FEW = {"limit": 24, "shared_layers": 4, "prune": 3, "bootstrap": 10, "latency_repeats": 1}
+
+
+def without_times(folder: Path, name: str = "results.json") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / name).read_text())
+    assert found.pop("measured")["costs"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A demo on few images."""
+    place = tmp_path_factory.mktemp("demo") / "whole"
+    result = run_demo(place, DemoSettings(**FEW), progress=False)
+    assert [result.model, result.report] == [place / "model", place / "report.html"]
+    return place
+
+
+def test_interrupted_it_says_how_to_go_on_and_ends_with_the_same_numbers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the command line; Ctrl-C comes when a ranking is about to get its name."""
+    monkeypatch.setattr("hydra_ensembles.cli.main.DemoSettings", functools.partial(DemoSettings, **FEW))
+    place, replace = tmp_path / "demo", os.replace
+
+    def interrupted(source: Any, target: Any, **options: Any) -> None:
+        if str(target).endswith("rankings/acc.json"):
+            raise KeyboardInterrupt
+        replace(source, target, **options)
+
+    command = ["demo", "--limit", 24, "--output", place]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", interrupted)
+        stopped = run(*command)
+    assert stopped.exit_code == 130
+    assert "the same command goes on from here" in stopped.stderr
+    assert sorted(path.name for path in place.iterdir()) == ["run.json", "work"]
+    done = run(*command)
+    assert done.exit_code == 0, done.output
+    assert "circuit/exact ood" in done.stderr  # the progress bar
+    assert "circuit/exact avg" not in done.stderr  # that was done
+    for words in (*METHODS, "AUROC", "FPR95", "ECE", "exact", "stored logits", "hydra-ensembles predict"):
+        assert words in done.stdout
+    assert without_times(place) == without_times(folder)
+    assert "seed was 0 and is 3" in fail(*command, "--seed", 3)
+
+
+def test_it_leaves_a_model_that_predicts(folder: Path) -> None:
+    model = he.Ensemble.from_pretrained(folder / "model")
+    images = [load_sample().test[index][0] for index in range(8)]
+    prediction = model.predict(images)
+    assert model.num_members == 3
+    assert prediction.class_names == load_sample().test.class_names
+    assert int((prediction.label == load_backbone().predict(images).label).sum()) >= 6
+
+
+def test_it_writes_every_number_down(folder: Path) -> None:
+    found = json.loads((folder / "results.json").read_text())
+    assert tuple(found["methods"]) == METHODS
+    assert set(found["samples"].values()) == {24}
+    assert found["methods"][DEEP]["parameters"] > found["methods"][HYDRA_CIRC]["parameters"]
+    assert [cost["name"] for cost in found["measured"]["costs"]] == list(METHODS)
+    assert set(found["measured"]["seconds"]) == {"circuits", "taylor", "evaluation", "latency", "all"}
+    assert json.loads((folder / "run.json").read_text())["settings"] == found["settings"]
+    names = {path.name for path in (folder / "evaluations").glob("*.json")}
+    assert names == {"single.json", "taylor.json", "circavg.json", "hydra_taylor.json", "hydra_circ.json",
+                     "deep_ensemble.json", "costs.json"}  # fmt: skip
+    assert not (folder / "work").exists()
+
+
+def test_a_member_by_itself_scores_what_the_table_says(folder: Path) -> None:
+    """The CircAvg row is read off the fused ensemble; the member on its own gives the same answers."""
+    member = he.Ensemble.from_pretrained(folder / "model").member(0)
+    fresh = he.evaluate(member, load_sample().test.select(range(24)), progress=False)
+    told = json.loads((folder / "results.json").read_text())["methods"][CIRC_AVG]["numbers"]
+    assert fresh.id.accuracy == told["accuracy"]
+
+
+def test_the_report_opens_in_a_browser(folder: Path, tmp_path: Path) -> None:
+    report = folder / "report.html"
+    assert all(name in report.read_text() for name in METHODS)
+    found = find_chromium().measure(report, tmp_path, 1280)
+    assert found["empty"] == 0
+    assert found["broken"] == 0
+    assert found["images"]
+    assert not find_chromium().screenshot(report, tmp_path / "page.png", 1280, 900)
+
+
+def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    assert "thesis.tex" in fail("demo", "--output", tmp_path)
+    assert "which is a file" in fail("demo", "--output", tmp_path / "thesis.tex")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("wrong", [{"seed": -1}, {"prune": 0}, {"circuit_images": 8}, {"limit": 3}])
+def test_settings_out_of_range_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        DemoSettings(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def published() -> dict[str, Any]:
+    return without_times(ROOT / "results", "demo.json")
+
+
+def test_the_published_run_has_the_default_settings(published: dict[str, Any]) -> None:
+    assert published["settings"] == to_plain(DemoSettings())
+    assert tuple(published["methods"]) == METHODS
+    choice = json.loads((ROOT / "results" / "demo_choice.json").read_text())
+    assert choice["chosen"] == DemoSettings().prune
+
+
+def test_the_deep_ensemble_row_follows_from_the_stored_logits(published: dict[str, Any]) -> None:
+    logits, sample = load_deep_logits(), load_sample()
+    labels = {name: torch.from_numpy(sample.sets[name].labels.copy()) for name in ("calibration", "test")}
+    calibration = he.fit_calibration(logits["calibration"], labels["calibration"], temperature=False).calibration
+    ood = {group: {name: logits[name] for name in sets} for group, sets in (("near", sample.near), ("far", sample.far))}
+    scores = ("entropy", "mutual_information")
+    fresh = evaluate_logits(logits["test"], labels["test"], ood, scores=scores, calibration=calibration)
+    assert fresh.numbers() == pytest.approx(published["methods"][DEEP]["numbers"], abs=1e-6)
+
+
+def test_the_single_model_is_as_accurate_as_published(published: dict[str, Any]) -> None:
+    backbone = load_backbone()
+    data = prepare_data(load_sample(), backbone, DemoSettings())
+    right = sum(int((backbone.predict(images).label == labels).sum()) for images, labels in data["test"])
+    assert right / sizes(data)["test"] == published["methods"][SINGLE]["numbers"]["accuracy"]
+    assert sizes(data) == published["samples"]
+
+
+@pytest.mark.slow
+def test_the_whole_demo_gives_the_published_numbers(tmp_path: Path, published: dict[str, Any]) -> None:
+    succeed("demo", "--output", tmp_path / "demo")
+    fresh = without_times(tmp_path / "demo")
+    for name in METHODS:
+        ours, theirs = (found["methods"][name]["numbers"] for found in (fresh, published))
+        assert ours == pytest.approx(theirs, abs=0.02), name  # rounding differs between machines
+    assert fresh["methods"][SINGLE]["numbers"]["accuracy"] == published["methods"][SINGLE]["numbers"]["accuracy"]
