@@ -12,8 +12,7 @@ from torch import Tensor
 from .._distributed import rank_and_world
 from .._utils import require_device
 from ..batches import Batches
-from ..data.batching import Batches as OwnBatches
-from ..data.batching import Preprocess
+from ..data.batching import BatchLoader, Preprocess
 from ..data.batching import batches as make_batches
 from ..data.dataset import Dataset
 from ..errors import ConfigError, DataError
@@ -294,12 +293,14 @@ def _labelled(logits: Tensor, labels: Tensor, name: str) -> LabelledLogits:
 
 
 def _predict(logits: Tensor, calibration: Calibration, score: ScoreName) -> Prediction:
+    """A prediction from logits that are finite; only a division by less than one can change that."""
     temperature = calibration.temperature
     return Prediction.from_logits(
         logits,
         temperature=temperature if len(temperature) > 1 else temperature[0],
         threshold=calibration.threshold,
         score=score if calibration.threshold is None else calibration.score,
+        check_finite=min(temperature) < 1,
     )
 
 
@@ -374,7 +375,7 @@ def _per_sample(prediction: Prediction, labels: Tensor) -> dict[str, Tensor]:
     """What the numbers of a labelled set are means of, `[B]` each."""
     nll = -at_labels(prediction.log_probs, labels)
     if not bool(torch.isfinite(nll).all()):  # float32 overflows between logits of 1e38 and -1e38
-        nll = -at_labels(Prediction.from_logits(prediction.member_logits.double()).log_probs, labels)
+        nll = -at_labels(Prediction(prediction.member_logits.double()).log_probs, labels)
     return {
         "accuracy": prediction.label == labels,
         "brier": squared_errors(prediction.probs, labels),
@@ -548,9 +549,11 @@ def _require_different(sets: Mapping[str, object], preprocess: Preprocess | None
 
 def _are_same(one: object, other: object, preprocess: Preprocess | None) -> bool:
     """Whether two sets are surely the same. Loaders that are not ours may choose and change what they read."""
-    (mine, my_way), (theirs, their_way) = (
-        (data.dataset, data.preprocess) if isinstance(data, OwnBatches) else (data, preprocess) for data in (one, other)
-    )
+
+    def read(data: object) -> tuple[object, Preprocess | None]:
+        return (data.dataset, data.preprocess) if isinstance(data, BatchLoader) else (data, preprocess)
+
+    (mine, my_way), (theirs, their_way) = read(one), read(other)
     if isinstance(mine, Dataset) and isinstance(theirs, Dataset):
         return my_way == their_way and mine.same_items(theirs)
     return one is other

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -86,7 +87,7 @@ class Runner:
         check_unsharded(batches, name)
         rank, world = rank_and_world()
         pieces: list[tuple[int, Tensor, Tensor, torch.dtype]] = []
-        found: list[Candidate] = []
+        gallery: list[GalleryItem] = []
         error: Exception | None = None
         try:
             pairs = iterate(batches, f"set {name!r}", labelled)
@@ -104,17 +105,15 @@ class Runner:
                     pieces.append((index, logits, labels, dtype))
                     if self.keep:
                         known = labels if labelled else None
-                        new = candidates(first, inputs, self.predict(logits), self.score, known, self.keep)
-                        found = extremes([*found, *new], self.keep)
+                        gallery = self._shelved(gallery, name, first, inputs, self.predict(logits), known)
                 first += size
         except Exception as problem:
             error = problem
         pieces = sorted(chain.from_iterable(gather(pieces, error)), key=lambda piece: piece[0])
-        found = extremes(chain.from_iterable(gather(found)), self.keep)
+        gallery = sorted_onto_shelves(chain.from_iterable(gather(gallery)), self.keep)
         _, answers, targets_of, dtypes = zip(*pieces, strict=True)
         for answer in answers:
             require_like(answer, answers[0] if like is None else like, name)
-        gallery = [one.item(name, self.preprocessing) for one in found]
         return Pass(torch.cat(answers, dim=1), torch.cat(targets_of), gallery, dtypes[0])
 
     def _answer(self, inputs: Inputs, size: int, name: str, index: int) -> tuple[Tensor, torch.dtype]:
@@ -128,6 +127,36 @@ class Runner:
                 "expected [M, B, C] (members, inputs, classes)"
             )
         return logits, answer.dtype
+
+    def _shelved(
+        self,
+        items: list[GalleryItem],
+        name: str,
+        first: int,
+        inputs: Inputs,
+        prediction: Prediction,
+        labels: Tensor | None,
+    ) -> list[GalleryItem]:
+        """The gallery of a set after one more batch, whose first sample has position `first` in the set."""
+        scores, predicted = prediction.score(self.score), prediction.label
+        order = scores.sort(stable=True).indices.tolist()
+        shelves: dict[Shelf, list[int]] = {
+            "sure": order,
+            "unsure": scores.sort(stable=True, descending=True).indices.tolist(),
+            "wrong": [] if labels is None else [row for row in order if predicted[row] != labels[row]],
+        }
+        new = []
+        for shelf, rows in shelves.items():
+            kept = [item.score for item in items if item.shelf == shelf]
+            for row in rows[: self.keep]:
+                score = float(scores[row])
+                if len(kept) == self.keep and (score <= kept[-1] if shelf == "unsure" else score >= kept[-1]):
+                    break  # the shelf is full, and neither this one nor those after it are better
+                drawn = shown(changed(inputs, itemgetter(row)), self.preprocessing)
+                label = None if labels is None else int(labels[row])
+                sure = float(prediction.confidence[row])
+                new.append(GalleryItem(name, shelf, first + row, *drawn, score, sure, int(predicted[row]), label))
+        return sorted_onto_shelves([*items, *new], self.keep)
 
 
 def member_logits(answer: Any, name: str, of: str = "") -> Tensor:
@@ -197,57 +226,10 @@ def running(model: object, device: torch.device | None) -> Iterator[tuple[torch.
             model.to(home)
 
 
-class Candidate(NamedTuple):
-    """An input that may end up in the gallery; `row` is the input itself."""
-
-    shelf: Shelf
-    position: int
-    score: float
-    confidence: float
-    predicted: int
-    label: int | None
-    row: Inputs
-
-    def item(self, name: str, preprocessing: Preprocessing | None) -> GalleryItem:
-        """As the gallery of the set called `name` shows it."""
-        kind, content = shown(self.row, preprocessing)
-        return GalleryItem(
-            name, self.shelf, self.position, kind, content, self.score, self.confidence, self.predicted, self.label
-        )
-
-
-def candidates(
-    first: int, inputs: Inputs, prediction: Prediction, score: ScoreName, labels: Tensor | None, keep: int
-) -> Iterator[Candidate]:
-    """The most and least certain inputs of a batch, whose first sample has position `first` in the set."""
-    scores = prediction.score(score)
-    order = scores.sort(stable=True).indices.tolist()
-    shelves: dict[Shelf, list[int]] = {
-        "sure": order,
-        "unsure": scores.sort(stable=True, descending=True).indices.tolist(),
-        "wrong": [] if labels is None else [row for row in order if prediction.label[row] != labels[row]],
-    }
-    for shelf, rows in shelves.items():
-        for row in rows[:keep]:
-            yield Candidate(
-                shelf,
-                first + row,
-                float(scores[row]),
-                float(prediction.confidence[row]),
-                int(prediction.label[row]),
-                None if labels is None else int(labels[row]),
-                _row(inputs, row),
-            )
-
-
-def extremes(found: Iterable[Candidate], keep: int) -> list[Candidate]:
-    """The first `keep` of each shelf; ties go to the earlier input."""
-    ordered = sorted(found, key=lambda one: (-one.score if one.shelf == "unsure" else one.score, one.position))
-    return [one for shelf in get_args(Shelf) for one in [c for c in ordered if c.shelf == shelf][:keep]]
-
-
-def _row(inputs: Inputs, row: int) -> Inputs:
-    return changed(inputs, lambda tensor: tensor[row].detach().cpu().clone())
+def sorted_onto_shelves(items: Iterable[GalleryItem], keep: int) -> list[GalleryItem]:
+    """The first `keep` items of each shelf; ties go to the earlier input."""
+    ordered = sorted(items, key=lambda one: (-one.score if one.shelf == "unsure" else one.score, one.index))
+    return [one for shelf in get_args(Shelf) for one in [item for item in ordered if item.shelf == shelf][:keep]]
 
 
 def shown(row: Inputs, preprocessing: Preprocessing | None) -> tuple[Literal["image", "text"], str]:
@@ -256,7 +238,8 @@ def shown(row: Inputs, preprocessing: Preprocessing | None) -> tuple[Literal["im
     if tensor is None:
         return "text", f"inputs: {', '.join(sorted(row))}"
     if tensor.ndim == 3:
-        return "image", image_uri(tensor, preprocessing if isinstance(preprocessing, ImagePreprocessing) else None)
+        undone = preprocessing if isinstance(preprocessing, ImagePreprocessing) else None
+        return "image", image_uri(tensor.detach().cpu(), undone)
     mask = None if isinstance(row, Tensor) else row.get("attention_mask")
     ids = (tensor if mask is None else tensor[mask.bool()]).tolist()
     if isinstance(preprocessing, TextPreprocessing) and preprocessing.tokenizer:

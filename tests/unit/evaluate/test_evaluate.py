@@ -176,12 +176,21 @@ def test_half_precision_model_and_double_inputs_meet():
     assert found.id.samples == 27
 
 
-def test_device_is_put_back():
-    model = tiny_ensemble()
-    evaluate(model, image_batches(), device="cpu", progress=False)
-    assert model.device.type == "cpu"
-    with pytest.raises(DataError, match="set 'id'"):
-        evaluate(lambda x: x.to("cpu").sum(), image_batches(), device="cpu", progress=False)
+def test_every_logit_is_looked_at_once(monkeypatch):
+    """One finiteness pass over the member logits; what is made of them is trusted."""
+    looked, look = [], torch.isfinite
+    monkeypatch.setattr(torch, "isfinite", lambda values: looked.append(values.shape) or look(values))
+    found = evaluate(tiny_ensemble(), image_batches(), OOD, {"fog": image_batches((9,), seed=8)}, progress=False)
+    members, classes = found.model.members, found.model.classes
+    assert sum(shape[1] for shape in looked if len(shape) == 3) == sum(found.samples.values())
+    assert all(shape[0] == members and shape[2] == classes for shape in looked if len(shape) == 3)
+    assert all(len(shape) == 1 for shape in looked if len(shape) != 3)  # the likelihood of each sample
+
+
+def test_a_temperature_that_overflows_is_refused():
+    calibration = Calibration(temperature=(1e-38,))
+    with pytest.raises(DataError, match="temperature"):
+        evaluate(tiny_ensemble(), image_batches(), calibration=calibration, progress=False)
 
 
 def broken(model, batch):
@@ -231,13 +240,6 @@ def test_a_model_without_classifier_and_bad_settings_are_refused_before_the_run(
             evaluate(never, image_batches(), progress=False, **settings)
     with pytest.raises(DataError, match="nearby"):
         evaluate(never, image_batches(), {"nearby": {}, "far": {}}, progress=False)
-
-
-def test_loaders_of_tensors_work_as_users_have_them():
-    inputs, labels = (torch.cat(parts) for parts in zip(*image_batches(), strict=True))
-    loader = DataLoader(TensorDataset(inputs, labels), batch_size=10)
-    found = evaluate(tiny_ensemble(), loader, progress=False)
-    assert found.id.accuracy == evaluate(tiny_ensemble(), image_batches(), progress=False).id.accuracy
 
 
 def test_labels_of_ood_sets_are_not_read():
