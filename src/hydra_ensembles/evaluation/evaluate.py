@@ -5,7 +5,6 @@ from functools import partial
 from itertools import combinations
 from typing import Any, cast, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,22 +16,21 @@ from ..data.batching import batches as make_batches
 from ..data.dataset import Dataset
 from ..errors import ConfigError, DataError
 from ..metrics.bootstrap import Interval, bootstrap_metric, bootstrap_ood
-from ..metrics.calibration import at_labels, equal_count_error, equal_width_bins, equal_width_error, squared_errors
+from ..metrics.calibration import at_labels, equal_count_error, equal_width_error, squared_errors
 from ..metrics.inputs import Convention, check_convention, check_labels, mean, where
-from ..metrics.ood import OodMetric, flagged, of_counts, roc_of_counts
+from ..metrics.ood import OodMetric, flagged, of_counts
 from ..metrics.selective import risk_curve
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration, Metadata
 from ..optimize.runner import OptimizedEnsemble
 from ..prediction import Prediction, ScoreName
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
+from .curves import make_figures
 from .evaluation import (
     COVERAGES,
     Classification,
-    Curve,
     Detection,
     Evaluation,
-    Figures,
     GalleryItem,
     LabelledLogits,
     MemberLogits,
@@ -40,7 +38,6 @@ from .evaluation import (
     OodGroup,
     OodSet,
     Provenance,
-    Reliability,
     Selective,
     describe_model,
     provenance_of,
@@ -48,12 +45,6 @@ from .evaluation import (
 from .running import Runner, member_logits, require_like, running
 
 Data = Batches | Dataset[Any]
-
-POINTS = 160
-"""Most points a stored curve has."""
-
-HISTOGRAM_BINS = (12, 40)
-"""Fewest and most bins of a score histogram; in between, twice the cube root of the smallest set (Rice's rule)."""
 
 
 def evaluate(
@@ -360,7 +351,7 @@ def _measure(
         selective=_selective(prediction, labels),
         model=model or ModelInfo("callable", prediction.members, prediction.classes, calibration=calibration),
         provenance=provenance,
-        figures=_figures(prediction, labels, id_scores[score], answers, ood_scores),
+        figures=make_figures(prediction, labels, id_scores[score], answers, ood_scores),
         intervals=(
             _intervals(prediction, labels, id_scores[score], ood_scores, averaged, convention, bootstrap)
             if bootstrap
@@ -454,77 +445,6 @@ def _intervals(
                 metric, id_scores, scores, convention=convention, resamples=resamples
             )
     return found
-
-
-def _figures(
-    prediction: Prediction,
-    labels: Tensor,
-    id_scores: Tensor,
-    answers: Mapping[str, Prediction],
-    ood_scores: Mapping[str, Tensor],
-) -> Figures:
-    """Every curve of the report; `answers` and `ood_scores` are those of the OOD sets."""
-    correct = prediction.label == labels
-    bins = equal_width_bins(prediction.confidence, correct)
-    stated, right = (
-        tuple(_round(value) if full else None for value, full in zip(values.tolist(), bins.count.tolist(), strict=True))
-        for values in (bins.confidence, bins.accuracy)
-    )
-    risk = risk_curve(id_scores, ~correct)
-    rocs = {name: roc_of_counts(*flagged(id_scores, scores)) for name, scores in ood_scores.items()}
-    edges = _edges([id_scores, *ood_scores.values()])
-    foreign = [_agreement(answer) for answer in answers.values()]
-    return Figures(
-        reliability=Reliability(tuple(bins.count.tolist()), stated, right),
-        risk_coverage=_thin(risk.coverage, risk.risk),
-        score_edges=_rounded(edges),
-        id_scores=_histogram(id_scores, edges),
-        ood_scores={name: _histogram(scores, edges) for name, scores in ood_scores.items()},
-        roc={name: _thin(curve.fpr, curve.tpr) for name, curve in rocs.items()},
-        agreement_id=tuple(map(_rounded, _agreement(prediction))),
-        agreement_ood=tuple(map(_rounded, torch.stack(foreign).mean(dim=0))) if foreign else None,
-    )
-
-
-def _agreement(prediction: Prediction) -> Tensor:
-    votes = prediction.member_probs.argmax(dim=-1)  # [M, B]
-    return torch.stack([(votes == vote).double().mean(dim=1) for vote in votes])  # [M, M]
-
-
-def _edges(scores: list[Tensor]) -> Tensor:
-    """Common edges that span all but a thousandth of the samples of each set at either end."""
-    ends = [np.quantile(scores_of_set.double().numpy(), (0.001, 0.999)) for scores_of_set in scores]
-    low, high = min(float(end[0]) for end in ends), max(float(end[1]) for end in ends)
-    if not low < high:
-        low, high = low - 0.5, high + 0.5
-    fewest, most = HISTOGRAM_BINS
-    bins = round(2 * min(len(scores_of_set) for scores_of_set in scores) ** (1 / 3))
-    return torch.linspace(low, high, max(fewest, min(bins, most)) + 1, dtype=torch.float64)
-
-
-def _histogram(scores: Tensor, edges: Tensor) -> tuple[int, ...]:
-    bins = torch.bucketize(scores.double(), edges, right=True) - 1
-    return tuple(torch.bincount(bins.clamp(0, len(edges) - 2), minlength=len(edges) - 1).tolist())
-
-
-def _thin(x: Tensor, y: Tensor) -> Curve:
-    """At most `POINTS` of the points, evenly spaced along the curve, the first and last always among them."""
-    if len(x) > POINTS:
-        length = torch.cat([torch.zeros(1).double(), (x.diff().abs() + y.diff().abs()).cumsum(dim=0)])
-        wanted = torch.linspace(0, float(length[-1]), POINTS, dtype=torch.float64)
-        chosen = torch.searchsorted(length, wanted).clamp(max=len(x) - 1)
-        chosen[-1] = len(x) - 1
-        chosen = torch.unique(chosen)
-        x, y = x[chosen], y[chosen]
-    return Curve(_rounded(x), _rounded(y))
-
-
-def _rounded(values: Tensor) -> tuple[float, ...]:
-    return tuple(_round(value) for value in values.tolist())
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.5g}")
 
 
 def _in_batches(data: Data, name: str, preprocess: Preprocess | None, batch_size: int, num_workers: int) -> Batches:

@@ -25,6 +25,7 @@ from ..model.metadata import Calibration
 from ..optimize.runner import OptimizedEnsemble
 from ..prediction import ScoreName
 from ..schema import from_plain, to_plain
+from .curves import Figures
 
 OodGroup = Literal["near", "far", "apart", "ungrouped"]
 
@@ -174,54 +175,6 @@ class Provenance:
     hardware: str
     dtype: str
     processes: int = 1
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Points of a line, in drawing order."""
-
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Reliability:
-    """Equal-width bins of confidence.
-
-    Attributes:
-        count: Samples in each bin.
-        confidence: Mean confidence; None in an empty bin.
-        accuracy: Share of correct predictions; None in an empty bin.
-    """
-
-    count: tuple[int, ...]
-    confidence: tuple[float | None, ...]
-    accuracy: tuple[float | None, ...]
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What the figures of a report are drawn from.
-
-    Attributes:
-        reliability: Of the in-distribution set.
-        risk_coverage: Error among the most certain share of the in-distribution set.
-        score_edges: Common bin edges of the score histograms; scores beyond the ends count in the end bins.
-        id_scores: Histogram of the score on the in-distribution set.
-        ood_scores: The same for each OOD set.
-        roc: ROC curve of each OOD set.
-        agreement_id: Share of in-distribution samples on which two members predict the same class, `[M][M]`.
-        agreement_ood: The same, unweighted mean over the OOD sets; None without any.
-    """
-
-    reliability: Reliability
-    risk_coverage: Curve
-    score_edges: tuple[float, ...]
-    id_scores: tuple[int, ...]
-    ood_scores: Mapping[str, tuple[int, ...]]
-    roc: Mapping[str, Curve]
-    agreement_id: tuple[tuple[float, ...], ...]
-    agreement_ood: tuple[tuple[float, ...], ...] | None
 
 
 Shelf = Literal["sure", "unsure", "wrong"]

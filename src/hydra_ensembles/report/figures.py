@@ -7,7 +7,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 from .._utils import require
-from ..evaluation.evaluation import Curve, Evaluation
+from ..evaluation.curves import Curve
+from ..evaluation.evaluation import Evaluation
 
 PALETTE = {  # name of the CSS variable: light, dark
     "paper": ("#fbfaf7", "#13161b"),
