@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,6 @@ UNEVEN: KeptHeads = (((0, 1, 2), (0, 3), (1,)), ((0, 2), (0, 1, 2, 3), (2, 3)), 
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
     yield
     torch.compiler.reset()
 
@@ -59,13 +59,18 @@ def test_a_shape_is_measured_once_and_its_choice_kept(monkeypatch: pytest.Monkey
     assert set(fast.choice_for(images(3)).seconds) == {"batched", "loop"}
 
 
-def test_the_fastest_plan_is_chosen() -> None:
-    import time
+def test_the_fastest_plan_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(optimized_module.time, "perf_counter", lambda: clock.now)
 
-    runs = {"batched": lambda x: time.sleep(0.02), "loop": lambda x: None}
-    choice = fastest(runs, (images(1),), 3, torch.device("cpu"))  # type: ignore[arg-type]
-    assert choice.plan == "loop"
-    assert choice.seconds["batched"] > choice.seconds["loop"]
+    def working(seconds: float) -> Any:
+        def run(x: Tensor) -> None:
+            clock.now += seconds
+
+        return run
+
+    choice = fastest({"batched": working(2.0), "loop": working(1.0)}, (images(1),), 3, torch.device("cpu"))
+    assert (choice.plan, choice.seconds) == ("loop", {"batched": 2.0, "loop": 1.0})
 
 
 def test_beyond_a_number_of_shapes_the_nearest_batch_size_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,11 +108,6 @@ def test_when_every_plan_fails_the_error_is_shown() -> None:
     with pytest.raises(NotImplementedError, match="multiple of 16"):
         fast(images(2))
     assert not fast.choices
-
-
-def test_bad_inputs_are_reported_as_such() -> None:
-    with pytest.raises(ValueError, match="expected images"):
-        hydra().optimize()(torch.zeros(2, 3))
 
 
 # --- shapes ----------------------------------------------------------------------------------------------
@@ -155,6 +155,19 @@ def test_compiled_code_stays_right_beyond_the_compilers_limit(graphs_made: list[
     assert len(graphs_made) == 3
 
 
+def test_limits_of_the_compiler_are_lifted_only_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+
+    def compiled(module: Any, **options: Any) -> Any:
+        return lambda *arguments: limits.append(torch.compiler.config.recompile_limit) or module(*arguments)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    fast, usual = hydra().optimize(compile=True, plans=["batched"]), torch.compiler.config.recompile_limit
+    for batch in (2, 2, 1, 2):
+        fast(images(batch))
+    assert [limit > usual for limit in limits] == [True, False, False, True, False, False]
+
+
 @torch.no_grad()
 def test_dynamic_code_serves_all_batch_sizes(graphs_made: list[Any]) -> None:
     ensemble = hydra()
@@ -166,12 +179,13 @@ def test_dynamic_code_serves_all_batch_sizes(graphs_made: list[Any]) -> None:
 
 
 @torch.no_grad()
-def test_code_is_made_for_so_many_shapes_and_the_others_run_without() -> None:
+def test_code_is_made_for_so_many_shapes_and_the_others_run_without(graphs_made: list[Any]) -> None:
     ensemble = hydra()
-    fast = ensemble.optimize(compile="eager", compiled_shapes=1, plans=["loop"])
+    fast = ensemble.optimize(compile=True, compiled_shapes=1, plans=["loop"])
     for batch in (3, 1, 3):
         assert close(fast(images(batch)), ensemble(images(batch)))
     assert [choice.compiled for choice in fast.choices.values()] == [True, False]
+    assert len(graphs_made) == 1
     assert "most allowed" in fast.describe()
 
 
@@ -190,12 +204,12 @@ def test_only_the_chosen_plan_is_compiled(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @torch.no_grad()
-def test_text_with_masks_compiles() -> None:
+def test_text_with_masks_compiles(graphs_made: list[Any]) -> None:
     ensemble = hydra("text-post-norm")
-    fast = ensemble.optimize(compile="eager", plans=["batched"])
+    fast = ensemble.optimize(compile=True, plans=["batched"])
     batch = random_batches(ensemble, (3,))[0][0]
     assert close(fast(batch), ensemble(batch))
-    assert all(choice.compiled for choice in fast.choices.values())
+    assert len(graphs_made) == 1
 
 
 @torch.no_grad()
@@ -239,14 +253,10 @@ def test_memory_counts_what_plans_share_once() -> None:
     even = hydra(heads=EVEN)
     alone, both = even.optimize(plans=["loop"]), even.optimize(plans=["loop", "batched"])
     assert alone.memory_bytes == both.memory_bytes
-    assert alone.memory_bytes == sum(p.nbytes for p in _tensors(alone))
+    module = alone.module("loop")
+    assert alone.memory_bytes == sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
     uneven = hydra()
     assert uneven.optimize(plans=["loop", "batched"]).memory_bytes > uneven.optimize(plans=["loop"]).memory_bytes
-
-
-def _tensors(fast: OptimizedEnsemble) -> list[Tensor]:
-    module = fast.module("loop")
-    return [*module.parameters(), *module.buffers()]
 
 
 def test_description_and_repr_name_plans_and_times() -> None:
@@ -257,22 +267,19 @@ def test_description_and_repr_name_plans_and_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "token"),
     [
-        ({"plans": ()}, "some of"),
-        ({"plans": ("fast",)}, "some of"),
-        ({"dtype": torch.int8}, "floating type"),
-        ({"compiled_shapes": 0}, "at least 1"),
-        ({"graphs": True}, "CUDA device"),
+        ({"plans": ()}, "plans"),
+        ({"plans": ("fast",)}, "fast"),
+        ({"dtype": torch.int8}, "floating"),
+        ({"compiled_shapes": 0}, "compiled_shapes"),
+        ({"graphs": True}, "CUDA"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], token: str) -> None:
+    with pytest.raises(ConfigError, match=token):
         OptimizedEnsemble(hydra(), RunOptions(**options))
-
-
-def test_a_plan_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no plan 'grouped'"):
+    with pytest.raises(ConfigError, match="grouped"):
         hydra().optimize().module("grouped")
 
 

@@ -1,42 +1,55 @@
 """Costs of models measured side by side."""
 
-import time
-
 import pytest
 import torch
 from torch import nn
 
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
-from hydra_ensembles.model.cost import Cost, measure_costs
+from hydra_ensembles.model.cost import measure_costs
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.report.compare import load_costs, save_costs
 
 
-def sleeper(milliseconds: float, calls: list[str] | None = None, name: str = ""):
-    def model(inputs: object) -> None:
-        if calls is not None:
-            calls.append(name)
-        time.sleep(milliseconds / 1000)
-
-    return model
+def idle(inputs: object) -> None:
+    """A model that does nothing."""
 
 
-def test_latency_is_a_ratio_to_the_first_model():
-    costs = measure_costs({"fast": sleeper(4), "slow": sleeper(12)}, torch.zeros(2, 3), repeats=5, warmup=0)
+class Clock:
+    """A clock that stands still but for the work of the models."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def model(self, *milliseconds: float):
+        """A model whose runs take this long, one after another."""
+        runs = iter(milliseconds)
+
+        def work(inputs: object) -> None:
+            self.now += next(runs) / 1000
+
+        return work
+
+
+def test_latency_is_a_ratio_to_the_first_model(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("hydra_ensembles.model.cost.time", clock)
+    models = {"fast": clock.model(4, 5, 3), "slow": clock.model(12, 20, 10)}
+    costs = measure_costs(models, torch.zeros(2, 3), repeats=3, warmup=0)
     assert [cost.name for cost in costs] == ["fast", "slow"]
-    assert costs[0].latency_ratio == 1
-    assert 1.8 < costs[1].latency_ratio < 4
-    assert 12 <= costs[1].latency_low_ms <= costs[1].latency_ms <= costs[1].latency_high_ms
-    assert costs[0].batch == 2
+    assert (costs[0].latency_ratio, costs[1].latency_ratio) == (1, pytest.approx(3))
+    slow = (costs[1].latency_low_ms, costs[1].latency_ms, costs[1].latency_high_ms)
+    assert slow == pytest.approx((11, 12, 16))
+    assert (costs[0].batch, costs[0].device, costs[0].repeats) == (2, "cpu", 3)
     assert costs[0].peak_memory_bytes is None
     assert costs[0].parameters is None
-    assert costs[0].device == "cpu"
 
 
 def test_models_take_turns_and_another_one_goes_first_each_time():
     calls: list[str] = []
-    models = {name: sleeper(0, calls, name) for name in "abc"}
+    models = {name: lambda inputs, name=name: calls.append(name) for name in "abc"}
     measure_costs(models, torch.zeros(1), repeats=3, warmup=1)
     assert "".join(calls) == "abc" + "abc" + "bca" + "cab"
 
@@ -72,30 +85,30 @@ def test_inputs_may_be_a_mapping():
 
 
 def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(ConfigError, match="no models"):
-        measure_costs({}, torch.zeros(1))
-    with pytest.raises(ConfigError, match="repeats=0"):
-        measure_costs({"a": sleeper(0)}, torch.zeros(1), repeats=0)
-    with pytest.raises(DataError, match="empty"):
-        measure_costs({"a": sleeper(0)}, torch.zeros(0, 3))
-    with pytest.raises(DataError, match="model 'a' is on meta and the inputs are on cpu"):
-        measure_costs({"a": nn.Linear(2, 2, device="meta")}, torch.zeros(1, 2))
+    far = nn.Linear(2, 2, device="meta")
+    for error, token, models, inputs, repeats in [
+        (ConfigError, "no models", {}, torch.zeros(1), 1),
+        (ConfigError, "repeats=0", {"a": idle}, torch.zeros(1), 0),
+        (DataError, "empty", {"a": idle}, torch.zeros(0, 3), 1),
+        (DataError, "'a' is on meta", {"a": far}, torch.zeros(1, 2), 1),
+    ]:
+        with pytest.raises(error, match=token):
+            measure_costs(models, inputs, repeats=repeats)
 
 
 def test_costs_round_trip_through_json(tmp_path):
-    costs = measure_costs({"a": sleeper(0), "b": sleeper(1)}, torch.zeros(1), repeats=2)
+    costs = measure_costs({"a": idle, "b": idle}, torch.zeros(1), repeats=2)
     save_costs(tmp_path / "costs.json", costs)
     assert load_costs(tmp_path / "costs.json") == costs
     (tmp_path / "other.json").write_text('{"format": "something"}')
-    with pytest.raises(DataError, match="not a table of costs"):
-        load_costs(tmp_path / "other.json")
-    with pytest.raises(DataError, match="cannot be read"):
-        load_costs(tmp_path / "missing.json")
-    bad = '{"format": "hydra_ensembles.costs", "costs": [{"name": 3}]}'
-    (tmp_path / "bad.json").write_text(bad)
-    with pytest.raises(ConfigError, match=r"costs\[0\]"):
-        load_costs(tmp_path / "bad.json")
-    assert isinstance(costs[0], Cost)
+    (tmp_path / "bad.json").write_text('{"format": "hydra_ensembles.costs", "costs": [{"name": 3}]}')
+    for name, error, token in [
+        ("other", DataError, "costs"),
+        ("missing", DataError, "cannot be read"),
+        ("bad", ConfigError, r"costs\[0\]"),
+    ]:
+        with pytest.raises(error, match=token):
+            load_costs(tmp_path / f"{name}.json")
 
 
 @pytest.mark.gpu

@@ -1,22 +1,18 @@
-"""Dual encoders: features, logits and gradients equal the originals'; stacked, put together, saved and loaded."""
+"""Dual encoders: features, logits and gradients equal the originals'; stacked, and put together from two encoders."""
 
 import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import hydra_ensembles as he
 from architectures import ArchitectureCase, images, perturbed
-from architectures_clip import (
-    DUAL_CASES,
-    TOWER_CASES,
-    DualCase,
-    open_clip_model,
-)
+from architectures_clip import DUAL_CASES, TOWER_CASES, DualCase, open_clip_model
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.model.clip import DualEncoder
 from hydra_ensembles.model.stem_readout import Projections
+from zero_shot_models import relative_error
 
 VARIED = (
     "transformers-quickgelu",
@@ -31,14 +27,9 @@ VARIED = (
 )
 every_case = pytest.mark.parametrize("case", DUAL_CASES, ids=str)
 varied_cases = pytest.mark.parametrize("case", [case for case in DUAL_CASES if case.name in VARIED], ids=str)
-resizable_cases = pytest.mark.parametrize("case", [case for case in DUAL_CASES if case.other_sizes][:2], ids=str)
 TWO_LIBRARIES = [case for case in DUAL_CASES if case.name in ("transformers-quickgelu", "open_clip-nonscalar")]
 both_libraries = pytest.mark.parametrize("case", TWO_LIBRARIES, ids=str)
 TRANSFORMERS, OPEN_CLIP = TWO_LIBRARIES
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
 def three(case: DualCase) -> list[DualEncoder]:
@@ -66,13 +57,6 @@ def test_features_and_logits_equal_the_originals(case: DualCase) -> None:
     logits = dual(pixels, texts)
     assert logits.shape == (1, len(pixels), len(text))
     assert relative_error(logits[0], case.logits(model, pixels, texts)) < 1e-5
-
-
-@resizable_cases
-@torch.no_grad()
-def test_other_sizes_equal_the_originals(case: DualCase) -> None:
-    model = case.build()
-    dual = he.convert(model)
     for size in case.other_sizes:
         pixels = case.pixels(*size)
         assert relative_error(dual.encode_image(pixels, normalize=False)[0], case.image_features(model, pixels)) < 1e-5
@@ -86,17 +70,10 @@ def test_bfloat16_stays_within_its_rounding(case: DualCase) -> None:
     dual = he.convert(half)
     assert {tensor.dtype for tensor in dual.state_dict().values()} == {torch.bfloat16}
     rounded = pixels.to(torch.bfloat16)
+    image, text = dual.encode_image(rounded, normalize=False)[0], dual.encode_text(texts, normalize=False)[0]
     for exact, original, converted in (
-        (
-            case.image_features(model, pixels),
-            case.image_features(half, rounded),
-            dual.encode_image(rounded, normalize=False)[0],
-        ),
-        (
-            case.text_features(model, texts),
-            case.text_features(half, texts),
-            dual.encode_text(texts, normalize=False)[0],
-        ),
+        (case.image_features(model, pixels), case.image_features(half, rounded), image),
+        (case.text_features(model, texts), case.text_features(half, texts), text),
     ):
         allowed = 2 * (original.float() - exact).abs().max() + exact.abs().max() * 2**-7
         assert (converted.float() - exact).abs().max() <= allowed
@@ -123,11 +100,8 @@ def test_gradients_equal_the_originals(case: DualCase) -> None:
 @both_libraries
 def test_the_original_is_not_touched(case: DualCase) -> None:
     model = case.build()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with torch.no_grad():
-        for parameter in he.convert(model).parameters():
-            parameter.zero_()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    theirs = {parameter.data_ptr() for parameter in model.parameters()}
+    assert not theirs & {parameter.data_ptr() for parameter in he.convert(model).parameters()}
 
 
 @torch.no_grad()
@@ -147,12 +121,11 @@ def test_a_tower_on_its_own_equals_the_original(case: ArchitectureCase) -> None:
         assert relative_error(ensemble(make())[0], case.logits(model, make())) < 1e-5
 
 
-@both_libraries
 @torch.no_grad()
-def test_it_compiles_and_exports_without_a_graph_break(case: DualCase) -> None:
-    dual, pixels, texts = he.convert(case.build()), case.pixels(), case.texts()
+def test_it_compiles_and_exports_without_a_graph_break() -> None:
+    dual, pixels, texts = he.convert(TRANSFORMERS.build()), TRANSFORMERS.pixels(), TRANSFORMERS.texts()
     expected = dual(pixels, texts)
-    compiled = torch.compile(dual, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(dual, backend="eager", fullgraph=True)
     assert relative_error(compiled(pixels, texts), expected) < 1e-5
     exported = torch.export.export(dual, (pixels, texts)).module()
     assert relative_error(exported(pixels, texts), expected) < 1e-5
@@ -194,19 +167,6 @@ def test_one_image_tower_serves_three_text_towers() -> None:
     assert DualEncoder.stack([dual, members[1]]).num_members == 4
 
 
-def test_members_that_do_not_fit_are_refused() -> None:
-    members = three(OPEN_CLIP)
-    with pytest.raises(ConfigError, match="at least one"):
-        DualEncoder.stack([])
-    with pytest.raises(ConfigError, match="member 3 does not exist"):
-        DualEncoder.stack(members).member(3)
-    with pytest.raises(ConfigError, match="1 of 2 members have a logit bias"):
-        DualEncoder.stack([members[0], he.convert(open_clip_model())])
-    two, rest = he.Ensemble.stack([one.image for one in members[:2]]), he.Ensemble.stack([one.text for one in members])
-    with pytest.raises(ConfigError, match="2 members and the text tower 3"):
-        DualEncoder(two, rest, members[0].projections)
-
-
 # --- put together from two encoders ----------------------------------------------------------------------
 
 
@@ -237,31 +197,32 @@ def test_two_encoders_make_a_dual_encoder() -> None:
     assert dual.logit_scale.grad is not None
 
 
-def test_widths_that_do_not_meet_are_named() -> None:
+def test_what_does_not_fit_together_is_refused() -> None:
+    members = three(OPEN_CLIP)
+    two, rest = he.Ensemble.stack([one.image for one in members[:2]]), he.Ensemble.stack([one.text for one in members])
     image, text = separate_towers()
-    with pytest.raises(
-        ConfigError, match=r"image tower ends in an embedding of width 40.*text tower in one of width 32"
-    ):
-        DualEncoder(image, text)
-    with pytest.raises(ConfigError, match="image projection takes features of width 32, the image tower gives 40"):
-        DualEncoder(image, text, Projections.fresh(32, 32, 8))
-    with pytest.raises(ConfigError, match="text and image"):
-        DualEncoder(text, image)
-    with pytest.raises(ConfigError, match="logit_scale has 1 numbers and logit_bias 2"):
-        DualEncoder(image, text, Projections.fresh(40, 32, 8), logit_bias=torch.zeros(2))
-    with pytest.raises(ConfigError, match="scale_copies is 2, it must be 1"):
-        DualEncoder(image, text, Projections.fresh(40, 32, 8), logit_scale=torch.zeros(2))
-
-
-def test_raw_inputs_need_saved_preprocessing() -> None:
-    dual = he.convert(open_clip_model())
-    with pytest.raises(DataError, match="got list, but this ensemble has no saved preprocessing"):
-        dual.encode_text(["a photo"])
+    projections = Projections.fresh(40, 32, 8)
+    for make, token in [
+        (lambda: DualEncoder.stack([]), "at least one"),
+        (lambda: DualEncoder.stack(members).member(3), "member 3"),
+        (lambda: DualEncoder.stack([members[0], he.convert(open_clip_model())]), "logit bias"),
+        (lambda: DualEncoder(two, rest, members[0].projections), "2 members and the text tower 3"),
+        (lambda: DualEncoder(image, text), "width 40.*width 32"),
+        (lambda: DualEncoder(image, text, Projections.fresh(32, 32, 8)), "width 32.* 40"),
+        (lambda: DualEncoder(text, image), "text and image"),
+        (lambda: DualEncoder(image, text, projections, logit_bias=torch.zeros(2)), "logit_bias 2"),
+        (lambda: DualEncoder(image, text, projections, logit_scale=torch.zeros(2)), "scale_copies"),
+        (lambda: Projections.stack([projections, Projections.fresh(40, 32, 9)]), "outputs=9"),
+        (lambda: Projections.stack([projections, Projections()]), "none"),
+    ]:
+        with pytest.raises(ConfigError, match=token):
+            make()
+    with pytest.raises(DataError, match="preprocessing"):
+        he.convert(open_clip_model()).encode_text(["a photo"])
 
 
 def test_it_describes_itself() -> None:
     dual = he.convert(open_clip_model())
     assert repr(dual).startswith("DualEncoder(members=1, embedding=24, image=Ensemble(image, members=1")
-    described = dual.describe()
-    assert described["image"].parameters == sum(parameter.numel() for parameter in dual.image.parameters())
+    assert dual.describe()["image"].parameters == sum(parameter.numel() for parameter in dual.image.parameters())
     assert (dual.device.type, dual.dtype) == ("cpu", torch.float32)

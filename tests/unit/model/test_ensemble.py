@@ -1,0 +1,175 @@
+"""An ensemble's edges: settings and inputs that it cannot take, metadata that change without its weights."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+import hydra_ensembles as he
+from checkpoint_models import ensemble, single, text
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.model.config import (
+    CosineConfig,
+    EncoderConfig,
+    EnsembleConfig,
+    PatchStemConfig,
+    ProjectionConfig,
+    ReadoutConfig,
+    Sharing,
+    TextStemConfig,
+    all_heads,
+)
+from hydra_ensembles.model.metadata import Calibration
+
+IDS = torch.ones(2, 5, dtype=torch.long)
+PIXELS = np.zeros((10, 10, 3), np.uint8)
+SIZES = {"width": 8, "layers": 2, "heads": 2, "head_dim": 4, "mlp_width": 16}
+ENCODER, STEM, TEXT = EncoderConfig(**SIZES), PatchStemConfig((4, 4), (2, 2)), TextStemConfig(9, 8, 8)
+
+
+# --- settings ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "token"),
+    [
+        (lambda: EncoderConfig(**{**SIZES, "width": 0}), "width"),
+        (lambda: EncoderConfig(**{**SIZES, "heads": 5000}), "4096"),
+        (lambda: EncoderConfig(**SIZES, activation="swish"), "swish"),  # type: ignore[arg-type]
+        (lambda: EncoderConfig(**SIZES, norm_eps=0.0), "norm_eps"),
+        (lambda: EncoderConfig(**SIZES, output_dropout=1.0), "output_dropout"),
+        (lambda: EncoderConfig(**SIZES, drop_path=(0.1,)), "2 layers"),
+        (lambda: EncoderConfig(**SIZES, drop_path=(0.1, 1.5)), r"drop_path\[1\]"),
+        (lambda: PatchStemConfig((0, 4), (2, 2)), "patch_size"),
+        (lambda: PatchStemConfig((4, 4), (2, 1 << 24)), "grid"),
+        (lambda: PatchStemConfig((4, 4), (2, 2), registers=-1), "registers"),
+        (lambda: PatchStemConfig((4, 4), (2, 2), position_prefix=2), "position_prefix"),
+        (lambda: TextStemConfig(9, 8, 8, positions_after=7), "positions_after"),
+        (lambda: CosineConfig(bias=True), "width"),
+        (lambda: ReadoutConfig(num_classes=-1), "num_classes"),
+        (lambda: ReadoutConfig(pool="map"), "map_heads"),
+        (lambda: ReadoutConfig(pool="cls_mean", norm="pooled"), "cls_mean"),
+        (lambda: ReadoutConfig(cosine=CosineConfig()), "num_classes"),
+        (lambda: ProjectionConfig(0), "outputs"),
+        (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), ()), "members"),
+        (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), all_heads(ENCODER), trunk=3), "trunk"),
+        (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), (((0,),),)), "layers"),
+        (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), (((1, 0), ()),)), "ascending"),
+        (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(pool="eot"), all_heads(ENCODER)), "eot"),
+        (lambda: EnsembleConfig(TEXT, ENCODER, ReadoutConfig(pool="map", map_heads=1), all_heads(ENCODER)), "map"),
+        (
+            lambda: EnsembleConfig(
+                STEM, ENCODER, ReadoutConfig(pool="map", map_heads=3, map_mlp_width=4), all_heads(ENCODER)
+            ),
+            "map_heads",
+        ),
+        (lambda: EnsembleConfig(TextStemConfig(9, 8, 6), ENCODER, ReadoutConfig(), all_heads(ENCODER)), "project"),
+        (
+            lambda: EnsembleConfig(
+                STEM, ENCODER, ReadoutConfig(), (((0,), ()), ((1,), ())), Sharing(attention=True), trunk=0
+            ),
+            "share",
+        ),
+        (lambda: Calibration((1.0, 0.0)), "temperature"),
+        (lambda: Calibration(()), "temperature"),
+        (lambda: Calibration(accepted_share=0.0), "accepted_share"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_where_they_are_made(make: Any, token: str) -> None:
+    with pytest.raises(ConfigError, match=token):
+        make()
+
+
+# --- inputs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "inputs", "token"),
+    [
+        (single, torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "floats"),
+        (single, torch.zeros(1, 3, 8, 9), "divide"),
+        (single, torch.zeros(3, 8, 8), r"\[3, 8, 8\]"),
+        (single, {"images": torch.zeros(1, 3, 8, 8)}, "pixel_values"),
+        (text, IDS.float(), "integers"),
+        (text, IDS[:, :0], "at least one token"),
+        (text, {"input_ids": IDS, "token_type_ids": IDS[:, :4]}, "segments"),
+        (text, {"input_ids": IDS, "attention_mask": IDS[:, :4]}, "attention_mask"),
+        (text, torch.ones(1, 1000, dtype=torch.long), "truncate"),
+        *((text, {"input_ids": IDS, name: IDS}, name) for name in ("position_ids", "inputs_embeds", "head_mask")),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(config: Any, inputs: Any, token: str) -> None:
+    with pytest.raises(DataError, match=token):
+        ensemble(config())(inputs)
+
+
+def test_inputs_that_are_not_read_may_be_there_without_a_value() -> None:
+    model = ensemble(text())
+    assert torch.equal(model({"input_ids": IDS, "position_ids": None}), model(IDS))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "token"),
+    [
+        (PIXELS, r"PIL\.Image\.fromarray\(pixels\).*torch\.from_numpy"),
+        ([PIXELS], r"PIL\.Image\.fromarray"),
+        ([torch.zeros(3, 8, 8)], r"torch\.stack\(images\)"),
+        ((torch.zeros(2, 3, 8, 8), torch.zeros(2)), "the images alone"),
+        ("cat.png", r"PIL\.Image\.open"),
+        ([Path("cat.png")], r"PIL\.Image\.open"),
+        (None, "NoneType"),
+    ],
+)
+def test_what_is_no_image_is_told_how_to_become_one(inputs: Any, token: str) -> None:
+    model = ensemble(single()).with_metadata(preprocessing=he.ImagePreprocessing((8, 8)))
+    for predictor in (model, he.mc_dropout(model, 0.1, 2)):
+        with pytest.raises(DataError, match=token):
+            predictor.predict(inputs)
+
+
+@pytest.mark.parametrize("inputs", [[IDS], (IDS, torch.zeros(2)), IDS.numpy(), 3])
+def test_what_is_no_text_is_told_how_to_give_token_ids(inputs: Any) -> None:
+    model = ensemble(text()).with_metadata(preprocessing=he.TextPreprocessing(8))
+    with pytest.raises(DataError, match=r"token ids as one tensor \[B, T\].*the inputs alone"):
+        model.predict(inputs)
+
+
+def test_a_column_of_images_is_a_list_of_them() -> None:
+    model = ensemble(single()).with_metadata(preprocessing=he.ImagePreprocessing((8, 8)))
+    column = np.empty(2, dtype=object)
+    column[:] = [Image.fromarray(PIXELS), Image.fromarray(PIXELS + 90)]
+    assert torch.equal(model.predict(column).probs, model.predict(list(column)).probs)
+
+
+# --- metadata ------------------------------------------------------------------------------------------------
+
+
+def storages(model: he.Ensemble) -> list[int]:
+    return [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def test_other_metadata_share_the_weights_and_nothing_else() -> None:
+    model = ensemble(single()).train()
+    before, inputs = model.metadata, torch.zeros(2, 3, 8, 8)
+    changed = model.with_metadata(source="elsewhere", calibration=Calibration((2.0,)))
+    assert storages(changed) == storages(model)
+    assert (model.metadata, model.training, changed.training) == (before, True, False)
+    assert all(parameter.requires_grad for parameter in changed.parameters())
+    expected = model.eval()(inputs)
+    assert torch.equal(changed(inputs), expected)
+    changed.double()
+    assert model.dtype == torch.float32
+    assert torch.equal(model(inputs), expected)
+
+
+def test_a_member_and_a_model_from_tensors_are_copies() -> None:
+    model = ensemble(single())
+    state: dict[str, Tensor] = model.state_dict()
+    for copy in (model.member(0), he.Ensemble.from_state(model.config, state), he.Ensemble.stack([model])):
+        assert not set(storages(copy)) & set(storages(model))
+    with pytest.raises(ConfigError, match="member 1"):
+        model.member(1)

@@ -1,0 +1,419 @@
+"""Zero-shot ensembles: the originals' logits, members, all that ensembles can do, and other classes by kept towers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import hydra_ensembles as he
+from architectures import perturbed
+from architectures_clip import DUAL_CASES, DualCase, open_clip_model
+from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError
+from hydra_ensembles.model.config import ReadoutConfig
+from hydra_ensembles.model.layers import Block
+from hydra_ensembles.model.metadata import TextSide, join_text_sides
+from hydra_ensembles.model.stem_readout import Projections
+from hydra_ensembles.schema import to_plain
+from json_places import places
+from zero_shot_models import NAMES, OTHER_NAMES, TEMPLATES, WORDS, dual_of, relative_error, tokenizer_for
+
+CASES = {case.name: case for case in DUAL_CASES}
+OPEN_CLIP = CASES["open_clip-nonscalar"]  # with a logit bias
+PRUNED = ([(0, 1, "image"), (1, 2, "text")], [(1, 0, "text")], [(0, 3, "image"), (0, 0, "text"), (1, 3, "text")])
+
+
+def three(case: DualCase = OPEN_CLIP) -> list[he.DualEncoder]:
+    """Three dual encoders that differ everywhere, scales included."""
+    return [dual_of(case, perturbed(case.build(), seed)) for seed in (11, 12, 13)]
+
+
+# --- the originals' logits ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", DUAL_CASES, ids=str)
+@torch.no_grad()
+def test_logits_are_the_originals_also_after_loading(case: DualCase, tmp_path: Path) -> None:
+    model, pixels, tokenizer, normalize = case.build(), case.pixels(), tokenizer_for(case), nn.functional.normalize
+    dual = dual_of(case, model)
+    ensemble = he.zero_shot(dual, NAMES)
+    expected = case.logits(model, pixels, tokenizer([f"A photo of a {name}." for name in NAMES]))
+    assert relative_error(ensemble(pixels)[0], expected) < 1e-5
+    assert (ensemble.num_classes, ensemble.metadata.labels, ensemble.kind) == (len(NAMES), NAMES, "image")
+    ensemble.save_pretrained(tmp_path)
+    loaded = he.Ensemble.from_pretrained(tmp_path)
+    assert torch.equal(loaded(pixels), ensemble(pixels))
+    assert loaded.metadata == ensemble.metadata
+    # several templates: embeddings of length one, averaged, and of length one again
+    texts = [tokenizer([one.replace("{label}", name) for name in NAMES]) for one in TEMPLATES]
+    embedded = torch.stack([normalize(case.text_features(model, one), dim=-1) for one in texts])
+    cosines = normalize(case.image_features(model, pixels), dim=-1) @ normalize(embedded.mean(0), dim=-1).T
+    bias = getattr(model, "logit_bias", None)
+    expected = cosines * model.logit_scale.exp() + (0.0 if bias is None else bias)  # type: ignore[operator,union-attr]
+    assert relative_error(he.zero_shot(dual, NAMES, TEMPLATES)(pixels)[0], expected) < 1e-5
+
+
+@torch.no_grad()
+def test_a_tower_that_projects_by_itself_keeps_its_projection() -> None:
+    case = CASES["transformers-quickgelu"]
+    dual = dual_of(case)
+    assert dual.projections.image is not None
+    state = {
+        **dual.image.state_dict(),
+        "readout.classifier.weight": dual.projections.image.weight,
+        "readout.classifier.bias": torch.full((1, 24), 0.3),
+    }
+    config = dual.image.config
+    readout = ReadoutConfig(**{**vars(config.readout), "num_classes": 24})
+    image = he.Ensemble.from_state(type(config)(config.stem, config.encoder, readout, config.heads), state)
+    pixels, tokens = case.pixels(), [f"A photo of a {name}." for name in NAMES]
+    for outer in (None, Projections.fresh(24, 32, 24, bias=True).image):
+        wrapped = he.DualEncoder(image, dual.text, Projections(outer, dual.projections.text), dual.logit_scale)
+        assert relative_error(he.zero_shot(wrapped, NAMES)(pixels), wrapped(pixels, tokens)) < 1e-5
+    with pytest.raises(ConfigError, match="must end in one feature vector"):
+        he.zero_shot(he.DualEncoder(_as_image_tower(dual), dual.text, dual.projections), NAMES)
+
+
+def _as_image_tower(dual: he.DualEncoder) -> he.Ensemble:
+    """A zero-shot ensemble whose number of classes happens to be the width that the projection takes."""
+    names = [f"{first} {second}" for first in WORDS[6:] for second in WORDS[6:]]
+    return he.zero_shot(dual, names[: dual.image.config.encoder.width])
+
+
+# --- members -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_each_member_has_the_class_embeddings_of_its_own_text_tower() -> None:
+    duals, pixels = three(), OPEN_CLIP.pixels()
+    expected = torch.cat([he.zero_shot(dual, NAMES)(pixels) for dual in duals])
+    assert relative_error(expected[0], expected[1]) > 1e-2
+    stacked = he.zero_shot(he.DualEncoder.stack(duals), NAMES)
+    assert relative_error(stacked(pixels), expected) < 1e-5
+    joined = he.Ensemble.stack([he.zero_shot(dual, NAMES) for dual in duals])
+    assert relative_error(joined(pixels), expected) < 1e-5
+    assert isinstance(joined.metadata.text_side, TextSide)
+    for index in range(3):
+        assert relative_error(stacked.member(index)(pixels)[0], expected[index]) < 1e-5
+        for whole in (stacked, joined):
+            again = he.retarget(whole.member(index), NAMES)
+            assert relative_error(again(pixels)[0], expected[index]) < 1e-5
+
+
+@pytest.mark.parametrize("many", ["image", "text"])
+@torch.no_grad()
+def test_one_tower_may_serve_all_members(many: str) -> None:
+    duals, pixels = three(), OPEN_CLIP.pixels()
+    towers = {"image": duals[0].image, "text": duals[0].text}
+    towers[many] = he.Ensemble.stack([getattr(dual, many) for dual in duals])
+    dual = he.DualEncoder(**towers, projections=duals[0].projections, logit_scale=duals[0].logit_scale)
+    ensemble = he.zero_shot(dual, NAMES)
+    assert ensemble.num_members == 3
+    expected = dual(pixels, [f"A photo of a {name}." for name in NAMES])
+    assert relative_error(ensemble(pixels), expected) < 1e-5
+    assert relative_error(he.retarget(ensemble, NAMES)(pixels), expected) < 1e-5
+    assert ensemble.metadata.text_side is not None
+    assert ensemble.metadata.text_side.settings.members == (3 if many == "text" else 1)
+
+
+@torch.no_grad()
+def test_three_members_take_one_pass_over_the_image_tower_and_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    dual = dual_of(OPEN_CLIP)
+    ensemble = he.zero_shot(he.fuse([he.prune(dual, [(1, head, "image")]) for head in range(3)]), NAMES)
+    assert ensemble.config.trunk == 1
+    ran: list[tuple[bool, int]] = []
+    forward = Block.forward
+
+    def counting(block: Block, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        ran.append((block.attention.causal, x.shape[0]))
+        return forward(block, x, *arguments)
+
+    monkeypatch.setattr(Block, "forward", counting)
+    assert ensemble(OPEN_CLIP.pixels()).shape == (3, len(OPEN_CLIP.pixels()), len(NAMES))
+    assert ran == [(False, 1), (False, 1)]  # two blocks, both entered once for all members, none of a text tower
+
+
+# --- like any other ensemble -------------------------------------------------------------------------------
+
+
+def labelled(count: int = 48) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(16, 3, 32, 32, generator=generator), torch.randint(0, len(NAMES), (16,), generator=generator))
+        for _ in range(count // 16)
+    ]
+
+
+def test_it_is_pruned_fused_optimised_calibrated_evaluated_and_saved(tmp_path: Path) -> None:
+    from PIL import Image
+
+    ensemble, pixels = he.zero_shot(dual_of(OPEN_CLIP), NAMES), OPEN_CLIP.pixels()
+    members = [he.prune(ensemble, heads) for heads in ([(0, 1)], [(1, 2)], [(0, 3), (1, 0)])]
+    fused = he.fuse(members)
+    assert fused.metadata.text_side is not None
+    assert fused.metadata.text_side.settings.members == 1  # the same for all, so it is kept once
+    with torch.no_grad():
+        expected = torch.cat([member(pixels) for member in members])
+        assert relative_error(fused(pixels), expected) < 1e-5
+        assert relative_error(fused.optimize()(pixels), expected) < 1e-5
+    calibrated = he.calibrate(fused, labelled())
+    calibrated.save_pretrained(tmp_path)
+    loaded = he.Ensemble.from_pretrained(tmp_path)
+    prediction = loaded.predict([Image.new("RGB", (40, 30), (200, 30, 90))])
+    assert prediction.names()[0] in NAMES
+    assert prediction.accept is not None
+    evaluation = he.evaluate(loaded, labelled(), {"noise": labelled()}, progress=False)
+    assert 0.0 <= evaluation.id.accuracy <= 1.0
+    card = (tmp_path / "README.md").read_text()
+    assert "he.retarget" in card
+
+
+@torch.no_grad()
+def test_it_compiles_exports_and_runs_in_bfloat16() -> None:
+    pixels = OPEN_CLIP.pixels()
+    ensemble = he.zero_shot(he.fuse([he.prune(dual_of(OPEN_CLIP), [(1, head, "image")]) for head in range(2)]), NAMES)
+    expected = ensemble(pixels)
+    compiled = torch.compile(ensemble, backend="eager", fullgraph=True)
+    assert relative_error(compiled(pixels), expected) < 1e-5
+    assert relative_error(torch.export.export(ensemble, (pixels,)).module()(pixels), expected) < 1e-5
+    half = ensemble.to(torch.bfloat16)
+    assert relative_error(half(pixels.bfloat16()).float(), expected) < 0.05
+    assert he.retarget(half, NAMES).dtype == torch.bfloat16  # by text towers that are still in float32
+
+
+def test_taylor_ranks_the_image_tower_only() -> None:
+    dual = dual_of(OPEN_CLIP)
+    ranking = he.taylor(he.zero_shot(dual, NAMES), labelled(), budget=2)
+    assert {head.layer for head in ranking.heads} == {0, 1}
+    with pytest.raises(ConfigError, match="lie on different scales"):
+        he.taylor(dual, labelled(), budget=2)  # type: ignore[arg-type]
+
+
+def test_an_ordinary_readout_is_written_as_before() -> None:
+    assert "cosine" not in to_plain(ReadoutConfig())
+
+
+# --- refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "templates", "token"),
+    [
+        ([], "{label}", "0 names"),
+        (["cat"], "{label}", "1 names"),
+        (["cat", "dog", "cat"], "{label}", "twice"),
+        (["cat", " "], "{label}", r"class_names\[1\]"),
+        ("cat", "{label}", "list of names"),
+        (NAMES, [], "templates is empty"),
+        (NAMES, ["a photo"], r"templates\[0\]"),
+        (NAMES, ["{label}", "{label}"], "twice"),
+        (["cat", "green okapi", "dog", "green quokka"], "{label}", "green okapi.*green quokka"),  # unknown words
+    ],
+)
+def test_names_and_templates_are_checked(names: Any, templates: Any, token: str) -> None:
+    dual = dual_of(OPEN_CLIP)
+    ensemble = he.zero_shot(dual, NAMES)
+    for make in (lambda: he.zero_shot(dual, names, templates), lambda: he.retarget(ensemble, names, templates)):
+        with pytest.raises(DataError, match=token):
+            make()
+
+
+def test_strings_need_a_tokenizer() -> None:
+    with pytest.raises(DataError, match="preprocessing"):
+        he.zero_shot(he.convert(OPEN_CLIP.build()), NAMES)
+
+
+# --- other classes -----------------------------------------------------------------------------------------
+
+
+def hydra(case: DualCase) -> he.DualEncoder:
+    """Three members that lost heads of both towers, fused."""
+    dual = dual_of(case)
+    return he.fuse([he.prune(dual, heads) for heads in PRUNED])
+
+
+@pytest.mark.parametrize("name", ["transformers-quickgelu", "open_clip-nonscalar", "open_clip-no-text-projection"])
+@torch.no_grad()
+def test_it_answers_as_if_it_had_been_made_for_the_new_classes(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    dual, pixels = hydra(case), case.pixels()
+    ensemble = he.calibrate(he.zero_shot(dual, NAMES), [(pixels, torch.zeros(len(pixels), dtype=torch.long))])
+    ensemble.save_pretrained(tmp_path)
+    expected = he.zero_shot(dual, OTHER_NAMES, TEMPLATES)
+    for one in (ensemble, he.Ensemble.from_pretrained(tmp_path)):
+        again = he.retarget(one, OTHER_NAMES, TEMPLATES)
+        assert torch.equal(again(pixels), expected(pixels))
+        assert (again.metadata.labels, again.metadata.calibration) == (OTHER_NAMES, None)
+        back = he.retarget(he.retarget(again, NAMES, "A photo of a {label}."), NAMES)
+        assert torch.equal(back(pixels), he.zero_shot(dual, NAMES)(pixels))
+
+
+@torch.no_grad()
+def test_members_made_one_by_one_keep_what_is_equal_once() -> None:
+    dual, pixels = dual_of(OPEN_CLIP), OPEN_CLIP.pixels()
+    members = [he.zero_shot(he.prune(dual, heads), NAMES) for heads in PRUNED]
+    fused = he.fuse(members)
+    expected = torch.cat([he.retarget(member, OTHER_NAMES)(pixels) for member in members])
+    assert relative_error(he.retarget(fused, OTHER_NAMES)(pixels), expected) < 1e-5
+    side = fused.metadata.text_side
+    assert side is not None
+    tower = side.settings.tower
+    assert (tower.members, tower.sharing.mlp, tower.sharing.stem, side.settings.projection.copies) == (3, True, True, 1)  # type: ignore[union-attr]
+    for index, heads in enumerate(PRUNED):
+        one = side.member(index)
+        single = members[index].metadata.text_side
+        assert one == single
+        assert sum(map(len, one.settings.tower.heads[0])) == 8 - sum(head[2] == "text" for head in heads)
+    assert side != side.member(0)
+
+
+@torch.no_grad()
+def test_a_shared_readout_stays_shared() -> None:
+    pixels = OPEN_CLIP.pixels()
+    duals = [dual_of(OPEN_CLIP, perturbed(OPEN_CLIP.build(), seed)) for seed in (1, 2)]
+    members = [he.zero_shot(dual, NAMES) for dual in duals]
+    fused = he.fuse(members, stem="separate", mlp="separate", readout="mean")
+    assert fused.readout.class_embeddings.weight.shape[0] == 1  # type: ignore[union-attr]
+    assert relative_error(he.retarget(fused, NAMES)(pixels), fused(pixels)) < 1e-5
+
+
+def test_text_sides_that_do_not_belong_together_are_dropped() -> None:
+    dual = dual_of(OPEN_CLIP)
+    one, other = he.zero_shot(dual, NAMES), he.zero_shot(dual, NAMES, "the {label}")
+    without = he.zero_shot(dual, NAMES, keep_text=False)
+    for second in (other, without):
+        assert he.Ensemble.stack([one, second]).metadata.text_side is None
+    assert join_text_sides([]) is None
+
+
+def test_without_text_towers_it_is_smaller_and_says_so(tmp_path: Path) -> None:
+    dual = dual_of(OPEN_CLIP)
+    he.zero_shot(dual, NAMES).save_pretrained(tmp_path / "with")
+    bare = he.zero_shot(dual, NAMES, keep_text=False)
+    bare.save_pretrained(tmp_path / "without")
+    assert not (tmp_path / "without" / "tokenizer.json").exists()
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("with", "without")]
+    assert sizes[0] > 1.4 * sizes[1]
+    with pytest.raises(ConfigError, match="kept no text towers"):
+        he.retarget(he.Ensemble.from_pretrained(tmp_path / "without"), OTHER_NAMES)
+
+
+# --- without the libraries ---------------------------------------------------------------------------------
+
+WITHOUT_LIBRARIES = """
+import sys
+for name in ("timm", "transformers", "open_clip", "torchvision", "ftfy", "regex"):
+    sys.modules[name] = None  # importing it raises ImportError
+import torch
+from PIL import Image
+import hydra_ensembles as he
+saved = torch.load(sys.argv[1] + "/expected.pt", weights_only=True)
+ensemble = he.Ensemble.from_pretrained(sys.argv[1])
+picture = ensemble.prepare([Image.new("RGB", (70, 50), (200, 30, 90))])
+with torch.no_grad():
+    assert torch.equal(ensemble(picture), saved["before"])
+    assert torch.equal(he.retarget(ensemble, saved["names"], "a drawing of a {label}")(picture), saved["after"])
+print("equal")
+"""
+
+
+def test_a_loaded_ensemble_is_re_targeted_without_the_libraries(tmp_path: Path) -> None:
+    from PIL import Image
+
+    dual = he.convert(open_clip_model(text={"vocab_size": 49408, "context_length": 20}))
+    members = [he.prune(dual, heads) for heads in PRUNED]
+    ensemble = he.zero_shot(he.fuse(members), ["cat", "Bär", "fire engine"])
+    names = ["violin", "piano"]
+    picture = ensemble.prepare([Image.new("RGB", (70, 50), (200, 30, 90))])
+    with torch.no_grad():
+        before = ensemble(picture)
+        after = he.zero_shot(he.fuse(members), names, "a drawing of a {label}")(picture)
+    ensemble.save_pretrained(tmp_path)
+    torch.save({"names": names, "before": before, "after": after}, tmp_path / "expected.pt")
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LIBRARIES, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "equal"
+
+
+# --- damaged files -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("zero-shot")
+    he.zero_shot(hydra(OPEN_CLIP), NAMES).save_pretrained(folder)
+    return folder
+
+
+def side_of(record: Any) -> Any:
+    return record["metadata"]["text_side"]
+
+
+@pytest.mark.parametrize(
+    ("change", "token"),
+    [
+        (lambda record: record["metadata"].pop("text_side"), "tokenizer"),
+        (lambda record: record["metadata"].update(text_side=None), "tokenizer"),
+        (lambda record: record["files"].pop("tokenizer.json"), "tokenizer"),
+        (lambda record: side_of(record)["preprocessing"].update(tokenizer="x"), "tokenizer"),
+        (lambda record: side_of(record).pop("templates"), "templates"),
+        (lambda record: side_of(record)["tower"]["encoder"].pop("causal"), "causal"),
+        (lambda record: side_of(record).update(projection=None), "width 32"),
+        (lambda record: side_of(record)["projection"].update(outputs=23), "width 23"),
+        (lambda record: side_of(record).update(logit_scale=[1.0, 2.0]), "once per member"),
+        (lambda record: record["model"]["readout"].pop("cosine"), "class embeddings"),
+        (lambda record: record["model"]["readout"]["cosine"].update(width=None, bias=False), "does not fit"),
+    ],
+)
+def test_damaged_text_sides_are_refused(change: Any, token: str, saved: Path) -> None:
+    path = saved / "config.json"
+    original = path.read_text()
+    record = json.loads(original)
+    change(record)
+    path.write_text(json.dumps(record))
+    try:
+        with pytest.raises(CheckpointError, match=token):
+            he.Ensemble.from_pretrained(saved)
+    finally:
+        path.write_text(original)
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_mutated_text_sides_load_or_are_refused(saved: Path, data: st.DataObject) -> None:
+    """A changed value is an error of ours, or the loaded ensemble still runs and can still be re-targeted."""
+    path = saved / "config.json"
+    original = path.read_text()
+    record = json.loads(original)
+    container, key = data.draw(st.sampled_from(places({"text_side": side_of(record)})[1:]))
+    if data.draw(st.booleans()):
+        container[key] = data.draw(st.sampled_from([None, True, -1, 0, 1, 2, 24, 1 << 24, 1 << 63, 0.5, "", [], {}]))
+    else:
+        del container[key]
+    path.write_text(json.dumps(record))
+    try:
+        loaded = he.Ensemble.from_pretrained(saved)
+        assert loaded(torch.zeros(1, 3, 32, 32)).shape == (3, 1, len(NAMES))
+        he.retarget(loaded, OTHER_NAMES, "a {label}")
+    except HydraError:
+        pass
+    finally:
+        path.write_text(original)
