@@ -311,7 +311,8 @@ def _measure(
     gallery: Iterable[GalleryItem],
 ) -> Evaluation:
     """Everything that `evaluate` reports, from logits and labels that are known to be good."""
-    predict = partial(_predict, calibration=calibration or Calibration(), score=score)
+    calibration = calibration or Calibration()
+    predict = partial(_predict, calibration=calibration, score=score)
     prediction, labels = predict(logits.id.logits), logits.id.labels
     answers = {key: predict(one) for sets in logits.ood.values() for key, one in sets.items()}
     wanted = tuple(dict.fromkeys((score, *scores)))

@@ -2,7 +2,8 @@
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from xml.etree import ElementTree
 
@@ -36,11 +37,22 @@ _LIGHT = {name: light for name, (light, _) in PALETTE.items()}
 _LEFT, _RIGHT, _TOP = 44, 12, 12  # margins of a plot, in the figure's own units (about pixels on a phone)
 
 
+@contextmanager
+def _plain_matplotlib() -> Iterator[None]:
+    """Matplotlib as it comes, whatever the user's own settings are, with text that stays text."""
+    matplotlib = require("matplotlib", extra="report")
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]})
+        yield
+
+
 def colour(index: int) -> str:
     """Name of the CSS variable of a series."""
     return f"c{index % 8}"
 
 
+@_plain_matplotlib()
 def reliability(evaluation: Evaluation, series: int, label: str) -> str:
     """Accuracy against confidence, with the share of the samples in each bin below."""
     bins = evaluation.figures.reliability
@@ -64,6 +76,7 @@ def reliability(evaluation: Evaluation, series: int, label: str) -> str:
     return _svg(figure, label)
 
 
+@_plain_matplotlib()
 def histogram(evaluation: Evaluation, set_name: str, label: str) -> str:
     """How the uncertainty score is distributed in distribution and on one OOD set."""
     figures = evaluation.figures
@@ -78,6 +91,7 @@ def histogram(evaluation: Evaluation, set_name: str, label: str) -> str:
     return _svg(figure, label)
 
 
+@_plain_matplotlib()
 def roc(methods: Mapping[str, Evaluation], focus: str, set_name: str, label: str) -> str:
     """ROC curves of all methods on one OOD set."""
     figure = _figure(340, 220)
@@ -88,6 +102,7 @@ def roc(methods: Mapping[str, Evaluation], focus: str, set_name: str, label: str
     return _svg(figure, label)
 
 
+@_plain_matplotlib()
 def risk_coverage(methods: Mapping[str, Evaluation], focus: str, label: str) -> str:
     """Error among the answered inputs, against the share that is answered."""
     curves = {name: one.figures.risk_coverage for name, one in methods.items()}
@@ -143,11 +158,9 @@ def _svg(figure: Any, label: str) -> str:
     """The drawing as an element of a page: text stays text, colours are variables, nothing refers to anything."""
     for artist in figure.findobj():
         artist.set_clip_on(False)
-    settings = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"], "text.parse_math": False}
     buffer = io.StringIO()
-    with require("matplotlib", extra="report").rc_context(settings):
-        nothing: Sequence[str] = ("Creator", "Date", "Format", "Type")
-        figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(nothing))
+    nothing: Sequence[str] = ("Creator", "Date", "Format", "Type")
+    figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(nothing))
     root = ElementTree.fromstring(buffer.getvalue())
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+import matplotlib
 import pytest
 
 from hydra_ensembles.errors import ConfigError, MissingExtraError
@@ -162,6 +163,11 @@ def test_focus_and_baseline_can_be_chosen():
 def test_it_is_written_whole_and_again_the_same(tmp_path, text):
     path = write_report(tmp_path / "new" / "report.html", methods(), costs=costs())
     assert path.read_text() == text
+
+
+def test_the_users_own_settings_of_matplotlib_change_nothing(text):
+    with matplotlib.rc_context({"text.usetex": True, "axes.facecolor": "red", "font.size": 30, "svg.fonttype": "path"}):
+        assert render_report(methods(), costs=costs()) == text
 
 
 def test_several_runs_show_a_spread():
