@@ -4,13 +4,11 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from .._utils import write_atomically
 from ..data.dataset import AnyDataset
@@ -18,13 +16,13 @@ from ..data.suites import suite
 from ..errors import ConfigError, DataError
 from ..evaluation.evaluate import evaluate as evaluate_model
 from ..evaluation.evaluation import FORMAT as EVALUATION
-from ..evaluation.evaluation import Detection, Evaluation, logits_path
+from ..evaluation.evaluation import Evaluation, logits_path
 from ..metrics.inputs import Convention
 from ..model.cost import Cost
 from ..prediction import ScoreName
+from ..report.compare import COLUMNS, load_costs, set_columns, to_csv, to_latex, to_markdown, to_rich
 from ..report.compare import FORMAT as COSTS
 from ..report.compare import compare as compare_evaluations
-from ..report.compare import load_costs, to_csv, to_latex, to_markdown, to_rich
 from ..report.html import write_report
 from ..schema import to_plain
 from .command import command, write_settings
@@ -157,7 +155,12 @@ def evaluate(
     if evaluation.logits is None:  # those of an evaluation that this one replaces
         logits_path(settings.file).unlink(missing_ok=True)
     write_settings(settings.file.with_suffix(".config.yaml"), to_plain(settings), "evaluate")
-    _print_evaluation(evaluation)
+    columns = (*COLUMNS, *set_columns(list(evaluation.ood)))
+    Console().print(to_rich(compare_evaluations([evaluation], columns=columns)))
+    chosen = evaluation.selective
+    if chosen is not None:
+        risk = "" if chosen.risk is None else f", of which {chosen.risk:.2%} are wrong"
+        print(f"The calibrated threshold accepts {chosen.accepted:.2%} of {evaluation.id_name}{risk}.")
     print(f"wrote {settings.file}")
 
 
@@ -170,61 +173,17 @@ def _test_and_ood(settings: EvaluateSettings) -> tuple[AnyDataset, dict[str, dic
         if any(name in sets for sets in groups.values()):
             raise DataError(f"two OOD sets are called {name!r}; name them apart, as near:NAME=DATA")
         groups.setdefault(group, {})[name] = data
-    if settings.suite is None:
-        return load_data(settings.id or "", "test", settings), groups
-    found = suite(settings.suite)
-    for group, references in (("near", found.near), ("far", found.far), ("apart", found.apart)):
-        for reference in () if settings.ood else references:
-            groups.setdefault(group, {})[reference.name] = load_reference(reference, "ood", settings)
+    found = None if settings.suite is None else suite(settings.suite)
+    if found is not None and not settings.ood:
+        for group, references in (("near", found.near), ("far", found.far), ("apart", found.apart)):
+            groups[group] = {ref.name: load_reference(ref, "ood", settings) for ref in references}
     if settings.id is not None:
         return load_data(settings.id, "test", settings), groups
+    assert found is not None  # the settings have one or the other
     return load_reference(found.id, "test", settings), groups
 
 
-def _print_evaluation(evaluation: Evaluation) -> None:
-    """The main numbers as tables."""
-    console, own = Console(), evaluation.id
-    table = Table(title=f"{evaluation.name} on {evaluation.id_name} ({own.samples:,} samples)", title_justify="left")
-    for heading in ("accuracy", "ECE", "NLL", "Brier", "AURC"):
-        table.add_column(heading, justify="right")
-    table.add_row(f"{own.accuracy:.2%}", f"{own.ece:.4f}", f"{own.nll:.4f}", f"{own.brier:.4f}", f"{own.aurc:.4f}")
-    console.print(table)
-    if evaluation.ood:
-        console.print(_ood_table(evaluation))
-    chosen = evaluation.selective
-    if chosen is not None:
-        risk = "" if chosen.risk is None else f", of which {chosen.risk:.2%} are wrong"
-        console.print(f"The calibrated threshold accepts {chosen.accepted:.2%} of {evaluation.id_name}{risk}.")
-
-
-def _ood_table(evaluation: Evaluation) -> Table:
-    table = Table(title=f"OOD detection by {evaluation.score}", title_justify="left")
-    table.add_column("set")
-    for heading in ("group", "samples", "AUROC", "FPR95", "AUPR"):
-        table.add_column(heading, justify="right")
-
-    def row(name: str, group: str, samples: str, detection: Detection) -> None:
-        numbers = (f"{value:.2%}" for value in (detection.auroc, detection.fpr95, detection.aupr))
-        table.add_row(name, group, samples, *numbers)
-
-    for name, result in evaluation.ood.items():
-        group = "" if result.group == "ungrouped" else result.group
-        row(name, group, f"{result.samples:,}", result.detection[evaluation.score])
-    table.add_section()
-    for mean, by_score in evaluation.means.items():
-        row(f"mean of {mean}", "", "", by_score[evaluation.score])
-    return table
-
-
-class TableFormat(StrEnum):
-    """How a comparison is written."""
-
-    TABLE = "table"
-    MARKDOWN = "markdown"
-    LATEX = "latex"
-    CSV = "csv"
-
-
+TableFormat = Literal["table", "markdown", "latex", "csv"]
 Saved = Annotated[list[Path], typer.Argument(help="Saved evaluations (.json), or folders that hold them.")]
 Mismatch = Annotated[bool, typer.Option(help="Also compare evaluations of different data.")]
 
@@ -232,7 +191,7 @@ Mismatch = Annotated[bool, typer.Option(help="Also compare evaluations of differ
 @command
 def compare(
     paths: Saved,
-    format: Annotated[TableFormat, typer.Option("--format", "-f", help="How to write the table.")] = TableFormat.TABLE,
+    format: Annotated[TableFormat, typer.Option("--format", "-f", help="How to write the table.")] = "table",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
     allow_mismatch: Mismatch = False,
 ) -> None:
@@ -242,14 +201,13 @@ def compare(
     """
     evaluations, costs = find_runs(paths)
     comparison = compare_evaluations(evaluations, costs, allow_mismatch=allow_mismatch)
-    writers = {TableFormat.MARKDOWN: to_markdown, TableFormat.LATEX: to_latex, TableFormat.CSV: to_csv}
-    if format in writers:
-        text = writers[format](comparison)
-    else:
+    if format == "table":
         console = Console(width=None if output is None else WIDE)
         with console.capture() as captured:
             console.print(to_rich(comparison))
         text = captured.get()
+    else:
+        text = {"markdown": to_markdown, "latex": to_latex, "csv": to_csv}[format](comparison)
     if output is None:
         print(text, end="")
     else:

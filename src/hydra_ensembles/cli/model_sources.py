@@ -1,8 +1,7 @@
 """Models by name: a folder, a timm name, or an id on the Hugging Face hub."""
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -240,8 +239,8 @@ def _load_transformers(source: str, config: Mapping[str, Any]) -> Ensemble:
             "model for image or sequence classification"
         )
     try:
-        with _no_progress_bar(transformers):
-            model = getattr(transformers, chosen).from_pretrained(source).eval()
+        transformers.utils.logging.disable_progress_bar()  # loading a local file takes no time worth a bar
+        model = getattr(transformers, chosen).from_pretrained(source).eval()
     except Exception as error:  # the library raises whatever it meets
         raise CheckpointError(f"transformers could not load {source}: {_first_line(error)}") from error
     text = chosen.endswith("ForSequenceClassification")
@@ -253,19 +252,6 @@ def _load_transformers(source: str, config: Mapping[str, Any]) -> Ensemble:
         processor = None  # without files, transformers makes a tokenizer that knows no word
     converted: Ensemble = convert(model, processor=processor)
     return converted
-
-
-@contextmanager
-def _no_progress_bar(transformers: Any) -> Iterator[None]:
-    """Loading a local file takes no time worth a bar."""
-    logging = transformers.utils.logging
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:

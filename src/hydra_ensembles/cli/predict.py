@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -43,15 +42,7 @@ A model without one gives no verdict.
 
 Item = tuple[str, Callable[[], Any]]
 """One input: what the result calls it, and how its content is read."""
-
-
-class OutputFormat(StrEnum):
-    """How predictions are written."""
-
-    TABLE = "table"
-    JSON = "json"
-    JSONL = "jsonl"
-    CSV = "csv"
+OutputFormat = Literal["table", "json", "jsonl", "csv"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +78,7 @@ def predict(
         typer.Argument(metavar="INPUT", help="Images, folders, text files, tables; - for standard input."),
     ] = None,
     text: Annotated[list[str] | None, typer.Option("--text", "-t", help="A text to predict, once for each.")] = None,
-    format: Annotated[OutputFormat, typer.Option("--format", "-f", help="How to write it.")] = OutputFormat.TABLE,
+    format: Annotated[OutputFormat, typer.Option("--format", "-f", help="How to write it.")] = "table",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
     threshold: Annotated[float | None, typer.Option(help="Abstain where the score is above this.")] = None,
     score: Annotated[ScoreName | None, typer.Option(help="The score that the threshold is for.")] = None,
@@ -225,11 +216,11 @@ def _answers(names: Sequence[str], prediction: Prediction) -> list[Answer]:
 
 
 def _written(answers: Sequence[Answer], format: OutputFormat, *, to_file: bool) -> str:
-    if format is OutputFormat.JSON:
+    if format == "json":
         return json.dumps([asdict(one) for one in answers], indent=1, ensure_ascii=False) + "\n"
-    if format is OutputFormat.JSONL:
+    if format == "jsonl":
         return "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in answers)
-    if format is OutputFormat.CSV:
+    if format == "csv":
         buffer = io.StringIO()
         writer = csv.DictWriter(buffer, [one.name for one in fields(Answer)], lineterminator="\n")
         writer.writeheader()
