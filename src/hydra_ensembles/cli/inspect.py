@@ -23,7 +23,7 @@ from .command import command
 from .model_sources import ModelSettings, load_classifier, load_model
 
 KEPT, PRUNED = "■", "·"
-SHOWN_LABELS = 12
+SHOWN = 12  # items of a list
 SINGLE, DEEP, NONE = "single", "deep", "none"
 TOKENS = 128  # length of a text, as far as the model takes so many
 INFO_EXAMPLES = """\b
@@ -107,64 +107,46 @@ def _facts(ensemble: Ensemble) -> dict[str, Any]:
 
 def _lines(title: str, facts: Mapping[str, Any], width: int) -> list[str]:
     """The facts in words, and the map of heads."""
-    heads, members, per_layer = facts["heads"], facts["members"], facts["heads_per_layer"]
-    encoder = f"{facts['layers']} layers of {per_layer} heads, width {facts['width']}, MLP {facts['mlp_width']}"
-    cost = f"{facts['parameters'] / 1e6:,.2f} M, {facts['multiply_adds'] / 1e9:,.2f} G multiply-adds"
+    members, per_layer, calibration = facts["members"], facts["heads_per_layer"], facts["calibration"]
+    classes = f"{facts['classes']}, without names" if facts["classes"] else "none, there is no classifier"
     rows = [
         ("source", facts["source"] or "unknown"),
         ("input", f"{facts['kind']}: {facts['input']}"),
         ("members", str(members)),
-        ("encoder", f"{encoder}, {facts['dtype']}"),
-        ("classes", _labels(facts["labels"], facts["classes"])),
-        ("parameters", cost),
-    ]
+        ("encoder", f"{facts['layers']} layers of {per_layer} heads, width {facts['width']}, MLP {facts['mlp_width']}, "
+                    f"{facts['dtype']}"),
+        ("classes", f"{facts['classes']}: {_value(facts['labels'])}" if facts["labels"] else classes),
+        ("parameters", f"{_millions(facts['parameters'], 2)} M, {facts['multiply_adds'] / 1e9:,.2f} G multiply-adds"),
+    ]  # fmt: skip
     for group, part in facts["groups"].items():
         stored = "" if members == 1 else ", shared by all members" if part["shared"] else ", one per member"
-        rows.append((f"  {group}", f"{part['parameters'] / 1e6:,.2f} M{stored}"))
+        rows.append((f"  {group}", f"{_millions(part['parameters'], 2)} M{stored}"))
     if facts["trunk"]:
         rows.append(("trunk", f"the first {facts['trunk']} layers are common to all members and run once"))
     rows += [
-        ("preprocessing", _preprocessing(facts["preprocessing"])),
-        ("calibration", _calibration(facts["calibration"])),
+        ("preprocessing", _value(facts["preprocessing"] or "unknown: the model takes tensors only")),
+        ("calibration", _value(calibration or "none: predictions come without a verdict")),
         *(("metric", f"{name} = {value:.4g}") for name, value in facts["metrics"].items()),
         *(("" if index else "history", line) for index, line in enumerate(facts["history"])),
     ]
-    kept = sum(len(layer) for member in heads for layer in member)
+    kept = sum(len(layer) for member in facts["heads"] for layer in member)
     return [
         title,
         *(f"  {name:<14} {value}" for name, value in rows),
         "",
         f"heads kept: {kept} of {members * facts['layers'] * per_layer} ({KEPT} kept, {PRUNED} pruned)",
-        head_map(heads, per_layer, width),
+        head_map(facts["heads"], per_layer, width),
     ]
 
 
-def _labels(names: Sequence[str], classes: int) -> str:
-    if not classes:
-        return "none, there is no classifier"
-    if not names:
-        return f"{classes}, without names"
-    more = f" and {classes - SHOWN_LABELS} more" if classes > SHOWN_LABELS else ""
-    return f"{classes}: {', '.join(names[:SHOWN_LABELS])}{more}"
-
-
-def _preprocessing(settings: Mapping[str, Any] | None) -> str:
-    if settings is None:
-        return "unknown: the model takes tensors only"
-    return ", ".join(f"{name} {_value(value)}" for name, value in settings.items() if name != "kind")
-
-
-def _calibration(calibration: Mapping[str, Any] | None) -> str:
-    if calibration is None:
-        return "none: predictions come without a verdict"
-    threshold = calibration["threshold"]
-    rule = "no threshold" if threshold is None else f"abstain where {calibration['score']} is above {threshold:.4g}"
-    share = calibration["accepted_share"]
-    return f"temperature {_value(calibration['temperature'])}; {rule} (accepts {share:.0%} of held-out data)"
-
-
 def _value(value: Any) -> str:
-    return "/".join(f"{item:.4g}" for item in value) if isinstance(value, list) else str(value)
+    """Plain data in words; of a long list the first items."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_value(item)}" for name, item in value.items() if name != "kind")
+    if isinstance(value, list):
+        more = f" and {len(value) - SHOWN} more" if len(value) > SHOWN else ""
+        return (", " if isinstance(value[0], str) else "/").join(_value(item) for item in value[:SHOWN]) + more
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def head_map(heads: Sequence[Sequence[Sequence[int]]], per_layer: int, width: int = 100) -> str:

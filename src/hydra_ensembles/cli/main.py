@@ -74,13 +74,10 @@ def _root(
 
 @command
 def demo(
+    settings: DemoSettings,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder to write to; made if it does not exist.")
     ] = Path("hydra-demo"),
-    seed: Annotated[int, typer.Option(min=0, help="Draws the images that heads are ranked on.")] = 0,
-    limit: Annotated[
-        int | None, typer.Option(min=16, help="Use at most so many images of each set: faster, less certain.")
-    ] = None,
     progress: Annotated[bool, typer.Option(help="Show progress bars.")] = True,
 ) -> None:
     """Build a Hydra Ensemble from an embedded, trained model on real images, in minutes, on a CPU, offline.
@@ -89,7 +86,6 @@ def demo(
     pruning and with a Deep Ensemble, and writes a report, the model and all numbers to a folder.
     """
     console = Console()
-    settings = DemoSettings(seed=seed, limit=limit)
     try:
         result = run_demo(output, settings, progress=progress, announce=lambda line: console.print(f"[bold]{line}[/]"))
     except KeyboardInterrupt as error:

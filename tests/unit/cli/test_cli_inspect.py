@@ -17,7 +17,7 @@ def test_info_of_a_run(run_folder):
     assert "shared by all members" in out
     assert "one per member" in out
     assert "3: blue, green, red" in out
-    assert "abstain where msp is above" in out
+    assert ", score msp" in out
     assert "history" in out
     assert "heads kept: 24 of 36" in out
     rows = [line.split()[1:] for line in out.splitlines() if KEPT in line and "kept" not in line]

@@ -1,6 +1,5 @@
 """The demo, on few images: interrupted, resumed, refused; and the published numbers."""
 
-import functools
 import json
 import os
 from pathlib import Path
@@ -41,7 +40,6 @@ def test_interrupted_it_says_how_to_go_on_and_ends_with_the_same_numbers(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the command line; Ctrl-C comes when a ranking is about to get its name."""
-    monkeypatch.setattr("hydra_ensembles.cli.main.DemoSettings", functools.partial(DemoSettings, **FEW))
     place, replace = tmp_path / "demo", os.replace
 
     def interrupted(source: Any, target: Any, **options: Any) -> None:
@@ -49,7 +47,7 @@ def test_interrupted_it_says_how_to_go_on_and_ends_with_the_same_numbers(
             raise KeyboardInterrupt
         replace(source, target, **options)
 
-    command = ["demo", "--limit", 24, "--output", place]
+    command = ["demo", *(f"--set={name}={value}" for name, value in FEW.items()), "--output", place]
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", interrupted)
         stopped = run(*command)
