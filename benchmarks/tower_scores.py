@@ -47,7 +47,7 @@ def taylor_scores(
     classes = classifier.readout.class_embeddings
     assert classes is not None
     weights = _input_projections(classifier)
-    data = CalibrationBatches(batches, None, 0, len(names), keep=False)
+    data = CalibrationBatches(batches, None, 0, len(names))
     *of_image, of_classes = gradients_of_mean_loss(classifier, data, [*weights.values(), classes.weight])
     of_text = _text_gradients(dual, names, templates, of_classes[0])
     return {"image": _table(classifier, of_image), "text": _table(dual.text, of_text)}

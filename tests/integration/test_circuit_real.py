@@ -17,8 +17,8 @@ from hydra_ensembles._distributed import Ranks
 from hydra_ensembles.circuit.extract import extract_circuit
 from hydra_ensembles.circuit.scores import Objective, Result, read_samples
 from hydra_ensembles.circuit.search import Naive
-from hydra_ensembles.circuit.working_model import Work, working_copy
-from hydra_ensembles.heads.masking import existing_heads
+from hydra_ensembles.circuit.working_model import Work
+from hydra_ensembles.heads.masking import existing_heads, working_copy
 from hydra_ensembles.heads.ranking import Head
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.preprocessing import ImagePreprocessing

@@ -14,7 +14,7 @@ from .._distributed import Ranks, all_ranks, local_device
 from .._utils import require_device
 from ..batches import Batches
 from ..errors import ConfigError, DataError
-from ..heads.masking import TOWER, checked_layers, existing_heads, head_rows, tower_of, towers_of
+from ..heads.masking import TOWER, checked_layers, existing_heads, require_heads, towers_of, working_copy
 from ..heads.ranking import Head, HeadLike, HeadRanking, as_heads, model_fingerprint, require_budget
 from ..model.clip import (
     DEFAULT_TEMPLATES,
@@ -34,7 +34,7 @@ from .journal import Journal, Start, Step, open_journal
 from .scores import Method, Objective, Samples, Score, read_samples
 from .screened import AFRESH, Screened
 from .search import Exact, Naive
-from .working_model import Work, WorkingModel, forward_cost, working_copy
+from .working_model import Work, WorkingModel, forward_cost
 
 Search = Naive | Exact | JointExact | Screened
 
@@ -129,8 +129,7 @@ def extract_circuit(
     names, sentences = _checked_classes(ensemble, class_names, templates)
     chosen = _checked_towers(ensemble, towers)
     off = as_heads(removed)
-    for head in off:
-        head_rows(tower_of(ensemble, head).config, head, tower=head.tower)  # raises for a head that does not exist
+    require_heads(ensemble, off)
     settings = CircuitSettings(
         score=score,
         method=method,
@@ -211,8 +210,6 @@ class CircuitSettings:
         for name, value, accepted in (("score", self.score, Score), ("method", self.method, Method)):
             if value not in get_args(accepted):
                 raise ConfigError(f"{name} must be one of {list(get_args(accepted))}, got {value!r}")
-        if not self.dtype.is_floating_point:
-            raise ConfigError(f"dtype must be a floating-point type such as torch.float32, got {self.dtype}")
         if self.screen_size is not None:
             require_whole("screen_size", self.screen_size, 1)
         if self.method == "screened" and "text" in self.touched_towers:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import ConfigError
-from ..heads.masking import masked
+from ..heads.masking import masked, working_copy
 from ..heads.ranking import Head
 from ..model.clip import DualEncoder, average_templates, prompts_of
 from ..model.ensemble import Ensemble
@@ -23,7 +23,7 @@ from ..model.stem_readout import compose
 from .cache import CachedTower
 from .scores import Answers, IntArray, Result, SampleGroup, Samples, parts
 from .search import Exact, Naive
-from .working_model import forward_cost, working_copy
+from .working_model import forward_cost
 
 _ROWS = 1 << 13  # samples whose logits are held at once
 

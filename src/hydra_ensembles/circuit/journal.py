@@ -10,7 +10,7 @@ from .._distributed import Ranks
 from .._utils import require_same_run, write_atomically
 from ..errors import CheckpointError, HydraError
 from ..heads.ranking import Head
-from ..schema import from_plain, to_plain
+from ..schema import from_plain, parse_json, to_plain
 
 FORMAT = "hydra_ensembles circuit journal 1"
 
@@ -91,7 +91,7 @@ class Journal:
 
     def _read(self, path: Path) -> None:
         try:
-            content = from_plain(_Content, json.loads(path.read_text()), "journal")
+            content = from_plain(_Content, parse_json(path.read_bytes(), "the file"), "journal")
             if content.format != FORMAT:
                 raise CheckpointError(f"its format is {content.format!r}, expected {FORMAT!r}")
         except (OSError, ValueError) as error:

@@ -7,6 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ..heads.masking import working_copy
 from ..heads.ranking import Head
 from ..model.config import EncoderConfig, PatchStemConfig
 from ..model.ensemble import Ensemble
@@ -26,7 +27,7 @@ class WorkingModel:
     """
 
     def __init__(self, model: Ensemble, off: Sequence[Head], work: Work) -> None:
-        self.ensemble, self.work = working_copy(model, model.dtype, model.device), work
+        self.ensemble, self.work = working_copy(model, None, None), work
         self.kept = [list(layer) for layer in model.heads[0]]
         self.layers = model.num_layers
         self._read = model.readout.tokens_read()
@@ -127,12 +128,6 @@ class WorkingModel:
 
     def _block(self, layer: int) -> Block:
         return cast(Block, self.ensemble.encoder.layers[layer])
-
-
-def working_copy(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> Ensemble:
-    """The same model in evaluation mode, in another dtype and place, sharing no memory with the original."""
-    copy = Ensemble.from_state(ensemble.config, ensemble.state_dict()).to(device, dtype)
-    return copy.eval().requires_grad_(False)
 
 
 def few_queries(attention: Attention, x: Tensor, key_mask: Tensor | None, asking: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ of its layer's weights depends on what each member kept; that bookkeeping is her
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
                 f"one {head.tower} tower serves all {ensemble.num_members} members, so head {head} cannot be switched "
                 f"off in member {member} alone; leave `member` out"
             )
-        rows = head_rows(tower.config, head, member, head.tower)
+        rows = head_rows(tower.config, head, member)
         attention = attention_of(tower, head.layer)
         saved += [(attention, row, attention.out.detach()[row].clone()) for row in rows]
     try:
@@ -81,23 +81,37 @@ def tower_of(model: Ensemble | DualEncoder, head: Head) -> Ensemble:
     return towers[head.tower]
 
 
+def require_heads(model: Ensemble | DualEncoder, heads: Iterable[Head]) -> None:
+    """Refuse heads that do not exist, or were pruned."""
+    for head in heads:
+        head_rows(tower_of(model, head).config, head)
+
+
 def attention_of(ensemble: Ensemble, layer: int) -> Attention:
     """The attention sublayer of a layer."""
-    attention = ensemble.encoder.layers[layer].attention
-    assert isinstance(attention, Attention)
-    return attention
+    return cast(Attention, ensemble.encoder.layers[layer].attention)
 
 
-def head_rows(config: EnsembleConfig, head: Head, member: int | None = None, tower: str = TOWER) -> tuple[int, ...]:
+def working_copy(ensemble: Ensemble, dtype: torch.dtype | None, device: torch.device | None) -> Ensemble:
+    """A private copy in evaluation mode, whose flags and weights may be changed freely.
+
+    Args:
+        ensemble: The original.
+        dtype: Its precision; None for that of the original.
+        device: Its place; None for that of the original.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"dtype must be a floating-point type such as torch.float32, got {dtype}")
+    return Ensemble.from_state(ensemble.config, ensemble.state_dict()).to(device, dtype).requires_grad_(False)
+
+
+def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> tuple[int, ...]:
     """Where a head lies on the head axis of `attention.qkv` and `attention.out` of its layer.
 
-    One row for one member; with `member=None`, a row for each stored copy that has the head, at least one. `tower`
-    is the name of the transformer that the configuration belongs to.
+    One row for one member; with `member=None`, a row for each stored copy that has the head, at least one.
     """
     if member is not None and not 0 <= member < config.members:
         raise ConfigError(f"member {member} does not exist: there are {config.members}, counted from 0")
-    if head.tower != tower:
-        raise HeadError(f"head {head} lies in tower {head.tower!r}; this is the tower {tower!r}")
     if not 0 <= head.layer < config.encoder.layers:
         raise HeadError(f"head {head} does not exist: the layers are 0 to {config.encoder.layers - 1}")
     copies = config.copies("attention", head.layer)
@@ -113,7 +127,11 @@ def head_rows(config: EnsembleConfig, head: Head, member: int | None = None, tow
             rows.append(start + kept.index(head.head))
         start += len(kept)
     if not rows:
-        raise HeadError(_missing(config, head, member))
+        ever = 0 <= head.head < config.encoder.heads
+        problem = "was pruned" if ever else f"does not exist: layers had heads 0 to {config.encoder.heads - 1}"
+        members = range(config.members) if member is None else (member,)
+        kept_by = "; ".join(f"member {index}: {list(config.heads[index][head.layer])}" for index in members)
+        raise HeadError(f"head {head} {problem}. Heads left in layer {head.layer} of {kept_by}")
     return tuple(rows)
 
 
@@ -138,17 +156,3 @@ def checked_layers(config: EnsembleConfig, layers: Iterable[int] | None) -> tupl
             "leave `layers` out to take all of them"
         )
     return tuple(sorted(chosen))
-
-
-def _missing(config: EnsembleConfig, head: Head, member: int | None) -> str:
-    """Say which heads exist in the layer of a head that does not."""
-    if not 0 <= head.head < config.encoder.heads:
-        problem = f"head {head} does not exist: the model had heads 0 to {config.encoder.heads - 1} in every layer"
-    else:
-        problem = f"head {head} was pruned"
-    members = range(config.members) if member is None else (member,)
-    kept = {f"member {index}": list(config.heads[index][head.layer]) for index in members}
-    lists = {str(heads) for heads in kept.values()}
-    shown = lists.pop() if len(lists) == 1 else "; ".join(f"{name}: {heads}" for name, heads in kept.items())
-    who = f" of member {member}" if member is not None and config.members > 1 else ""
-    return f"{problem}. Heads left in layer {head.layer}{who}: {shown}"

@@ -19,7 +19,7 @@ from ..errors import HeadError
 from ..model.clip import DualEncoder
 from ..model.config import require_whole
 from ..model.ensemble import Ensemble
-from ..schema import from_plain, to_plain
+from ..schema import from_plain, parse_json, to_plain
 
 
 class Head(NamedTuple):
@@ -52,11 +52,9 @@ def as_heads(values: Iterable[HeadLike]) -> tuple[Head, ...]:
     if not isinstance(values, Iterable):
         raise HeadError(f"heads are a list of Head(layer, head), as ranking.first(count) gives it, got {values!r}")
     heads = tuple(as_head(value) for value in values)
-    seen: set[Head] = set()
-    for head in heads:
-        if head in seen:
-            raise HeadError(f"head {head} is listed twice")
-        seen.add(head)
+    head, times = Counter(heads).most_common(1)[0] if heads else (None, 0)
+    if times > 1:
+        raise HeadError(f"head {head} is listed twice")
     return heads
 
 
@@ -199,16 +197,9 @@ class HeadRanking:
     def load(cls, path: str | Path) -> "HeadRanking":
         """Read a ranking that `save` wrote."""
         try:
-            saved = from_plain(_SavedRanking, json.loads(Path(path).read_text(encoding="utf-8")), "ranking")
-            return cls(
-                heads=tuple(Head(*head) for head in saved.heads),
-                scores=saved.scores,
-                method=saved.method,
-                score=saved.score,
-                provenance=saved.provenance,
-                only=saved.only,
-            )
-        except (OSError, ValueError, RecursionError) as error:
+            saved = from_plain(_SavedRanking, parse_json(Path(path).read_bytes(), "the file"), "ranking")
+            return cls(**vars(saved))
+        except (OSError, ValueError) as error:
             raise HeadError(f"{path} is not a saved head ranking: {error}") from error
 
 
@@ -226,9 +217,8 @@ class _SavedRanking:
 
 def overlap(first: HeadRanking, second: HeadRanking, count: int) -> float:
     """Share of heads that two rankings have in common among the first `count` of each."""
-    if count < 1:
-        raise HeadError(f"overlap needs at least one head, got count={count}")
-    return len(set(first.first(count)) & set(second.first(count))) / count
+    one, other = _firsts(first, second, count)
+    return len(set(one) & set(other)) / count
 
 
 def jensen_shannon(first: HeadRanking, second: HeadRanking, count: int) -> float:
@@ -237,7 +227,7 @@ def jensen_shannon(first: HeadRanking, second: HeadRanking, count: int) -> float
     Each choice is a distribution over (tower, layer): the share of its heads that lie there. It is 0 when
     both take as many heads from every layer, and at most log 2.
     """
-    p, q = _heads_per_layer(first, count), _heads_per_layer(second, count)
+    p, q = (Counter((head.tower, head.layer) for head in heads) for heads in _firsts(first, second, count))
     divergence = 0.0
     for place in sorted(p.keys() | q.keys()):
         a, b = p[place], q[place]
@@ -245,7 +235,7 @@ def jensen_shannon(first: HeadRanking, second: HeadRanking, count: int) -> float
     return min(max(divergence / (2 * count), 0.0), math.log(2))
 
 
-def _heads_per_layer(ranking: HeadRanking, count: int) -> Counter[tuple[str, int]]:
+def _firsts(first: HeadRanking, second: HeadRanking, count: int) -> tuple[tuple[Head, ...], tuple[Head, ...]]:
     if count < 1:
-        raise HeadError(f"a divergence needs at least one head, got count={count}")
-    return Counter((head.tower, head.layer) for head in ranking.first(count))
+        raise HeadError(f"a comparison needs at least one head, got count={count}")
+    return first.first(count), second.first(count)

@@ -3,7 +3,8 @@
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, cast, get_args
+from operator import itemgetter
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -12,157 +13,17 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
-from .._utils import require_device
+from .._utils import require_device, torch_seeded
 from ..batches import Batches, Inputs, begin_epoch, borrowed, move, read_batch, require_labels
 from ..errors import ConfigError, DataError, HeadError
 from ..model.clip import DualEncoder, require_ensemble
 from ..model.config import require_whole
 from ..model.ensemble import Ensemble
-from .masking import attention_of, checked_layers, existing_heads, head_rows, masked
+from .masking import attention_of, checked_layers, existing_heads, head_rows, masked, require_heads, working_copy
 from .ranking import DataFingerprint, Head, HeadLike, HeadRanking, as_heads, model_fingerprint, require_budget
 
-NAME = "the calibration data"
-
-
-class CalibrationBatches:
-    """Labelled batches out of a source, checked, counted and fingerprinted as they are read.
-
-    Every batch of the source gets a random key from `seed`, and those with the smallest keys are taken, in
-    the order of the source; so a list, a loader and a generator of the same batches give the same draw. While
-    the source is read, PyTorch's global random numbers and those of the source also start from `seed`, and are
-    put back afterwards (see `reading_order`): a shuffling loader gives other samples for another seed and the
-    same ones for the same seed.
-
-    Args:
-        source: Batches with labels.
-        count: How many to draw; None takes all of them, whatever the seed.
-        seed: Decides which.
-        classes: Number of classes the labels must fit.
-        keep: Hold the batches in memory, so that they can be iterated over more than once.
-
-    Attributes:
-        indices: Positions in the source of the batches read.
-        samples: Number of samples read.
-    """
-
-    def __init__(self, source: Batches, count: int | None, seed: int, classes: int, keep: bool) -> None:
-        count = None if count is None else require_whole("calibration_batches", count, 1)
-        seed = require_whole("seed", seed, 0)
-        self.indices: list[int] = []
-        self._source, self._count, self._seed, self._classes = source, count, seed, classes
-        self._fingerprint = DataFingerprint()
-        self._kept = list(self._read()) if keep else None
-
-    def __iter__(self) -> Iterator[tuple[int, Inputs, Tensor]]:
-        """Position in the source, inputs and labels of each batch."""
-        return self._read() if self._kept is None else iter(self._kept)
-
-    @property
-    def samples(self) -> int:
-        """Number of samples read so far."""
-        return self._fingerprint.samples
-
-    def fingerprint(self) -> str:
-        """Fingerprint of the samples read so far."""
-        return self._fingerprint.hexdigest()
-
-    def _read(self) -> Iterator[tuple[int, Inputs, Tensor]]:
-        with borrowed(self._source):
-            begin_epoch(self._source, 0, self._seed)
-            for index, batch in self._draw():
-                inputs, labels = read_batch(batch, NAME, index)
-                labels = require_labels(labels, self._classes, NAME, index)
-                self.indices.append(index)
-                self._fingerprint.update(inputs, labels)
-                yield index, inputs, labels
-        if not self.samples:
-            raise DataError(f"{NAME} has no samples; check the loader, or that it was not consumed before")
-
-    def _draw(self) -> Iterator[tuple[int, Any]]:
-        """Position and content of the chosen batches, in the order of the source."""
-        if self._count is None:
-            yield from enumerate(_seeded(self._source, self._seed))
-            return
-        source = self._source
-        sampler = _batch_sampler(source)
-        if isinstance(source, Sequence):
-            yield from ((index, source[index]) for index in self._choose(len(source)))
-        elif sampler is not None:
-            samples = list(_seeded(sampler, self._seed))  # which samples make up each batch
-            chosen = self._choose(len(samples))
-            loader = _loader_of(cast(DataLoader[Any], source), [samples[index] for index in chosen])
-            yield from zip(chosen, _seeded(loader, self._seed), strict=True)
-        else:
-            yield from self._choose_while_reading(_seeded(source, self._seed))
-
-    def _choose(self, total: int) -> list[int]:
-        """Positions of the batches with the smallest keys, ascending."""
-        self._require_enough(total)
-        order = np.argsort(self._keys().random(total), kind="stable")[: self._count]
-        return [int(index) for index in np.sort(order)]
-
-    def _choose_while_reading(self, batches: Iterator[Any]) -> list[tuple[int, Any]]:
-        """The same choice where the number of batches is not known; holds no more batches than are drawn."""
-        keys, total = self._keys(), 0
-        smallest: list[tuple[float, int, Any]] = []  # a heap of (-key, -position, batch)
-        for index, batch in enumerate(batches):
-            total += 1
-            heapq.heappush(smallest, (-keys.random(), -index, batch))
-            if len(smallest) > (self._count or 0):
-                heapq.heappop(smallest)
-        self._require_enough(total)
-        return sorted(((-index, batch) for _, index, batch in smallest), key=lambda drawn: drawn[0])
-
-    def _keys(self) -> np.random.Generator:
-        return np.random.Generator(np.random.PCG64(self._seed))
-
-    def _require_enough(self, total: int) -> None:
-        if total and self._count is not None and total < self._count:
-            raise DataError(
-                f"calibration_batches is {self._count}, but {NAME} has {total} batches; "
-                "ask for fewer, or make the batches smaller"
-            )
-
-
-def _batch_sampler(source: Batches) -> Batches | None:
-    """What tells a plain loader which samples make up each batch; None where batches can only be read in turn."""
-    if type(source) is not DataLoader or isinstance(source.dataset, IterableDataset):
-        return None
-    return source.batch_sampler
-
-
-def _loader_of(loader: DataLoader[Any], batches: list[Any]) -> DataLoader[Any]:
-    """A loader for some batches of another one, so that the samples of the others need not be read."""
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=batches,
-        num_workers=min(loader.num_workers, len(batches)),
-        collate_fn=loader.collate_fn,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-    )
-
-
-def _seeded(source: Batches, seed: int) -> Iterator[Any]:
-    """Iterate over a source as if PyTorch's global CPU generator had been seeded before and used by it alone."""
-    own = torch.Generator().manual_seed(seed).get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(own)
-        iterator = iter(source)
-        own = torch.get_rng_state()
-    while True:
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(own)
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
-            own = torch.get_rng_state()
-        yield batch
-
-
 Scope = Literal["layer", "global"]
+NAME = "the calibration data"
 
 
 def taylor(
@@ -214,21 +75,22 @@ def taylor(
     if scope not in get_args(Scope):
         raise ConfigError(f"scope must be one of {list(get_args(Scope))}, got {scope!r}")
     chosen_layers, off = checked_layers(ensemble.config, layers), as_heads(removed)
-    for head in off:
-        head_rows(ensemble.config, head)  # raises for a head that does not exist
+    require_heads(ensemble, off)
     candidates = [head for head in existing_heads(ensemble.config, chosen_layers) if head not in set(off)]
     steps = _steps(candidates, chosen_layers, budget, scope)
-    place = require_device(device)
+    count = None if calibration_batches is None else require_whole("calibration_batches", calibration_batches, 1)
+    seed = require_whole("seed", seed, 0)
     order: list[tuple[float, Head]] = []
-    with torch.inference_mode(False), ExitStack() as switched_off:
-        data = CalibrationBatches(batches, calibration_batches, seed, ensemble.num_classes, keep=len(steps) > 1)
-        model = _working_copy(ensemble, dtype, place)
-        switched_off.enter_context(masked(model, off))
-        for heads, count in tqdm(steps, desc=f"taylor/{scope}", unit="pass", disable=not progress):
-            lowest = sorted(zip(head_importance(model, data, heads), heads, strict=True))[:count]  # ties: first head
+    with torch.inference_mode(False), torch_seeded(seed, torch.device("cpu")), borrowed(batches), ExitStack() as masks:
+        model = working_copy(ensemble, dtype, require_device(device))
+        data = CalibrationBatches(batches, count, seed, ensemble.num_classes)
+        samples = list(data) if len(steps) > 1 else data
+        masks.enter_context(masked(model, off))
+        for heads, taken in tqdm(steps, desc=f"taylor/{scope}", unit="pass", disable=not progress):
+            lowest = sorted(zip(head_importance(model, samples, heads), heads, strict=True))[:taken]  # ties: first head
             order += lowest
             if len(steps) > 1:
-                switched_off.enter_context(masked(model, [head for _, head in lowest]))
+                masks.enter_context(masked(model, [head for _, head in lowest]))
     return HeadRanking(
         heads=tuple(head for _, head in order),
         scores=tuple(score for score, _ in order),
@@ -236,10 +98,10 @@ def taylor(
         score="taylor",
         provenance={
             "model": model_fingerprint(ensemble),
-            "data": data.fingerprint(),
-            "samples": data.samples,
-            "batches": sorted(set(data.indices)),
-            "calibration_batches": calibration_batches,
+            "data": data.fingerprint.hexdigest(),
+            "samples": data.fingerprint.samples,
+            "batches": data.indices,
+            "calibration_batches": count,
             "seed": seed,
             "budget": budget,
             "layers": chosen_layers,
@@ -360,16 +222,87 @@ def _steps(
     return steps
 
 
-def _working_copy(ensemble: Ensemble, dtype: torch.dtype | None, device: torch.device | None) -> Ensemble:
-    """An ensemble of the same weights whose flags and output projections may be changed freely.
+# --- calibration data --------------------------------------------------------------------------------------
 
-    Where dtype and device stay, all other tensors are the original's own memory.
+
+class CalibrationBatches:
+    """Labelled batches out of a source, checked and fingerprinted as they are read, once.
+
+    A source that has random numbers of its own starts from the seed; PyTorch's global ones are the caller's to seed.
+
+    Args:
+        source: Batches with labels.
+        count: How many to draw; None takes all of them, whatever the seed.
+        seed: Decides which.
+        classes: Number of classes the labels must fit.
+
+    Attributes:
+        indices: Positions in the source of the batches read.
+        fingerprint: Of the samples read.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"dtype must be a floating-point type such as torch.float32, got {dtype}")
-    state = {name: tensor.detach().to(device, dtype) for name, tensor in ensemble.state_dict().items()}
-    state |= {name: tensor.clone() for name, tensor in state.items() if name.endswith("attention.out")}
-    with torch.device("meta"):
-        copy = Ensemble(ensemble.config)
-    copy.load_state_dict(state, assign=True)
-    return copy.eval()
+
+    def __init__(self, source: Batches, count: int | None, seed: int, classes: int) -> None:
+        self._source, self._count, self._seed, self._classes = source, count, seed, classes
+        self.indices: list[int] = []
+        self.fingerprint = DataFingerprint()
+
+    def __iter__(self) -> Iterator[tuple[int, Inputs, Tensor]]:
+        """Position in the source, inputs and labels of each batch."""
+        begin_epoch(self._source, 0, self._seed)
+        for index, batch in drawn(self._source, self._count, self._seed):
+            inputs, labels = read_batch(batch, NAME, index)
+            labels = require_labels(labels, self._classes, NAME, index)
+            self.indices.append(index)
+            self.fingerprint.update(inputs, labels)
+            yield index, inputs, labels
+        if not self.fingerprint.samples:
+            raise DataError(f"{NAME} has no samples; check the loader, or that it was not consumed before")
+
+
+def drawn(source: Batches, count: int | None, seed: int) -> Iterator[tuple[int, Any]]:
+    """Position and content of some batches of a source, in its order; None for all of them.
+
+    Every batch gets a random key from the seed, and those with the smallest keys are taken; so a list, a loader and a
+    generator of the same batches give the same draw.
+    """
+    keys = np.random.Generator(np.random.PCG64(seed))
+    if count is None:
+        yield from enumerate(source)
+    elif isinstance(source, Sequence):
+        yield from ((index, source[index]) for index in _positions(keys, len(source), count))
+    elif type(source) is DataLoader and not isinstance(source.dataset, IterableDataset) and source.batch_sampler:
+        samples = list(source.batch_sampler)  # which samples make up each batch
+        chosen = _positions(keys, len(samples), count)
+        torch.default_generator.manual_seed(seed)  # what is random about the samples does not depend on the sampler
+        yield from zip(chosen, _loader_of(source, [samples[index] for index in chosen]), strict=True)
+    else:  # batches can only be read in turn; no more are held than are drawn
+        keyed = ((keys.random(), index, batch) for index, batch in enumerate(source))
+        smallest = heapq.nsmallest(count, keyed, key=itemgetter(0, 1))
+        _require_enough(len(smallest), count)
+        yield from sorted(((index, batch) for _, index, batch in smallest), key=itemgetter(0))
+
+
+def _positions(keys: np.random.Generator, total: int, count: int) -> list[int]:
+    """Positions of the batches with the smallest keys, ascending."""
+    _require_enough(total, count)
+    return sorted(int(index) for index in np.argsort(keys.random(total), kind="stable")[:count])
+
+
+def _require_enough(total: int, count: int) -> None:
+    if 0 < total < count:
+        raise DataError(
+            f"calibration_batches is {count}, but {NAME} has {total} batches; ask for fewer, or make them smaller"
+        )
+
+
+def _loader_of(loader: DataLoader[Any], batches: list[Any]) -> DataLoader[Any]:
+    """A loader for some batches of another one, so that the samples of the others need not be read."""
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        num_workers=min(loader.num_workers, len(batches)),
+        collate_fn=loader.collate_fn,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+    )

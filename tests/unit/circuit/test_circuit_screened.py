@@ -13,8 +13,8 @@ from hydra_ensembles.circuit.cache import CachedTower
 from hydra_ensembles.circuit.scores import Objective, Score, read_samples
 from hydra_ensembles.circuit.screened import Shifts, gradient_shifts, predict_shifts
 from hydra_ensembles.circuit.search import Exact, Naive, fast_products
-from hydra_ensembles.circuit.working_model import Work, WorkingModel, working_copy
-from hydra_ensembles.heads.masking import existing_heads
+from hydra_ensembles.circuit.working_model import Work, WorkingModel
+from hydra_ensembles.heads.masking import existing_heads, working_copy
 from hydra_ensembles.heads.ranking import Head
 from trained_vit import id_pictures, ood_pictures, trained_vit
 
