@@ -121,64 +121,67 @@ def test_json_round_trip_is_exact(evaluation, tmp_path):
     assert Evaluation.load(path) == evaluation
     assert Evaluation.load(path).logits is None
     json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    dataclasses.replace(Evaluation.load(path), name="renamed").save(path)  # read without logits: they stay
+    found = Evaluation.load(path, with_logits=True)
+    assert (found.name, found.logits is None) == ("renamed", False)
+
+
+def test_files_of_the_first_version_stay_readable(evaluation):
+    """What version 1 of the format wrote; a field may be added with a default, none may go."""
+    written = {
+        "": "format version name id_name score convention id ood means shift selective model provenance figures "
+        "intervals gallery",
+        "id": "samples accuracy brier nll ece aece mutual_information disagreement aurc risk_at_coverage",
+        "model": "kind members classes class_names parameters multiply_adds tokens heads heads_per_layer source history "
+        "calibration",
+        "provenance": "versions hardware dtype processes",
+        "figures": "reliability risk_coverage score_edges id_scores ood_scores roc agreement_id agreement_ood",
+    }
+    plain = json.loads(json.dumps(evaluation.to_dict()))
+    old = {key: plain[key] for key in written[""].split()}
+    for part in ("id", "model", "provenance", "figures"):
+        old[part] = {key: plain[part][key] for key in written[part].split()}
+    set_keys = ("group", "samples", "detection", "mutual_information", "disagreement", "abstained")
+    old["ood"] = {name: {key: one[key] for key in set_keys} for name, one in plain["ood"].items()}
+    assert Evaluation.from_dict(old) == evaluation
 
 
 def test_stored_logits_rebuild_the_evaluation(evaluation, tmp_path):
+    settings = {"scores": ("energy", "mutual_information")}
     evaluation.save(tmp_path / "run.json")
-    loaded = Evaluation.load(tmp_path / "run.json", with_logits=True)
-    assert loaded.logits is not None
-    again = evaluate_stored(loaded.logits, scores=("energy", "mutual_information"))
+    again = evaluate_stored(Evaluation.load(tmp_path / "run.json", with_logits=True).logits, **settings)
     assert list(again.ood) == list(evaluation.ood)
     assert [one.group for one in again.ood.values()] == [one.group for one in evaluation.ood.values()]
     for key, value in evaluation.numbers().items():
         assert again.numbers()[key] == pytest.approx(value, abs=0.02), key  # half precision
     evaluation.logits.save(tmp_path / "exact.safetensors", dtype=torch.float32)
-    exact = evaluate_stored(MemberLogits.load(tmp_path / "exact.safetensors"), scores=("energy", "mutual_information"))
+    exact = evaluate_stored(MemberLogits.load(tmp_path / "exact.safetensors"), **settings)
     assert dataclasses.replace(exact, model=evaluation.model) == evaluation
 
 
-def test_logits_too_large_for_half_precision_are_stored_whole(tmp_path):
+MIXED = id_logits(labels()).permute(2, 1, 0).contiguous().permute(2, 1, 0)  # [M, B, C], members last in memory
+
+
+@pytest.mark.parametrize(
+    ("logits", "other", "dtype"),
+    [
+        pytest.param(MIXED, ood_logits()[:, ::2], torch.float16, id="any layout"),
+        pytest.param(MIXED, MIXED, torch.float16, id="shared memory"),
+        pytest.param(MIXED.double() / 3, ood_logits().double(), torch.float64, id="double precision"),
+        pytest.param(MIXED * 1e5, ood_logits() * 1e5, torch.float32, id="too large for half precision"),
+    ],
+)
+def test_stored_logits_come_back(tmp_path, logits, other, dtype):
     targets = labels()
-    logits = id_logits(targets) * 1e5
-    evaluate_logits(logits, targets, keep_logits=True).save(tmp_path / "run.json")
-    assert torch.equal(MemberLogits.load(tmp_path / "run.logits.safetensors").id.logits, logits)
-
-
-def test_an_evaluation_that_was_read_without_logits_keeps_them_when_saved(tmp_path):
-    targets = labels()
-    evaluate_logits(id_logits(targets), targets, keep_logits=True).save(tmp_path / "run.json")
-    dataclasses.replace(Evaluation.load(tmp_path / "run.json"), name="renamed").save(tmp_path / "run.json")
-    found = Evaluation.load(tmp_path / "run.json", with_logits=True)
-    assert found.name == "renamed"
-    assert found.logits is not None
-
-
-@pytest.mark.parametrize("share", [False, True])
-def test_logits_of_any_layout_are_stored(tmp_path, share):
-    targets = labels()
-    logits = id_logits(targets).permute(2, 1, 0).contiguous().permute(2, 1, 0)  # [M, B, C], members last in memory
-    other = logits if share else ood_logits()[:, ::2]
-    shift = {"fog": (other[:, :50], targets[:100:2])}
-    found = evaluate_logits(logits, targets, {"far": {"noise": other}}, shift, keep_logits=True)
-    found.save(tmp_path / "run.json")
-    loaded = Evaluation.load(tmp_path / "run.json", with_logits=True).logits
-    assert torch.equal(loaded.id.logits, logits.half().float())
-    assert torch.equal(loaded.ood["far"]["noise"], other.half().float())
-    assert torch.equal(loaded.shift["fog"].labels, shift["fog"][1])
-
-
-def test_double_precision_comes_back(tmp_path):
-    targets = labels()
-    logits = id_logits(targets).double() / 3
-    kept = evaluate_logits(
-        logits, targets, {"noise": ood_logits().double()}, {"fog": (logits, targets)}, keep_logits=True
-    )
-    assert kept.logits is not None
-    kept.logits.save(tmp_path / "exact.safetensors", dtype=torch.float64)
-    loaded = MemberLogits.load(tmp_path / "exact.safetensors")
-    assert torch.equal(loaded.id.logits, logits)
-    assert torch.equal(loaded.shift["fog"].logits, logits)
-    assert all(one.dtype == torch.float64 for sets in loaded.ood.values() for one in sets.values())
+    shift = {"fog/heavy": (other[:, :50], targets[:100:2])}  # names may hold slashes
+    kept = evaluate_logits(logits, targets, {"far": {"a/b": other}}, shift, keep_logits=True).logits
+    kept.save(tmp_path / "kept.safetensors", *([dtype] if dtype == torch.float64 else []))
+    loaded = MemberLogits.load(tmp_path / "kept.safetensors")
+    back = torch.float64 if dtype == torch.float64 else torch.float32
+    for found, given in ((loaded.id.logits, logits), (loaded.ood["far"]["a/b"], other)):
+        assert torch.equal(found, given.to(dtype).to(back))
+        assert found.dtype == back
+    assert torch.equal(loaded.shift["fog/heavy"].labels, targets[:100:2])
 
 
 def test_no_evaluation_lies_there_without_its_logits(evaluation, tmp_path, monkeypatch):
