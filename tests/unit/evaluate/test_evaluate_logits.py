@@ -132,8 +132,8 @@ def test_files_of_the_first_version_stay_readable(evaluation):
         "": "format version name id_name score convention id ood means shift selective model provenance figures "
         "intervals gallery",
         "id": "samples accuracy brier nll ece aece mutual_information disagreement aurc risk_at_coverage",
-        "model": "kind members classes class_names parameters multiply_adds tokens heads heads_per_layer source history "
-        "calibration",
+        "model": "kind members classes class_names parameters multiply_adds tokens heads heads_per_layer source "
+        "history calibration",
         "provenance": "versions hardware dtype processes",
         "figures": "reliability risk_coverage score_edges id_scores ood_scores roc agreement_id agreement_ood",
     }
