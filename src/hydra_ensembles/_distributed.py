@@ -4,10 +4,15 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from .errors import ConfigError, DataError, HydraError
 
@@ -25,13 +30,53 @@ class Ranks:
         """Every `size`-th item, so that each rank gets as many of the cheap and of the expensive ones."""
         return list(items[self.rank :: self.size])
 
-    def gather(self, item: T) -> list[T]:
-        """The items of all ranks, in their order."""
+    def gather(self, item: T, error: Exception | None = None) -> list[T]:
+        """The items of all ranks, in their order.
+
+        A rank that failed says so here with its error, so that the others stop too instead of waiting for it.
+
+        Raises:
+            DataError: Another rank failed.
+        """
+        if error is not None and self.size == 1:
+            raise error
         if self.size == 1:
             return [item]
-        items: list[Any] = [None] * self.size
-        dist.all_gather_object(items, item)
-        return items
+        message = None if error is None else f"{type(error).__name__}: {error}"
+        everything: list[Any] = [None] * self.size
+        dist.all_gather_object(everything, (message, item if error is None else None))
+        if error is not None:
+            raise error
+        for other, (problem, _) in enumerate(everything):
+            if problem is not None:
+                raise DataError(f"process {other} of {self.size} failed, so process {self.rank} stops too: {problem}")
+        return [found for _, found in everything]
+
+    def total(self, numbers: Tensor) -> Tensor:
+        """Sum of a tensor over all ranks."""
+        if self.size == 1:
+            return numbers
+        summed = numbers.clone()
+        dist.all_reduce(summed)
+        return summed
+
+    def rows(self, own: Tensor) -> list[Tensor]:
+        """The tensor of every rank; they may differ in the number of rows."""
+        if self.size == 1:
+            return [own]
+        counts = torch.zeros(self.size, dtype=torch.long, device=own.device)
+        counts[self.rank] = len(own)
+        counts = self.total(counts)
+        padded = own.new_zeros(int(counts.max()), *own.shape[1:])
+        padded[: len(own)] = own
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(found, padded)
+        return [part[:count] for part, count in zip(found, counts.tolist(), strict=True)]
+
+    def wait(self) -> None:
+        """Go on when all ranks have come this far."""
+        if self.size > 1:
+            dist.barrier()
 
     def smallest(self, item: T | None) -> T:
         """The smallest item of all ranks; None stands for none."""
@@ -50,9 +95,25 @@ class Ranks:
             raise HydraError(f"rank {different[0]} has other {what} than rank 0; all ranks must be given the same")
 
 
+ALONE = Ranks()
+
+
 def launched_rank() -> int:
     """Number of this process among those that torchrun or accelerate launch started; 0 without them."""
     return int(os.environ.get("RANK", "0"))
+
+
+def launched() -> bool:
+    """Whether this process is one of several: of a process group, or started by torchrun or accelerate launch."""
+    several = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    return current_ranks().size > 1 or (several and int(os.environ["WORLD_SIZE"]) > 1)
+
+
+def current_ranks() -> Ranks:
+    """The ranks of the process group, where one exists; else this process alone."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ALONE
+    return Ranks(dist.get_rank(), dist.get_world_size())
 
 
 def local_device(device: torch.device) -> torch.device:
@@ -62,61 +123,42 @@ def local_device(device: torch.device) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
 
+_GROUPS = count()  # process groups that this process has started: all ranks count alike
+
+
+@cache
+def _rendezvous() -> tuple[Any, int, int]:
+    """The store through which the launched processes find each other, the rank, and their number."""
+    return next(iter(rendezvous("env://", timeout=timedelta(minutes=30))))
+
+
 @contextmanager
 def all_ranks(device: torch.device) -> Iterator[Ranks]:
     """The ranks of this run: of the process group where one exists, else of one started for the `with` block.
 
     Without a process group, and without the variables `torchrun` and `accelerate launch` set, there is one.
     """
-    if dist.is_available() and dist.is_initialized():
-        yield Ranks(dist.get_rank(), dist.get_world_size())
-        return
-    launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    if not launched or int(os.environ["WORLD_SIZE"]) < 2:
-        yield Ranks()
+    if not launched() or (dist.is_available() and dist.is_initialized()):
+        yield current_ranks()
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    store, rank, size = _rendezvous()
+    # torchrun keeps one store for the whole run: a second group would find the addresses of the first
+    own = dist.PrefixStore(  # type: ignore[attr-defined]
+        f"hydra_ensembles/{next(_GROUPS)}", store
+    )
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=own, rank=rank, world_size=size)
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size())
+        yield current_ranks()
     finally:
         dist.destroy_process_group()
 
 
-# accelerate's loaders by name: they already give each process its own batches.
-_SHARDED = ("DataLoaderShard", "DataLoaderDispatcher")
-
-
-def rank_and_world() -> tuple[int, int]:
-    """Number of this process, and of all of them: (0, 1) where nothing is distributed."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0, 1
-    return dist.get_rank(), dist.get_world_size()
-
-
-def gather(mine: T, error: Exception | None = None) -> list[T]:
-    """What every process has, in the order of their ranks.
-
-    A process that failed says so here, so that the others stop too instead of waiting for it.
-
-    Raises:
-        DataError: Another process failed.
-    """
-    rank, world = rank_and_world()
-    if world == 1:
-        if error is not None:
-            raise error
-        return [mine]
-    message = None if error is None else f"{type(error).__name__}: {error}"
-    everything: list[Any] = [None] * world
-    dist.all_gather_object(everything, (message, None if error is not None else mine))
-    if error is not None:
-        raise error
-    for other, (problem, _) in enumerate(everything):
-        if problem is not None:
-            raise DataError(f"process {other} of {world} failed, so process {rank} stops too: {problem}")
-    return [part for _, part in everything]
+def is_sharded(data: object) -> bool:
+    """Whether a loader gives each process its own batches already: accelerate's, or by a `DistributedSampler`."""
+    names = {type(data).__name__, type(getattr(data, "sampler", None)).__name__}
+    return bool(names & {"DataLoaderShard", "DataLoaderDispatcher", "DistributedSampler"})
 
 
 def check_unsharded(data: object, name: str) -> None:
@@ -125,10 +167,19 @@ def check_unsharded(data: object, name: str) -> None:
     Raises:
         ConfigError: The loader is sharded.
     """
-    sampler = getattr(data, "sampler", None)
-    sharded = type(data).__name__ in _SHARDED or type(sampler).__name__ == "DistributedSampler"
-    if sharded and rank_and_world()[1] > 1:
+    if is_sharded(data) and current_ranks().size > 1:
         raise ConfigError(
             f"set {name!r} comes from a loader that is already split between processes; evaluate splits the "
             "batches itself and puts the answers back in order: give it the plain DataLoader"
         )
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Number of this process, and of all of them."""
+    ranks = current_ranks()
+    return ranks.rank, ranks.size
+
+
+def gather(mine: T, error: Exception | None = None) -> list[T]:
+    """What every process has; see `Ranks.gather`."""
+    return current_ranks().gather(mine, error)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -83,6 +84,11 @@ def changed(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     return change(inputs) if isinstance(inputs, Tensor) else {name: change(one) for name, one in inputs.items()}
 
 
+def size_of(inputs: Inputs) -> int:
+    """Number of samples in the inputs of one batch."""
+    return len(inputs) if isinstance(inputs, Tensor) else len(next(iter(inputs.values())))
+
+
 def require_labels(labels: Tensor | None, classes: int, name: str = "data", index: int = 0) -> Tensor:
     """Labels that exist and fit the number of classes, or an error that names the batch."""
     if labels is None:
@@ -116,9 +122,8 @@ def _read_labels(labels: Any, inputs: Inputs, where: str) -> Tensor:
         ) from error
     if read.dim() != 1 or read.is_floating_point():
         raise DataError(f"labels in {where} must be whole numbers [B], got {read.dtype} {list(read.shape)}")
-    size = len(inputs) if isinstance(inputs, Tensor) else len(next(iter(inputs.values())))
-    if len(read) != size:
-        raise DataError(f"{where} has {size} inputs and {len(read)} labels")
+    if len(read) != size_of(inputs):
+        raise DataError(f"{where} has {size_of(inputs)} inputs and {len(read)} labels")
     return read
 
 
@@ -140,13 +145,13 @@ def length_of(batches: Batches) -> int | None:
 
 
 @contextmanager
-def borrowed(batches: Batches) -> Iterator[None]:
-    """Give a source back as it came: the generators of loader and samplers, the epoch, the stream.
+def borrowed(*sources: Batches | None) -> Iterator[None]:
+    """Give data sources back as they came: the generators of loader and samplers, the epoch, the stream.
 
     Epoch and stream are put back where they can be read, as attributes `epoch` and `stream`.
     """
     with ExitStack() as restoring:
-        for part in parts_of(batches):
+        for part in chain.from_iterable(map(parts_of, sources)):
             for name in ("epoch", "stream"):
                 if hasattr(part, name) and callable(getattr(part, f"set_{name}", None)):
                     restoring.callback(_put_back, part, name, getattr(part, name))
@@ -181,7 +186,7 @@ def begin_epoch(batches: Batches, epoch: int, seed: int) -> None:
             part.set_epoch(epoch)
 
 
-def parts_of(batches: Batches) -> list[Any]:
+def parts_of(batches: Batches | None) -> list[Any]:
     """A source with the sources, samplers and data sets inside it, each once."""
     found: list[Any] = []
     waiting: list[Any] = [batches]

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._distributed import all_ranks
 from .._utils import __version__
 from ..batches import Batches, length_of
 from ..calibrate import calibrate
@@ -19,216 +20,19 @@ from ..circuit.extract import extract_circuit
 from ..circuit.scores import Score
 from ..errors import ConfigError, SameMembersError
 from ..fuse import fuse
-from ..heads.members import circuit_members, random_members, sampled_members, taylor_members
+from ..heads.members import circuit_members, distinct_taylor, random_members, sampled_members
 from ..heads.ranking import Head, HeadRanking, model_fingerprint
 from ..heads.taylor import taylor
 from ..model.clip import DEFAULT_TEMPLATES, Templates
 from ..model.ensemble import Ensemble
 from ..schema import from_plain, to_plain
 from ..training.finetune import finetune
-from .given import BuildData, Start, above_the_trunk, read_data, require_possible, starting_point
+from .given import BuildData, StartingModel, read_data, starting_model
 from .run_folder import RunFolder
 from .settings import HydraConfig
 
-CIRCUITS: tuple[Score, ...] = ("avg", "acc", "ood")  # in the order in which members take them
-TAYLOR_DRAWS = 4  # rankings made per member before giving up on members that differ
-
-
 FORMAT = "hydra_ensembles build 1"
-
-
-def run_identity(config: HydraConfig, start: Start, data: BuildData) -> dict[str, Any]:
-    """Config, model and data of a build as plain data."""
-    remembered = replace(start.base.metadata, text_side=None)
-    metadata = json.dumps(to_plain(remembered), sort_keys=True).encode()
-    model: dict[str, Any] = {
-        "weights": model_fingerprint(start.ranked),
-        "metadata": hashlib.sha256(metadata).hexdigest(),
-    }
-    if start.dual is not None:
-        model["templates"] = list(start.templates)
-    return {"format": FORMAT, "config": to_plain(config), "model": model, "data": data.fingerprints()}
-
-
-@dataclass(frozen=True)
-class MemberChoice:
-    """One member: how its heads were chosen, in words, and the heads it loses."""
-
-    origin: str
-    heads: tuple[Head, ...]
-
-
-@dataclass(frozen=True)
-class _SavedChoice:
-    origin: str
-    heads: tuple[tuple[int, int, str], ...]
-
-
-@dataclass(frozen=True)
-class _SavedChoices:
-    members: tuple[_SavedChoice, ...]
-
-
-def _as_choices(content: Any) -> tuple[MemberChoice, ...]:
-    """Choices out of the content of `heads.json`."""
-    saved = from_plain(_SavedChoices, content, "choices")
-    return tuple(MemberChoice(one.origin, tuple(Head(*head) for head in one.heads)) for one in saved.members)
-
-
-def build_summary(
-    config: HydraConfig,
-    base: Ensemble,
-    data: BuildData,
-    choices: Sequence[MemberChoice],
-    final: Ensemble,
-    seconds: Mapping[str, float],
-) -> dict[str, Any]:
-    """Settings, data, members, cost and calibration of a build, as plain data."""
-    before, after = base.describe(), final.describe()
-    calibration = final.metadata.calibration
-    return {
-        "config": to_plain(config),
-        "versions": {"hydra_ensembles": __version__, "torch": torch.__version__},
-        "model": {"source": base.metadata.source, "kind": base.kind, "parameters": before.parameters},
-        "samples": data.samples(),
-        "train_batches": None if data.train is None else length_of(data.train),
-        "members": [
-            {
-                "origin": choice.origin,
-                "pruned": [str(head) for head in choice.heads],
-                "heads_kept": [len(layer) for layer in kept],
-            }
-            for choice, kept in zip(choices, final.heads, strict=True)
-        ],
-        "trunk": final.config.trunk,
-        "parameters": after.parameters,
-        "multiply_adds": after.multiply_adds,
-        "multiply_adds_of_the_model": before.multiply_adds,
-        "calibration": None if calibration is None else to_plain(calibration),
-        "metrics": dict(final.metadata.metrics),
-        "history": list(final.metadata.history),
-        "seconds": dict(seconds),
-    }
-
-
-@dataclass(frozen=True)
-class Chooser:
-    """Chooses the heads of all members; rankings are products of the run folder."""
-
-    config: HydraConfig
-    start: Start
-    data: BuildData
-    run: RunFolder
-    progress: bool
-
-    def members(self) -> tuple[MemberChoice, ...]:
-        """What each member loses, and why."""
-        match self.config.strategy:
-            case "random":
-                return self._random()
-            case "taylor":
-                return self._taylor()
-            case "sampled":
-                return self._sampled()
-            case "circuit":
-                return self._circuits()
-
-    @property
-    def _layers(self) -> range | None:
-        return self.start.layers(self.config)
-
-    @property
-    def _pool(self) -> int:
-        return self.config.pool_size(self.start.heads(self._layers))
-
-    def _random(self) -> tuple[MemberChoice, ...]:
-        config = self.config
-        chosen = random_members(self.start.ranked, config.prune, config.members, config.seed, self._layers)
-        return _named(chosen, ["random heads"] * config.members)
-
-    def _sampled(self) -> tuple[MemberChoice, ...]:
-        config = self.config
-        ranking = self._circuit("avg", self._pool)
-        chosen = sampled_members(ranking, config.prune, self._pool, config.members, config.seed)
-        return _named(chosen, ["drawn from circuit avg"] * config.members)
-
-    def _circuits(self) -> tuple[MemberChoice, ...]:
-        """One circuit for each of the first members; the ranking that others are drawn from goes further."""
-        config = self.config
-        pool = self._pool if config.draws_from_pool else None
-        scores = CIRCUITS[: config.members]
-        rankings: dict[str, HeadRanking] = {
-            score: self._circuit(score, pool if pool is not None and score == "avg" else config.prune)
-            for score in scores
-        }
-        try:
-            chosen = circuit_members(rankings, config.prune, config.members, pool, config.seed)
-        except SameMembersError as error:
-            kept = self.run.place("rankings")
-            where = "" if kept is None else f"; the rankings are kept in {kept}, other settings need another output"
-            raise SameMembersError(f'{error}. In HydraConfig: prune, or strategy="sampled"{where}') from error
-        drawn = config.members - len(scores)
-        return _named(chosen, [*(f"circuit {score}" for score in scores), *["drawn from circuit avg"] * drawn])
-
-    def _taylor(self) -> tuple[MemberChoice, ...]:
-        """Rankings on batches drawn by one seed after another; one that repeats an earlier member is passed over."""
-        config = self.config
-        rankings: list[HeadRanking] = []
-        kept: list[tuple[int, HeadRanking]] = []
-        taken: set[frozenset[Head]] = set()
-        for seed in range(config.seed, config.seed + config.members * TAYLOR_DRAWS):
-            rankings.append(self._taylor_ranking(seed))
-            heads = frozenset(rankings[-1].first(config.prune))
-            if heads not in taken:
-                taken.add(heads)
-                kept.append((seed, rankings[-1]))
-            if len(kept) == config.members:
-                break
-        else:
-            taylor_members(rankings, config.prune)  # says which of them are equal, and what to do about it
-        chosen = taylor_members([ranking for _, ranking in kept], config.prune)
-        return _named(chosen, [f"taylor, seed {seed}" for seed, _ in kept])
-
-    def _circuit(self, score: Score, budget: int) -> HeadRanking:
-        ranking = self.data.ranking
-        assert ranking is not None  # the checks have seen to it
-        return self.run.ranking(
-            f"rankings/{score}",
-            lambda: extract_circuit(
-                self.start.ranked,
-                ranking,
-                self.data.ood,
-                score=score,
-                budget=budget,
-                method=self.config.method,
-                layers=self._layers,
-                journal=self.run.place(f"rankings/{score}.journal"),
-                progress=self.progress,
-                **self.start.circuit_options,
-            ),
-        )
-
-    def _taylor_ranking(self, seed: int) -> HeadRanking:
-        config, data = self.config, self.data
-        source = data.train if data.train is not None else data.ranking
-        assert source is not None  # the checks have seen to it
-        return self.run.ranking(
-            f"rankings/taylor-{seed}",
-            lambda: taylor(
-                self.start.base,
-                source,
-                budget=config.prune,
-                scope=config.taylor_scope,
-                layers=self._layers,
-                seed=seed,
-                calibration_batches=config.calibration_batches,
-                progress=self.progress,
-            ),
-        )
-
-
-def _named(chosen: Sequence[tuple[Head, ...]], origins: Sequence[str]) -> tuple[MemberChoice, ...]:
-    return tuple(MemberChoice(origin, heads) for origin, heads in zip(origins, chosen, strict=True))
+CIRCUITS: tuple[Score, ...] = ("avg", "acc", "ood")  # in the order in which members take them
 
 
 def build(
@@ -282,38 +86,66 @@ def build(
     """
     if not isinstance(config, HydraConfig):
         raise ConfigError(f"config must be a HydraConfig, got {type(config).__name__}")
-    start = starting_point(model, config, class_names, templates, device)
-    data = read_data(config, start.base.num_classes, train=train, id=id, ood=ood, validation=validation)
-    require_possible(config, start, data)
-    run = RunFolder(output, run_identity(config, start, data), device=start.base.device)
-    return _Chain(config, start, data, run, progress).finish()
+    start = starting_model(model, class_names, templates, device)
+    data = read_data(
+        config.seed,
+        start.base.num_classes,
+        train=train if config.reads_train else None,
+        id=id,
+        ood=ood if config.extracts_circuits else None,
+        validation=validation,
+    )
+    config.check(start, data)
+    with all_ranks(start.base.device):  # one process group for circuits and fine-tuning
+        run = RunFolder(output, _identity(config, start, data), device=start.base.device)
+        return _Chain(config, start, data, run, progress).finish()
+
+
+def _identity(config: HydraConfig, start: StartingModel, data: BuildData) -> dict[str, Any]:
+    """Config, model and data of a build as plain data."""
+    remembered = replace(start.base.metadata, text_side=None)
+    metadata = json.dumps(to_plain(remembered), sort_keys=True).encode()
+    model: dict[str, Any] = {
+        "weights": model_fingerprint(start.ranked),
+        "metadata": hashlib.sha256(metadata).hexdigest(),
+    }
+    if start.dual is not None:
+        model["templates"] = list(start.templates)
+    return {"format": FORMAT, "config": to_plain(config), "model": model, "data": data.fingerprints()}
+
+
+@dataclass(frozen=True)
+class MemberChoice:
+    """One member: how its heads were chosen, in words, and the heads it loses."""
+
+    origin: str
+    heads: tuple[tuple[int, int, str], ...]
+
+
+@dataclass(frozen=True)
+class MemberChoices:
+    """The content of `heads.json`."""
+
+    members: tuple[MemberChoice, ...]
 
 
 class _Chain:
     """The stages. Each gives its product from the run folder, or makes it from that of the stage before."""
 
-    def __init__(self, config: HydraConfig, start: Start, data: BuildData, run: RunFolder, progress: bool) -> None:
+    def __init__(
+        self, config: HydraConfig, start: StartingModel, data: BuildData, run: RunFolder, progress: bool
+    ) -> None:
         self.config, self.start, self.data, self.run, self.progress = config, start, data, run, progress
-        self.base = start.base
+        self.layers = config.layers(start)
 
     def finish(self) -> Ensemble:
         """Run what is missing; the result, with its summary written."""
         if not self.run.has("ensemble") and not self.run.has("base"):
-            self.run.ensemble("base", lambda: self.base)
+            self.run.ensemble("base", lambda: self.start.base)
         final = self.run.ensemble("ensemble", self._calibrated)
         if not self.run.has("summary.json"):
-            seconds = self.run.seconds
-            self.run.write("summary", build_summary(self.config, self.base, self.data, self.choices, final, seconds))
+            self.run.write("summary", self._summary(final))
         return final
-
-    @cached_property
-    def choices(self) -> tuple[MemberChoice, ...]:
-        """The heads each member loses."""
-        chooser = Chooser(self.config, self.start, self.data, self.run, self.progress)
-        choices: tuple[MemberChoice, ...] = self.run.json(
-            "heads", lambda: {"members": to_plain(list(chooser.members()))}, _as_choices
-        )
-        return choices
 
     def _calibrated(self) -> Ensemble:
         config, validation = self.config, self.data.validation
@@ -333,23 +165,130 @@ class _Chain:
     def _member(self, index: int) -> Ensemble:
         """One member, pruned and fine-tuned; its history says which member it was and how its heads were chosen."""
         choice = self.choices[index]
-        member = self._finetuned(self.start.pruned(choice.heads), index)
+        member = self._finetuned(self.start.pruned([Head(*head) for head in choice.heads]), index)
         history = member.metadata.history
-        pairs = zip(self.base.metadata.history, history, strict=False)
+        pairs = zip(self.start.base.metadata.history, history, strict=False)
         before = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         lines = (f"member {index} ({choice.origin}): {line}" for line in history[before:])
         return member.with_metadata(history=(*history[:before], *lines))
 
     def _finetuned(self, member: Ensemble, index: int) -> Ensemble:
-        recipe, data = self.config.recipe, self.data
-        if recipe is None or data.train is None:
+        recipe, train = self.config.member_recipe(member.num_layers), self.data.train
+        if recipe is None or train is None:
             return member
-        return finetune(
-            member,
-            data.train,
-            above_the_trunk(recipe, self.config, member.num_layers),
-            data.validation,
-            output=self.run.place("finetune"),
-            progress=self.progress,
-            index=index,
+        folder = self.run.place("finetune")
+        return finetune(member, train, recipe, self.data.validation, output=folder, progress=self.progress, index=index)
+
+    @cached_property
+    def choices(self) -> tuple[MemberChoice, ...]:
+        """What each member loses, and why."""
+
+        def read(content: Any) -> MemberChoices:
+            return from_plain(MemberChoices, content, "choices")
+
+        found: MemberChoices = self.run.json("heads", lambda: to_plain(self._choose()), read)
+        return found.members
+
+    def _choose(self) -> MemberChoices:
+        config = self.config
+        origins = ["random heads"] * config.members
+        match config.strategy:
+            case "random":
+                heads = random_members(self.start.ranked, config.prune, config.members, config.seed, self.layers)
+            case "taylor":
+                draws = distinct_taylor(lambda draw: self._taylor(config.seed + draw), config.prune, config.members)
+                heads = tuple(ranking.first(config.prune) for _, ranking in draws)
+                origins = [f"taylor, seed {config.seed + draw}" for draw, _ in draws]
+            case "sampled":
+                ranking = self._circuit("avg", self._pool)
+                heads = sampled_members(ranking, config.prune, self._pool, config.members, config.seed)
+                origins = ["drawn from circuit avg"] * config.members
+            case "circuit":
+                heads = self._circuits()
+                drawn = ["drawn from circuit avg"] * (config.members - len(CIRCUITS))
+                origins = [*(f"circuit {score}" for score in CIRCUITS[: config.members]), *drawn]
+        return MemberChoices(tuple(MemberChoice(*one) for one in zip(origins, heads, strict=True)))
+
+    def _circuits(self) -> tuple[tuple[Head, ...], ...]:
+        """One circuit for each of the first members; the ranking that others are drawn from goes further."""
+        config = self.config
+        pool = self._pool if config.draws_from_pool else None
+        rankings: dict[str, HeadRanking] = {
+            score: self._circuit(score, pool if pool is not None and score == "avg" else config.prune)
+            for score in CIRCUITS[: config.members]
+        }
+        try:
+            return circuit_members(rankings, config.prune, config.members, pool, config.seed)
+        except SameMembersError as error:
+            kept = self.run.place("rankings")
+            where = "" if kept is None else f"; the rankings are kept in {kept}, other settings need another output"
+            raise SameMembersError(f'{error}. In HydraConfig: prune, or strategy="sampled"{where}') from error
+
+    @property
+    def _pool(self) -> int:
+        return self.config.pool_size(self.start.heads(self.layers))
+
+    def _circuit(self, score: Score, budget: int) -> HeadRanking:
+        ranking = self.data.ranking
+        assert ranking is not None  # the check has seen to it
+        return self.run.ranking(
+            f"rankings/{score}",
+            lambda: extract_circuit(
+                self.start.ranked,
+                ranking,
+                self.data.ood,
+                score=score,
+                budget=budget,
+                method=self.config.method,
+                layers=self.layers,
+                journal=self.run.place(f"rankings/{score}.journal"),
+                progress=self.progress,
+                **self.start.circuit_options,
+            ),
         )
+
+    def _taylor(self, seed: int) -> HeadRanking:
+        config, data = self.config, self.data
+        source = data.train if data.train is not None else data.ranking
+        assert source is not None  # the check has seen to it
+        return self.run.ranking(
+            f"rankings/taylor-{seed}",
+            lambda: taylor(
+                self.start.base,
+                source,
+                budget=config.prune,
+                scope=config.taylor_scope,
+                layers=self.layers,
+                seed=seed,
+                calibration_batches=config.calibration_batches,
+                progress=self.progress,
+            ),
+        )
+
+    def _summary(self, final: Ensemble) -> dict[str, Any]:
+        """Settings, data, members, cost and calibration of a build, as plain data."""
+        base, data = self.start.base, self.data
+        before, after = base.describe(), final.describe()
+        return {
+            "config": to_plain(self.config),
+            "versions": {"hydra_ensembles": __version__, "torch": torch.__version__},
+            "model": {"source": base.metadata.source, "kind": base.kind, "parameters": before.parameters},
+            "samples": data.samples(),
+            "train_batches": None if data.train is None else length_of(data.train),
+            "members": [
+                {
+                    "origin": choice.origin,
+                    "pruned": [str(Head(*head)) for head in choice.heads],
+                    "heads_kept": [len(layer) for layer in kept],
+                }
+                for choice, kept in zip(self.choices, final.heads, strict=True)
+            ],
+            "trunk": final.config.trunk,
+            "parameters": after.parameters,
+            "multiply_adds": after.multiply_adds,
+            "multiply_adds_of_the_model": before.multiply_adds,
+            "calibration": to_plain(final.metadata.calibration),
+            "metrics": dict(final.metadata.metrics),
+            "history": list(final.metadata.history),
+            "seconds": dict(self.run.seconds),
+        }

@@ -1,13 +1,17 @@
-"""HydraConfig, and what it must agree with."""
+"""HydraConfig: how to make a Hydra Ensemble, checked by itself and against the model and the data."""
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from ..batches import length_of
 from ..circuit.scores import Method
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from ..fuse import Fusion, StemFusion
 from ..heads.taylor import Scope
+from ..schema import require_types
 from ..training.recipe import Recipe
+from .given import BuildData, StartingModel
 
 Strategy = Literal["circuit", "taylor", "sampled", "random"]
 
@@ -65,20 +69,36 @@ class HydraConfig:
 
     def __post_init__(self) -> None:
         """Check each setting, and those that only make sense together."""
-        self._check_numbers()
-        self._check_choices()
+        require_types(self)
+        for name, least in {"prune": 1, "members": 1, "calibration_batches": 1, "shared_layers": 0, "seed": 0}.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"HydraConfig.{name} must be at least {least}, got {getattr(self, name)}")
+        if self.seed > LARGEST_SEED:
+            raise ConfigError(f"HydraConfig.seed must be at most {LARGEST_SEED}, got {self.seed}")
+        if not 0.0 < self.accepted_share <= 1.0:
+            raise ConfigError(f"HydraConfig.accepted_share must be above 0 and at most 1, got {self.accepted_share}")
         if self.pool is not None and self.pool <= self.prune:
             raise ConfigError(
                 f"HydraConfig.pool is {self.pool} and prune {self.prune}: every draw would be the same; "
                 "make the pool larger than the number of heads to prune"
             )
-        if self.recipe is not None:
-            self._check_recipe(self.recipe)
+        recipe, one_stem = self.recipe, self.stem == "shared" and self.members > 1
+        moves = recipe is not None and "stem" in recipe.train_groups and recipe.last_blocks is None
+        if one_stem and moves and not self.shared_layers:
+            raise ConfigError(
+                'HydraConfig.recipe trains the stem of every member, but stem="shared" keeps one for all; leave "stem" '
+                'out of Recipe.train_groups, or set stem="mean" or "separate"'
+            )
 
     @property
     def extracts_circuits(self) -> bool:
         """Whether heads are ranked by circuits, which takes ID and OOD data."""
         return self.strategy in ("circuit", "sampled")
+
+    @property
+    def reads_train(self) -> bool:
+        """Whether some stage reads training data where there are any."""
+        return self.recipe is not None or self.strategy == "taylor"
 
     @property
     def draws_from_pool(self) -> bool:
@@ -93,41 +113,102 @@ class HydraConfig:
             raise ConfigError(f"HydraConfig.pool is {self.pool}, but only {heads} heads can be pruned; lower it")
         return self.pool
 
-    def _check_numbers(self) -> None:
-        least = {"prune": 1, "members": 1, "calibration_batches": 1, "shared_layers": 0, "seed": 0}
-        for name, smallest in (least if self.pool is None else {**least, "pool": 1}).items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
-                raise ConfigError(f"HydraConfig.{name} must be a whole number of at least {smallest}, got {value!r}")
-        if self.seed > LARGEST_SEED:
-            raise ConfigError(f"HydraConfig.seed must be at most {LARGEST_SEED}, got {self.seed}")
-        share = self.accepted_share
-        if not isinstance(share, int | float) or isinstance(share, bool) or not 0.0 < share <= 1.0:
-            raise ConfigError(f"HydraConfig.accepted_share must be a number above 0 and at most 1, got {share!r}")
+    def layers(self, start: StartingModel) -> range | None:
+        """Layers in which members may differ; None for all of both towers."""
+        return None if start.dual is not None else range(self.shared_layers, start.base.num_layers)
 
-    def _check_choices(self) -> None:
-        choices: dict[str, tuple[object, ...]] = {
-            "strategy": get_args(Strategy),
-            "method": get_args(Method),
-            "taylor_scope": get_args(Scope),
-            "stem": get_args(StemFusion),
-            **{group: get_args(Fusion) for group in ("mlp", "norms", "readout")},
-        }
-        for name, accepted in choices.items():
-            if getattr(self, name) not in accepted:
-                raise ConfigError(f"HydraConfig.{name} must be one of {list(accepted)}, got {getattr(self, name)!r}")
-        for name in ("calibrate", "per_member_temperature"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"HydraConfig.{name} must be True or False, got {getattr(self, name)!r}")
+    def member_recipe(self, layers: int) -> Recipe | None:
+        """The recipe, kept out of the stem and the layers that all members share."""
+        if self.recipe is None or not self.shared_layers:
+            return self.recipe
+        free = layers - self.shared_layers
+        return replace(self.recipe, last_blocks=min(free, self.recipe.last_blocks or free))
 
-    def _check_recipe(self, recipe: Recipe) -> None:
-        if not isinstance(recipe, Recipe):
-            raise ConfigError(
-                f"HydraConfig.recipe must be a Recipe, such as Recipe.preset('sst2'), got {type(recipe).__name__}"
+    def check(self, start: StartingModel, data: BuildData) -> None:
+        """Hold config, model and data against each other, before the long work.
+
+        Raises:
+            HydraError: They do not go together.
+        """
+        self._check_sets(data)
+        self._check_layers(start)
+        self._check_heads(start)
+        if self.strategy == "taylor":
+            self._check_calibration_batches(data)
+        recipe = self.member_recipe(start.base.num_layers)
+        if recipe is not None:
+            recipe.check(start.base, data.train, data.validation)
+        data.require_readable(start.base)
+
+    def _check_sets(self, data: BuildData) -> None:
+        """Every set that some stage reads is there."""
+        if self.extracts_circuits and (data.ranking is None or data.ood is None):
+            raise DataError(
+                f'strategy="{self.strategy}" extracts circuits, which needs id= and ood=; '
+                'without OOD data use strategy="taylor"'
             )
-        frozen = recipe.last_blocks is not None or self.shared_layers > 0
-        if "stem" in recipe.train_groups and not frozen and self.stem == "shared" and self.members > 1:
+        if self.strategy == "taylor" and data.train is None and data.ranking is None:
+            raise DataError('strategy="taylor" reads labelled batches; give train= or id=')
+        if self.recipe is not None and data.train is None:
+            raise DataError("the config has a recipe for fine-tuning, which needs train=")
+        if self.calibrate and data.validation is None:
+            raise DataError("calibration needs held-out data: give id= or validation=, or set calibrate=False")
+
+    def _check_layers(self, start: StartingModel) -> None:
+        """Layers are left to differ in; of a dual encoder, the method can rank both towers."""
+        alone = "or build from zero_shot(dual, class_names), which prunes the image tower alone"
+        if start.dual is None and self.shared_layers >= start.base.num_layers:
             raise ConfigError(
-                'HydraConfig.recipe trains the stem of every member, but stem="shared" keeps one for all; leave '
-                f'"stem" out of Recipe.train_groups {list(recipe.train_groups)}, or set stem="mean" or "separate"'
+                f"HydraConfig.shared_layers is {self.shared_layers}, the model has {start.base.num_layers} layers; at "
+                "least the last one must be left for the members to differ"
+            )
+        if start.dual is not None and self.shared_layers:
+            raise ConfigError(
+                f"HydraConfig.shared_layers is {self.shared_layers}, but layers are numbered within one tower and "
+                f"heads of both are pruned; set it to 0, {alone}"
+            )
+        one_tower = self.strategy == "taylor" or (self.extracts_circuits and self.method == "screened")
+        if start.dual is not None and one_tower:
+            raise ConfigError(
+                f"strategy {self.strategy!r} with method {self.method!r} ranks the heads of one tower; for both use "
+                f'circuits with method="exact", {alone}'
+            )
+
+    def _check_heads(self, start: StartingModel) -> None:
+        """There are enough heads for every member to lose a set of its own."""
+        layers = self.layers(start)
+        free = start.heads(layers)
+        where = f" above the first {self.shared_layers} layers" if self.shared_layers else ""
+        if self.prune > free:
+            raise ConfigError(f"HydraConfig.prune is {self.prune}, but there are {free} heads{where}")
+        if self.strategy == "taylor" and self.taylor_scope == "layer" and layers is not None:
+            choices = self._choices_by_layer([len(start.base.heads[0][layer]) for layer in layers])
+        else:
+            choices = math.comb(self.pool_size(free) if self.draws_from_pool else free, self.prune)
+        if choices < self.members:
+            raise ConfigError(
+                f"HydraConfig.prune is {self.prune} of {free} heads{where}, which leaves {choices} different choices "
+                f"for {self.members} members, so some would be identical; prune another number of heads, make the "
+                "pool larger, or ask for fewer members"
+            )
+
+    def _choices_by_layer(self, heads: list[int]) -> int:
+        each, rest = divmod(self.prune, len(heads))
+        if rest or min(heads) < each:
+            raise ConfigError(
+                f'HydraConfig.prune is {self.prune}, which taylor_scope="layer" cannot spread evenly over '
+                f"{len(heads)} layers with {min(heads)} heads or more; use a smaller multiple of {len(heads)}, or "
+                'taylor_scope="global"'
+            )
+        return math.prod(math.comb(count, each) for count in heads)
+
+    def _check_calibration_batches(self, data: BuildData) -> None:
+        """Where the source knows its length, seeds must be able to draw different batches."""
+        name, source = ("the ranking half of id", data.ranking) if data.train is None else ("train", data.train)
+        total = None if source is None else length_of(source)
+        if total is not None and total < self.calibration_batches + (self.members > 1):
+            raise ConfigError(
+                f"HydraConfig.calibration_batches is {self.calibration_batches}, but {name} has {total} batches; a "
+                "Taylor ranking draws that many, and from more, so that each member is ranked on others: lower "
+                "calibration_batches, or make the batches smaller"
             )

@@ -1,8 +1,8 @@
 """Fine-tuning of members."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,32 +11,22 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
-from .._utils import derive_seed, torch_seeded
-from ..batches import Batches, Inputs, borrowed, changed, move, read_batch, require_labels, require_rereadable
-from ..errors import ConfigError
+from .._utils import derive_seed, evaluation_mode, torch_seeded
+from ..batches import Batches, Inputs, borrowed, changed, iterate, move, read_batch, require_labels
+from ..errors import ConfigError, DataError
 from ..heads.ranking import model_fingerprint
 from ..model.clip import require_ensemble
 from ..model.config import require_whole
 from ..model.ensemble import Ensemble
 from ..model.members import are_several
-from ..schema import to_plain
-from .loop import (
-    BaseLearner,
-    BatchT,
-    NotFiniteError,
-    Run,
-    RunPlan,
-    RunResult,
-    Runtime,
-    Store,
-    find_runtime,
-    fingerprint,
-    measure,
-)
-from .recipe import Recipe, make_optimizer, trained_parameters, training_copy
+from .loop import Job, Learner, RunResult, Runtime, check_job, require_finite_loss, train_best, training_runtime
+from .recipe import Recipe, trainable_state
+from .reproducible import data_identity
 
 Batch = tuple[Inputs, Tensor]
+_CLASSIFIERS = ("readout.classifier.", "readout.distillation_classifier.")
 
 
 def ensemble_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -49,100 +39,71 @@ def ensemble_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) 
     return F.cross_entropy(flat, labels.repeat(members), label_smoothing=label_smoothing) * members
 
 
-class Learner(BaseLearner[Batch]):
-    """A copy of an ensemble in training."""
+class EnsembleLearner(Learner[Batch]):
+    """A copy of an ensemble in training: in float32 (or float64), frozen where the recipe says."""
 
     def __init__(self, start: Ensemble, recipe: Recipe, runtime: Runtime) -> None:
-        self.model = training_copy(start, recipe, runtime.device)
-        super().__init__(trained_parameters(self.model), make_optimizer(self.model, recipe), recipe, runtime)
-        self.parallel: nn.Module = self.model
-
-    def begin(self) -> None:
-        """Get ready to train, after the weights are in place."""
-        self.parallel = self.runtime.wrap(self.model)
-        self.parallel.train()
+        self.model = Ensemble.from_state(recipe.with_dropout(start.config), trainable_state(start, runtime.device))
+        if recipe.reinit_classifier == "zeros":
+            for classifier in (self.model.readout.classifier, self.model.readout.distillation_classifier):
+                for parameter in () if classifier is None else classifier.parameters():
+                    nn.init.zeros_(parameter)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(recipe.trains(name, start.num_layers))
+        classifier_names = (name for name, _ in self.model.named_parameters() if name.startswith(_CLASSIFIERS))
+        super().__init__(self.model, recipe, runtime, dict.fromkeys(classifier_names, recipe.classifier_rate))
+        self.parallel = runtime.wrap(self.model).train()
 
     def read(self, raw: Any, index: int) -> Batch:
         """Inputs and labels, still where the loader put them."""
         inputs, labels = read_batch(raw, "train", index)
         return inputs, require_labels(labels, self.model.num_classes, "train", index)
 
-    def update(self, group: list[Batch], rate: float, seed: int) -> float:
-        """One step on batches whose gradients are added up, each weighted by its share of the samples."""
-        self.set_rate(rate)
-        samples = sum(len(labels) for _, labels in group)
+    def backward(self, group: list[Batch], seed: int) -> float:
+        """Add up the gradients of the batches, each weighted by its share of the samples."""
+        device, samples = self.runtime.device, sum(len(labels) for _, labels in group)
         losses = []
         for index, (inputs, labels) in enumerate(group):
-            weight = len(labels) / samples
-            with torch_seeded(derive_seed(seed, index, self.runtime.rank), self.runtime.device):
-                if index + 1 < len(group):
-                    with self.runtime.without_exchange(self.parallel):
-                        losses.append(self._backward(inputs, labels, weight, index))
-                else:
-                    losses.append(self._backward(inputs, labels, weight, index))
-        self.step()
+            wrapped, last = self.parallel, index + 1 == len(group)
+            kept = nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()
+            with kept, torch_seeded(derive_seed(seed, index, self.runtime.ranks.rank), device):  # exchanged at the last
+                with self.autocast():
+                    logits = self.parallel(changed(move(inputs, device, self.model.dtype), _for_gradients))  # [M, B, C]
+                logits = logits if logits.dtype == torch.float64 else logits.float()
+                loss = ensemble_loss(logits, labels.to(device), self.recipe.label_smoothing)
+                weight = len(labels) / samples
+                losses.append(require_finite_loss(loss, index) * weight)
+                self.scaler.scale(loss * weight).backward()
         return math.fsum(losses)
 
+    @torch.no_grad()
     def measure(self, validation: Batches) -> tuple[float, float]:
-        """Accuracy and NLL of the mean member probabilities."""
-        return measure(self.model, validation, self.model.num_classes, self.runtime, self.autocast)
-
-    def _backward(self, inputs: Inputs, labels: Tensor, weight: float, index: int) -> float:
-        device = self.runtime.device
-        with torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            moved = changed(move(inputs, device, self.model.dtype), _for_gradients)
-            logits = self.parallel(moved)  # [M, B, C]
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        loss = ensemble_loss(logits, labels.to(device), self.recipe.label_smoothing)
-        value = loss.item()
-        if not math.isfinite(value):
-            raise NotFiniteError(f"the loss is {value}", index)
-        self.scaler.scale(loss * weight).backward()
-        return value * weight
+        """Accuracy and NLL of the mean member probabilities; ranks share the batches."""
+        device, ranks = self.runtime.device, self.runtime.ranks
+        sums = torch.zeros(3, dtype=torch.float64, device=device)  # correct, NLL, samples
+        with evaluation_mode(self.model):
+            for index, (inputs, labels) in enumerate(iterate(validation, "validation")):
+                if index % ranks.size != ranks.rank:
+                    continue
+                target = require_labels(labels, self.model.num_classes, "validation", index).to(device)
+                with self.autocast():
+                    logits = self.model(move(inputs, device, self.model.dtype))  # [M, B, C]
+                log_probs = logits.double().log_softmax(-1).logsumexp(0) - math.log(logits.shape[0])  # [B, C]
+                correct = (log_probs.argmax(1) == target).sum()
+                nll = -log_probs.gather(1, target[:, None]).sum()
+                sums += torch.stack([correct.double(), nll, torch.ones_like(nll) * len(target)])
+        correct_sum, nll_sum, samples = ranks.total(sums).tolist()
+        if not samples or not math.isfinite(nll_sum):
+            raise DataError(
+                f"validation has {samples:.0f} samples and a negative log-likelihood of {nll_sum}; "
+                "it needs at least one sample and finite logits"
+            )
+        return correct_sum / samples, nll_sum / samples
 
 
 def _for_gradients(tensor: Tensor) -> Tensor:
     """A tensor that gradients can be taken through: a copy of one that was made in inference mode."""
     return tensor.clone() if tensor.is_inference() else tensor
-
-
-def best_rate(
-    make_learner: Callable[[], BaseLearner[BatchT]], plan: RunPlan, runtime: Runtime, folder: Path | None
-) -> tuple[RunResult, float]:
-    """Train once per learning rate of the recipe; the best result and its rate."""
-    recipe = plan.recipe
-    best: tuple[RunResult, float] | None = None
-    for rate in sorted(recipe.rates):
-        store = Store(None if folder is None else folder / f"rate-{rate!r}")
-        identity = {
-            **plan.fingerprint,
-            "recipe": to_plain(recipe),
-            "rate": rate,
-            "member": plan.index,
-            "processes": runtime.processes,
-        }
-        result = Run(make_learner, replace(plan, rate=rate, fingerprint=identity), runtime, store).finish()
-        if best is None or (result.best is not None and result.best.better_than(best[0].best)):
-            best = result, rate
-    if best is None:
-        raise ConfigError("the recipe has no learning rate")
-    return best
-
-
-def check_choosing(recipe: Recipe, validation: Batches | None) -> None:
-    """Refuse a recipe that chooses or stops by validation where there is none."""
-    if not isinstance(recipe, Recipe):
-        raise ConfigError(f"recipe must be a Recipe, such as Recipe.preset('sst2'), got {type(recipe).__name__}")
-    if validation is None and len(recipe.grid) > 1:
-        raise ConfigError(
-            f"the recipe tries {len(recipe.grid)} learning rates {recipe.grid}, which needs validation data to choose "
-            "by; give validation=, or one rate: dataclasses.replace(recipe, grid=(), learning_rate=...)"
-        )
-    if validation is None and recipe.patience is not None:
-        raise ConfigError(
-            f"the recipe stops early (patience={recipe.patience}), which needs validation data; give validation=, or "
-            "set patience=None"
-        )
 
 
 @overload
@@ -201,8 +162,8 @@ def finetune(
     smaller rate).
 
     With `output`, a run that was killed goes on where it was when called again with the same arguments, and ends
-    (on a CPU) with the same bits. How the order of a shuffling loader is reproduced is told in `reading_order`;
-    batches before the checkpoint are read again and dropped. A finished run is read back instead of repeated.
+    (on a CPU) with the same bits: batches before the checkpoint are read again, in the same order, and dropped. A
+    finished run is read back instead of repeated.
     Data are known again by their length, their first batch, and all labels where the source has them in memory
     (`labels` or `targets` of a data set, a `TensorDataset`, a list); other changes of the data go unnoticed, so give
     another `output` after them.
@@ -230,64 +191,35 @@ def finetune(
         CheckpointError: A checkpoint in `output` that belongs to another recipe, model or data.
     """
     members: list[Ensemble] = list(member) if are_several(member) else [cast(Ensemble, member)]
-    _check(members, train, recipe, validation, index, checkpoint_every)
-    runtime = find_runtime(device, members[0].device)
-    data: dict[str, Any] = {}
-    if output is not None:
-        seed = derive_seed(recipe.seed, "fingerprint")
-        data["train"] = fingerprint(train, "train", seed)
-        data["validation"] = None if validation is None else fingerprint(validation, "validation", seed)
+    if not members:
+        raise ConfigError("finetune needs at least one ensemble, got an empty sequence")
+    check_job(train, validation, recipe, checkpoint_every)
+    require_whole("index", index, 0)
+    for one in members:
+        require_ensemble(one, "finetune")
+        if not one.num_classes:
+            raise ConfigError("fine-tuning needs a classifier, but this ensemble has none (num_classes is 0)")
+        recipe.check(one, train, validation)
+    data = {} if output is None else data_identity(train, validation, recipe.seed)
     trained = []
-    with ExitStack() as loaders:
-        for source in (train, () if validation is None else validation):
-            loaders.enter_context(borrowed(source))
-        shared = runtime.share(train)
+    with borrowed(train, validation), training_runtime(device, members[0].device) as runtime:
         for number, one in enumerate(members, start=index):
-            place = runtime if device is not None or runtime.processes > 1 else Runtime(one.device)
+            alone = device is None and runtime.ranks.size == 1
+            place = Runtime(one.device) if alone else runtime
             folder = None if output is None else Path(output) / f"member-{number}"
-            identity = {**data, "model": model_fingerprint(one)} if output is not None else {}
-            plan = RunPlan(recipe, 0.0, number, shared, validation, checkpoint_every, identity, progress)
-            learner = partial(Learner, one, recipe, place)
-            trained.append(_result(one, *best_rate(learner, plan, place, folder), recipe))
+            identity = {} if output is None else {**data, "model": model_fingerprint(one)}
+            job = Job(recipe, place.share(train), validation, number, folder, identity, checkpoint_every, progress)
+            trained.append(_result(one, train_best(partial(EnsembleLearner, one, recipe, place), job, place), recipe))
     return trained[0] if isinstance(member, Ensemble) else trained
 
 
-def _result(start: Ensemble, result: RunResult, rate: float, recipe: Recipe) -> Ensemble:
-    """The trained weights in a new ensemble like the one at the start, in its dtype and on its device."""
-    state = {
-        name: result.weights[name].to(tensor.device, tensor.dtype) if name in result.weights else tensor
-        for name, tensor in start.state_dict().items()
-    }
-    chosen = f", chosen of {len(recipe.grid)}" if recipe.grid else ""
-    where = "" if recipe.last_blocks is None else f" of the last {recipe.last_blocks} blocks"
-    line = (
-        f"fine-tuned {', '.join(recipe.train_groups)}{where} for {result.steps} steps: {recipe.optimizer}, "
-        f"learning rate {rate:g}{chosen}, seed {recipe.seed}"
+def _result(start: Ensemble, result: RunResult, recipe: Recipe) -> Ensemble:
+    """The trained weights in a new ensemble like the one at the start."""
+    best = result.best
+    metadata = replace(
+        start.metadata,
+        history=(*start.metadata.history, f"fine-tuned {result.described(recipe)}"),
+        calibration=None,
+        metrics={} if best is None else {"validation/accuracy": best.accuracy, "validation/nll": best.nll},
     )
-    metrics: Mapping[str, float] = {}
-    if result.best is not None:
-        line += f"; validation accuracy {result.best.accuracy:.4f} at step {result.best.step}"
-        metrics = {"validation/accuracy": result.best.accuracy, "validation/nll": result.best.nll}
-    history = (*start.metadata.history, line)
-    metadata = replace(start.metadata, history=history, calibration=None, metrics=metrics)
-    return Ensemble.from_state(start.config, state, metadata)
-
-
-def _check(
-    members: Sequence[Ensemble],
-    train: Batches,
-    recipe: Recipe,
-    validation: Batches | None,
-    index: int,
-    checkpoint_every: int,
-) -> None:
-    if not members:
-        raise ConfigError("finetune needs at least one ensemble, got an empty sequence")
-    for member in members:
-        require_ensemble(member, "finetune")
-    require_rereadable(train, "train")
-    if validation is not None:
-        require_rereadable(validation, "validation")
-    check_choosing(recipe, validation)
-    require_whole("index", index, 0)
-    require_whole("checkpoint_every", checkpoint_every, 1)
+    return Ensemble.from_state(start.config, result.state_like(start), metadata)

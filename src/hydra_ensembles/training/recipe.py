@@ -8,11 +8,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..batches import Batches, length_of
 from ..errors import ConfigError
 from ..model.config import GROUPS, EnsembleConfig, Group
 from ..model.ensemble import Ensemble
 from ..model.members import place_of
 from ..schema import ADDED_LATER, from_plain, require_types
+
+OptimizerName = Literal["sgd", "adamw"]
+Precision = Literal["float32", "bf16", "fp16"]
+Schedule = Literal["cosine", "linear", "constant"]
 
 _ENCODER_AND_READOUT = ["attention", "mlp", "norms", "readout"]
 
@@ -108,40 +113,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-Schedule = Literal["cosine", "linear", "constant"]
-
-
-def warmup_updates(warmup: int | float, total: int) -> int:
-    """Number of warm-up updates: a whole number as it is, a fraction as its share of `total`, rounded up."""
-    if isinstance(warmup, int):
-        return warmup
-    return math.ceil(round(warmup * total, 9))  # 0.07 · 100 is 7, not 8
-
-
-def rate_factor(update: int, *, total: int, warmup: int, schedule: Schedule, floor: float = 0.0) -> float:
-    """Share of the peak learning rate that update number `update` (from 0) uses.
-
-    Warm-up is linear: the k-th of W warm-up updates uses k / W, so none is wasted on a rate of zero. Then the
-    rate falls from the peak to `floor`, which it reaches when the budget of `total` updates is spent.
-    """
-    if warmup >= total:
-        raise ConfigError(
-            f"the warm-up takes {warmup} updates and the whole training {total}; "
-            "shorten the warm-up or train for longer"
-        )
-    if update < warmup:
-        return (update + 1) / warmup
-    if schedule == "constant":
-        return 1.0
-    progress = min((update - warmup) / (total - warmup), 1.0)
-    remaining = (1.0 + math.cos(math.pi * progress)) / 2.0 if schedule == "cosine" else 1.0 - progress
-    return floor + (1.0 - floor) * remaining
-
-
-OptimizerName = Literal["sgd", "adamw"]
-Precision = Literal["float32", "bf16", "fp16"]
-
-
 @dataclass(frozen=True)
 class RandAugment:
     """RandAugment settings for the data pipeline: operations per image, and their magnitude."""
@@ -234,12 +205,47 @@ class Recipe:
     def __post_init__(self) -> None:
         """Check every setting, and that they fit together."""
         require_types(self)
-        self._check_rates()
-        self._check_budget()
-        self._check_parts()
+        for one, other in (("learning_rate", "grid"), ("steps", "epochs")):
+            given = [getattr(self, one), getattr(self, other)]
+            if sum(value not in (None, ()) for value in given) != 1:
+                raise ConfigError(f"Recipe needs exactly one of {one} and {other}, got {given[0]} and {given[1]}")
+        if len(set(self.grid)) != len(self.grid):
+            raise ConfigError(f"Recipe.grid must have distinct learning rates, got {self.grid}")
+        self._check_numbers()
+        if not self.train_groups or len(set(self.train_groups)) != len(self.train_groups):
+            raise ConfigError(
+                f"Recipe.train_groups must name some of {list(GROUPS)}, each once; got {list(self.train_groups)}"
+            )
+        if self.reinit_classifier and "readout" not in self.train_groups:
+            raise ConfigError(
+                f"Recipe.reinit_classifier is {self.reinit_classifier!r}, but 'readout' is not in train_groups, so "
+                "the new classifier would never learn; add 'readout' or leave the classifier as it is"
+            )
+        if self.steps is not None:
+            self.plan(None)
         known = {field.name for field in fields(self)}
         if not known.issuperset(self.ours):
             raise ConfigError(f"Recipe.ours names {sorted(set(self.ours) - known)}, which are no settings of a recipe")
+
+    def _check_numbers(self) -> None:
+        """Every number is in its range: at least the first bound, below the second."""
+        positive, share = (math.ulp(0.0), math.inf), (0.0, 1.0)
+        ranges: dict[str, tuple[float, float]] = {
+            **dict.fromkeys(("learning_rate", "grid", "classifier_rate", "clip_norm"), positive),
+            **dict.fromkeys(("momentum", "betas", "min_delta", "label_smoothing", "dropout"), share),
+            "weight_decay": (0.0, math.inf),
+            "floor": (0.0, math.nextafter(1.0, 2.0)),
+            "warmup": (0, math.inf) if isinstance(self.warmup, int) else share,
+            "seed": (0, math.inf),
+            **dict.fromkeys(("steps", "epochs", "patience", "evaluate_every", "batch_size"), (1, math.inf)),
+            **dict.fromkeys(("last_blocks", "gradient_accumulation"), (1, math.inf)),
+        }
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            for number in value if isinstance(value, tuple) else () if value is None else (value,):
+                if not low <= number < high:
+                    below = "" if math.isinf(high) else f" and below {high:g}"
+                    raise ConfigError(f"Recipe.{name} must be at least {low:g}{below}, got {number}")
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "Recipe":
@@ -261,135 +267,122 @@ class Recipe:
         """Peak learning rates to train with: the grid, or the only one."""
         return self.grid or (() if self.learning_rate is None else (self.learning_rate,))
 
-    def updates(self, batches: int | None) -> int:
-        """Updates in all, when one pass over the training data has `batches` batches (None: unknown)."""
+    def plan(self, batches: int | None) -> tuple[int, int]:
+        """Updates in all, and of the warm-up, when one pass over the training data has `batches` batches.
+
+        Raises:
+            ConfigError: The number of batches is needed and unknown, or the warm-up is as long as the training.
+        """
         if self.steps is not None:
-            return self.steps
-        if batches is None or self.epochs is None:
+            total = self.steps
+        elif batches is not None and self.epochs is not None:
+            total = self.epochs * math.ceil(batches / self.gradient_accumulation)
+        else:
             raise ConfigError(
                 f"the recipe trains for {self.epochs} epochs, but the training data has no length, so the learning "
                 "rate cannot be planned; give steps instead of epochs, or a loader with a length"
             )
-        return self.epochs * math.ceil(batches / self.gradient_accumulation)
-
-    def _check_rates(self) -> None:
-        if bool(self.grid) == (self.learning_rate is not None):
+        # a fraction is rounded up, but 0.07 · 100 is 7, not 8
+        warmup = self.warmup if isinstance(self.warmup, int) else math.ceil(round(self.warmup * total, 9))
+        if warmup >= max(total, 1):
             raise ConfigError(
-                f"Recipe needs exactly one of learning_rate and grid, got learning_rate={self.learning_rate} and "
-                f"grid={self.grid}"
+                f"Recipe.warmup takes {warmup} updates and the whole training {total}; shorten the warm-up or train "
+                "for longer"
             )
-        if any(not 0.0 < rate < math.inf for rate in self.rates) or len(set(self.grid)) != len(self.grid):
-            raise ConfigError(f"learning rates must be positive, finite and distinct, got {self.rates}")
-        if not 0.0 < self.classifier_rate < math.inf:
-            raise ConfigError(f"Recipe.classifier_rate must be positive and finite, got {self.classifier_rate}")
-        _within("momentum", self.momentum, 0.0, 1.0)
-        for index, beta in enumerate(self.betas):
-            _within(f"betas[{index}]", beta, 0.0, 1.0)
-        _within("weight_decay", self.weight_decay, 0.0, math.inf)
-        _within("min_delta", self.min_delta, 0.0, 1.0)
-        _within("label_smoothing", self.label_smoothing, 0.0, 1.0)
-        _within("dropout", 0.0 if self.dropout is None else self.dropout, 0.0, 1.0)
-        if not 0.0 <= self.floor <= 1.0:
-            raise ConfigError(f"Recipe.floor is a fraction of the peak rate, from 0 to 1; got {self.floor}")
-        if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
-            raise ConfigError(f"Recipe.clip_norm must be positive and finite, or None; got {self.clip_norm}")
+        return total, warmup
 
-    def _check_budget(self) -> None:
-        if (self.steps is None) == (self.epochs is None):
+    def check(self, model: Ensemble, train: Batches | None, validation: Batches | None) -> None:
+        """Refuse a recipe that cannot train this model on these data; `build` asks before its long work.
+
+        Args:
+            model: What is to be trained: an ensemble, or the text tower of a dual encoder.
+            train: Training batches; None where nothing is known about them yet.
+            validation: Held-out batches, or None.
+        """
+        if train is not None:
+            self.plan(length_of(train))
+        if validation is None and (len(self.grid) > 1 or self.patience is not None):
             raise ConfigError(
-                f"Recipe needs exactly one of steps and epochs, got steps={self.steps} and epochs={self.epochs}"
+                f"the recipe chooses between learning rates (grid {self.grid}) or stops early (patience "
+                f"{self.patience}), which needs validation data; give some, or one learning_rate and patience=None"
             )
-        for name in ("steps", "epochs", "patience", "evaluate_every", "batch_size", "last_blocks"):
-            value = getattr(self, name)
-            if value is not None:
-                _whole(name, value, 1)
-        _whole("gradient_accumulation", self.gradient_accumulation, 1)
-        _whole("seed", self.seed, 0)
-        if isinstance(self.warmup, int):
-            _whole("warmup", self.warmup, 0)
-        else:
-            _within("warmup (as a fraction)", self.warmup, 0.0, 1.0)
-        if self.steps is not None and warmup_updates(self.warmup, self.steps) >= self.steps:
+        if self.last_blocks is not None and self.last_blocks > model.num_layers:
+            raise ConfigError(f"Recipe.last_blocks is {self.last_blocks}, but the model has {model.num_layers} blocks")
+        if (self.reinit_classifier or self.classifier_rate != 1.0) and (
+            not model.num_classes or model.config.readout.cosine is not None
+        ):
             raise ConfigError(
-                f"Recipe.warmup is {self.warmup}, which leaves nothing of {self.steps} steps; shorten the warm-up, "
-                "or give it as a fraction"
+                f"Recipe.reinit_classifier is {self.reinit_classifier!r} and classifier_rate {self.classifier_rate}, "
+                "but this model has no classifier, or class embeddings in place of one; leave them at None and 1.0"
+            )
+        parts = (name for name, _ in model.named_parameters())
+        if model.num_classes and not any(self.trains(name, model.num_layers) for name in parts):
+            raise ConfigError(
+                f"the recipe trains {list(self.train_groups)}, of which the last {self.last_blocks} blocks have "
+                "nothing; add groups to Recipe.train_groups, or train more blocks (share fewer layers)"
             )
 
-    def _check_parts(self) -> None:
-        if not self.train_groups or len(set(self.train_groups)) != len(self.train_groups):
-            raise ConfigError(
-                f"Recipe.train_groups must name some of {list(GROUPS)}, each once; got {list(self.train_groups)}"
-            )
-        if self.reinit_classifier and "readout" not in self.train_groups:
-            raise ConfigError(
-                f"Recipe.reinit_classifier is {self.reinit_classifier!r}, but 'readout' is not in train_groups, so "
-                "the new classifier would never learn; add 'readout' or leave the classifier as it is"
-            )
+    def trains(self, name: str, layers: int) -> bool:
+        """Whether the parameter of this name trains in a model with `layers` blocks."""
+        group, layer = place_of(name)
+        if group not in self.train_groups:
+            return False
+        if self.last_blocks is None:
+            return True
+        return group != "stem" and (layer is None or layer >= layers - self.last_blocks)
 
+    def rate_factor(self, update: int, total: int, warmup: int) -> float:
+        """Share of the peak learning rate that update number `update` (from 0) uses; see `plan`.
 
-def _within(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value < high:
-        raise ConfigError(f"Recipe.{name} must be at least {low} and below {high}, got {value}")
+        Warm-up is linear: the k-th of W warm-up updates uses k / W, so none is wasted on a rate of zero. Then the
+        rate falls from the peak to the floor, which it reaches when the budget of `total` updates is spent.
+        """
+        if update < warmup:
+            return (update + 1) / warmup
+        if self.schedule == "constant":
+            return 1.0
+        progress = min((update - warmup) / (total - warmup), 1.0)
+        remaining = (1.0 + math.cos(math.pi * progress)) / 2.0 if self.schedule == "cosine" else 1.0 - progress
+        return self.floor + (1.0 - self.floor) * remaining
 
-
-def _whole(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"Recipe.{name} must be a whole number of at least {least}, got {value!r}")
-
-
-RATE_FACTOR = "rate_factor"  # of a group of parameters: its share of the learning rate; 1 where it is not given
-_CLASSIFIERS = ("readout.classifier.", "readout.distillation_classifier.")
-
-
-def training_copy(start: Ensemble, recipe: Recipe, device: torch.device) -> Ensemble:
-    """A copy of the ensemble ready to train: in float32 (or float64), on `device`, frozen where the recipe says."""
-    if not start.num_classes:
-        raise ConfigError("fine-tuning needs a classifier, but this ensemble has none (num_classes is 0)")
-    if recipe.last_blocks is not None and recipe.last_blocks > start.num_layers:
-        raise ConfigError(f"Recipe.last_blocks is {recipe.last_blocks}, but the model has {start.num_layers} blocks")
-    if start.config.readout.cosine is not None and (recipe.reinit_classifier or recipe.classifier_rate != 1.0):
-        raise ConfigError(
-            f"Recipe.reinit_classifier is {recipe.reinit_classifier!r} and classifier_rate {recipe.classifier_rate}, "
-            "but this ensemble has class embeddings for a classifier (zero_shot made it); leave both at None and 1.0"
+    def with_dropout(self, config: EnsembleConfig) -> EnsembleConfig:
+        """The configuration with the dropout of this recipe; see `dropout`."""
+        rate = self.dropout
+        if rate is None:
+            return config
+        encoder = replace(config.encoder, projection_dropout=rate, activation_dropout=rate, output_dropout=rate)
+        if rate > 0.0:
+            return replace(config, encoder=encoder)
+        return replace(
+            config,
+            stem=replace(config.stem, dropout=0.0),
+            encoder=replace(encoder, attention_dropout=0.0, drop_path=()),
+            readout=replace(config.readout, dropout=0.0, hidden_dropout=0.0),
         )
-    state = {name: tensor.to(device, training_dtype(tensor)) for name, tensor in start.state_dict().items()}
-    model = Ensemble.from_state(with_dropout(start.config, recipe.dropout), state)
-    if recipe.reinit_classifier == "zeros":
-        for classifier in (model.readout.classifier, model.readout.distillation_classifier):
-            for parameter in () if classifier is None else classifier.parameters():
-                nn.init.zeros_(parameter)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_trained(name, recipe, start.num_layers))
-    return model
+
+    def described(self, rate: float, steps: int) -> str:
+        """What was trained and how, for a history: parts, steps, optimizer, learning rate and seed."""
+        where = "" if self.last_blocks is None else f" of the last {self.last_blocks} blocks"
+        chosen = f", chosen of {len(self.grid)}" if self.grid else ""
+        return (
+            f"{', '.join(self.train_groups)}{where} for {steps} steps: {self.optimizer}, learning rate "
+            f"{rate:g}{chosen}, seed {self.seed}"
+        )
 
 
-def is_trained(name: str, recipe: Recipe, layers: int) -> bool:
-    """Whether the recipe trains the parameter of this name in a model with `layers` blocks."""
-    group, layer = place_of(name)
-    if group not in recipe.train_groups:
-        return False
-    if recipe.last_blocks is None:
-        return True
-    return group != "stem" and (layer is None or layer >= layers - recipe.last_blocks)
+def trainable_state(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """The weights to train, on a device; half precision is too coarse for small updates and becomes float32."""
+    half = (torch.float16, torch.bfloat16)
+    return {
+        name: tensor.to(device, torch.float32 if tensor.dtype in half else tensor.dtype)
+        for name, tensor in model.state_dict().items()
+    }
 
 
-def trained_parameters(model: Ensemble) -> dict[str, nn.Parameter]:
-    """The parameters that train, by name."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def make_optimizer(model: Ensemble, recipe: Recipe) -> torch.optim.Optimizer:
-    """The recipe's optimizer over the trained parameters; its learning rate is set before every update."""
-    trained = trained_parameters(model)
-    return optimizer_over(
-        trained, recipe, {name: recipe.classifier_rate for name in trained if name.startswith(_CLASSIFIERS)}
-    )
-
-
-def optimizer_over(
+def make_optimizer(
     trained: Mapping[str, nn.Parameter], recipe: Recipe, shares: Mapping[str, float], spared: Container[str] = ()
 ) -> torch.optim.Optimizer:
-    """The recipe's optimizer over parameters by name.
+    """The recipe's optimizer over parameters by name; `set_rate` gives it a learning rate before every update.
 
     Args:
         trained: The parameters.
@@ -399,38 +392,23 @@ def optimizer_over(
     """
     found: dict[tuple[float, float], list[nn.Parameter]] = {}  # by share of the rate, and weight decay
     for name, parameter in trained.items():
-        free = name in spared or (recipe.no_decay_on_bias_and_norm and is_bias_or_norm(name))
+        free = name in spared or (recipe.no_decay_on_bias_and_norm and _is_bias_or_norm(name))
         found.setdefault((shares.get(name, 1.0), 0.0 if free else recipe.weight_decay), []).append(parameter)
     groups = [
-        {"params": parameters, "weight_decay": decay, RATE_FACTOR: share}
-        for (share, decay), parameters in found.items()
+        {"params": parameters, "weight_decay": decay, "share": share} for (share, decay), parameters in found.items()
     ]
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=recipe.momentum)
     return torch.optim.AdamW(groups, lr=0.0, betas=recipe.betas)
 
 
-def is_bias_or_norm(name: str) -> bool:
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give every group of parameters its share of the learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["share"]
+
+
+def _is_bias_or_norm(name: str) -> bool:
     """Whether a parameter is a bias, or the weight of a norm, by its name."""
     *modules, leaf = name.split(".")
     return leaf.endswith("bias") or "norm" in modules[-1]
-
-
-def training_dtype(tensor: Tensor) -> torch.dtype:
-    """Half precision is too coarse for small updates: such weights train in float32."""
-    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
-
-
-def with_dropout(config: EnsembleConfig, rate: float | None) -> EnsembleConfig:
-    """The configuration with a dropout rate as `Recipe.dropout` means it."""
-    if rate is None:
-        return config
-    encoder = replace(config.encoder, projection_dropout=rate, activation_dropout=rate, output_dropout=rate)
-    if rate > 0.0:
-        return replace(config, encoder=encoder)
-    return replace(
-        config,
-        stem=replace(config.stem, dropout=0.0),
-        encoder=replace(encoder, attention_dropout=0.0, drop_path=()),
-        readout=replace(config.readout, dropout=0.0, hidden_dropout=0.0),
-    )

@@ -4,26 +4,25 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import derive_seed, evaluation_mode, torch_seeded
-from ..batches import Batches, Inputs, borrowed, require_rereadable
+from ..batches import Batches, Inputs, borrowed
 from ..errors import ConfigError, DataError
 from ..heads.ranking import model_fingerprint
 from ..model.clip import DualEncoder
 from ..model.config import output_width
 from ..model.ensemble import Ensemble
-from .finetune import best_rate, check_choosing
-from .loop import BaseLearner, NotFiniteError, RunPlan, RunResult, Runtime, find_runtime, fingerprint
-from .recipe import Recipe, is_trained, optimizer_over, training_dtype, with_dropout
+from .loop import Job, Learner, Runtime, check_job, require_finite_loss, train_best, training_runtime
+from .recipe import Recipe, trainable_state
+from .reproducible import data_identity
 
 TEXTS_AT_ONCE = 256
 
@@ -118,9 +117,6 @@ class PairBatch:
     texts: Any
     labels: Tensor | None
 
-    def __len__(self) -> int:
-        return _count(self.texts)
-
 
 def read_pairs(raw: Any, name: str, index: int = 0) -> PairBatch:
     """Take `(images, texts, labels)` or `(images, texts)` apart.
@@ -209,85 +205,50 @@ def retrieval(images: Tensor, texts: Tensor, logit_scale: Tensor, labels: Tensor
     return right / len(images), nll / len(images)
 
 
-SCALE = "logit_scale"
-TOWER = "text."
-_TEXT_PROJECTION, _IMAGE_PROJECTION = "projections.text.", "projections.image."
+Embeddings = tuple[Tensor, Tensor]  # of images and of texts, [B, e] each, of length one
 
 
-@dataclass(frozen=True)
-class Moving:
-    """Which parts learn besides the text tower.
+class TextLearner(Learner[PairBatch]):
+    """A copy of a dual encoder in training: in float32 (or float64), all but what learns is frozen.
 
-    Attributes:
+    Args:
+        start: The dual encoder to copy.
+        recipe: How to train; its groups and blocks are those of the text tower, the text projection is `readout`.
+        runtime: Where.
         image_projection: Whether the image projection learns; the image tower never does.
         projection_rate: Learning rate of image projection and logit scale, over that of the recipe.
     """
 
-    image_projection: bool = False
-    projection_rate: float = 1.0
-
-
-def training_copy(start: DualEncoder, recipe: Recipe, moving: Moving, device: torch.device) -> DualEncoder:
-    """A copy ready to train: in float32 (or float64), on `device`, frozen but for what is to learn."""
-    layers = start.text.num_layers
-    if recipe.last_blocks is not None and recipe.last_blocks > layers:
-        raise ConfigError(f"Recipe.last_blocks is {recipe.last_blocks}, but the text tower has {layers} blocks")
-    state = {name: tensor.to(device, training_dtype(tensor)) for name, tensor in start.state_dict().items()}
-    config = replace(start.config, text=with_dropout(start.config.text, recipe.dropout))
-    model = DualEncoder.from_state(config, state, start.image.metadata, start.text.metadata)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(_learns(name, recipe, moving, layers))
-    return model
-
-
-def trained_parameters(model: DualEncoder) -> dict[str, nn.Parameter]:
-    """The parameters that train, by name."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def make_optimizer(model: DualEncoder, recipe: Recipe, moving: Moving) -> torch.optim.Optimizer:
-    """The recipe's optimizer: text side, and image projection and scale at their own rate, with and without decay."""
-    trained = trained_parameters(model)
-    others = (name for name in trained if not name.startswith((TOWER, _TEXT_PROJECTION)))
-    return optimizer_over(trained, recipe, dict.fromkeys(others, moving.projection_rate), spared=(SCALE,))
-
-
-def _learns(name: str, recipe: Recipe, moving: Moving, layers: int) -> bool:
-    if name.startswith(TOWER):
-        return is_trained(name.removeprefix(TOWER), recipe, layers)
-    if name.startswith(_TEXT_PROJECTION):
-        return "readout" in recipe.train_groups
-    if name.startswith(_IMAGE_PROJECTION):
-        return moving.image_projection
-    return name == SCALE
-
-
-Embeddings = tuple[Tensor, Tensor]  # of images and of texts, [B, e] each, of length one
-
-
-class TextLearner(BaseLearner[PairBatch]):
-    """A copy of a dual encoder whose text side is in training."""
-
-    def __init__(self, start: DualEncoder, recipe: Recipe, moving: Moving, runtime: Runtime) -> None:
-        self.model = training_copy(start, recipe, moving, runtime.device)
-        trained = trained_parameters(self.model)
-        super().__init__(trained, make_optimizer(self.model, recipe, moving), recipe, runtime)
-        self.tower_learns = any(name.startswith(TOWER) for name in trained)
-
-    def begin(self) -> None:
-        """Get ready to train, after the weights are in place; a tower that does not learn stays in evaluation mode."""
+    def __init__(
+        self, start: DualEncoder, recipe: Recipe, runtime: Runtime, image_projection: bool, projection_rate: float
+    ) -> None:
+        config = replace(start.config, text=recipe.with_dropout(start.config.text))
+        metadata = start.image.metadata, start.text.metadata
+        self.model = DualEncoder.from_state(config, trainable_state(start, runtime.device), *metadata)
+        others = {"logit_scale": projection_rate}
+        for name, parameter in self.model.named_parameters():
+            side, _, rest = name.partition(".")
+            if side == "text":
+                learns = recipe.trains(rest, start.text.num_layers)
+            elif name.startswith("projections.text."):
+                learns = "readout" in recipe.train_groups
+            else:
+                learns = name == "logit_scale" or (image_projection and side == "projections")
+                others[name] = projection_rate
+            parameter.requires_grad_(learns)
+        super().__init__(self.model, recipe, runtime, others, spared=("logit_scale",))
+        self.tower_learns = any(name.startswith("text.") for name in self.trained)
         self.model.eval()
-        self.model.text.train(self.tower_learns)
+        self.model.text.train(self.tower_learns)  # a tower that does not learn stays in evaluation mode
 
     def read(self, raw: Any, index: int) -> PairBatch:
         """Images, texts and perhaps labels."""
         return read_pairs(raw, "train", index)
 
-    def update(self, group: list[PairBatch], rate: float, seed: int) -> float:
-        """One step on the pairs of all batches of all processes together."""
-        self.set_rate(rate)
+    def backward(self, group: list[PairBatch], seed: int) -> float:
+        """The gradients of the loss over the pairs of all batches of all ranks together."""
         sides = [self._inputs(batch, index) for index, batch in enumerate(group)]
-        seeds = [derive_seed(seed, index, self.runtime.rank) for index in range(len(group))]
+        seeds = [derive_seed(seed, index, self.runtime.ranks.rank) for index in range(len(group))]
         with torch.set_grad_enabled(len(group) == 1):  # one batch is run once, with its gradients
             found = [self._embed(*side, one) for side, one in zip(sides, seeds, strict=True)]
         loss, gradients = self._loss(found, self._agreed_labels(group))
@@ -297,27 +258,29 @@ class TextLearner(BaseLearner[PairBatch]):
             if pairs:
                 torch.autograd.backward([one for one, _ in pairs], [to for _, to in pairs])
         self._exchange()
-        self.step()
+        return loss
+
+    def update(self, group: list[PairBatch], rate: float, seed: int) -> float:
+        """One step of the optimizer; the logit scale is kept between 0 and log(100)."""
+        loss = super().update(group, rate, seed)
         with torch.no_grad():
             self.model.logit_scale.clamp_(0.0, LARGEST_SCALE)
         return loss
 
+    @torch.no_grad()
     def measure(self, validation: Batches) -> tuple[float, float]:
         """How often the text nearest to an image is of its class, and the NLL of that, over the whole data."""
-        self.model.eval()
-        found, labels = [], []
-        with torch.no_grad():
+        found, classes = [], []
+        with evaluation_mode(self.model):
             for index, raw in enumerate(validation):
                 batch = read_pairs(raw, "validation", index)
                 found.append(self._embed(*self._inputs(batch, index, "validation"), seed=0))
-                labels.append(batch)
-            self.begin()
-            if not found:
-                raise DataError("validation has no batches; check the loader, or that it was not consumed before")
-            images, texts = (torch.cat(side) for side in zip(*found, strict=True))
-            classes = _labels_of(labels)
-            classes = None if classes is None else classes.to(images.device)
-            return retrieval(images, texts, self.model.logit_scale, classes)
+                classes.append(batch.labels)
+        if not found:
+            raise DataError("validation has no batches; check the loader, or that it was not consumed before")
+        images, texts = (torch.cat(side) for side in zip(*found, strict=True))  # [N, e] each
+        labels = _joined(classes)
+        return retrieval(images, texts, self.model.logit_scale, None if labels is None else labels.to(images.device))
 
     def _inputs(self, batch: PairBatch, index: int, name: str = "train") -> tuple[Tensor, Inputs]:
         """Features of the images `[B, d]` and prepared texts, or their features where the tower does not learn."""
@@ -328,38 +291,33 @@ class TextLearner(BaseLearner[PairBatch]):
                 f"the texts of {where} are features, but the text tower is to learn; give texts, or train the "
                 "projections alone: Recipe(train_groups=('readout',))"
             )
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self.autocast():
             images = features_of(self.model.image, batch.images, where)
             texts = features_of(self.model.text, batch.texts, where) if given else None
         return images, self.model.text.prepare(batch.texts) if texts is None else texts
 
     def _embed(self, images: Tensor, texts: Inputs, seed: int) -> Embeddings:
         projections, dtype = self.model.projections, self.model.dtype
-        with torch_seeded(seed, self.runtime.device), self._autocast():
+        with torch_seeded(seed, self.runtime.device), self.autocast():
             features = images, features_of(self.model.text, texts, "a batch")
             maps = projections.image, projections.text
             sides = [x[None] if one is None else one(x[None]) for x, one in zip(features, maps, strict=True)]
         image, text = (F.normalize(side[0].to(dtype), dim=-1) for side in sides)  # [1, B, e] to [B, e]
         return image, text
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.runtime.device.type, dtype=self.autocast, enabled=self.autocast is not None)
-
     def _loss(self, found: list[Embeddings], labels: Tensor | None) -> tuple[float, list[Embeddings]]:
         """The loss over everything, and the gradients of this process's embeddings, batch by batch."""
-        sizes = [len(image) for image, _ in found]
+        ranks, sizes = self.runtime.ranks, [len(image) for image, _ in found]
         leaves, start = [], 0
         for side in zip(*found, strict=True):
-            parts = self.runtime.gather(torch.cat(side).detach())
-            start = sum(len(part) for part in parts[: self.runtime.rank])
+            parts = ranks.rows(torch.cat(side).detach())
+            start = sum(len(part) for part in parts[: ranks.rank])
             leaves.append(torch.cat(parts).requires_grad_())  # [N, e]
         if labels is not None:
-            labels = torch.cat(self.runtime.gather(labels.to(self.runtime.device)))
+            labels = torch.cat(ranks.rows(labels.to(self.runtime.device)))
         loss = contrastive_loss(leaves[0], leaves[1], self.model.logit_scale, labels, self.recipe.label_smoothing)
-        value = loss.item()
-        if not math.isfinite(value):
-            bad = (index for index, pair in enumerate(found) if not all(bool(one.isfinite().all()) for one in pair))
-            raise NotFiniteError(f"the loss is {value}", next(bad, 0))
+        bad = (index for index, pair in enumerate(found) if not all(bool(one.isfinite().all()) for one in pair))
+        value = require_finite_loss(loss, 0 if loss.isfinite() else next(bad, 0))
         self.scaler.scale(loss).backward()
         own = slice(start, start + sum(sizes))
         images, texts = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
@@ -370,35 +328,32 @@ class TextLearner(BaseLearner[PairBatch]):
 
         A process that found this out alone would leave the others waiting for it.
         """
-        own = torch.tensor([sum(batch.labels is not None for batch in group), len(group)], device=self.runtime.device)
-        labelled, batches = self.runtime.total(own).tolist()
-        if labelled not in (0, batches):
-            raise _some_labels(labelled, batches)
-        return _labels_of(group)
+        labels = [batch.labels for batch in group]
+        own = torch.tensor([sum(one is not None for one in labels), len(labels)], device=self.runtime.device)
+        return _joined(labels, *self.runtime.ranks.total(own).tolist())
 
     def _exchange(self) -> None:
         """Sum the gradients over all processes; that of the scale is whole in each of them."""
-        processes = self.runtime.processes
-        if processes == 1:
+        ranks = self.runtime.ranks
+        if ranks.size == 1:
             return
         gradients = [parameter.grad for parameter in self.trained.values() if parameter.grad is not None]
         if self.model.logit_scale.grad is not None:
-            self.model.logit_scale.grad /= processes
-        total = self.runtime.total(torch.cat([gradient.flatten() for gradient in gradients]))
+            self.model.logit_scale.grad /= ranks.size
+        total = ranks.total(torch.cat([gradient.flatten() for gradient in gradients]))
         for gradient, summed in zip(gradients, total.split([one.numel() for one in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
 
-def _labels_of(group: list[PairBatch]) -> Tensor | None:
-    """Labels of several batches one after another; None where there are none."""
-    present = [batch.labels for batch in group if batch.labels is not None]
-    if len(present) not in (0, len(group)):
-        raise _some_labels(len(present), len(group))
+def _joined(labels: list[Tensor | None], labelled: int | None = None, batches: int | None = None) -> Tensor | None:
+    """Labels of several batches in one tensor, None where there are none; the counts are those of all ranks."""
+    present = [one for one in labels if one is not None]
+    labelled, batches = labelled or len(present), batches or len(labels)
+    if labelled not in (0, batches):
+        raise DataError(
+            f"{labelled} of {batches} batches have labels; all must, or none (then every pair stands alone)"
+        )
     return torch.cat(present) if present else None
-
-
-def _some_labels(labelled: int, batches: int) -> DataError:
-    return DataError(f"{labelled} of {batches} batches have labels; all must, or none (then every pair stands alone)")
 
 
 @torch.inference_mode(False)
@@ -434,8 +389,8 @@ def tune_text(
     Args:
         dual: One member, perhaps pruned in either tower. Tune members one by one and fuse them afterwards.
         train: Batches `(images, texts, labels)` that can be read again and again. Images as `encode_image` takes them,
-            or features `[B, d]` computed once by `text_tuning.image_features`; texts as `encode_text` takes them,
-            or, where the text tower does not learn, features by `text_tuning.text_features`; labels `[B]` or None, or
+            or features `[B, d]` computed once by `image_features`; texts as `encode_text` takes them,
+            or, where the text tower does not learn, features by `text_features`; labels `[B]` or None, or
             left out: then each pair stands alone.
         recipe: How to train.
         validation: Held-out batches of the same kind.
@@ -451,55 +406,6 @@ def tune_text(
         DataError: Batches that cannot be used, or a loss that is not finite; the last checkpoint stays.
         CheckpointError: A checkpoint in `output` that belongs to another recipe, model or data.
     """
-    _check(dual, recipe, train_image_projection, projection_rate, checkpoint_every)
-    check_choosing(recipe, validation)
-    require_rereadable(train, "train")
-    if validation is not None:
-        require_rereadable(validation, "validation")
-    moving = Moving(train_image_projection, projection_rate)
-    identity: dict[str, Any] = {}
-    if output is not None:
-        seed = derive_seed(recipe.seed, "fingerprint")
-        identity = {
-            "task": "text tuning",
-            "train": fingerprint(train, "train", seed, pair_content),
-            "validation": None if validation is None else fingerprint(validation, "validation", seed, pair_content),
-            "model": model_fingerprint(dual),
-            "image_projection": moving.image_projection,
-            "projection_rate": moving.projection_rate,
-        }
-    with ExitStack() as loaders:
-        for source in (train, () if validation is None else validation):
-            loaders.enter_context(borrowed(source))
-        runtime = find_runtime(device, dual.device)
-        shared = runtime.share(train)
-        plan = RunPlan(recipe, 0.0, 0, shared, validation, checkpoint_every, identity, progress)
-        learner = partial(TextLearner, dual, recipe, moving, runtime)
-        result, rate = best_rate(learner, plan, runtime, None if output is None else Path(output))
-    return _result(dual, result, rate, recipe, moving)
-
-
-def _result(start: DualEncoder, result: RunResult, rate: float, recipe: Recipe, moving: Moving) -> DualEncoder:
-    """The trained weights in a new dual encoder like the one at the start, in its dtype and on its device."""
-    state = {
-        name: result.weights[name].to(tensor.device, tensor.dtype) if name in result.weights else tensor
-        for name, tensor in start.state_dict().items()
-    }
-    where = "" if recipe.last_blocks is None else f" of the last {recipe.last_blocks} blocks"
-    also = " and the image projection" if moving.image_projection else ""
-    line = (
-        f"tuned the text side ({', '.join(recipe.train_groups)}{where}){also} to the locked image tower for "
-        f"{result.steps} steps: {recipe.optimizer}, learning rate {rate:g}, seed {recipe.seed}"
-    )
-    if result.best is not None:
-        line += f"; validation accuracy {result.best.accuracy:.4f} at step {result.best.step}"
-    text = replace(start.text.metadata, history=(*start.text.metadata.history, line))
-    return DualEncoder.from_state(start.config, state, start.image.metadata, text)
-
-
-def _check(
-    dual: DualEncoder, recipe: Recipe, train_image_projection: bool, projection_rate: float, checkpoint_every: int
-) -> None:
     if not isinstance(dual, DualEncoder):
         raise ConfigError(
             f"tune_text takes a DualEncoder, got a {type(dual).__name__}; finetune is for ensembles with a classifier"
@@ -511,13 +417,25 @@ def _check(
         )
     if train_image_projection and dual.projections.image is None:
         raise ConfigError("train_image_projection is true, but this dual encoder has no image projection to train")
-    if recipe.reinit_classifier is not None or recipe.classifier_rate != 1.0:
-        raise ConfigError(
-            f"Recipe.reinit_classifier is {recipe.reinit_classifier!r} and classifier_rate {recipe.classifier_rate}, "
-            "but a dual encoder has no classifier; leave them None and 1, and see projection_rate"
-        )
-    if not projection_rate > 0 or checkpoint_every < 1:
-        raise ConfigError(
-            f"projection_rate must be positive and checkpoint_every at least 1, got {projection_rate} and "
-            f"{checkpoint_every}"
-        )
+    if not projection_rate > 0:
+        raise ConfigError(f"projection_rate must be positive, got {projection_rate}")
+    check_job(train, validation, recipe, checkpoint_every)
+    recipe.check(dual.text, train, validation)
+    identity: dict[str, Any] = {}
+    if output is not None:
+        identity = {
+            "task": "text tuning",
+            **data_identity(train, validation, recipe.seed, pair_content),
+            "model": model_fingerprint(dual),
+            "image_projection": train_image_projection,
+            "projection_rate": projection_rate,
+        }
+    with borrowed(train, validation), training_runtime(device, dual.device) as runtime:
+        folder = None if output is None else Path(output)
+        job = Job(recipe, runtime.share(train), validation, 0, folder, identity, checkpoint_every, progress)
+        learner = partial(TextLearner, dual, recipe, runtime, train_image_projection, projection_rate)
+        result = train_best(learner, job, runtime)
+    also = " and the image projection" if train_image_projection else ""
+    line = f"tuned the text side{also} to the locked image tower: {result.described(recipe)}"
+    text = replace(dual.text.metadata, history=(*dual.text.metadata.history, line))
+    return DualEncoder.from_state(dual.config, result.state_like(dual), dual.image.metadata, text)

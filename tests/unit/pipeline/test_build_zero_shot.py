@@ -56,11 +56,11 @@ def test_the_image_tower_alone() -> None:
 @pytest.mark.parametrize(
     ("config", "more", "message"),
     [
-        (CONFIG, {}, "give class_names="),
-        (he.HydraConfig(prune=4, strategy="taylor"), {"class_names": NAMES}, "ranks the heads of one tower"),
-        (he.HydraConfig(prune=4, method="screened"), {"class_names": NAMES}, "ranks the heads of one tower"),
-        (he.HydraConfig(prune=4, shared_layers=1), {"class_names": NAMES}, "numbered within one tower"),
-        (he.HydraConfig(prune=17), {"class_names": NAMES}, "there are 16 heads"),
+        (CONFIG, {}, "class_names"),
+        (he.HydraConfig(prune=4, strategy="taylor"), {"class_names": NAMES}, "one tower"),
+        (he.HydraConfig(prune=4, method="screened"), {"class_names": NAMES}, "one tower"),
+        (he.HydraConfig(prune=4, shared_layers=1), {"class_names": NAMES}, "shared_layers"),
+        (he.HydraConfig(prune=17), {"class_names": NAMES}, "16 heads"),
     ],
 )
 def test_what_cannot_work_is_refused(config: he.HydraConfig, more: dict[str, Any], message: str) -> None:
@@ -69,7 +69,7 @@ def test_what_cannot_work_is_refused(config: he.HydraConfig, more: dict[str, Any
 
 
 def test_class_names_are_for_dual_encoders() -> None:
-    with pytest.raises(ConfigError, match="an ensemble has its classes already"):
+    with pytest.raises(ConfigError, match="class_names"):
         build(he.zero_shot(dual_of(CASE), NAMES), class_names=NAMES)
-    with pytest.raises(ConfigError, match="one model"):
+    with pytest.raises(ConfigError, match="2 members"):
         build(he.fuse([dual_of(CASE)] * 2), class_names=NAMES)

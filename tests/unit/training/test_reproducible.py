@@ -1,19 +1,22 @@
-"""A run is not continued on other data, as far as that shows without reading them all."""
+"""Data are known again, members see orders of their own, and a source is given back as it came."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from finetune_cases import CLASSES, samples, tiny
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+from training_cases import CLASSES, Stopping, own_batches, same, samples, shuffled, tiny
 
+from hydra_ensembles.batches import begin_epoch, borrowed
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import CheckpointError, DataError
 from hydra_ensembles.training.finetune import finetune
-from hydra_ensembles.training.loop import fingerprint
 from hydra_ensembles.training.recipe import Recipe
+from hydra_ensembles.training.reproducible import fingerprint
+from hydra_ensembles.training.text import pair_content
 
 IMAGES, LABELS = samples(48)
 
@@ -90,12 +93,100 @@ def test_what_a_source_happens_to_hold_does_no_harm():
 
 
 def test_a_bad_batch_of_a_list_is_named_by_its_position():
-    with pytest.raises(DataError, match="batch 2 of train is a str"):
+    with pytest.raises(DataError, match="batch 2 of train"):
         fingerprint([*split(IMAGES, LABELS)[:2], "no batch"], "train", 0)
 
 
 def test_a_finished_run_is_not_given_out_for_other_labels(tmp_path):
     recipe = Recipe(optimizer="sgd", learning_rate=0.05, epochs=1)
     finetune(tiny(), SOURCES["tensors"](LABELS), recipe, output=tmp_path, progress=False)
-    with pytest.raises(CheckpointError, match="train was"):
+    with pytest.raises(CheckpointError, match="train"):
         finetune(tiny(), SOURCES["tensors"](late_labels()), recipe, output=tmp_path, progress=False)
+
+
+def test_the_content_of_pictures_counts():
+    image = pytest.importorskip("PIL.Image")
+    red, blue = (pair_content(([image.new("RGB", (4, 4), colour)], ["a"]), "train") for colour in ("red", "blue"))
+    again = pair_content(([image.new("RGB", (4, 4), "red")], ["a"]), "train")
+    assert torch.equal(red["images"], again["images"])
+    assert not torch.equal(red["images"], blue["images"])
+
+
+RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, epochs=2, schedule="constant")
+
+
+def train(source, recipe: Recipe = RECIPE, member=None, **settings):
+    return finetune(tiny() if member is None else member, source, recipe, progress=False, **settings)
+
+
+def noisy(images):
+    return torch.stack(images) + torch.rand(len(images), 1, 1, 1)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "augmented"])
+def test_members_and_seeds_differ_on_the_batches_of_the_library(kind):
+    pairs = list(zip(*samples(), strict=True))
+    source = (
+        own_batches() if kind == "shuffled" else data_batches(pairs, noisy, 8)  # the same order, other augmentation
+    )
+    first, second = train(source, member=[tiny(), tiny()])
+    assert not same(first, second)
+    assert not same(first, train(source, dataclasses.replace(RECIPE, seed=7)))
+    assert same(first, train(source))
+    assert same(second, train(source, index=1))
+
+
+def test_what_was_set_before_makes_no_difference_and_is_put_back():
+    source = own_batches()
+    expected = train(source)
+    source.set_epoch(5)
+    source.set_stream(11)
+    assert same(expected, train(source, validation=source))
+    assert (source.epoch, source.stream) == (5, 11)
+    with borrowed(source):
+        begin_epoch(source, 3, 4)
+        assert (source.epoch, source.stream) == (3, 4)
+    assert (source.epoch, source.stream) == (5, 11)
+
+
+class Told(TensorDataset):
+    """A data set that is told the epoch."""
+
+    epoch = 4
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_the_epoch_of_a_data_set_inside_a_loader_is_put_back():
+    data = Told(*samples())
+    train(DataLoader(data, batch_size=8))
+    assert data.epoch == 4
+
+
+def test_a_run_on_the_batches_of_the_library_resumes_with_the_same_bits(tmp_path):
+    pairs = list(zip(*samples(), strict=True))
+    left = 8 * 11  # samples: the batch of the fingerprint, one epoch of six, and four batches of the next
+
+    def counted(images):
+        nonlocal left
+        left -= len(images)
+        if left < 0:
+            raise KeyboardInterrupt
+        return noisy(images)
+
+    source = data_batches(pairs, counted, 8, shuffle=True)
+    with pytest.raises(KeyboardInterrupt):
+        train(source, output=tmp_path, checkpoint_every=1)
+    assert (source.epoch, source.stream) == (0, None)
+    left = 10_000
+    assert same(train(source), train(source, output=tmp_path, checkpoint_every=1))
+
+
+def test_a_generator_of_the_loader_is_seeded_also_behind_a_wrapper():
+    def loader(seed):
+        source = Stopping(shuffled())
+        source.batches.generator = source.batches.sampler.generator = torch.Generator().manual_seed(seed)
+        return source
+
+    assert same(train(loader(10)), train(loader(15)))

@@ -1,20 +1,22 @@
-"""Fine-tuning and MC Dropout on a CUDA device."""
+"""Fine-tuning, text tuning and MC Dropout on a CUDA device."""
 
 import dataclasses
 
 import pytest
 import torch
-from finetune_cases import batches, shuffled, tiny
+from training_cases import Stopping, batches, largest_gap, pairs, shuffled, tiny, tiny_dual
 
 from hydra_ensembles.baselines.mc_dropout import mc_dropout
 from hydra_ensembles.training.finetune import finetune
 from hydra_ensembles.training.recipe import Recipe
+from hydra_ensembles.training.text import image_features, tune_text
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 RECIPE = Recipe(optimizer="adamw", learning_rate=0.003, steps=8, clip_norm=1.0)
+TEXT = Recipe(optimizer="sgd", learning_rate=0.02, epochs=2, schedule="constant", gradient_accumulation=3)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
@@ -38,22 +40,12 @@ def test_a_run_on_a_gpu_is_repeatable_resumable_and_leaves_no_trace(tmp_path, pr
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert first.device.type == "cuda"
 
-    class Stopping(list):
-        read = 0
-
-        def __iter__(self):
-            for batch in super().__iter__():
-                type(self).read += 1
-                if self.read == 6:
-                    raise RuntimeError("stopped")
-                yield batch
-
     plain = batches()
     expected = finetune(member, plain, recipe, batches(seed=4), progress=False)
     options = {"output": tmp_path, "progress": False, "checkpoint_every": 1}
-    with pytest.raises(RuntimeError, match="stopped"):
-        finetune(member, Stopping(plain), recipe, batches(seed=4), **options)
-    resumed = finetune(member, plain, recipe, batches(seed=4), **options)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(member, Stopping(plain, 5), recipe, batches(seed=4), **options)
+    resumed = finetune(member, Stopping(plain), recipe, batches(seed=4), **options)
     for name, tensor in resumed.state_dict().items():
         torch.testing.assert_close(tensor, expected.state_dict()[name], atol=1e-5, rtol=1e-5)
 
@@ -67,3 +59,24 @@ def test_mc_dropout_on_a_gpu_depends_on_the_seed_only():
     torch.cuda.manual_seed(3)
     torch.testing.assert_close(view(images), answer)
     assert answer.std(0).min() > 0
+
+
+def test_a_gpu_tunes_as_the_cpu_does():
+    dual = tiny_dual()
+    expected = tune_text(dual, pairs(), TEXT, train_image_projection=True, progress=False)
+    found = tune_text(dual, pairs(), TEXT, train_image_projection=True, device="cuda", progress=False)
+    assert found.device.type == "cpu"
+    assert largest_gap(expected, found) < 1e-4
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_on_features_that_lie_on_the_gpu(precision):
+    dual = tiny_dual().to("cuda")
+    features = image_features(dual, [images for images, _, _ in pairs()]).split(8)
+    data = [(feature, texts, labels) for feature, (_, texts, labels) in zip(features, pairs(), strict=True)]
+    recipe = dataclasses.replace(TEXT, precision=precision)
+    tuned = tune_text(dual, data, recipe, validation=data, progress=False)
+    assert tuned.device.type == "cuda"
+    exact = tune_text(dual, data, TEXT, validation=data, progress=False)
+    assert largest_gap(dual, tuned) > 0
+    assert largest_gap(tuned, exact) < 0.02

@@ -1,3 +1,5 @@
+"""Fine-tuning: what is learned, what moves, how members and random numbers go together."""
+
 import copy
 import dataclasses
 import random
@@ -5,28 +7,23 @@ import random
 import numpy as np
 import pytest
 import torch
-from finetune_cases import CLASSES, LAYERS, batches, same, samples, shuffled, tiny, tiny_text
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from training_cases import CLASSES, LAYERS, batches, moved, same, samples, shuffled, tiny, tiny_text
 
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.model.config import GROUPS, CosineConfig, Sharing
 from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.model.layers import GroupedNorm
 from hydra_ensembles.model.members import place_of
-from hydra_ensembles.training.finetune import ensemble_loss, finetune
-from hydra_ensembles.training.recipe import Recipe, make_optimizer, training_copy, with_dropout
+from hydra_ensembles.training.finetune import EnsembleLearner, ensemble_loss, finetune
+from hydra_ensembles.training.loop import Runtime
+from hydra_ensembles.training.recipe import Recipe
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, steps=4, schedule="constant")
 
 
 def train(member, data=None, recipe=RECIPE, validation=None, **options):
     return finetune(member, batches() if data is None else data, recipe, validation, progress=False, **options)
-
-
-def changed(before: Ensemble, after: Ensemble) -> set[str]:
-    state = after.state_dict()
-    return {name for name, tensor in before.state_dict().items() if not torch.equal(tensor, state[name])}
 
 
 def test_training_learns_and_leaves_the_input_alone():
@@ -85,70 +82,30 @@ def test_label_smoothing_is_torchs_and_members_add_up():
 @pytest.mark.parametrize("group", GROUPS)
 def test_only_the_chosen_group_moves(group):
     member = tiny()
-    moved = changed(member, train(member, recipe=dataclasses.replace(RECIPE, train_groups=(group,))))
-    assert moved
-    assert {place_of(name)[0] for name in moved} == {group}
+    found = moved(member, train(member, recipe=dataclasses.replace(RECIPE, train_groups=(group,))))
+    assert found
+    assert {place_of(name)[0] for name in found} == {group}
 
 
 def test_last_blocks_freeze_everything_before_them():
     member = tiny()
-    moved = changed(member, train(member, recipe=dataclasses.replace(RECIPE, last_blocks=1)))
-    assert all(place_of(name)[1] in (None, LAYERS - 1) and place_of(name)[0] != "stem" for name in moved)
-    assert {place_of(name)[0] for name in moved} == {"attention", "mlp", "norms", "readout"}
-    with pytest.raises(ConfigError, match="last_blocks is 4, but the model has 2"):
-        train(member, recipe=dataclasses.replace(RECIPE, last_blocks=4))
-
-
-def test_frozen_groups_get_no_gradient():
-    model = training_copy(tiny(), dataclasses.replace(RECIPE, train_groups=("norms",)), torch.device("cpu"))
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    assert frozen
-    assert all(place_of(name)[0] != "norms" for name in frozen)
+    found = moved(member, train(member, recipe=dataclasses.replace(RECIPE, last_blocks=1)))
+    assert all(place_of(name)[1] in (None, LAYERS - 1) and place_of(name)[0] != "stem" for name in found)
+    assert {place_of(name)[0] for name in found} == {"attention", "mlp", "norms", "readout"}
 
 
 def test_the_classifier_starts_at_zero():
     member = tiny()
     recipe = dataclasses.replace(RECIPE, reinit_classifier="zeros", train_groups=("readout",))
-    model = training_copy(member, recipe, torch.device("cpu"))
-    assert model.readout.classifier is not None
-    assert not model.readout.classifier.weight.any()
-    assert not model.readout.classifier.bias.any()
-    images, _ = samples(4)
-    assert not model(images).any()
+    model = EnsembleLearner(member, recipe, Runtime(torch.device("cpu"))).model
+    assert not model(samples(4)[0]).any()
     assert member.readout.classifier.weight.any()  # type: ignore[union-attr]
 
 
 def test_dropout_of_the_recipe_applies_only_while_training():
-    member = tiny()
-    model = training_copy(member, dataclasses.replace(RECIPE, dropout=0.1), torch.device("cpu"))
-    encoder = model.config.encoder
-    assert (encoder.projection_dropout, encoder.activation_dropout, encoder.output_dropout) == (0.1, 0.1, 0.1)
-    assert encoder.attention_dropout == 0.0
-    assert train(member, recipe=dataclasses.replace(RECIPE, dropout=0.1)).config == member.config
-    assert not same(train(member), train(member, recipe=dataclasses.replace(RECIPE, dropout=0.1)))
-    kept = training_copy(tiny(dropout=0.2), RECIPE, torch.device("cpu"))
-    assert kept.config.encoder.output_dropout == 0.2
-    off = training_copy(tiny(dropout=0.2), dataclasses.replace(RECIPE, dropout=0.0), torch.device("cpu"))
-    assert off.config == tiny().config
-    deep = tiny().config
-    deep = dataclasses.replace(deep, encoder=dataclasses.replace(deep.encoder, drop_path=(0.0, 0.5)))
-    assert with_dropout(deep, 0.0) == tiny().config
-    assert with_dropout(deep, 0.1).encoder.drop_path == (0.0, 0.5)
-
-
-def test_weight_decay_spares_biases_and_norms():
-    model = tiny_text()
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    recipe = dataclasses.replace(RECIPE, weight_decay=0.01)
-    decayed, spared = make_optimizer(model, recipe).param_groups
-    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.01, 0.0)
-    assert all("bias" in names[p] or "norm" in names[p] for p in spared["params"])
-    assert not any("bias" in names[p] or "norm" in names[p] for p in decayed["params"])
-    assert len(decayed["params"]) + len(spared["params"]) == len(names)
-    norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, GroupedNorm)}
-    assert norms < {names[p] for p in spared["params"]}
-    everywhere = make_optimizer(model, dataclasses.replace(recipe, no_decay_on_bias_and_norm=False))
-    assert [group["weight_decay"] for group in everywhere.param_groups] == [0.01]
+    member, recipe = tiny(), dataclasses.replace(RECIPE, dropout=0.1)
+    assert train(member, recipe=recipe).config == member.config
+    assert not same(train(member), train(member, recipe=recipe))
 
 
 def test_a_classifier_learns_at_a_rate_of_its_own():
@@ -202,7 +159,7 @@ def test_half_precision_ensembles_come_back_in_half_precision():
     member = tiny().to(torch.bfloat16)
     trained = train(member, recipe=dataclasses.replace(RECIPE, train_groups=("readout",)))
     assert trained.dtype == torch.bfloat16
-    assert changed(member, trained) == {"readout.classifier.weight", "readout.classifier.bias"}
+    assert moved(member, trained) == {"readout.classifier.weight", "readout.classifier.bias"}
 
 
 def test_members_of_one_ensemble_train_as_they_would_alone_when_nothing_is_shared():
@@ -216,7 +173,7 @@ def test_members_of_one_ensemble_train_as_they_would_alone_when_nothing_is_share
 
 def test_shared_groups_and_a_trunk_train_too():
     member = tiny(members=2, sharing=Sharing(stem=True, mlp=True), trunk=1)
-    assert changed(member, train(member)) == set(member.state_dict())
+    assert moved(member, train(member)) == set(member.state_dict())
 
 
 def test_members_do_not_depend_on_how_they_are_scheduled():
@@ -268,53 +225,39 @@ def test_text_trains_with_masks_in_a_mapping():
     data = [{"input_ids": ids, "attention_mask": mask, "labels": (ids[:, 0] > 9).long()}]
     member = tiny_text()
     recipe = Recipe.preset("sst2", learning_rate=1e-3, patience=None, epochs=3)
-    moved = changed(member, train(member, data, recipe))
-    assert moved
-    assert all(place_of(name)[0] != "stem" for name in moved)
+    found = moved(member, train(member, data, recipe))
+    assert found
+    assert all(place_of(name)[0] != "stem" for name in found)
 
 
-def test_bad_requests_are_refused_with_advice():
-    member = tiny()
-    with pytest.raises(DataError, match="read only once"):
-        train(member, iter(batches()))
-    with pytest.raises(DataError, match="train has no batches"):
-        train(member, [])
-    with pytest.raises(DataError, match="batch 0 of train has no labels"):
-        train(member, [samples(4)[0]])
-    with pytest.raises(DataError, match=f"the model has {CLASSES} classes"):
-        train(member, [(samples(4)[0], torch.tensor([0, 1, 2, 3]))])
-    with pytest.raises(ConfigError, match="needs validation data to choose"):
-        train(member, recipe=Recipe(grid=(0.1, 0.2), steps=2))
-    with pytest.raises(ConfigError, match="patience=1"):
-        train(member, recipe=dataclasses.replace(RECIPE, patience=1))
-    with pytest.raises(ConfigError, match="empty sequence"):
-        train([])
-    with pytest.raises(
-        ConfigError, match=r"finetune takes an Ensemble, got Linear; convert it first: he\.convert\(model\)"
-    ):
-        train([nn.Linear(2, 2)])
-    with pytest.raises(ConfigError, match=r"recipe must be a Recipe, .*got str"):
-        train(member, recipe="sst2")
-    with pytest.raises(ConfigError, match="checkpoint_every must be a whole number of at least 1, got 0"):
-        train(member, checkpoint_every=0)
-    with pytest.raises(ConfigError, match="device 'gpu' cannot be used here; available: cpu"):
-        train(member, device="gpu")
-    with pytest.raises(ConfigError, match="needs a classifier"):
-        train(tiny(classes=0))
-    with pytest.raises(ConfigError, match="warm-up takes 5 updates"):
-        train(member, batches(16), Recipe(learning_rate=0.1, epochs=2, warmup=5))
-    with pytest.raises(DataError, match="validation has no batches"):
-        train(member, validation=[])
-
-
-@pytest.mark.parametrize("settings", [{"reinit_classifier": "zeros"}, {"classifier_rate": 3.0}])
-def test_settings_of_a_classifier_are_refused_for_class_embeddings(settings):
+def test_class_embeddings_train():
     config = tiny().config
     readout = dataclasses.replace(config.readout, cosine=CosineConfig())
     zero_shot = Ensemble(dataclasses.replace(config, readout=readout))
-    with pytest.raises(ConfigError, match="class embeddings for a classifier"):
-        train(zero_shot, recipe=dataclasses.replace(RECIPE, **settings))
-    assert "readout.class_embeddings.weight" in changed(zero_shot, train(zero_shot))
+    assert "readout.class_embeddings.weight" in moved(zero_shot, train(zero_shot))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "token"),
+    [
+        ({"data": iter(batches())}, DataError, "only once"),
+        ({"data": []}, DataError, "train"),
+        ({"data": [samples(4)[0]]}, DataError, "batch 0 of train"),
+        ({"data": [(samples(4)[0], torch.tensor([0, 1, 2, 3]))]}, DataError, f"{CLASSES} classes"),
+        ({"validation": []}, DataError, "validation"),
+        ({"recipe": dataclasses.replace(RECIPE, patience=1)}, ConfigError, "patience"),
+        ({"recipe": "sst2"}, ConfigError, "Recipe"),
+        ({"member": []}, ConfigError, "empty"),
+        ({"member": [nn.Linear(2, 2)]}, ConfigError, "Linear"),
+        ({"member": tiny(classes=0)}, ConfigError, "classifier"),
+        ({"checkpoint_every": 0}, ConfigError, "checkpoint_every"),
+        ({"index": -1}, ConfigError, "index"),
+        ({"device": "gpu"}, ConfigError, "gpu"),
+    ],
+)
+def test_bad_requests_are_refused(changes, error, token):
+    with pytest.raises(error, match=token):
+        train(**{"member": tiny(), **changes})
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -1,0 +1,52 @@
+"""Child processes of tests: they import what their parent imports, and those of a group find each other."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+LIMIT = 600  # seconds, a safety net: nothing here depends on the clock
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of a child; modules are found where the parent finds them, however it was started."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **changes}
+
+
+def run_script(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a Python script to its end."""
+    command = [sys.executable, str(script), *map(str, arguments)]
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, check=False, timeout=LIMIT, stdin=subprocess.DEVNULL
+    )
+
+
+def launch(script: Path, *arguments: object, processes: int = 2) -> list[tuple[int, str]]:
+    """What torchrun does: exit statuses and what was printed. The parent keeps the store, so no port is guessed."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+    }
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script), *map(str, arguments)],
+            env=environment(**common, RANK=str(rank), LOCAL_RANK=str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+    try:
+        printed = [process.communicate(timeout=LIMIT)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    return [(process.returncode, output) for process, output in zip(running, printed, strict=True)]

@@ -1,0 +1,249 @@
+"""Recipes: the paper's presets, settings that are refused, the schedule, what trains at which rate."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from training_cases import LAYERS, batches, tiny, tiny_text
+
+from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.model.config import GROUPS, CosineConfig
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.layers import GroupedNorm
+from hydra_ensembles.schema import from_plain, to_plain
+from hydra_ensembles.training.recipe import PRESETS, RandAugment, Recipe, make_optimizer
+
+AFTER_PRUNING = ("attention", "mlp", "norms", "readout")
+
+
+IMAGE = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.0, "schedule": "cosine"}
+CIFAR100 = {**IMAGE, "grid": (0.001, 0.003, 0.01, 0.03), "warmup": 500, "steps": 10_000}
+PRUNED = {"floor": 1e-5, "label_smoothing": 0.1}
+TEXT = {"optimizer": "adamw", "warmup": 0.1, "schedule": "linear", "floor": 0.0, "clip_norm": 1.0}
+APPENDIX = {  # what the paper says, and what it leaves to us
+    "imagenet-base": (
+        {**IMAGE, "grid": (0.003, 0.01, 0.03, 0.06), "warmup": 500, "steps": 20_000, "dropout": 0.0},
+        {"batch_size", "patience", "evaluate_every", "reinit_classifier"},
+    ),
+    "cifar100-base": ({**CIFAR100, "dropout": 0.0, "train_groups": GROUPS, "last_blocks": None}, {"batch_size"}),
+    "sst2-base": (
+        {**TEXT, "learning_rate": 8e-6, "weight_decay": 0.01, "epochs": 7, "patience": 2, "min_delta": 5e-4},
+        {"betas", "batch_size"},
+    ),
+    "imagenet": (
+        {
+            **IMAGE,
+            **PRUNED,
+            "grid": (0.003, 0.01, 0.03, 0.06),
+            "warmup": 5_000,
+            "steps": 120_000,
+            "dropout": 0.1,
+            "rand_augment": RandAugment(operations=2, magnitude=12),
+            "train_groups": AFTER_PRUNING,
+            "reinit_classifier": None,
+        },
+        {"momentum", "weight_decay", "batch_size"},
+    ),
+    "cifar100-last5": (
+        {**CIFAR100, **PRUNED, "reinit_classifier": "zeros", "last_blocks": 5, "train_groups": AFTER_PRUNING},
+        {"momentum"},
+    ),
+    "cifar100-classifier": (
+        {**CIFAR100, **PRUNED, "reinit_classifier": "zeros", "last_blocks": None, "train_groups": ("readout",)},
+        {"momentum"},
+    ),
+    "sst2": (
+        {**TEXT, "learning_rate": 1e-5, "label_smoothing": 0.0, "dropout": None, "train_groups": AFTER_PRUNING},
+        {"epochs", "weight_decay", "batch_size"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", APPENDIX)
+def test_presets_are_those_of_the_appendix(name):
+    recipe, (stated, ours) = Recipe.preset(name), APPENDIX[name]
+    assert {setting: getattr(recipe, setting) for setting in stated} == stated
+    assert ours <= set(recipe.ours)
+    assert "batch_size" in recipe.ours
+    assert not {"grid", "warmup", "steps", "learning_rate"} & set(recipe.ours)
+    assert from_plain(Recipe, to_plain(recipe)) == recipe
+    assert hash(recipe) == hash(Recipe.preset(name))
+
+
+def test_no_other_preset():
+    assert PRESETS.keys() == APPENDIX.keys()
+    with pytest.raises(ConfigError, match="cifar100-last5"):
+        Recipe.preset("cifar100")
+
+
+def test_a_changed_setting_is_no_longer_marked():
+    recipe = Recipe.preset("imagenet", momentum=0.8, grid=(), learning_rate=0.01)
+    assert recipe.momentum == 0.8
+    assert recipe.rates == (0.01,)
+    assert "momentum" not in recipe.ours
+    assert "weight_decay" in recipe.ours
+    with pytest.raises(ConfigError, match=r"no settings \['speed'\]"):
+        Recipe.preset("imagenet", speed=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    {
+        "learning_rate": [None, 0.0, "1e-3", True],
+        "grid": [(0.1,)],  # beside a learning rate
+        "epochs": [1],  # beside steps
+        "steps": [None, 0, 2.5],
+        "warmup": [10, 1.0, -1, "0.1"],
+        "floor": [1.5],
+        "label_smoothing": [1.0],
+        "dropout": [1.0],
+        "momentum": [-0.1],
+        "betas": [(0.9,), (0.9, 1.0)],
+        "weight_decay": [float("nan"), None],
+        "classifier_rate": [0.0],
+        "clip_norm": [0.0],
+        "no_decay_on_bias_and_norm": ["no"],
+        "train_groups": [(), ("head",), "readout", ("mlp", "mlp")],
+        "rand_augment": [9],
+        "optimizer": ["lamb"],
+        "schedule": ["step"],
+        "precision": ["int8"],
+        "reinit_classifier": ["ones"],
+        "last_blocks": [0],
+        "patience": [0],
+        "gradient_accumulation": [0],
+        "seed": [-1],
+        "ours": [("colour",)],
+    }.items(),
+)
+def test_settings_that_cannot_work_are_refused(name, values):
+    good = {"learning_rate": 0.1, "steps": 10}
+    Recipe(**good)
+    for value in values:
+        with pytest.raises(ConfigError, match=name):
+            Recipe(**{**good, name: value})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"learning_rate": None, "grid": (0.1, 0.1)},
+        {"learning_rate": None, "grid": 0.1},
+        {"learning_rate": None, "grid": ("0.1",)},
+        {"steps": None, "epochs": 1.5},
+        {"train_groups": ("mlp",), "reinit_classifier": "zeros"},
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(changes):
+    with pytest.raises(ConfigError, match=r"grid|epochs|reinit_classifier"):
+        Recipe(**{"learning_rate": 0.1, "steps": 10, **changes})
+
+
+def test_numbers_of_numpy_are_numbers():
+    recipe = Recipe(learning_rate=np.float32(0.5), steps=np.int64(10))
+    assert (recipe.rates, recipe.plan(None)) == ((0.5,), (10, 0))
+
+
+def test_rand_augment_checks_itself():
+    with pytest.raises(ConfigError, match="magnitude"):
+        RandAugment(2, 31)
+    with pytest.raises(ConfigError, match="operations"):
+        RandAugment("2", 9)
+
+
+def test_the_plan_counts_updates_and_warm_up():
+    recipe = Recipe(learning_rate=0.1, epochs=3, gradient_accumulation=4)
+    assert recipe.plan(9) == (9, 0)  # 3 updates an epoch: 4 + 4 + 1 batches
+    assert dataclasses.replace(recipe, epochs=None, steps=5).plan(None) == (5, 0)
+    for share, total, warmup in ((0.1, 100, 10), (0.07, 100, 7), (0.1, 101, 11)):  # rounded up
+        assert Recipe(learning_rate=0.1, steps=total, warmup=share).plan(None) == (total, warmup)
+    with pytest.raises(ConfigError, match="no length"):
+        recipe.plan(None)
+    with pytest.raises(ConfigError, match="warmup takes 9 updates"):
+        dataclasses.replace(recipe, warmup=9).plan(9)
+
+
+def factors(steps, total, warmup, **settings):
+    recipe = Recipe(learning_rate=0.1, steps=total, **settings)
+    return [recipe.rate_factor(step, total, warmup) for step in steps]
+
+
+def test_warmup_is_linear_and_ends_at_the_peak():
+    assert factors(range(5), 100, 4, schedule="cosine") == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_cosine_falls_to_the_floor():
+    floor, total, warmup = 1e-5, 120_000, 5_000
+    steps = (5_000, 5_001, 60_000, 119_999)
+    shares = [(step - warmup) / (total - warmup) for step in steps]
+    expected = [floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share)) for share in shares]
+    assert factors(steps, total, warmup, schedule="cosine", floor=floor) == pytest.approx(expected, rel=1e-12)
+    assert factors((62_500, total), total, warmup, schedule="cosine", floor=floor) == pytest.approx([0.500005, floor])
+
+
+def test_linear_falls_to_zero_when_the_budget_is_spent_and_constant_stays():
+    assert factors((0, 5, 9, 10, 11), 10, 0, schedule="linear") == pytest.approx([1.0, 0.5, 0.1, 0.0, 0.0])
+    assert factors((99,), 100, 10, schedule="constant", floor=0.5) == [1.0]
+
+
+def test_settings_take_their_annotated_types():
+    given = {"learning_rate": 1, "steps": np.int64(3), "betas": [0.9, 0.99]}
+    recipe = Recipe(**given, rand_augment={"operations": 2, "magnitude": 9})
+    assert (type(recipe.learning_rate), type(recipe.steps)) == (float, int)
+    assert recipe.betas == (0.9, 0.99)
+    assert recipe.rand_augment == RandAugment(operations=2, magnitude=9)
+
+
+def test_dropout_of_the_recipe():
+    config = tiny(dropout=0.2).config
+    deep = dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, drop_path=(0.0, 0.5)))
+    none, off, some = (Recipe(learning_rate=0.1, steps=1, dropout=rate).with_dropout(deep) for rate in (None, 0.0, 0.1))
+    assert none == deep
+    assert off == tiny().config  # stochastic depth is off, too
+    encoder = some.encoder
+    assert (encoder.projection_dropout, encoder.activation_dropout, encoder.output_dropout) == (0.1, 0.1, 0.1)
+    assert (encoder.attention_dropout, encoder.drop_path) == (0.0, (0.0, 0.5))
+
+
+def test_weight_decay_spares_biases_and_norms():
+    model = tiny_text()
+    trained = dict(model.named_parameters())
+    names = {parameter: name for name, parameter in trained.items()}
+    recipe = Recipe(learning_rate=0.1, steps=1, weight_decay=0.01)
+    decayed, spared = make_optimizer(trained, recipe, {}).param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.01, 0.0)
+    assert all("bias" in names[p] or "norm" in names[p] for p in spared["params"])
+    assert not any("bias" in names[p] or "norm" in names[p] for p in decayed["params"])
+    assert len(decayed["params"]) + len(spared["params"]) == len(names)
+    norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, GroupedNorm)}
+    assert norms < {names[p] for p in spared["params"]}
+    everywhere = make_optimizer(trained, dataclasses.replace(recipe, no_decay_on_bias_and_norm=False), {})
+    assert [group["weight_decay"] for group in everywhere.param_groups] == [0.01]
+
+
+@pytest.mark.parametrize(
+    ("changes", "token"),
+    [
+        ({"grid": (0.1, 0.2), "learning_rate": None}, "validation"),
+        ({"patience": 1}, "validation"),
+        ({"last_blocks": LAYERS + 1}, "last_blocks"),
+        ({"steps": None, "epochs": 1, "warmup": 6}, "warmup"),
+        ({"train_groups": ("stem",), "last_blocks": 1}, "train_groups"),
+    ],
+)
+def test_what_does_not_fit_model_and_data_is_refused(changes, token):
+    recipe = Recipe(**{"learning_rate": 0.1, "steps": 4, **changes})
+    with pytest.raises(ConfigError, match=token):
+        recipe.check(tiny(), batches(), None)
+
+
+@pytest.mark.parametrize("settings", [{"reinit_classifier": "zeros"}, {"classifier_rate": 3.0}])
+def test_settings_of_a_classifier_are_refused_where_there_is_none(settings):
+    config = tiny().config
+    readout = dataclasses.replace(config.readout, cosine=CosineConfig())
+    recipe = Recipe(learning_rate=0.1, steps=4, **settings)
+    recipe.check(tiny(), batches(), None)
+    for model in (Ensemble(dataclasses.replace(config, readout=readout)), tiny(classes=0)):
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            recipe.check(model, batches(), None)

@@ -1,0 +1,197 @@
+"""Tiny models and data they can learn, for the tests of training: a classifier, and a dual encoder for pairs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import hydra_ensembles as he
+from hydra_ensembles.data.batching import Batches
+from hydra_ensembles.data.batching import batches as data_batches
+from hydra_ensembles.model.config import (
+    EncoderConfig,
+    EnsembleConfig,
+    PatchStemConfig,
+    ReadoutConfig,
+    Sharing,
+    TextStemConfig,
+    all_heads,
+)
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.metadata import Calibration, Metadata
+from zero_shot_models import word_tokenizer
+
+CLASSES = 3
+LAYERS = 2
+NAMES = ("cat", "dog", "red bus", "green tree", "house", "boat")
+TEXT_WIDTH, IMAGE_WIDTH = 16, 24
+
+Pairs = tuple[Tensor, list[str], Tensor]
+
+
+def tiny(
+    seed: int = 0,
+    members: int = 1,
+    sharing: Sharing | None = None,
+    trunk: int = 0,
+    classes: int = CLASSES,
+    dropout: float = 0.0,
+) -> Ensemble:
+    encoder = EncoderConfig(
+        width=16,
+        layers=LAYERS,
+        heads=2,
+        head_dim=8,
+        mlp_width=24,
+        projection_dropout=dropout,
+        activation_dropout=dropout,
+        output_dropout=dropout,
+    )
+    config = EnsembleConfig(
+        stem=PatchStemConfig(patch_size=(4, 4), grid=(2, 2)),
+        encoder=encoder,
+        readout=ReadoutConfig(num_classes=classes),
+        heads=all_heads(encoder, members),
+        sharing=sharing or Sharing(),
+        trunk=trunk,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        ensemble = Ensemble(config, Metadata(history=("made",), calibration=Calibration(), metrics={"old": 1.0}))
+        with torch.no_grad():
+            for parameter in ensemble.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return ensemble.eval()
+
+
+def tiny_text(seed: int = 0) -> Ensemble:
+    encoder = EncoderConfig(width=16, layers=2, heads=2, head_dim=8, mlp_width=24, norm_first=False)
+    config = EnsembleConfig(
+        stem=TextStemConfig(vocabulary=20, positions=8, embedding_width=16),
+        encoder=encoder,
+        readout=ReadoutConfig(num_classes=2, hidden="tanh", norm="none"),
+        heads=all_heads(encoder),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Ensemble(config).eval()
+
+
+def samples(count: int = 48, seed: int = 1, noise: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Images whose class is the brightest channel."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(CLASSES, (count,), generator=generator)
+    images = torch.randn(count, 3, 8, 8, generator=generator) * noise
+    images[torch.arange(count), labels] += 1.0
+    return images, labels
+
+
+def batches(count: int = 48, size: int = 8, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    images, labels = samples(count, seed)
+    return list(zip(images.split(size), labels.split(size), strict=True))
+
+
+def shuffled(count: int = 48, size: int = 8, seed: int = 1) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(TensorDataset(*samples(count, seed)), batch_size=size, shuffle=True)
+
+
+def own_batches(count: int = 48, size: int = 8, seed: int = 1) -> Batches:
+    """The same samples as `shuffled`, in the library's own batches."""
+    return data_batches(list(zip(*samples(count, seed), strict=True)), torch.stack, size, shuffle=True)
+
+
+class Stopping:
+    """Batches of a source that end the run before the given one is read, counted over everything; -1 never does."""
+
+    def __init__(self, batches: Any, fatal: int = -1) -> None:
+        self.batches, self.fatal, self.read = batches, fatal, 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            if self.read == self.fatal:
+                raise KeyboardInterrupt
+            self.read += 1
+            yield batch
+
+
+def same(one: Any, other: Any) -> bool:
+    return largest_gap(one, other) == 0.0
+
+
+def largest_gap(one: Any, other: Any) -> float:
+    state = other.state_dict()
+    return max((tensor - state[name]).abs().max().item() for name, tensor in one.state_dict().items())
+
+
+def moved(before: Any, after: Any) -> set[str]:
+    state = after.state_dict()
+    return {name for name, tensor in before.state_dict().items() if not torch.equal(tensor, state[name])}
+
+
+def tiny_dual(seed: int = 0, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> he.DualEncoder:
+    image = EncoderConfig(width=IMAGE_WIDTH, layers=2, heads=4, head_dim=6, mlp_width=32)
+    text = EncoderConfig(
+        width=TEXT_WIDTH, layers=3, heads=4, head_dim=4, mlp_width=24, norm_first=False, projection_dropout=dropout
+    )
+    tokenizer = word_tokenizer(mask=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        towers = (
+            he.Ensemble(
+                EnsembleConfig(PatchStemConfig((4, 4), (2, 2)), image, ReadoutConfig(), all_heads(image)), Metadata()
+            ),
+            he.Ensemble(
+                EnsembleConfig(
+                    TextStemConfig(vocabulary=60, positions=12, embedding_width=TEXT_WIDTH),
+                    text,
+                    ReadoutConfig(pool="mean", norm="none"),
+                    all_heads(text),
+                ),
+                Metadata(preprocessing=tokenizer, history=("made",)),
+            ),
+        )
+        dual = he.DualEncoder(*towers, he.Projections.fresh(IMAGE_WIDTH, TEXT_WIDTH, TEXT_WIDTH))
+        with torch.no_grad():
+            for parameter in dual.parameters():
+                if parameter is not dual.logit_scale:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    return dual.to(dtype).eval()
+
+
+def pair_samples(count: int = 24, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Images that show their class by where they are bright, `[N, 3, 8, 8]`, and labels."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(len(NAMES), (count,), generator=generator)
+    images = torch.randn(count, 3, 8, 8, generator=generator) * 0.3
+    images[torch.arange(count), labels % 3, (labels // 3) * 4] += 2.0
+    return images, labels
+
+
+def pairs(count: int = 24, size: int = 8, seed: int = 1, dtype: torch.dtype = torch.float32) -> list[Pairs]:
+    images, labels = pair_samples(count, seed)
+    texts = [f"a photo of a {NAMES[label]}" for label in labels.tolist()]
+    return [
+        (images[start : start + size].to(dtype), texts[start : start + size], labels[start : start + size])
+        for start in range(0, count, size)
+    ]
+
+
+class ShuffledPairs:
+    """Batches of pairs in an order drawn from torch's generator."""
+
+    def __init__(self, count: int = 24, size: int = 8) -> None:
+        self.images, self.labels = pair_samples(count)
+        self.size = size
+
+    def __len__(self) -> int:
+        return len(self.labels) // self.size
+
+    def __iter__(self) -> Iterator[Pairs]:
+        for rows in torch.randperm(len(self.labels)).split(self.size):
+            labels = self.labels[rows]
+            yield self.images[rows], [f"the {NAMES[label]}" for label in labels.tolist()], labels
