@@ -3,45 +3,125 @@
     python benchmarks/circuit.py --tiny
     python benchmarks/circuit.py --model FOLDER --id id.safetensors --ood ood.safetensors --budget 24
     python benchmarks/circuit.py --scaling --output results/circuit_scaling.json
+    python benchmarks/circuit.py --random vit-b16 --samples 128 --budget 8 --against FOLDER      # and another checkout
 
-A data file (`.safetensors` or `.pt`) holds the tensors `inputs`, preprocessed, and `labels`. A model forward is
-one pass of the whole model over all samples. The naive method may be measured on its first steps only
-(`--naive-steps`), and on some heads only (`--naive-heads`), and extrapolated by the number of heads evaluated;
-such numbers are marked. `--scaling` does both.
+A data file holds the tensors `inputs`, preprocessed, and `labels`. A model forward is one pass of the whole model over
+all samples. The naive method may be measured on its first steps only (`--naive-steps`), and on some heads only
+(`--naive-heads`), and extrapolated by the number of heads evaluated; such numbers are marked. `--scaling` does both.
+With `--against`, a process for each checkout extracts the same circuits, in turn; they must be equal.
 """
 
 import argparse
 import json
 import platform
+import statistics
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
-from circuit_cases import Case, cases_of
+from common import ROOT, Worker, hardware, load, serve, store, synchronize, table, versions
+from safetensors.torch import load_file
+from torch import Tensor
 
-import hydra_ensembles
-from hydra_ensembles.circuit.extract import extract_circuit
-from hydra_ensembles.circuit.scores import Method, Score
-from hydra_ensembles.heads.ranking import HeadRanking
+import hydra_ensembles as he
 
-SCORES: tuple[Score, ...] = get_args(Score)
-METHODS: tuple[Method, ...] = get_args(Method)
+SCORES, METHODS = ("acc", "ood", "avg"), ("naive", "exact", "screened")
+SHAPES: dict[str, dict[str, Any]] = {
+    "vit-b16": {},
+    "tiny": {"patch_size": 4, "embed_dim": 64, "depth": 4, "num_heads": 4, "mlp_ratio": 2.0},
+}
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+# --- models with data ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with data."""
+
+    name: str
+    model: he.Ensemble
+    id_batches: Batches
+    ood_batches: Batches
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def candidates(self) -> list[tuple[int, int]]:
+        """Layer and index of the heads that may be removed."""
+        layers = range(self.model.num_layers) if self.layers is None else self.layers
+        return [(layer, head) for layer in layers for head in self.model.heads[0][layer]]
+
+
+def random_case(name: str, shape: str, pixels: int, samples: int, device: str, seed: int) -> Case:
+    """A ViT with random weights and, as labels, its own predictions; OOD pictures have more contrast."""
+    import timm
+
+    torch.manual_seed(seed)
+    model = he.convert(timm.create_model("vit_base_patch16_224", img_size=pixels, num_classes=10, **SHAPES[shape]))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() > 2:
+                scale = 1.0 if "classifier" in key or "position" in key else 1.5 / parameter.shape[-1] ** 0.5
+                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+    model = model.to(device, torch.float32).eval()
+    inside, outside = (k * torch.randn(samples, 3, pixels, pixels, generator=generator).to(device) for k in (1, 2))
+    with torch.no_grad():
+        labels = torch.cat([model(part)[0].argmax(-1) for part in inside.split(64)])
+    return Case(name, model, [(inside, labels)], [(outside, torch.zeros_like(labels))])
+
+
+def scaling_cases(options: argparse.Namespace) -> list[Case]:
+    """ViT-B/16 shape: more samples with all heads, and more heads with the same samples."""
+    most, pixels, cases = options.samples or 256, options.image_size, []
+    shape = f"ViT-B/16 at {pixels} px"
+    for samples in (most // 8, most // 4, most // 2, most):
+        name = f"{shape}, 12 layers, {samples} + {samples} samples"
+        made = random_case(name, "vit-b16", pixels, samples, options.device, options.seed)
+        cases.append(made)
+        if samples == most // 4:
+            for count in (3, 6):
+                layers = tuple(range(12 - count, 12))
+                name = f"{shape}, last {count} layers, {samples} + {samples} samples"
+                cases.append(Case(name, made.model, made.id_batches, made.ood_batches, layers))
+    return cases
+
+
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    """What is to be measured."""
+    if options.scaling:
+        return scaling_cases(options)
+    if options.random:
+        pixels = 16 if options.random == "tiny" else options.image_size
+        return [
+            random_case(options.random, options.random, pixels, options.samples or 64, options.device, options.seed)
+        ]
+    model = he.Ensemble.from_pretrained(options.model).to(options.device, torch.float32)
+    files = [load_file(path, device=options.device) for path in (options.id, options.ood)]
+    batches = [[(one["inputs"][: options.samples].float(), one["labels"][: options.samples].long())] for one in files]
+    return [Case(options.name or options.model.name, model, batches[0], batches[1])]
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Result:
     """One run. `extrapolated` numbers are measured on `measured_steps` of the budget and scaled up.
 
-    The audit of the screened method comes from a second run, which takes the same choices: what is audited is
-    work of the exact method.
+    The audit of the screened method comes from a second run, which takes the same choices: what is audited is work of
+    the exact method.
     """
 
     case: str
-    score: Score
-    method: Method
+    score: str
+    method: str
     heads: int
     id_samples: int
     ood_samples: int
@@ -57,7 +137,7 @@ class Result:
     removed: list[str]
 
 
-def measure(case: Case, score: Score, method: Method, options: argparse.Namespace) -> Result:
+def measure(case: Case, score: str, method: str, options: argparse.Namespace) -> Result:
     """Run one extraction, or a part of a naive one: its first steps, or some of its heads."""
     naive = method == "naive"
     steps = min(options.naive_steps or options.budget, options.budget) if naive else options.budget
@@ -104,96 +184,37 @@ def evaluations(heads: int, steps: int) -> int:
 
 
 def timed(
-    case: Case,
-    score: Score,
-    method: Method,
-    budget: int,
-    options: argparse.Namespace,
-    audit_steps: int = 0,
-    removed: Sequence[tuple[int, int]] = (),
-) -> tuple[float, HeadRanking]:
+    case: Case, score: str, method: str, budget: int, options: argparse.Namespace, **more: Any
+) -> tuple[float, he.HeadRanking]:
     """Seconds of an extraction, from the call to its result, reading of the batches included."""
+    settings: dict[str, Any] = {"score": score, "method": method, "budget": budget, "seed": options.seed, **more}
+    if method == "screened":
+        settings = {"screen_size": options.screen_size, "audit_steps": 0, **settings}
     synchronize(options.device)
     start = time.perf_counter()
-    ranking = extract_circuit(
+    ranking = he.extract_circuit(
         case.model,
         case.id_batches,
         case.ood_batches,
-        score=score,
-        budget=budget,
-        method=method,
         layers=case.layers,
-        removed=removed,
         batch_size=options.batch_size,
-        progress=options.progress,
-        screen_size=options.screen_size,
-        audit_steps=audit_steps,
-        seed=options.seed,
+        progress=False,
+        **settings,
     )
     synchronize(options.device)
     return time.perf_counter() - start, ranking
 
 
-def estimate(cases: Sequence[Case], options: argparse.Namespace) -> float:
-    """Seconds that all runs will take, roughly: one forward, timed, and how many forwards a method may need."""
-    total = 0.0
-    for case in cases:
-        heads, batches = len(case.candidates), [*case.id_batches, *case.ood_batches]
-        needed = evaluations(heads, options.budget)
-        steps = min(options.naive_steps or options.budget, options.budget)
-        asked = min(options.naive_heads or heads, heads)
-        part = evaluations(asked, steps) + (0 if (asked, steps) == (heads, options.budget) else asked)
-        with torch.no_grad():
-            for _ in range(2):  # the second time counts
-                synchronize(options.device)
-                start = time.perf_counter()
-                for inputs, _ in batches:
-                    for piece in inputs.split(64):
-                        case.model(piece)
-                synchronize(options.device)
-                forward = time.perf_counter() - start
-        for score in options.scores:
-            forwards = {"naive": part, "exact": needed / (12 if score == "acc" else 4), "screened": needed / 20}
-            share = 0.5 if score == "acc" else 1.0
-            total += share * forward * sum(forwards[method] for method in options.methods)
-    return total
-
-
-def synchronize(device: str) -> None:
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
-
-
-def table(results: list[Result]) -> str:
-    """Results of a case side by side, a line for each method."""
-    lines: list[str] = []
-    for case in dict.fromkeys(result.case for result in results):
-        rows = [result for result in results if result.case == case]
-        first = rows[0]
-        lines.append(
-            f"{case}: {first.heads} heads, {first.id_samples} ID samples, budget {first.budget} (* extrapolated)"
-        )
-        lines.append("score  method      seconds  speedup  forwards  fewer  final S  audit")
-        for row in rows:
-            naive = next((one for one in rows if one.score == row.score and one.method == "naive"), None)
-            speed, fewer = (
-                ("", "")
-                if naive is None
-                else (
-                    f"{naive.seconds / row.seconds:.1f}x",
-                    f"{naive.model_forwards / row.model_forwards:.1f}x",
-                )
-            )
-            final = "" if row.final_score is None else f"{100 * row.final_score:.2f}"
-            steps, misses = len(row.audit["steps"]), row.audit["divergences"]
-            audit = f"{steps - misses} of {steps}" if steps else ""
-            mark = "*" if row.extrapolated else " "
-            lines.append(
-                f"{row.score:5}  {row.method:9} {row.seconds:8.2f}{mark} {speed:>7}  {row.model_forwards:8.1f}  "
-                f"{fewer:>5}  {final:>7}  {audit}"
-            )
-        lines.append("")
-    return "\n".join(lines)
+def printed(row: Result, naive: Result | None) -> str:
+    """A line about one result."""
+    faster = "" if naive is None else f"{naive.seconds / row.seconds:.1f}x"
+    final = "" if row.final_score is None else f"{100 * row.final_score:.2f}"
+    steps, misses = len(row.audit["steps"]), row.audit["divergences"]
+    audit = f"{steps - misses} of {steps} steps right" if steps else ""
+    return (
+        f"{row.case:<20} {row.score:4} {row.method:9}{row.seconds:9.2f} s{'*' if row.extrapolated else ' '}{faster:>8}"
+        f"{row.model_forwards:10.1f} forwards  S {final}  {audit}"
+    )
 
 
 def merged(earlier: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
@@ -206,81 +227,150 @@ def merged(earlier: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
     return report | {"results": sorted(rows, key=lambda row: (row["case"], SCORES.index(row["score"])))}
 
 
-# --- command ---------------------------------------------------------------------------------------------
+def circuit_table(name: str) -> str:
+    """A table of the documents: naive, exact and screened for each case and score of a results file."""
+    data = load(name)
+    rows, lines = data["results"], []
+    for row in rows:
+        same = [one for one in rows if one["case"] == row["case"] and one["score"] == row["score"]]
+        naive = next((one for one in same if one["method"] == "naive"), None)
+        star = " (extrapolated)" if row["extrapolated"] else ""
+        final = "" if row["final_score"] is None or row["extrapolated"] else f"{100 * row['final_score']:.2f}"
+        keys = ("seconds", "model_forwards")
+        faster, fewer = ("" if naive is None else f"{naive[key] / row[key]:.1f}x" for key in keys)
+        numbers = (f"{row['seconds']:.1f}", faster, f"{row['model_forwards']:,.0f}", fewer, final)
+        lines.append((row["case"], row["score"], row["method"] + star, *numbers))
+    header = ("case", "score", "method", "seconds", "faster", "model forwards", "fewer", "final S (%)")
+    about = (
+        f"{data['hardware']}, torch {data['versions']['torch']}, {data['dtype']}, seed {data['seed']}; up to "
+        f"{max(row['id_samples'] for row in rows)} ID and {max(row['ood_samples'] for row in rows)} OOD samples, "
+        f"{rows[0]['heads']} heads, budget {rows[0]['budget']}. From `results/{name}`."
+    )
+    return "\n".join([*table(header, lines, "lll"), "", about])
 
 
-def read_options() -> argparse.Namespace:
+# --- another checkout ------------------------------------------------------------------------------------------------
+
+
+def work(options: argparse.Namespace) -> None:
+    """Be one of two checkouts: extract a circuit when asked to."""
+    (case,) = cases_of(options)
+
+    def extract(score: str, method: str) -> dict[str, Any]:
+        seconds, ranking = timed(case, score, method, options.budget, options)
+        return {"seconds": seconds, "heads": [str(head) for head in ranking.heads]}
+
+    serve({"extract": extract})
+
+
+def compare(options: argparse.Namespace, arguments: Sequence[str]) -> list[dict[str, Any]]:
+    """Extract the same circuits with this checkout and with another, which take turns; a line for each circuit."""
+    workers = [Worker(__file__, folder, arguments) for folder in (ROOT, options.against)]
+    rows = []
+    print(f"{'score':6}{'method':10}{'new s':>9}{'old s':>9}{'new/old':>9}  same heads", flush=True)
+    for score in options.scores:
+        for method in options.methods:
+            taken: list[list[float]] = [[], []]
+            heads: list[list[str]] = [[], []]
+            for turn in range(options.turns + 1):
+                for index in (0, 1) if turn % 2 == 0 else (1, 0):
+                    found = workers[index].ask("extract", score=score, method=method)
+                    heads[index] = found["heads"]
+                    if turn:  # in the first, libraries load and kernels are chosen
+                        taken[index].append(found["seconds"])
+            new, old = (statistics.median(one) for one in taken)
+            row = {"score": score, "method": method, "new_s": new, "old_s": old, "ratio": new / old}
+            rows.append(row | {"same_heads": heads[0] == heads[1], "times": taken})
+            print(f"{score:6}{method:10}{new:9.3f}{old:9.3f}{new / old:9.3f}  {heads[0] == heads[1]}", flush=True)
+    for worker in workers:
+        worker.close()
+    return rows
+
+
+# --- command ---------------------------------------------------------------------------------------------------------
+
+
+def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a small random model, for any machine")
-    parser.add_argument("--scaling", action="store_true", help="how time grows with heads and samples")
-    parser.add_argument("--model", type=Path, help="folder of a saved ensemble")
-    parser.add_argument("--id", type=Path, help="file of ID samples")
-    parser.add_argument("--ood", type=Path, help="file of OOD samples")
-    parser.add_argument("--name", help="what to call the case in the results")
-    parser.add_argument("--budget", type=int, help="default: 8, and 4 for --scaling")
-    parser.add_argument("--samples", type=int, help="ID samples, and as many OOD samples; default: all there are")
-    parser.add_argument("--scores", nargs="+", choices=SCORES, default=list(SCORES))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument(
-        "--naive-steps", type=int, help="measure so many naive steps (at least 2) and extrapolate; 0: all"
-    )
-    parser.add_argument("--naive-heads", type=int, help="and only so many heads (at least 3); 0: all")
-    parser.add_argument("--image-size", type=int, default=112, help="of --scaling")
-    parser.add_argument("--screen-size", type=int, help="default: a third of the heads")
-    parser.add_argument(
-        "--audit-steps", type=int, help="of a second run of the screened method; default: 3, and 0 for --scaling"
-    )
-    parser.add_argument("--batch-size", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--progress", action="store_true")
-    parser.add_argument(
-        "--output", type=Path, help="JSON file; rows of other cases and scores of the same machine and versions stay"
-    )
-    options = parser.parse_args()
+    add: Callable[..., Any] = parser.add_argument
+    add("--random", choices=list(SHAPES), help="a model with random weights")
+    add("--tiny", action="store_const", const="tiny", dest="random", help="a small one, for any machine")
+    add("--scaling", action="store_true", help="how time grows with heads and samples")
+    add("--model", type=Path, help="folder of a saved ensemble")
+    add("--id", type=Path, help="file of ID samples")
+    add("--ood", type=Path, help="file of OOD samples")
+    add("--name", help="what to call the case in the results")
+    add("--budget", type=int, help="default: 8, and 4 for --scaling")
+    add("--samples", type=int, help="ID samples, and as many OOD samples; default: all there are")
+    add("--scores", nargs="+", choices=SCORES, default=list(SCORES))
+    add("--methods", nargs="+", choices=METHODS, help="default: all, and exact and screened for --against")
+    add("--naive-steps", type=int, help="measure so many naive steps (at least 2) and extrapolate; 0: all")
+    add("--naive-heads", type=int, help="and only so many heads (at least 3); 0: all")
+    add("--image-size", type=int, default=112, help="of --scaling and --random")
+    add("--screen-size", type=int, help="default: a third of the heads")
+    add("--audit-steps", type=int, help="of a second run of the screened method; default: 3, and 0 for --scaling")
+    add("--batch-size", type=int)
+    add("--seed", type=int, default=0)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--output", type=Path, help="JSON file; rows of other cases and scores of the same machine and versions stay")
+    add("--against", type=Path, help="folder of another checkout, to be timed side by side with this one")
+    add("--turns", type=int, default=3, help="of each checkout")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
     if options.naive_steps and options.naive_steps < 2:
         parser.error("--naive-steps must be at least 2, or 0 for all: the first step includes what is done once")
     if options.naive_heads and (options.naive_heads < 3 or options.naive_steps != 2):
         parser.error("--naive-heads must be at least 3, or 0 for all, and goes with --naive-steps 2")
     if options.scaling and options.naive_steps is None and options.naive_heads is None:
         options.naive_steps, options.naive_heads = 2, 4
-    if not (options.tiny or options.scaling or (options.model and options.id and options.ood)):
-        parser.error("give --tiny, --scaling, or --model with --id and --ood")
+    if not (options.random or options.scaling or (options.model and options.id and options.ood)):
+        parser.error("give --random, --scaling, or --model with --id and --ood")
+    if options.scaling and options.against:
+        parser.error("--against takes one case: give --random or --model")
+    options.methods = options.methods or list(METHODS[1:] if options.against else METHODS)
     options.budget = options.budget or (4 if options.scaling else 8)
     if options.audit_steps is None:
         options.audit_steps = 0 if options.scaling else 3
     return options
 
 
-def main() -> None:
-    options = read_options()
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = read_options(given)
+    if options.worker:
+        work(options)
+        return
+    if options.against:
+        rows = compare(options, given)
+        if options.output:
+            store(
+                options.output,
+                {"benchmark": "circuit, two checkouts", "hardware": hardware(options.device), "rows": rows},
+            )
+        return
     results: list[Result] = []
-    cases = cases_of(options)
-    print(f"about {estimate(cases, options):.0f} s", flush=True)
-    for case in cases:
-        timed(case, options.scores[0], "screened", 1, options)  # libraries load and kernels are chosen here
+    for case in cases_of(options):
+        timed(case, options.scores[0], "exact", 1, options)  # libraries load and kernels are chosen here
         for score in options.scores:
+            naive = None
             for method in options.methods:
                 results.append(measure(case, score, method, options))
-                print(table(results[-1:]).splitlines()[2], flush=True)
-    print("\n" + table(results))
+                naive = results[-1] if method == "naive" else naive
+                print(printed(results[-1], naive), flush=True)
     if options.output:
-        cuda = torch.device(options.device).type == "cuda"
         report = {
             "benchmark": "circuit",
             "seed": options.seed,
-            "versions": {"hydra_ensembles": hydra_ensembles.__version__, "torch": torch.__version__},
+            "versions": versions(),
             "python": platform.python_version(),
-            "hardware": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+            "hardware": hardware(options.device),
             "threads": torch.get_num_threads(),
             "dtype": "float32",
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "results": [asdict(result) for result in results],
         }
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        if options.output.exists():
-            report = merged(json.loads(options.output.read_text()), report)
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        earlier = json.loads(options.output.read_text()) if options.output.exists() else {"results": []}
+        store(options.output, merged(earlier, report))
 
 
 if __name__ == "__main__":

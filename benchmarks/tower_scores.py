@@ -1,7 +1,6 @@
-"""Taylor scores of the heads of both towers of a dual encoder (Figure 7 of the paper), as a JSON file.
+"""Taylor scores of the heads of both towers of a dual encoder (Figure 7 of the paper): file, figure and table.
 
     python benchmarks/tower_scores.py --model runs/studies/zero-shot/seed-0/dual --data shared
-    python benchmarks/tower_scores_figure.py
 
 `--model` is a folder of a saved `DualEncoder`, such as the zero-shot study writes, or a checkpoint as
 `studies/zero_shot/checkpoint_model.py` reads it. `--data` holds `data/images/tinyimagenet`, whose validation images
@@ -9,13 +8,14 @@ give the loss.
 """
 
 import argparse
-import json
-import platform
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import RESULTS, hardware, load, pyplot, save_figure, store, table, versions
 from torch import Tensor
 
 import hydra_ensembles as he
@@ -30,7 +30,8 @@ from studies.zero_shot.checkpoint_model import load_dual
 from studies.zero_shot.label_names import label_names
 from studies.zero_shot.sources import PreparedImages
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "zero_shot_tower_scores.json"
+RESULT = "zero_shot_tower_scores.json"
+COLOURS = {"image": "#2166ac", "text": "#d6904a"}
 TINYIMAGENET = "tinyimagenet"
 PROMPTS_AT_ONCE = 256
 
@@ -50,7 +51,7 @@ def taylor_scores(
     data = CalibrationBatches(batches, None, 0, len(names))
     *of_image, of_classes = gradients_of_mean_loss(classifier, data, [*weights.values(), classes.weight])
     of_text = _text_gradients(dual, names, templates, of_classes[0])
-    return {"image": _table(classifier, of_image), "text": _table(dual.text, of_text)}
+    return {"image": _by_layer(classifier, of_image), "text": _by_layer(dual.text, of_text)}
 
 
 def _text_gradients(
@@ -78,12 +79,12 @@ def _input_projections(tower: he.Ensemble) -> dict[int, Tensor]:
     return {layer: attention_of(tower, layer).qkv for layer in range(tower.num_layers) if tower.heads[0][layer]}
 
 
-def _table(tower: he.Ensemble, gradients: Sequence[Tensor]) -> Tensor:
+def _by_layer(tower: he.Ensemble, gradients: Sequence[Tensor]) -> Tensor:
     """Scores by layer and original index of the head, `[L, H]`."""
-    table = torch.full((tower.num_layers, tower.num_heads), torch.nan, dtype=torch.float64)
+    scores = torch.full((tower.num_layers, tower.num_heads), torch.nan, dtype=torch.float64)
     for (layer, weight), gradient in zip(_input_projections(tower).items(), gradients, strict=True):
-        table[layer, list(tower.heads[0][layer])] = layer_scores(weight, gradient, f"layer {layer}")
-    return table
+        scores[layer, list(tower.heads[0][layer])] = layer_scores(weight, gradient, f"layer {layer}")
+    return scores
 
 
 def validation_images(folder: Path, images: int | None, seed: int) -> ImageDataset:
@@ -102,7 +103,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     batches = PreparedImages(data, dual.image).evaluation(options.batch_size)
     scores = taylor_scores(dual, label_names(TINYIMAGENET, data.class_names), batches)
     towers = {"image": dual.image, "text": dual.text}
-    on_gpu = torch.device(options.device).type == "cuda"
     return {
         "benchmark": "tower_scores",
         "model": options.name or Path(options.model).name,
@@ -121,9 +121,60 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "templates": list(DEFAULT_TEMPLATES),
         "dtype": str(dual.dtype).removeprefix("torch."),
         "seed": options.seed,
-        "versions": {"torch": str(torch.__version__), "hydra_ensembles": he.__version__},
-        "hardware": torch.cuda.get_device_name() if on_gpu else f"CPU {platform.machine()}",
+        "versions": versions(),
+        "hardware": hardware(options.device),
     }
+
+
+def draw(found: dict[str, Any]) -> Any:
+    """One point a head, by layer and head; a bar for the mean of each layer. Depth is a share, as layers differ."""
+    figure, axes = pyplot().subplots(figsize=(8, 3.4))
+    for name, tower in found["towers"].items():
+        layers, heads, colour = tower["layers"], tower["heads"], COLOURS[name]
+        for layer, scores in enumerate(tower["scores"]):
+            label = "_" if layer else f"{name} tower, {layers} layers of {heads} heads"
+            places = [(layer + (head + 0.5) / heads) / layers for head in range(heads)]
+            axes.plot(places, scores, ".", color=colour, label=label, markersize=4)
+            axes.hlines(_mean(scores), layer / layers, (layer + 1) / layers, color=colour, linewidth=1.5)
+    axes.set_yscale("log")
+    axes.set(xlabel="depth: layer, and within it head", ylabel="mean of |W · dL/dW|", xlim=(0, 1))
+    axes.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    return figure
+
+
+def tower_table(found: dict[str, Any]) -> str:
+    """Scores of both towers, and where those of the image tower are higher."""
+    rows = []
+    for name, tower in found["towers"].items():
+        scores = [score for layer in tower["scores"] for score in layer if not math.isnan(score)]
+        ends = (_mean(tower["scores"][0]), _mean(tower["scores"][-1]))
+        numbers = (min(scores), statistics.median(scores), max(scores), *ends)
+        rows.append((name, f"{tower['layers']} × {tower['heads']}", *(f"{number:.2e}" for number in numbers)))
+    header = ("tower", "layers × heads", "smallest", "median", "largest", "mean of the first layer",
+              "mean of the last layer")  # fmt: skip
+    image, text = ([_mean(layer) for layer in found["towers"][name]["scores"]] for name in ("image", "text"))
+    places = min(len(image), len(text))  # each layer of the tower with fewer layers, at its depth
+    depths = [(place + 0.5) / places for place in range(places)]
+    higher = [image[int(depth * len(image))] > text[int(depth * len(text))] for depth in depths]
+    lower = [str(place + 1) for place, one in enumerate(higher) if not one]
+    where = f"not at {', '.join(lower)}, counted from the input" if lower else "everywhere"
+    compared = (
+        f"At the same depth, the mean of a layer is higher in the image tower at {sum(higher)} of {places} places "
+        f"({where}); in the paper's CLIP it is in all layers but the first three."
+    )
+    about = (
+        f"{found['model']}; cross-entropy of the zero-shot logits on {found['images']:,} images ({found['data']}, "
+        f"{found['classes']} classes), {found['hardware']}, torch {found['versions']['torch']}. From "
+        f"`results/{RESULT}`."
+    )
+    return "\n".join([*table(header, rows, "ll"), "", compared, "", about])
+
+
+def _mean(scores: list[float]) -> float:
+    """Of the heads that are there; NaN for a layer without heads."""
+    present = [score for score in scores if not math.isnan(score)]
+    return statistics.fmean(present) if present else math.nan
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -136,12 +187,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0, help="draws the images")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=RESULTS / RESULT)
     options = parser.parse_args(arguments)
-    result = run(options)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"wrote {options.output}")
+    store(options.output, run(options))
+    if options.output == RESULTS / RESULT:
+        save_figure(draw(load(RESULT)), "tower_scores.svg")
 
 
 if __name__ == "__main__":

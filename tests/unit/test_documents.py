@@ -12,7 +12,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").
 
 
 def test_tables_are_those_of_the_results() -> None:
-    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "render_tables.py"), "--check"], check=True)
+    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "tables.py"), "--check"], check=True)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -1,0 +1,135 @@
+"""What the benchmarks share: where results lie, tables, figures, and a second checkout to compare with."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, FIGURES = ROOT / "results", ROOT / "docs" / "figures"
+
+
+def load(name: str) -> Any:
+    """A file under `results/`."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def store(path: Path, content: Any) -> None:
+    """Write a result file in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of torch, of this library, and of others that are installed."""
+    found = {"torch": str(torch.__version__), "hydra_ensembles": importlib.metadata.version("hydra-ensembles")}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware(device: str) -> str:
+    """What times are taken on."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name()
+    threads = torch.get_num_threads()
+    return f"CPU {platform.machine()}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def synchronize(device: str | torch.device) -> None:
+    """Wait for the device."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], align: str = "l") -> list[str]:
+    """Lines of a Markdown table; `align` has an `l` or an `r` for each column, those it does not name are numbers."""
+    rule = "".join("|---" if side == "l" else "|---:" for side in align.ljust(len(header), "r"))
+    return [f"| {' | '.join(header)} |", rule + "|", *(f"| {' | '.join(map(str, row))} |" for row in rows)]
+
+
+def pyplot() -> Any:
+    """matplotlib, set up for drawings that are the same on every run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    settings: Any = {"svg.hashsalt": "hydra_ensembles", "svg.fonttype": "none", "font.size": 9}
+    matplotlib.rcParams.update({**settings, "axes.spines.top": False, "axes.spines.right": False})
+    return pyplot
+
+
+def save_figure(figure: Any, name: str, folder: Path = FIGURES) -> None:
+    """Write a drawing as SVG."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / name, metadata={"Date": None}, bbox_inches="tight", facecolor="white")
+    pyplot().close(figure)
+    print(f"wrote {folder / name}")
+
+
+# --- another checkout, side by side ----------------------------------------------------------------------------------
+
+
+class Worker:
+    """A process that runs a benchmark script with the package of one checkout, and answers one request at a time.
+
+    Args:
+        script: The script; called with `--worker`, it has to call `serve`.
+        checkout: Folder whose `src` holds the package.
+        arguments: Further arguments of the script.
+    """
+
+    def __init__(self, script: str, checkout: Path, arguments: Sequence[str] = ()) -> None:
+        source = str(checkout.resolve() / "src")
+        self._process = subprocess.Popen(
+            [sys.executable, script, "--worker", *arguments],
+            env={**os.environ, "PYTHONPATH": source},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        package = self.ask("package")
+        if not package.startswith(source):
+            raise SystemExit(f"{checkout} has no package in src; the worker found {package}")
+
+    def ask(self, request: str, **arguments: Any) -> Any:
+        """Send a request and wait for its answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps({"request": request, **arguments}), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"the worker ended with {self._process.wait()}; its error stands above")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def serve(handlers: dict[str, Callable[..., Any]]) -> None:
+    """Answer the requests of a `Worker` until there are no more."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print must not stand among the answers
+    for line in sys.stdin:
+        arguments = json.loads(line)
+        request = arguments.pop("request")
+        if request == "package":
+            import hydra_ensembles
+
+            answer: Any = hydra_ensembles.__file__
+        else:
+            answer = handlers[request](**arguments)
+        print(json.dumps(answer), file=answers, flush=True)

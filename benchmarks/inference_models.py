@@ -1,0 +1,505 @@
+"""The models that `inference.py` measures: a user's own model, and what can be made of it to get an ensemble.
+
+All weights are random: time does not depend on them. Members are made to differ wherever fine-tuning would make them
+differ, so that nothing can be shared by accident. Only public names of the library are used (but to count arithmetic),
+so that the same script can run another checkout of it.
+"""
+
+import copy
+import json
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state
+from torch.nn import functional as F
+
+import hydra_ensembles as he
+
+LABELS = {
+    "single": "the user's own model",
+    "ours": "our single (M = 1)",
+    "pruned": "pruned, a third of the heads",
+    "mc-dropout": "MC Dropout, M passes",
+    "deep-in-turn": "Deep Ensemble, in turn",
+    "deep-vmap": "Deep Ensemble, torch.func",
+    "deep-stacked": "Deep Ensemble, stacked (ours)",
+    **{f"hydra-k{trunk}": f"Hydra, {f'trunk of {trunk}' if trunk else 'no trunk'}" for trunk in (0, 4, 6, 8, 10)},
+    "hydra-uneven": "Hydra, uneven heads",
+    "hydra-joint": "Hydra, circuits of both towers",
+    "single-texts": "the user's own model, text tower in every batch",
+    "hydra-texts": "Hydra, text towers in every batch",
+}
+ZERO_SHOT = ("single", "ours", "deep-in-turn", "hydra-joint", "single-texts", "hydra-texts")
+NAMES = tuple(name for name in LABELS if name not in ZERO_SHOT[3:])
+ONE_MEMBER = ("single", "ours", "pruned", "single-texts")
+NOISE = 0.02  # what fine-tuning does, coarse enough to survive bfloat16
+DROPOUT = 0.1
+PRUNED_SHARE = 10  # of a zero-shot classifier one head in so many: 24 of the 144 + 96 of ViT-B/32
+TEMPLATE = "A photo of a {label}."
+
+Inputs = dict[str, Tensor]
+Call = Callable[..., Tensor]
+
+
+# --- shapes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One architecture in one size.
+
+    Attributes:
+        build: Makes the model with random weights, dropout off.
+        tokens: Tokens of an input.
+        pixels: Side of the images; 0 for texts.
+        classes: Of a dual encoder, names to choose from; 0 for a classifier.
+        words: Of a text model, its vocabulary.
+    """
+
+    build: Callable[[], nn.Module]
+    tokens: int
+    pixels: int = 0
+    classes: int = 0
+    words: int = 0
+
+    def inputs(self, batch: int, generator: torch.Generator) -> Inputs:
+        """A batch; texts are of mixed lengths, one of them full, the rest is padding."""
+        if self.pixels:
+            return {"pixel_values": torch.randn(batch, 3, self.pixels, self.pixels, generator=generator)}
+        ids = torch.randint(1000 % self.words, self.words, (batch, self.tokens), generator=generator)
+        lengths = torch.randint(self.tokens // 8, self.tokens + 1, (batch, 1), generator=generator)
+        lengths[0] = self.tokens
+        mask = (torch.arange(self.tokens)[None] < lengths).long()
+        return {"input_ids": ids * mask, "attention_mask": mask}
+
+    def logits(self, model: Any, *inputs: Tensor) -> Tensor:
+        """Call the model."""
+        if self.pixels:
+            return cast(Tensor, model(*inputs))
+        return cast(Tensor, model(input_ids=inputs[0], attention_mask=inputs[1]).logits)
+
+
+def _vit(name: str, **settings: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import timm
+
+        return timm.create_model(name, **settings)
+
+    return build
+
+
+def _bert(**settings: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        from transformers import BertConfig, BertForSequenceClassification
+
+        config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **settings)
+        return BertForSequenceClassification(config)
+
+    return build
+
+
+def _clip(image: dict[str, Any], text: dict[str, Any], width: int) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        from transformers import CLIPConfig, CLIPModel
+
+        return CLIPModel(CLIPConfig(vision_config=image, text_config=text, projection_dim=width))
+
+    return build
+
+
+def _tower(layers: int, width: int, heads: int, mlp: int, **more: int) -> dict[str, Any]:
+    sizes = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads, "intermediate_size": mlp}
+    return {"hidden_act": "gelu", **sizes, **more}
+
+
+_TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 12, "num_heads": 6, "num_classes": 5}
+_TINY_BERT = {"hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 32, "vocab_size": 50}
+_TINY_WORDS = {"vocab_size": 40, "bos_token_id": 38, "eos_token_id": 39, "max_position_embeddings": 12}
+_CLIP = _clip(_tower(12, 768, 12, 3072, patch_size=32), _tower(12, 512, 8, 2048), 512)
+_TINY_CLIP = _clip(_tower(4, 24, 6, 32, image_size=16, patch_size=8), _tower(4, 16, 4, 32, **_TINY_WORDS), 20)
+SHAPES = {
+    "vit-b16": Shape(_vit("vit_base_patch16_224"), 197, 224),
+    "vit-s16": Shape(_vit("vit_small_patch16_224"), 197, 224),
+    "dinov2-s": Shape(_vit("vit_small_patch14_dinov2", img_size=112, num_classes=10), 65, 112),
+    "bert-base": Shape(_bert(), 128, words=30522),
+    "clip-b32": Shape(_CLIP, 50, 224, classes=1000),
+    "clip-b32-100": Shape(_CLIP, 50, 224, classes=100),
+    "tiny": Shape(_vit("vit_base_patch16_224", **_TINY), 5, 16),
+    "tiny-bert": Shape(_bert(**_TINY_BERT), 8, words=50),
+    "tiny-clip": Shape(_TINY_CLIP, 5, 16, classes=5),
+}
+
+
+# --- contenders ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model ready to be measured.
+
+    Attributes:
+        run: Takes the tensors of a batch one by one.
+        modules: What holds its weights.
+        parameters: Numbers it stores.
+        multiply_adds: Counts those that are really done for one input.
+        plan: How members run, for an ensemble of ours.
+        expected: What the ensemble itself answers, before it was rewritten for speed; None for models not of ours.
+        random: Whether it answers differently each time.
+    """
+
+    run: Call
+    modules: Sequence[nn.Module]
+    parameters: int
+    multiply_adds: Callable[[], int]
+    plan: str = ""
+    expected: Tensor | None = None
+    random: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, shared ones once."""
+        tensors = [t for module in self.modules for t in [*module.parameters(), *module.buffers()]]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+class Workshop:
+    """Makes the contenders of one shape, in one dtype, on one device; what can be reused is kept."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: str, seed: int) -> None:
+        self.shape, self.dtype, self.device, self.seed = shape, dtype, torch.device(device), seed
+        self._ensembles: dict[tuple[str, int], he.Ensemble] = {}
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The user's model, in float32."""
+        torch.manual_seed(self.seed)
+        return self._noisy(self.shape.build(), "model").eval().to(self.device)
+
+    @cached_property
+    def base(self) -> he.Ensemble:
+        """The user's model as an ensemble of ours, in float32."""
+        return cast(he.Ensemble, he.convert(self.model))
+
+    def single_multiply_adds(self) -> int:
+        """Of one input through the user's model, which computes every token of every layer."""
+        return arithmetic(self.base, self.shape.tokens, shortcut=False)
+
+    def make(self, name: str, members: int, inputs: Inputs, plan: str | None = None) -> Contender:
+        """A contender, with the plan that suits these inputs unless one is given."""
+        if name == "single":
+            return self._foreign([self._deployed(self.model)])
+        if name in ("deep-in-turn", "deep-vmap"):
+            copies = [self._noisy(copy.deepcopy(self.model), "model", member) for member in range(members)]
+            return self._foreign([self._deployed(one) for one in copies], stacked=name == "deep-vmap")
+        if name == "mc-dropout":
+            return self._mc_dropout(members)
+        ensemble = self._ensemble(name, members)
+        runner = ensemble.optimize(plans=None if plan is None else [cast(Any, plan)])
+        chosen = plan or runner.choice_for(inputs).plan
+        module = runner.module(cast(Any, chosen))
+        with torch.no_grad():
+            expected = ensemble(*inputs.values())
+        count = sum(p.numel() for p in ensemble.parameters())
+        return Contender(module, [module], count, lambda: self._done(ensemble), chosen, expected)
+
+    def _ensemble(self, name: str, members: int) -> he.Ensemble:
+        if (name, members) not in self._ensembles:
+            self._ensembles[name, members] = self._fused(name, members).to(self.dtype)
+        return self._ensembles[name, members]
+
+    def _done(self, ensemble: he.Ensemble) -> int:
+        return arithmetic(ensemble, self.shape.tokens)
+
+    # --- models of others ----------------------------------------------------------------------------------------
+
+    def _deployed(self, model: nn.Module) -> nn.Module:
+        """What a user runs of a model of this shape."""
+        return model
+
+    def _foreign(self, models: list[nn.Module], stacked: bool = False) -> Contender:
+        """Models of others: alone, one after another, or stacked as PyTorch's tutorial on ensembles does it."""
+        models = [copy.deepcopy(model).to(self.dtype).eval() for model in models]
+        count = sum(p.numel() for model in models for p in model.parameters())
+        members, kept, logits = len(models), models, self.shape.logits
+
+        def in_turn(*inputs: Tensor) -> Tensor:
+            return torch.stack([logits(model, *inputs) for model in models])
+
+        run: Call = in_turn
+        if members == 1:
+            run = lambda *inputs: logits(models[0], *inputs)  # noqa: E731
+        elif stacked:
+            parameters, buffers = stack_module_state(models)
+            skeleton, weights = copy.deepcopy(models[0]).to("meta"), nn.Module()
+            for index, tensor in enumerate([*parameters.values(), *buffers.values()]):
+                weights.register_buffer(f"stacked{index}", tensor)
+
+            def one(parameters: Any, buffers: Any, inputs: Any) -> Tensor:
+                def call(*given: Any, **named: Any) -> Any:
+                    return functional_call(skeleton, (parameters, buffers), given, named)
+
+                return logits(call, *inputs)
+
+            run, kept = lambda *inputs: torch.vmap(one, (0, 0, None))(parameters, buffers, inputs), [weights]
+        return Contender(run, kept, count, lambda: members * self.single_multiply_adds())
+
+    # --- models of ours ------------------------------------------------------------------------------------------
+
+    def _fused(self, name: str, members: int) -> he.Ensemble:
+        if name == "ours":
+            return self.base.member(0)
+        if name == "pruned":
+            return he.prune(self.base, self._heads("even", 0, 0))
+        if name == "deep-stacked":
+            return he.Ensemble.stack([self._tuned(self.base.member(0), 0, member) for member in range(members)])
+        trunk = int(name.removeprefix("hydra-k")) if name != "hydra-uneven" else 0
+        kind = "uneven" if name == "hydra-uneven" else "even"
+        pruned = [he.prune(self.base, self._heads(kind, trunk, member)) for member in range(members)]
+        return he.fuse([self._tuned(one, trunk, member) for member, one in enumerate(pruned)])
+
+    def _mc_dropout(self, passes: int) -> Contender:
+        model = he.mc_dropout(self.base.member(0).to(self.dtype), DROPOUT, passes).model  # drops in every mode
+
+        def run(*inputs: Tensor) -> Tensor:
+            repeated = [one.repeat(passes, *(1,) * (one.dim() - 1)) for one in inputs]
+            return model(*repeated)[0].unflatten(0, (passes, -1))
+
+        count = sum(p.numel() for p in model.parameters())
+        return Contender(run, [model], count, lambda: passes * self._done(self.base), random=True)
+
+    def _tuned(self, ensemble: he.Ensemble, trunk: int, member: int) -> he.Ensemble:
+        """What fine-tuning with the stem and the first layers frozen leaves: everything else is a member's own."""
+
+        def frozen(name: str) -> bool:
+            layer = re.match(r"encoder\.layers\.(\d+)\.", name)
+            return name.startswith("stem.") or (layer is not None and int(layer[1]) < trunk)
+
+        return cast(he.Ensemble, self._noisy(ensemble, "member", member, frozen))
+
+    def _noisy(self, model: Any, what: str, index: int = 0, frozen: Callable[[str], bool] = lambda name: False) -> Any:
+        device = next(model.parameters()).device
+        generator = self._generator(what, index, device)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if not frozen(name):
+                    parameter.add_(NOISE * torch.randn(parameter.shape, generator=generator, device=device))
+        return model
+
+    def _heads(self, kind: str, trunk: int, member: int) -> list[tuple[int, int]]:
+        """A third of the heads: of every layer above the trunk, or (uneven) wherever they are, as a circuit does."""
+        generator, layers, heads = self._generator(kind, member), self.base.num_layers, self.base.num_heads
+        if kind == "uneven":
+            drawn = torch.randperm(layers * heads, generator=generator)[: layers * heads // 3].tolist()
+            return [divmod(one, heads) for one in drawn]
+        draws = [torch.randperm(heads, generator=generator)[: heads // 3].tolist() for _ in range(layers)]
+        return [(layer, head) for layer, drawn in enumerate(draws) if layer >= trunk for head in drawn]
+
+    def _generator(self, what: str, index: int, device: torch.device | str = "cpu") -> torch.Generator:
+        return torch.Generator(device).manual_seed(zlib.crc32(f"{self.seed}/{what}/{index}".encode()))
+
+
+def arithmetic(ensemble: he.Ensemble, tokens: int, shortcut: bool = True) -> int:
+    """Multiply-adds of one input; the shortcut: the last block computes only the tokens that the readout reads."""
+    from hydra_ensembles.model.cost import multiply_adds
+
+    config, encoder = ensemble.config, ensemble.config.encoder
+    total, read = multiply_adds(config, tokens), ensemble.readout.tokens_read()
+    if read is None or not shortcut:
+        return total
+    left_out = tokens - len(range(*read.indices(tokens)))
+    copies = config.copies("attention", encoder.layers - 1)
+    heads = sum(len(config.heads[member][-1]) for member in range(copies))
+    total -= heads * left_out * encoder.head_dim * (2 * encoder.width + 2 * tokens)
+    branches = config.members if config.trunk < encoder.layers else config.copies("stem")
+    return total - branches * left_out * encoder.width * encoder.mlp_width * (3 if encoder.gated else 2)
+
+
+# --- zero-shot classifiers -------------------------------------------------------------------------------------------
+
+
+class ZeroShotWorkshop(Workshop):
+    """Makes the contenders of a dual encoder: CLIP as its user runs it, and ensembles of its circuits.
+
+    Class embeddings are made once, before anything is timed. Two contenders make them anew for every batch instead:
+    they show what text towers would cost if they took part in inference.
+    """
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The classes."""
+        return [f"class{number}" for number in range(self.shape.classes)]
+
+    @cached_property
+    def dual(self) -> he.DualEncoder:
+        """The user's model as a dual encoder of ours, in float32."""
+        return cast(he.DualEncoder, he.convert(self.model, processor=self.tokenizer))
+
+    @cached_property
+    def base(self) -> he.Ensemble:
+        """Its zero-shot classifier."""
+        return he.zero_shot(self.dual, self.names, TEMPLATE, keep_text=False)
+
+    @cached_property
+    def tokenizer(self) -> he.TextPreprocessing:
+        """A tokenizer that knows the words of the prompts."""
+        config = cast(Any, self.model).config.text_config
+        return word_tokenizer(self.prompts, config.max_position_embeddings, config.bos_token_id, config.eos_token_id)
+
+    @property
+    def prompts(self) -> list[str]:
+        """What text towers read."""
+        return [TEMPLATE.replace("{label}", name) for name in self.names]
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """The prompts as token ids, `[C, T]`."""
+        return self.tokenizer(self.prompts)["input_ids"].to(self.device)
+
+    def make(self, name: str, members: int, inputs: Inputs, plan: str | None = None) -> Contender:
+        """A contender, with the plan that suits these inputs unless one is given."""
+        batch = len(next(iter(inputs.values())))
+        if name == "single-texts":
+            made = self._foreign([UsersClip(self.model, self.ids, every_batch=True)])
+            count = made.multiply_adds
+            return replace(made, multiply_adds=lambda: count() + self._of_texts(self.dual, batch))
+        if name == "hydra-texts":
+            return self._texts_in_every_batch(members, inputs, plan)
+        return super().make(name, members, inputs, plan)
+
+    def _done(self, ensemble: he.Ensemble) -> int:
+        """Untrained members share the heads that they have in common where they first differ: those run once."""
+        config, tokens, done = ensemble.config, self.shape.tokens, super()._done(ensemble)
+        if config.members == 1 or config.trunk >= config.encoder.layers - 1:  # the last block leaves most tokens out
+            return done
+        kept = [layers[config.trunk] for layers in config.heads]
+        spared = sum(len(heads) for heads in kept) - len({head for heads in kept for head in heads})
+        width, head_dim = config.encoder.width, config.encoder.head_dim
+        return done - spared * (3 * tokens * width * head_dim + 2 * tokens * tokens * head_dim)
+
+    def _deployed(self, model: nn.Module) -> nn.Module:
+        """Image side and class embeddings."""
+        return UsersClip(model, self.ids, every_batch=False)
+
+    def _fused(self, name: str, members: int) -> he.Ensemble:
+        if name == "ours":
+            return self.base.member(0)
+        return he.zero_shot(self._circuits(members), self.names, TEMPLATE, keep_text=False)
+
+    def _circuits(self, members: int) -> he.DualEncoder:
+        """Members of different heads and otherwise equal weights, since nothing is trained; fused."""
+        towers = {"image": self.dual.image, "text": self.dual.text}
+        heads = [
+            he.Head(layer, head, cast(Any, name))
+            for name, tower in towers.items()
+            for layer in range(tower.num_layers)
+            for head in range(tower.num_heads)
+        ]
+        pruned = []
+        for member in range(members):  # a tenth of both towers, as uneven as a circuit over both takes them
+            drawn = torch.randperm(len(heads), generator=self._generator("joint", member))
+            some = [heads[index] for index in drawn[: len(heads) // PRUNED_SHARE].tolist()]
+            pruned.append(he.prune(self.dual, some))
+        return he.fuse(pruned)
+
+    def _texts_in_every_batch(self, members: int, inputs: Inputs, plan: str | None) -> Contender:
+        """Both towers of all members, each run as fast as it can be."""
+        dual = self._circuits(members).to(self.dtype)
+        plans = None if plan is None else [cast(Any, plan)]
+        image, text = dual.image.optimize(plans=plans), dual.text.optimize(plans=plans)
+        chosen = image.choice_for(inputs).plan
+        module = TextsInEveryBatch(image.module(chosen), text.module(text.choice_for(self.ids).plan), dual, self.ids)
+        without, batch = self._ensemble("hydra-joint", members), len(next(iter(inputs.values())))
+        with torch.no_grad():
+            expected = dual(*inputs.values(), self.ids)
+        count = sum(p.numel() for p in dual.parameters())
+        return Contender(
+            module, [module], count, lambda: self._done(without) + self._of_texts(dual, batch), chosen, expected
+        )
+
+    def _of_texts(self, dual: he.DualEncoder, batch: int) -> int:
+        """Multiply-adds that the text towers do for all classes, shared out among the images of a batch."""
+        each = arithmetic(dual.text, self.ids.shape[1], shortcut=False)
+        each += dual.text.num_members * dual.text.config.encoder.width * dual.embedding_width
+        return len(self.names) * each // batch
+
+
+class UsersClip(nn.Module):
+    """A `CLIPModel` of transformers that classifies: image features, and their cosines with class embeddings.
+
+    Args:
+        clip: The model; its parts are used as they are.
+        ids: Prompts `[C, T]`.
+        every_batch: Compute the class embeddings in every call, instead of once here.
+    """
+
+    def __init__(self, clip: Any, ids: Tensor, every_batch: bool) -> None:
+        super().__init__()
+        self.vision_model, self.visual_projection = clip.vision_model, clip.visual_projection
+        self.logit_scale = clip.logit_scale
+        self.every_batch = every_batch
+        if every_batch:
+            self.text_model, self.text_projection = clip.text_model, clip.text_projection
+            self.register_buffer("ids", ids)
+        else:
+            with torch.no_grad():
+                classes = torch.cat([self._classes(clip, some) for some in ids.split(256)])
+            self.classes = nn.Parameter(classes, requires_grad=False)  # [C, e]
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Logits `[B, C]`."""
+        features = self.visual_projection(self.vision_model(pixel_values=pixels).pooler_output)
+        classes = self._classes(self, cast(Tensor, self.ids)) if self.every_batch else self.classes
+        return self.logit_scale.exp() * F.normalize(features, dim=-1) @ classes.T
+
+    @staticmethod
+    def _classes(parts: Any, ids: Tensor) -> Tensor:
+        return F.normalize(parts.text_projection(parts.text_model(input_ids=ids).pooler_output), dim=-1)
+
+
+class TextsInEveryBatch(nn.Module):
+    """A dual encoder of ours whose class embeddings are not kept: both towers run in every call."""
+
+    def __init__(self, image: nn.Module, text: nn.Module, dual: he.DualEncoder, ids: Tensor) -> None:
+        super().__init__()
+        self.image, self.text, self.projections = image, text, dual.projections
+        self.logit_scale = dual.logit_scale
+        self.register_buffer("ids", ids)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Logits `[M, B, C]`."""
+        image, text = self.projections.image or nn.Identity(), self.projections.text or nn.Identity()
+        images = F.normalize(image(self.image(pixels)), dim=-1)  # [M, B, e]
+        classes = F.normalize(text(self.text(self.ids)), dim=-1)  # [M, C, e]
+        return images @ classes.transpose(1, 2) * self.logit_scale.exp()[:, None, None]
+
+
+def word_tokenizer(prompts: Sequence[str], tokens: int, start: int, end: int) -> he.TextPreprocessing:
+    """A tokenizer for given prompts: a word or mark is a token, between a start and an end token, padded."""
+    words = sorted({word for prompt in prompts for word in prompt.replace(".", " . ").split()})
+    ids = {"[UNK]": 1, "[START]": start, "[END]": end, **{word: 2 + i for i, word in enumerate(words)}}
+    marks = [{"SpecialToken": {"id": name, "type_id": 0}} for name in ("[START]", "[END]")]
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    content: dict[str, Any] = {
+        **dict.fromkeys(("truncation", "padding", "normalizer", "decoder")),
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [marks[0], text, marks[1]],
+            "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {
+                name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in ("[START]", "[END]")
+            },
+        },
+        "model": {"type": "WordLevel", "vocab": ids, "unk_token": "[UNK]"},
+    }
+    return he.TextPreprocessing(
+        max_length=tokens, pad_id=0, pad_to_max=True, attention_mask=False, tokenizer=json.dumps(content)
+    )

@@ -1,0 +1,306 @@
+"""Tables and figures of docs/performance.md, from the rows that `inference.py` measured.
+
+python benchmarks/inference_report.py       # the figures; `tables.py` writes the tables
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from common import FIGURES, RESULTS, pyplot, save_figure, table
+from inference import Results, Row
+from inference_models import LABELS, ONE_MEMBER
+
+ORDER = list(LABELS)
+CLIP, CLIP_CPU = "clip-b32", "clip-b32-100"  # on a CPU fewer class names: their embeddings take minutes there
+GPU_TARGETS = {
+    ("hydra-k0", 1): 1.2,
+    ("hydra-k0", 4): 1.6,
+    ("hydra-k0", 128): 2.5,
+    ("hydra-k8", 4): 1.25,
+    ("hydra-k8", 128): 1.5,
+    ("hydra-k10", 128): 1.2,
+}
+CPU_TARGETS = {("hydra-k0", 8): 0.9, ("hydra-k8", 8): 0.55}
+PAPER = ("single", "deep-in-turn", "hydra-k0", "hydra-k8")  # what the paper's figure compares, and the trunk
+COLOURS = {
+    "single": "#4d4d4d",
+    "ours": "#8c8c8c",
+    "deep-in-turn": "#b2182b",
+    "deep-stacked": "#ef8a62",
+    "hydra-k0": "#2166ac",
+    "hydra-k8": "#4393c3",
+    "hydra-k10": "#92c5de",
+    "hydra-uneven": "#35978f",
+}
+
+Rows = Sequence[Row]
+
+
+# --- which rows ------------------------------------------------------------------------------------------------------
+
+
+def measured() -> list[Row]:
+    """All rows of contenders that there still are."""
+    rows = Results(RESULTS / "inference.json").rows.values()
+    return [row for row in rows if row.contender.partition("@")[0] in LABELS]
+
+
+def chosen(rows: Rows, gpu: bool = True, usual: bool = True, **wanted: Any) -> list[Row]:
+    """Rows with these values; the usual ones have three members, or the one that a single model has."""
+    return [
+        row
+        for row in rows
+        if row.hardware.startswith("CPU") != gpu
+        and (not usual or row.members == (1 if row.contender in ONE_MEMBER else 3))
+        and all(getattr(row, name) == value for name, value in wanted.items())
+    ]
+
+
+def vit(rows: Rows, usual: bool = True, **wanted: Any) -> list[Row]:
+    """Rows of the main grid."""
+    return chosen(rows, usual=usual, shape="vit-b16", dtype="bfloat16", **wanted)
+
+
+def others(rows: Rows, mode: str) -> list[Row]:
+    """Rows of other shapes and types than the main grid's; zero-shot classifiers have a table of their own."""
+    apart = [row for row in chosen(rows, mode=mode) if (row.shape, row.dtype) != ("vit-b16", "bfloat16")]
+    return [row for row in apart if row.shape != CLIP]
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def label(row: Row) -> str:
+    """What a contender is called in a document."""
+    name, _, plan = row.contender.partition("@")
+    return f"{LABELS[name]}, {plan}" if plan else LABELS[name]
+
+
+def place(contender: str) -> tuple[int, str]:
+    """Where a contender stands in tables."""
+    return ORDER.index(contender.partition("@")[0]), contender
+
+
+def by_contender(rows: Rows) -> list[list[Row]]:
+    """The rows of each contender."""
+    names = sorted({row.contender for row in rows}, key=place)
+    return [[row for row in rows if row.contender == name] for name in names]
+
+
+def times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}x"
+
+
+def targets_table(rows: Rows) -> list[str]:
+    """Each target beside what was measured."""
+    lines = []
+    gpu, cpu = vit(rows, mode="graphed"), chosen(rows, gpu=False, shape="vit-s16", dtype="float32", mode="eager")
+    for on_gpu, targets, found in ((True, GPU_TARGETS, gpu), (False, CPU_TARGETS, cpu)):
+        for (contender, batch), target in targets.items():
+            for row in found:
+                ratio = row.ratio_to_single if on_gpu else row.ratio_to_deep
+                if (row.contender, row.batch) == (contender, batch) and ratio is not None:
+                    limit, met = row.limit / (1 if on_gpu else row.members), "yes" if ratio <= target else "no"
+                    numbers = (f"{target:g}", f"{ratio:.2f}", f"{limit:.2f}", times(row.ratio_to_ours))
+                    lines.append((row.hardware, label(row), batch, *numbers, met))
+    header = ("where", "contender", "batch", "target", "measured", "arithmetic alone", "to our single", "met")
+    return table(header, lines, "llrrrrrl")
+
+
+def grid(rows: Rows, column: Callable[[Row], Any], heading: Callable[[Any], str], more: str = "") -> list[str]:
+    """Latency and ratio: a line for each contender, a column for each of the values that `column` gives.
+
+    `more` adds what arithmetic alone would give: once (`"limit"`), or beside each cell, with the parameters
+    (`"limits"`).
+    """
+    columns, lines = sorted({column(row) for row in rows}), []
+    for mine in by_contender(rows):
+        found = {column(row): row for row in mine}
+        cells = [[f"{row.latency_ms:.3g} ms ({times(row.ratio_to_single)})", times(row.limit)] if row else ["", ""]
+                 for row in map(found.get, columns)]  # fmt: skip
+        if more == "limits":
+            lines.append(
+                [label(mine[0]), f"{mine[0].parameters / 1e6:.1f} M", *(part for cell in cells for part in cell)]
+            )
+        else:
+            lines.append([label(mine[0]), *(cell[0] for cell in cells), *([times(mine[0].limit)] if more else [])])
+    headings = [heading(one) for one in columns]
+    if more == "limits":
+        headings = ["parameters", *(part for one in headings for part in (one, "arithmetic alone"))]
+    elif more:
+        headings.append("arithmetic alone")
+    return [*table(["contender", *headings], lines), "", source(rows)]
+
+
+def details_table(rows: Rows) -> list[str]:
+    """Everything about each contender at each batch size."""
+    header = ("batch", "contender", "plan", "latency", "inputs/s", "50,000 inputs", "to single", "to our single",
+              "to pruned", "to the limit", "parameters", "peak memory")  # fmt: skip
+    lines = []
+    for row in sorted(rows, key=lambda row: (row.batch, place(row.contender))):
+        speed = (f"{row.latency_ms:.3g} ms", f"{row.inputs_per_second:,.0f}", f"{row.test_set_s:.1f} s")
+        ratios = map(times, (row.ratio_to_single, row.ratio_to_ours, row.ratio_to_pruned, row.ratio_to_limit))
+        sizes = (f"{row.parameters / 1e6:.1f} M", f"{(row.peak_memory_bytes or 0) / 1e6:,.0f} MB")
+        lines.append((row.batch, label(row), row.plan, *speed, *ratios, *sizes))
+    return [*table(header, lines, "rll"), "", source(rows)]
+
+
+def cpu_table(rows: Rows) -> list[str]:
+    """Times on a CPU, beside three models in turn."""
+    header = ("hardware", "batch", "contender", "latency", "to three in turn", "arithmetic alone", "to single",
+              "weights", "peak memory")  # fmt: skip
+    lines = []
+    for row in sorted(rows, key=lambda row: (row.hardware, row.batch, place(row.contender))):
+        ratios = map(times, (row.ratio_to_deep, row.limit / 3, row.ratio_to_single))
+        sizes = (f"{size / 1e6:.0f} MB" for size in (row.weight_bytes, row.peak_memory_bytes or 0))
+        lines.append((row.hardware, row.batch, label(row), f"{row.latency_ms:,.0f} ms", *ratios, *sizes))
+    return [*table(header, lines, "lrl"), "", source(rows)]
+
+
+def growth(rows: Rows) -> dict[tuple[int, str], list[Row]]:
+    """Rows of one contender at one batch size by number of members, where there are three or more."""
+    groups: dict[tuple[int, str], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row.batch, place(row.contender), row.members)):
+        groups.setdefault((row.batch, row.contender), []).append(row)
+    return {key: group for key, group in groups.items() if len(group) > 2}
+
+
+def members_table(rows: Rows) -> list[str]:
+    """The ratio to the user's model by number of members, and what each member adds."""
+    counts = sorted({row.members for row in rows})
+    lines = []
+    for (batch, _), group in growth(rows).items():
+        found = {row.members: times(row.ratio_to_single) for row in group}
+        intercept, slope = fitted_line(group)
+        fitted = f"{intercept:.2f} + {slope:.2f} M"
+        lines.append((batch, label(group[0]), *(found.get(count, "") for count in counts), fitted))
+    header = ["batch", "contender", *(f"M = {count}" for count in counts), "fitted"]
+    return [*table(header, lines, "rl"), "", source(rows)]
+
+
+def fitted_line(rows: Rows) -> tuple[float, float]:
+    """Intercept and slope of the ratio against the number of members, by least squares."""
+    x, y = [row.members for row in rows], [row.ratio_to_single for row in rows]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    spread = sum((one - mean_x) ** 2 for one in x)
+    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
+    return mean_y - slope * mean_x, slope
+
+
+def source(rows: Rows) -> str:
+    """Where numbers come from."""
+    machines, torches = sorted({row.hardware for row in rows}), sorted({row.settings["torch"] for row in rows})
+    repeats, seeds = sorted(row.repeats for row in rows), sorted({row.seed for row in rows})
+    return (
+        f"{', '.join(machines)}; torch {', '.join(torches)}; medians of {repeats[0]} to {repeats[-1]} rounds, "
+        f"taken in turn with the user's own model; seed {', '.join(map(str, seeds))}. From `results/inference.json`."
+    )
+
+
+FIGURE_OF = {
+    "batches": "![Cost against batch size; dotted, what arithmetic alone would give](figures/inference_batches.svg)",
+    "details": "![Time of a batch of 4, parameters and multiply-adds](figures/inference_cost.svg)",
+    "members": "![Cost against the number of members](figures/inference_members.svg)",
+}
+
+
+def tables() -> dict[str, str]:
+    """The blocks of docs/performance.md by name."""
+    rows = measured()
+    main, clip = vit(rows, mode="graphed"), chosen(rows, shape=CLIP, dtype="bfloat16", mode="graphed-eager")
+    few = [row for row in vit(rows) if row.batch in (4, 128)]
+
+    def of_batch(rows: Rows, more: str) -> list[str]:
+        return grid(rows, lambda row: row.batch, lambda batch: f"batch {batch}", more)
+
+    def of_shape(rows: Rows) -> list[str]:
+        return grid(rows, lambda row: (row.shape, row.dtype, row.batch), lambda one: "{}, {}, batch {}".format(*one))
+
+    made = {
+        "targets": targets_table(rows),
+        "batches": of_batch(main, "limit"),
+        "details": details_table([row for row in few if row.mode == "graphed"]),
+        "modes": grid(few, lambda row: (row.batch, row.mode), lambda one: f"batch {one[0]}, {one[1]}"),
+        "members": members_table(vit(rows, usual=False, mode="graphed-eager")),
+        "others_graphed": of_shape(others(rows, "graphed")),
+        "others": of_shape(others(rows, "graphed-eager")),
+        "zero_shot": of_batch(clip, "limits"),  # text towers cost the less the larger the batch is
+        "zero_shot_cpu": of_batch(chosen(rows, gpu=False, shape=CLIP_CPU, mode="eager"), "limits"),
+        "cpu": cpu_table(chosen(rows, gpu=False, shape="vit-s16", mode="eager")),
+    }
+    for name, figure in FIGURE_OF.items():
+        made[name] += ["", figure]
+    return {f"inference_{name}": "\n".join(lines) for name, lines in made.items()}
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def cost_figure(rows: Rows, batch: int = 4) -> Any:
+    """Time per batch in two types, parameters, multiply-adds: single model, Deep Ensemble, Hydra."""
+    found = chosen(rows, shape="vit-b16", mode="graphed", batch=batch)
+    figure, (speed, parameters, operations) = pyplot().subplots(1, 3, figsize=(9.5, 3))
+    dtypes = ("bfloat16", "float32")
+    for index, name in enumerate(PAPER):
+        mine = [row for row in found if row.contender == name]
+        for row in mine:
+            x = dtypes.index(row.dtype) + (index - 1.5) * 0.2
+            bar = speed.bar(x, row.latency_ms, 0.19, color=COLOURS[name])
+            speed.bar_label(bar, [times(row.ratio_to_single)], fontsize=7)
+        parameters.bar(index, mine[0].parameters / 1e6, color=COLOURS[name], label=LABELS[name])
+        operations.bar(index, mine[0].multiply_adds / 1e9, color=COLOURS[name])
+    speed.set_xticks(range(len(dtypes)), dtypes)
+    speed.set_ylabel(f"time of a batch of {batch}, ms")
+    parameters.set(ylabel="parameters, millions", xticks=[])
+    operations.set(ylabel="multiply-adds of one input, billions", xticks=[])
+    figure.legend(*parameters.get_legend_handles_labels(), loc="lower center", ncols=4, bbox_to_anchor=(0.5, -0.1))
+    figure.tight_layout()
+    return figure
+
+
+def batches_figure(rows: Rows) -> Any:
+    """Cost against batch size, with the ratio that arithmetic alone would give as a dotted line."""
+    found = vit(rows, mode="graphed")
+    figure, axes = pyplot().subplots(figsize=(6, 3.6))
+    for name, colour in COLOURS.items():
+        mine = sorted((row for row in found if row.contender == name), key=lambda row: row.batch)
+        x, y = [row.batch for row in mine], [row.ratio_to_single for row in mine]
+        axes.plot(x, y, marker="o", markersize=3, color=colour, label=LABELS[name])
+        axes.axhline(mine[0].limit, color=colour, linestyle=":", linewidth=0.8)
+    batches = sorted({row.batch for row in found})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.set(xlabel="batch size", ylabel="time, of the user's own model", ylim=(0, None))
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def members_figure(rows: Rows) -> Any:
+    """Cost against the number of members, with a straight line fitted to each."""
+    groups = {
+        key: group for key, group in growth(vit(rows, usual=False, mode="graphed-eager")).items() if key[1] in COLOURS
+    }
+    batches = sorted({batch for batch, _ in groups})
+    figure, panels = pyplot().subplots(1, len(batches), figsize=(4.5 * len(batches), 3.4), squeeze=False)
+    for (batch, name), group in groups.items():
+        axes, colour = panels[0][batches.index(batch)], COLOURS[name]
+        intercept, slope = fitted_line(group)
+        members = [row.members for row in group]
+        axes.plot(members, [row.ratio_to_single for row in group], "o", markersize=4, color=colour)
+        text, ends = f"{LABELS[name]}: {intercept:.2f} + {slope:.2f} M", (min(members), max(members))
+        axes.plot(ends, [intercept + slope * end for end in ends], color=colour, linewidth=1, label=text)
+    for batch, axes in zip(batches, panels[0], strict=True):
+        axes.set(title=f"batch {batch}", xlabel="members M", ylabel="time, of the user's own model", ylim=(0, None))
+        axes.legend(fontsize=7)
+    figure.tight_layout()
+    return figure
+
+
+def main() -> None:
+    rows = measured()
+    for name, draw in {"cost": cost_figure, "batches": batches_figure, "members": members_figure}.items():
+        save_figure(draw(rows), f"inference_{name}.svg", FIGURES)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Every benchmark runs on a tiny shape; what its numbers rest on is checked against plain computation."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import hydra_ensembles as he
+from architectures import timm_model
+from architectures_clip import DUAL_CASES, DualCase
+from hydra_ensembles.model.cost import multiply_adds
+from zero_shot_models import NAMES as CLASSES
+from zero_shot_models import TEMPLATES, dual_of
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+import circuit  # noqa: E402
+import inference  # noqa: E402
+import inference_models  # noqa: E402
+import inference_report  # noqa: E402
+import proposition1  # noqa: E402
+import tower_scores  # noqa: E402
+
+del sys.path[:2]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*batching rule.*:UserWarning", "ignore:.*CUDA.*:UserWarning")
+TINY = ["--dtype", "float32", "--device", "cpu", "--modes", "eager", "--repeats", "2", "--batches", "2"]
+
+
+# --- inference -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-clip"])
+def test_every_contender_answers_as_it_should(shape: str, tmp_path: Path) -> None:
+    path = tmp_path / "inference.json"
+    inference.main([*TINY, "--shape", shape, "--output", str(path)])
+    report = json.loads(path.read_text())
+    rows = {row["contender"]: row for row in report["rows"]}
+    assert report["failures"] == {}
+    assert set(rows) == set(inference_models.ZERO_SHOT if shape == "tiny-clip" else inference_models.NAMES)
+    for name, row in rows.items():
+        assert row["members"] == (1 if name in inference_models.ONE_MEMBER else 3)
+        assert row["error"] is None if name == "mc-dropout" else row["error"] < 1e-5
+        assert row["peak_memory_bytes"] > row["weight_bytes"] >= 4 * 0.9 * row["parameters"]
+        assert row["ratio_to_single"] == pytest.approx(row["latency_ms"] / row["single_ms"])
+        assert row["ratio_to_ours"] == pytest.approx(row["ratio_to_single"] / rows["ours"]["ratio_to_single"])
+    assert rows["deep-in-turn"]["limit"] == 3.0
+
+
+def test_rows_that_are_there_are_not_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "inference.json"
+    first = [*TINY, "--shape", "tiny", "--contenders", "single", "--output", str(path)]
+    inference.main(first)
+    before = path.read_text()
+    inference.main(first)
+    assert path.read_text() == before
+    inference.main([*TINY, "--shape", "tiny", "--time-limit", "1e-9", "--output", str(path)])
+    assert path.read_text() == before
+    inference.main([*TINY, "--shape", "tiny-bert", "--contenders", "hydra-k8", "--plan", "loop", "--output", str(path)])
+    rows = [(row["shape"], row["contender"], row["plan"]) for row in json.loads(path.read_text())["rows"]]
+    assert rows == [("tiny", "single", ""), ("tiny-bert", "hydra-k8@loop", "loop")]
+
+
+@torch.no_grad()
+def test_zero_shot_contenders_are_the_users_model() -> None:
+    shape = inference_models.SHAPES["tiny-clip"]
+    workshop = inference_models.ZeroShotWorkshop(shape, torch.float32, "cpu", seed=0)
+    inputs = shape.inputs(3, torch.Generator().manual_seed(0))
+    clip: Any = workshop.model
+    expected = clip(pixel_values=inputs["pixel_values"], input_ids=workshop.ids).logits_per_image
+    for name in ("single", "ours", "single-texts"):
+        logits = workshop.make(name, 1, inputs).run(*inputs.values()).reshape(expected.shape)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    joint, texts = (workshop.make(name, 3, inputs).run(*inputs.values()) for name in ("hydra-joint", "hydra-texts"))
+    torch.testing.assert_close(joint, texts, rtol=1e-4, atol=1e-4)
+
+
+def test_arithmetic_counts_the_trunk_once_and_few_tokens_in_the_last_block() -> None:
+    workshop = inference_models.Workshop(inference_models.SHAPES["tiny"], torch.float32, "cpu", seed=0)
+    ensemble = workshop._ensemble("hydra-k8", 3)
+    assert [len(heads) for heads in ensemble.heads[0]] == [6] * 8 + [4] * 4
+    tokens, width, head_dim, mlp = 5, 24, 4, 96
+    head = 4 * tokens * width * head_dim + 2 * tokens**2 * head_dim
+    last_head = 2 * tokens * width * head_dim + 2 * width * head_dim + 2 * tokens * head_dim
+    encoder = 8 * (6 * head + 2 * tokens * width * mlp)
+    encoder += 3 * (3 * (4 * head + 2 * tokens * width * mlp) + 4 * last_head + 2 * width * mlp)
+    rest = 4 * width * 3 * 64 + 3 * width * 5  # patches, classifiers
+    assert inference_models.arithmetic(ensemble, tokens) == encoder + rest
+    assert inference_models.arithmetic(ensemble, tokens, shortcut=False) == multiply_adds(ensemble.config, tokens)
+
+
+def test_two_checkouts_are_timed_side_by_side(tmp_path: Path) -> None:
+    path = tmp_path / "both.json"
+    options = ["--shape", "tiny", "--contenders", "hydra-k8", "--against", str(ROOT), "--output", str(path)]
+    inference.main([*TINY, *options])
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["ratio"] == pytest.approx(row["new_ms"] / row["old_ms"])
+    assert row["errors"] == [pytest.approx(0.0, abs=1e-5)] * 2
+
+
+def test_figures_of_inference_are_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(inference_report, "FIGURES", tmp_path)
+    inference_report.main()
+    names = {path.name for path in (ROOT / "docs" / "figures").glob("inference_*.svg")}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+# --- circuits --------------------------------------------------------------------------------------------------------
+
+
+def test_circuits_by_three_methods(tmp_path: Path) -> None:
+    path = tmp_path / "circuit.json"
+    options = ["--tiny", "--samples", "8", "--budget", "3", "--device", "cpu", "--output", str(path)]
+    circuit.main([*options, "--scores", "avg"])
+    circuit.main([*options, "--scores", "acc", "--methods", "naive", "--naive-steps", "2", "--naive-heads", "4"])
+    rows = {(row["score"], row["method"]): row for row in json.loads(path.read_text())["results"]}
+    assert list(rows) == [("acc", "naive"), *(("avg", method) for method in circuit.METHODS)]
+    assert rows["avg", "naive"]["removed"] == rows["avg", "exact"]["removed"]
+    assert rows["avg", "exact"]["model_forwards"] < rows["avg", "naive"]["model_forwards"] == 16 + 15 + 14 + 1
+    assert rows["acc", "naive"]["extrapolated"]
+    assert rows["acc", "naive"]["model_forwards"] == rows["avg", "naive"]["model_forwards"]
+
+
+# --- Proposition 1 ---------------------------------------------------------------------------------------------------
+
+HEADS = [he.Head(0, 1), he.Head(1, 0), he.Head(1, 3)]
+
+
+def test_gates_are_pruning_and_what_the_expansion_leaves_is_of_third_order() -> None:
+    model: he.Ensemble = he.convert(timm_model("vit_base_patch16_224")).double()
+    with torch.no_grad():
+        for layer in model.encoder.layers:
+            layer.attention.out.mul_(3)  # let the heads matter
+    images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    batches = list(zip(images.split(4), torch.tensor([0, 1, 2, 3, 4, 0]).split(4), strict=True))
+    expansion, step = proposition1.expand(model, batches), proposition1.pruning_step(model, HEADS)
+
+    def loss(share: float) -> float:
+        return proposition1.measure(model, proposition1.gates_after(model, step, share), batches)["loss"]
+
+    def left(share: float) -> float:
+        second = share * expansion.gradient @ step + share**2 * expansion.second_order(step)
+        return abs(loss(share) - expansion.value - second.item())
+
+    with torch.no_grad():
+        pruned = torch.cat([he.prune(model, HEADS)(images)[0] for images, _ in batches])
+    assert loss(1.0) == pytest.approx(F.cross_entropy(pruned, torch.tensor([0, 1, 2, 3, 4, 0])).item(), rel=1e-10)
+    assert expansion.value == pytest.approx(loss(0.0), rel=1e-12)
+    assert left(0.1) > 1e-10  # there is something left to measure
+    assert left(0.1) / left(0.05) == pytest.approx(8.0, rel=0.25)  # halving the step leaves an eighth
+
+
+def test_proposition1_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proposition1, "SEVERITIES", (0, proposition1.EXPANDED))
+    monkeypatch.setattr(proposition1, "DRAWS", 50)
+    hessian = torch.randn(36, 36, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expansion = proposition1.Expansion(1.0, hessian[0], hessian + hessian.T)  # the true one is checked above
+    monkeypatch.setattr(proposition1, "expand", lambda model, batches: expansion)
+    path, options = tmp_path / "proposition1.json", ["--images", "7", "--ranking-images", "16"]
+    proposition1.main([*options, "--draws", "1", "--prune", "2", "--output", str(path)])
+    found = json.loads(path.read_text())
+    assert found["sets"].keys() >= {"Taylor", "CircAcc", "CircAvg", "random 0"}
+    assert all(len(one["heads"]) == 2 for one in found["sets"].values())
+    proposition1.draw(found | {"severity": 1})
+
+
+# --- scores of both towers -------------------------------------------------------------------------------------------
+
+CASES = [case for case in DUAL_CASES if case.name in ("transformers-gelu", "open_clip-no-text-projection")]
+SIZES = [5, 1, 5]  # unequal, so that a mean of batch means would be another number
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_scores_of_both_towers_against_plain_autograd(case: DualCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    dual = dual_of(case).double()
+    generator = torch.Generator().manual_seed(4)
+    images = torch.randn(sum(SIZES), 3, 32, 32, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, len(CLASSES), (sum(SIZES),), generator=generator)
+    batches = list(zip(images.split(SIZES), labels.split(SIZES), strict=True))
+    monkeypatch.setattr(tower_scores, "PROMPTS_AT_ONCE", 2 * len(TEMPLATES))  # the classes in several parts
+    scores = tower_scores.taylor_scores(dual, CLASSES, batches, TEMPLATES)
+    texts = [dual.encode_text([one.replace("{label}", name) for name in CLASSES])[0] for one in TEMPLATES]
+    classes = F.normalize(torch.stack(texts).mean(0), dim=-1)[None]
+    F.cross_entropy(dual.logits(dual.encode_image(images), classes)[0], labels).backward()
+    for name, tower in (("image", dual.image), ("text", dual.text)):
+        expected = torch.stack([sensitivity(block.attention.qkv) for block in tower.encoder.layers])  # type: ignore
+        assert expected.min() > 0
+        torch.testing.assert_close(scores[name], expected, rtol=1e-9, atol=0)
+
+
+def sensitivity(weight: Tensor) -> Tensor:
+    """Mean of |W · dL/dW| of each head, `[H, 3, d_k, d]` to `[H]`."""
+    assert weight.grad is not None
+    return (weight.detach() * weight.grad).abs().mean((1, 2, 3))
+
+
+def test_figure_and_table_of_both_towers() -> None:
+    pytest.importorskip("matplotlib")
+    nan = float("nan")
+    towers = {
+        "image": {"layers": 4, "heads": 2, "scores": [[mean, nan] for mean in (1e-6, 2e-6, 3e-6, 4e-6)]},
+        "text": {"layers": 2, "heads": 2, "scores": [[2e-6, nan], [1e-6, nan]]},
+    }
+    facts = {"model": "m", "images": 2000, "data": "d", "classes": 7, "hardware": "h", "versions": {"torch": "t"}}
+    tower_scores.draw({"towers": towers})
+    assert "at 1 of 2 places" in tower_scores.tower_table({"towers": towers, **facts})
