@@ -27,11 +27,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertForSequenceClassification", "BertConfig", {**TEXT, **TEXT_RATES}),
     "roberta": ("RobertaForSequenceClassification", "RobertaConfig", {**TEXT, **TEXT_RATES}),
     "electra": ("ElectraForSequenceClassification", "ElectraConfig", {**TEXT, **TEXT_RATES}),
-    "distilbert": (
-        "DistilBertForSequenceClassification",
-        "DistilBertConfig",
-        {**DISTILBERT, **DISTILBERT_RATES},
-    ),
+    "distilbert": ("DistilBertForSequenceClassification", "DistilBertConfig", {**DISTILBERT, **DISTILBERT_RATES}),
 }
 
 
@@ -87,7 +83,7 @@ def test_vit_reads_its_pooler_for_features_only() -> None:
 
 
 def test_a_model_with_classifier_keeps_its_number_of_classes() -> None:
-    with pytest.raises(ConversionError, match="already classifies 5 classes"):
+    with pytest.raises(ConversionError, match="5 classes"):
         he.convert(build("bert"), num_labels=3)
     with pytest.raises(ConversionError, match="at least 2"):
         he.convert(build("bert").base_model, num_labels=1)
@@ -99,18 +95,12 @@ def test_a_model_with_classifier_keeps_its_number_of_classes() -> None:
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
-        ("vit", {"stem": 0.1, "attention": 0.2, "projection": 0.1, "output": 0.1}),
-        ("dinov2", {"stem": 0.1, "attention": 0.2, "drop_path": (0.3, 0.3)}),
-        ("bert", {"stem": 0.1, "attention": 0.2, "projection": 0.1, "output": 0.1, "after_hidden": 0.3}),
-        (
-            "roberta",
-            {"stem": 0.1, "attention": 0.2, "projection": 0.1, "output": 0.1, "first_token": 0.3, "after_hidden": 0.3},
-        ),
-        (
-            "electra",
-            {"stem": 0.1, "attention": 0.2, "projection": 0.1, "output": 0.1, "first_token": 0.3, "after_hidden": 0.3},
-        ),
-        ("distilbert", {"stem": 0.1, "attention": 0.2, "output": 0.1, "after_hidden": 0.3}),
+        ("vit", {"projection": 0.1, "output": 0.1}),
+        ("dinov2", {"drop_path": (0.3, 0.3)}),
+        ("bert", {"projection": 0.1, "output": 0.1, "after_hidden": 0.3}),
+        ("roberta", {"projection": 0.1, "output": 0.1, "first_token": 0.3, "after_hidden": 0.3}),
+        ("electra", {"projection": 0.1, "output": 0.1, "first_token": 0.3, "after_hidden": 0.3}),
+        ("distilbert", {"output": 0.1, "after_hidden": 0.3}),
     ],
 )
 def test_dropout_is_where_the_library_has_it(family: str, expected: dict[str, Any]) -> None:
@@ -125,7 +115,7 @@ def test_dropout_is_where_the_library_has_it(family: str, expected: dict[str, An
         "first_token": config.readout.dropout,
         "after_hidden": config.readout.hidden_dropout,
     }
-    assert {place: rate for place, rate in found.items() if rate} == expected
+    assert {place: rate for place, rate in found.items() if rate} == {"stem": 0.1, "attention": 0.2, **expected}
 
 
 def test_the_classifiers_dropout_falls_back_to_the_hidden_one() -> None:
@@ -192,24 +182,24 @@ def test_a_replaced_classifier_counts_not_the_configuration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "message"),
+    ("family", "changes", "token"),
     [
         ("bert", {"is_decoder": True}, "decoder"),
         ("electra", {"is_decoder": True, "add_cross_attention": True}, "decoder"),
         ("bert", {"position_embedding_type": "relative_key"}, "relative_key"),
-        ("bert", {"hidden_act": "mish"}, "'mish' is not supported"),
-        ("vit", {"hidden_act": "relu6"}, "'relu6' is not supported"),
-        ("distilbert", {"activation": "gelu_10"}, "'gelu_10' is not supported"),
+        ("bert", {"hidden_act": "mish"}, "mish"),
+        ("vit", {"hidden_act": "relu6"}, "relu6"),
+        ("distilbert", {"activation": "gelu_10"}, "gelu_10"),
         ("dinov2", {"image_size": (16, 64)}, "not square"),
-        ("bert", {"problem_type": "multi_label_classification"}, "'multi_label_classification'"),
-        ("vit", {"problem_type": "multi_label_classification"}, "'multi_label_classification'"),
-        ("roberta", {"problem_type": "regression"}, "'regression'"),
+        ("bert", {"problem_type": "multi_label_classification"}, "multi_label_classification"),
+        ("vit", {"problem_type": "multi_label_classification"}, "multi_label_classification"),
+        ("roberta", {"problem_type": "regression"}, "regression"),
         ("electra", {"num_labels": 1}, "one output"),
         ("dinov2", {"num_labels": 1}, "one output"),
     ],
 )
-def test_variants_without_canonical_form_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConversionError, match=message):
+def test_variants_without_canonical_form_are_refused(family: str, changes: dict[str, Any], token: str) -> None:
+    with pytest.raises(ConversionError, match=token):
         he.convert(build(family, **changes))
 
 
@@ -218,32 +208,22 @@ def test_the_encoder_of_a_multi_label_classifier_takes_a_fresh_classifier() -> N
     assert he.convert(model, num_labels=3).num_classes == 3
 
 
-def test_heads_pruned_by_transformers_are_refused() -> None:
-    model = build("bert")
-    model.config.pruned_heads = {0: [1]}
-    with pytest.raises(ConversionError, match="pruned_heads"):
-        he.convert(model)
-
-
-def test_a_classifier_that_is_not_linear_is_refused() -> None:
-    model = build("bert")
-    model.classifier = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 5))
-    with pytest.raises(ConversionError, match="Sequential"):
-        he.convert(model)
+def test_models_changed_in_other_ways_are_refused() -> None:
+    pruned, deeper = build("bert"), build("bert")
+    pruned.config.pruned_heads = {0: [1]}
+    deeper.classifier = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 5))
+    tokens = transformers_model("BertForTokenClassification", "BertConfig", TEXT)
+    for model, token in ((pruned, "pruned_heads"), (deeper, "Sequential"), (tokens, "BertForTokenClassification")):
+        with pytest.raises(ConversionError, match=token):
+            he.convert(model)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "token"),
     [({"pooler_act": "sigmoid"}, "sigmoid"), ({"pooler_output_size": 16}, "width to 16")],
 )
-def test_poolers_without_canonical_form_are_refused_as_features(settings: dict[str, Any], message: str) -> None:
+def test_poolers_without_canonical_form_are_refused_as_features(settings: dict[str, Any], token: str) -> None:
     model = transformers_model("ViTModel", "ViTConfig", {**VISION, **settings})
-    with pytest.raises(ConversionError, match=message):
+    with pytest.raises(ConversionError, match=token):
         he.convert(model)
     assert he.convert(model, num_labels=3).num_classes == 3  # the classifier of the family does not use it
-
-
-def test_other_heads_on_a_known_encoder_are_refused() -> None:
-    model = transformers_model("BertForTokenClassification", "BertConfig", TEXT)
-    with pytest.raises(ConversionError, match="BertForTokenClassification is not a supported architecture"):
-        he.convert(model)

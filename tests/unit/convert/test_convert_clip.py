@@ -1,4 +1,4 @@
-"""CLIP's tokenizer, run by the `tokenizers` library alone, gives the ids of open_clip and of transformers."""
+"""CLIP: what is refused, where preprocessing comes from, and a tokenizer with the ids of open_clip and transformers."""
 
 import json
 import random
@@ -9,26 +9,118 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import hydra_ensembles as he
-from architectures_clip import open_clip_model, transformers_clip
+from architectures_clip import open_clip_from_timm, open_clip_model, transformers_clip
 from hydra_ensembles.convert.open_clip import clip_tokenizer_json, read_simple_tokenizer
-from hydra_ensembles.errors import ConfigError, ConversionError
-from hydra_ensembles.preprocessing import TextPreprocessing, clean_text
+from hydra_ensembles.errors import ConversionError
+from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing, clean_text
+
+# --- refused ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "token"),
+    [
+        (lambda: open_clip_model({"patch_dropout": 0.5}), "patch_dropout"),
+        (lambda: open_clip_model({"attentional_pool": True}), "attentional_pool"),
+        (lambda: open_clip_model({"pool_type": "none"}), "pool_type is 'none'"),
+        (lambda: open_clip_model({"scale_heads": True}), "scale_heads"),
+        (lambda: open_clip_model({"scale_fc": True}), "norm of its own"),
+        (lambda: open_clip_model({"layers": (1, 1, 1, 1)}), "the image tower is a .*ModifiedResNet"),
+        (lambda: open_clip_model(text={"embed_cls": True}, custom=True), "embed_cls"),
+        (lambda: open_clip_model(text={"pool_type": "none"}), "pool_type is 'none'"),
+        (lambda: open_clip_model(text={"output_tokens": True}, custom=True), "output_tokens"),
+        (lambda: open_clip_model(text={"scaled_cosine_attn": True}), "scale_heads"),
+        (lambda: open_clip_from_timm("vit_base_patch16_224", "token", "mlp"), r"head is made of \['mlp'\]"),
+        (lambda: transformers_clip({"hidden_act": "tanh"}, {}), "'tanh'"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused(build: Any, token: str) -> None:
+    with pytest.raises(ConversionError, match=token):
+        he.convert(build())
+
+
+def test_unknown_parameters_are_refused() -> None:
+    for custom in (False, True):
+        model = open_clip_model(custom=custom)
+        model.register_parameter("adapter", nn.Parameter(torch.zeros(3)))
+        with pytest.raises(ConversionError, match=r"no canonical place: \['adapter'\]"):
+            he.convert(model)
+
+
+def test_mixed_dtypes_are_refused() -> None:
+    model = open_clip_model()
+    model.visual.ln_post.to(torch.bfloat16)  # type: ignore[union-attr]
+    with pytest.raises(ConversionError, match=r"different types.*model\.float\(\)"):
+        he.convert(model)
+
+
+def test_a_dual_encoder_takes_no_labels_and_needs_both_towers_and_a_scale() -> None:
+    for settings in ({"num_labels": 3}, {"labels": ["a"]}):
+        with pytest.raises(ConversionError, match="no classifier"):
+            he.convert(open_clip_model(), **settings)  # type: ignore[arg-type]
+    other, unscaled = open_clip_model(custom=True), open_clip_model()
+    other.text, unscaled.logit_scale = nn.Linear(2, 2), None
+    for model, token in ((other, "text tower is a .*Linear"), (unscaled, "logit_scale")):
+        with pytest.raises(ConversionError, match=token):
+            he.convert(model)
+
+
+# --- preprocessing ---------------------------------------------------------------------------------------
+
+
+def test_image_preprocessing_is_open_clips_own() -> None:
+    model = open_clip_model()
+    plain = he.convert(model).image.metadata.preprocessing
+    assert (plain.size, plain.interpolation, plain.resize_mode) == ((32, 32), "bicubic", "shortest")
+    assert plain.mean[0] == pytest.approx(0.48145466)
+    settings = {
+        "size": 32,
+        "mean": (0.5,) * 3,
+        "std": (0.25,) * 3,
+        "interpolation": "bilinear",
+        "resize_mode": "squash",
+    }
+    model.visual.preprocess_cfg = settings  # type: ignore[union-attr,assignment]
+    read = he.convert(model).image.metadata.preprocessing
+    expected = ImagePreprocessing((32, 32), (0.5,) * 3, (0.25,) * 3, interpolation="bilinear", resize_mode="squash")
+    assert read == expected
+    model.visual.preprocess_cfg = {**settings, "resize_mode": "longest"}  # type: ignore[union-attr,assignment]
+    assert he.convert(model).image.metadata.preprocessing is None
+
+
+def test_processors_find_their_tower() -> None:
+    model = open_clip_model()
+    image = ImagePreprocessing((32, 32), crop_fraction=0.5)
+    dual = he.convert(model, processor=[image])
+    assert dual.image.metadata.preprocessing == image
+    assert dual.text.metadata.preprocessing is None
+    assert dual.image.metadata.source == "open_clip CLIP (open_clip.model.CLIP)"
+    assert dual.text.metadata.history == ("converted from open_clip CLIP",)
+
+
+def test_every_tensor_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tower is built around its weights one time, and stands apart from the model it came from."""
+    model, built = open_clip_model(), []
+    from_state = he.Ensemble.from_state
+    monkeypatch.setattr(he.Ensemble, "from_state", lambda *given: built.append(given[0]) or from_state(*given))
+    dual = he.convert(model)
+    assert len(built) == 2
+    theirs = {parameter.data_ptr() for parameter in model.parameters()}
+    assert not theirs & {parameter.data_ptr() for parameter in dual.parameters()}
+    assert all(parameter.is_contiguous() for parameter in dual.parameters())
+
+
+# --- the tokenizer ---------------------------------------------------------------------------------------
 
 CLASS_NAMES = [
     "tench",
-    "great white shark",
-    "American alligator",
     "black-and-gold garden spider",
     "St. Bernard",
     "chickadee (Parus atricapillus)",
-    "hen-of-the-woods",
-    "CD player",
     "jack-o'-lantern",
-    "Crock Pot",
-    "T-shirt",
-    "airplane, aeroplane, plane",
 ]
 TEXTS = [
     *(f"A photo of a {name}." for name in CLASS_NAMES),
@@ -78,16 +170,13 @@ def ours(**settings: Any) -> TextPreprocessing:
     return read_simple_tokenizer(open_clip_tokenizer(**settings))
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=lambda text: repr(text[:20]))
-def test_ids_equal_open_clips(text: str) -> None:
-    encoded = ours()(text)
+def test_ids_equal_open_clips() -> None:
+    encoded = ours()(TEXTS)
     assert encoded.keys() == {"input_ids"}
     assert encoded["input_ids"].dtype == torch.int64
-    assert encoded["input_ids"].tolist() == open_clip_tokenizer()(text).tolist()
-
-
-def test_a_batch_equals_open_clips() -> None:
-    assert torch.equal(ours()(TEXTS)["input_ids"], open_clip_tokenizer()(TEXTS))
+    for text, mine, theirs in zip(TEXTS, encoded["input_ids"], open_clip_tokenizer()(TEXTS), strict=True):
+        assert mine.tolist() == theirs.tolist(), text
+    assert torch.equal(ours()(TEXTS[5])["input_ids"], open_clip_tokenizer()(TEXTS[5]))
 
 
 def test_random_strings_equal_open_clips() -> None:
@@ -129,21 +218,11 @@ def test_every_way_of_cleaning_equals_open_clips(clean: str) -> None:
     assert torch.equal(mine(texts)["input_ids"], theirs(texts))
 
 
-def test_mojibake_is_left_alone() -> None:
-    text = "cafÃ©"
-    assert clean_text(text, "lower") == "cafã©"
-    assert ours()(text)["input_ids"].tolist() != open_clip_tokenizer()(text).tolist()
-
-
-def test_lone_surrogates_do_not_break_it() -> None:
+def test_mojibake_is_left_alone_and_lone_surrogates_do_not_break_it() -> None:
+    assert clean_text("cafÃ©", "lower") == "cafã©"
     assert clean_text("a\ud83d\ude00b \udc00", "lower") == "a😀b \ufffd"
     assert ours()("a\ud83d\ude00")["input_ids"].tolist() == open_clip_tokenizer()("a😀").tolist()
-
-
-def test_cleaning_can_be_off() -> None:
     assert clean_text("  A &amp; B  ", "none") == "  A &amp; B  "
-    with pytest.raises(ConfigError, match="cleaning must be one of"):
-        TextPreprocessing(5, cleaning="thorough")  # type: ignore[arg-type]
 
 
 def test_another_context_length() -> None:
@@ -177,7 +256,7 @@ def test_the_json_is_small_enough_to_read() -> None:
 def test_tokenizers_that_do_more_are_refused() -> None:
     with pytest.raises(ConversionError, match="reduction"):
         read_simple_tokenizer(open_clip_tokenizer(reduction_mask="simple"))
-    with pytest.raises(ConversionError, match=r"got a builtins\.str"):
+    with pytest.raises(ConversionError, match="str"):
         read_simple_tokenizer("tokenizer")
 
 
@@ -199,7 +278,7 @@ def test_the_tokenizer_can_be_given() -> None:
     model = open_clip_model(text={"vocab_size": 49408, "context_length": 16})
     given = he.convert(model, processor=open_clip_tokenizer(context_length=10)).text.metadata.preprocessing
     assert given.max_length == 10
-    with pytest.raises(ConversionError, match="the position embedding covers 16"):
+    with pytest.raises(ConversionError, match="16"):
         he.convert(model, processor=open_clip_tokenizer())
 
 
