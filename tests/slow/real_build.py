@@ -8,9 +8,8 @@ import torch
 
 import hydra_ensembles as he
 from hydra_ensembles.data.batching import batches
-from hydra_ensembles.data.dataset import Dataset, split, subset, without_classes
+from hydra_ensembles.data.dataset import Dataset, split, subset
 from hydra_ensembles.data.loading import load
-from hydra_ensembles.data.suites import CIFAR10_TINYIMAGENET, right
 
 SIZES = {"train": 128, "id": 64, "ood": 24, "test": 128}
 HEAD = he.Recipe(
@@ -43,7 +42,7 @@ def dinov2(weights: Path, data: Path) -> tuple[he.Ensemble, dict[str, Dataset[An
     model = timm.create_model("vit_small_patch14_dinov2", img_size=56, num_classes=0)
     state = {name: tensor.float() for name, tensor in load_file(weights).items()}
     model.load_state_dict(checkpoint_filter_fn(state, model))
-    tiny = without_classes(load(data / "images/tinyimagenet", "validation"), right(CIFAR10_TINYIMAGENET))
+    tiny = load(data / "images/tinyimagenet", "validation")
     torch.manual_seed(0)
     return he.convert(model, num_labels=10), _slices(load(data / "images/cifar10", "test"), tiny)
 

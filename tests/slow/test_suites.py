@@ -14,7 +14,7 @@ from chromium import installed_chromium
 from hydra_ensembles.data.batching import batches
 from hydra_ensembles.data.corruptions import corrupted
 from hydra_ensembles.data.dataset import AnyDataset, split, subset
-from hydra_ensembles.data.suites import Suite, suite
+from hydra_ensembles.data.suites import Suite
 from hydra_ensembles.evaluation.evaluate import evaluate
 from hydra_ensembles.evaluation.evaluation import Evaluation
 from hydra_ensembles.model.cost import measure_costs
@@ -22,6 +22,7 @@ from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing
 from hydra_ensembles.report.compare import compare, to_markdown
 from hydra_ensembles.report.html import write_report
 from shared_paths import shared
+from studies.sets import suite
 
 pytestmark = pytest.mark.slow
 

