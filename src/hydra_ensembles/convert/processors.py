@@ -1,7 +1,6 @@
 """Preprocessing read off the objects that libraries use for it: tokenizers, image processors, transforms."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -140,7 +139,10 @@ def _read_image_processor(processor: Any) -> ImagePreprocessing:
     if hasattr(processor, "image_mean") and hasattr(processor, "size"):
         return _read_transformers_images(processor)
     if all(hasattr(processor, name) for name in ("resize_size", "crop_size", "mean", "std", "interpolation")):
-        return _read_torchvision_preset(processor)
+        resized, crop = (_sides(size) for size in (processor.resize_size, processor.crop_size))
+        mean, std = _channels(processor.mean), _channels(processor.std)
+        squash = len(processor.resize_size) == 2
+        return _image_preprocessing(resized, crop, squash, mean=mean, std=std, filter_=processor.interpolation)
     raise _unsupported(processor, "image")
 
 
@@ -149,12 +151,9 @@ def _read_transformers_images(processor: Any) -> ImagePreprocessing:
         _require_setting(f"processor.{attribute}", getattr(processor, attribute, None) or False, False)
     _require_setting("processor.do_resize", processor.do_resize, True)
     size = _named_sides(processor.size)
-    if size.keys() == {"height", "width"}:
-        resized, squash = (size["height"], size["width"]), True
-    elif size.keys() == {"shortest_edge"}:
-        resized, squash = (size["shortest_edge"],) * 2, False
-    else:
+    if size.keys() not in ({"height", "width"}, {"shortest_edge"}):
         raise ConversionError(f"processor.size is {size}; supported are height and width, or shortest_edge alone")
+    squash, resized = "height" in size, _sides(list(size.values()))
     crop = _named_sides(processor.crop_size) if getattr(processor, "do_center_crop", False) else {}
     if crop.keys() != {"height", "width"} and (crop or not squash):
         raise ConversionError(
@@ -163,37 +162,19 @@ def _read_transformers_images(processor: Any) -> ImagePreprocessing:
         )
     scale = 255.0 * float(processor.rescale_factor) if processor.do_rescale else 255.0  # of pixels in [0, 1]
     scale = 1.0 if abs(scale - 1.0) < 1e-6 else scale
-    preprocessing = _image_preprocessing(
+    return _image_preprocessing(
         resized,
         (crop["height"], crop["width"]) if crop else resized,
-        squash=squash,
+        squash,
         mean=_channels(processor.image_mean if processor.do_normalize else 0.0, scale),
         std=_channels(processor.image_std if processor.do_normalize else 1.0, scale),
-        interpolation=_interpolation(processor.resample),
-    )
-    return replace(preprocessing, crop_corner="floor")
-
-
-def _read_torchvision_preset(preset: Any) -> ImagePreprocessing:
-    resized, crop = ([*size] * (2 if len(size) == 1 else 1) for size in (preset.resize_size, preset.crop_size))
-    return _image_preprocessing(
-        (int(resized[0]), int(resized[1])),
-        (int(crop[0]), int(crop[1])),
-        squash=len(preset.resize_size) == 2,
-        mean=_channels(preset.mean),
-        std=_channels(preset.std),
-        interpolation=_interpolation(preset.interpolation),
+        filter_=processor.resample,
+        crop_corner="floor",
     )
 
 
 def _image_preprocessing(
-    resized: tuple[int, int],
-    crop: tuple[int, int],
-    *,
-    squash: bool,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-    interpolation: Interpolation,
+    resized: tuple[int, int], crop: tuple[int, int], squash: bool, filter_: Any, **settings: Any
 ) -> ImagePreprocessing:
     """Resize to `resized` (its short side, unless `squash`), then crop the centre."""
     if crop[0] * resized[1] != crop[1] * resized[0] or crop[0] > resized[0]:
@@ -203,18 +184,22 @@ def _image_preprocessing(
         )
     return ImagePreprocessing(
         size=crop,
-        mean=mean,
-        std=std,
-        interpolation=interpolation,
         crop_fraction=crop[0] / resized[0],
         resize_mode="squash" if squash else "shortest",
+        interpolation=_interpolation(filter_),
+        **settings,
     )
 
 
+def _sides(size: Sequence[int]) -> tuple[int, int]:
+    """Height and width; one number stands for both."""
+    return int(size[0]), int(size[-1])
+
+
 def _named_sides(size: Any) -> dict[str, int]:
-    """The sides that a size of transformers names, whether it is a dictionary or an object."""
-    sides = size if isinstance(size, Mapping) else {name: getattr(size, name, None) for name in _SIZE_KEYS}
-    return {name: int(side) for name, side in sides.items() if side is not None}
+    """The sides that a size of transformers names, whether it is a dictionary or an object; the height comes first."""
+    named = size if isinstance(size, Mapping) else vars(size)
+    return {name: int(named[name]) for name in _SIZE_KEYS if named.get(name) is not None}
 
 
 def _channels(values: Any, scale: float = 1.0) -> tuple[float, ...]:

@@ -1,6 +1,7 @@
 """timm: the `VisionTransformer` family (ViT, AugReg, DeiT, DINOv2 with and without registers, CLIP, SigLIP)."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
@@ -62,24 +63,19 @@ _WEIGHTS: Weights = {
 }
 
 
-def _vit_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    if model.pos_embed is None:
-        raise refuse(_VIT, "the model has no position embedding")
-    prefix = int(model.num_prefix_tokens)
-    stem = _stem(
-        model, _VIT, registers=int(model.num_reg_tokens), class_token=bool(model.has_class_token), prefix=prefix
-    )
-    encoder = _encoder(model, _VIT)
-    pools = {"token": "cls", "avg": "mean", "map": "map"}
+def _config(model: Any, num_labels: int | None, name: str = _VIT, distilled: bool = False) -> EnsembleConfig:
+    encoder = _encoder(model, name)
+    pools = {"token": "distilled"} if distilled else {"token": "cls", "avg": "mean", "map": "map"}
     if model.global_pool not in pools:
-        raise refuse(_VIT, f"global_pool is {model.global_pool!r}")
-    if model.pool_include_prefix and prefix and model.global_pool != "token":
-        raise refuse(_VIT, "pooling includes the prefix tokens")
-    classes, bias = read_classifier(model.head, num_labels, _VIT)
+        raise refuse(name, f"global_pool is {model.global_pool!r}")
+    if model.pool_include_prefix and model.num_prefix_tokens and model.global_pool != "token":
+        raise refuse(name, "pooling includes the prefix tokens")
+    heads = (model.head, model.head_dist) if distilled else (model.head,)
+    (classes, bias), *_ = [read_classifier(head, num_labels, name) for head in heads]
     norm = next((n for n in (model.norm, model.fc_norm) if not is_identity(n)), None)
     pool = model.attn_pool
     if pool is not None and (pool.pos_embed is not None or pool.latent_len != 1 or not is_identity(pool.q_norm)):
-        raise refuse(_VIT, "its attention pooling has positions, several queries or a query norm")
+        raise refuse(name, "its attention pooling has positions, several queries or a query norm")
     readout = ReadoutConfig(
         pool=pools[model.global_pool],  # type: ignore[arg-type]
         num_classes=classes,
@@ -89,31 +85,15 @@ def _vit_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         dropout=dropout_rate(model.head_drop),
         map_heads=0 if pool is None else int(pool.num_heads),
         map_mlp_width=0 if pool is None else int(pool.mlp.fc1.out_features),
-        map_activation="gelu" if pool is None else activation_of(pool.mlp.act, _VIT),
+        map_activation="gelu" if pool is None else activation_of(pool.mlp.act, name),
     )
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+    return EnsembleConfig(_stem(model, name, distilled), encoder, readout, all_heads(encoder))
 
 
-def _distilled_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    if model.global_pool != "token":
-        raise refuse(_DISTILLED, f"global_pool is {model.global_pool!r}")
-    stem = _stem(model, _DISTILLED, registers=0, class_token=True, prefix=2, distilled=True)
-    encoder = _encoder(model, _DISTILLED)
-    (classes, _), _ = (read_classifier(head, num_labels, _DISTILLED) for head in (model.head, model.head_dist))
-    readout = ReadoutConfig(
-        pool="distilled",
-        num_classes=classes,
-        norm="tokens",
-        norm_eps=float(model.norm.eps),
-        dropout=dropout_rate(model.head_drop),
-    )
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
-
-
-def _stem(
-    model: Any, name: str, *, registers: int, class_token: bool, prefix: int, distilled: bool = False
-) -> PatchStemConfig:
+def _stem(model: Any, name: str, distilled: bool) -> PatchStemConfig:
     patch = model.patch_embed
+    if model.pos_embed is None:
+        raise refuse(name, "the model has no position embedding")
     if type(patch).__name__ != "PatchEmbed" or not is_identity(patch.norm):
         raise refuse(name, f"patches are embedded by {type(patch).__name__} with {type(patch.norm).__name__}")
     if not is_identity(model.patch_drop):
@@ -124,10 +104,10 @@ def _stem(
         grid=pair(patch.grid_size),
         channels=int(patch.proj.in_channels),
         patch_bias=patch.proj.bias is not None,
-        class_token=class_token,
+        class_token=bool(model.has_class_token),
         distillation_token=distilled,
-        registers=registers,
-        position_prefix=0 if model.no_embed_class else prefix,
+        registers=int(model.num_reg_tokens),
+        position_prefix=0 if model.no_embed_class else int(model.num_prefix_tokens),
         resample="bicubic_antialias",
         norm=normed,
         norm_eps=float(model.norm_pre.eps) if normed else 1e-6,
@@ -204,14 +184,14 @@ def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...] | 
 VISION_TRANSFORMER = Architecture(
     name=_VIT,
     classes=("timm.models.vision_transformer.VisionTransformer",),
-    config=_vit_config,
+    config=_config,
     weights=_WEIGHTS,
     metadata=_metadata,
 )
 DISTILLED = Architecture(
     name=_DISTILLED,
     classes=("timm.models.deit.VisionTransformerDistilled",),
-    config=_distilled_config,
+    config=partial(_config, name=_DISTILLED, distilled=True),
     weights={
         **_WEIGHTS,
         "stem.distillation_token": "dist_token",
