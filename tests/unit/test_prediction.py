@@ -56,7 +56,7 @@ def assert_same(first, second):
 # --- identities ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(member_logits())
 def test_uncertainty_identities(logits):
     p = Prediction.from_logits(logits)
@@ -81,7 +81,7 @@ def test_uncertainty_identities(logits):
         assert p.score(name).isfinite().all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(member_logits(min_members=2), st.randoms(use_true_random=False))
 def test_the_order_of_members_does_not_matter(logits, random):
     order = random.sample(range(len(logits)), len(logits))
@@ -95,7 +95,7 @@ def test_the_order_of_members_does_not_matter(logits, random):
         torch.testing.assert_close(p.score(name), q.score(name), atol=1e-4, rtol=1e-4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(member_logits())
 def test_equal_members_have_no_epistemic_uncertainty(logits):
     p = Prediction.from_logits(logits[:1].expand_as(logits))

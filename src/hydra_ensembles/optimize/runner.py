@@ -36,11 +36,11 @@ class RunOptions:
             takes some seconds to make for each.
         compiled_shapes: For so many input shapes code of their own is compiled; further ones run uncompiled.
         graphs: Whether to record CUDA graphs; None does so on a CUDA device.
-        dtype: Floating type to compute in; None keeps the ensemble's.
+        dtype: Floating type to compute in, such as `torch.bfloat16`; None keeps the ensemble's.
         repeats: How often each plan is run to choose between them.
     """
 
-    plans: tuple[Plan, ...] | None = None
+    plans: Sequence[Plan] | None = None
     compile: bool | str = False
     dynamic: bool = False
     compiled_shapes: int = 16
@@ -61,15 +61,7 @@ class RunOptions:
 
 
 def optimize(
-    ensemble: Ensemble,
-    example_inputs: Tensor | Mapping[str, Tensor] | None = None,
-    *,
-    plans: Sequence[Plan] | None = None,
-    compile: bool | str = False,
-    dynamic: bool = False,
-    compiled_shapes: int = 16,
-    graphs: bool | None = None,
-    dtype: torch.dtype | None = None,
+    ensemble: Ensemble, example_inputs: Tensor | Mapping[str, Tensor] | None = None, **options: Any
 ) -> "OptimizedEnsemble":
     """Prepare an ensemble for fast inference.
 
@@ -79,18 +71,13 @@ def optimize(
     Args:
         ensemble: The ensemble; it is not changed, and later changes to it do not reach the result.
         example_inputs: A batch to measure (and compile, and record) with now rather than at the first call.
-        plans: Ways to choose from; None for all that can be faster on this device.
-        compile: Whether to compile the plan chosen for an input shape; or the name of a backend to do so with.
-        dynamic: Whether compiled code is to serve all batch sizes, instead of one each.
-        compiled_shapes: For so many input shapes code of their own is compiled; further ones run uncompiled.
-        graphs: Whether to record CUDA graphs; None does so on a CUDA device.
-        dtype: Floating type to compute in, such as `torch.bfloat16`; None keeps the ensemble's.
+        options: Settings by name, see `RunOptions`: `plans`, `compile`, `dynamic`, `compiled_shapes`, `graphs`,
+            `dtype`, `repeats`.
 
     Raises:
         ConfigError: A setting is not accepted, or not on this device.
     """
-    chosen = None if plans is None else tuple(plans)
-    result = OptimizedEnsemble(ensemble, RunOptions(chosen, compile, dynamic, compiled_shapes, graphs, dtype))
+    result = OptimizedEnsemble(ensemble, RunOptions(**options))
     if example_inputs is not None:
         result(example_inputs)
     return result

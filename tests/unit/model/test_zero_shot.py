@@ -76,7 +76,7 @@ def test_a_tower_that_projects_by_itself_keeps_its_projection() -> None:
     for outer in (None, Projections.fresh(24, 32, 24, bias=True).image):
         wrapped = he.DualEncoder(image, dual.text, Projections(outer, dual.projections.text), dual.logit_scale)
         assert relative_error(he.zero_shot(wrapped, NAMES)(pixels), wrapped(pixels, tokens)) < 1e-5
-    with pytest.raises(ConfigError, match="must end in one feature vector"):
+    with pytest.raises(ConfigError, match="one feature vector"):
         he.zero_shot(he.DualEncoder(_as_image_tower(dual), dual.text, dual.projections), NAMES)
 
 
@@ -161,7 +161,9 @@ def test_it_is_pruned_fused_optimised_calibrated_evaluated_and_saved(tmp_path: P
     with torch.no_grad():
         expected = torch.cat([member(pixels) for member in members])
         assert relative_error(fused(pixels), expected) < 1e-5
-        assert relative_error(fused.optimize()(pixels), expected) < 1e-5
+        fast = fused.optimize(plans=["loop"])
+        assert relative_error(fast(pixels), expected) < 1e-5
+        assert fast.module("loop").metadata is fused.metadata  # its text towers are not copied
     calibrated = he.calibrate(fused, labelled())
     calibrated.save_pretrained(tmp_path)
     loaded = he.Ensemble.from_pretrained(tmp_path)
@@ -191,7 +193,7 @@ def test_taylor_ranks_the_image_tower_only() -> None:
     dual = dual_of(OPEN_CLIP)
     ranking = he.taylor(he.zero_shot(dual, NAMES), labelled(), budget=2)
     assert {head.layer for head in ranking.heads} == {0, 1}
-    with pytest.raises(ConfigError, match="lie on different scales"):
+    with pytest.raises(ConfigError, match="scales"):
         he.taylor(dual, labelled(), budget=2)  # type: ignore[arg-type]
 
 
