@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch.distributed import TCPStore
 
 LIMIT = 600  # seconds, a safety net: nothing here depends on the clock
@@ -12,7 +15,8 @@ LIMIT = 600  # seconds, a safety net: nothing here depends on the clock
 
 def environment(**changes: str) -> dict[str, str]:
     """The environment of a child; modules are found where the parent finds them, however it was started."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **changes}
+    threads = str(torch.get_num_threads())  # as many as here, or sums would round differently
+    return {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **changes}
 
 
 def run_script(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -37,7 +41,7 @@ def launch(script: Path, *arguments: object, processes: int = 2) -> list[tuple[i
     running = [
         subprocess.Popen(
             [sys.executable, str(script), *map(str, arguments)],
-            env=environment(**common, RANK=str(rank), LOCAL_RANK=str(rank)),
+            env=environment(**common, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1"),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -50,3 +54,27 @@ def launch(script: Path, *arguments: object, processes: int = 2) -> list[tuple[i
         for process in running:
             process.kill()
     return [(process.returncode, output) for process, output in zip(running, printed, strict=True)]
+
+
+def watch_replacements(act: Callable[[Path], None]) -> Callable[..., None]:
+    """A stand-in for `os.replace`, the last act of every write of the library, that calls `act` first."""
+    original = os.replace
+
+    def replace(source: Any, target: Any, **options: Any) -> None:
+        act(Path(target))
+        original(source, target, **options)
+
+    return replace
+
+
+def end_at_write(folder: Path, name: str, count: int) -> None:
+    """Let this process end, as if killed, before the given write of files whose path in `folder` starts with `name`."""
+    left = count
+
+    def act(target: Path) -> None:
+        nonlocal left
+        left -= str(target.relative_to(folder)).startswith(name)
+        if left == 0:
+            os._exit(9)
+
+    os.replace = watch_replacements(act)  # type: ignore[assignment]

@@ -172,14 +172,3 @@ def check_unsharded(data: object, name: str) -> None:
             f"set {name!r} comes from a loader that is already split between processes; evaluate splits the "
             "batches itself and puts the answers back in order: give it the plain DataLoader"
         )
-
-
-def rank_and_world() -> tuple[int, int]:
-    """Number of this process, and of all of them."""
-    ranks = current_ranks()
-    return ranks.rank, ranks.size
-
-
-def gather(mine: T, error: Exception | None = None) -> list[T]:
-    """What every process has; see `Ranks.gather`."""
-    return current_ranks().gather(mine, error)

@@ -1,4 +1,7 @@
-"""Real models and data for an end-to-end build, and the build itself: real_build.py CASE PREPARED OUTPUT."""
+"""Real models and data for an end-to-end build, and the build itself.
+
+real_build.py CASE PREPARED OUTPUT NAME COUNT ends, as if killed, at the given write of a file in OUTPUT.
+"""
 
 import sys
 from pathlib import Path
@@ -10,6 +13,7 @@ import hydra_ensembles as he
 from hydra_ensembles.data.batching import batches
 from hydra_ensembles.data.dataset import Dataset, split, subset
 from hydra_ensembles.data.loading import load
+from processes import end_at_write
 
 SIZES = {"train": 128, "id": 64, "ood": 24, "test": 128}
 HEAD = he.Recipe(
@@ -92,4 +96,6 @@ def _slices(inside: Dataset[Any], outside: Dataset[Any]) -> dict[str, Dataset[An
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    case, prepared, output, name, count = sys.argv[1:]
+    end_at_write(Path(output), name, int(count))
+    run(case, Path(prepared), Path(output))

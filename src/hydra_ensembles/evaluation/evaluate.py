@@ -8,7 +8,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
-from .._distributed import rank_and_world
+from .._distributed import current_ranks
 from .._utils import require_device
 from ..batches import Batches
 from ..data.batching import BatchLoader, Preprocess
@@ -156,7 +156,7 @@ def evaluate(
         bootstrap=bootstrap,
         keep_logits=keep_logits,
         model=describe_model(ensemble, members, classes, calibration),
-        provenance=provenance_of(place, own.dtype, rank_and_world()[1]),
+        provenance=provenance_of(place, own.dtype, current_ranks().size),
         gallery=[item for one in (own, *others.values()) for item in one.gallery],
     )
 

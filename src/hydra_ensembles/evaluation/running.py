@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .._distributed import check_unsharded, gather, rank_and_world
+from .._distributed import check_unsharded, current_ranks
 from .._utils import evaluation_mode, require
 from ..batches import Batches, Inputs, changed, iterate, length_of, move, require_labels
 from ..errors import ConfigError, DataError
@@ -85,19 +85,19 @@ class Runner:
             DataError: The set is empty, its labels do not fit, or the model's answers cannot be used.
         """
         check_unsharded(batches, name)
-        rank, world = rank_and_world()
+        ranks = current_ranks()
         pieces: list[tuple[int, Tensor, Tensor, torch.dtype]] = []
         gallery: list[GalleryItem] = []
         error: Exception | None = None
         try:
             pairs = iterate(batches, f"set {name!r}", labelled)
             bar = tqdm(
-                pairs, name, length_of(batches), leave=False, disable=not self.progress or rank > 0, unit="batch"
+                pairs, name, length_of(batches), leave=False, disable=not self.progress or ranks.rank > 0, unit="batch"
             )
             first = 0
             for index, (inputs, targets) in enumerate(bar):
                 size = len(inputs) if isinstance(inputs, Tensor) else len(next(iter(inputs.values())))
-                if index % world == rank:
+                if index % ranks.size == ranks.rank:
                     logits, dtype = self._answer(inputs, size, name, index)
                     labels = torch.empty(0, dtype=torch.long)
                     if labelled:
@@ -109,8 +109,8 @@ class Runner:
                 first += size
         except Exception as problem:
             error = problem
-        pieces = sorted(chain.from_iterable(gather(pieces, error)), key=lambda piece: piece[0])
-        gallery = sorted_onto_shelves(chain.from_iterable(gather(gallery)), self.keep)
+        pieces = sorted(chain.from_iterable(ranks.gather(pieces, error)), key=lambda piece: piece[0])
+        gallery = sorted_onto_shelves(chain.from_iterable(ranks.gather(gallery)), self.keep)
         _, answers, targets_of, dtypes = zip(*pieces, strict=True)
         for answer in answers:
             require_like(answer, answers[0] if like is None else like, name)

@@ -11,7 +11,7 @@ from parallel_evaluation import run
 from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from hydra_ensembles._distributed import check_unsharded
+from hydra_ensembles._distributed import Ranks, check_unsharded
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.evaluation.evaluation import Evaluation
 
@@ -49,6 +49,6 @@ def test_a_loader_that_is_split_already_is_refused(monkeypatch):
     data = TensorDataset(torch.zeros(4, 2))
     loader = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))
     check_unsharded(loader, "alone")  # one process: nothing is split twice
-    monkeypatch.setattr("hydra_ensembles._distributed.rank_and_world", lambda: (0, 2))
+    monkeypatch.setattr("hydra_ensembles._distributed.current_ranks", lambda: Ranks(0, 2))
     with pytest.raises(ConfigError, match="cifar"):
         check_unsharded(loader, "cifar")
