@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+import hydra_ensembles
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, FIGURES = ROOT / "results", ROOT / "docs" / "figures"
 
@@ -31,13 +33,9 @@ def store(path: Path, content: Any) -> None:
 
 def versions(*packages: str) -> dict[str, str]:
     """Versions of torch, of this library, and of others that are installed."""
-    found = {"torch": str(torch.__version__), "hydra_ensembles": importlib.metadata.version("hydra-ensembles")}
-    for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {"torch": str(torch.__version__), "hydra_ensembles": hydra_ensembles.__version__}
+    installed = importlib.metadata.packages_distributions()
+    return found | {package: importlib.metadata.version(package) for package in packages if package in installed}
 
 
 def hardware(device: str) -> str:
@@ -126,10 +124,5 @@ def serve(handlers: dict[str, Callable[..., Any]]) -> None:
     for line in sys.stdin:
         arguments = json.loads(line)
         request = arguments.pop("request")
-        if request == "package":
-            import hydra_ensembles
-
-            answer: Any = hydra_ensembles.__file__
-        else:
-            answer = handlers[request](**arguments)
+        answer = hydra_ensembles.__file__ if request == "package" else handlers[request](**arguments)
         print(json.dumps(answer), file=answers, flush=True)

@@ -13,7 +13,7 @@ import sys
 import inference_report
 from circuit import circuit_table
 from common import RESULTS, ROOT, load
-from demo_table import demo_table
+from demo import demo_table
 from fusion import fusion_table
 from proposition1 import proposition_table
 from study_tables import study_tables
@@ -28,7 +28,7 @@ def tables() -> dict[str, str]:
         "fusion": fusion_table(),
         "proposition1": proposition_table(),
         "tower_scores": tower_table(load("zero_shot_tower_scores.json")),
-        "demo": demo_table(RESULTS / "demo.json"),
+        "demo": demo_table(),
         **inference_report.tables(),
         **{name: make() for name, make in study_tables(RESULTS / "studies").items()},
     }
