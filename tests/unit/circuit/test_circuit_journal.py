@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from circuit_process import BUDGET, KILLED
+from torch.utils.data import DataLoader, TensorDataset
 
 from circuit_models import Problem, evidence, random_problem
 from hydra_ensembles._distributed import Ranks
@@ -133,19 +134,24 @@ def test_a_file_that_is_no_journal_is_refused_and_kept(tmp_path: Path, content: 
     assert path.read_text() == content
 
 
-def test_a_shuffling_loader_gives_the_same_samples_again(tmp_path: Path) -> None:
-    problem = random_problem()
-    images, labels = (torch.cat(part) for part in zip(*problem.id_batches, strict=True))
-    data = torch.utils.data.TensorDataset(images, labels)
-    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
-    shuffled = Problem(problem.model, loader, problem.ood_batches)
-    path, state = tmp_path / "journal.json", torch.get_rng_state()
-    first = shuffled.extract(budget=2, journal=path, seed=3)
-    assert torch.equal(torch.get_rng_state(), state)
+def test_shuffling_loaders_give_the_same_samples_again(tmp_path: Path) -> None:
+    """Also one that draws from a generator of its own; random numbers are left as they were."""
+    problem, generator = random_problem(), torch.Generator().manual_seed(3)
+
+    def shuffled(batches: list, generator: torch.Generator | None) -> DataLoader:
+        data = TensorDataset(*(torch.cat(part) for part in zip(*batches, strict=True)))
+        return DataLoader(data, batch_size=4, shuffle=True, generator=generator)
+
+    loaders = Problem(problem.model, shuffled(problem.id_batches, None), shuffled(problem.ood_batches, generator))
+    path, states = tmp_path / "journal.json", (torch.get_rng_state(), generator.get_state())
+    first = loaders.extract(budget=2, journal=path, seed=3)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert torch.equal(generator.get_state(), states[1])
     torch.rand(5)
-    assert shuffled.extract(budget=4, journal=path, seed=3).heads[:2] == first.heads
+    torch.rand(2, generator=generator)
+    assert loaders.extract(budget=4, journal=path, seed=3).heads[:2] == first.heads
     with pytest.raises(CheckpointError, match="data was"):
-        shuffled.extract(budget=4, journal=path, seed=4)
+        loaders.extract(budget=4, journal=path, seed=4)
 
 
 # --- several processes -------------------------------------------------------------------------------------

@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from random_ensembles import CLASSES, HEADS, LAYERS, SHAPES, Batch, random_batches, random_ensemble, without_heads
 from slow_taylor import slow_scores
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
+from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import ConfigError, DataError, HeadError
 from hydra_ensembles.heads.ranking import data_fingerprint, model_fingerprint
 from hydra_ensembles.heads.taylor import taylor
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.ensemble import Ensemble
+from random_ensembles import CLASSES, HEADS, LAYERS, SHAPES, Batch, random_batches, random_ensemble, without_heads
 
 REFEREED = ["image-cls", "text-mean-post-norm"]
+SCOPES = ["layer", "global"]
 
 
 def joined(batches: list[Batch]) -> Batch:
@@ -72,7 +74,7 @@ class TestScores:
         assert all(abs(score - other) > 1e-3 * other for score, other in later)
 
     @pytest.mark.parametrize("shape", SHAPES)
-    @pytest.mark.parametrize("scope", ["layer", "global"])
+    @pytest.mark.parametrize("scope", SCOPES)
     def test_removed_heads_are_as_good_as_cut_out(self, shape: str, scope: Any) -> None:
         ensemble = random_ensemble(shape)
         batches = random_batches(ensemble)
@@ -115,26 +117,16 @@ class TestScores:
 
 
 class TestRanking:
-    def test_per_layer_holds_as_a_whole(self) -> None:
+    def test_how_many_heads_it_takes(self) -> None:
         ensemble = random_ensemble()
-        ranking = taylor(ensemble, random_batches(ensemble), budget=6)
+        batches = random_batches(ensemble)
+        ranking = taylor(ensemble, batches, budget=6)
         assert len(ranking) == ranking.only == 6
-        assert len(ranking.first(6)) == 6
         assert [head.layer for head in ranking.heads] == [0, 0, 1, 1, 2, 2]
-        for count in (3, 5):
-            with pytest.raises(HeadError, match="exactly 6 heads"):
-                ranking.first(count)
-
-    def test_global_takes_any_number(self) -> None:
-        ensemble = random_ensemble()
-        ranking = taylor(ensemble, random_batches(ensemble), budget=2, scope="global")
-        assert ranking.only is None
-        assert all(len(ranking.first(count)) == count for count in range(LAYERS * HEADS + 1))
-
-    def test_all_heads_of_a_layer_may_go(self) -> None:
-        ensemble = random_ensemble()
-        ranking = taylor(ensemble, random_batches(ensemble), budget=LAYERS * HEADS)
-        assert len(set(ranking.heads)) == LAYERS * HEADS
+        assert len(set(taylor(ensemble, batches, budget=LAYERS * HEADS).heads)) == LAYERS * HEADS
+        everything = taylor(ensemble, batches, budget=2, scope="global")
+        assert everything.only is None
+        assert len(everything) == LAYERS * HEADS
 
     def test_provenance(self) -> None:
         ensemble = random_ensemble()
@@ -167,7 +159,7 @@ class TestCalibrationData:
             "loader": DataLoader(batches, batch_size=None),  # type: ignore[arg-type]
         }
 
-    @pytest.mark.parametrize("scope", ["layer", "global"])
+    @pytest.mark.parametrize("scope", SCOPES)
     @pytest.mark.parametrize("count", [None, 2])
     def test_every_kind_of_source_gives_the_same(self, scope: Any, count: int | None) -> None:
         ensemble = random_ensemble()
@@ -195,27 +187,57 @@ class TestCalibrationData:
         only_those = taylor(ensemble, [batches[index] for index in chosen], budget=3, scope="global")
         assert only_those.scores == drawn[0].scores
 
-    def test_all_batches_leave_nothing_to_the_seed(self) -> None:
-        ensemble = random_ensemble()
-        batches = random_batches(ensemble, (3,) * 4)
-        first = taylor(ensemble, batches, budget=3, seed=0)
-        second = taylor(ensemble, batches, budget=3, seed=1)
-        assert (first.heads, first.scores) == (second.heads, second.scores)
-
-    def test_a_shuffling_loader_follows_the_seed(self) -> None:
+    @pytest.mark.parametrize("kind", ["global", "shuffle", "sampler", "batch_sampler"])
+    @pytest.mark.parametrize("count", [2, None])
+    def test_a_shuffling_loader_follows_the_seed(self, kind: str, count: int | None) -> None:
+        """Whether it draws from PyTorch's random numbers or from its own, and they are left as they were."""
         ensemble = random_ensemble()
         data = TensorDataset(*joined(random_batches(ensemble, (30,))))  # type: ignore[arg-type]
-        loader = DataLoader(data, batch_size=4, shuffle=True)
+        generator = torch.Generator().manual_seed(3)
+        sampler = RandomSampler(data, generator=generator)
+        source = {
+            "global": DataLoader(data, batch_size=4, shuffle=True),
+            "shuffle": DataLoader(data, batch_size=4, shuffle=True, generator=generator),
+            "sampler": DataLoader(data, batch_size=4, sampler=sampler),
+            "batch_sampler": DataLoader(data, batch_sampler=BatchSampler(sampler, 4, drop_last=False)),
+        }[kind]
 
         def rank(seed: int) -> Any:
-            return taylor(ensemble, loader, budget=3, seed=seed, calibration_batches=2)
+            return taylor(ensemble, source, budget=3, seed=seed, calibration_batches=count)
 
-        state = torch.get_rng_state()
+        states = torch.get_rng_state(), generator.get_state()
         first = rank(0)
-        assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers are left alone
-        torch.rand(5)
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert torch.equal(generator.get_state(), states[1])
+        torch.rand(5), torch.rand(2, generator=generator)
         assert rank(0) == first
         assert rank(1).provenance["data"] != first.provenance["data"]
+
+    @pytest.mark.parametrize("scope", SCOPES)
+    @pytest.mark.parametrize("spoil", ["labels", "inputs"])
+    def test_random_numbers_are_put_back_after_an_error(self, scope: Any, spoil: str) -> None:
+        ensemble = random_ensemble()
+        ((images, labels),) = random_batches(ensemble, (30,))
+        bad = (images * torch.nan, labels) if spoil == "inputs" else (images, labels + 100)
+        generator = torch.Generator().manual_seed(3)
+        source = DataLoader(TensorDataset(*bad), batch_size=4, shuffle=True, generator=generator)  # type: ignore
+        states = torch.get_rng_state(), generator.get_state()
+        with pytest.raises(DataError, match="batch 0") as caught:
+            taylor(ensemble, source, budget=3, scope=scope)
+        assert caught.tb is not None  # its frames are alive, so nothing was put back by their end
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert torch.equal(generator.get_state(), states[1])
+
+    def test_the_loaders_of_the_library_have_a_stream_per_seed(self) -> None:
+        ensemble = random_ensemble()
+        ((images, labels),) = random_batches(ensemble, (30,))
+        source = data_batches(list(zip(images, labels.tolist(), strict=True)), torch.stack, 4, shuffle=True)
+        source.set_epoch(2)
+        first = taylor(ensemble, source, budget=3, seed=0)
+        assert (source.epoch, source.stream) == (2, None)
+        source.set_epoch(3)
+        assert taylor(ensemble, source, budget=3, seed=0) == first
+        assert taylor(ensemble, source, budget=3, seed=1).provenance["data"] != first.provenance["data"]
 
     def test_a_loader_reads_only_what_is_drawn(self) -> None:
         ensemble = random_ensemble()
@@ -295,77 +317,64 @@ def test_dropout_is_off() -> None:
     assert taylor(trained, batches, budget=3).scores == taylor(ensemble, batches, budget=3).scores
 
 
-class TestBadInput:
-    @pytest.mark.parametrize(
-        ("settings", "error", "message"),
-        [
-            ({"budget": 0}, HeadError, "budget is 0"),
-            ({"budget": 13}, HeadError, "budget is 13.*12 heads"),
-            ({"budget": 2.5}, HeadError, r"budget is 2\.5.*must be a whole number"),
-            ({"budget": "6"}, HeadError, "budget is '6'.*must be a whole number"),
-            ({"budget": True}, HeadError, "budget is True.*must be a whole number"),
-            ({"budget": 3, "device": "gpu"}, ConfigError, "device 'gpu' cannot be used here; available: cpu"),
-            ({"budget": 4}, HeadError, 'evenly over 3 layers.*multiple of 3, or scope="global"'),
-            ({"budget": 3, "layers": [3]}, HeadError, "from 0 to 2"),
-            ({"budget": 8, "layers": [0, 1], "removed": [(2, 0)]}, None, ""),
-            ({"budget": 8, "layers": [0, 1], "removed": [(1, 0)]}, HeadError, "budget is 8.*7 heads"),
-            ({"budget": 6, "layers": [0, 1], "removed": [(1, 0), (1, 1)]}, HeadError, "layer 1 has only 2 left"),
-            ({"budget": 3, "removed": [(0, 7)]}, HeadError, r"head 0\.7 does not exist"),
-            ({"budget": 3, "removed": [(0, 1), (0, 1)]}, HeadError, "twice"),
-            ({"budget": 3, "scope": "block"}, ConfigError, r"\['layer', 'global'\], got 'block'"),
-            ({"budget": 3, "seed": -1}, ConfigError, "seed must be a whole number of at least 0"),
-            ({"budget": 3, "seed": 0.5}, ConfigError, "seed must be a whole number"),
-            ({"budget": 3, "calibration_batches": 0}, ConfigError, "at least 1"),
-            ({"budget": 3, "calibration_batches": 4}, DataError, "has 3 batches"),
-            ({"budget": 3, "dtype": torch.int64}, ConfigError, "floating-point"),
-        ],
-    )
-    def test_settings(self, settings: dict[str, Any], error: type[Exception] | None, message: str) -> None:
-        ensemble = random_ensemble()
-        batches = random_batches(ensemble)
-        if error is None:
-            assert len(taylor(ensemble, batches, **settings)) == settings["budget"]
-            return
-        with pytest.raises(error, match=message):
-            taylor(ensemble, batches, **settings)
+@pytest.mark.parametrize(
+    ("settings", "error", "token"),
+    [
+        ({"budget": 0}, HeadError, "budget"),
+        ({"budget": 13}, HeadError, "12 heads"),
+        ({"budget": 2.5}, HeadError, "budget"),
+        ({"budget": True}, HeadError, "budget"),
+        ({"budget": 4}, HeadError, "evenly"),
+        ({"budget": 8, "layers": [0, 1], "removed": [(1, 0)]}, HeadError, "7 heads"),
+        ({"budget": 6, "layers": [0, 1], "removed": [(1, 0), (1, 1)]}, HeadError, "layer 1 has only 2"),
+        ({"layers": [3]}, HeadError, "layers"),
+        ({"removed": [(0, 7)]}, HeadError, r"0\.7"),
+        ({"removed": [(0, 1), (0, 1)]}, HeadError, "twice"),
+        ({"removed": [(0, 1, "text")]}, HeadError, "'text'"),
+        ({"scope": "block"}, ConfigError, "scope"),
+        ({"seed": -1}, ConfigError, "seed"),
+        ({"seed": 0.5}, ConfigError, "seed"),
+        ({"calibration_batches": 0}, ConfigError, "calibration_batches"),
+        ({"calibration_batches": 4}, DataError, "3 batches"),
+        ({"dtype": torch.int64}, ConfigError, "dtype"),
+        ({"device": "gpu"}, ConfigError, "device"),
+    ],
+)
+def test_settings_that_cannot_work(settings: dict[str, Any], error: type[Exception], token: str) -> None:
+    ensemble = random_ensemble()
+    with pytest.raises(error, match=token):
+        taylor(ensemble, random_batches(ensemble), **{"budget": 3} | settings)
 
-    @pytest.mark.parametrize("scope", ["layer", "global"])
-    def test_data(self, scope: Any) -> None:
-        ensemble = random_ensemble()
-        good = random_batches(ensemble)
-        images, labels = good[1]
-        bad: list[tuple[Any, str]] = [
-            ([], "no samples"),
-            (iter([]), "no samples"),
-            (DataLoader([]), "no samples"),  # type: ignore[arg-type]
-            ([(images, labels + CLASSES)], "batch 0.*labels from.*4 classes"),
-            ([*good, (images, labels - 2)], "batch 3.*labels from"),
-            ([good[0], images], "batch 1.*no labels"),
-            ([good[0], (images, labels[:2])], "batch 1.*5 inputs and 2 labels"),
-            ([good[0], (images * torch.nan, labels)], "batch 1.*loss of nan.*check its inputs"),
-        ]
-        for batches, message in bad:
-            with pytest.raises(DataError, match=message):
-                taylor(ensemble, batches, budget=3, scope=scope)
 
-    @pytest.mark.parametrize("empty", [[], iter([]), DataLoader([])])  # type: ignore[arg-type]
-    def test_nothing_to_draw_from(self, empty: Any) -> None:
-        with pytest.raises(DataError, match="no samples"):
-            taylor(random_ensemble(), empty, budget=3, calibration_batches=2)
+@pytest.mark.parametrize("scope", SCOPES)
+def test_data_that_cannot_be_used(scope: Any) -> None:
+    ensemble = random_ensemble()
+    good = random_batches(ensemble)
+    images, labels = good[1]
+    for count in (None, 1):
+        for empty in ([], iter([]), DataLoader([])):  # type: ignore[arg-type]
+            with pytest.raises(DataError, match="no samples"):
+                taylor(ensemble, empty, budget=3, scope=scope, calibration_batches=count)
+    bad: list[tuple[Any, str]] = [
+        ([(images, labels + CLASSES)], "batch 0"),
+        ([*good, (images, labels - 2)], "batch 3"),
+        ([good[0], images], "batch 1"),
+        ([good[0], (images, labels[:2])], "batch 1"),
+        ([good[0], (images * torch.nan, labels)], "batch 1.*nan"),
+    ]
+    for batches, token in bad:
+        with pytest.raises(DataError, match=token):
+            taylor(ensemble, batches, budget=3, scope=scope)
 
-    def test_broken_weights(self) -> None:
-        ensemble = random_ensemble()
-        with torch.no_grad():
-            ensemble.encoder.layers[0].attention.qkv[0, 0] = torch.nan
-        with pytest.raises(DataError, match="loss of nan"):
-            taylor(ensemble, random_batches(ensemble), budget=3)
 
-    def test_models(self) -> None:
-        ensemble = random_ensemble()
-        batches = random_batches(ensemble)
-        with pytest.raises(ConfigError, match=r"2 members.*member\(i\)"):
-            taylor(Ensemble.stack([ensemble, ensemble]), batches, budget=3)
-        config = ensemble.config
-        headless = Ensemble(dataclasses.replace(config, readout=dataclasses.replace(config.readout, num_classes=0)))
-        with pytest.raises(ConfigError, match="no classifier"):
-            taylor(headless, batches, budget=3)
+def test_models_that_cannot_be_ranked() -> None:
+    ensemble = random_ensemble()
+    batches, config = random_batches(ensemble), ensemble.config
+    headless = Ensemble(dataclasses.replace(config, readout=dataclasses.replace(config.readout, num_classes=0)))
+    for model, token in ((Ensemble.stack([ensemble] * 2), "2 members"), (headless, "no classifier")):
+        with pytest.raises(ConfigError, match=token):
+            taylor(model, batches, budget=3)
+    with torch.no_grad():
+        ensemble.encoder.layers[0].attention.qkv[0, 0] = torch.nan
+    with pytest.raises(DataError, match="nan"):
+        taylor(ensemble, batches, budget=3)
