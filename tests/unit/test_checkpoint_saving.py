@@ -289,7 +289,7 @@ def test_what_is_published_is_what_is_saved(tmp_path: Path, monkeypatch: pytest.
         save_checkpoint(tmp_path, contents)
         return f"https://hub/{repo_id}"
 
-    monkeypatch.setattr("hydra_ensembles.model.ensemble.push_checkpoint", publish)
+    monkeypatch.setattr("hydra_ensembles.model.base.push_checkpoint", publish)
     dual = he.convert(open_clip_model())
     assert dual.push_to_hub("owner/clip") == "https://hub/owner/clip"
     assert_same_model(DualEncoder.from_pretrained(tmp_path), dual)

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from .._utils import evaluation_mode
 from ..checkpoint import DUAL_ENCODER, Contents, Stored, dual_encoder_contents, read_dual_encoder
 from ..errors import ConfigError, DataError
+from .base import Saved, built_around, copied
 from .config import CosineConfig, DualEncoderConfig, EnsembleConfig, Sharing, output_width
 from .cost import Description
-from .ensemble import Ensemble, Saved, built_around, copied
+from .ensemble import Ensemble
 from .layers import GroupedLinear
 from .members import listed, member_index, place_of
 from .metadata import PROJECTION, TOWER, Metadata, TextSettings, TextSide, odd_names, text_state

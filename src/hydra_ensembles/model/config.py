@@ -33,11 +33,12 @@ def require_positive(where: object, name: str) -> None:
         raise ConfigError(f"{type(where).__name__}.{name} must be positive, got {number}")
 
 
-def require_choice(where: object, name: str, options: object) -> None:
-    """Refuse a field that is not one of the options of a `Literal`."""
-    accepted, value = get_args(options), getattr(where, name)
-    if value not in accepted:
-        raise ConfigError(f"{type(where).__name__}.{name} must be one of {list(accepted)}, got {value!r}")
+def require_choices(where: object, **options: object) -> None:
+    """Refuse fields, given with their `Literal`, that are not one of its options."""
+    for name, literal in options.items():
+        accepted, value = get_args(literal), getattr(where, name)
+        if value not in accepted:
+            raise ConfigError(f"{type(where).__name__}.{name} must be one of {list(accepted)}, got {value!r}")
 
 
 def require_whole(name: str, value: object, least: int) -> int:
@@ -81,8 +82,7 @@ class EncoderConfig:
         """Check sizes and rates; `drop_path` is empty or has one rate per layer."""
         require_between(self, "width head_dim mlp_width")
         require_between(self, "layers heads", most=MAX_COPIES)
-        require_choice(self, "activation", Activation)
-        require_choice(self, "norm", NormKind)
+        require_choices(self, activation=Activation, norm=NormKind)
         require_positive(self, "norm_eps")
         if self.drop_path and len(self.drop_path) != self.layers:
             raise ConfigError(
@@ -134,7 +134,7 @@ class PatchStemConfig:
             height, width = getattr(self, name)
             if not (height > 0 and width > 0 and height * width <= MAX_SIZE):
                 raise ConfigError(f"PatchStemConfig.{name} must be two sizes of at least 1, got {height}x{width}")
-        require_choice(self, "resample", Resample)
+        require_choices(self, resample=Resample)
         require_rates(self, dropout=self.dropout)
         require_positive(self, "norm_eps")
 
@@ -190,6 +190,7 @@ class TextStemConfig:
 
 
 Pool = Literal["cls", "mean", "cls_mean", "distilled", "eot", "last", "map"]
+ReadoutNorm = Literal["none", "tokens", "pooled"]
 HiddenActivation = Literal["tanh", "relu", "gelu"]
 
 
@@ -226,7 +227,7 @@ class ReadoutConfig:
 
     pool: Pool = "cls"
     num_classes: int = 0
-    norm: Literal["none", "tokens", "pooled"] = "tokens"
+    norm: ReadoutNorm = "tokens"
     norm_eps: float = 1e-6
     hidden: HiddenActivation | None = None
     bias: bool = True
@@ -240,10 +241,10 @@ class ReadoutConfig:
 
     def __post_init__(self) -> None:
         """Check sizes, and that pooling has what it needs."""
-        require_choice(self, "pool", Pool)
-        require_between(self, "num_classes", least=0)
+        require_choices(self, pool=Pool, norm=ReadoutNorm, map_activation=Activation)
         if self.hidden is not None:
-            require_choice(self, "hidden", HiddenActivation)
+            require_choices(self, hidden=HiddenActivation)
+        require_between(self, "num_classes", least=0)
         require_rates(self, dropout=self.dropout, hidden_dropout=self.hidden_dropout)
         require_positive(self, "norm_eps")
         if self.pool == "map":

@@ -1,30 +1,18 @@
 """The Ensemble: M members, one forward pass, logits [M, B, C]."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .._utils import evaluation_mode
-from ..batches import Inputs, move, read_batch
-from ..checkpoint import (
-    ENSEMBLE,
-    Contents,
-    Stored,
-    ensemble_contents,
-    open_checkpoint,
-    push_checkpoint,
-    read_ensemble,
-    save_checkpoint,
-    with_text_side,
-)
+from ..checkpoint import ENSEMBLE, Contents, Stored, ensemble_contents, read_ensemble, with_text_side
 from ..errors import ConfigError, DataError
 from ..prediction import Prediction
-from .config import GROUPS, KeptHeads, PatchStemConfig, output_width
-from .config import EnsembleConfig as Config
+from .base import Predictor, Saved, built_around, copied
+from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_width
 from .cost import Description, describe
 from .layers import Encoder, GroupedNorm
 from .members import (
@@ -36,149 +24,14 @@ from .members import (
     require_same_architecture,
     require_same_dtype_and_device,
 )
-from .metadata import Calibration, Metadata, common_metadata, member_metadata
+from .metadata import Metadata, common_metadata, member_metadata
 from .stem_readout import PatchStem, Readout, TextStem, projection_from
 
 if TYPE_CHECKING:
     from ..optimize.runner import OptimizedEnsemble
 
-Model = TypeVar("Model", bound=nn.Module)
-
 NOT_READ = ("position_ids", "inputs_embeds", "head_mask", "bool_masked_pos")
 """Inputs of other libraries' models that change the answer and that an ensemble does not take."""
-
-
-def built_around(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Model:
-    """A model whose parameters are the given tensors, not copies of them; in evaluation mode."""
-    with torch.device("meta"):
-        model = build()
-    model.load_state_dict(state, assign=True)
-    return model.requires_grad_(True).eval()
-
-
-def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors, each contiguous."""
-    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
-
-
-class Saved:
-    """Saving, loading and publishing. What is stored and how it is read back, each kind of model says itself."""
-
-    _kind: str  # of its checkpoints
-
-    def _contents(self, name: str) -> Contents:
-        """Everything that is written; `name` is how the model card calls the model."""
-        raise NotImplementedError
-
-    @classmethod
-    def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> Self:
-        """The model that an opened checkpoint holds."""
-        raise NotImplementedError
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write `config.json`, `model.safetensors`, for text `tokenizer.json`, and a model card into a folder.
-
-        Files of an earlier save are replaced; a kill in between leaves each of them whole.
-        """
-        save_checkpoint(folder, self._contents(Path(folder).expanduser().resolve().name))
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        source: str | Path,
-        *,
-        revision: str | None = None,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        token: str | None = None,
-    ) -> Self:
-        """Load what `save_pretrained` or `push_to_hub` wrote, in evaluation mode; no code is run.
-
-        Args:
-            source: Folder, or hub id of the form `owner/name`.
-            revision: Branch, tag or commit on the hub.
-            device: Where the parameters go; None for the CPU.
-            dtype: Floating type to convert to; None keeps the stored one.
-            token: Access token for a private model; None for the one logged in with.
-
-        Raises:
-            CheckpointError: Something is missing, damaged, inconsistent, or was saved by another class.
-        """
-        return cls._restored(open_checkpoint(source, cls._kind, revision=revision, token=token), device, dtype)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        token: str | None = None,
-        commit_message: str | None = None,
-    ) -> str:
-        """Publish on the hub as `owner/name`, in one commit; the address of that commit."""
-        contents = self._contents(repo_id)
-        return push_checkpoint(repo_id, contents, private=private, token=token, commit_message=commit_message)
-
-
-class Predictor:
-    """From raw inputs to tensors, and from member logits to a prediction, by the saved metadata."""
-
-    config: Config
-    metadata: Metadata
-    if TYPE_CHECKING:
-
-        @property
-        def device(self) -> torch.device:
-            """Where it runs."""
-
-        @property
-        def dtype(self) -> torch.dtype:
-            """Floating type it computes in."""
-
-    @property
-    def kind(self) -> str:
-        """`"image"` or `"text"`."""
-        return self.config.kind
-
-    @property
-    def num_members(self) -> int:
-        """Number of members, M."""
-        return self.config.members
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes; 0 when there is no classifier."""
-        return self.config.readout.num_classes
-
-    def prepare(self, inputs: Any) -> Inputs:
-        """Inputs for `forward` on the device and in the dtype of the model; raw ones are preprocessed.
-
-        Args:
-            inputs: Tensors or a mapping of them; or a PIL image, a string, a pair of strings, or a list of them.
-        """
-        if not isinstance(inputs, Tensor | Mapping):
-            if self.metadata.preprocessing is None:
-                raise DataError(
-                    f"got {type(inputs).__name__}, but this ensemble has no saved preprocessing; "
-                    "give tensors, or convert the model with processor="
-                )
-            raw: Any = [inputs] if isinstance(inputs, tuple) and self.kind == "text" else inputs
-            inputs = self.metadata.preprocessing(raw)
-        return move(read_batch(inputs)[0], self.device, self.dtype)
-
-    def _prediction(self, logits: Tensor, check_finite: bool) -> Prediction:
-        """What member logits `[M, B, C]` say, with the calibration and the class names of the ensemble."""
-        if not self.num_classes:
-            raise ConfigError("this ensemble has no classifier; convert the model with num_labels=, or use features()")
-        calibration = self.metadata.calibration or Calibration()
-        temperature = calibration.temperature
-        return Prediction.from_logits(
-            logits,
-            temperature if len(temperature) > 1 else temperature[0],
-            calibration.threshold,
-            calibration.score,
-            self.metadata.labels or None,
-            check_finite,
-        )
 
 
 class Ensemble(Saved, Predictor, nn.Module):
@@ -190,7 +43,7 @@ class Ensemble(Saved, Predictor, nn.Module):
 
     _kind = ENSEMBLE
 
-    def __init__(self, config: Config, metadata: Metadata | None = None) -> None:
+    def __init__(self, config: EnsembleConfig, metadata: Metadata | None = None) -> None:
         super().__init__()
         self.config = config
         self.metadata = Metadata() if metadata is None else metadata
@@ -331,7 +184,7 @@ class Ensemble(Saved, Predictor, nn.Module):
             raise ConfigError(f"Ensemble.stack takes ensembles, got {strange}; {advice}")
         states, heads, metadata = singles(given)
         first = given[0].config
-        config = Config(first.stem, first.encoder, first.readout, heads)
+        config = EnsembleConfig(first.stem, first.encoder, first.readout, heads)
         return Ensemble.from_state(config, join_states(config, states), metadata)
 
     def member(self, index: int) -> "Ensemble":
@@ -342,7 +195,9 @@ class Ensemble(Saved, Predictor, nn.Module):
         return Ensemble.from_state(member_config(self.config, index), state, metadata)
 
     @classmethod
-    def from_state(cls, config: Config, state: Mapping[str, Tensor], metadata: Metadata | None = None) -> "Ensemble":
+    def from_state(
+        cls, config: EnsembleConfig, state: Mapping[str, Tensor], metadata: Metadata | None = None
+    ) -> "Ensemble":
         """Build an ensemble around copies of the given tensors, keeping their dtype and device."""
         return built_around(lambda: cls(config, metadata), copied(state))
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..model.ensemble import Ensemble, Predictor
+from ..model.base import Predictor
+from ..model.ensemble import Ensemble
 from ..prediction import Prediction
 from .freeze import Plan, frozen, with_plan
 

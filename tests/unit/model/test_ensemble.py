@@ -51,6 +51,7 @@ ENCODER, STEM, TEXT = EncoderConfig(**SIZES), PatchStemConfig((4, 4), (2, 2)), T
         (lambda: TextStemConfig(9, 8, 8, positions_after=7), "positions_after"),
         (lambda: CosineConfig(bias=True), "width"),
         (lambda: ReadoutConfig(num_classes=-1), "num_classes"),
+        (lambda: ReadoutConfig(norm="both"), "both"),  # type: ignore[arg-type]
         (lambda: ReadoutConfig(pool="map"), "map_heads"),
         (lambda: ReadoutConfig(pool="cls_mean", norm="pooled"), "cls_mean"),
         (lambda: ReadoutConfig(cosine=CosineConfig()), "num_classes"),
