@@ -23,6 +23,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import torch
 import typer
+from rich.console import Console, RenderableType
 
 from .._utils import require, write_atomically
 from ..errors import ConfigError, HydraError
@@ -50,6 +51,7 @@ EXCLUDES: Mapping[str, tuple[str, Any]] = {  # settings of a recipe that take ea
     "learning_rate": ("grid", ()),
     "grid": ("learning_rate", None),
 }
+WIDE = 240  # characters of a table for the terminal that goes to a file
 INSIDE = "__inside"  # ends the name of a parameter that holds single settings inside another, `name=value`
 _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
@@ -251,6 +253,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def names_beside(path: Path) -> list[str]:
     """What lies in the folder of a path, to find out what was meant."""
     return [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+
+
+def emit(content: str | RenderableType, output: Path | None) -> None:
+    """Print text or a table, or write it to a file, in which a table is as wide as it likes to be."""
+    if not isinstance(content, str):
+        console = Console(width=None if output is None else WIDE)
+        with console.capture() as captured:
+            console.print(content)
+        content = captured.get()
+    if output is None:
+        print(content, end="", flush=True)
+    else:
+        write_atomically(output, content.encode())
 
 
 def report_failure(error: BaseException, debug: bool) -> int | None:

@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from .._utils import write_atomically
 from ..data.dataset import AnyDataset
 from ..data.suites import suite
 from ..errors import ConfigError, DataError
@@ -25,11 +24,10 @@ from ..report.compare import FORMAT as COSTS
 from ..report.compare import compare as compare_evaluations
 from ..report.html import write_report
 from ..schema import to_plain
-from .command import command, write_settings
+from .command import command, emit, write_settings
 from .data_sources import USUAL_BATCH, DataSettings, fit_to_model, load_data, load_reference, require_different
 from .model_sources import ModelSettings, load_classifier
 
-WIDE = 240  # characters of a table for the terminal that goes to a file
 _NAMED = re.compile(r"(?:(?P<group>near|far|apart):)?(?:(?P<name>[^=:/\\]+)=)?(?P<data>.+)", re.DOTALL)
 EVALUATE_EXAMPLES = """\b
 Examples:
@@ -201,17 +199,8 @@ def compare(
     """
     evaluations, costs = find_runs(paths)
     comparison = compare_evaluations(evaluations, costs, allow_mismatch=allow_mismatch)
-    if format == "table":
-        console = Console(width=None if output is None else WIDE)
-        with console.capture() as captured:
-            console.print(to_rich(comparison))
-        text = captured.get()
-    else:
-        text = {"markdown": to_markdown, "latex": to_latex, "csv": to_csv}[format](comparison)
-    if output is None:
-        print(text, end="")
-    else:
-        write_atomically(output, text.encode())
+    writers = {"table": to_rich, "markdown": to_markdown, "latex": to_latex, "csv": to_csv}
+    emit(writers[format](comparison), output)
 
 
 @command

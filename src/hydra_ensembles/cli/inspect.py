@@ -145,7 +145,8 @@ def _value(value: Any) -> str:
         return ", ".join(f"{name} {_value(item)}" for name, item in value.items() if name != "kind")
     if isinstance(value, list):
         more = f" and {len(value) - SHOWN} more" if len(value) > SHOWN else ""
-        return (", " if isinstance(value[0], str) else "/").join(_value(item) for item in value[:SHOWN]) + more
+        between = ", " if all(isinstance(item, str) for item in value) else "/"
+        return between.join(_value(item) for item in value[:SHOWN]) + more
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

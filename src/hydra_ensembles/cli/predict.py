@@ -5,17 +5,15 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .._utils import write_atomically
 from ..data.dataset import IMAGE_SUFFIXES, read_image
 from ..data.loading import TABLE_SUFFIXES, Columns, load
 from ..errors import ConfigError, DataError
@@ -23,11 +21,12 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
 from ..prediction import Prediction, ScoreName
 from ..schema import from_plain
-from .command import command, did_you_mean, names_beside
+from .command import command, did_you_mean, emit, names_beside
 from .data_sources import USUAL_BATCH
 from .model_sources import ModelSettings, load_classifier
 
-WIDE = 160  # characters of a table for the terminal that goes to a file
+NUMBERS = ("confidence", "epistemic", "entropy", "disagreement")
+VERDICTS = {True: "accept", False: "abstain"}
 LONGEST = 60  # characters of an input that a table shows
 EXAMPLES = """\b
 Examples:
@@ -45,29 +44,14 @@ Item = tuple[str, Callable[[], Any]]
 OutputFormat = Literal["table", "json", "jsonl", "csv"]
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The answer for one input.
+Answer = dict[str, Any]
+"""The answer for one input.
 
-    Attributes:
-        input: The file or the text.
-        label: Name of the most probable class; its number where the model has no names.
-        confidence: Its probability.
-        epistemic: Mutual information of label and member, in nats: how much the members differ.
-        entropy: Total uncertainty, in nats.
-        disagreement: Share of pairs of members with different labels.
-        score: What the threshold is held against; above it, the answer is to be abstained from.
-        verdict: `accept` or `abstain`; None where no threshold is known.
-    """
-
-    input: str
-    label: str
-    confidence: float
-    epistemic: float
-    entropy: float
-    disagreement: float
-    score: float
-    verdict: Literal["accept", "abstain"] | None
+`input` is the file or the text; `label` the name of the most probable class (its number where the model has no names)
+and `confidence` its probability; `epistemic` the mutual information of label and member and `entropy` the total
+uncertainty, both in nats; `disagreement` the share of pairs of members with different labels; `score` what the
+threshold is held against; `verdict` is `accept`, `abstain` (the score is above it) or None (no threshold is known).
+"""
 
 
 @command
@@ -97,13 +81,8 @@ def predict(
     answers: list[Answer] = []
     for names, contents in _batches(items, batch_size, skip_unreadable):
         answers += _answers(names, ensemble.predict(contents))
-    written = _written(answers, format, to_file=output is not None)
-    if output is None:
-        sys.stdout.write(written)
-        sys.stdout.flush()
-    else:
-        write_atomically(output, written.encode())
-    if answers and answers[0].verdict is None:
+    emit(_written(answers, format), output)
+    if answers and answers[0]["verdict"] is None:
         print("no verdict: this model has no calibrated threshold; build stores one, or give --threshold",
               file=sys.stderr)  # fmt: skip
 
@@ -205,47 +184,41 @@ def _batches(items: Sequence[Item], size: int, skip_unreadable: bool) -> Iterato
 
 
 def _answers(names: Sequence[str], prediction: Prediction) -> list[Answer]:
-    known = prediction.class_names
-    labels = [str(label) if known is None else known[label] for label in prediction.label.tolist()]
-    numbers = [prediction.confidence, prediction.epistemic, prediction.entropy, prediction.disagreement]
-    columns = [one.tolist() for one in (*numbers, prediction.score())]
-    verdicts: list[Literal["accept", "abstain"] | None] = [None] * len(names)
-    if prediction.accept is not None:
-        verdicts = ["accept" if accept else "abstain" for accept in prediction.accept.tolist()]
-    return [Answer(*values) for values in zip(names, labels, *columns, verdicts, strict=True)]
+    known, accept = prediction.class_names, prediction.accept
+    columns: dict[str, Sequence[Any]] = {
+        "input": names,
+        "label": [str(label) if known is None else known[label] for label in prediction.label.tolist()],
+        **{name: getattr(prediction, name).tolist() for name in NUMBERS},
+        "score": prediction.score().tolist(),
+        "verdict": [None] * len(names) if accept is None else [VERDICTS[bool(one)] for one in accept],
+    }
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _written(answers: Sequence[Answer], format: OutputFormat, *, to_file: bool) -> str:
+def _written(answers: Sequence[Answer], format: OutputFormat) -> str | Table:
     if format == "json":
-        return json.dumps([asdict(one) for one in answers], indent=1, ensure_ascii=False) + "\n"
+        return json.dumps(answers, indent=1, ensure_ascii=False) + "\n"
     if format == "jsonl":
-        return "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in answers)
+        return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in answers)
     if format == "csv":
         buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, [one.name for one in fields(Answer)], lineterminator="\n")
+        writer = csv.DictWriter(buffer, ["input", "label", *NUMBERS, "score", "verdict"], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(asdict(one) for one in answers)
+        writer.writerows(answers)
         return buffer.getvalue()
-    console = Console(width=WIDE if to_file else None)
-    with console.capture() as captured:
-        console.print(_table(answers))
-    return captured.get()
-
-
-def _table(answers: Sequence[Answer]) -> Table:
-    decided = any(one.verdict is not None for one in answers)
     table = Table(box=SIMPLE, padding=(0, 1), collapse_padding=True)
     table.add_column("input", overflow="fold")
     table.add_column("label", overflow="fold")
-    for heading in ("confidence", "epistemic", "entropy", "disagree"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    for name in NUMBERS:
+        table.add_column("disagree" if name == "disagreement" else name, justify="right", no_wrap=True)
+    decided = any(one["verdict"] for one in answers)
     if decided:
         table.add_column("verdict", no_wrap=True)
     for one in answers:
-        numbers = (f"{value:.4f}" for value in (one.confidence, one.epistemic, one.entropy, one.disagreement))
-        verdict = [one.verdict or ""] if decided else []
-        style = "yellow" if one.verdict == "abstain" else None
-        table.add_row(escape(_short(one.input)), escape(one.label), *numbers, *verdict, style=style)
+        numbers = (f"{one[name]:.4f}" for name in NUMBERS)
+        verdict = [one["verdict"]] if decided else []
+        style = "yellow" if one["verdict"] == "abstain" else None
+        table.add_row(escape(_short(one["input"])), escape(one["label"]), *numbers, *verdict, style=style)
     return table
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 import hydra_ensembles as he
 from cli_cases import fail, run, succeed
@@ -47,9 +46,7 @@ def test_every_setting_of_a_build_is_an_option():
     renamed = {"model": "MODEL", "model_options": "--model-option", "columns": "--column"}
     for field in (*fields(he.HydraConfig), *fields(BuildSources)):
         assert renamed.get(field.name, f"--{field.name.replace('_', '-')} ") in out
-    assert "Heads each member loses" in out  # what the docstring says of it
-    assert "(0.95)" in out  # the default
-    assert "circuit|taylor|sampled|random" in out
+    assert all(words in out for words in ("Heads each member loses", "(0.95)", "circuit|taylor|sampled|random"))
 
 
 def test_the_file_then_options_then_single_settings(tmp_path):
@@ -173,11 +170,3 @@ def test_a_reader_that_has_seen_enough_is_no_error(run_folder, world):
     errors = process.stderr.read()
     process.stderr.close()
     assert (process.wait(), errors) == (0, "")
-
-
-def test_settings_are_written_as_they_can_be_read(run_folder):
-    text = (run_folder / "config.yaml").read_text()
-    assert "hydra-ensembles build --config" in text.splitlines()[0]
-    written = yaml.safe_load(text)
-    found = read_settings(KINDS, {}, run_folder / "config.yaml", ())
-    assert (found["hydra"].prune, found["sources"].model_options) == (4, written["model_options"])

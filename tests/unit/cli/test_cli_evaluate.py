@@ -44,14 +44,6 @@ def test_the_settings_repeat_it(evaluations, tmp_path):
     assert first.numbers() == again.numbers()
 
 
-def test_compare_and_report_read_the_folder(evaluations, tmp_path):
-    table = succeed("compare", evaluations, "--format", "markdown")
-    assert "| Hydra |" in table
-    assert "| Single |" in table
-    succeed("report", evaluations, "--output", tmp_path / "report.html", "--focus", "Hydra", "--baseline", "Single")
-    assert "Hydra" in (tmp_path / "report.html").read_text()
-
-
 def test_texts_without_groups_and_with_shift(text_folder, world, tmp_path):
     flags = ["--id", world / "test.jsonl", "--shift", f"older={world / 'val.csv'}", "--also-score", "energy",
              "--bootstrap", 10, "--keep-logits", "--gallery", 0, "--limit", 16, "-q"]  # fmt: skip
