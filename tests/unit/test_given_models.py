@@ -36,22 +36,21 @@ ENSEMBLE_ONLY: dict[str, Callable[[Any], object]] = {
 }
 
 
+GIVEN: dict[str, tuple[object, str]] = {
+    "module": (nn.Linear(2, 2), "Linear.*convert"),
+    "path": (Path("run"), "from_pretrained.*run"),
+    "name": ("run", "from_pretrained.*run"),
+    "modules": (nn.Sequential(nn.Linear(2, 2)), "Sequential.*convert"),
+    "view": (he.mc_dropout(ensemble(single()), 0.1, 2), "MCDropout"),
+    "nothing": (None, "NoneType"),
+}
+
+
 @pytest.mark.parametrize("name", [*ANY_MODEL, *ENSEMBLE_ONLY])
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (nn.Linear(2, 2), r"got Linear; convert it first: he\.convert\(model\)"),
-        (Path("run"), r"got \w+; load it first: he\.Ensemble\.from_pretrained\('run'\)"),
-        ("run", r"got str; load it first: he\.Ensemble\.from_pretrained\('run'\)"),
-        (nn.Sequential(nn.Linear(2, 2)), r"got Sequential; convert it first: he\.convert\(model\)"),
-        (he.mc_dropout(ensemble(single()), 0.1, 2), "got MCDropout; give the Ensemble that it was made from"),
-        (None, r"got NoneType; give what he\.convert\(model\) returns"),
-    ],
-    ids=["module", "path", "name", "modules", "view", "nothing"],
-)
-def test_what_is_no_model(name: str, model: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} takes an Ensemble( or a DualEncoder)?, {message}"):
-        (ANY_MODEL | ENSEMBLE_ONLY)[name](model)
+def test_what_is_no_model(name: str) -> None:
+    for model, token in GIVEN.values():
+        with pytest.raises(ConfigError, match=f"{name} takes.*{token}"):
+            (ANY_MODEL | ENSEMBLE_ONLY)[name](model)
 
 
 @pytest.mark.parametrize("name", ENSEMBLE_ONLY)

@@ -1,18 +1,15 @@
 """One training loop: updates, validation, checkpoints that resume, one process or several."""
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -20,17 +17,18 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from .._distributed import ALONE, Ranks, all_ranks, is_sharded, launched, local_device
-from .._utils import derive_seed, require_device, require_same_run, write_atomically
+from .._utils import derive_seed, require_device
 from ..batches import Batches, epoch_of, length_of, require_rereadable
-from ..errors import CheckpointError, ConfigError, DataError
+from ..errors import ConfigError, DataError
 from ..model.config import require_whole
 from ..model.ensemble import Ensemble
-from ..schema import from_plain, to_plain
+from ..schema import to_plain
 from .recipe import Recipe, make_optimizer, set_rate
+from .reproducible import Checkpoints, Position, RunState, Validation
 
 BatchT = TypeVar("BatchT")
-FORMAT = "hydra-ensembles fine-tuning 1"
-INDEX = "checkpoint.json"
+_LOADING = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+_LOADING_TOO = ("generator", "prefetch_factor", "persistent_workers")
 _AUTOCAST: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -56,12 +54,9 @@ class Runtime:
             return train
         if not isinstance(train, DataLoader) or not train.batch_sampler or isinstance(train.dataset, IterableDataset):
             return EveryNth(train, rank, size)
-        kept = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-        also = ("generator", "prefetch_factor", "persistent_workers")
         sampler: Any = EveryNth(train.batch_sampler, rank, size)
-        return DataLoader(
-            train.dataset, batch_sampler=sampler, **{name: getattr(train, name) for name in (*kept, *also)}
-        )
+        settings = {name: getattr(train, name) for name in (*_LOADING, *_LOADING_TOO)}
+        return DataLoader(train.dataset, batch_sampler=sampler, **settings)
 
 
 class EveryNth:
@@ -94,113 +89,6 @@ def training_runtime(device: torch.device | str | None, fallback: torch.device) 
         place = local_device(torch.device("cuda")) if on_gpu else torch.device("cpu")
     with all_ranks(place) as ranks:
         yield Runtime(place, ranks)
-
-
-@dataclass(frozen=True)
-class Validation:
-    """Accuracy and negative log-likelihood on validation data, and when they were measured."""
-
-    step: int
-    epoch: int
-    accuracy: float
-    nll: float
-
-    def better_than(self, other: "Validation | None") -> bool:
-        """Higher accuracy; where equal, lower NLL. Equal in both, the earlier one stays."""
-        return other is None or (self.accuracy, -self.nll) > (other.accuracy, -other.nll)
-
-
-@dataclass(frozen=True)
-class Position:
-    """How far a run is: updates made, epochs finished, batches read of the present epoch."""
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-
-
-@dataclass(frozen=True)
-class RunState:
-    """Everything a run needs to go on, besides tensors.
-
-    Attributes:
-        fingerprint: What the run was started with; a checkpoint serves only the same.
-        position: How far it is.
-        evaluations: Every validation so far: the journal of the run.
-        best: The one whose weights are kept.
-        waited: Validations in a row that brought no improvement over `reference`.
-        reference: The last accuracy that did; None before the first validation.
-        finished: Whether the result is final.
-        files: Tensor files, by what they hold.
-    """
-
-    fingerprint: Mapping[str, Any]
-    position: Position = Position()
-    evaluations: tuple[Validation, ...] = ()
-    best: Validation | None = None
-    waited: int = 0
-    reference: float | None = None
-    finished: bool = False
-    files: Mapping[str, str] = field(default_factory=dict)
-    format: str = FORMAT
-
-    def after(self, found: Validation, min_delta: float) -> "RunState":
-        """The state after one more validation; only a rise by more than `min_delta` counts as improvement."""
-        improved = self.reference is None or found.accuracy - min_delta > self.reference
-        return replace(
-            self,
-            evaluations=(*self.evaluations, found),
-            best=found if found.better_than(self.best) else self.best,
-            waited=0 if improved else self.waited + 1,
-            reference=found.accuracy if improved else self.reference,
-        )
-
-
-class Checkpoints:
-    """The folder of one run: a state in JSON, which names the tensor files it goes with. Without a folder, nothing."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
-
-    def read(self, fingerprint: Mapping[str, Any]) -> RunState | None:
-        """The saved state, or None when there is none; a state of another run is refused."""
-        if self.folder is None or not (self.folder / INDEX).exists():
-            return None
-        path = self.folder / INDEX
-        try:
-            state = from_plain(RunState, json.loads(path.read_text(encoding="utf-8")), path.name)
-        except (json.JSONDecodeError, UnicodeDecodeError, ConfigError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}); delete its folder to start afresh") from error
-        if state.format != FORMAT:
-            raise CheckpointError(f"{path} has format {state.format!r}, this version reads {FORMAT!r}")
-        asked = json.loads(json.dumps(to_plain(fingerprint)))
-        require_same_run(dict(state.fingerprint), asked, self.folder, "the training")
-        return state
-
-    def tensors(self, state: RunState, what: str) -> dict[str, Tensor]:
-        """The tensors of one of the files a state names."""
-        assert self.folder is not None  # the state was read from it
-        path = self.folder / Path(state.files[what]).name
-        try:
-            return load(path.read_bytes())
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}); delete its folder to start afresh") from error
-
-    def write(self, state: RunState, tensors: Mapping[str, Mapping[str, Tensor]]) -> RunState:
-        """Save a state with its tensors, and give it back with their files; those not given anew stay in use."""
-        if self.folder is None:
-            return state
-        files = dict(state.files)
-        for what, named in tensors.items():
-            files[what] = f"{what}-{state.position.step}-{state.position.epoch}.safetensors"
-            content = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
-            write_atomically(self.folder / files[what], save(content))
-        state = replace(state, files=files)
-        write_atomically(self.folder / INDEX, json.dumps(to_plain(state), indent=2).encode())
-        for path in self.folder.glob("*.safetensors"):
-            if path.name not in files.values():
-                path.unlink(missing_ok=True)
-        return state
 
 
 class NotFiniteError(ArithmeticError):

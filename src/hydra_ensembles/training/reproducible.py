@@ -1,19 +1,27 @@
-"""Knowing data again: a run is continued on the data it was begun with, as far as that shows without reading them."""
+"""Going on with a run: its state and checkpoints, and the data it was begun with, known again without reading all."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from .._utils import derive_seed
+from .._utils import derive_seed, require_same_run, write_atomically
 from ..batches import Batches, borrowed, epoch_of, length_of, parts_of, read_batch
-from ..errors import DataError
+from ..errors import CheckpointError, ConfigError, DataError
 from ..heads.ranking import tensor_bytes
+from ..schema import from_plain, to_plain
 
+FORMAT = "hydra-ensembles fine-tuning 1"
+INDEX = "checkpoint.json"
 Content = Callable[[Any, str, int], Mapping[str, Tensor]]
 SOME_BATCHES, SOME_ROWS = 8, 64
 """Of the batches of a list and the rows of a tensor: how many are looked at, from the first to the last."""
@@ -128,3 +136,110 @@ def _take_in(digest: Any, tensors: Mapping[str, Tensor]) -> None:
     for key, tensor in sorted(tensors.items()):
         digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor_bytes(tensor))
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Accuracy and negative log-likelihood on validation data, and when they were measured."""
+
+    step: int
+    epoch: int
+    accuracy: float
+    nll: float
+
+    def better_than(self, other: "Validation | None") -> bool:
+        """Higher accuracy; where equal, lower NLL. Equal in both, the earlier one stays."""
+        return other is None or (self.accuracy, -self.nll) > (other.accuracy, -other.nll)
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run is: updates made, epochs finished, batches read of the present epoch."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Everything a run needs to go on, besides tensors.
+
+    Attributes:
+        fingerprint: What the run was started with; a checkpoint serves only the same.
+        position: How far it is.
+        evaluations: Every validation so far: the journal of the run.
+        best: The one whose weights are kept.
+        waited: Validations in a row that brought no improvement over `reference`.
+        reference: The last accuracy that did; None before the first validation.
+        finished: Whether the result is final.
+        files: Tensor files, by what they hold.
+    """
+
+    fingerprint: Mapping[str, Any]
+    position: Position = Position()
+    evaluations: tuple[Validation, ...] = ()
+    best: Validation | None = None
+    waited: int = 0
+    reference: float | None = None
+    finished: bool = False
+    files: Mapping[str, str] = field(default_factory=dict)
+    format: str = FORMAT
+
+    def after(self, found: Validation, min_delta: float) -> "RunState":
+        """The state after one more validation; only a rise by more than `min_delta` counts as improvement."""
+        improved = self.reference is None or found.accuracy - min_delta > self.reference
+        return replace(
+            self,
+            evaluations=(*self.evaluations, found),
+            best=found if found.better_than(self.best) else self.best,
+            waited=0 if improved else self.waited + 1,
+            reference=found.accuracy if improved else self.reference,
+        )
+
+
+class Checkpoints:
+    """The folder of one run: a state in JSON, which names the tensor files it goes with. Without a folder, nothing."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    def read(self, fingerprint: Mapping[str, Any]) -> RunState | None:
+        """The saved state, or None when there is none; a state of another run is refused."""
+        if self.folder is None or not (self.folder / INDEX).exists():
+            return None
+        path = self.folder / INDEX
+        try:
+            state = from_plain(RunState, json.loads(path.read_text(encoding="utf-8")), path.name)
+        except (json.JSONDecodeError, UnicodeDecodeError, ConfigError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); delete its folder to start afresh") from error
+        if state.format != FORMAT:
+            raise CheckpointError(f"{path} has format {state.format!r}, this version reads {FORMAT!r}")
+        asked = json.loads(json.dumps(to_plain(fingerprint)))
+        require_same_run(dict(state.fingerprint), asked, self.folder, "the training")
+        return state
+
+    def tensors(self, state: RunState, what: str) -> dict[str, Tensor]:
+        """The tensors of one of the files a state names."""
+        assert self.folder is not None  # the state was read from it
+        path = self.folder / Path(state.files[what]).name
+        try:
+            return load(path.read_bytes())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); delete its folder to start afresh") from error
+
+    def write(self, state: RunState, tensors: Mapping[str, Mapping[str, Tensor]]) -> RunState:
+        """Save a state with its tensors, and give it back with their files; those not given anew stay in use."""
+        if self.folder is None:
+            return state
+        files = dict(state.files)
+        for what, named in tensors.items():
+            files[what] = f"{what}-{state.position.step}-{state.position.epoch}.safetensors"
+            content = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+            write_atomically(self.folder / files[what], save(content))
+        state = replace(state, files=files)
+        write_atomically(self.folder / INDEX, json.dumps(to_plain(state), indent=2).encode())
+        for path in self.folder.glob("*.safetensors"):
+            if path.name not in files.values():
+                path.unlink(missing_ok=True)
+        return state

@@ -80,13 +80,6 @@ def _images(batch: Any) -> Any:
 LARGEST_SCALE = 4.605170185988092  # log(100): where open_clip stops the logit scale
 
 
-def positives(count: int, labels: Tensor | None, device: torch.device) -> Tensor:
-    """Which of `count` images and texts belong together, `[N, N]`: the same label, or without labels the same place."""
-    if labels is None:
-        return torch.eye(count, dtype=torch.bool, device=device)
-    return labels[:, None] == labels[None, :]
-
-
 def contrastive_loss(
     images: Tensor, texts: Tensor, logit_scale: Tensor, labels: Tensor | None = None, label_smoothing: float = 0.0
 ) -> Tensor:
@@ -102,7 +95,8 @@ def contrastive_loss(
         label_smoothing: Of both cross-entropies.
     """
     logits = logit_scale.exp() * (images @ texts.T)  # [N, N]: images in rows, texts in columns
-    target = positives(len(images), labels, images.device).to(logits.dtype)
+    classes = torch.arange(len(images), device=images.device) if labels is None else labels
+    target = (classes[:, None] == classes[None, :]).to(logits.dtype)  # [N, N]: who belongs together
     target = target / target.sum(1, keepdim=True)  # symmetric, so it serves both directions
     of_images = F.cross_entropy(logits, target, label_smoothing=label_smoothing)
     of_texts = F.cross_entropy(logits.T, target.T, label_smoothing=label_smoothing)
@@ -131,19 +125,20 @@ def read_pairs(raw: Any, name: str, index: int = 0) -> PairBatch:
             f"{where} is a {type(raw).__name__}{size}; expected (images, texts, labels), or (images, texts) where "
             "every pair stands alone"
         )
-    images, texts = raw[0], raw[1]
+    images, texts, labels = (*raw, None)[:3]
     if isinstance(texts, str):
         raise DataError(f"the texts of {where} are one string; give a list of strings, one per image")
     texts = list(texts) if isinstance(texts, tuple) else texts
-    counts = {"images": _count(images), "texts": _count(texts)}
-    labels = raw[2] if len(raw) == 3 else None
-    if labels is not None:
-        labels = torch.as_tensor(labels)
-        if labels.dim() != 1 or labels.is_floating_point():
-            raise DataError(f"labels in {where} must be whole numbers [B], got {labels.dtype} {list(labels.shape)}")
-        counts["labels"] = len(labels)
+    labels = None if labels is None else torch.as_tensor(labels)
+    if labels is not None and (labels.dim() != 1 or labels.is_floating_point()):
+        raise DataError(f"labels in {where} must be whole numbers [B], got {labels.dtype} {list(labels.shape)}")
+    given = {"images": images, "texts": texts, **({} if labels is None else {"labels": labels})}
+    counts = {
+        what: len(next(iter(one.values()), ())) if isinstance(one, Mapping) else len(one) for what, one in given.items()
+    }
     if len(set(counts.values())) > 1 or not counts["texts"]:
-        raise DataError(f"{where} has {_listed(counts)}; every image needs one text, and one label where there are any")
+        listed = ", ".join(f"{count} {what}" for what, count in counts.items())
+        raise DataError(f"{where} has {listed}; every image needs one text, and one label where there are any")
     return PairBatch(images, texts, labels)
 
 
@@ -168,16 +163,6 @@ def _described(picture: Any) -> list[Any]:
         return [type(picture).__name__]
     size, mode = getattr(picture, "size", None), getattr(picture, "mode", None)
     return [str(size), str(mode), hashlib.sha256(picture.tobytes()).hexdigest()]
-
-
-def _count(values: Any) -> int:
-    if isinstance(values, Mapping):
-        return len(next(iter(values.values()))) if values else 0
-    return len(values)
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {what}" for what, count in counts.items())
 
 
 ROWS_AT_ONCE = 1024
