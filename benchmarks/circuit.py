@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "vit-b16": {},
     "tiny": {"patch_size": 4, "embed_dim": 64, "depth": 4, "num_heads": 4, "mlp_ratio": 2.0},
 }
+
+HEADER = ("case", "score", "method", "seconds", "faster", "model forwards", "fewer", "final S (%)")
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -111,71 +113,47 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Result:
-    """One run. `extrapolated` numbers are measured on `measured_steps` of the budget and scaled up.
+def measure(case: Case, score: str, method: str, options: argparse.Namespace) -> dict[str, Any]:
+    """A row: one extraction, or a part of a naive one (its first steps, or some of its heads), scaled up.
 
     The audit of the screened method comes from a second run, which takes the same choices: what is audited is work of
     the exact method.
     """
-
-    case: str
-    score: str
-    method: str
-    heads: int
-    id_samples: int
-    ood_samples: int
-    budget: int
-    seconds: float
-    model_forwards: float
-    layer_evaluations: int
-    final_score: float | None
-    measured_steps: int
-    extrapolated: bool
-    audit: dict[str, Any]
-    seconds_with_audit: float | None
-    removed: list[str]
-
-
-def measure(case: Case, score: str, method: str, options: argparse.Namespace) -> Result:
-    """Run one extraction, or a part of a naive one: its first steps, or some of its heads."""
-    naive = method == "naive"
+    naive, heads = method == "naive", len(case.candidates)
     steps = min(options.naive_steps or options.budget, options.budget) if naive else options.budget
-    heads = len(case.candidates)
     asked = min(options.naive_heads or heads, heads) if naive else heads
     removed = case.candidates[: heads - asked]  # heads that are off cost the naive method as much as others
     seconds, ranking = timed(case, score, method, steps, options, removed=removed)
     made = ranking.provenance
     left = evaluations(heads, options.budget) - evaluations(asked, steps)
-    forwards, blocks = made["model_forwards"], made["layer_evaluations"]
+    forwards, blocks, audit, audited = made["model_forwards"], made["layer_evaluations"], made["audit"], None
     if naive and left:  # every head costs the same; what is done once for all steps must not be scaled up
         first, start = timed(case, score, method, 1, options, removed=removed)
         evaluated = evaluations(asked, steps) - asked
         seconds += (seconds - first) / evaluated * left
         forwards += left
         blocks += round((blocks - start.provenance["layer_evaluations"]) / evaluated * left)
-    audited: float | None = None
     if method == "screened" and options.audit_steps:
         audited, again = timed(case, score, method, steps, options, audit_steps=options.audit_steps)
-        made = {**made, "audit": again.provenance["audit"]}
-    return Result(
-        case=case.name,
-        score=score,
-        method=method,
-        heads=heads,
-        id_samples=made["id_samples"],
-        ood_samples=made["ood_samples"],
-        budget=options.budget,
-        seconds=seconds,
-        model_forwards=forwards,
-        layer_evaluations=blocks,
-        final_score=None if left else ranking.scores[-1],
-        measured_steps=steps,
-        extrapolated=left > 0,
-        audit=dict(made["audit"]),
-        seconds_with_audit=audited,
-        removed=[str(head) for head in ranking.heads],
-    )
+        audit = again.provenance["audit"]
+    return {
+        "case": case.name,
+        "score": score,
+        "method": method,
+        "heads": heads,
+        "id_samples": made["id_samples"],
+        "ood_samples": made["ood_samples"],
+        "budget": options.budget,
+        "seconds": seconds,
+        "model_forwards": forwards,
+        "layer_evaluations": blocks,
+        "final_score": None if left else ranking.scores[-1],
+        "measured_steps": steps,
+        "extrapolated": left > 0,
+        "audit": dict(audit),
+        "seconds_with_audit": audited,
+        "removed": [str(head) for head in ranking.heads],
+    }
 
 
 def evaluations(heads: int, steps: int) -> int:
@@ -205,18 +183,6 @@ def timed(
     return time.perf_counter() - start, ranking
 
 
-def printed(row: Result, naive: Result | None) -> str:
-    """A line about one result."""
-    faster = "" if naive is None else f"{naive.seconds / row.seconds:.1f}x"
-    final = "" if row.final_score is None else f"{100 * row.final_score:.2f}"
-    steps, misses = len(row.audit["steps"]), row.audit["divergences"]
-    audit = f"{steps - misses} of {steps} steps right" if steps else ""
-    return (
-        f"{row.case:<20} {row.score:4} {row.method:9}{row.seconds:9.2f} s{'*' if row.extrapolated else ' '}{faster:>8}"
-        f"{row.model_forwards:10.1f} forwards  S {final}  {audit}"
-    )
-
-
 def merged(earlier: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
     """A report with the rows of an earlier one of the same machine and versions for cases and scores it has not."""
     if any(earlier.get(key) != value for key, value in report.items() if key != "results"):
@@ -227,12 +193,11 @@ def merged(earlier: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
     return report | {"results": sorted(rows, key=lambda row: (row["case"], SCORES.index(row["score"])))}
 
 
-def circuit_table(name: str) -> str:
-    """A table of the documents: naive, exact and screened for each case and score of a results file."""
-    data = load(name)
-    rows, lines = data["results"], []
+def lines_of(rows: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
+    """A line of a table for each row, beside the naive one of its case and score."""
+    lines: list[tuple[object, ...]] = []
     for row in rows:
-        same = [one for one in rows if one["case"] == row["case"] and one["score"] == row["score"]]
+        same = [one for one in rows if (one["case"], one["score"]) == (row["case"], row["score"])]
         naive = next((one for one in same if one["method"] == "naive"), None)
         star = " (extrapolated)" if row["extrapolated"] else ""
         final = "" if row["final_score"] is None or row["extrapolated"] else f"{100 * row['final_score']:.2f}"
@@ -240,13 +205,19 @@ def circuit_table(name: str) -> str:
         faster, fewer = ("" if naive is None else f"{naive[key] / row[key]:.1f}x" for key in keys)
         numbers = (f"{row['seconds']:.1f}", faster, f"{row['model_forwards']:,.0f}", fewer, final)
         lines.append((row["case"], row["score"], row["method"] + star, *numbers))
-    header = ("case", "score", "method", "seconds", "faster", "model forwards", "fewer", "final S (%)")
+    return lines
+
+
+def circuit_table(name: str) -> str:
+    """A table of the documents: naive, exact and screened for each case and score of a results file."""
+    data = load(name)
+    rows = data["results"]
     about = (
         f"{data['hardware']}, torch {data['versions']['torch']}, {data['dtype']}, seed {data['seed']}; up to "
         f"{max(row['id_samples'] for row in rows)} ID and {max(row['ood_samples'] for row in rows)} OOD samples, "
         f"{rows[0]['heads']} heads, budget {rows[0]['budget']}. From `results/{name}`."
     )
-    return "\n".join([*table(header, lines, "lll"), "", about])
+    return "\n".join([*table(HEADER, lines_of(rows), "lll"), "", about])
 
 
 # --- another checkout ------------------------------------------------------------------------------------------------
@@ -341,22 +312,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         work(options)
         return
     if options.against:
-        rows = compare(options, given)
+        both = compare(options, given)
         if options.output:
-            store(
-                options.output,
-                {"benchmark": "circuit, two checkouts", "hardware": hardware(options.device), "rows": rows},
-            )
+            about = {"benchmark": "circuit, two checkouts", "hardware": hardware(options.device)}
+            store(options.output, {**about, "rows": both})
         return
-    results: list[Result] = []
+    rows: list[dict[str, Any]] = []
     for case in cases_of(options):
         timed(case, options.scores[0], "exact", 1, options)  # libraries load and kernels are chosen here
         for score in options.scores:
-            naive = None
             for method in options.methods:
-                results.append(measure(case, score, method, options))
-                naive = results[-1] if method == "naive" else naive
-                print(printed(results[-1], naive), flush=True)
+                rows.append(measure(case, score, method, options))
+                print(*lines_of(rows)[-1], sep="  ", flush=True)
     if options.output:
         report = {
             "benchmark": "circuit",
@@ -367,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "threads": torch.get_num_threads(),
             "dtype": "float32",
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
-            "results": [asdict(result) for result in results],
+            "results": rows,
         }
         earlier = json.loads(options.output.read_text()) if options.output.exists() else {"results": []}
         store(options.output, merged(earlier, report))

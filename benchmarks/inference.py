@@ -6,7 +6,6 @@
     python benchmarks/inference.py --members 1 2 3 5 8 --modes graphed-eager --batches 4 128
     python benchmarks/inference.py --shape clip-b32 --modes graphed-eager --batches 4 128   # zero-shot classifiers
     python benchmarks/inference.py --against FOLDER --contenders hydra-k0 hydra-k8 hydra-k10   # and another checkout
-    for batch in 1 4 128; do python benchmarks/inference.py --prepare-only --batches $batch & done; wait
 
 Every contender is timed in turn with the user's own model, in the same mode. Modes: `eager`; `compiled`
 (`torch.compile` for that batch size); `graphed` (compiled, then recorded as a CUDA graph: the best the user's model
@@ -310,15 +309,11 @@ class Benchmark:
 
     def run(self) -> None:
         """Measure what is asked for and not there yet, the most important first."""
-        deadline = time.monotonic() + (self.options.time_limit or math.inf)
         for batch, name, members in ordered(self.options):
             for mode in self.options.modes:
                 key = self._key(mode, batch, name, members)
                 if key in self.results.rows and not self.options.again:
                     continue
-                if time.monotonic() > deadline:
-                    print("the time limit has passed; run the same command again for the rest", flush=True)
-                    return
                 try:
                     self._measure(key, name)
                 except EXPECTED_ERRORS as error:
@@ -346,10 +341,6 @@ class Benchmark:
         mode, batch, members = key[3], key[4], key[6]
         start = time.perf_counter()
         reference, mine = self.modes(batch, name, members)
-        if self.options.prepare_only:
-            mine.run("compiled")
-            print(f"{name:<18}{members:>2} batch {batch}: prepared in {time.perf_counter() - start:.1f} s", flush=True)
-            return
         runs = [reference.run(mode)] + ([mine.run(mode)] if mine is not reference else [])
         error, preparation = mine.error(mode), time.perf_counter() - start
         repeats = self.options.repeats or rounds_for(runs, mine.inputs, self.options.seconds)
@@ -485,10 +476,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, help="on a CPU")
     add("--repeats", type=int, help="timed rounds; default: as many as fit in --seconds")
     add("--seconds", type=float, default=1.0, help="time for the rounds of a row")
-    add("--time-limit", type=float, help="stop after so many seconds, with what is there")
     add("--seed", type=int, default=0)
     add("--again", action="store_true", help="measure rows that the output has already")
-    add("--prepare-only", action="store_true", help="compile and measure nothing: fills the compiler's cache")
     add("--output", type=Path, help="JSON file that rows are merged into")
     add("--against", type=Path, help="folder of another checkout, to be timed side by side with this one")
     add("--worker", action="store_true", help=argparse.SUPPRESS)

@@ -6,11 +6,10 @@ so that the same script can run another checkout of it.
 """
 
 import copy
-import json
 import re
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
@@ -32,12 +31,10 @@ LABELS = {
     **{f"hydra-k{trunk}": f"Hydra, {f'trunk of {trunk}' if trunk else 'no trunk'}" for trunk in (0, 4, 6, 8, 10)},
     "hydra-uneven": "Hydra, uneven heads",
     "hydra-joint": "Hydra, circuits of both towers",
-    "single-texts": "the user's own model, text tower in every batch",
-    "hydra-texts": "Hydra, text towers in every batch",
 }
-ZERO_SHOT = ("single", "ours", "deep-in-turn", "hydra-joint", "single-texts", "hydra-texts")
-NAMES = tuple(name for name in LABELS if name not in ZERO_SHOT[3:])
-ONE_MEMBER = ("single", "ours", "pruned", "single-texts")
+ZERO_SHOT = ("single", "ours", "deep-in-turn", "hydra-joint")
+NAMES = tuple(name for name in LABELS if name != "hydra-joint")
+ONE_MEMBER = ("single", "ours", "pruned")
 NOISE = 0.02  # what fine-tuning does, coarse enough to survive bfloat16
 DROPOUT = 0.1
 PRUNED_SHARE = 10  # of a zero-shot classifier one head in so many: 24 of the 144 + 96 of ViT-B/32
@@ -326,24 +323,13 @@ def arithmetic(ensemble: he.Ensemble, tokens: int, shortcut: bool = True) -> int
 class ZeroShotWorkshop(Workshop):
     """Makes the contenders of a dual encoder: CLIP as its user runs it, and ensembles of its circuits.
 
-    Class embeddings are made once, before anything is timed. Two contenders make them anew for every batch instead:
-    they show what text towers would cost if they took part in inference.
+    Class embeddings are made once, before anything is timed.
     """
 
     @cached_property
     def names(self) -> list[str]:
         """The classes."""
         return [f"class{number}" for number in range(self.shape.classes)]
-
-    @cached_property
-    def dual(self) -> he.DualEncoder:
-        """The user's model as a dual encoder of ours, in float32."""
-        return cast(he.DualEncoder, he.convert(self.model, processor=self.tokenizer))
-
-    @cached_property
-    def base(self) -> he.Ensemble:
-        """Its zero-shot classifier."""
-        return he.zero_shot(self.dual, self.names, TEMPLATE, keep_text=False)
 
     @cached_property
     def tokenizer(self) -> he.TextPreprocessing:
@@ -357,20 +343,14 @@ class ZeroShotWorkshop(Workshop):
         return [TEMPLATE.replace("{label}", name) for name in self.names]
 
     @cached_property
-    def ids(self) -> Tensor:
-        """The prompts as token ids, `[C, T]`."""
-        return self.tokenizer(self.prompts)["input_ids"].to(self.device)
+    def dual(self) -> he.DualEncoder:
+        """The user's model as a dual encoder of ours, in float32."""
+        return cast(he.DualEncoder, he.convert(self.model, processor=self.tokenizer))
 
-    def make(self, name: str, members: int, inputs: Inputs, plan: str | None = None) -> Contender:
-        """A contender, with the plan that suits these inputs unless one is given."""
-        batch = len(next(iter(inputs.values())))
-        if name == "single-texts":
-            made = self._foreign([UsersClip(self.model, self.ids, every_batch=True)])
-            count = made.multiply_adds
-            return replace(made, multiply_adds=lambda: count() + self._of_texts(self.dual, batch))
-        if name == "hydra-texts":
-            return self._texts_in_every_batch(members, inputs, plan)
-        return super().make(name, members, inputs, plan)
+    @cached_property
+    def base(self) -> he.Ensemble:
+        """Its zero-shot classifier."""
+        return he.zero_shot(self.dual, self.names, TEMPLATE, keep_text=False)
 
     def _done(self, ensemble: he.Ensemble) -> int:
         """Untrained members share the heads that they have in common where they first differ: those run once."""
@@ -384,15 +364,13 @@ class ZeroShotWorkshop(Workshop):
 
     def _deployed(self, model: nn.Module) -> nn.Module:
         """Image side and class embeddings."""
-        return UsersClip(model, self.ids, every_batch=False)
+        ids = self.tokenizer(self.prompts)["input_ids"].to(self.device)
+        return UsersClip(model, ids)
 
     def _fused(self, name: str, members: int) -> he.Ensemble:
+        """Members of different heads and otherwise equal weights, since nothing is trained."""
         if name == "ours":
             return self.base.member(0)
-        return he.zero_shot(self._circuits(members), self.names, TEMPLATE, keep_text=False)
-
-    def _circuits(self, members: int) -> he.DualEncoder:
-        """Members of different heads and otherwise equal weights, since nothing is trained; fused."""
         towers = {"image": self.dual.image, "text": self.dual.text}
         heads = [
             he.Head(layer, head, cast(Any, name))
@@ -405,28 +383,7 @@ class ZeroShotWorkshop(Workshop):
             drawn = torch.randperm(len(heads), generator=self._generator("joint", member))
             some = [heads[index] for index in drawn[: len(heads) // PRUNED_SHARE].tolist()]
             pruned.append(he.prune(self.dual, some))
-        return he.fuse(pruned)
-
-    def _texts_in_every_batch(self, members: int, inputs: Inputs, plan: str | None) -> Contender:
-        """Both towers of all members, each run as fast as it can be."""
-        dual = self._circuits(members).to(self.dtype)
-        plans = None if plan is None else [cast(Any, plan)]
-        image, text = dual.image.optimize(plans=plans), dual.text.optimize(plans=plans)
-        chosen = image.choice_for(inputs).plan
-        module = TextsInEveryBatch(image.module(chosen), text.module(text.choice_for(self.ids).plan), dual, self.ids)
-        without, batch = self._ensemble("hydra-joint", members), len(next(iter(inputs.values())))
-        with torch.no_grad():
-            expected = dual(*inputs.values(), self.ids)
-        count = sum(p.numel() for p in dual.parameters())
-        return Contender(
-            module, [module], count, lambda: self._done(without) + self._of_texts(dual, batch), chosen, expected
-        )
-
-    def _of_texts(self, dual: he.DualEncoder, batch: int) -> int:
-        """Multiply-adds that the text towers do for all classes, shared out among the images of a batch."""
-        each = arithmetic(dual.text, self.ids.shape[1], shortcut=False)
-        each += dual.text.num_members * dual.text.config.encoder.width * dual.embedding_width
-        return len(self.names) * each // batch
+        return he.zero_shot(he.fuse(pruned), self.names, TEMPLATE, keep_text=False)
 
 
 class UsersClip(nn.Module):
@@ -434,72 +391,33 @@ class UsersClip(nn.Module):
 
     Args:
         clip: The model; its parts are used as they are.
-        ids: Prompts `[C, T]`.
-        every_batch: Compute the class embeddings in every call, instead of once here.
+        ids: Prompts `[C, T]`, embedded here.
     """
 
-    def __init__(self, clip: Any, ids: Tensor, every_batch: bool) -> None:
+    def __init__(self, clip: Any, ids: Tensor) -> None:
         super().__init__()
         self.vision_model, self.visual_projection = clip.vision_model, clip.visual_projection
         self.logit_scale = clip.logit_scale
-        self.every_batch = every_batch
-        if every_batch:
-            self.text_model, self.text_projection = clip.text_model, clip.text_projection
-            self.register_buffer("ids", ids)
-        else:
-            with torch.no_grad():
-                classes = torch.cat([self._classes(clip, some) for some in ids.split(256)])
-            self.classes = nn.Parameter(classes, requires_grad=False)  # [C, e]
+        with torch.no_grad():
+            features = [clip.text_projection(clip.text_model(input_ids=some).pooler_output) for some in ids.split(256)]
+        self.classes = nn.Parameter(F.normalize(torch.cat(features), dim=-1), requires_grad=False)  # [C, e]
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Logits `[B, C]`."""
         features = self.visual_projection(self.vision_model(pixel_values=pixels).pooler_output)
-        classes = self._classes(self, cast(Tensor, self.ids)) if self.every_batch else self.classes
-        return self.logit_scale.exp() * F.normalize(features, dim=-1) @ classes.T
-
-    @staticmethod
-    def _classes(parts: Any, ids: Tensor) -> Tensor:
-        return F.normalize(parts.text_projection(parts.text_model(input_ids=ids).pooler_output), dim=-1)
-
-
-class TextsInEveryBatch(nn.Module):
-    """A dual encoder of ours whose class embeddings are not kept: both towers run in every call."""
-
-    def __init__(self, image: nn.Module, text: nn.Module, dual: he.DualEncoder, ids: Tensor) -> None:
-        super().__init__()
-        self.image, self.text, self.projections = image, text, dual.projections
-        self.logit_scale = dual.logit_scale
-        self.register_buffer("ids", ids)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Logits `[M, B, C]`."""
-        image, text = self.projections.image or nn.Identity(), self.projections.text or nn.Identity()
-        images = F.normalize(image(self.image(pixels)), dim=-1)  # [M, B, e]
-        classes = F.normalize(text(self.text(self.ids)), dim=-1)  # [M, C, e]
-        return images @ classes.transpose(1, 2) * self.logit_scale.exp()[:, None, None]
+        return self.logit_scale.exp() * F.normalize(features, dim=-1) @ self.classes.T
 
 
 def word_tokenizer(prompts: Sequence[str], tokens: int, start: int, end: int) -> he.TextPreprocessing:
     """A tokenizer for given prompts: a word or mark is a token, between a start and an end token, padded."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
     words = sorted({word for prompt in prompts for word in prompt.replace(".", " . ").split()})
     ids = {"[UNK]": 1, "[START]": start, "[END]": end, **{word: 2 + i for i, word in enumerate(words)}}
-    marks = [{"SpecialToken": {"id": name, "type_id": 0}} for name in ("[START]", "[END]")]
-    text = {"Sequence": {"id": "A", "type_id": 0}}
-    content: dict[str, Any] = {
-        **dict.fromkeys(("truncation", "padding", "normalizer", "decoder")),
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "Whitespace"},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [marks[0], text, marks[1]],
-            "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {
-                name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in ("[START]", "[END]")
-            },
-        },
-        "model": {"type": "WordLevel", "vocab": ids, "unk_token": "[UNK]"},
-    }
+    tokenizer = Tokenizer(models.WordLevel(ids, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = [("[START]", start), ("[END]", end)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[START] $A [END]", special_tokens=special)
     return he.TextPreprocessing(
-        max_length=tokens, pad_id=0, pad_to_max=True, attention_mask=False, tokenizer=json.dumps(content)
+        max_length=tokens, pad_id=0, pad_to_max=True, attention_mask=False, tokenizer=tokenizer.to_str()
     )

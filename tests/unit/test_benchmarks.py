@@ -59,8 +59,6 @@ def test_rows_that_are_there_are_not_measured_again(tmp_path: Path) -> None:
     before = path.read_text()
     inference.main(first)
     assert path.read_text() == before
-    inference.main([*TINY, "--shape", "tiny", "--time-limit", "1e-9", "--output", str(path)])
-    assert path.read_text() == before
     inference.main([*TINY, "--shape", "tiny-bert", "--contenders", "hydra-k8", "--plan", "loop", "--output", str(path)])
     rows = [(row["shape"], row["contender"], row["plan"]) for row in json.loads(path.read_text())["rows"]]
     assert rows == [("tiny", "single", ""), ("tiny-bert", "hydra-k8@loop", "loop")]
@@ -72,12 +70,11 @@ def test_zero_shot_contenders_are_the_users_model() -> None:
     workshop = inference_models.ZeroShotWorkshop(shape, torch.float32, "cpu", seed=0)
     inputs = shape.inputs(3, torch.Generator().manual_seed(0))
     clip: Any = workshop.model
-    expected = clip(pixel_values=inputs["pixel_values"], input_ids=workshop.ids).logits_per_image
-    for name in ("single", "ours", "single-texts"):
+    ids = workshop.tokenizer(workshop.prompts)["input_ids"]
+    expected = clip(pixel_values=inputs["pixel_values"], input_ids=ids).logits_per_image
+    for name in ("single", "ours"):
         logits = workshop.make(name, 1, inputs).run(*inputs.values()).reshape(expected.shape)
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    joint, texts = (workshop.make(name, 3, inputs).run(*inputs.values()) for name in ("hydra-joint", "hydra-texts"))
-    torch.testing.assert_close(joint, texts, rtol=1e-4, atol=1e-4)
 
 
 def test_arithmetic_counts_the_trunk_once_and_few_tokens_in_the_last_block() -> None:
