@@ -103,13 +103,14 @@ def build(
     try:
         made = _build(sources, hydra, progress=not quiet)
     except KeyboardInterrupt as error:
-        again = f"hydra-ensembles build --config {shlex.quote(str(folder / SETTINGS))}"
+        if not (folder / SETTINGS).exists():
+            raise
         begun = (folder / IDENTITY).exists()
-        raise InterruptedRunError(
-            f"finished stages are kept in {folder}; to go on there: {again}"
-            if begun
-            else f"nothing was finished yet; to start over: {again}"
-        ) from error
+        kept = (
+            f"finished stages are kept in {folder}; to go on there" if begun else "nothing is finished; to start over"
+        )
+        again = f"hydra-ensembles build --config {shlex.quote(str(folder / SETTINGS))}"
+        raise InterruptedRunError(f"{kept}: {again}") from error
     print(made.describe())
     calibration = made.metadata.calibration
     if calibration is not None and calibration.threshold is not None:

@@ -171,7 +171,8 @@ def read_settings(
         raise ConfigError(f"there is no setting {name!r}{did_you_mean(name, known)}")
     for name, field in known.items():
         if name not in merged and field.default is MISSING and field.default_factory is MISSING:
-            raise ConfigError(f"{name} was not given; it has no default")
+            meaning = {one: text for kind in kinds.values() for one, text in _help(kind).items()}[name]
+            raise ConfigError(f"{name} was not given ({meaning}); it has no default")
     if "recipe" in known:
         merged["recipe"] = read_recipe(merged.get("recipe"))
     settings: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..data.dataset import AnyDataset, ImageDataset, subset
+from ..data.dataset import AnyDataset, subset
 from ..data.loading import Columns, load
 from ..data.suites import SUITES, SetRef, Suite, suite
 from ..errors import ConfigError, DataError
@@ -24,7 +24,6 @@ SHOWN = 6  # names in an error
 
 Role = Literal["id", "circuit_ood", "train", "validation", "test", "ood"]
 UNLABELLED: tuple[Role, ...] = ("circuit_ood", "ood")
-ROLES_OF_A_SUITE: tuple[Role, ...] = ("test", "circuit_ood", "train", "validation")
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,8 @@ def load_data(spec: str, role: Role, settings: DataSettings) -> AnyDataset:
     """Load a data set.
 
     Args:
-        spec: A file or folder (with `:SPLIT` behind it, if need be), `hub:NAME[:CONFIG][:SPLIT]` (or `hf:`), a name
-            with one of the loader's own prefixes, `suite:NAME:SET`, or the name of a suite, which stands for its set
-            of this role.
+        spec: A file or folder (with `:SPLIT` behind it, if need be), `hub:NAME[:CONFIG][:SPLIT]` (or `hf:`),
+            `torchvision:NAME[:SPLIT]`, `suite:NAME:SET`, or the name of a suite, which stands for its set of this role.
         role: What it is for; OOD data need no labels.
         settings: Columns, root and limit.
 
@@ -129,9 +127,8 @@ def set_of_suite(found: Suite, role: Role) -> SetRef | None:
 
     What a build reads as `id` is the validation set: the test set is for `evaluate`.
     """
-    return {"circuit_ood": found.circuit_ood, "train": found.train, "test": found.id, "ood": None}.get(
-        role, found.validation
-    )
+    sets = {"circuit_ood": found.circuit_ood, "train": found.train, "test": found.id, "ood": None}
+    return sets.get(role, found.validation)
 
 
 def _reference(name: str, role: Role) -> SetRef:
@@ -139,7 +136,8 @@ def _reference(name: str, role: Role) -> SetRef:
     name, _, part = name.partition(":")
     found = suite(name)
     named = {ref.name: ref for ref in (*found.near, *found.far, *found.apart, *found.tasks)}
-    sets = {role: set_of_suite(found, role) for role in ROLES_OF_A_SUITE} | named
+    sets = {"test": found.id, "circuit_ood": found.circuit_ood, "train": found.train, "validation": found.validation}
+    sets |= named
     ref = sets.get(part) if part else set_of_suite(found, role)
     if ref is None:
         known = [key for key, one in sets.items() if one is not None]
@@ -156,10 +154,7 @@ def _limited(data: AnyDataset, role: Role, settings: DataSettings) -> AnyDataset
     """At most `limit` samples; labelled sets keep the proportions of their classes."""
     if settings.limit is None or len(data) <= settings.limit:
         return data
-    stratified = role not in UNLABELLED
-    if isinstance(data, ImageDataset):
-        return subset(data, settings.limit, SEED, stratified)
-    return subset(data, settings.limit, SEED, stratified)
+    return subset(data, settings.limit, SEED, stratified=role not in UNLABELLED)
 
 
 def fit_to_model(data: AnyDataset, role: Role, model: Ensemble, settings: DataSettings) -> AnyDataset:

@@ -158,7 +158,7 @@ def test_an_interrupted_build_goes_on_and_ends_with_the_same_bits(run_folder, wo
         patched.setattr(os, "replace", interrupted)
         result = run("build", *vit_flags(world / "mine.safetensors"), *sets, "-o", folder, "-q")
     assert result.exit_code == 130
-    begun = "nothing was finished yet" if moment == "run.json" else f"finished stages are kept in {folder}"
+    begun = "nothing is finished" if moment == "run.json" else f"finished stages are kept in {folder}"
     assert result.stderr.startswith(f"interrupted: {begun}")
     assert not (folder / "ensemble").exists()
     (advice,) = re.findall(r"hydra-ensembles (build --config \S+)", result.stderr)
