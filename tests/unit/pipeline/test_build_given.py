@@ -64,11 +64,6 @@ def test_text_keeps_its_padding() -> None:
     assert seen == sum(count for count, _ in TEXT_BATCHES)
 
 
-def test_one_sample_cannot_be_split() -> None:
-    with pytest.raises(DataError, match="at least 2"):
-        halves(numbered([1]), 0)
-
-
 def test_a_shuffling_loader_is_read_in_one_order_and_left_alone() -> None:
     loader = shuffled()
     torch.manual_seed(5)
@@ -103,6 +98,8 @@ def test_batches_that_cannot_be_used_are_named(batches: list[Any], message: str)
 
 
 def test_validation_replaces_the_second_half() -> None:
+    with pytest.raises(DataError, match="at least 2"):
+        read_data(0, 3, train=None, id=numbered([1]), ood=None, validation=None)
     one = [(torch.zeros(6, 3, 8, 8), torch.arange(6) % 3)]
     both = read_data(0, 3, train=None, id=iter(one), ood=iter(one), validation=None)
     assert both.samples() == {"ranking": 3, "validation": 3, "ood": 6}
@@ -112,12 +109,6 @@ def test_validation_replaces_the_second_half() -> None:
 
 def _rows(batch: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     return list(zip(batch["input_ids"], batch["attention_mask"], strict=True))
-
-
-def test_ood_data_are_not_those_of_another_set() -> None:
-    data = numbered([4, 4])
-    with pytest.raises(DataError, match="ood"):
-        read_data(0, 3, train=None, id=data, ood=data, validation=None)
 
 
 def test_labels_of_ood_data_are_not_read() -> None:

@@ -133,9 +133,3 @@ def test_of_several_processes_only_the_first_writes(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("RANK", "1")
     assert RunFolder(tmp_path, IDENTITY).json("a", lambda: 1) == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_the_identity_can_be_read(tmp_path: Path) -> None:
-    RunFolder(tmp_path, {**IDENTITY, "shape": (2, 3)})
-    assert json.loads((tmp_path / "run.json").read_text()) == {**IDENTITY, "shape": [2, 3]}
-    RunFolder(tmp_path, {**IDENTITY, "shape": (2, 3)})

@@ -140,11 +140,6 @@ def test_settings_that_do_not_go_together_are_refused(changes):
         Recipe(**{"learning_rate": 0.1, "steps": 10, **changes})
 
 
-def test_numbers_of_numpy_are_numbers():
-    recipe = Recipe(learning_rate=np.float32(0.5), steps=np.int64(10))
-    assert (recipe.rates, recipe.plan(None)) == ((0.5,), (10, 0))
-
-
 def test_rand_augment_checks_itself():
     with pytest.raises(ConfigError, match="magnitude"):
         RandAugment(2, 31)

@@ -153,14 +153,16 @@ class Told(TensorDataset):
     """A data set that is told the epoch."""
 
     epoch = 4
+    told: tuple[int, ...] = ()
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        self.epoch, self.told = epoch, (*self.told, epoch)
 
 
 def test_the_epoch_of_a_data_set_inside_a_loader_is_put_back():
     data = Told(*samples())
     train(DataLoader(data, batch_size=8))
+    assert data.told == (0, 1, 4)
     assert data.epoch == 4
 
 
