@@ -82,7 +82,7 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: How) -> Ensemble:
             joined[name] = total.mean(0).to(tensor.dtype)
     settings = ", ".join(f"{group} {fusion}" for group, fusion in how.items())
     line = f"fused {len(states)} members: {settings}, trunk of {config.trunk} layers"
-    return Ensemble.from_state(config, joined, replace(metadata, history=(*metadata.history, line)))
+    return Ensemble.from_state(config, joined, metadata.after(line))
 
 
 def _fuse_dual_encoders(members: Sequence[DualEncoder], how: How) -> DualEncoder:

@@ -66,7 +66,6 @@ def _keep(ensemble: Ensemble, kept: Sequence[Sequence[int]], gone: Sequence[Head
         state[name] = tensor
     metadata = ensemble.metadata
     if gone:
-        line = f"pruned {len(gone)} heads: {' '.join(str(head) for head in gone)}"
-        metadata = replace(metadata, calibration=None, metrics={}, history=(*metadata.history, line))
+        metadata = metadata.after(f"pruned {len(gone)} heads: {' '.join(str(head) for head in gone)}")
     config = replace(ensemble.config, heads=(tuple(tuple(layer) for layer in kept),))
     return Ensemble.from_state(config, state, metadata)

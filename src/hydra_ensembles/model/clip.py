@@ -398,15 +398,11 @@ def zero_shot(
     copies = config.copies("readout")
     of_readout = (name for name in state if place_of(name)[0] == "readout")
     state |= {name: state[name].expand(copies, *state[name].shape[1:]) for name in of_readout}
-    line = f"zero-shot classifier of {len(names)} classes, {len(sentences)} templates"
-    metadata = replace(
-        dual.image.metadata,
-        labels=names,
-        calibration=None,
-        metrics={},
-        history=(*_history(dual), line),
-        text_side=_text_side(dual, sentences) if keep_text else None,
-    )
+    images, texts = dual.image.metadata.history, dual.text.metadata.history
+    history = (*images, *(f"text tower: {line}" for line in texts if line not in images))
+    side = _text_side(dual, sentences) if keep_text else None
+    made = f"zero-shot classifier of {len(names)} classes, {len(sentences)} templates"
+    metadata = replace(dual.image.metadata, history=history).after(made, labels=names, text_side=side)
     return Ensemble.from_state(config, state, metadata)
 
 
@@ -439,14 +435,9 @@ def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Template
     for name, tensor in classes.items():
         state[name] = tensor.to(ensemble.device, ensemble.dtype).expand(copies, *tensor.shape[1:])
     readout = replace(ensemble.config.readout, num_classes=len(names), bias=bias is not None)
-    metadata = replace(
-        ensemble.metadata,
-        labels=names,
-        calibration=None,
-        metrics={},
-        history=(*ensemble.metadata.history, f"re-targeted to {len(names)} classes, {len(sentences)} templates"),
-        text_side=TextSide(replace(settings, templates=sentences), side.state),
-    )
+    line = f"re-targeted to {len(names)} classes, {len(sentences)} templates"
+    kept = TextSide(replace(settings, templates=sentences), side.state)
+    metadata = ensemble.metadata.after(line, labels=names, text_side=kept)
     return Ensemble.from_state(replace(ensemble.config, readout=readout), state, metadata)
 
 
@@ -497,12 +488,6 @@ def _config(
         return replace(image, readout=readout, sharing=replace(image.sharing, readout=once))
     all_but_readout = Sharing(stem=True, attention=True, mlp=True, norms=True, readout=once)
     return replace(image, readout=readout, heads=image.heads * members, sharing=all_but_readout, trunk=0)
-
-
-def _history(dual: DualEncoder) -> tuple[str, ...]:
-    """What was done to the image tower, then what was done to the text tower alone."""
-    images, texts = dual.image.metadata.history, dual.text.metadata.history
-    return (*images, *(f"text tower: {line}" for line in texts if line not in images))
 
 
 def _text_side(dual: DualEncoder, templates: tuple[str, ...]) -> TextSide:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,10 @@ class Metadata:
     history: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     text_side: "TextSide | None" = field(default=None, metadata=ADDED_LATER)
+
+    def after(self, line: str, **changes: Any) -> "Metadata":
+        """Metadata once the model was changed: one more line of history; calibration and metrics do not carry over."""
+        return replace(self, calibration=None, metrics={}, history=(*self.history, line), **changes)
 
 
 def member_metadata(metadata: Metadata, index: int, members: int) -> Metadata:
