@@ -9,34 +9,12 @@ from torch import Tensor
 from hydra_ensembles.circuit.extract import extract_circuit
 from hydra_ensembles.circuit.scores import Score
 from hydra_ensembles.heads.ranking import HeadRanking
-from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig, TextStemConfig, all_heads
 from hydra_ensembles.model.ensemble import Ensemble
-from random_ensembles import CLASSES, IMAGE, SHAPES, TEXT, WIDTH, Shape, encoder
+from random_ensembles import CLASSES, random_ensemble
 
 Inputs = Tensor | dict[str, Tensor]
 Batches = list[tuple[Inputs, Tensor]]
 SCORES: tuple[Score, ...] = ("acc", "ood", "avg")
-
-MORE_SHAPES = {
-    "image-distilled-registers": Shape(
-        PatchStemConfig(patch_size=(2, 2), grid=(2, 3), distillation_token=True, registers=2, position_prefix=2),
-        encoder(),
-        ReadoutConfig(pool="distilled", num_classes=CLASSES),
-    ),
-    "image-post-norm-cls": Shape(IMAGE, encoder(norm_first=False), ReadoutConfig(num_classes=CLASSES, norm="none")),
-    "image-qknorm-cls": Shape(IMAGE, encoder(qk_norm=True, layer_scale=True), ReadoutConfig(num_classes=CLASSES)),
-    "text-end-of-text": Shape(
-        TEXT, encoder(causal=True, activation="quick_gelu"), ReadoutConfig(pool="eot", num_classes=CLASSES)
-    ),
-    "text-segments-projected": Shape(
-        TextStemConfig(
-            vocabulary=20, positions=10, embedding_width=WIDTH - 3, segments=2, positions_after=1, project=True
-        ),
-        encoder(norm_first=False, out_bias=False),
-        ReadoutConfig(num_classes=CLASSES, norm="none"),
-    ),
-}
-CIRCUIT_SHAPES = {**SHAPES, **MORE_SHAPES}
 
 
 @dataclass(frozen=True)
@@ -62,7 +40,7 @@ def random_problem(
     ties: bool = False,
 ) -> Problem:
     """A random model and random data; with `ties`, samples occur more than once, also on both sides."""
-    model = random_model(shape, seed)
+    model = random_ensemble(shape, seed=seed)
     id_batches = list(batches(model, id_sizes, seed))
     ood_batches = list(batches(model, ood_sizes, seed + 1000))
     if ties:
@@ -71,19 +49,6 @@ def random_problem(
         ood_batches.append((inputs, labels))
         ood_batches.append(ood_batches[0])
     return Problem(model, id_batches, ood_batches)
-
-
-def random_model(shape: str, seed: int = 0) -> Ensemble:
-    """A single model in float64 whose weights, biases and scales are all random."""
-    parts = CIRCUIT_SHAPES[shape]
-    config = EnsembleConfig(parts.stem, parts.encoder, parts.readout, all_heads(parts.encoder))
-    model = Ensemble(config).double()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(0.4 * noise + (parameter == 1.0))
-    return model.eval()
 
 
 def batches(model: Ensemble, sizes: tuple[int, ...], seed: int) -> Iterator[tuple[Inputs, Tensor]]:

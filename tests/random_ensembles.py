@@ -68,6 +68,27 @@ SHAPES = {
     "text-causal": Shape(TEXT, encoder(causal=True), ReadoutConfig(pool="last", num_classes=CLASSES)),
 }
 
+MORE_SHAPES = {  # for tests that look at every readout and stem
+    "image-distilled-registers": Shape(
+        PatchStemConfig(patch_size=(2, 2), grid=(2, 3), distillation_token=True, registers=2, position_prefix=2),
+        encoder(),
+        ReadoutConfig(pool="distilled", num_classes=CLASSES),
+    ),
+    "image-post-norm-cls": Shape(IMAGE, encoder(norm_first=False), ReadoutConfig(num_classes=CLASSES, norm="none")),
+    "image-qknorm-cls": Shape(IMAGE, encoder(qk_norm=True, layer_scale=True), ReadoutConfig(num_classes=CLASSES)),
+    "text-end-of-text": Shape(
+        TEXT, encoder(causal=True, activation="quick_gelu"), ReadoutConfig(pool="eot", num_classes=CLASSES)
+    ),
+    "text-segments-projected": Shape(
+        TextStemConfig(
+            vocabulary=20, positions=10, embedding_width=WIDTH - 3, segments=2, positions_after=1, project=True
+        ),
+        encoder(norm_first=False, out_bias=False),
+        ReadoutConfig(num_classes=CLASSES, norm="none"),
+    ),
+}
+ALL_SHAPES = {**SHAPES, **MORE_SHAPES}
+
 
 def random_ensemble(
     shape: str = "image-cls",
@@ -78,7 +99,7 @@ def random_ensemble(
     seed: int = 0,
 ) -> Ensemble:
     """An ensemble in eval mode whose weights, biases and scales are all random, so that none is neutral."""
-    parts = SHAPES[shape]
+    parts = ALL_SHAPES[shape]
     kept = all_heads(parts.encoder) if heads is None else heads
     ensemble = Ensemble(EnsembleConfig(parts.stem, parts.encoder, parts.readout, kept, sharing, trunk)).to(dtype)
     generator = torch.Generator().manual_seed(seed)

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,7 +30,7 @@ from ..model.clip import (
 from ..model.config import require_whole
 from ..model.ensemble import Ensemble
 from .cache import CachedTower, default_max_memory, fitting_batch_size
-from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
+from .joint import JointExact, Texts, both_without, of_tower, read_texts
 from .journal import Journal, Start, Step, open_journal
 from .scores import Method, Objective, Samples, Score, read_samples
 from .screened import AFRESH, Screened
@@ -386,10 +387,18 @@ class Extraction:
         return search
 
     def _naive(self, off: Sequence[Head]) -> Naive:
-        if self.texts is None:
-            return Naive(self.model, self.samples, self.objective, self.ranks, self.work, self.batch_size, off)
-        return JointNaive(
-            self.model, self.samples, self.objective, self.ranks, self.work, self.batch_size, off, texts=self.texts
+        without = None
+        if self.texts is not None:
+            without = partial(both_without, self.model, self.texts, self.batch_size, self.work)
+        return Naive(
+            self.model,
+            self.samples,
+            self.objective,
+            self.ranks,
+            self.work,
+            self.batch_size,
+            off,
+            without,
         )
 
     def _exact(self, candidates: Sequence[Head], off: Sequence[Head], share: float = 1.0, carry: bool = True) -> Exact:

@@ -7,7 +7,6 @@ multiply with the image embeddings there are. A head of the image tower meets th
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +21,8 @@ from ..model.ensemble import Ensemble
 from ..model.stem_readout import compose
 from .cache import CachedTower
 from .scores import Answers, IntArray, Result, SampleGroup, Samples, parts
-from .search import Exact, Naive
-from .working_model import forward_cost
+from .search import Exact, untowered
+from .working_model import Work, forward_cost
 
 _ROWS = 1 << 13  # samples whose logits are held at once
 
@@ -91,30 +90,23 @@ def of_tower(heads: Sequence[Head], text: bool) -> list[Head]:
     return [head for head in heads if (head.tower == "text") == text]
 
 
-class JointNaive(Naive):
-    """Evaluates each candidate from the inputs and the prompts to the logits."""
-
-    def __init__(self, *arguments: Any, texts: Texts) -> None:
-        super().__init__(*arguments)
-        self.texts = texts
-
-    @contextmanager
-    def _without(self, heads: Sequence[Head]) -> Iterator[None]:
-        """Both towers without these heads, the class embeddings computed anew."""
-        tower, texts = self.texts.tower, [Head(head.layer, head.head) for head in of_tower(heads, text=True)]
-        with super()._without(of_tower(heads, text=False)), masked(tower, texts):
-            embeddings = []
-            for group in self.texts.prompts.groups:
-                batches = (group.take(rows) for rows in parts(len(group), self.batch_size))
-                embeddings += [tower(*batch)[0] for batch in batches]
-                self.work["layer_evaluations"] += len(group) * tower.num_layers
-                self.work["multiply_adds"] += forward_cost(tower, group)
-            use_classes(self.model, self.texts.classes(torch.cat(embeddings)))
-            yield
+@contextmanager
+def both_without(model: Ensemble, texts: Texts, batch_size: int, work: Work, heads: Sequence[Head]) -> Iterator[None]:
+    """Both towers without these heads, and the class embeddings computed anew, within a `with` block: for `Naive`."""
+    of_image, of_text = of_tower(heads, text=False), of_tower(heads, text=True)
+    with masked(model, untowered(of_image)), masked(texts.tower, untowered(of_text)):
+        embeddings = []
+        for group in texts.prompts.groups:
+            batches = (group.take(rows) for rows in parts(len(group), batch_size))
+            embeddings += [texts.tower(*batch)[0] for batch in batches]
+            work["layer_evaluations"] += len(group) * texts.tower.num_layers
+            work["multiply_adds"] += forward_cost(texts.tower, group)
+        use_classes(model, texts.classes(torch.cat(embeddings)))
+        yield
 
 
 class JointExact:
-    """The choices of `JointNaive`, by branch and bound in the image tower and in full in the text tower.
+    """The choices of `Naive` over both towers, by branch and bound in the image tower and in full in the text tower.
 
     Args:
         images: Branch and bound over the heads of the image tower.

@@ -1,7 +1,7 @@
 """Which head goes next: by trying every one, or by branch and bound."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from ..model.ensemble import Ensemble
 from .cache import CachedTower
 from .scores import NO_HEAD, Answers, Objective, Result, Samples, parts
 from .working_model import Work, forward_cost
+
+Without = Callable[[Sequence[Head]], AbstractContextManager[object]]
 
 
 @contextmanager
@@ -32,10 +34,23 @@ def fast_products(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def untowered(heads: Sequence[Head]) -> list[Head]:
+    """Heads as the ensemble that is their tower calls them."""
+    return [Head(head.layer, head.head) for head in heads]
+
+
 class Naive:
     """Evaluates each candidate from the inputs to the logits, on all samples: the reference.
 
-    Heads are switched off in the model, and on again. Those in `off` stay off, and those removed later join them.
+    Args:
+        model: One member; heads are switched off in it, and on again.
+        samples: What it answers.
+        objective: What is minimised.
+        ranks: The processes the candidates are spread over.
+        work: Counts what is run.
+        batch_size: Samples in a batch.
+        off: Heads that stay off; those removed later join them.
+        without: Switches heads off within a `with` block, where there is more to it than masking them in the model.
     """
 
     def __init__(
@@ -47,9 +62,11 @@ class Naive:
         work: Work,
         batch_size: int,
         off: Sequence[Head] = (),
+        without: Without | None = None,
     ) -> None:
         self.model, self.samples, self.objective, self.ranks = model, samples, objective, ranks
         self.work, self.batch_size, self.off = work, batch_size, list(off)
+        self._without = without or (lambda heads: masked(model, untowered(heads)))
 
     @property
     def result(self) -> Result:
@@ -78,12 +95,6 @@ class Naive:
                 self.work["layer_evaluations"] += len(group) * self.model.num_layers
                 self.work["multiply_adds"] += forward_cost(self.model, group)
         return answers.results(np.zeros(1, np.int64))[0]
-
-    @contextmanager
-    def _without(self, heads: Sequence[Head]) -> Iterator[None]:
-        """The model without these heads, within a `with` block."""
-        with masked(self.model, [Head(head.layer, head.head) for head in heads]):
-            yield
 
 
 _CHUNKS = 16  # parts in which a candidate is evaluated

@@ -4,20 +4,21 @@ import numpy as np
 import pytest
 import torch
 
-from circuit_models import CIRCUIT_SHAPES, random_model, random_problem
+from circuit_models import random_problem
 from hydra_ensembles.circuit.cache import CandidateActivations, plan_memory, worthwhile_levels
 from hydra_ensembles.circuit.working_model import Work, WorkingModel, few_queries
 from hydra_ensembles.heads.masking import masked
 from hydra_ensembles.heads.ranking import Head
+from random_ensembles import ALL_SHAPES, random_ensemble
 
 
 def working(shape: str) -> WorkingModel:
-    return WorkingModel(random_model(shape), [], Work())
+    return WorkingModel(random_ensemble(shape), [], Work())
 
 
 @pytest.mark.parametrize("masked_keys", [False, True])
 def test_few_queries_are_plain_attention(masked_keys: bool) -> None:
-    attention = random_model("image-cls").encoder.layers[0].attention
+    attention = random_ensemble("image-cls").encoder.layers[0].attention
     x = torch.randn(5, 7, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     mask = torch.arange(7)[None] < torch.tensor([7, 3, 1, 5, 2])[:, None] if masked_keys else None
     with torch.no_grad():
@@ -25,7 +26,7 @@ def test_few_queries_are_plain_attention(masked_keys: bool) -> None:
         assert torch.allclose(few_queries(attention, x, mask, x[:, 0:2]), expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", CIRCUIT_SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_blocks_give_the_logits_of_the_ensemble(shape: str) -> None:
     problem, model = random_problem(shape), working(shape)
     inputs, _ = problem.id_batches[0]
@@ -37,7 +38,7 @@ def test_blocks_give_the_logits_of_the_ensemble(shape: str) -> None:
         assert torch.allclose(model.classify(model.pool(x, key_mask, ids)), problem.model(inputs)[0], atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", CIRCUIT_SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_taking_a_head_off_is_masking_it(shape: str) -> None:
     problem, model = random_problem(shape), working(shape)
     ids, mask, segments = problem.model.unpack(problem.id_batches[0][0], None, None)

@@ -8,7 +8,7 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from architectures import ArchitectureCase
-from circuit_models import CIRCUIT_SHAPES, SCORES, Inputs, Problem, evidence, random_problem
+from circuit_models import SCORES, Inputs, Problem, evidence, random_problem
 from contract.all_architectures import ALL_CASES
 from hydra_ensembles.circuit.scores import Score
 from hydra_ensembles.convert.convert import convert
@@ -16,7 +16,7 @@ from hydra_ensembles.heads.ranking import HeadRanking
 from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.prune import prune
-from random_ensembles import CLASSES, HEADS, LAYERS, encoder
+from random_ensembles import ALL_SHAPES, CLASSES, HEADS, LAYERS, encoder
 from trained_vit import id_pictures, ood_pictures, trained_vit
 
 # --- naive -------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def assert_same_choices(problem: Problem, **options: object) -> HeadRanking:
 
 
 @pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("shape", CIRCUIT_SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_every_shape_of_model(shape: str, score: Score) -> None:
     assert_same_choices(random_problem(shape, (4, 3), (3, 2)), score=score, budget=3)
 
