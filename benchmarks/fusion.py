@@ -12,7 +12,7 @@ No test image is read. `fuse` extracts three circuits, prunes and fine-tunes a m
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -223,7 +223,7 @@ def fusion_table() -> str:
     return "\n".join([*table(header, lines, "llll"), "", about])
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("backbone", "fuse"))
     parser.add_argument("--folder", type=Path, required=True, help="of the backbone: written, then read")
@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="use only so many images of a set")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=RESULTS / RESULT)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     {"backbone": backbone, "fuse": fuse}[options.command](options)
 
 

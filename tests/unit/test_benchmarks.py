@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,6 +21,7 @@ from zero_shot_models import TEMPLATES, dual_of
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 import circuit  # noqa: E402
+import fusion  # noqa: E402
 import inference  # noqa: E402
 import inference_models  # noqa: E402
 import inference_report  # noqa: E402
@@ -122,6 +124,26 @@ def test_circuits_by_three_methods(tmp_path: Path) -> None:
     assert rows["avg", "exact"]["model_forwards"] < rows["avg", "naive"]["model_forwards"] == 16 + 15 + 14 + 1
     assert rows["acc", "naive"]["extrapolated"]
     assert rows["acc", "naive"]["model_forwards"] == rows["avg", "naive"]["model_forwards"]
+
+
+# --- fusing ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_way_to_fuse(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = timm_model("vit_base_patch16_224", img_size=fusion.SIZE, num_classes=3)
+    he.convert(model).save_pretrained(tmp_path / "model")
+    (tmp_path / "backbone.json").write_text("{}")
+    for name in ("train", "id", "ood", "holdout_id", "holdout_ood"):
+        images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8, generator=generator)
+        content = {"images": images, "labels": torch.arange(6) % 3, "inputs": fusion.normalised(images)}
+        save_file(content, tmp_path / f"{name}.safetensors")
+    output = tmp_path / "fusion.json"
+    few = ["--prune", "2", "--epochs", "2", "--rates", "1e-4", "--device", "cpu"]
+    fusion.main(["fuse", "--folder", str(tmp_path), "--output", str(output), *few])
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["method"] for row in rows] == ["single", *(f"member {s}" for s in fusion.SCORES), *["hydra"] * 8]
+    assert rows[4]["parameters"] < rows[-1]["parameters"] < 3 * rows[0]["parameters"]
 
 
 # --- Proposition 1 ---------------------------------------------------------------------------------------------------
