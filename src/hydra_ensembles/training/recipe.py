@@ -117,8 +117,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 class RandAugment:
     """RandAugment settings for the data pipeline: operations per image, and their magnitude."""
 
-    operations: int
-    magnitude: int
+    operations: int = 2
+    magnitude: int = 12
 
     def __post_init__(self) -> None:
         """Check the ranges; torchvision's scale of 31 magnitudes is the custom."""

@@ -141,7 +141,7 @@ def plain(**changes: Any) -> TrainTransform:
 def test_the_defaults_of_training_transforms_are_the_papers() -> None:
     transform = TrainTransform()
     assert (transform.size, transform.crop_scale, transform.flip_probability) == ((224, 224), (0.08, 1.0), 0.5)
-    assert transform.rand_augment == RandAugment(operations=2, magnitude=12)
+    assert transform.rand_augment == RandAugment() == RandAugment(operations=2, magnitude=12)
     assert transform.mean == (0.485, 0.456, 0.406)
 
 
