@@ -16,8 +16,9 @@ from common import RESULTS, ROOT, load
 from demo import demo_table
 from fusion import fusion_table
 from proposition1 import proposition_table
-from study_tables import study_tables
 from tower_scores import tower_table
+
+from studies.documents import study_blocks
 
 
 def tables() -> dict[str, str]:
@@ -30,7 +31,7 @@ def tables() -> dict[str, str]:
         "tower_scores": tower_table(load("zero_shot_tower_scores.json")),
         "demo": demo_table(),
         **inference_report.tables(),
-        **{name: make() for name, make in study_tables(RESULTS / "studies").items()},
+        **{name: make() for name, make in study_blocks(RESULTS / "studies").items()},
     }
 
 

@@ -3,7 +3,7 @@
     python benchmarks/tower_scores.py --model runs/studies/zero-shot/seed-0/dual --data shared
 
 `--model` is a folder of a saved `DualEncoder`, such as the zero-shot study writes, or a checkpoint as
-`studies/zero_shot/checkpoint_model.py` reads it. `--data` holds `data/images/tinyimagenet`, whose validation images
+`studies.weights.load_dual` reads it. `--data` holds `data/images/tinyimagenet`, whose validation images
 give the loss.
 """
 
@@ -21,14 +21,12 @@ from torch import Tensor
 import hydra_ensembles as he
 from hydra_ensembles.batches import Batches
 from hydra_ensembles.data.dataset import ImageDataset, subset
-from hydra_ensembles.data.suites import suite
 from hydra_ensembles.heads.masking import attention_of
 from hydra_ensembles.heads.taylor import CalibrationBatches, gradients_of_mean_loss, layer_scores
 from hydra_ensembles.model.clip import DEFAULT_TEMPLATES, average_templates, prompts_of
-from studies.store import Store
-from studies.zero_shot.checkpoint_model import load_dual
-from studies.zero_shot.label_names import label_names
-from studies.zero_shot.sources import PreparedImages
+from studies.samples import PreparedImages, SampleBatches
+from studies.sets import DataFolder, label_names, suite
+from studies.weights import load_dual
 
 RESULT = "zero_shot_tower_scores.json"
 COLOURS = {"image": "#2166ac", "text": "#d6904a"}
@@ -91,7 +89,7 @@ def validation_images(folder: Path, images: int | None, seed: int) -> ImageDatas
     """So many of TinyImageNet's validation images, every class alike; None for all."""
     reference = suite("zero-shot").validation
     assert reference is not None
-    data = Store(folder).load(reference)
+    data = DataFolder(folder).load(reference)
     assert isinstance(data, ImageDataset)
     return data if images is None else subset(data, images, seed, stratified=True)
 
@@ -100,7 +98,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Load, score, and say with what."""
     dual = load_dual(options.model).to(options.device)
     data = validation_images(options.data, options.images, options.seed)
-    batches = PreparedImages(data, dual.image).evaluation(options.batch_size)
+    batches = SampleBatches(PreparedImages(data, dual.image), options.batch_size)
     scores = taylor_scores(dual, label_names(TINYIMAGENET, data.class_names), batches)
     towers = {"image": dual.image, "text": dual.text}
     return {

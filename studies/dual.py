@@ -1,0 +1,365 @@
+"""One seed of a zero-shot study: the dual encoder, circuits of its towers, pruned members, tuned text sides."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydra_ensembles import DualEncoder, HeadRanking, extract_circuit, fuse, prune, zero_shot
+from hydra_ensembles import taylor as rank_by_taylor
+from hydra_ensembles.batches import move, read_batch
+from hydra_ensembles.circuit.scores import Score
+from hydra_ensembles.data.dataset import ImageDataset
+from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.heads.members import random_members
+from hydra_ensembles.heads.ranking import Head
+from hydra_ensembles.model.clip import DEFAULT_TEMPLATES, Templates, Tower, checked_templates, class_embeddings
+
+from .captions import TrainImages, caption_templates, read_train_images, train_dual
+from .dual_sets import SEEN, DualSets
+from .engine import (
+    CIRCUIT_BATCH,
+    CIRCUIT_SCORES,
+    SPARE,
+    Group,
+    SeedRun,
+    TestSet,
+    TestSets,
+    TestTask,
+    distinct,
+    finite,
+    seal,
+)
+from .methods import CALIBRATED, FAMILIES, Family, Units, all_units, dual_methods, family_of
+from .recipe import DualRecipe, derived_seed, digest_of
+from .results import HELD_OUT
+from .samples import ImageSamples, PreparedImages, SampleBatches, Samples
+from .sets import DataFolder, at_most
+from .weights import load_dual, untrained_dual
+
+BATCH = 512
+TOWERS: Mapping[str, tuple[Tower, ...]] = {"image+text": ("image", "text"), "image": ("image",)}
+OWN_NAME = "DINOv2 ViT-S/14 + MiniLM-L6"
+OWN = (
+    "This model is no CLIP: no CLIP checkpoint could be had. Its image tower is DINOv2 ViT-S/14, locked, at "
+    "{size}x{size} pixels; its text tower is MiniLM-L6. {learned} on captions written from 210 class names "
+    "(TinyImageNet-200 and CIFAR-10), {images} images in all, where CLIP learned from billions of pairs. It answers "
+    "for other classes as far as its text tower carries over from those names, and is far weaker than CLIP. "
+    "Differences between methods on this one model can be held against the paper's; levels cannot."
+)
+GIVEN = "The model is {name}, as it was published; nothing of it was trained here. Seeds change nothing in it."
+PAIRS = 22_000  # images of the training sets
+
+
+class DualModels:
+    """The dual encoder of a study: trained on the pairs of the shared folder, or one that the user names."""
+
+    def __init__(self, recipe: DualRecipe, source: DataFolder, device: torch.device) -> None:
+        self.recipe, self.source, self.device = recipe, source, device
+
+    @property
+    def name(self) -> str:
+        """What results call the model."""
+        given = self.recipe.model
+        if given is None:
+            return OWN_NAME
+        return Path(given).name if Path(given).expanduser().is_dir() else given
+
+    @property
+    def description(self) -> str:
+        """What it is and is not."""
+        if self.recipe.model is not None:
+            return GIVEN.format(name=self.name)
+        frozen = self.recipe.dual is not None and self.recipe.dual.train_groups == ("readout",)
+        learned = "Only the projections of both towers were trained," if frozen else "Text side and projections learned"
+        images = f"{self.recipe.counts.pairs or PAIRS:,}"
+        return OWN.format(size=self.recipe.input_size, learned=learned, images=images)
+
+    def samples(self, images: ImageDataset) -> Samples:
+        """Images as the image tower takes them."""
+        if self.recipe.model is not None:
+            return PreparedImages(images, self.given.image)
+        return ImageSamples.read(images, self.recipe.input_size, self.device)
+
+    def untrained(self, seed: int) -> DualEncoder:
+        """Both towers before training, and the projections this seed draws."""
+        return untrained_dual(self.source.root, self.recipe.input_size, seed)
+
+    def trained(self, seed: int, output: Path | None) -> DualEncoder:
+        """The model of one seed."""
+        if self.recipe.model is not None:
+            return self.given
+        if self.recipe.dual is None:
+            raise ConfigError(f"recipe {self.recipe.name!r} says nothing of the training `dual`")
+        training = replace(self.recipe.dual, seed=derived_seed(seed, "dual"))
+        rate, views = self.recipe.projection_rate, self.recipe.views
+        start = self.untrained(seed).to(self.device)
+        return train_dual(start, training, self.pairs, projection_rate=rate, views=views, output=output)
+
+    def tuned(self, member: DualEncoder, seed: int, output: Path | None) -> DualEncoder:
+        """A pruned member whose text side met the pruned image tower."""
+        if self.recipe.tune is None or self.recipe.model is not None:
+            raise ConfigError(f"the text side of {self.name} cannot be trained: the study has no pairs, or no `tune`")
+        training = replace(self.recipe.tune, seed=derived_seed(seed, "tune"))
+        return train_dual(member, training, self.pairs, train_image_projection=False, views=1, output=output)
+
+    @cached_property
+    def given(self) -> DualEncoder:
+        """The user's model, the same for every seed."""
+        assert self.recipe.model is not None
+        return load_dual(self.recipe.model).to(self.device)
+
+    @cached_property
+    def pairs(self) -> Sequence[TrainImages]:
+        """Images whose captions train."""
+        return read_train_images(self.source, self.recipe.input_size, self.device, self.recipe.counts.pairs)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What a seed has fixed before any test set is opened.
+
+    Attributes:
+        recipe: Digest of the recipe.
+        seed: The seed.
+        heads: Heads that each member of each family loses, as text.
+        temperatures: Of the methods that are calibrated.
+        calibrated_on: Images that temperatures were fitted on.
+    """
+
+    recipe: str
+    seed: int
+    heads: Mapping[str, tuple[tuple[str, ...], ...]]
+    temperatures: Mapping[str, float]
+    calibrated_on: int
+
+
+class DualRun(SeedRun):
+    """Everything that is trained, ranked or pruned for one seed."""
+
+    RECORD, RECORD_STAGE = Fixed, "tune"
+
+    def __init__(self, recipe: DualRecipe, seed: int, models: DualModels, sets: DualSets, output: Path) -> None:
+        super().__init__(recipe, seed, output, models.device)
+        self.recipe, self.models, self.sets = recipe, models, sets
+
+    @property
+    def stages(self) -> Mapping[str, Callable[[], Any]]:
+        """The model, all rankings, and all that is fixed before test sets are opened."""
+        return {"dual": lambda: self.dual, "rank": self._rank, "tune": self.fix}
+
+    @property
+    def record_path(self) -> Path:
+        """Every seed has its own."""
+        assert self.folder.path is not None
+        return self.folder.path / "fixed.json"
+
+    def methods(self) -> Mapping[str, Units]:
+        """Every row."""
+        return dual_methods(self.recipe.trains_text)
+
+    @property
+    def calibrates(self) -> Sequence[str]:
+        """Only the rows that say so."""
+        return [name for name in CALIBRATED if name in self.methods()]
+
+    @cached_property
+    def held_out(self) -> TestSets:
+        """ID images that temperatures are fitted on, and what latency is measured with."""
+        images, task = self.sets.calibration(), self.sets.main.id.name
+        inside = TestSet(task, HELD_OUT, "id", self.models.samples(images.images))
+        return TestSets({task: TestTask(None, images.names)}, [inside])
+
+    def test_sets(self) -> TestSets:
+        """Every task, and the OOD sets of those that have them; no more images of each than the recipe says."""
+        sets, counts = self.sets, self.recipe.counts
+        tasks: dict[str, TestTask] = {}
+        found: list[TestSet] = []
+        listed = (*sets.main.tasks, sets.main.id) if sets.name == "shared" else (sets.main.id, *sets.main.tasks)
+        for reference in listed:
+            images = sets.fewer(sets.load(reference), reference.name, counts.test)
+            seen = sets.name == "shared" and reference.name in SEEN
+            tasks[reference.name] = TestTask("seen" if seen else "unseen", images.names)
+            found.append(TestSet(reference.name, reference.name, "id", self.models.samples(images.images)))
+        for task, one in sets.suites.items():
+            groups: dict[Group, Any] = {"near": one.near, "far": one.far}
+            for group, references in groups.items():
+                for reference in references:
+                    outside = at_most(sets.load(reference), counts.detection)
+                    found.append(TestSet(task, reference.name, group, self.models.samples(outside)))
+        return TestSets(tasks, found)
+
+    @torch.no_grad()
+    def answers(self, unit: str, sets: TestSets) -> dict[str, Tensor]:
+        """Logits `[1, N, C]` of one member for the classes of each set's task."""
+        family, index = family_of(unit)
+        member, templates = self.member(family, index), checked_templates(self.templates)
+        texts = {
+            name: class_embeddings(member.text, member.projections.text, one.classes, templates).float()
+            for name, one in sets.tasks.items()
+        }  # [1, C, e]
+        return {
+            f"{one.task}/{one.name}": member.logits(image_embeddings(member, one.samples), texts[one.task])
+            .float()
+            .cpu()
+            for one in sets.sets
+        }
+
+    def whole_model(self, method: str, units: Units) -> Any:
+        """A method as one ensemble for the classes of the held-out images.
+
+        Its members differ in their heads and class embeddings alone, so their MLPs are stored once and fusing them
+        changes no number.
+        """
+        names = next(iter(self.held_out.tasks.values())).classes
+        members = [self.member(*family_of(unit)) for unit in units]
+        ensembles = [zero_shot(member, names, self.templates, keep_text=False) for member in members]
+        return ensembles[0] if len(ensembles) == 1 else fuse(ensembles)
+
+    def facts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The model, its circuits, and the heads that members lose."""
+        fixed: Fixed = self.record()
+        shared = {
+            "model": {"name": self.models.name, "description": self.models.description},
+            "images": self.sets.name,
+            "calibrated_on": fixed.calibrated_on,
+            "detections": list(self.sets.suites),
+        }
+        heads = {name: [list(one) for one in members] for name, members in fixed.heads.items()}
+        return shared, {"heads": heads, "circuits": self._circuit_facts()}
+
+    @property
+    def templates(self) -> Templates:
+        """The sentences in which class names stand."""
+        return DEFAULT_TEMPLATES if self.recipe.templates == "paper" else caption_templates()
+
+    @cached_property
+    def dual(self) -> DualEncoder:
+        """The model of this seed, one member, all heads."""
+        return self._saved("dual", lambda: self.models.trained(self.seed, self.folder.place("training/dual")))
+
+    def member(self, family: Family, index: int) -> DualEncoder:
+        """A member of a family, pruned; its text side trained where the family says so."""
+        heads = self.heads(family)[index]
+        member = prune(self.dual, heads) if heads else self.dual
+        if not family.tuned:
+            return member
+        name = f"{family.name}-{index}"
+        place = self.folder.place(f"training/{name}")
+        return self._saved(f"tuned/{name}", lambda: self.models.tuned(member, self.seed, place))
+
+    def heads(self, family: Family) -> tuple[tuple[Head, ...], ...]:
+        """What each member of a family loses."""
+        recipe = self.recipe
+        match family.heads:
+            case "none":
+                return ((),)
+            case "taylor":
+                first = self.taylor().first(recipe.taylor_prune)
+                return (tuple(Head(head.layer, head.head, "image") for head in first),)
+            case "random":
+                return random_members(self.dual, recipe.prune, family.members, self.seed)
+            case "image":
+                return distinct([self.circuit(score, "image") for score in CIRCUIT_SCORES], recipe.image_prune)
+            case "circuits" | "more":
+                count = recipe.prune + (recipe.more if family.heads == "more" else 0)
+                return distinct([self.circuit(score, "image+text") for score in CIRCUIT_SCORES], count)
+
+    def circuit(self, score: Score, towers: str) -> HeadRanking:
+        """A circuit of both towers, or of the image tower alone, on the images set apart for it."""
+        both = towers == "image+text"
+        budget = SPARE + (self.recipe.prune + self.recipe.more if both else self.recipe.image_prune)
+
+        def make() -> HeadRanking:
+            inside, outside, names = self._both_circuits if both else self._image_circuits
+            return extract_circuit(
+                self.dual,
+                SampleBatches(inside, CIRCUIT_BATCH),
+                SampleBatches(outside, CIRCUIT_BATCH),
+                score=score,
+                budget=budget,
+                class_names=names,
+                templates=self.templates,
+                towers=TOWERS[towers],
+                journal=self.folder.place(f"rankings/{score}-{towers}.journal"),
+                progress=False,
+            )
+
+        return self.folder.ranking(f"rankings/{score}-{towers}-{budget}", make)
+
+    def taylor(self) -> HeadRanking:
+        """The Taylor ranking of the image tower's heads, by the zero-shot loss on the ID images of circuits."""
+
+        def make() -> HeadRanking:
+            inside, _, names = self._both_circuits
+            return rank_by_taylor(
+                zero_shot(self.dual, names, self.templates, keep_text=False),
+                SampleBatches(inside, CIRCUIT_BATCH),
+                budget=self.recipe.taylor_prune,
+                seed=derived_seed(self.seed, "taylor"),
+                calibration_batches=min(self.recipe.counts.taylor_batches, -(-len(inside) // CIRCUIT_BATCH)),
+            )
+
+        return self.folder.ranking(f"rankings/taylor-{self.recipe.taylor_prune}", make)
+
+    def fix(self) -> None:
+        """Make every member, fit temperatures, and seal what methods are; no test set is open."""
+        if self.record_path.exists():
+            return
+        for unit in all_units(self.methods()):
+            self.half_b((unit,))
+        used = {family_of(unit)[0].name for unit in all_units(self.methods())}
+        heads = {
+            name: tuple(tuple(str(head) for head in one) for one in self.heads(family))
+            for name, family in FAMILIES.items()
+            if name in used and not family.tuned
+        }
+        count = len(self.held_out_labels)
+        seal(Fixed(digest_of(self.recipe), self.seed, heads, self.temperatures(), count), self.record_path)
+
+    def _rank(self) -> None:
+        for towers in TOWERS:
+            for score in CIRCUIT_SCORES:
+                self.circuit(score, towers)
+        self.taylor()
+
+    def _circuit_facts(self) -> dict[str, Any]:
+        """Of every circuit: samples, the score with all heads, and the score without those that a member loses."""
+        found = {}
+        for towers, count in (("image+text", self.recipe.prune), ("image", self.recipe.image_prune)):
+            for score in CIRCUIT_SCORES:
+                ranking = self.circuit(score, towers)
+                known = {name: ranking.provenance[name] for name in ("id_samples", "ood_samples", "start")}
+                found[f"{score} {towers}"] = {**known, "end": ranking.scores[count - 1], "pruned": count}
+        return found
+
+    def _saved(self, name: str, make: Callable[[], DualEncoder]) -> DualEncoder:
+        def read(folder: Path) -> DualEncoder:
+            return DualEncoder.from_pretrained(folder).to(self.device).eval()
+
+        return self.folder.product(name, make, read, lambda folder, dual: dual.save_pretrained(folder))
+
+    @cached_property
+    def _both_circuits(self) -> tuple[Samples, Samples, tuple[str, ...]]:
+        (inside, outside), limit = self.sets.circuits(), self.recipe.counts.circuits
+        parts = [self.models.samples(at_most(one, limit)) for one in (inside.images, outside)]
+        return parts[0], parts[1], inside.names
+
+    @cached_property
+    def _image_circuits(self) -> tuple[Samples, Samples, tuple[str, ...]]:
+        inside, outside = self.sets.image_circuits()  # as many of each task as the recipe says
+        return self.models.samples(inside.images), self.models.samples(outside), inside.names
+
+
+@torch.no_grad()
+def image_embeddings(dual: DualEncoder, samples: Samples) -> Tensor:
+    """Embeddings `[M, N, e]` of length one, in float32 on every device."""
+    pieces = []
+    for batch in SampleBatches(samples, BATCH):
+        inputs, _ = read_batch(batch)
+        pieces.append(dual.encode_image(move(inputs, dual.device, torch.float32)).float())
+    return finite(torch.cat(pieces, dim=1))

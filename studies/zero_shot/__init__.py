@@ -1,1 +1,0 @@
-"""Zero-shot studies of dual encoders."""
