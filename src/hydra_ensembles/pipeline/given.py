@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .._distributed import local_device
 from .._utils import derive_seed, require_device
 from ..batches import (
     Batches,
@@ -76,7 +77,7 @@ def starting_model(
     model: nn.Module, class_names: Sequence[str] | None, templates: Templates, device: torch.device | str | None
 ) -> StartingModel:
     """The model as an ensemble, or as a dual encoder with its zero-shot ensemble, on the device; one member."""
-    place = require_device(device)
+    place = None if device is None else local_device(require_device(device))
     found: Ensemble | DualEncoder = model if isinstance(model, Ensemble | DualEncoder) else convert(model)
     if found.num_members != 1:
         raise ConfigError(

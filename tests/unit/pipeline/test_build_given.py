@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from build_cases import TEXT_BATCHES, shuffled, text_batches
+from build_cases import TEXT_BATCHES, image_model, shuffled, text_batches
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.pipeline.given import Batch, halves, read_all, read_data
+from hydra_ensembles.pipeline.given import Batch, halves, read_all, read_data, starting_model
 
 
 def numbered(sizes: list[int]) -> list[Batch]:
@@ -117,3 +117,11 @@ def test_labels_of_ood_data_are_not_read() -> None:
     assert [labels for _, labels in found] == [None, None, None]
     with pytest.raises(DataError, match="batch 0 of id"):
         read_all([(images, ("a.png", "b.png"))], "id", 0, 3)
+
+
+def test_a_model_is_moved_in_a_copy_and_left_where_it_is_wanted() -> None:
+    given_model = image_model()
+    moved = starting_model(given_model, None, (), "meta").base
+    assert (moved.device.type, given_model.device.type) == ("meta", "cpu")
+    assert moved.metadata == given_model.metadata
+    assert starting_model(given_model, None, (), "cpu").base is given_model
