@@ -11,6 +11,7 @@ from torch import Tensor
 from ._utils import evaluation_mode
 from .batches import Batches, iterate, move, require_labels
 from .errors import ConfigError, DataError
+from .metrics.inputs import check_labels
 from .metrics.selective import aurc
 from .model.clip import require_ensemble
 from .model.ensemble import Ensemble
@@ -122,14 +123,14 @@ def fit_calibration(
         raise ConfigError(f"share is the part of validation to accept, above 0 and at most 1; got {share}")
     member_logits = scale_logits(member_logits.detach())
     _require_members_for(score, len(member_logits))
-    labels = _checked_labels(labels, member_logits)
-    before = _nll(member_logits, labels, (1.0,))
+    samples, classes = member_logits.shape[1:]
+    if samples < 2:
+        raise DataError(f"calibration needs at least two samples (better hundreds), got {samples}")
+    labels = check_labels(labels, samples, classes, None).to(member_logits.device)
+    before = after = _nll(_label_log_probs(member_logits, labels, 1.0))
     chosen: tuple[float, ...] = (1.0,)
-    after = before
     if temperature:
         chosen, after = _fit_temperature(member_logits, labels, per_member, before)
-        if len(chosen) == 1 and chosen[0] != 1.0:  # a member may well stop at a bound: others cover its errors
-            _warn_at_bounds(chosen[0], *_range(member_logits))
     prediction = Prediction.from_logits(
         member_logits, temperature=chosen if len(chosen) > 1 else chosen[0], score=score
     )
@@ -161,36 +162,33 @@ def _fit_temperature(
     member_logits: Tensor, labels: Tensor, per_member: bool, before: float
 ) -> tuple[tuple[float, ...], float]:
     """The temperature (or one per member) with the lowest NLL, and that NLL; 1 unless another is better."""
-    low, high = _range(member_logits)
-    members = len(member_logits)
-    common, nll = _lowest(lambda value: _nll(member_logits, labels, (value,)), low, high)
+    members = range(len(member_logits))
+    # logarithms of the temperatures to search: the colder ones must not make the largest logit infinite
+    largest = member_logits.abs().max().item() / torch.finfo(member_logits.dtype).max
+    low, high = math.log(max(COLDEST, 2.0 * largest)), math.log(HOTTEST)
+    common, nll = _lowest(lambda value: _nll(_label_log_probs(member_logits, labels, value)), low, high)
     if before - nll <= _WORTHWHILE:
         common, nll = 1.0, before
-    if not per_member or members == 1:
+    if not per_member or len(members) == 1:
+        if common != 1.0:  # a member may well stop at a bound: others cover its errors
+            _warn_at_bounds(common, low, high)
         return (common,), nll
-    chosen = [common] * members
-    parts = [_label_log_probs(member_logits[member], labels, common) for member in range(members)]  # M of [B]
+    chosen, parts = [common for _ in members], _label_log_probs(member_logits, labels, common)  # [M, B]
     for _ in range(_SWEEPS):  # one member at a time, until no change of a single one helps
         improved = False
-        for member in range(members):
+        for member in members:
 
             def with_member(value: float, member: int = member) -> float:
-                part = _label_log_probs(member_logits[member], labels, value)
-                return _mixture_nll([*parts[:member], part, *parts[member + 1 :]])
+                own = _label_log_probs(member_logits[member : member + 1], labels, value)
+                return _nll(torch.cat([parts[:member], own, parts[member + 1 :]]))
 
             value, lower = _lowest(with_member, low, high)
             if nll - lower > _WORTHWHILE:
                 chosen[member], nll, improved = value, lower, True
-                parts[member] = _label_log_probs(member_logits[member], labels, value)
+                parts[member] = _label_log_probs(member_logits[member : member + 1], labels, value)[0]
         if not improved:
             break
     return tuple(chosen), nll
-
-
-def _range(member_logits: Tensor) -> tuple[float, float]:
-    """Logarithms of the temperatures to search: the colder ones must not make the largest logit infinite."""
-    largest = member_logits.abs().max().item() / torch.finfo(member_logits.dtype).max
-    return math.log(max(COLDEST, 2.0 * largest)), math.log(HOTTEST)
 
 
 def _warn_at_bounds(temperature: float, low: float, high: float) -> None:
@@ -204,7 +202,7 @@ def _warn_at_bounds(temperature: float, low: float, high: float) -> None:
         if abs(math.log(temperature) - bound) < _AT_BOUND:
             warnings.warn(
                 f"the temperature {temperature:.4g} stopped at the bound {math.exp(bound):.4g} of the search: {cause}",
-                stacklevel=3,
+                stacklevel=4,
             )
 
 
@@ -235,42 +233,18 @@ def _lowest(function: Callable[[float], float], low: float, high: float) -> tupl
     return math.exp(point), value
 
 
-def _nll(member_logits: Tensor, labels: Tensor, temperature: tuple[float, ...]) -> float:
-    """NLL of the mean probabilities in float64."""
-    values = temperature * len(member_logits) if len(temperature) == 1 else temperature
-    return _mixture_nll(
-        [_label_log_probs(one, labels, value) for one, value in zip(member_logits, values, strict=True)]
-    )
+def _nll(label_log_probs: Tensor) -> float:
+    """NLL of the mean probabilities, from the members' log-probabilities `[M, B]` of the labels."""
+    return -(label_log_probs.logsumexp(0) - math.log(len(label_log_probs))).mean().item()
 
 
-def _mixture_nll(parts: list[Tensor]) -> float:
-    return -(torch.stack(parts).logsumexp(0) - math.log(len(parts))).mean().item()  # M of [B] -> [B]
-
-
-def _label_log_probs(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Log-probability of each label `[B]` under one member's logits `[B, C]`, in float64."""
+def _label_log_probs(member_logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Log-probability `[M, B]` of each label under each member's logits `[M, B, C]`, in float64."""
     pieces = [
-        (rows.double() / temperature).log_softmax(-1).gather(1, wanted[:, None])[:, 0]
-        for rows, wanted in zip(logits.split(_ROWS), labels.split(_ROWS), strict=True)
+        (rows.double() / temperature).log_softmax(-1).gather(2, wanted.expand(len(rows), -1)[..., None])[..., 0]
+        for rows, wanted in zip(member_logits.split(_ROWS, dim=1), labels.split(_ROWS), strict=True)
     ]
-    return torch.cat(pieces)
-
-
-def _checked_labels(labels: Tensor, member_logits: Tensor) -> Tensor:
-    samples, classes = member_logits.shape[1:]
-    if labels.ndim != 1 or labels.is_floating_point() or labels.dtype == torch.bool or len(labels) != samples:
-        raise DataError(
-            f"labels must be whole numbers, one for each of the {samples} samples; got {labels.dtype} "
-            f"{list(labels.shape)}"
-        )
-    if samples < 2:
-        raise DataError(f"calibration needs at least two samples (better hundreds), got {samples}")
-    if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise DataError(
-            f"labels run from {int(labels.min())} to {int(labels.max())}, but the logits have {classes} classes "
-            f"(0 to {classes - 1}); check that the model and the data have the same classes"
-        )
-    return labels.to(member_logits.device, torch.int64)
+    return torch.cat(pieces, dim=1)
 
 
 @torch.no_grad()

@@ -178,7 +178,7 @@ LOGITS, LABELS = sample(2, 10, 3, 1.0, seed=5)
         ({"member_logits": LOGITS[:, :1], "labels": LABELS[:1]}, DataError, "at least two samples"),
         ({"member_logits": LOGITS[:, :0], "labels": LABELS[:0]}, DataError, "at least two samples"),
         ({"member_logits": LOGITS[0]}, DataError, r"\[M, B, C\]"),
-        ({"labels": LABELS[:9]}, DataError, "10 samples"),
+        ({"labels": LABELS[:9]}, DataError, "10 samples, 9 labels"),
         ({"labels": LABELS.double()}, DataError, "whole numbers"),
         ({"labels": LABELS + 1}, DataError, "3 classes"),
         ({"share": 0.0}, ConfigError, "share"),
