@@ -17,7 +17,6 @@ from functools import cached_property
 from pathlib import Path
 
 from hydra_ensembles.data.dataset import ImageDataset, only_classes, split, without_classes
-from hydra_ensembles.data.loading import CIFAR100_CLASSES
 from hydra_ensembles.data.suites import SetRef, Suite
 from hydra_ensembles.errors import DataError
 
@@ -197,7 +196,8 @@ class PaperSets(DualSets):
         """CIFAR-100 without what ImageNet-1K has (TinyImageNet, whose overlaps are listed, is a part of it)."""
         supervised = suite("paper-cifar100")
         images = self.load(_given(supervised.validation, supervised.name))
-        part = images.relabel({label: label for label in set(images.labels.tolist())}, CIFAR100_CLASSES)
+        class_names = suite("paper-zero-shot-cifar100").id.class_names
+        part = images.relabel({label: label for label in set(images.labels.tolist())}, class_names)
         named = zip(part.class_names, self.names(CIFAR100, part), strict=True)
         same = {name for name, label in named if label in imagenet_names()}
         part = without_classes(part, sorted({*same, *overlapping(OVERLAP, CIFAR100)}))
