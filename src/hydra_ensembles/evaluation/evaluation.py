@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
@@ -28,9 +28,6 @@ from ..schema import from_plain, to_plain
 from .curves import Figures
 
 OodGroup = Literal["near", "far", "apart", "ungrouped"]
-
-COVERAGES = (0.8, 0.9, 0.95)
-"""Shares of the inputs answered at which the remaining risk is reported."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +58,10 @@ class Classification:
     aurc: float
     risk_at_coverage: Mapping[str, float]
 
-    def numbers(self) -> Iterator[tuple[str, float]]:
+    def numbers(self) -> dict[str, float]:
         """Every metric under a flat name, the counts left out."""
-        for one in fields(self):
-            if one.name not in ("samples", "risk_at_coverage"):
-                yield one.name, getattr(self, one.name)
-        for coverage, risk in self.risk_at_coverage.items():
-            yield f"risk@{coverage}", risk
+        metrics = {key: value for key, value in vars(self).items() if key not in ("samples", "risk_at_coverage")}
+        return metrics | {f"risk@{coverage}": risk for coverage, risk in self.risk_at_coverage.items()}
 
 
 @dataclass(frozen=True)
@@ -337,7 +331,7 @@ class Evaluation:
 
         Detection results of a score other than the evaluation's own have its name in front: `energy:near.auroc`.
         """
-        found = dict(self.id.numbers())
+        found = self.id.numbers()
         single = {f"ood.{name}": result.detection for name, result in self.ood.items()}
         for place, by_score in {**self.means, **single}.items():
             for score, detection in by_score.items():
@@ -353,16 +347,12 @@ class Evaluation:
             for key in ("mutual_information", "disagreement"):
                 found[f"all.{key}"] = sum(getattr(result, key) for result in counted) / len(counted)
         for name, shifted in self.shift.items():
-            found |= {f"shift.{name}.{key}": value for key, value in shifted.numbers()}
+            found |= {f"shift.{name}.{key}": value for key, value in shifted.numbers().items()}
         if self.selective is not None:
             found["selective.accepted"] = self.selective.accepted
             if self.selective.risk is not None:
                 found["selective.risk"] = self.selective.risk
         return found
-
-    def renamed(self, name: str) -> "Evaluation":
-        """The same evaluation under another name."""
-        return replace(self, name=name)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, without the member logits."""
@@ -426,14 +416,11 @@ def logits_path(path: Path) -> Path:
 
 def describe_model(model: object, members: int, classes: int, calibration: Calibration | None) -> ModelInfo:
     """What is known of a model: everything of an ensemble, counts and parameters of others."""
-    described: object = None
-    if isinstance(model, OptimizedEnsemble):
-        described = model.description
-    elif callable(describe := getattr(model, "describe", None)):
-        described = describe()
-    counts: dict[str, Any] = {}
-    if isinstance(described, Description):
-        counts = {field.name: getattr(described, field.name) for field in fields(described)}
+    describe = getattr(model, "describe", None)
+    described = (
+        model.description if isinstance(model, OptimizedEnsemble) else describe() if callable(describe) else None
+    )
+    counts = vars(described) if isinstance(described, Description) else {}
     info = ModelInfo("callable", members, classes, calibration=calibration, **counts)
     if isinstance(model, Ensemble | OptimizedEnsemble):
         kind: Literal["image", "text"] = "text" if model.kind == "text" else "image"
@@ -447,12 +434,8 @@ def describe_model(model: object, members: int, classes: int, calibration: Calib
 
 def provenance_of(device: torch.device | None, dtype: torch.dtype, processes: int = 1) -> Provenance:
     """The libraries and the device of this run."""
-    versions = {
-        "hydra_ensembles": __version__,
-        "python": platform.python_version(),
-        "torch": metadata.version("torch"),
-        "numpy": metadata.version("numpy"),
-    }
+    versions = {library: metadata.version(library) for library in ("torch", "numpy")}
+    versions = {"hydra_ensembles": __version__, "python": platform.python_version(), **versions}
     hardware = f"CPU, {platform.machine()}, {os.cpu_count()} cores"
     if device is not None and device.type != "cpu":
         gpu = device.type == "cuda"

@@ -3,7 +3,7 @@
 import base64
 import io
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -15,13 +15,13 @@ from tqdm import tqdm
 
 from .._distributed import check_unsharded, current_ranks
 from .._utils import evaluation_mode, require
-from ..batches import Batches, Inputs, changed, iterate, length_of, move, require_labels
+from ..batches import Batches, Inputs, changed, iterate, length_of, move, require_labels, size_of
 from ..errors import ConfigError, DataError
 from ..metrics.inputs import at_least_float32, check_finite, where
 from ..optimize.runner import OptimizedEnsemble
-from ..prediction import Prediction, ScoreName
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from .evaluation import GalleryItem, Shelf
+from .measure import Measure
 
 Preprocessing = ImagePreprocessing | TextPreprocessing
 
@@ -56,8 +56,7 @@ class Runner:
         model: Gives member logits `[M, B, C]`, or `[B, C]` for one member.
         device: Where inputs go; None leaves them where they are.
         dtype: Floating type of the inputs; None leaves it.
-        predict: Turns member logits into a prediction, for the gallery.
-        score: Orders the gallery.
+        measure: What predictions are made with, for the gallery.
         keep: How many inputs of each set to keep for the gallery, at either end.
         preprocessing: What the inputs went through, undone in the gallery; None where it is not known.
         progress: Whether to show progress bars.
@@ -66,13 +65,12 @@ class Runner:
     model: Callable[[Any], Any]
     device: torch.device | None
     dtype: torch.dtype | None
-    predict: Callable[[Tensor], Prediction]
-    score: ScoreName
+    measure: Measure
     keep: int
     preprocessing: Preprocessing | None
     progress: bool
 
-    def run(self, batches: Batches, name: str, *, labelled: bool, like: Tensor | None = None) -> Pass:
+    def run(self, batches: Batches, name: str, labelled: bool, like: Tensor | None = None) -> Pass:
         """Run the model over one set; several processes share its batches.
 
         Args:
@@ -90,41 +88,38 @@ class Runner:
         gallery: list[GalleryItem] = []
         error: Exception | None = None
         try:
-            pairs = iterate(batches, f"set {name!r}", labelled)
-            bar = tqdm(
-                pairs, name, length_of(batches), leave=False, disable=not self.progress or ranks.rank > 0, unit="batch"
-            )
+            pairs, quiet = iterate(batches, f"set {name!r}", labelled), not self.progress or ranks.rank > 0
             first = 0
-            for index, (inputs, targets) in enumerate(bar):
-                size = len(inputs) if isinstance(inputs, Tensor) else len(next(iter(inputs.values())))
+            for index, (inputs, targets) in enumerate(
+                tqdm(pairs, name, length_of(batches), leave=False, disable=quiet, unit="batch")
+            ):
                 if index % ranks.size == ranks.rank:
-                    logits, dtype = self._answer(inputs, size, name, index)
+                    logits, dtype = self._answer(inputs, name, index)
                     labels = torch.empty(0, dtype=torch.long)
                     if labelled:
                         labels = require_labels(targets, logits.shape[2], f"set {name!r}", index).cpu()
                     pieces.append((index, logits, labels, dtype))
                     if self.keep:
-                        known = labels if labelled else None
-                        gallery = self._shelved(gallery, name, first, inputs, self.predict(logits), known)
-                first += size
+                        gallery = self._shelved(gallery, name, first, inputs, logits, labels if labelled else None)
+                first += size_of(inputs)
         except Exception as problem:
             error = problem
-        pieces = sorted(chain.from_iterable(ranks.gather(pieces, error)), key=lambda piece: piece[0])
+        pieces = sorted(chain.from_iterable(ranks.gather(pieces, error)), key=itemgetter(0))
         gallery = sorted_onto_shelves(chain.from_iterable(ranks.gather(gallery)), self.keep)
         _, answers, targets_of, dtypes = zip(*pieces, strict=True)
         for answer in answers:
             require_like(answer, answers[0] if like is None else like, name)
         return Pass(torch.cat(answers, dim=1), torch.cat(targets_of), gallery, dtypes[0])
 
-    def _answer(self, inputs: Inputs, size: int, name: str, index: int) -> tuple[Tensor, torch.dtype]:
+    def _answer(self, inputs: Inputs, name: str, index: int) -> tuple[Tensor, torch.dtype]:
         """Member logits `[M, B, C]` of one batch, and the dtype they came in."""
         answer = self.model(inputs if self.device is None else move(inputs, self.device, self.dtype))
         answer = getattr(answer, "logits", answer)
         logits = member_logits(answer, name, f" of batch {index}")
-        if logits.shape[1] != size:
+        if logits.shape[1] != size_of(inputs):
             raise DataError(
-                f"{where(name)}the model answered batch {index} of {size} inputs with logits {list(answer.shape)}; "
-                "expected [M, B, C] (members, inputs, classes)"
+                f"{where(name)}the model answered batch {index} of {size_of(inputs)} inputs with logits "
+                f"{list(answer.shape)}; expected [M, B, C] (members, inputs, classes)"
             )
         return logits, answer.dtype
 
@@ -134,11 +129,12 @@ class Runner:
         name: str,
         first: int,
         inputs: Inputs,
-        prediction: Prediction,
+        logits: Tensor,
         labels: Tensor | None,
     ) -> list[GalleryItem]:
         """The gallery of a set after one more batch, whose first sample has position `first` in the set."""
-        scores, predicted = prediction.score(self.score), prediction.label
+        prediction = self.measure.predict(logits)
+        scores, predicted = prediction.score(self.measure.score), prediction.label
         order = scores.sort(stable=True).indices.tolist()
         shelves: dict[Shelf, list[int]] = {
             "sure": order,
@@ -159,26 +155,26 @@ class Runner:
         return sorted_onto_shelves([*items, *new], self.keep)
 
 
-def member_logits(answer: Any, name: str, of: str = "") -> Tensor:
+def member_logits(answer: Any, name: str, of: str = "", like: Tensor | None = None) -> Tensor:
     """Member logits `[M, B, C]` from a model or a caller: finite, on the CPU, at least float32.
 
     This is the one look at every number of an evaluation; what is made of them is not checked again.
 
     Raises:
-        DataError: They are something else; the message names the set.
+        DataError: They are something else, or do not go with the logits `like`; the message names the set.
     """
-    if not isinstance(answer, Tensor) or answer.ndim not in (2, 3) or not answer.is_floating_point():
-        got = f"{answer.dtype} {list(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
-        raise DataError(f"{where(name)}member logits{of} must be floating point [M, B, C] or [B, C], got {got}")
-    logits = answer.detach().cpu()
-    logits = at_least_float32(logits.unsqueeze(0) if logits.ndim == 2 else logits)  # [B, C] -> [1, B, C]
-    members, samples, classes = logits.shape
-    if not members or not samples or classes < 2:
+    shape = list(answer.shape) if isinstance(answer, Tensor) else []
+    if len(shape) not in (2, 3) or 0 in shape or shape[-1] < 2 or not answer.is_floating_point():
+        got = f"{answer.dtype} {shape}" if isinstance(answer, Tensor) else type(answer).__name__
         raise DataError(
-            f"{where(name)}member logits{of} have shape {list(logits.shape)}; at least one member, one sample and two "
-            "classes are needed: check how the set was loaded"
+            f"{where(name)}member logits{of} must be floating point [M, B, C] or [B, C], with at least one member, one "
+            f"sample and two classes, got {got}"
         )
+    logits = at_least_float32(answer.detach().cpu())
+    logits = logits.unsqueeze(0) if logits.ndim == 2 else logits  # [B, C] -> [1, B, C]
     check_finite(logits, f"member logits [M, B, C]{of}", name)
+    if like is not None:
+        require_like(logits, like, name)
     return logits
 
 
@@ -199,31 +195,27 @@ def running(model: object, device: torch.device | None) -> Iterator[tuple[torch.
     Yields:
         Where inputs go and their floating type; None for "as they are".
     """
-    if isinstance(model, OptimizedEnsemble):
-        own = model.device
-        if device is not None and (device.type != own.type or device.index not in (None, own.index)):
-            raise ConfigError(
-                f"this optimized ensemble runs on {own} and cannot be moved to {device}; leave device out, or move the "
-                "ensemble and call optimize again"
-            )
-        with torch.no_grad():
-            yield own, model.dtype
-        return
-    if not isinstance(model, nn.Module):
-        with torch.no_grad():
-            yield device, None
-        return
-    parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
-    home = None if parameter is None else parameter.device
-    moved = device is not None and home is not None and device != home
-    try:
-        if moved:
-            model.to(device)
-        with evaluation_mode(model), torch.no_grad():
-            yield device or home, None if parameter is None else parameter.dtype
-    finally:
-        if moved:
-            model.to(home)
+    dtype = None
+    with ExitStack() as restoring:
+        restoring.enter_context(torch.no_grad())
+        if isinstance(model, OptimizedEnsemble):
+            own = model.device
+            if device is not None and (device.type != own.type or device.index not in (None, own.index)):
+                raise ConfigError(
+                    f"this optimized ensemble runs on {own} and cannot be moved to {device}; leave device out, or move "
+                    "the ensemble and call optimize again"
+                )
+            device, dtype = own, model.dtype
+        elif isinstance(model, nn.Module):
+            parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
+            if parameter is not None:
+                home, dtype = parameter.device, parameter.dtype
+                if device not in (None, home):
+                    restoring.callback(model.to, home)
+                    model.to(device)
+                device = device or home
+            restoring.enter_context(evaluation_mode(model))
+        yield device, dtype
 
 
 def sorted_onto_shelves(items: Iterable[GalleryItem], keep: int) -> list[GalleryItem]:

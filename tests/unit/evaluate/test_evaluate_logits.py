@@ -320,7 +320,7 @@ def test_files_that_are_no_evaluation_are_refused(tmp_path, evaluation):
             Evaluation.load(tmp_path / f"{name}.json")
     with pytest.raises(DataError, match=r"missing.json"):
         Evaluation.load(tmp_path / "missing.json")
-    evaluation.renamed("x").save(tmp_path / "run.json")
+    evaluation.save(tmp_path / "run.json")
     (tmp_path / "run.logits.safetensors").write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"run.logits.safetensors"):
         Evaluation.load(tmp_path / "run.json", with_logits=True)

@@ -1,0 +1,201 @@
+"""Every number of an evaluation, from member logits that are known to be good."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import cast, get_args
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, DataError
+from ..metrics.bootstrap import Interval, bootstrap_metric, bootstrap_ood
+from ..metrics.calibration import at_labels, equal_count_error, equal_width_error, squared_errors
+from ..metrics.inputs import Convention, check_convention, mean, where
+from ..metrics.ood import OodMetric, flagged, of_counts
+from ..metrics.selective import risk_curve
+from ..model.metadata import Calibration
+from ..prediction import Prediction, ScoreName
+from .curves import make_figures
+from .evaluation import (
+    Classification,
+    Detection,
+    Evaluation,
+    GalleryItem,
+    MemberLogits,
+    ModelInfo,
+    OodGroup,
+    OodSet,
+    Provenance,
+    Selective,
+)
+
+COVERAGES = (0.8, 0.9, 0.95)
+"""Shares of the inputs answered at which the remaining risk is reported."""
+
+MEANS = {"near": ("near",), "far": ("far",), "all": ("near", "far", "ungrouped")}
+"""Groups of OOD sets that each mean is over."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What is measured: the settings that `evaluate` and `evaluate_logits` share, as described there.
+
+    Raises:
+        ConfigError: A setting is not known.
+    """
+
+    name: str
+    id_name: str
+    score: ScoreName
+    scores: Sequence[ScoreName]
+    convention: Convention
+    calibration: Calibration
+    bootstrap: int
+    keep_logits: bool
+
+    def __post_init__(self) -> None:
+        check_convention(self.convention)
+        if isinstance(self.scores, str):
+            raise ConfigError(f"scores={self.scores!r} is a string; give a sequence of names, as ({self.scores!r},)")
+        known = get_args(ScoreName)
+        unknown = [name for name in (self.score, *self.scores) if name not in known]
+        if unknown:
+            raise ConfigError(f"scores {unknown} are not known; choose from {', '.join(known)}")
+        if self.bootstrap < 0:
+            raise ConfigError(f"bootstrap={self.bootstrap} is no number of resamples; use 0 for none, or 1000")
+
+    def predict(self, logits: Tensor) -> Prediction:
+        """A prediction from logits `[M, B, C]` that are finite; only a division by less than one can change that."""
+        known = self.calibration
+        return Prediction.from_logits(
+            logits,
+            temperature=known.temperature if len(known.temperature) > 1 else known.temperature[0],
+            threshold=known.threshold,
+            score=self.score if known.threshold is None else known.score,
+            check_finite=min(known.temperature) < 1,
+        )
+
+    def evaluation(
+        self, logits: MemberLogits, model: ModelInfo | None, provenance: Provenance, gallery: Iterable[GalleryItem]
+    ) -> Evaluation:
+        """Everything that `evaluate` reports."""
+        prediction, labels = self.predict(logits.id.logits), logits.id.labels
+        answers = {key: self.predict(one) for sets in logits.ood.values() for key, one in sets.items()}
+        wanted = tuple(dict.fromkeys((self.score, *self.scores)))
+        id_scores = {one: prediction.score(one) for one in wanted}
+        ood_scores = {key: answer.score(self.score) for key, answer in answers.items()}
+        ood = {
+            key: OodSet(
+                group=cast(OodGroup, group),
+                samples=len(answers[key]),
+                detection={one: self._detection(id_scores[one], answers[key].score(one)) for one in wanted},
+                mutual_information=mean(answers[key].epistemic),
+                disagreement=mean(answers[key].disagreement),
+                abstained=None if (accept := answers[key].accept) is None else mean(~accept),
+            )
+            for group, sets in logits.ood.items()
+            for key in sets
+        }
+        averaged = {name: [key for key, one in ood.items() if one.group in groups] for name, groups in MEANS.items()}
+        averaged = {name: keys for name, keys in averaged.items() if keys}
+        intervals = {}
+        if self.bootstrap:
+            intervals = self._intervals(prediction, labels, id_scores[self.score], ood_scores, averaged)
+        return Evaluation(
+            name=self.name,
+            id_name=self.id_name,
+            score=self.score,
+            convention=self.convention,
+            id=self._classification(prediction, labels, self.id_name),
+            ood=ood,
+            means={
+                name: {one: _mean([ood[key].detection[one] for key in keys]) for one in wanted}
+                for name, keys in averaged.items()
+            },
+            shift={
+                key: self._classification(self.predict(one.logits), one.labels, key)
+                for key, one in logits.shift.items()
+            },
+            selective=_selective(prediction, labels),
+            model=model or ModelInfo("callable", prediction.members, prediction.classes, calibration=self.calibration),
+            provenance=provenance,
+            figures=make_figures(prediction, labels, id_scores[self.score], answers, ood_scores),
+            intervals=intervals,
+            gallery=tuple(gallery),
+            logits=logits if self.keep_logits else None,
+        )
+
+    def _classification(self, prediction: Prediction, labels: Tensor, name: str) -> Classification:
+        """Accuracy, calibration, diversity and selective risk on a labelled set."""
+        if bool((labels == labels[0]).all()):
+            raise DataError(
+                f"{where(name)}all {len(labels)} labels are {int(labels[0])}; accuracy and calibration need at least "
+                "two classes: check that sorted data were not cut, or shuffle before taking a part"
+            )
+        correct = prediction.label == labels
+        curve = risk_curve(prediction.score(self.score), ~correct)
+        return Classification(
+            samples=len(prediction),
+            **{key: mean(values) for key, values in _per_sample(prediction, labels).items()},
+            ece=equal_width_error(prediction.confidence, correct),
+            aece=equal_count_error(prediction.confidence, correct),
+            aurc=curve.area,
+            risk_at_coverage={f"{coverage:.2f}": curve.at(coverage) for coverage in COVERAGES},
+        )
+
+    def _detection(self, id_scores: Tensor, ood_scores: Tensor) -> Detection:
+        fp, tp, _ = flagged(id_scores, ood_scores)
+        return Detection(**{key: of_counts(key, fp, tp, self.convention).item() for key in get_args(OodMetric)})
+
+    def _intervals(
+        self,
+        prediction: Prediction,
+        labels: Tensor,
+        id_scores: Tensor,
+        ood_scores: Mapping[str, Tensor],
+        averaged: Mapping[str, Sequence[str]],
+    ) -> dict[str, Interval]:
+        """95 % intervals under the names of `Evaluation.numbers`; `averaged` names the sets that each mean is over."""
+        correct = prediction.label == labels
+        interval = partial(bootstrap_metric, resamples=self.bootstrap)
+        found = {key: interval(mean, [values]) for key, values in _per_sample(prediction, labels).items()}
+        found |= {
+            "ece": interval(equal_width_error, [prediction.confidence, correct]),
+            "aece": interval(equal_count_error, [prediction.confidence, correct]),
+            "aurc": interval(lambda scores, wrong: risk_curve(scores, wrong).area, [id_scores, ~correct]),
+        }
+        sets = {f"ood.{name}": [scores] for name, scores in ood_scores.items()}
+        sets |= {group: [ood_scores[name] for name in names] for group, names in averaged.items()}
+        detection = partial(bootstrap_ood, convention=self.convention, resamples=self.bootstrap)
+        for key, scores in sets.items():
+            found |= {f"{key}.{metric}": detection(metric, id_scores, scores) for metric in get_args(OodMetric)}
+        return found
+
+
+def _per_sample(prediction: Prediction, labels: Tensor) -> dict[str, Tensor]:
+    """What the numbers of a labelled set are means of, `[B]` each."""
+    nll = -at_labels(prediction.log_probs, labels)
+    if not bool(torch.isfinite(nll).all()):  # float32 overflows between logits of 1e38 and -1e38
+        nll = -at_labels(Prediction(prediction.member_logits.double()).log_probs, labels)
+    return {
+        "accuracy": prediction.label == labels,
+        "brier": squared_errors(prediction.probs, labels),
+        "nll": nll,
+        "mutual_information": prediction.epistemic,
+        "disagreement": prediction.disagreement,
+    }
+
+
+def _mean(found: Sequence[Detection]) -> Detection:
+    """Unweighted mean over sets."""
+    return Detection(**{key: sum(getattr(one, key) for one in found) / len(found) for key in get_args(OodMetric)})
+
+
+def _selective(prediction: Prediction, labels: Tensor) -> Selective | None:
+    """What the calibrated threshold does on a labelled set; None without a threshold."""
+    if prediction.threshold is None or (accept := prediction.accept) is None:
+        return None
+    wrong = (prediction.label != labels)[accept]
+    risk = mean(wrong) if len(wrong) else None
+    return Selective(prediction.score_name, prediction.threshold, accepted=mean(accept), risk=risk)
