@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from build_cases import batches, image_model, recipe, same, shuffled
-from killed_build import CONFIG, run, watch_replacements
+from killed_build import CONFIG, run
 
 import hydra_ensembles as he
 from hydra_ensembles.errors import CheckpointError, HydraError
 from hydra_ensembles.pipeline import chain, given
 from hydra_ensembles.training.finetune import EnsembleLearner
-from processes import run_script
+from processes import run_script, watch_replacements
 
 
 @pytest.fixture(scope="module")
