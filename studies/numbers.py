@@ -2,8 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,7 @@ from .results import Columns, Results
 
 Rows = dict[str, dict[str, list[float]]]  # method -> metric -> one number a seed
 Floats = npt.NDArray[np.float64]
-Verdict = Literal["reproduced", "not reproduced", "tie", "not testable"]
+Claim = dict[str, Any]  # one comparison: methods and metric, the paper's difference, ours with its interval, verdict
 
 CLASSIFICATION = ("accuracy", "brier", "nll", "ece", "aece")
 DETECTION: Mapping[str, Callable[[Tensor, Tensor], float]] = {"auroc": auroc, "fpr95": fpr95, "aupr": aupr}
@@ -40,13 +39,13 @@ def tables_of(results: Results, resamples: int | None = None) -> dict[str, Any]:
     if results.classifies:
         return {
             "rows": rows,
-            "claims": [asdict(one) for one in classifier_claims(results, replicates)],
+            "claims": classifier_claims(results, replicates),
             "contrasts": contrasts(results, replicates),
         }
     counted = counted_tasks(results, rows)
     left_out = [task for task in results.tasks() if not any(task in one for one in counted.values())]
     claims = zero_shot_claims(results, replicates, counted.get("unseen", []))
-    return {"rows": rows, "left_out": left_out, "claims": [asdict(one) for one in claims]}
+    return {"rows": rows, "left_out": left_out, "claims": claims}
 
 
 def require_same(results: Results, made: Mapping[str, Any]) -> None:
@@ -240,88 +239,49 @@ def classification_replicates(metric: str, columns: Columns, resamples: int) -> 
 _COLUMN = {"accuracy": "correct"}
 
 
-@dataclass(frozen=True)
-class Claim:
-    """One comparison that the paper makes, held against ours.
-
-    Attributes:
-        metric: Metric.
-        first, second: Methods.
-        setting: Of classifiers, our Hydra (Circ): in the `paper`'s setting, or as `chosen` on half B.
-        paper: The paper's difference, first minus second.
-        ours: Our difference, mean over seeds.
-        low, high: Its bootstrap interval.
-        verdict: Whether our sign is the paper's; an interval that holds zero is a tie.
-    """
-
-    metric: str
-    first: str
-    second: str
-    setting: Literal["paper", "chosen"]
-    paper: float
-    ours: float
-    low: float
-    high: float
-    verdict: Verdict
-
-
-@dataclass(frozen=True)
-class ZeroShotClaim:
-    """The same of dual encoders: `scope` is `unseen tasks` or the ID task; what cannot be tested has no numbers."""
-
-    scope: str
-    metric: str
-    first: str
-    second: str
-    paper: float
-    ours: float | None
-    low: float | None
-    high: float | None
-    verdict: Verdict
-
-
 def classifier_claims(results: Results, replicates: Replicates) -> list[Claim]:
-    """Every comparison, in the paper's setting (its score) and as chosen on half B (each method's own score)."""
+    """Every comparison of the paper, in its setting (its score) and as chosen on half B (each method's own score)."""
     task = STANDS_FOR[results.name]
-    numbers, tasks = classifier_numbers(task), results.tasks()
-    found = []
+    numbers, tasks, found = classifier_numbers(task), results.tasks(), []
     for metric, first, second in claimed("classifier", ""):
         if task == "SST-2" and second == DEEP:  # what the paper calls Deep Ensembles there
             second = DEEP_CLASSIFIERS
         paper = numbers[first][metric] - numbers[second][metric]
-        settings: tuple[Literal["paper", "chosen"], ...] = ("paper", "chosen") if first == HYDRA else ("paper",)
-        for setting in settings:
+        for setting in ("paper", "chosen") if first == HYDRA else ("paper",):
             ours = HYDRA_PAPER if first == HYDRA and setting == "paper" else first
-            value, low, high = replicates.difference(metric, ours, second, tasks, own_score=setting == "chosen")
-            found.append(Claim(metric, ours, second, setting, paper, value, low, high, verdict(paper, low, high)))
+            difference = replicates.difference(metric, ours, second, tasks, own_score=setting == "chosen")
+            names = {"metric": metric, "first": ours, "second": second, "setting": setting}
+            found.append({**names, **judged(paper, difference)})
     return found
 
 
-def zero_shot_claims(results: Results, replicates: Replicates, unseen: Sequence[str]) -> list[ZeroShotClaim]:
-    """Every comparison; one whose methods or tasks are not there is not testable."""
+def zero_shot_claims(results: Results, replicates: Replicates, unseen: Sequence[str]) -> list[Claim]:
+    """Every comparison of the paper, over unseen tasks and for each ID task; what is not there is not testable."""
     scopes: list[tuple[str, str, Sequence[str], Mapping[str, Numbers]]] = [
         (UNSEEN, UNSEEN, unseen, zero_shot_numbers(AVERAGE))
     ]
-    scopes += [
-        (EACH_ID_TASK, task, [task], zero_shot_numbers(ID_TASK[task]))
-        for task in results.detections()
-        if task in ID_TASK
-    ]
+    there = [task for task in results.detections() if task in ID_TASK]
+    scopes += [(EACH_ID_TASK, task, [task], zero_shot_numbers(ID_TASK[task])) for task in there]
     found = []
     for listed, scope, tasks, numbers in scopes:
         for metric, first, second in claimed("dual", listed):
             paper = numbers[first][metric] - numbers[second][metric]
-            if not tasks or not {first, second} <= set(results.methods):
-                found.append(ZeroShotClaim(scope, metric, first, second, paper, None, None, None, "not testable"))
-                continue
-            value, low, high = replicates.difference(metric, first, second, tasks)
-            judged = verdict(paper, low, high)
-            found.append(ZeroShotClaim(scope, metric, first, second, paper, value, low, high, judged))
+            testable = bool(tasks) and {first, second} <= set(results.methods)
+            difference = replicates.difference(metric, first, second, tasks) if testable else None
+            names = {"scope": scope, "metric": metric, "first": first, "second": second}
+            found.append({**names, **judged(paper, difference)})
     return found
 
 
-def verdict(paper: float, low: float, high: float) -> Verdict:
-    """Whether an interval lies on the side of the paper's difference."""
+def judged(paper: float, ours: tuple[float, float, float] | None) -> Claim:
+    """The paper's difference, first minus second method; ours with its interval; and whether the signs agree."""
+    value, low, high = (None, None, None) if ours is None else ours
+    found = "not testable" if low is None or high is None else verdict(paper, low, high)
+    return {"paper": paper, "ours": value, "low": low, "high": high, "verdict": found}
+
+
+def verdict(paper: float, low: float, high: float) -> str:
+    """Whether an interval lies on the side of the paper's difference; one that holds zero is a tie."""
     if low <= 0.0 <= high:
         return "tie"
     return "reproduced" if (low > 0.0) == (paper > 0.0) and paper != 0.0 else "not reproduced"

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import yaml
 from PIL import Image
 
-from hydra_ensembles.data.dataset import AnyDataset, ImageDataset, Picture, SomeDataset, split, subset, without_classes
+from hydra_ensembles.data.dataset import AnyDataset, ImageDataset, Picture, SomeDataset, split, subset
 from hydra_ensembles.data.suites import SetRef, Suite
 from hydra_ensembles.data.suites import suite as library_suite
 from hydra_ensembles.errors import DataError
@@ -221,8 +221,3 @@ def _readable(data: str, name: str) -> str:
     if data == "pets":
         return f"{words} {'cat' if name in read_yaml('class_names')['cats'] else 'dog'}"
     return f"{words} texture" if data.startswith("dtd") else words
-
-
-def without_overlap(dataset: SomeDataset, pair: str, data: str) -> SomeDataset:
-    """A set without the classes that it shares with another one; see `overlapping`."""
-    return without_classes(dataset, overlapping(pair, data))

@@ -270,7 +270,7 @@ def test_tasks_near_chance_leave_the_means_by_rule() -> None:
 def test_signs_are_found() -> None:
     results = made_up({**dict.fromkeys(DUAL_METHODS[HYDRA], 5.0), "taylor/0": 0.0})
     claims = zero_shot_claims(results, Replicates(results, resamples=60), ["pets", "cifar100"])
-    found = {(one.scope, one.metric, one.first, one.second): one.verdict for one in claims}
+    found = {tuple(one[key] for key in ("scope", "metric", "first", "second")): one["verdict"] for one in claims}
     assert found[UNSEEN, "accuracy", HYDRA, SINGLE] == "reproduced"
     assert found[UNSEEN, "accuracy", "Taylor", SINGLE] == "reproduced"
     assert found[UNSEEN, "nll", HYDRA, TEMPERATURE] == "not reproduced"  # the paper's is worse there
