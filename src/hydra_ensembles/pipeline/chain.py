@@ -20,7 +20,7 @@ from ..circuit.extract import extract_circuit
 from ..circuit.scores import Score
 from ..errors import ConfigError, SameMembersError
 from ..fuse import fuse
-from ..heads.members import circuit_members, distinct_taylor, random_members, sampled_members
+from ..heads.members import CIRCUIT_ORDER, circuit_members, distinct_taylor, random_members, sampled_members
 from ..heads.ranking import Head, HeadRanking, model_fingerprint
 from ..heads.taylor import taylor
 from ..model.clip import DEFAULT_TEMPLATES, Templates
@@ -32,7 +32,6 @@ from .run_folder import RunFolder
 from .settings import HydraConfig
 
 FORMAT = "hydra_ensembles build 1"
-CIRCUITS: tuple[Score, ...] = ("avg", "acc", "ood")  # in the order in which members take them
 
 
 def build(
@@ -205,8 +204,8 @@ class _Chain:
                 origins = ["drawn from circuit avg"] * config.members
             case "circuit":
                 heads = self._circuits()
-                drawn = ["drawn from circuit avg"] * (config.members - len(CIRCUITS))
-                origins = [*(f"circuit {score}" for score in CIRCUITS[: config.members]), *drawn]
+                drawn = ["drawn from circuit avg"] * (config.members - len(CIRCUIT_ORDER))
+                origins = [*(f"circuit {score}" for score in CIRCUIT_ORDER[: config.members]), *drawn]
         return MemberChoices(tuple(MemberChoice(*one) for one in zip(origins, heads, strict=True)))
 
     def _circuits(self) -> tuple[tuple[Head, ...], ...]:
@@ -215,7 +214,7 @@ class _Chain:
         pool = self._pool if config.draws_from_pool else None
         rankings: dict[str, HeadRanking] = {
             score: self._circuit(score, pool if pool is not None and score == "avg" else config.prune)
-            for score in CIRCUITS[: config.members]
+            for score in CIRCUIT_ORDER[: config.members]
         }
         try:
             return circuit_members(rankings, config.prune, config.members, pool, config.seed)
