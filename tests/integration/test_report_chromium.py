@@ -27,15 +27,7 @@ def report(tmp_path_factory) -> Path:
 def test_every_figure_is_drawn_and_nothing_overflows(chromium: Chromium, report: Path, tmp_path, width):
     found = chromium.measure(report, tmp_path, width)
     assert found["page"] <= found["window"]  # only tables scroll, inside their frames
-    assert found["figures"] == {
-        "bars": 4,
-        "reliability": 3,
-        "histogram": 3,
-        "roc": 3,
-        "risk": 1,
-        "headmap": 1,
-        "agreement": 2,
-    }
+    assert sum(found["figures"].values()) == 17  # which ones, says the test of the page
     assert found["empty"] == 0
     assert found["smallest"] > 0.7  # text of 10.5 units stays above 7 pixels
     assert (found["images"], found["broken"]) == (10, 0)
@@ -43,13 +35,7 @@ def test_every_figure_is_drawn_and_nothing_overflows(chromium: Chromium, report:
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [PHONE, DESK])
-def test_it_follows_the_colour_scheme_and_logs_no_error(
-    chromium: Chromium,
-    report: Path,
-    tmp_path,
-    width,
-    dark,
-):
+def test_it_follows_the_colour_scheme_and_logs_no_error(chromium: Chromium, report: Path, tmp_path, width, dark):
     said = chromium.screenshot(report, tmp_path / "page.png", width, 1600, dark)
     assert said == ""
     picture = pillow.open(tmp_path / "page.png").convert("RGB")

@@ -1,13 +1,14 @@
 """Running models over data: what is accepted, what is applied, what is refused."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import CLASSES, HEADS, NAMES, image_batches, text_batches, tiny_ensemble
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from hydra_ensembles.data.batching import batches
 from hydra_ensembles.data.dataset import ImageDataset
@@ -37,19 +38,13 @@ def test_evaluate_is_evaluate_logits_of_the_models_answers():
     assert found.numbers() == expected.numbers()
     assert found.figures == expected.figures
     assert found.samples == {"id": 27, "ood.close": 11, "ood.noise": 7, "shift.blur": 9}
-    assert found.logits is not None
     assert torch.equal(found.logits.id.logits, logits_and_labels(model, data)[0])
-
-
-def test_the_model_is_described():
-    model = tiny_ensemble()
-    info = evaluate(model, image_batches(), progress=False, name="tiny").model
-    assert (info.kind, info.members, info.classes) == ("image", 3, CLASSES)
-    assert info.heads == HEADS
-    assert info.heads_label == "1.8x3"
+    wrapped = evaluate(lambda inputs: SimpleNamespace(logits=model(inputs)), data, OOD, shift, progress=False)
+    assert wrapped.id == found.id  # an answer with logits is looked into
+    info = found.model
+    assert (info.kind, info.members, info.classes, info.class_names) == ("image", 3, CLASSES, NAMES)
+    assert (info.heads, info.heads_label, info.history) == (HEADS, "1.8x3", ("made", "tested"))
     assert info.parameters == model.describe().parameters
-    assert info.class_names == NAMES
-    assert info.history == ("made", "tested")
 
 
 def test_saved_calibration_is_applied_and_can_be_replaced():
@@ -63,6 +58,8 @@ def test_saved_calibration_is_applied_and_can_be_replaced():
     assert found.id != evaluate(plain, data, OOD, progress=False).id
     prediction = calibrated.predict(torch.cat([x for x, _ in data]))
     assert found.selective.accepted == pytest.approx(prediction.accept.float().mean().item(), abs=1e-6)
+    with pytest.raises(DataError, match="temperature"):  # the logits overflow
+        evaluate(plain, data, calibration=Calibration(temperature=(1e-38,)), progress=False)
 
 
 def test_any_callable_with_two_axes_counts_as_one_member():
@@ -73,16 +70,6 @@ def test_any_callable_with_two_axes_counts_as_one_member():
     assert all(module.training for module in model.modules())  # dropout was off and is on again
     flat = evaluate(lambda x: linear(x.flatten(1)), image_batches(), OOD, progress=False)
     assert flat.numbers() == found.numbers()
-
-
-def test_an_answer_with_logits_is_looked_into():
-    class Answer:
-        def __init__(self, logits):
-            self.logits = logits
-
-    model = tiny_ensemble()
-    wrapped = evaluate(lambda x: Answer(model(x)), image_batches(), progress=False)
-    assert wrapped.numbers() == evaluate(model, image_batches(), progress=False).numbers()
 
 
 def test_texts_come_as_mappings():
@@ -113,6 +100,7 @@ def test_data_sets_are_put_in_batches_with_the_models_preprocessing():
     model = tiny_ensemble()
     first, rest = dataset.select(range(8)), dataset.select(range(8, 12))
     found = evaluate(model, first, {"rest": rest}, batch_size=5, progress=False)
+    assert evaluate(model.optimize(), first, {"rest": rest}, progress=False).samples == found.samples
     prepared, other = (batches(part, model.metadata.preprocessing, 5) for part in (first, rest))
     assert found.id_name == "pictures"
     assert found == evaluate(model, prepared, {"rest": other}, progress=False)
@@ -123,29 +111,22 @@ def test_data_sets_are_put_in_batches_with_the_models_preprocessing():
         evaluate(lambda x: x, dataset, progress=False)
 
 
-def test_a_set_given_twice_is_refused():
+def test_loaders_over_one_data_set_may_read_different_things_but_one_loader_does_not():
     inputs, labels = (torch.cat(parts) for parts in zip(*image_batches(), strict=True))
     data = TensorDataset(inputs, labels)
-    loader = DataLoader(data, batch_size=9)
+    loader, other = DataLoader(data, batch_size=9, sampler=range(18)), DataLoader(data, sampler=range(18, 27))
+    assert evaluate(tiny_ensemble(), loader, {"rest": other}, progress=False).ood["rest"].samples == 9
     with pytest.raises(DataError, match=r"'b'.*'id'"):
         evaluate(tiny_ensemble(), loader, {"b": loader}, progress=False)
-    other = OOD["far"]["noise"]
     with pytest.raises(DataError, match=r"'b'.*'a'"):
         evaluate(tiny_ensemble(), loader, {"near": {"a": other}, "far": {"b": other}}, progress=False)
 
 
-def test_loaders_over_one_data_set_may_read_different_things():
-    inputs, labels = (torch.cat(parts) for parts in zip(*image_batches(), strict=True))
-    data = TensorDataset(inputs, labels)
-
-    def upside_down(rows):
-        images, targets = default_collate(rows)
-        return images.flip(-2), targets
-
-    turned = DataLoader(data, batch_size=9, collate_fn=upside_down)
-    assert evaluate(tiny_ensemble(), DataLoader(data, batch_size=9), {"turned": turned}, progress=False).ood
-    halves = [DataLoader(data, batch_size=9, sampler=range(*part)) for part in ((0, 18), (18, 27))]
-    assert evaluate(tiny_ensemble(), halves[0], {"rest": halves[1]}, progress=False).ood["rest"].samples == 9
+def test_inputs_come_in_the_dtype_of_the_model():
+    data = [(images.double(), labels) for images, labels in image_batches()]
+    models = {"bfloat16": tiny_ensemble().to(torch.bfloat16), "float32": tiny_ensemble().optimize()}
+    for dtype, model in models.items():
+        assert evaluate(model, data, progress=False).provenance.dtype == dtype
 
 
 def test_the_gallery_holds_the_extremes():
@@ -168,14 +149,6 @@ def test_the_gallery_holds_the_extremes():
     assert found.gallery[0].confidence == pytest.approx(prediction.confidence[order[0]].item(), abs=1e-6)
 
 
-def test_half_precision_model_and_double_inputs_meet():
-    model = tiny_ensemble().to(torch.bfloat16)
-    data = [(x.double(), y) for x, y in image_batches()]
-    found = evaluate(model, data, progress=False)
-    assert found.provenance.dtype == "bfloat16"
-    assert found.id.samples == 27
-
-
 def test_every_logit_is_looked_at_once(monkeypatch):
     """One finiteness pass over the member logits; what is made of them is trusted."""
     looked, look = [], torch.isfinite
@@ -185,12 +158,6 @@ def test_every_logit_is_looked_at_once(monkeypatch):
     assert sum(shape[1] for shape in looked if len(shape) == 3) == sum(found.samples.values())
     assert all(shape[0] == members and shape[2] == classes for shape in looked if len(shape) == 3)
     assert all(len(shape) == 1 for shape in looked if len(shape) != 3)  # the likelihood of each sample
-
-
-def test_a_temperature_that_overflows_is_refused():
-    calibration = Calibration(temperature=(1e-38,))
-    with pytest.raises(DataError, match="temperature"):
-        evaluate(tiny_ensemble(), image_batches(), calibration=calibration, progress=False)
 
 
 def broken(model, batch):
@@ -229,17 +196,6 @@ def with_labels(label):
 def test_errors_name_the_set(model, arguments, token):
     with pytest.raises(DataError, match=token):
         evaluate(model or tiny_ensemble(), *arguments, progress=False)
-
-
-def test_a_model_without_classifier_and_bad_settings_are_refused_before_the_run():
-    def never(inputs):
-        raise AssertionError("the model ran")
-
-    for settings in ({"score": "doubt"}, {"convention": "x"}, {"bootstrap": -1}, {"gallery": -1}):
-        with pytest.raises(ConfigError):
-            evaluate(never, image_batches(), progress=False, **settings)
-    with pytest.raises(DataError, match="nearby"):
-        evaluate(never, image_batches(), {"nearby": {}, "far": {}}, progress=False)
 
 
 def test_labels_of_ood_sets_are_not_read():
@@ -281,17 +237,24 @@ def test_an_optimized_ensemble_is_evaluated_as_the_one_it_was_made_from():
     assert found.provenance.hardware == expected.provenance.hardware
 
 
-def test_raw_items_reach_an_optimized_ensemble():
-    pillow = pytest.importorskip("PIL.Image")
-    pixels = np.random.default_rng(0).integers(0, 256, (8, 10, 9, 3), dtype=np.uint8)
-    data = ImageDataset([pillow.fromarray(array) for array in pixels], [index % CLASSES for index in range(8)], NAMES)
-    assert evaluate(tiny_ensemble().optimize(), data, progress=False).samples == {"data": 8}
+def never(inputs):
+    raise AssertionError("the model ran")
 
 
-def test_inputs_come_in_the_dtype_an_optimized_ensemble_computes_in():
-    fast = tiny_ensemble().optimize()
-    data = [(images.double(), labels) for images, labels in image_batches()]
-    assert evaluate(fast, data, progress=False).provenance.dtype == "float32"
+@pytest.mark.parametrize(
+    ("settings", "token"),
+    [
+        ({"score": "doubt"}, "doubt"),
+        ({"scores": ("energy", "doubt")}, "doubt"),
+        ({"scores": "energy"}, "energy"),
+        ({"convention": "mine"}, "convention='mine'"),
+        ({"bootstrap": -1}, "bootstrap=-1"),
+        ({"gallery": -1}, "gallery=-1"),
+    ],
+)
+def test_unknown_settings_are_refused_before_the_run(settings, token):
+    with pytest.raises(ConfigError, match=token):
+        evaluate(never, image_batches(), progress=False, **settings)
 
 
 def test_another_device_and_a_missing_classifier_are_refused():

@@ -42,6 +42,12 @@ def test_every_number_is_that_of_the_metric_functions(evaluation):
     assert evaluation.id.risk_at_coverage["0.80"] == metrics.risk_at_coverage(1 - prediction.confidence, wrong, 0.8)
     shifted = Prediction.from_logits(id_logits(targets, strength=1.5, seed=9))
     assert evaluation.shift["fog"].accuracy == metrics.accuracy(shifted.probs, targets)
+    numbers = evaluation.numbers()
+    assert numbers["accuracy"] == evaluation.id.accuracy
+    assert numbers["energy:far.fpr95"] == evaluation.means["far"]["energy"].fpr95
+    assert numbers["ood.digits.aupr"] == evaluation.ood["digits"].detection["msp"].aupr
+    assert numbers["shift.fog.risk@0.90"] == evaluation.shift["fog"].risk_at_coverage["0.90"]
+    assert all(math.isfinite(value) for value in numbers.values())
 
 
 def test_detection_per_set_per_score_and_unweighted_means(evaluation):
@@ -69,23 +75,8 @@ def test_flat_sets_give_the_mean_over_all_only_and_apart_is_in_no_mean():
     assert set(flat.means) == {"all"}
     grouped = evaluate_logits(id_logits(targets), targets, {**suite(), "apart": {"twin": ood_logits(seed=8)}})
     assert grouped.ood["twin"].group == "apart"
-    assert grouped.means == evaluate_logits(id_logits(targets), targets, suite()).means
-
-
-def test_numbers_are_flat_and_named(evaluation):
-    numbers = evaluation.numbers()
-    assert numbers["accuracy"] == evaluation.id.accuracy
-    assert numbers["near.auroc"] == evaluation.means["near"]["msp"].auroc
-    assert numbers["energy:far.fpr95"] == evaluation.means["far"]["energy"].fpr95
-    assert numbers["ood.digits.aupr"] == evaluation.ood["digits"].detection["msp"].aupr
-    assert numbers["shift.fog.ece"] == evaluation.shift["fog"].ece
-    assert numbers["risk@0.90"] == evaluation.id.risk_at_coverage["0.90"]
-    assert all(math.isfinite(value) for value in numbers.values())
-
-
-def test_openood_convention_changes_what_it_should():
-    targets = labels()
     ours = evaluate_logits(id_logits(targets), targets, suite())
+    assert grouped.means == ours.means
     theirs = evaluate_logits(id_logits(targets), targets, suite(), convention="openood")
     assert ours.means["all"]["msp"].auroc == theirs.means["all"]["msp"].auroc
     assert ours.means["all"]["msp"].aupr != theirs.means["all"]["msp"].aupr
@@ -105,14 +96,16 @@ def test_temperature_and_threshold_of_the_calibration_are_applied():
     assert found.selective.risk == pytest.approx(wrong.float().mean().item(), abs=1e-6)
     refused = ~Prediction.from_logits(suite()["far"]["digits"], temperature=2.0, threshold=0.4).accept
     assert found.ood["digits"].abstained == pytest.approx(refused.float().mean().item(), abs=1e-6)
-    assert plain.selective is None
-    assert plain.ood["digits"].abstained is None
+    assert plain.selective is plain.ood["digits"].abstained is None
+    nothing = evaluate_logits(logits, targets, calibration=Calibration(threshold=-1.0)).selective
+    assert (nothing.accepted, nothing.risk) == (0.0, None)
 
 
-def test_a_threshold_that_refuses_everything_leaves_no_risk():
-    found = evaluate_logits(id_logits(labels()), labels(), calibration=Calibration(threshold=-1.0))
-    assert found.selective is not None
-    assert (found.selective.accepted, found.selective.risk) == (0.0, None)
+def test_no_evaluation_lies_there_without_its_logits(evaluation, tmp_path, monkeypatch):
+    monkeypatch.setattr(MemberLogits, "save", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        evaluation.save(tmp_path / "run.json")
+    assert not list(tmp_path.iterdir())
 
 
 def test_json_round_trip_is_exact(evaluation, tmp_path):
@@ -184,16 +177,6 @@ def test_stored_logits_come_back(tmp_path, logits, other, dtype):
     assert torch.equal(loaded.shift["fog/heavy"].labels, targets[:100:2])
 
 
-def test_no_evaluation_lies_there_without_its_logits(evaluation, tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(MemberLogits, "save", full)
-    with pytest.raises(OSError, match="no space"):
-        evaluation.save(tmp_path / "run.json")
-    assert not list(tmp_path.iterdir())
-
-
 def test_huge_logits_keep_the_likelihood_finite(tmp_path):
     targets = labels()
     logits = id_logits(targets)
@@ -206,21 +189,14 @@ def test_huge_logits_keep_the_likelihood_finite(tmp_path):
     assert Evaluation.load(tmp_path / "run.json") == found
 
 
-def test_one_member_has_no_diversity_and_takes_two_axes():
+def test_one_member_has_two_axes_and_no_diversity_and_half_precision_is_raised():
     targets = labels()
-    logits = id_logits(targets, members=1)
-    found = evaluate_logits(logits[0], targets, {"noise": ood_logits(members=1)})
-    assert found == evaluate_logits(logits, targets, {"noise": ood_logits(members=1)})
+    logits, noise = id_logits(targets, members=1).half(), ood_logits(members=1)
+    found = evaluate_logits(logits[0], targets, {"noise": noise})
+    assert found.provenance.dtype == "float16"
+    assert found.numbers() == evaluate_logits(logits.float(), targets, {"noise": noise}).numbers()
     assert found.id.mutual_information == found.id.disagreement == 0
     assert found.figures.agreement_id == ((1.0,),)
-
-
-def test_half_precision_logits_are_raised():
-    targets = labels()
-    found = evaluate_logits(id_logits(targets).half(), targets, suite())
-    full = evaluate_logits(id_logits(targets).half().float(), targets, suite())
-    assert found.numbers() == full.numbers()
-    assert found.provenance.dtype == "float16"
 
 
 def test_bootstrap_intervals_hold_the_numbers():
@@ -289,21 +265,6 @@ GOOD = id_logits(TARGETS)
 def test_errors_name_the_set(arguments, token):
     with pytest.raises(DataError, match=token):
         evaluate_logits(*arguments, id_name="mine")
-
-
-@pytest.mark.parametrize(
-    ("settings", "token"),
-    [
-        ({"score": "doubt"}, "doubt"),
-        ({"scores": ("energy", "doubt")}, "doubt"),
-        ({"scores": "energy"}, "energy"),
-        ({"convention": "mine"}, "convention='mine'"),
-        ({"bootstrap": -1}, "bootstrap=-1"),
-    ],
-)
-def test_unknown_settings_are_refused(settings, token):
-    with pytest.raises(ConfigError, match=token):
-        evaluate_logits(GOOD, TARGETS, **settings)
 
 
 def test_files_that_are_no_evaluation_are_refused(tmp_path, evaluation):

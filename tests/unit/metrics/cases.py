@@ -4,6 +4,12 @@ import torch
 from torch import Tensor
 
 
+def updated(metric, *inputs) -> float:
+    """The value of a referee's metric on one batch."""
+    metric.update(*inputs)
+    return float(metric.compute())
+
+
 def random_scores(seed: int, low: int = 1, high: int = 60) -> tuple[Tensor, Tensor]:
     """ID and OOD scores in [0, 1]: smooth, heavily tied, constant, or half precision, by seed."""
     g = torch.Generator().manual_seed(seed)

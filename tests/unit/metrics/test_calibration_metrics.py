@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import random_probs
-from sklearn import metrics as sklearn_metrics
+from cases import random_probs, updated
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 
 from hydra_ensembles.errors import ConfigError, DataError
@@ -33,11 +32,6 @@ def binary(*confidences):
     return torch.stack([first, 1 - first], dim=1)
 
 
-def updated(metric, *inputs):
-    metric.update(*inputs)
-    return float(metric.compute())
-
-
 # --- conventions, by hand -----------------------------------------------------------------------------------
 
 
@@ -55,7 +49,7 @@ def test_brier_sums_over_classes():
 def test_nll_is_of_the_label():
     assert nll(binary(0.5, 0.25), T([0, 0])) == pytest.approx((math.log(2) + math.log(4)) / 2)
     assert nll_per_sample(binary(0.5, 0.25), T([1, 1])).tolist() == pytest.approx([math.log(2), math.log(4 / 3)])
-    assert nll(binary(1.0), T([1])) == math.inf
+    assert nll(binary(1.0), T([1], dtype=torch.uint8)) == math.inf
 
 
 def test_nll_of_log_probs_survives_underflow():
@@ -76,8 +70,12 @@ def test_ece_gives_certainty_a_bin_of_its_own():
     # 1.0 (wrong) and 0.95 (right) would cancel to |1 - 1.95| if they shared the last bin
     probs, labels = binary(1.0, 0.95), T([1, 0])
     assert ece(probs, labels) == pytest.approx((1.0 + 0.05) / 2)
-    bins = reliability_bins(probs, labels)
-    assert bins.count.tolist() == [0] * 14 + [2]
+    assert reliability_bins(probs, labels).count.tolist() == [0] * 14 + [2]
+    bins = reliability_bins(binary(0.61, 0.65, 0.9), T([0, 1, 0]))
+    assert bins.edges.tolist() == pytest.approx([i / 15 for i in range(16)])
+    assert (bins.count[9], bins.count[13], bins.count.sum()) == (2, 1, 3)
+    assert (bins.confidence[9].item(), bins.accuracy[9].item()) == pytest.approx((0.63, 0.5))
+    assert bins.accuracy[0].isnan()
 
 
 def test_adaptive_ece_uses_bins_of_equal_count():
@@ -87,22 +85,6 @@ def test_adaptive_ece_uses_bins_of_equal_count():
     expected = (abs(2 - (0.51 + 0.55 + 0.6)) + abs(1 - (0.7 + 0.8))) / 5
     assert adaptive_ece(binary(*confidences), labels, bins=2) == pytest.approx(expected)
     assert adaptive_ece(binary(*confidences[::-1]), labels.flip(0), bins=2) == pytest.approx(expected)
-
-
-def test_adaptive_ece_drops_empty_bins():
-    # fewer samples than bins: one sample a bin
-    assert adaptive_ece(binary(0.6, 0.9), T([0, 1])) == pytest.approx((0.4 + 0.9) / 2)
-    assert adaptive_ece(binary(0.6), T([0])) == pytest.approx(0.4)
-
-
-def test_reliability_bins_by_hand():
-    bins = reliability_bins(binary(0.61, 0.65, 0.9), T([0, 1, 0]))
-    assert bins.edges.tolist() == pytest.approx([i / 15 for i in range(16)])
-    assert bins.count.sum() == 3
-    assert (bins.count[9], bins.count[13]) == (2, 1)
-    assert bins.confidence[9].item() == pytest.approx(0.63)
-    assert bins.accuracy[9].item() == pytest.approx(0.5)
-    assert bins.accuracy[0].isnan()
 
 
 # --- referees -----------------------------------------------------------------------------------------------
@@ -148,7 +130,7 @@ def test_tied_confidences_equal_the_referee_under_a_stable_sort(referee, quiet, 
 
 @pytest.mark.parametrize("bins", [1, 7, 15, 40])
 def test_other_numbers_of_bins(referee, quiet, bins):
-    for seed in range(15):
+    for seed in range(5):
         g = torch.Generator().manual_seed(seed)
         probs = (4 * torch.randn(100, 5, generator=g)).double().softmax(-1)
         labels = torch.randint(0, 5, (100,), generator=g)
@@ -157,28 +139,6 @@ def test_other_numbers_of_bins(referee, quiet, bins):
         assert ece(probs, labels, bins=bins) == ece_of_confidence(*top_label(probs, labels), bins=bins)
         adaptive = referee.AdaptiveCalibrationError(task="multiclass", num_bins=bins, num_classes=5)
         assert adaptive_ece(probs, labels, bins=bins) == pytest.approx(updated(adaptive, probs, labels), abs=1e-5)
-
-
-def test_nll_equals_scikit_learn_on_two_classes():
-    for seed in range(30):
-        probs, _ = random_probs(seed, max_classes=3)
-        labels = torch.randint(0, 2, (len(probs),), generator=torch.Generator().manual_seed(seed))
-        probs = probs.double().clamp(1e-6, 1)
-        probs = probs / probs.sum(-1, keepdim=True)
-        expected = sklearn_metrics.log_loss(labels, probs.numpy(), labels=[0, 1])
-        assert nll(probs, labels) == pytest.approx(expected, rel=1e-9)
-
-
-def test_a_thousand_classes(referee, quiet):
-    g = torch.Generator().manual_seed(0)
-    probs = (4 * torch.randn(2000, 1000, generator=g)).softmax(-1)
-    labels = torch.where(torch.rand(2000, generator=g) < 0.6, probs.argmax(-1), torch.randint(0, 1000, (2000,)))
-    task = {"task": "multiclass", "num_classes": 1000, "num_bins": 15}
-    assert ece(probs, labels) == pytest.approx(updated(referee.CalibrationError(**task), probs, labels), abs=1e-5)
-    expected = updated(referee.AdaptiveCalibrationError(**task), probs, labels)
-    assert adaptive_ece(probs, labels) == pytest.approx(expected, abs=1e-5)
-    assert brier(probs, labels) == pytest.approx(updated(referee.BrierScore(1000), probs, labels), abs=1e-5)
-    assert nll(probs, labels) == pytest.approx(updated(referee.CategoricalNLL(), probs, labels), rel=1e-5)
 
 
 # --- dtypes and rounding ------------------------------------------------------------------------------------
@@ -205,13 +165,6 @@ def test_rounding_above_one_does_not_turn_probabilities_into_logits():
     probs = T([[1.0000001, 0.0], [0.0, 1.0000001], [0.75, 0.25]])
     assert (probs > 1).any()
     assert ece(probs, T([0, 1, 0])) == pytest.approx(0.25 / 3, abs=1e-6)
-
-
-def test_labels_of_every_integer_dtype():
-    probs, labels = random_probs(8)
-    for dtype in (torch.uint8, torch.int32, torch.int64):
-        assert accuracy(probs, labels.to(dtype)) == accuracy(probs, labels)
-        assert nll(probs, labels.to(dtype)) == nll(probs, labels)
 
 
 # --- bad input ----------------------------------------------------------------------------------------------

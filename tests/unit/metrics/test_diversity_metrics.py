@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import random_member_probs
+from cases import random_member_probs, updated
 
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.metrics.diversity import (
@@ -22,11 +22,6 @@ T = torch.tensor
 def votes(*classes, of=3):
     """Certain members that vote for the given classes, one sample: `[M, 1, C]`."""
     return torch.nn.functional.one_hot(T(classes), of).float().unsqueeze(1)
-
-
-def updated(metric, *inputs):
-    metric.update(*inputs)
-    return float(metric.compute())
 
 
 def test_disagreement_by_hand():
@@ -60,25 +55,18 @@ def test_mutual_information_by_hand():
 def test_random_cases_equal_the_referee(referee, quiet):
     for seed in range(150):
         probs = random_member_probs(seed)
+        if seed % 3 == 0:  # many equal probabilities
+            counts = (4 * probs).ceil()
+            probs = counts / counts.sum(-1, keepdim=True)
         by_sample = probs.transpose(0, 1)  # the referee wants [B, M, C], except for the variation ratio
         expected = updated(referee.MutualInformation(), by_sample)
         assert mutual_information(probs) == pytest.approx(expected, abs=1e-5), seed
-        expected = updated(referee.Disagreement(), by_sample)
-        assert disagreement(probs) == pytest.approx(expected, abs=1e-6), seed
-        expected = updated(referee.VariationRatio(probabilistic=False), probs)
-        assert variation_ratio(probs) == pytest.approx(expected, abs=1e-6), seed
-
-
-def test_ties_and_a_thousand_classes_equal_the_referee(referee, quiet):
-    for seed in range(21):
-        g = torch.Generator().manual_seed(seed)
-        classes = 1000 if seed % 3 == 0 else 3
-        counts = torch.randint(1, 4, (4, 10, classes), generator=g).float()  # many equal probabilities
-        probs = counts / counts.sum(-1, keepdim=True)
-        by_sample = probs.transpose(0, 1)
-        expected = updated(referee.MutualInformation(), by_sample)
-        assert mutual_information(probs) == pytest.approx(expected, abs=1e-5), seed
         assert disagreement(probs) == pytest.approx(updated(referee.Disagreement(), by_sample), abs=1e-6), seed
+        if seed % 3:
+            expected = updated(referee.VariationRatio(probabilistic=False), probs)
+            assert variation_ratio(probs) == pytest.approx(expected, abs=1e-6), seed
+        assert entropy_parts(probs[:1]).epistemic.max() < 1e-6  # one member
+        assert disagreement(probs[:1]) == variation_ratio(probs[:1]) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -90,22 +78,6 @@ def test_half_precision_is_measured_in_float32(dtype):
     for half, full in zip(entropy_parts(probs), entropy_parts(probs.float()), strict=True):
         assert half.dtype == torch.float32
         assert torch.equal(half, full)
-
-
-def test_one_member_has_no_epistemic_uncertainty():
-    for seed in range(50):
-        probs = random_member_probs(seed)[:1]
-        assert entropy_parts(probs).epistemic.max() < 1e-6
-        assert disagreement(probs) == variation_ratio(probs) == 0
-
-
-def test_many_members():
-    g = torch.Generator().manual_seed(0)
-    probs = torch.randn(64, 50, 4, generator=g).softmax(-1)
-    labels = probs.argmax(-1)
-    equal = (labels[:, None] == labels[None]).float()
-    expected = 1 - (equal.sum((0, 1)) - 64) / (64 * 63)
-    torch.testing.assert_close(disagreement_per_sample(probs), expected)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,6 @@ from hydra_ensembles.report.compare import (
     Column,
     _rank,
     compare,
-    load_costs,
-    save_costs,
     set_columns,
     to_csv,
     to_latex,
@@ -50,14 +48,9 @@ def test_numbers_are_written_as_the_paper_writes_them(comparison):
     assert found["near.auroc"].text == f"{runs[2].means['near']['msp'].auroc * 100:.2f}"
     assert found["parameters"].text == "4.00"
     assert found["latency_ratio"].text == "1.25×"
-
-
-def test_columns_nobody_has_a_number_for_are_left_out():
-    comparison = compare([evaluation(ood=False), evaluation("Other", seed=5, ood=False)])
-    keys = [column.key for column in comparison.columns]
-    assert "near.auroc" not in keys
-    assert "latency_ratio" not in keys
-    assert "parameters" in keys  # the model knows them itself
+    assert (Column("x", "X").write(-0.001), Column("x", "X").write(-0.01)) == ("0.00", "-0.01")
+    for words in ("own (160 samples)", "near: close; far: textures, digits", "Score: msp; convention: torch-unc"):
+        assert words in comparison.notes[0]
 
 
 def test_other_columns_can_be_asked_for():
@@ -66,6 +59,9 @@ def test_other_columns_can_be_asked_for():
     assert found["all.disagreement"].value > 0
     assert found["risk@0.80"].value == methods()[2].id.risk_at_coverage["0.80"]
     assert found["ood.digits.auroc"].value == methods()[2].ood["digits"].detection["msp"].auroc
+    keys = [column.key for column in compare([evaluation(ood=False)]).columns]
+    assert "parameters" in keys  # the model knows them itself
+    assert not {"near.auroc", "latency_ratio"} & set(keys)  # nobody has a number
 
 
 def ranks(values, better, digits=2):
@@ -73,13 +69,10 @@ def ranks(values, better, digits=2):
     return [cell.rank for cell in _rank([Cell("" if v is None else f"{v}", v) for v in values], column)]
 
 
-def test_best_and_second_follow_the_direction():
+def test_best_and_second_follow_the_direction_and_numbers_written_alike_share_a_rank():
     assert ranks([1, 3, 2], "higher") == ["", "best", "second"]
     assert ranks([1, 3, 2], "lower") == ["best", "", "second"]
     assert ranks([1, 3, 2], "neither") == ["", "", ""]
-
-
-def test_numbers_written_alike_share_a_rank():
     assert ranks([0.101, 0.104, 0.2, 0.201, 0.3], "lower", digits=1) == ["best", "best", "second", "second", ""]
     assert ranks([0.5, 0.501], "higher") == ["", ""]  # all alike: nothing to mark
     assert ranks([None, 2.0, 1.0], "higher") == ["", "best", "second"]
@@ -98,13 +91,9 @@ def test_several_runs_give_mean_and_standard_deviation():
     assert cells(comparison, "Hydra")["parameters"].spread is None
     assert "Mean ± standard deviation over runs (Single: 1, Hydra: 3)." in comparison.notes
     assert compare({"Single": evaluation("x", seed=9), "Hydra": runs}, costs()) == comparison
-
-
-def test_notes_say_what_was_measured():
-    note = compare(methods()).notes[0]
-    assert "own (160 samples)" in note
-    assert "near: close; far: textures, digits" in note
-    assert "Score: msp; convention: torch-uncertainty" in note
+    rows = list(csv.DictReader(io.StringIO(to_csv(comparison))))
+    assert rows[0]["accuracy_sd"] == ""
+    assert float(rows[1]["accuracy_sd"]) == found.spread
 
 
 def test_what_does_not_compare_is_refused():
@@ -123,11 +112,6 @@ def test_what_does_not_compare_is_refused():
         compare({"Single": one, "Hydra": []})
 
 
-def test_a_rounded_zero_has_no_sign():
-    assert Column("x", "X", digits=2).write(-0.001) == "0.00"
-    assert Column("x", "X", digits=2).write(-0.01) == "-0.01"
-
-
 def test_markdown_has_a_row_a_method_and_marks(comparison):
     lines = to_markdown(comparison).splitlines()
     assert lines[0].startswith("| Method | Heads | Acc ↑ | Brier ↓ |")
@@ -140,17 +124,19 @@ def test_markdown_has_a_row_a_method_and_marks(comparison):
 
 
 @pytest.mark.parametrize(
-    ("name", "shown"),
-    [("a|b", "a\\|b"), ("a\nb", "a b"), ("<img src=x>&", "&lt;img src=x&gt;&amp;"), ("c\\d", "c\\\\d")],
+    ("write", "name", "shown"),
+    [
+        (to_markdown, "a|b", "| a\\|b |"),
+        (to_markdown, "a\nb", "| a b |"),
+        (to_markdown, "<img src=x>&", "| &lt;img src=x&gt;&amp; |"),
+        (to_markdown, "c\\d", "| c\\\\d |"),
+        (to_latex, "50% of_a & b#$", r"50\% of\_a \& b\#\$ &"),
+        (to_latex, "{}~^\\", r"\{\}\textasciitilde{}\textasciicircum{}\textbackslash{} &"),
+        *((to_csv, name, f"\n'{name},") for name in ("=1+1", "+1", "-1", "@x", "\tx")),
+    ],
 )
-def test_markdown_shows_names_as_they_are(name, shown):
-    assert f"| {shown} |" in to_markdown(compare([evaluation(name), evaluation("c", seed=4)]))
-
-
-@pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@x", "\tx"])
-def test_csv_holds_no_formulas(name):
-    rows = list(csv.DictReader(io.StringIO(to_csv(compare([evaluation(name)])))))
-    assert rows[0]["method"] == "'" + name
+def test_names_are_shown_as_they_are(write, name, shown):
+    assert shown in write(compare([evaluation(name, ood=False, shift=False)]))
 
 
 def test_latex_is_booktabs_with_spanned_headings(comparison):
@@ -165,12 +151,6 @@ def test_latex_is_booktabs_with_spanned_headings(comparison):
     assert {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {len(comparison.columns)}
 
 
-def test_latex_escapes_what_latex_would_eat():
-    text = to_latex(compare([evaluation("50% of_a & b#{}~^$\\"), evaluation("c", seed=4)]))
-    expected = r"50\% of\_a \& b\#\{\}\textasciitilde{}\textasciicircum{}\$\textbackslash{}"
-    assert expected in text
-
-
 def test_csv_holds_full_precision(comparison):
     rows = list(csv.DictReader(io.StringIO(to_csv(comparison))))
     assert [row["method"] for row in rows] == ["Single", "Deep Ensemble", "Hydra"]
@@ -178,13 +158,6 @@ def test_csv_holds_full_precision(comparison):
     assert float(rows[2]["latency_ratio"]) == 1.25
     assert rows[2]["heads"] == "3x3"
     assert "accuracy_sd" not in rows[0]
-
-
-def test_csv_has_deviations_where_there_are_several_runs():
-    runs = [evaluation("Hydra", seed=seed) for seed in (1, 2)]
-    rows = list(csv.DictReader(io.StringIO(to_csv(compare([evaluation("Single", seed=7), *runs])))))
-    assert rows[0]["accuracy_sd"] == ""
-    assert float(rows[1]["accuracy_sd"]) > 0
 
 
 def printed(comparison, width):
@@ -203,24 +176,8 @@ def test_the_terminal_table_never_cuts_a_number(comparison, width):
     assert text.count("Method") == {60: 5, 100: 3, 240: 1}[width]
 
 
-def test_the_terminal_table_marks_with_styles(comparison):
+def test_the_terminal_table_marks_with_styles_and_reads_no_markup_in_names():
     console = Console(width=240, force_terminal=True, color_system="truecolor", file=io.StringIO())
-    console.print(to_rich(comparison))
-    assert "\x1b[1;32m" in console.file.getvalue()  # bold and green
-    assert "\x1b[4m" in console.file.getvalue()  # underlined
-
-
-def test_a_name_is_not_read_as_markup():
-    text = printed(compare([evaluation("[red]a[/red]"), evaluation("c", seed=4)]), 240)
-    assert "[red]a[/red]" in text
-
-
-def test_costs_come_back(tmp_path):
-    save_costs(tmp_path / "costs.json", costs())
-    assert load_costs(tmp_path / "costs.json") == tuple(costs())
-    for content in (None, "{", "{}"):
-        path = tmp_path / "other.json"
-        if content is not None:
-            path.write_text(content)
-        with pytest.raises(DataError, match=r"other\.json"):
-            load_costs(path)
+    console.print(to_rich(compare([*methods()[:2], evaluation("[red]a[/red]", seed=4)])))
+    for words in ("\x1b[1;32m", "\x1b[4m", "[red]a[/red]"):  # bold and green, underlined
+        assert words in console.file.getvalue()
