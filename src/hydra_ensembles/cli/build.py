@@ -10,7 +10,6 @@ import typer
 from ..batches import Batches
 from ..data.batching import TrainTransform, batches
 from ..data.dataset import AnyDataset
-from ..data.suites import suite
 from ..errors import ConfigError, DataError
 from ..model.ensemble import Ensemble
 from ..pipeline.chain import build as build_ensemble
@@ -18,34 +17,23 @@ from ..pipeline.run_folder import IDENTITY, RESULT, SETTINGS, require_own_folder
 from ..pipeline.settings import HydraConfig
 from ..preprocessing import ImagePreprocessing
 from ..schema import to_plain
-from .command import InterruptedRunError, command, write_settings
-from .data_sources import (
+from .command import command, write_settings
+from .sources import (
     USUAL_BATCH,
     DataSettings,
+    ModelSettings,
     Role,
     existing_path,
     fit_to_model,
+    load_classifier,
     load_data,
-    load_reference,
+    require_at_least,
     require_different,
-    set_of_suite,
+    sets_of_suite,
     with_labels_of,
 )
-from .model_sources import ModelSettings, load_classifier
 
 VARIETY = 2  # times as many batches as a ranking reads, so that members are ranked on different ones
-EXAMPLES = """\b
-Examples:
-  hydra-ensembles build timm:vit_base_patch16_224 --id val/ --ood other/ --prune 24 --output run
-  hydra-ensembles build timm:vit_small_patch16_224 --weights mine.safetensors --id val/ --ood other/ --prune 12 -o run
-  hydra-ensembles build my-bert/ --id val.csv --strategy taylor --prune 12 --output run
-  hydra-ensembles build my-bert/ --id val.csv --ood news.csv --train train.csv --recipe sst2 --set recipe.epochs=3 \\
-    --prune 12 --output run
-  hydra-ensembles build --config run/config.yaml
-
-MODEL is a folder, timm:NAME or hub:OWNER/NAME. Data are a folder of images with a sub-folder per class, a Parquet, CSV
-or JSONL file, hub:NAME:SPLIT, or a suite. The circuit strategies need --ood; taylor and random do not.
-"""
 
 
 @dataclass(frozen=True)
@@ -77,8 +65,7 @@ class BuildSources(DataSettings, ModelSettings):
         """Check what can be checked without loading anything."""
         ModelSettings.__post_init__(self)
         DataSettings.__post_init__(self)
-        if self.train_batch_size is not None and self.train_batch_size < 1:
-            raise ConfigError(f"train_batch_size must be at least 1, got {self.train_batch_size}")
+        require_at_least(self, train_batch_size=1)
         for name in ("id", "train", "validation"):
             require_different((name, getattr(self, name)), ("ood", self.ood))
 
@@ -94,10 +81,21 @@ def build(
     hydra: HydraConfig,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
 ) -> None:
-    """Make a Hydra Ensemble: rank heads, prune a copy per member, fine-tune if asked, fuse, calibrate.
+    """Make a Hydra Ensemble from one trained model.
 
-    Every stage leaves its product in the run folder, together with config.yaml. A build that was interrupted goes on
-    where it stopped when the same command is given again.
+    Ranks heads, prunes a copy per member, fine-tunes if asked, fuses, calibrates. Every stage leaves its product in the
+    run folder, together with config.yaml. A build that was interrupted goes on where it stopped when the same command
+    is given again.
+
+    MODEL is a folder, timm:NAME or hub:OWNER/NAME. Data are a folder of images with a sub-folder per class, a Parquet,
+    CSV or JSONL file, hub:NAME:SPLIT, or a suite. The circuit strategies need --ood; taylor and random do not.
+
+    Examples:
+      hydra-ensembles build timm:vit_base_patch16_224 --id val/ --ood other/ --prune 24 --output run
+      hydra-ensembles build timm:vit_small_patch16_224 --weights mine.safetensors --id val/ --ood other/ -p 12 -o run
+      hydra-ensembles build my-bert/ --id val.csv --strategy taylor --prune 12 --output run
+      hydra-ensembles build my-bert/ --id val.csv --train train.csv --recipe sst2 --set recipe.epochs=3 -p 12 -o run
+      hydra-ensembles build --config run/config.yaml
     """
     folder = sources.folder
     try:
@@ -105,12 +103,11 @@ def build(
     except KeyboardInterrupt as error:
         if not (folder / SETTINGS).exists():
             raise
-        begun = (folder / IDENTITY).exists()
-        kept = (
-            f"finished stages are kept in {folder}; to go on there" if begun else "nothing is finished; to start over"
-        )
+        kept = "nothing is finished; to start over"
+        if (folder / IDENTITY).exists():
+            kept = f"finished stages are kept in {folder}; to go on there"
         again = f"hydra-ensembles build --config {shlex.quote(str(folder / SETTINGS))}"
-        raise InterruptedRunError(f"{kept}: {again}") from error
+        raise KeyboardInterrupt(f"{kept}: {again}") from error
     print(made.describe())
     calibration = made.metadata.calibration
     if calibration is not None and calibration.threshold is not None:
@@ -125,7 +122,12 @@ def build(
 
 def _build(sources: BuildSources, hydra: HydraConfig, progress: bool) -> Ensemble:
     """Load model and data, write the settings down, build."""
-    _require_free_folder(sources)
+    folder = sources.folder
+    require_own_folder(folder)
+    for role in ("id", "ood", "train", "validation"):  # before anything is written
+        data, _ = existing_path(getattr(sources, role) or "")
+        if data is not None and not (folder / IDENTITY).exists() and folder.resolve().is_relative_to(data.resolve()):
+            raise DataError(f"output is {folder}, which is among the {role} data of {data}; name a folder outside it")
     model = load_classifier(sources)
     sets = _load_sets(sources, hydra)
     if "id" in sets:
@@ -133,8 +135,8 @@ def _build(sources: BuildSources, hydra: HydraConfig, progress: bool) -> Ensembl
     sources = _with_batch_sizes(sources, hydra, {role: len(data) for role, data in sets.items()})
     sets = {role: fit_to_model(data, role, model, sources) for role, data in sets.items()}
     settings = {**to_plain(sources), **to_plain(hydra)}
-    if not (sources.folder / IDENTITY).exists():  # the settings of another build stay until `build` refused the folder
-        write_settings(sources.folder / SETTINGS, settings, "build")
+    if not (folder / IDENTITY).exists():  # the settings of another build stay until `build` refused the folder
+        write_settings(folder / SETTINGS, settings, "build")
     preprocessing: Any = model.metadata.preprocessing
     size = sources.batch_size or USUAL_BATCH
     held_out = {role: batches(data, preprocessing, size, num_workers=sources.workers) for role, data in sets.items()}
@@ -145,41 +147,29 @@ def _build(sources: BuildSources, hydra: HydraConfig, progress: bool) -> Ensembl
         id=held_out.get("id"),
         ood=held_out.get("circuit_ood"),
         validation=held_out.get("validation"),
-        output=sources.folder,
+        output=folder,
         device=sources.place(),
         progress=progress,
     )
-    write_settings(sources.folder / SETTINGS, settings, "build")
+    write_settings(folder / SETTINGS, settings, "build")
     return made
-
-
-def _require_free_folder(sources: BuildSources) -> None:
-    """Refuse, before anything is written, a folder with other things in it, or one among the data."""
-    folder = sources.folder
-    require_own_folder(folder)
-    for role in ("id", "ood", "train", "validation"):
-        data, _ = existing_path(getattr(sources, role) or "")
-        if data is not None and not (folder / IDENTITY).exists() and folder.resolve().is_relative_to(data.resolve()):
-            raise DataError(
-                f"output is {folder}, which is among the {role} data of {data}, where a build would be taken for "
-                "data; name a folder outside it"
-            )
 
 
 def _load_sets(sources: BuildSources, hydra: HydraConfig) -> dict[Role, AnyDataset]:
     """The sets that the build has a use for; those that are not named come from the suite."""
-    named: dict[Role, str | None] = {"id": sources.id, "validation": sources.validation}
+    wanted: dict[Role, tuple[str | None, str]] = {  # what is named, and the part of the suite that stands in for it
+        "id": (sources.id, "validation"),
+        "validation": (sources.validation, ""),
+    }
     if hydra.extracts_circuits:
-        named["circuit_ood"] = sources.ood
+        wanted["circuit_ood"] = sources.ood, "circuit_ood"
     if hydra.recipe is not None or hydra.strategy == "taylor":
-        named["train"] = sources.train
+        wanted["train"] = sources.train, "train"
+    known = {} if sources.suite is None else sets_of_suite(sources.suite)
     found: dict[Role, AnyDataset] = {}
-    for role, spec in named.items():
-        ref = None if sources.suite is None or role == "validation" else set_of_suite(suite(sources.suite), role)
-        if spec is not None:
-            found[role] = load_data(spec, role, sources)
-        elif ref is not None:
-            found[role] = load_reference(ref, role, sources)
+    for role, (spec, part) in wanted.items():
+        if spec is not None or part in known:
+            found[role] = load_data(f"suite:{sources.suite}:{part}" if spec is None else spec, role, sources)
     return found
 
 

@@ -23,14 +23,13 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import torch
 import typer
+import yaml
 from rich.console import Console, RenderableType
 
-from .._utils import require, write_atomically
+from .._utils import write_atomically
 from ..errors import ConfigError, HydraError
 from ..schema import from_plain
 from ..training.recipe import Recipe
-
-BUG, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 FLAGS: Mapping[str, tuple[str, ...]] = {  # options that are not called like their setting, or have a short form
     "output": ("--output", "-o"),
@@ -53,7 +52,6 @@ EXCLUDES: Mapping[str, tuple[str, Any]] = {  # settings of a recipe that take ea
 }
 WIDE = 240  # characters of a table for the terminal that goes to a file
 INSIDE = "__inside"  # ends the name of a parameter that holds single settings inside another, `name=value`
-_SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Config = Annotated[
@@ -64,8 +62,13 @@ Changes = Annotated[
 ]
 
 
-class InterruptedRunError(KeyboardInterrupt):
-    """Ctrl-C in a run that can go on later; the message says how."""
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML in which `1e-4` is a number: the standard wants a point in it, whoever writes it does not."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("+-0123456789")
+)
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
@@ -94,6 +97,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 raise
             raise typer.Exit(code) from error
 
+    guarded.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("Examples:", "\b\nExamples:")  # kept as they are
     ordered = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
     guarded.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
     guarded.__annotations__ = {one.name: one.annotation for one in ordered}
@@ -159,28 +163,31 @@ def read_settings(
         ConfigError: A setting is unknown, missing, or cannot be what it is.
     """
     known: dict[str, Field[Any]] = {field.name: field for kind in kinds.values() for field in fields(kind)}
-    merged = {} if config is None else _read_file(config)
+    merged = {} if config is None else _parse(config.read_bytes(), str(config)) or {}
+    if not isinstance(merged, dict):
+        raise ConfigError(f"{config} holds a {type(merged).__name__}; it must hold settings, a line 'name: value' each")
+    others: dict[str, Any] = {}
     for name, value in given.items():
         if name.endswith(INSIDE):
             changes = [*(f"{name.removesuffix(INSIDE)}.{pair}" for pair in value or ()), *changes]
-        elif name in known and value is not None:
+        elif name not in known:
+            others[name] = value
+        elif value is not None:
             merged[name] = value
     for change in changes:
         _assign(merged, change)
     for name in merged.keys() - known.keys():
-        raise ConfigError(f"there is no setting {name!r}{did_you_mean(name, known)}")
+        raise ConfigError(f"there is no setting {name!r}{did_you_mean(str(name), known)}")
     for name, field in known.items():
         if name not in merged and field.default is MISSING and field.default_factory is MISSING:
             meaning = {one: text for kind in kinds.values() for one, text in _help(kind).items()}[name]
             raise ConfigError(f"{name} was not given ({meaning}); it has no default")
     if "recipe" in known:
         merged["recipe"] = read_recipe(merged.get("recipe"))
-    settings: dict[str, Any] = {
-        parameter: from_plain(kind, {field.name: merged[field.name] for field in fields(kind) if field.name in merged})
-        for parameter, kind in kinds.items()
-    }
-    others = {name: value for name, value in given.items() if name not in known and not name.endswith(INSIDE)}
-    return {**others, **settings}
+    for parameter, kind in kinds.items():
+        own = {field.name: merged[field.name] for field in fields(kind) if field.name in merged}
+        others[parameter] = from_plain(kind, own)
+    return others
 
 
 def read_recipe(value: Any) -> Recipe | None:
@@ -195,31 +202,11 @@ def read_recipe(value: Any) -> Recipe | None:
     return Recipe.preset(str(own["preset"]), **{**replaced, **given})
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _parse(text: str | bytes, where: str) -> Any:
     try:
-        content = _parse(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text in UTF-8 ({error})") from error
-    if not isinstance(content, dict | None):
-        raise ConfigError(f"{path} holds a {type(content).__name__}; it must hold settings, a line 'name: value' each")
-    return content or {}
-
-
-def _parse(text: str, where: str) -> Any:
-    yaml = require("yaml", extra="cli")
-    try:
-        return _with_numbers(yaml.safe_load(text))
+        return yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{where} is not valid YAML: {error}") from error
-
-
-def _with_numbers(value: Any) -> Any:
-    """YAML takes `1e-4` for text, because it has no point; whoever writes it means a number."""
-    if isinstance(value, dict):
-        return {str(key): _with_numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_numbers(item) for item in value]
-    return float(value) if isinstance(value, str) and _SCIENTIFIC.fullmatch(value) else value
 
 
 def _assign(settings: dict[str, Any], change: str) -> None:
@@ -239,7 +226,7 @@ def _assign(settings: dict[str, Any], change: str) -> None:
 
 def write_settings(path: Path, settings: Mapping[str, Any], command: str) -> None:
     """Write settings as YAML, with the command that repeats the run in the first line."""
-    text = require("yaml", extra="cli").safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=100)
+    text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=100)
     heading = f"# Resolved settings; repeat the run with: hydra-ensembles {command} --config THIS_FILE\n"
     write_atomically(path, (heading + text).encode())
 
@@ -280,13 +267,13 @@ def report_failure(error: BaseException, debug: bool) -> int | None:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt):
-        code, message = INTERRUPTED, f"interrupted{': ' if str(error) else ''}{error}"
+        code, message = 130, f"interrupted{': ' if str(error) else ''}{error}"
     elif isinstance(error, HydraError | OSError):
-        code, message = BAD_INPUT, f"error: {error}"
+        code, message = 2, f"error: {error}"
     elif isinstance(error, torch.OutOfMemoryError | MemoryError):
-        code, message = BAD_INPUT, f"error: not enough memory ({error}); lower batch_size, or use another device"
+        code, message = 2, f"error: not enough memory ({error}); lower batch_size, or use another device"
     else:
         hint = "" if debug else "; --debug shows where"
-        code, message = BUG, f"internal error, please report it: {type(error).__name__}: {error}{hint}"
+        code, message = 1, f"internal error, please report it: {type(error).__name__}: {error}{hint}"
     print(" ".join(message.split()), file=sys.stderr)
     return code

@@ -20,28 +20,12 @@ from ..model.members import place_of
 from ..report.compare import save_costs
 from ..schema import to_plain
 from .command import command
-from .model_sources import ModelSettings, load_classifier, load_model
+from .sources import ModelSettings, load_classifier, load_model
 
 KEPT, PRUNED = "■", "·"
 SHOWN = 12  # items of a list
 SINGLE, DEEP, NONE = "single", "deep", "none"
 TOKENS = 128  # length of a text, as far as the model takes so many
-INFO_EXAMPLES = """\b
-Examples:
-  hydra-ensembles info run
-  hydra-ensembles info my-hydra --json
-  hydra-ensembles info timm:vit_base_patch16_224 --random-weights
-"""
-BENCH_EXAMPLES = """\b
-Examples:
-  hydra-ensembles bench run
-  hydra-ensembles bench run --batch 1,8,32 --baseline single --baseline deep
-  hydra-ensembles bench run --baseline timm:vit_base_patch16_224 --output evaluations/costs.json
-
-The baseline single is the same architecture with one member and all heads, deep as many such models as the ensemble
-has members. All take turns on the same random inputs; the ratio is to the first baseline. compare and report read the
-file that --output writes, and take the last batch size from it.
-"""
 
 
 @command
@@ -49,7 +33,13 @@ def info(
     model: ModelSettings,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
 ) -> None:
-    """Show architecture, members, parameters, heads kept, labels, preprocessing, calibration and origin of a model."""
+    """Show what is in a model, with a map of its heads.
+
+    Examples:
+      hydra-ensembles info run
+      hydra-ensembles info my-hydra --json
+      hydra-ensembles info timm:vit_base_patch16_224 --random-weights
+    """
     found = load_model(model)
     towers = {"image": found.image, "text": found.text} if isinstance(found, DualEncoder) else {"": found}
     facts = {name: _facts(tower) for name, tower in towers.items()}
@@ -186,11 +176,21 @@ def bench(
     optimize: Annotated[bool, typer.Option("--optimize", help="Measure the optimized ensemble, too.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the costs as JSON, too.")] = None,
 ) -> None:
-    """Measure latency, throughput, parameters and memory of a model beside baselines."""
+    """Measure what a model costs, beside baselines: latency, throughput, parameters, memory.
+
+    The baseline single is the same architecture with one member and all heads, deep as many such models as the ensemble
+    has members. All take turns on the same random inputs; the ratio is to the first baseline. compare and report read
+    the file that --output writes, and take the last batch size from it.
+
+    Examples:
+      hydra-ensembles bench run
+      hydra-ensembles bench run --batch 1,8,32 --baseline single --baseline deep
+      hydra-ensembles bench run --baseline timm:vit_base_patch16_224 --output evaluations/costs.json
+    """
     sizes = _batch_sizes(batch or ["1,8"])
     ensemble = load_classifier(model)
     models = _baselines(ensemble, baseline or [SINGLE], model.device)
-    title = name or Path(model.model.rstrip("/")).name
+    title = name or model.own_name
     if title in models:
         raise ConfigError(f"the model and a baseline are both called {title!r}; give the model another name")
     models[title] = ensemble

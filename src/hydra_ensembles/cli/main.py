@@ -11,26 +11,11 @@ from rich.console import Console
 from .._utils import __version__
 from ..demo import DemoSettings, run_demo
 from ..report.compare import to_rich
-from .build import EXAMPLES as BUILD_EXAMPLES
 from .build import build
-from .command import InterruptedRunError, command
-from .evaluate import COMPARE_EXAMPLES, EVALUATE_EXAMPLES, REPORT_EXAMPLES, compare, evaluate, report
-from .inspect import BENCH_EXAMPLES, INFO_EXAMPLES, bench, info
-from .predict import EXAMPLES as PREDICT_EXAMPLES
+from .command import Debug, command
+from .inspect import bench, info
+from .measure import compare, evaluate, report
 from .predict import predict
-
-EXAMPLES = """\b
-Examples:
-  hydra-ensembles demo
-  hydra-ensembles build timm:vit_base_patch16_224 --id val/ --ood other/ --prune 24 --output run
-  hydra-ensembles predict run photo.jpg
-  hydra-ensembles COMMAND --help
-"""
-DEMO_EXAMPLES = """\b
-Examples:
-  hydra-ensembles demo
-  hydra-ensembles demo --output runs/demo --seed 1
-"""
 
 
 def make_app() -> typer.Typer:
@@ -42,18 +27,9 @@ def make_app() -> typer.Typer:
         rich_markup_mode=None,
         context_settings={"help_option_names": ["--help", "-h"]},
     )
-    app.callback(epilog=EXAMPLES)(_root)
-    for function, summary, examples in (
-        (demo, "See the whole method on an embedded model, offline.", DEMO_EXAMPLES),
-        (build, "Make a Hydra Ensemble from one trained model.", BUILD_EXAMPLES),
-        (evaluate, "Measure a model on its task and on OOD data.", EVALUATE_EXAMPLES),
-        (compare, "Show saved evaluations side by side in one table.", COMPARE_EXAMPLES),
-        (report, "Write saved evaluations as one HTML page.", REPORT_EXAMPLES),
-        (predict, "Label images or texts, or abstain.", PREDICT_EXAMPLES),
-        (bench, "Measure what a model costs, beside baselines.", BENCH_EXAMPLES),
-        (info, "Show what is in a model, with a map of its heads.", INFO_EXAMPLES),
-    ):
-        app.command(short_help=summary, epilog=examples)(function)
+    app.callback()(_root)
+    for one in (demo, build, evaluate, compare, report, predict, bench, info):
+        app.command()(one)
     return app
 
 
@@ -64,12 +40,15 @@ def _print_version(wanted: bool) -> None:
 
 
 def _root(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Uncertainty from one pretrained transformer: build, evaluate, compare and use Hydra Ensembles."""
+    """Uncertainty from one pretrained transformer: build, evaluate, compare and use Hydra Ensembles.
+
+    `hydra-ensembles demo` shows the whole method in minutes; `hydra-ensembles COMMAND --help` has examples.
+    """
 
 
 @command
@@ -80,16 +59,20 @@ def demo(
     ] = Path("hydra-demo"),
     progress: Annotated[bool, typer.Option(help="Show progress bars.")] = True,
 ) -> None:
-    """Build a Hydra Ensemble from an embedded, trained model on real images, in minutes, on a CPU, offline.
+    """See the whole method on an embedded model, offline.
 
     Prunes, fuses and calibrates three members, compares them with the model they came from, with other ways of
-    pruning and with a Deep Ensemble, and writes a report, the model and all numbers to a folder.
+    pruning and with a Deep Ensemble, and writes a report, the model and all numbers to a folder, in minutes, on a CPU.
+
+    Examples:
+      hydra-ensembles demo
+      hydra-ensembles demo --output runs/demo --seed 1
     """
     console = Console()
     try:
         result = run_demo(output, settings, progress=progress, announce=lambda line: console.print(f"[bold]{line}[/]"))
     except KeyboardInterrupt as error:
-        raise InterruptedRunError(f"the same command goes on from here ({output} keeps what is done)") from error
+        raise KeyboardInterrupt(f"the same command goes on from here ({output} keeps what is done)") from error
     console.print()
     console.print(to_rich(result.comparison, title="One small vision transformer, seven EuroSAT classes"))
     console.print(f"\nReport    {result.report}\nModel     {result.model}\nNumbers   {result.results}", soft_wrap=True)

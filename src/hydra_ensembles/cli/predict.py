@@ -22,22 +22,11 @@ from ..model.metadata import Calibration
 from ..prediction import Prediction, ScoreName
 from ..schema import from_plain
 from .command import command, did_you_mean, emit, names_beside
-from .data_sources import USUAL_BATCH
-from .model_sources import ModelSettings, load_classifier
+from .sources import USUAL_BATCH, ModelSettings, load_classifier
 
 NUMBERS = ("confidence", "epistemic", "entropy", "disagreement")
 VERDICTS = {True: "accept", False: "abstain"}
 LONGEST = 60  # characters of an input that a table shows
-EXAMPLES = """\b
-Examples:
-  hydra-ensembles predict run photo.jpg more-photos/
-  hydra-ensembles predict run photos/ --format jsonl --output predictions.jsonl
-  hydra-ensembles predict my-hydra-bert --text "a fine film" --text "two hours too long"
-  cat reviews.txt | hydra-ensembles predict my-hydra-bert - --format csv
-
-The verdict is accept or abstain, by the threshold that build calibrated and stored with the model (or --threshold).
-A model without one gives no verdict.
-"""
 
 Item = tuple[str, Callable[[], Any]]
 """One input: what the result calls it, and how its content is read."""
@@ -74,7 +63,17 @@ def predict(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples a batch.")] = USUAL_BATCH,
 ) -> None:
-    """Predict images or texts: label, confidence, uncertainty, and accept or abstain."""
+    """Label images or texts, or abstain.
+
+    The verdict is accept or abstain, by the threshold that build calibrated and stored with the model (or --threshold).
+    A model without one gives no verdict.
+
+    Examples:
+      hydra-ensembles predict run photo.jpg more-photos/
+      hydra-ensembles predict run photos/ --format jsonl --output predictions.jsonl
+      hydra-ensembles predict my-hydra-bert --text "a fine film" --text "two hours too long"
+      cat reviews.txt | hydra-ensembles predict my-hydra-bert - --format csv
+    """
     ensemble = _with_threshold(load_classifier(model), threshold, score)
     columns = dict(pair.partition("=")[::2] for pair in column or ())
     items = find_inputs(ensemble.kind, inputs or (), text or (), columns)

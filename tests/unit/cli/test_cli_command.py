@@ -94,7 +94,7 @@ def test_what_is_missing_is_named(missing):
 def test_files_that_are_not_there_or_not_text(tmp_path):
     assert "missing.yaml" in fail("build", "--config", tmp_path / "missing.yaml")
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "UTF-8" in fail("build", "--config", tmp_path / "x.yaml")
+    assert "not valid YAML" in fail("build", "--config", tmp_path / "x.yaml")
 
 
 def test_wrong_arguments_are_exit_code_2():

@@ -8,8 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from cli_cases import VIT_OPTIONS, fail, save_images, succeed, vit_flags
-from hydra_ensembles.cli.data_sources import DataSettings, fit_to_model, load_data, require_different, with_labels_of
-from hydra_ensembles.cli.model_sources import ModelSettings, load_classifier
+from hydra_ensembles.cli.sources import (
+    DataSettings,
+    ModelSettings,
+    fit_to_model,
+    load_classifier,
+    load_data,
+    require_different,
+    with_labels_of,
+)
 from hydra_ensembles.data.suites import SUITES
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.evaluation.evaluation import Evaluation

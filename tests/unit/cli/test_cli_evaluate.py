@@ -93,7 +93,7 @@ def test_a_suite(run_folder, world, tmp_path, monkeypatch):
         notes="",
     )
     known = {**SUITES, "colours": suite}
-    for module in ("hydra_ensembles.data.suites", "hydra_ensembles.cli.data_sources"):
+    for module in ("hydra_ensembles.data.suites", "hydra_ensembles.cli.sources"):
         monkeypatch.setattr(f"{module}.SUITES", known)
     common = ["--root", world, "-q"]
     out = succeed("evaluate", run_folder, "--suite", "colours", "-o", tmp_path / "e", *common)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from cli_cases import VIT_OPTIONS, fail, small_vit, vit_flags
-from hydra_ensembles.cli.model_sources import ModelSettings, load_classifier, load_model
+from hydra_ensembles.cli.sources import ModelSettings, load_classifier, load_model
 from hydra_ensembles.errors import CheckpointError, ConfigError, MissingExtraError
 
 SMALL = [f"--model-option={name}={value}" for name, value in VIT_OPTIONS.items()]

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -25,29 +25,18 @@ from ..report.compare import compare as compare_evaluations
 from ..report.html import write_report
 from ..schema import to_plain
 from .command import command, emit, write_settings
-from .data_sources import USUAL_BATCH, DataSettings, fit_to_model, load_data, load_reference, require_different
-from .model_sources import ModelSettings, load_classifier
+from .sources import (
+    USUAL_BATCH,
+    DataSettings,
+    ModelSettings,
+    Role,
+    fit_to_model,
+    load_classifier,
+    load_data,
+    require_different,
+)
 
 _NAMED = re.compile(r"(?:(?P<group>near|far|apart):)?(?:(?P<name>[^=:/\\]+)=)?(?P<data>.+)", re.DOTALL)
-EVALUATE_EXAMPLES = """\b
-Examples:
-  hydra-ensembles evaluate run --id test/ --ood near:cars=cars/ --ood far:digits=digits.parquet
-  hydra-ensembles evaluate timm:vit_base_patch16_224 --id test/ --ood near:cars=cars/ --name Single
-  hydra-ensembles evaluate run --suite cifar10 --root data/
-  hydra-ensembles compare evaluations/
-
-The evaluation is written as JSON, for compare and report, with its settings in YAML beside it.
-"""
-COMPARE_EXAMPLES = """\b
-Examples:
-  hydra-ensembles compare runs/
-  hydra-ensembles compare single.json hydra.json --format latex --output table.tex
-"""
-REPORT_EXAMPLES = """\b
-Examples:
-  hydra-ensembles report runs/ --output report.html
-  hydra-ensembles report runs/ --focus "Hydra (Circ)" --baseline Single
-"""
 
 
 @dataclass(frozen=True)
@@ -93,7 +82,7 @@ class EvaluateSettings(DataSettings, ModelSettings):
     @property
     def title(self) -> str:
         """What tables call the model."""
-        return self.name or Path(self.model.rstrip("/")).name or self.model
+        return self.name or self.own_name
 
     @property
     def file(self) -> Path:
@@ -126,18 +115,35 @@ def evaluate(
     settings: EvaluateSettings,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
 ) -> None:
-    """Measure accuracy, calibration, OOD detection and selective risk of a model; write them as JSON."""
+    """Measure a model on its task and on OOD data.
+
+    Accuracy, calibration, OOD detection and selective risk are printed and written as JSON, for compare and report,
+    with the settings in YAML beside it.
+
+    Examples:
+      hydra-ensembles evaluate run --id test/ --ood near:cars=cars/ --ood far:digits=digits.parquet
+      hydra-ensembles evaluate timm:vit_base_patch16_224 --id test/ --ood near:cars=cars/ --name Single
+      hydra-ensembles evaluate run --suite cifar10 --root data/
+      hydra-ensembles compare evaluations/
+    """
     model = load_classifier(settings)
-    test, groups = _test_and_ood(settings)
-    shifted = {name or data: load_data(data, "test", settings) for _, name, data in read_named(settings.shift)}
+
+    def read(spec: str, role: Role) -> AnyDataset:
+        return fit_to_model(load_data(spec, role, settings), role, model, settings)
+
+    test = read(f"suite:{settings.suite}" if settings.id is None else settings.id, "test")
+    groups: dict[str, dict[str, AnyDataset]] = {}
+    for group, name, spec in read_named(settings.ood) or _ood_of_suite(settings.suite):
+        data = read(spec, "ood")
+        name = name or data.name
+        if any(name in sets for sets in groups.values()):
+            raise DataError(f"two OOD sets are called {name!r}; name them apart, as near:NAME=DATA")
+        groups.setdefault(group, {})[name] = data
     evaluation = evaluate_model(
         model,
-        fit_to_model(test, "test", model, settings),
-        {
-            group: {key: fit_to_model(data, "ood", model, settings) for key, data in sets.items()}
-            for group, sets in groups.items()
-        },
-        {key: fit_to_model(data, "test", model, settings) for key, data in shifted.items()},
+        test,
+        groups,
+        {name or spec: read(spec, "test") for _, name, spec in read_named(settings.shift)},
         name=settings.title,
         score=settings.score,
         scores=settings.scores,
@@ -162,23 +168,13 @@ def evaluate(
     print(f"wrote {settings.file}")
 
 
-def _test_and_ood(settings: EvaluateSettings) -> tuple[AnyDataset, dict[str, dict[str, AnyDataset]]]:
-    """The test set, and the OOD sets by group and name; what options name wins over the suite."""
-    groups: dict[str, dict[str, AnyDataset]] = {}
-    for group, name, spec in read_named(settings.ood):
-        data = load_data(spec, "ood", settings)
-        name = name or data.name
-        if any(name in sets for sets in groups.values()):
-            raise DataError(f"two OOD sets are called {name!r}; name them apart, as near:NAME=DATA")
-        groups.setdefault(group, {})[name] = data
-    found = None if settings.suite is None else suite(settings.suite)
-    if found is not None and not settings.ood:
-        for group, references in (("near", found.near), ("far", found.far), ("apart", found.apart)):
-            groups[group] = {ref.name: load_reference(ref, "ood", settings) for ref in references}
-    if settings.id is not None:
-        return load_data(settings.id, "test", settings), groups
-    assert found is not None  # the settings have one or the other
-    return load_reference(found.id, "test", settings), groups
+def _ood_of_suite(name: str | None) -> list[tuple[str, str | None, str]]:
+    """Group, name and data of the OOD sets of a suite, as `read_named` gives them."""
+    if name is None:
+        return []
+    found = suite(name)
+    groups = (("near", found.near), ("far", found.far), ("apart", found.apart))
+    return [(group, ref.name, f"suite:{name}:{ref.name}") for group, references in groups for ref in references]
 
 
 TableFormat = Literal["table", "markdown", "latex", "csv"]
@@ -193,9 +189,14 @@ def compare(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
     allow_mismatch: Mismatch = False,
 ) -> None:
-    """Compare saved evaluations in one table: best bold, second best underlined.
+    """Show saved evaluations side by side in one table.
 
-    Evaluations with the same name are runs of one method and are shown as mean ± standard deviation.
+    The best is bold, the second best underlined. Evaluations with the same name are runs of one method and are shown as
+    mean ± standard deviation.
+
+    Examples:
+      hydra-ensembles compare runs/
+      hydra-ensembles compare single.json hydra.json --format latex --output table.tex
     """
     evaluations, costs = find_runs(paths)
     comparison = compare_evaluations(evaluations, costs, allow_mismatch=allow_mismatch)
@@ -212,18 +213,15 @@ def report(
     baseline: Annotated[str | None, typer.Option(help="What that is held against; the first, if not given.")] = None,
     allow_mismatch: Mismatch = False,
 ) -> None:
-    """Write a report on saved evaluations: one HTML file that needs neither network nor scripts."""
+    """Write saved evaluations as one HTML page, which needs neither network nor scripts.
+
+    Examples:
+      hydra-ensembles report runs/ --output report.html
+      hydra-ensembles report runs/ --focus "Hydra (Circ)" --baseline Single
+    """
     evaluations, costs = find_runs(paths)
-    written = write_report(
-        output,
-        evaluations,
-        costs=costs,
-        title=title,
-        focus=focus,
-        baseline=baseline,
-        allow_mismatch=allow_mismatch,
-    )
-    print(f"wrote {written}")
+    about: dict[str, Any] = {"title": title, "focus": focus, "baseline": baseline, "allow_mismatch": allow_mismatch}
+    print(f"wrote {write_report(output, evaluations, costs=costs, **about)}")
 
 
 def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
@@ -250,8 +248,6 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
             elif not path.is_dir():
                 raise DataError(f"{file} is neither a saved evaluation nor a table of costs")
     if not evaluations:
-        raise DataError(
-            f"no saved evaluation found in {', '.join(str(path) for path in paths)}; hydra-ensembles evaluate MODEL "
-            "writes one, into evaluations/ if no other folder is named"
-        )
+        places = ", ".join(str(path) for path in paths)
+        raise DataError(f"no saved evaluation found in {places}; hydra-ensembles evaluate MODEL writes one")
     return evaluations, costs
