@@ -94,7 +94,7 @@ def build(
       hydra-ensembles build timm:vit_base_patch16_224 --id val/ --ood other/ --prune 24 --output run
       hydra-ensembles build timm:vit_small_patch16_224 --weights mine.safetensors --id val/ --ood other/ -p 12 -o run
       hydra-ensembles build my-bert/ --id val.csv --strategy taylor --prune 12 --output run
-      hydra-ensembles build my-bert/ --id val.csv --train train.csv --recipe sst2 --set recipe.epochs=3 -p 12 -o run
+      hydra-ensembles build my-bert/ --id val.csv --ood news.csv --train train.csv --recipe sst2 -p 12 -o run
       hydra-ensembles build --config run/config.yaml
     """
     folder = sources.folder

@@ -176,9 +176,9 @@ def bench(
     optimize: Annotated[bool, typer.Option("--optimize", help="Measure the optimized ensemble, too.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the costs as JSON, too.")] = None,
 ) -> None:
-    """Measure what a model costs, beside baselines: latency, throughput, parameters, memory.
+    """Measure what a model costs, beside baselines.
 
-    The baseline single is the same architecture with one member and all heads, deep as many such models as the ensemble
+    Latency, throughput, parameters and memory. The baseline single is the same architecture with one member and all heads, deep as many such models as the ensemble
     has members. All take turns on the same random inputs; the ratio is to the first baseline. compare and report read
     the file that --output writes, and take the last batch size from it.
 

@@ -213,7 +213,7 @@ def report(
     baseline: Annotated[str | None, typer.Option(help="What that is held against; the first, if not given.")] = None,
     allow_mismatch: Mismatch = False,
 ) -> None:
-    """Write saved evaluations as one HTML page, which needs neither network nor scripts.
+    """Write saved evaluations as one HTML page.
 
     Examples:
       hydra-ensembles report runs/ --output report.html

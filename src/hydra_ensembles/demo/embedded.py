@@ -58,19 +58,15 @@ class DemoSample:
 
 
 def load_backbone(dtype: torch.dtype = torch.float32) -> Ensemble:
-    """The embedded vision transformer (6 layers of 6 heads, 64×64 images, 7 EuroSAT classes), one member.
-
-    Args:
-        dtype: What to compute in; the weights are stored in half precision.
-    """
+    """The embedded vision transformer (6 layers of 6 heads, 64×64 images, 7 EuroSAT classes); float16 on disk."""
     return Ensemble.from_pretrained(BACKBONE, dtype=dtype)
 
 
 def load_sample() -> DemoSample:
     """The embedded images; see the data card beside them for where they come from and what they are for."""
     sets = read_images(SAMPLE)
-    own = {name: sets[name] for name in ("circuit_id", "circuit_ood", "calibration", "test")}
-    return DemoSample(**own, near={name: sets[name] for name in NEAR}, far={name: sets[name] for name in FAR})
+    near, far = ({name: sets.pop(name) for name in names} for names in (NEAR, FAR))
+    return DemoSample(**sets, near=near, far=far)
 
 
 def load_deep_logits() -> dict[str, Tensor]:

@@ -1,10 +1,11 @@
 """The demo from start to end: build a Hydra Ensemble from the embedded backbone, compare it, write everything down."""
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +98,11 @@ class DemoSettings:
     @property
     def builds(self) -> dict[str, HydraConfig]:
         """Three members by circuits (for both goals, accuracy, OOD detection), and three by Taylor rankings."""
-        common: dict[str, Any] = {
-            "prune": self.prune,
-            "shared_layers": self.shared_layers,
-            "calibrate": False,
-            "seed": self.seed,
-        }
+        common = HydraConfig(self.prune, shared_layers=self.shared_layers, calibrate=False, seed=self.seed)
         half = max(1, -(-self.ranking_images // TAYLOR_BATCH) // 2)
         return {
-            "circuit": HydraConfig(strategy="circuit", method=self.method, **common),
-            "taylor": HydraConfig(strategy="taylor", taylor_scope="global", calibration_batches=half, **common),
+            "circuit": replace(common, strategy="circuit", method=self.method),
+            "taylor": replace(common, strategy="taylor", taylor_scope="global", calibration_batches=half),
         }
 
 
@@ -116,17 +112,13 @@ class DemoResult:
 
     Attributes:
         comparison: The table.
-        evaluations: Of each method.
-        costs: Parameters and time of each method.
-        output: The folder.
+        output: The folder; saved evaluations, and the cost of each method, are in its folder `evaluations`.
         report: The HTML report.
         model: The fused ensemble, for `Ensemble.from_pretrained`.
         results: Every number, as JSON.
     """
 
     comparison: Comparison
-    evaluations: dict[str, Evaluation]
-    costs: tuple[Cost, ...]
     output: Path
     report: Path
     model: Path
@@ -169,30 +161,31 @@ def run_demo(
         yield
         seconds[name] = round(time.perf_counter() - start, 1)
 
-    def built(name: str, id: Sequence[Batch]) -> Ensemble:
-        config = settings.builds[name]
+    def built(name: str, id: Sequence[Batch]) -> tuple[Ensemble, Ensemble]:
+        """An ensemble, and its first member by itself."""
+        config, place = settings.builds[name], folder / "work" / name
         ood = data["circuit_ood"] if config.extracts_circuits else None
-        place = folder / "work" / name
-        return build(backbone, config, id=id, ood=ood, validation=data["calibration"], output=place, progress=progress)
+        fused = build(backbone, config, id=id, ood=ood, validation=data["calibration"], output=place, progress=progress)
+        return fused, Ensemble.from_pretrained(place / "members" / "0")
 
-    models: dict[str, Ensemble] = {SINGLE: backbone}
     images = settings.ranking_images
     with step(
         "circuits",
         f"Extracting circuits ({settings.method}, {images} ID + {images} OOD images): which {settings.prune} of 36 "
         "heads can each of three members do without?",
     ):
-        models[HYDRA_CIRC] = built("circuit", data["circuit_id"])
+        hydra_circ, circ_avg = built("circuit", data["circuit_id"])
     with step("taylor", "Ranking heads by Taylor scores, for comparison"):
-        models[HYDRA_TAYLOR] = built("taylor", data["taylor_id"])
+        hydra_taylor, taylor = built("taylor", data["taylor_id"])
     with step("evaluation", "Evaluating on EuroSAT, on unknown land use (near-OOD) and on clothes (far-OOD)"):
-        for name, first in ((TAYLOR, "taylor"), (CIRC_AVG, "circuit")):
-            models[name] = Ensemble.from_pretrained(folder / "work" / first / "members" / "0")
-        models = {name: calibrated(model, data["calibration"]) for name, model in models.items()}
-        evaluations = _evaluations(models, data, settings, progress)
-        models[DEEP], evaluations[DEEP] = _deep_ensemble(backbone, data, evaluations[HYDRA_CIRC], settings)
-    models = {name: models[name] for name in METHODS}  # in the order of the table
-    evaluations = {name: evaluations[name] for name in METHODS}
+        found = (backbone, taylor, circ_avg, hydra_taylor, hydra_circ)
+        # Without a temperature: of the 256 calibration images a model gets about five wrong, too few to fit one to; it
+        # would make the confidences so extreme that they no longer rank OOD images.
+        ready = [calibrate(model, data["calibration"], temperature=False) for model in found]
+        logits = {name: stored[:, : settings.limit] for name, stored in load_deep_logits().items()}
+        ready.append(_deep_ensemble(backbone, logits["calibration"], data["calibration"]))
+        models = dict(zip(METHODS, ready, strict=True))
+        evaluations = _evaluations(models, data, logits, settings, progress)
     with step("latency", "Measuring the time of a batch"):
         inputs = torch.cat([images for images, _ in data["test"]])[: settings.latency_batch]
         costs = measure_costs(models, inputs, repeats=settings.latency_repeats, warmup=1)
@@ -200,23 +193,14 @@ def run_demo(
     model, report = folder / "model", folder / "report.html"
     models[HYDRA_CIRC].save_pretrained(model)
     for name, evaluation in evaluations.items():
-        words = "".join(character if character.isalnum() else " " for character in name.lower()).split()
-        evaluation.save(folder / "evaluations" / f"{'_'.join(words)}.json")
+        evaluation.save(folder / "evaluations" / f"{'_'.join(re.findall(r'[a-z]+', name.lower()))}.json")
     save_costs(folder / "evaluations" / "costs.json", costs)
-    write_report(
-        report,
-        evaluations,
-        ensemble=models[HYDRA_CIRC],
-        costs=costs,
-        title="Hydra Ensembles: the embedded demo",
-        focus=HYDRA_CIRC,
-        baseline=SINGLE,
-    )
+    about: dict[str, Any] = {"title": "Hydra Ensembles: the embedded demo", "focus": HYDRA_CIRC, "baseline": SINGLE}
+    write_report(report, evaluations, ensemble=models[HYDRA_CIRC], costs=costs, **about)
     seconds["all"] = round(time.perf_counter() - started, 1)
     run.write("results", _results(models, evaluations, costs, settings, sizes(data), seconds))
     shutil.rmtree(folder / "work")  # only an interrupted demo needs it
-    comparison = _table(evaluations, costs, settings)
-    return DemoResult(comparison, evaluations, costs, folder, report, model, folder / "results.json")
+    return DemoResult(_table(evaluations, costs, settings), folder, report, model, folder / "results.json")
 
 
 def prepare_data(sample: DemoSample, backbone: Ensemble, settings: DemoSettings) -> dict[str, list[Batch]]:
@@ -246,99 +230,64 @@ def sizes(data: Mapping[str, Sequence[Batch]]) -> dict[str, int]:
     return {name: count for name, count in counted.items() if name != "taylor_id"}
 
 
-def calibrated(model: Ensemble, validation: Sequence[Batch]) -> Ensemble:
-    """The model with a threshold for abstaining, and without a temperature.
-
-    Of the 256 calibration images a model gets about five wrong, which is too little to fit a temperature to: it
-    would make the confidences so extreme that they no longer rank OOD images.
-    """
-    return calibrate(model, validation, temperature=False)
-
-
-def _groups(sets: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The OOD sets among sets by name, in their groups."""
-    return {group: {name: sets[name] for name in names} for group, names in (("near", NEAR), ("far", FAR))}
+def _deep_ensemble(backbone: Ensemble, logits: Tensor, calibration: Sequence[Batch]) -> Ensemble:
+    """A stack of the size of three backbones that share nothing, calibrated on their stored logits `[3, N, 7]`."""
+    fit = fit_calibration(logits, torch.cat([labels for _, labels in calibration]), temperature=False)
+    history = ("stored logits of three backbones trained from different seeds",)
+    return Ensemble.stack([backbone] * len(logits)).with_metadata(calibration=fit.calibration, history=history)
 
 
 def _evaluations(
-    models: Mapping[str, Ensemble], data: Mapping[str, list[Batch]], settings: DemoSettings, progress: bool
+    models: Mapping[str, Ensemble],
+    data: Mapping[str, list[Batch]],
+    deep: Mapping[str, Tensor],
+    settings: DemoSettings,
+    progress: bool,
 ) -> dict[str, Evaluation]:
-    """Of every model; single members are read off their ensemble, in which, without fine-tuning, they answer alike."""
+    """Of every method; a member is read off its ensemble, in which, without fine-tuning, it answers alike."""
+
+    def groups(sets: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        return {group: {name: sets[name] for name in names} for group, names in (("near", NEAR), ("far", FAR))}
+
+    def common(name: str) -> dict[str, Any]:
+        measured = {"scores": SCORES[: models[name].num_members], "bootstrap": settings.bootstrap}
+        return {"name": name, "id_name": ID_NAME, "keep_logits": True, **measured}
+
+    def from_logits(name: str, like: Evaluation, id_logits: Tensor, ood: Mapping[str, Any]) -> Evaluation:
+        assert like.logits is not None  # kept by `common`
+        model, calibration = models[name], models[name].metadata.calibration
+        described = describe_model(model, model.num_members, model.num_classes, calibration)
+        more: dict[str, Any] = {"model": described, "calibration": calibration, "provenance": like.provenance}
+        return evaluate_logits(id_logits, like.logits.id.labels, ood, **more, **common(name))
+
     found: dict[str, Evaluation] = {}
     for name in (SINGLE, HYDRA_TAYLOR, HYDRA_CIRC):
+        shown = 4 if name == HYDRA_CIRC else 0
         found[name] = evaluate(
-            models[name],
-            data["test"],
-            _groups(data),
-            name=name,
-            id_name=ID_NAME,
-            scores=SCORES[: models[name].num_members],
-            bootstrap=settings.bootstrap,
-            gallery=4 if name == HYDRA_CIRC else 0,
-            keep_logits=True,
-            progress=progress,
+            models[name], data["test"], groups(data), gallery=shown, progress=progress, **common(name)
         )
-    for name, fused in ((TAYLOR, HYDRA_TAYLOR), (CIRC_AVG, HYDRA_CIRC)):
-        logits = found[fused].logits
-        assert logits is not None  # kept above
-        ood = {group: {key: one[:1] for key, one in sets.items()} for group, sets in logits.ood.items()}
-        found[name] = _from_logits(name, models[name], logits.id.logits[:1], ood, found[fused], settings)
-    return found
-
-
-def _deep_ensemble(
-    backbone: Ensemble, data: Mapping[str, list[Batch]], like: Evaluation, settings: DemoSettings
-) -> tuple[Ensemble, Evaluation]:
-    """Three backbones that share nothing: a stack of the same size to measure, and stored logits."""
-    logits = {name: stored[:, : settings.limit] for name, stored in load_deep_logits().items()}
-    labels = torch.cat([labels for _, labels in data["calibration"]])
-    fit = fit_calibration(logits["calibration"], labels, temperature=False)
-    stack = Ensemble.stack([backbone] * logits["test"].shape[0]).with_metadata(
-        calibration=fit.calibration, history=("stored logits of three backbones trained from different seeds",)
-    )
-    return stack, _from_logits(DEEP, stack, logits["test"], _groups(logits), like, settings)
-
-
-def _from_logits(
-    name: str,
-    model: Ensemble,
-    id_logits: Tensor,
-    ood: Mapping[str, Mapping[str, Tensor]],
-    like: Evaluation,
-    settings: DemoSettings,
-) -> Evaluation:
-    """The evaluation of logits on the images that another evaluation saw."""
-    assert like.logits is not None  # kept by `_evaluations`
-    calibration = model.metadata.calibration
-    return evaluate_logits(
-        id_logits,
-        like.logits.id.labels,
-        ood,
-        name=name,
-        id_name=ID_NAME,
-        scores=SCORES[: model.num_members],
-        calibration=calibration,
-        bootstrap=settings.bootstrap,
-        keep_logits=True,
-        model=describe_model(model, model.num_members, model.num_classes, calibration),
-        provenance=like.provenance,
-    )
+    for name, fused in ((TAYLOR, found[HYDRA_TAYLOR]), (CIRC_AVG, found[HYDRA_CIRC])):
+        assert fused.logits is not None
+        ood = {group: {key: one[:1] for key, one in sets.items()} for group, sets in fused.logits.ood.items()}
+        found[name] = from_logits(name, fused, fused.logits.id.logits[:1], ood)
+    found[DEEP] = from_logits(DEEP, found[HYDRA_CIRC], deep["test"], groups(deep))
+    return {name: found[name] for name in METHODS}
 
 
 def _table(evaluations: Mapping[str, Evaluation], costs: tuple[Cost, ...], settings: DemoSettings) -> Comparison:
     """All methods side by side, with what a reader must know to judge them."""
-    shown = compare(evaluations, costs, COLUMNS)
+    shown, images = compare(evaluations, costs, COLUMNS), settings.ranking_images
     notes = (
         *shown.notes,
-        f"Circuits: {settings.method}, on {settings.ranking_images} ID + {settings.ranking_images} OOD validation "
-        f"images (PermanentCrop); {settings.prune} of 36 heads pruned per member, none in the {settings.shared_layers} "
-        "layers that all members share; no fine-tuning, no temperature.",
+        f"Circuits: {settings.method}, on {images} ID + {images} OOD validation images (PermanentCrop); "
+        f"{settings.prune} of 36 heads pruned per member, none in the {settings.shared_layers} layers that all members share; no "
+        "fine-tuning, no temperature.",
         'AUROC and FPR95 by maximum softmax probability; "by MI": the same AUROC by mutual information between '
         "members, which a single model does not have.",
         f"{DEEP}: stored logits of three backbones trained from different seeds; its time is that of a stack of three "
         f"models. Time: a batch of {settings.latency_batch} images, against Single.",
     )
-    return Comparison(shown.columns, shown.rows, notes)
+    return replace(shown, notes=notes)
 
 
 def _results(
