@@ -41,15 +41,16 @@ def info(
       hydra-ensembles info timm:vit_base_patch16_224 --random-weights
     """
     found = load_model(model)
-    towers = {"image": found.image, "text": found.text} if isinstance(found, DualEncoder) else {"": found}
-    facts = {name: _facts(tower) for name, tower in towers.items()}
+    if isinstance(found, DualEncoder):
+        facts = {"kind": "dual encoder", "image": _facts(found.image), "text": _facts(found.text)}
+        shown = {f"{model.model} ({tower} tower)": facts[tower] for tower in ("image", "text")}
+    else:
+        facts = _facts(found)
+        shown = {model.model: facts}
     if as_json:
-        content = facts.get("", {"kind": "dual encoder", **facts})
-        print(json.dumps(content, indent=1, ensure_ascii=False))
-        return
-    width = Console().width
-    titles = {name: f"{model.model} ({name} tower)" if name else model.model for name in facts}
-    print("\n\n".join("\n".join(_lines(titles[name], fact, width)) for name, fact in facts.items()))
+        print(json.dumps(facts, indent=1, ensure_ascii=False))
+    else:
+        print("\n\n".join("\n".join(_lines(title, tower)) for title, tower in shown.items()))
 
 
 def _facts(ensemble: Ensemble) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def _facts(ensemble: Ensemble) -> dict[str, Any]:
     }
 
 
-def _lines(title: str, facts: Mapping[str, Any], width: int) -> list[str]:
+def _lines(title: str, facts: Mapping[str, Any]) -> list[str]:
     """The facts in words, and the map of heads."""
     members, per_layer, calibration = facts["members"], facts["heads_per_layer"], facts["calibration"]
     classes = f"{facts['classes']}, without names" if facts["classes"] else "none, there is no classifier"
@@ -125,7 +126,7 @@ def _lines(title: str, facts: Mapping[str, Any], width: int) -> list[str]:
         *(f"  {name:<14} {value}" for name, value in rows),
         "",
         f"heads kept: {kept} of {members * facts['layers'] * per_layer} ({KEPT} kept, {PRUNED} pruned)",
-        head_map(facts["heads"], per_layer, width),
+        head_map(facts["heads"], per_layer, Console().width),
     ]
 
 
@@ -178,9 +179,9 @@ def bench(
 ) -> None:
     """Measure what a model costs, beside baselines.
 
-    Latency, throughput, parameters and memory. The baseline single is the same architecture with one member and all heads, deep as many such models as the ensemble
-    has members. All take turns on the same random inputs; the ratio is to the first baseline. compare and report read
-    the file that --output writes, and take the last batch size from it.
+    That is latency, throughput, parameters and memory. The baseline single is the same architecture with one member and
+    all heads, deep as many such models as the ensemble has members. All take turns on the same random inputs; the ratio
+    is to the first baseline. compare and report read the file that --output writes, and take its last batch size.
 
     Examples:
       hydra-ensembles bench run
@@ -255,8 +256,7 @@ def _inputs(ensemble: Ensemble, size: int, tokens: int) -> Tensor:
 
 
 def _cost_table(costs: list[Cost], models: Mapping[str, Ensemble]) -> Table:
-    table = Table(title=f"on {costs[0].device}, medians of {costs[0].repeats} runs", title_justify="left")
-    table.add_column("model")
+    table = Table("model", title=f"on {costs[0].device}, medians of {costs[0].repeats} runs", title_justify="left")
     for heading in ("batch", "latency (ms)", "ratio", "inputs/s", "params (M)", "weights (MB)", "peak (MB)"):
         table.add_column(heading, justify="right")
     for index, cost in enumerate(costs):

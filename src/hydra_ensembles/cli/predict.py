@@ -4,8 +4,9 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,7 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
-from ..data.dataset import IMAGE_SUFFIXES, read_image
+from ..data.dataset import IMAGE_SUFFIXES, AnyDataset, read_image
 from ..data.loading import TABLE_SUFFIXES, Columns, load
 from ..errors import ConfigError, DataError
 from ..model.ensemble import Ensemble
@@ -25,22 +26,12 @@ from .command import command, did_you_mean, emit, names_beside
 from .sources import USUAL_BATCH, ModelSettings, load_classifier
 
 NUMBERS = ("confidence", "epistemic", "entropy", "disagreement")
-VERDICTS = {True: "accept", False: "abstain"}
+COLUMNS = ("input", "label", *NUMBERS, "score", "verdict")
 LONGEST = 60  # characters of an input that a table shows
 
 Item = tuple[str, Callable[[], Any]]
 """One input: what the result calls it, and how its content is read."""
 OutputFormat = Literal["table", "json", "jsonl", "csv"]
-
-
-Answer = dict[str, Any]
-"""The answer for one input.
-
-`input` is the file or the text; `label` the name of the most probable class (its number where the model has no names)
-and `confidence` its probability; `epistemic` the mutual information of label and member and `entropy` the total
-uncertainty, both in nats; `disagreement` the share of pairs of members with different labels; `score` what the
-threshold is held against; `verdict` is `accept`, `abstain` (the score is above it) or None (no threshold is known).
-"""
 
 
 @command
@@ -77,9 +68,20 @@ def predict(
     ensemble = _with_threshold(load_classifier(model), threshold, score)
     columns = dict(pair.partition("=")[::2] for pair in column or ())
     items = find_inputs(ensemble.kind, inputs or (), text or (), columns)
-    answers: list[Answer] = []
-    for names, contents in _batches(items, batch_size, skip_unreadable):
-        answers += _answers(names, ensemble.predict(contents))
+    answers: list[dict[str, Any]] = []
+    for start in range(0, len(items), batch_size):
+        names: list[str] = []
+        contents: list[Any] = []
+        for name, read in items[start : start + batch_size]:
+            try:
+                contents.append(read())
+                names.append(name)
+            except DataError as error:
+                if not skip_unreadable:
+                    raise
+                print(f"warning: skipped: {error}", file=sys.stderr)
+        if names:
+            answers += _answers(names, ensemble.predict(contents))
     emit(_written(answers, format), output)
     if answers and answers[0]["verdict"] is None:
         print("no verdict: this model has no calibrated threshold; build stores one, or give --threshold",
@@ -92,9 +94,7 @@ def _with_threshold(ensemble: Ensemble, threshold: float | None, score: ScoreNam
     if threshold is not None:
         return ensemble.with_metadata(calibration=replace(stored, threshold=threshold, score=score or stored.score))
     if score not in (None, stored.score):
-        raise ConfigError(
-            f"score {score} needs a threshold for it; the one stored with the model is for {stored.score}"
-        )
+        raise ConfigError(f"score {score} needs a threshold for it; the one stored is for {stored.score}")
     return ensemble
 
 
@@ -119,27 +119,25 @@ def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns:
             data = load(path, columns=from_plain(Columns, columns, "columns"), labels="optional")
             if data.kind != kind:
                 raise DataError(f"{path} holds {data.kind}s, but the model reads {kind}s")
-            items += [(f"{path}:{row}", lambda row=row, data=data: data[row][0]) for row in range(len(data))]  # type: ignore[misc]
+            items += [(f"{path}:{row}", partial(_content, data, row)) for row in range(len(data))]
         elif kind == "image":
-            items += [(str(file), lambda file=file: read_image(file)) for file in _images(path)]  # type: ignore[misc]
+            within = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
+            if not path.exists():
+                raise DataError(f"{path} does not exist{did_you_mean(path.name, names_beside(path))}")
+            if path.is_dir() and not within:
+                raise DataError(f"{path} has no images in it (suffixes read: {', '.join(IMAGE_SUFFIXES)})")
+            items += [(str(file), partial(read_image, file)) for file in (within if path.is_dir() else [path])]
         else:
-            items += [(line, lambda line=line: line) for line in _texts(argument, path)]  # type: ignore[misc]
-    items += [(text, lambda text=text: text) for text in texts]  # type: ignore[misc]
+            items += [(line, partial(str, line)) for line in _texts(argument, path)]
+    items += [(text, partial(str, text)) for text in texts]
     if not items:
         wanted = "image files or folders" if kind == "image" else 'texts: --text "...", a file, or - for standard input'
         raise DataError(f"got nothing to predict; give {wanted}")
     return items
 
 
-def _images(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise DataError(f"{path} does not exist{did_you_mean(path.name, names_beside(path))}")
-    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
-    if not files:
-        raise DataError(f"{path} has no images in it (suffixes read: {', '.join(IMAGE_SUFFIXES)})")
-    return files
+def _content(data: AnyDataset, row: int) -> Any:
+    return data[row][0]
 
 
 def _texts(argument: str, path: Path) -> list[str]:
@@ -162,46 +160,27 @@ def _texts(argument: str, path: Path) -> list[str]:
     return found
 
 
-def _batches(items: Sequence[Item], size: int, skip_unreadable: bool) -> Iterator[tuple[list[str], list[Any]]]:
-    """Names and contents, so many at a time; what cannot be read ends everything, or is named and left out."""
-    names: list[str] = []
-    contents: list[Any] = []
-    for name, read in items:
-        try:
-            contents.append(read())
-        except DataError as error:
-            if not skip_unreadable:
-                raise
-            print(f"warning: skipped: {error}", file=sys.stderr)
-            continue
-        names.append(name)
-        if len(names) == size:
-            yield names, contents
-            names, contents = [], []
-    if names:
-        yield names, contents
-
-
-def _answers(names: Sequence[str], prediction: Prediction) -> list[Answer]:
+def _answers(names: Sequence[str], prediction: Prediction) -> list[dict[str, Any]]:
+    """The columns of the output; a label is a number where the model has no names, uncertainties are in nats."""
     known, accept = prediction.class_names, prediction.accept
     columns: dict[str, Sequence[Any]] = {
         "input": names,
         "label": [str(label) if known is None else known[label] for label in prediction.label.tolist()],
         **{name: getattr(prediction, name).tolist() for name in NUMBERS},
         "score": prediction.score().tolist(),
-        "verdict": [None] * len(names) if accept is None else [VERDICTS[bool(one)] for one in accept],
+        "verdict": [None] * len(names) if accept is None else ["accept" if one else "abstain" for one in accept],
     }
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _written(answers: Sequence[Answer], format: OutputFormat) -> str | Table:
+def _written(answers: Sequence[dict[str, Any]], format: OutputFormat) -> str | Table:
     if format == "json":
         return json.dumps(answers, indent=1, ensure_ascii=False) + "\n"
     if format == "jsonl":
         return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in answers)
     if format == "csv":
         buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, ["input", "label", *NUMBERS, "score", "verdict"], lineterminator="\n")
+        writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(answers)
         return buffer.getvalue()

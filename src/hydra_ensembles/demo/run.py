@@ -280,8 +280,8 @@ def _table(evaluations: Mapping[str, Evaluation], costs: tuple[Cost, ...], setti
     notes = (
         *shown.notes,
         f"Circuits: {settings.method}, on {images} ID + {images} OOD validation images (PermanentCrop); "
-        f"{settings.prune} of 36 heads pruned per member, none in the {settings.shared_layers} layers that all members share; no "
-        "fine-tuning, no temperature.",
+        f"{settings.prune} of 36 heads pruned per member, none in the {settings.shared_layers} layers that all members "
+        "share; no fine-tuning, no temperature.",
         'AUROC and FPR95 by maximum softmax probability; "by MI": the same AUROC by mutual information between '
         "members, which a single model does not have.",
         f"{DEEP}: stored logits of three backbones trained from different seeds; its time is that of a stack of three "

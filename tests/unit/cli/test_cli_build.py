@@ -95,6 +95,7 @@ def test_a_folder_with_data_or_other_things_is_left_alone(world, tmp_path, outpu
     ("flags", "says"),
     [
         (["--id", "", "--strategy", "random"], "no data ''"),
+        (["--id", "{world}/val.csv"], "the model reads images"),
         (["--strategy", "circuit"], "ood"),
         (["--recipe", "sst2"], "train"),
         (["--ood", "{world}/test/../val"], "names the same data as id"),
@@ -114,33 +115,6 @@ def test_impossible_settings(world, tmp_path, flags, says):
 def test_texts_are_not_cropped(world, tmp_path):
     sets = ["--id", world / "val.csv", "--train", world / "val.csv", "--recipe", "sst2", "--strategy", "random"]
     assert "crops and flips" in fail("build", world / "bert", *sets, "--prune", 2, "--augment", "-o", tmp_path / "r")
-
-
-def test_identical_members_are_refused(world, tmp_path):
-    model = ["timm:test_vit", "--random-weights", "--num-classes", 3, "--model-option", "img_size=16",
-             "--model-option", "patch_size=8"]  # fmt: skip
-    sets = ["--id", world / "val", "--ood", world / "stripes", "--limit", 12]
-    says = fail("build", *model, *sets, "--prune", 1, "-q", "--output", tmp_path / "run")
-    assert "identical" in says
-    assert "rankings are kept in" in says
-
-
-@pytest.mark.parametrize(
-    ("colours", "says"),
-    [
-        (("red",), "at least two classes are needed"),
-        (("red", "green", "blue", "yellow"), "4 classes (blue, green, red, yellow), the model 3 without names"),
-        ((), "has no images"),
-    ],
-)
-def test_wrong_data(world, tmp_path, colours, says):
-    for colour in colours:
-        (tmp_path / "data" / colour).mkdir(parents=True)
-        shutil.copy(world / "val" / "red" / "0.png", tmp_path / "data" / colour)
-    (tmp_path / "data").mkdir(exist_ok=True)
-    model = [*vit_flags(world / "mine.safetensors"), "--strategy", "random", "--prune", 2, "-q"]
-    assert says in fail("build", *model, "--id", tmp_path / "data", "-o", tmp_path / "run")
-    assert "the model reads images" in fail("build", *model, "--id", world / "val.csv", "-o", tmp_path / "run")
 
 
 @pytest.mark.parametrize("moment", ["run.json", "rankings/acc.json", "heads.json", "members/1/config.json"])

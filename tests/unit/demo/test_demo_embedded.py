@@ -1,8 +1,6 @@
 """What the package carries: the right files, small enough, licensed, disjoint, and loadable with torch alone."""
 
 import hashlib
-import subprocess
-import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -18,22 +16,15 @@ from hydra_ensembles.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = {
-    "circuit_id": 256,
-    "circuit_ood": 256,
-    "calibration": 256,
+    **dict.fromkeys(("circuit_id", "circuit_ood", "calibration"), 256),
     "test": 455,
-    "AnnualCrop": 300,
-    "River": 300,
-    "FashionMNIST": 300,
+    **dict.fromkeys(("AnnualCrop", "River", "FashionMNIST"), 300),
 }
 CHECKSUMS = {
     SAMPLE: "67001fde798a96e0baea622dcdeb3558a04d832c3bc5231a49fb4b3f666a819a",
     DEEP_LOGITS: "09e33cb779c043fc07b40c81f868ca216fe27d67696fb7484e801de079660753",
     BACKBONE / "model.safetensors": "aa8ef1b6f1b4f6fae78f596c2b4961d6bd1a66a4972ce0bf01ad4979f8bb7605",
 }
-
-
-PIXELS = "3ec981c12615104aff848d92305381c7ab729d7dfcbb34027097dafd599deaf1"  # of all images, decoded, with labels
 
 
 def test_files_are_those_that_were_made_and_small() -> None:
@@ -62,14 +53,6 @@ def test_the_sets_have_the_sizes_and_classes_of_the_card() -> None:
     assert len(sample.test.class_names) == 7
     assert sample.test[0][0].size == (64, 64)
     assert sample.far["FashionMNIST"][0][0].size == (28, 28)
-
-
-def test_every_pixel_is_as_it_was() -> None:
-    found = hashlib.sha256()
-    for images in load_sample().sets.values():
-        for image, label in images:
-            found.update(image.tobytes() + str((image.size, label)).encode())
-    assert found.hexdigest() == PIXELS
 
 
 def test_no_image_is_in_two_sets_or_was_trained_on() -> None:
@@ -102,20 +85,9 @@ def test_the_backbone_is_what_the_card_says() -> None:
     assert backbone.dtype == torch.float32
 
 
-def test_the_backbone_loads_without_other_model_libraries() -> None:
-    code = (
-        "import sys\nfrom hydra_ensembles.demo import load_backbone\nload_backbone()\n"
-        "print([name for name in ('timm', 'transformers', 'torchvision', 'pyarrow') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_the_first_of_the_stored_logits_are_those_of_the_backbone() -> None:
     logits, sample, backbone = load_deep_logits(), load_sample(), load_backbone()
-    assert {name: tuple(one.shape) for name, one in logits.items()} == {
-        name: (3, count, 7) for name, count in SIZES.items()
-    }
+    assert {name: one.shape for name, one in logits.items()} == {name: (3, count, 7) for name, count in SIZES.items()}
     for name, images in sample.sets.items():
         inputs = backbone.prepare([images[index][0] for index in range(8)])
         with torch.no_grad():

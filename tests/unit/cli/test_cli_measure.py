@@ -58,13 +58,6 @@ def test_texts_without_groups_and_with_shift(text_folder, world, tmp_path):
     assert found.logits is not None
 
 
-def test_a_single_timm_model(world, tmp_path):
-    out = succeed("evaluate", *vit_flags(world / "mine.safetensors"), "--id", world / "test", "-o", tmp_path, "-q")
-    assert "timm:test_vit" in out
-    assert "test (24 samples)" in out
-    assert (tmp_path / "test_vit.json").exists()
-
-
 def test_classes_are_matched_by_name(run_folder, world, tmp_path):
     """Of a set with fewer classes, in another order, the labels are still those of the model."""
     save_images(tmp_path / "some", 4, seed=9)
@@ -142,31 +135,24 @@ def saved(tmp_path):
     return tmp_path
 
 
-def test_a_report_with_title_focus_and_baseline(saved):
-    assert "wrote" in succeed("report", saved, "--output", saved / "out" / "report.html", "--title", "My title")
-    page = (saved / "out" / "report.html").read_text()
-    assert "<h1>My title</h1>" in page
-    assert "1.25×" in page
-    files = [saved / "0.json", saved / "2.json"]
-    succeed("report", *files, "-o", saved / "r.html", "--focus", "Single", "--baseline", "Hydra")
-    assert "Single" in (saved / "r.html").read_text()
-
-
 @pytest.mark.parametrize(
-    ("kind", "start"), [("markdown", "| Method |"), ("latex", "% In distribution"), ("csv", "method,heads,accuracy")]
+    ("kind", "start"),
+    [("markdown", "| Method |"), ("latex", "% In distribution"), ("csv", "method,heads,accuracy"), ("table", " ")],
 )
-def test_a_comparison_in_other_formats(saved, kind, start):
-    assert succeed("compare", saved, "--format", kind).startswith(start)
-    assert succeed("compare", saved, "--format", kind, "--output", saved / "table") == ""
-    assert (saved / "table").read_text().startswith(start)
-
-
-def test_a_comparison_for_the_terminal(saved):
-    out = succeed("compare", saved)
+def test_a_comparison_in_each_format(saved, kind, start):
+    out = succeed("compare", saved, "--format", kind)
+    assert out.startswith(start)
     assert "Deep Ensemble" in out
-    assert "OOD avg" in out
-    succeed("compare", saved, "--output", saved / "table.txt")
-    assert (saved / "table.txt").read_text().count("Method") == 1
+    assert succeed("compare", saved, "--format", kind, "--output", saved / "table") == ""
+    assert "Deep Ensemble" in (saved / "table").read_text()
+
+
+def test_a_report_with_title_focus_and_baseline(saved):
+    page, flags = saved / "out" / "report.html", ["--title", "My title", "--baseline", "Hydra"]
+    assert f"wrote {page}" in succeed("report", saved, "--output", page, *flags, "--focus", "Single")
+    assert "<h1>My title</h1>" in page.read_text()
+    assert "1.25×" in page.read_text()
+    assert "Nobody" in fail("report", saved, "--focus", "Nobody", "-o", page)
 
 
 @pytest.mark.parametrize("command", ["compare", "report"])
@@ -188,8 +174,3 @@ def test_files_that_are_no_evaluations(saved, command, paths, says):
     (saved / "wrong" / "run.json").write_text(json.dumps({**json.loads((saved / "0.json").read_text()), "id": 3}))
     evaluation(ood=False).save(saved / "different" / "x.json")
     assert says in fail(command, *(saved / path for path in paths))
-
-
-def test_a_report_that_cannot_be_written(saved):
-    assert "Nobody" in fail("report", saved, "--focus", "Nobody", "-o", saved / "r.html")
-    fail("report", saved, "-o", saved / "notes.txt" / "r.html")
