@@ -151,24 +151,11 @@ def evaluate_logits(
     provenance: Provenance | None = None,
     gallery: Sequence[GalleryItem] = (),
 ) -> Evaluation:
-    """Every metric from member logits `[M, B, C]` (or `[B, C]` for one member), on the CPU.
+    """Every metric from member logits `[M, B, C]` (or `[B, C]` for one member) before any temperature, on the CPU.
 
-    Args:
-        id_logits: Of the in-distribution set, before any temperature.
-        labels: Its labels, `[B]`.
-        ood: Member logits of the OOD sets, nested or flat as in `evaluate`.
-        shift: `{name: (logits, labels)}` of sets under distribution shift.
-        name: This and what follows up to `keep_logits` is as in `evaluate`.
-        id_name: Name of the in-distribution set.
-        score: Score that detects OOD samples.
-        scores: Further scores to report.
-        convention: How AUPR and FPR95 are defined.
-        calibration: Temperature, and threshold for the selective numbers.
-        bootstrap: Number of resamples for confidence intervals; 0 for none.
-        keep_logits: Whether the result keeps the logits.
-        model: What made the logits, where more is known than their shape.
-        provenance: Where they were made; this machine, if not given.
-        gallery: Inputs to show in the report.
+    `ood` is nested or flat as in `evaluate`, with logits for data; `shift` is `{name: (logits, labels)}`; the settings
+    from `name` to `keep_logits` are those of `evaluate`. Where more is known than the logits, `model` says what made
+    them, `provenance` where (this machine, if not given), and `gallery` holds inputs to show in the report.
 
     Raises:
         DataError: A set is empty, has one class, holds NaN, or does not fit the others; the message names it.

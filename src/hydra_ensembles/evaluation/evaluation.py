@@ -35,7 +35,6 @@ class Classification:
     """How well a labelled set is classified, and how far the stated confidence can be trusted.
 
     Attributes:
-        samples: Size of the set.
         accuracy: Share of samples whose most probable class is the label.
         brier: Squared error summed over classes, mean over samples.
         nll: Negative log-likelihood of the mean probabilities.
@@ -79,7 +78,6 @@ class OodSet:
 
     Attributes:
         group: `near`, `far`, `apart` (in no mean), or `ungrouped` (in the mean over all sets only).
-        samples: Size of the set.
         detection: Result of each score.
         mutual_information: Mean over the set, in nats.
         disagreement: Mean over the set.
@@ -117,8 +115,6 @@ class ModelInfo:
 
     Attributes:
         kind: `image`, `text`, or `callable` for a model that is not an `Ensemble`.
-        members: Number of members.
-        classes: Number of classes.
         class_names: Names in the order of the logits; empty when unknown.
         parameters: Stored parameters.
         multiply_adds: Multiply-adds of one input with `tokens` tokens.
@@ -295,8 +291,6 @@ class Evaluation:
             for each score.
         shift: Results on labelled sets under distribution shift.
         selective: What the calibrated threshold does; None without one.
-        model: What was evaluated.
-        provenance: Where.
         figures: Curves for the report.
         intervals: Bootstrap intervals, under the names of `numbers`; empty unless asked for.
         gallery: The inputs the model was most and least sure about; empty unless asked for.
@@ -391,11 +385,7 @@ class Evaluation:
 
     @classmethod
     def load(cls, path: str | Path, *, with_logits: bool = False) -> "Evaluation":
-        """Read a JSON file that `save` wrote.
-
-        Args:
-            path: The JSON file.
-            with_logits: Also read the member logits beside it.
+        """Read a JSON file that `save` wrote; `with_logits` reads the member logits beside it, too.
 
         Raises:
             DataError: The file is missing or not an evaluation.

@@ -1,12 +1,6 @@
 """Metrics of a classifier's evidence: pure functions on tensors that know nothing of models."""
 
-from .bootstrap import (
-    Interval,
-    bootstrap_difference,
-    bootstrap_metric,
-    bootstrap_ood,
-    bootstrap_ood_difference,
-)
+from .bootstrap import Interval, bootstrap_difference, bootstrap_metric, bootstrap_ood, bootstrap_ood_difference
 from .calibration import (
     ReliabilityBins,
     accuracy,

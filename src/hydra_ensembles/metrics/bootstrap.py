@@ -6,7 +6,7 @@ ID and OOD samples are drawn separately, and an unweighted mean over several OOD
 The draws depend on the seed and the numbers of samples alone, not on the device.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -67,9 +67,7 @@ def bootstrap_metric(
         name: Name of the set, for error messages.
     """
     _check_settings(resamples, level)
-    count = _sample_count(samples, name)
-    replicates = [_call(metric, samples, rows) for rows in _rows(count, resamples, seed)]
-    return _interval(float(metric(*samples)), np.array(replicates), level)
+    return _interval(*_replicates(metric, samples, resamples, seed, name), level)
 
 
 def bootstrap_difference(
@@ -84,9 +82,10 @@ def bootstrap_difference(
 ) -> Interval:
     """Paired interval of `metric(*first) - metric(*second)`; row i is the same sample in both."""
     _check_settings(resamples, level)
-    count = _sample_count([*first, *second], name)
-    replicates = [_call(metric, first, rows) - _call(metric, second, rows) for rows in _rows(count, resamples, seed)]
-    return _interval(float(metric(*first)) - float(metric(*second)), np.array(replicates), level)
+    _sample_count([*first, *second], name)
+    value, replicates = _replicates(metric, first, resamples, seed, name)
+    other, others = _replicates(metric, second, resamples, seed, name)  # the same draws
+    return _interval(value - other, replicates - others, level)
 
 
 def bootstrap_ood(
@@ -100,21 +99,12 @@ def bootstrap_ood(
     seed: int = 0,
     name: str | None = None,
 ) -> Interval:
-    """Interval of an OOD metric, or of its unweighted mean over several OOD sets.
+    """Interval of an OOD metric of scores `[n]` and `[m]`, or of its unweighted mean over several OOD sets.
 
-    Args:
-        metric: `"auroc"`, `"aupr"` or `"fpr95"`.
-        id_scores: `[n]`, higher = more uncertain.
-        ood_scores: `[m]`, or one such vector for each OOD set.
-        convention: As in `hydra_ensembles.metrics.ood`.
-        resamples: Number of resamples.
-        level: Share of the replicates the interval holds.
-        seed: Seed of the draws.
-        name: Name of the OOD set, for error messages.
+    Scores and `convention` are as in `hydra_ensembles.metrics.ood`, the other settings as in `bootstrap_metric`.
     """
     _check_settings(resamples, level)
-    value, replicates = ood_replicates(metric, id_scores, ood_scores, convention, resamples, seed, name)
-    return _interval(value, replicates, level)
+    return _interval(*ood_replicates(metric, id_scores, ood_scores, convention, resamples, seed, name), level)
 
 
 def bootstrap_ood_difference(
@@ -130,16 +120,16 @@ def bootstrap_ood_difference(
 ) -> Interval:
     """Paired interval of first minus second, each given as `(id_scores, ood_scores)` on the same samples."""
     _check_settings(resamples, level)
-    for role, scores, others in zip(("ID", "OOD"), map(_as_list, first), map(_as_list, second), strict=True):
-        lengths, other_lengths = [len(s) for s in scores], [len(s) for s in others]
-        if lengths != other_lengths:
+    for role, one, two in zip(("ID", "OOD"), first, second, strict=True):
+        lengths, theirs = ([len(scores) for scores in _as_list(given)] for given in (one, two))
+        if lengths != theirs:
             raise DataError(
-                f"{where(name)}the first method has {lengths} {role} scores and the second {other_lengths}; "
+                f"{where(name)}the first method has {lengths} {role} scores and the second {theirs}; "
                 "a paired difference needs both methods on the same samples, in the same order"
             )
     value, replicates = ood_replicates(metric, *first, convention, resamples, seed, name)
-    other_value, other_replicates = ood_replicates(metric, *second, convention, resamples, seed, name)
-    return _interval(value - other_value, replicates - other_replicates, level)
+    other, others = ood_replicates(metric, *second, convention, resamples, seed, name)
+    return _interval(value - other, replicates - others, level)
 
 
 def ood_replicates(
@@ -193,14 +183,16 @@ def _as_list(scores: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return [scores] if isinstance(scores, Tensor) else list(scores)
 
 
-def _rows(count: int, resamples: int, seed: int) -> Iterator[Tensor]:
-    generator = np.random.default_rng(seed)
+def _replicates(
+    metric: Callable[..., float], samples: Sequence[Tensor], resamples: int, seed: int, name: str | None
+) -> tuple[float, np.ndarray]:
+    """The metric, and its value on every resample `[R]`."""
+    count, generator = _sample_count(samples, name), np.random.default_rng(seed)
+    replicates = []
     for _ in range(resamples):
-        yield torch.from_numpy(generator.integers(count, size=count))
-
-
-def _call(metric: Callable[..., float], samples: Sequence[Tensor], rows: Tensor) -> float:
-    return float(metric(*(sample[rows.to(sample.device)] for sample in samples)))
+        rows = torch.from_numpy(generator.integers(count, size=count))
+        replicates.append(float(metric(*(sample[rows.to(sample.device)] for sample in samples))))
+    return float(metric(*samples)), np.array(replicates)
 
 
 def _sample_count(samples: Sequence[Tensor], name: str | None) -> int:

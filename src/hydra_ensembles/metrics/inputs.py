@@ -62,10 +62,8 @@ def check_same_length(lengths: dict[str, int], name: str | None) -> int:
 def check_scores(scores: Tensor, what: str, name: str | None) -> Tensor:
     """One score a sample, `[B]`, at least one, no NaN. Infinite scores have a rank and are accepted."""
     if scores.ndim != 1 or scores.is_complex():
-        raise DataError(
-            f"{where(name)}{what} must be a vector [B] of real numbers, one a sample, but are {scores.dtype} "
-            f"{list(scores.shape)}"
-        )
+        got = f"{scores.dtype} {list(scores.shape)}"
+        raise DataError(f"{where(name)}{what} must be a vector [B] of real numbers, one a sample, but are {got}")
     if scores.numel() == 0:
         raise DataError(f"{where(name)}there are no {what}; at least one is needed: check how the set was loaded")
     missing = torch.isnan(scores)

@@ -45,13 +45,8 @@ class RocCurve:
 def discordance(id_scores: Tensor, ood_scores: Tensor, *, name: str | None = None) -> int:
     """Twice the number of (ID, OOD) pairs in the wrong order, plus the number of tied pairs.
 
-    An integer, so that two candidates compare exactly: AUROC = 1 - discordance / (2 · ID · OOD). Runs on the device of
-    the ID scores, and takes O(n log n).
-
-    Args:
-        id_scores: `[n]`, any real dtype.
-        ood_scores: `[m]`, any real dtype.
-        name: Name of the OOD set, for error messages.
+    An integer, so that two candidates compare exactly: AUROC = 1 - discordance / (2 · ID · OOD). Scores `[n]` and
+    `[m]` may have any real dtype. Runs on the device of the ID scores, and takes O(n log n).
     """
     fp, tp, _ = flagged(*_checked(id_scores, ood_scores, name))
     return 2 * len(id_scores) * len(ood_scores) - int(_concordant_twice(fp, tp))

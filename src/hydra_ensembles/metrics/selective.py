@@ -59,10 +59,7 @@ def risk_coverage(scores: Tensor, errors: Tensor, *, name: str | None = None) ->
 
 
 def aurc(scores: Tensor, errors: Tensor, *, name: str | None = None) -> float:
-    """Area under the risk-coverage curve, by trapezoids, divided by the width the curve spans.
-
-    With one sample the curve is a point, and its risk is the result.
-    """
+    """Area under the risk-coverage curve, as `RiskCoverage.area` defines it."""
     return risk_coverage(scores, errors, name=name).area
 
 

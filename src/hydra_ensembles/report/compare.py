@@ -107,16 +107,6 @@ def set_columns(names: list[str]) -> tuple[Column, ...]:
     return tuple(column for name in names for column in _detection(f"ood.{name}", name))
 
 
-def value_of(column: Column, evaluation: Evaluation, cost: Cost | None) -> float | None:
-    """The number a column shows of one evaluation; None where it is not known."""
-    numbers = evaluation.numbers()
-    if column.key in numbers:
-        return numbers[column.key]
-    measured = None if cost is None else getattr(cost, column.key, None)
-    known = measured if measured is not None else getattr(evaluation.model, column.key, None)
-    return float(known) if isinstance(known, int | float) and not isinstance(known, bool) else None
-
-
 Rank = Literal["best", "second", ""]
 Runs = Mapping[str, Evaluation | Sequence[Evaluation]] | Iterable[Evaluation]
 
@@ -223,13 +213,19 @@ def _cell(column: Column, runs: Sequence[Evaluation], cost: Cost | None) -> Cell
     if column.key == "heads":
         labels = {run.model.heads_label for run in runs} - {None}
         return Cell(" / ".join(sorted(str(label) for label in labels)) or "–")
-    values = [value for run in runs if (value := value_of(column, run, cost)) is not None]
+    measured = getattr(cost, column.key, None)
+    values, varies = [], False
+    for run in runs:
+        numbers = run.numbers()
+        known = measured if measured is not None else getattr(run.model, column.key, None)
+        value = numbers.get(column.key, known)
+        varies |= column.key in numbers
+        values += [float(value)] if isinstance(value, int | float) else []
     if not values:
         return Cell("–")
     mean = statistics.fmean(values)
-    spread = statistics.stdev(values) if len(values) > 1 else None
-    if spread == 0 and column.key not in runs[0].numbers():
-        spread = None  # what a method costs does not vary with the seed
+    # what a method costs does not vary with the seed
+    spread = statistics.stdev(values) if len(values) > 1 and (varies or len(set(values)) > 1) else None
     return Cell(column.write(mean, spread), mean, spread)
 
 
@@ -382,9 +378,20 @@ class _Terminal:
     title: str | None
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        text, box, table = (require(f"rich.{name}", extra="report") for name in ("text", "box", "table"))
+        styles = {"best": "bold green", "second": "underline", "": ""}
         for number, positions in enumerate(_blocks(self.comparison, options.max_width)):
-            yield _rich_table(self.comparison, positions, self.title if number == 0 else None)
-        yield require("rich.text", extra="report").Text("\n".join(self.comparison.notes), style="dim")
+            title = self.title if number == 0 else None
+            part = table.Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+            part.add_column("Method", no_wrap=True)
+            for column in (self.comparison.columns[position] for position in positions):
+                heading = f"{column.group}\n{column.heading}" if column.group else column.heading
+                part.add_column(text.Text(heading), justify="right", no_wrap=True, vertical="bottom")
+            for row in self.comparison.rows:
+                cells = [row.cells[position] for position in positions]
+                part.add_row(text.Text(row.name), *(text.Text(cell.text, style=styles[cell.rank]) for cell in cells))
+            yield part
+        yield text.Text("\n".join(self.comparison.notes), style="dim")
 
 
 def _blocks(comparison: Comparison, width: int) -> list[list[int]]:
@@ -405,34 +412,12 @@ def _blocks(comparison: Comparison, width: int) -> list[list[int]]:
     return blocks
 
 
-def _rich_table(comparison: Comparison, positions: list[int], title: str | None) -> Any:
-    text, box = require("rich.text", extra="report"), require("rich.box", extra="report")
-    table = require("rich.table", extra="report").Table(
-        title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
-    table.add_column("Method", no_wrap=True)
-    for position in positions:
-        column = comparison.columns[position]
-        heading = f"{column.group}\n{column.heading}" if column.group else column.heading
-        table.add_column(text.Text(heading), justify="right", no_wrap=True, vertical="bottom")
-    styles = {"best": "bold green", "second": "underline", "": ""}
-    for row in comparison.rows:
-        cells = [row.cells[position] for position in positions]
-        table.add_row(text.Text(row.name), *(text.Text(cell.text, style=styles[cell.rank]) for cell in cells))
-    return table
-
-
 FORMAT = "hydra_ensembles.costs"
-
-
-@dataclass(frozen=True)
-class _Costs:
-    costs: tuple[Cost, ...]
 
 
 def save_costs(path: str | Path, costs: Iterable[Cost]) -> None:
     """Write the rows of `measure_costs` as JSON."""
-    plain = {"format": FORMAT, **to_plain(_Costs(tuple(costs)))}
+    plain = {"format": FORMAT, "costs": to_plain(tuple(costs))}
     write_atomically(Path(path), json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False).encode())
 
 
@@ -447,6 +432,7 @@ def load_costs(path: str | Path) -> tuple[Cost, ...]:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as a table of costs: {error}") from error
-    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-        raise DataError(f'{path} is not a table of costs: it lacks "format": "{FORMAT}"')
-    return from_plain(_Costs, {key: value for key, value in data.items() if key != "format"}, str(path)).costs
+    rows = data.get("costs") if isinstance(data, Mapping) and data.get("format") == FORMAT else None
+    if not isinstance(rows, list):
+        raise DataError(f'{path} is not a table of costs: it lacks "format": "{FORMAT}", or the list of "costs"')
+    return tuple(from_plain(Cost, row, f"{path}.costs[{index}]") for index, row in enumerate(rows))

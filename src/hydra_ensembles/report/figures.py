@@ -53,9 +53,9 @@ def colour(index: int) -> str:
 
 
 @_plain_matplotlib()
-def reliability(evaluation: Evaluation, series: int, label: str) -> str:
+def reliability(name: str, evaluation: Evaluation, series: int) -> str:
     """Accuracy against confidence, with the share of the samples in each bin below."""
-    bins = evaluation.figures.reliability
+    bins, result = evaluation.figures.reliability, evaluation.id
     width, ink = 1 / len(bins.count), _LIGHT[colour(series)]
     figure = _figure(340, 286)
     axes = _axes(figure, 190, "confidence (%)", "accuracy (%)", percent="xy")
@@ -73,37 +73,41 @@ def reliability(evaluation: Evaluation, series: int, label: str) -> str:
     middles = [(index + 0.5) * width for index in range(len(bins.count))]
     strip.bar(middles, bins.count, width * 0.88, color=ink, alpha=0.55)
     strip.text(0.012, 0.75, "samples", transform=strip.transAxes, fontsize=10.5, color=_LIGHT["muted"])
-    return _svg(figure, label)
+    label = f"Reliability diagram of {name} on {evaluation.id_name}: expected calibration error {result.ece:.3f}, "
+    return _svg(figure, f"{label}adaptive {result.aece:.3f}, over {result.samples} samples.")
 
 
 @_plain_matplotlib()
-def histogram(evaluation: Evaluation, set_name: str, label: str) -> str:
+def histogram(name: str, evaluation: Evaluation, set_name: str) -> str:
     """How the uncertainty score is distributed in distribution and on one OOD set."""
-    figures = evaluation.figures
+    figures, result = evaluation.figures, evaluation.ood[set_name]
     figure = _figure(340, 220)
     axes = _axes(figure, 170, f"uncertainty ({evaluation.score})", "share (%)", percent="y")
-    for counts, name in ((figures.id_scores, "c0"), (figures.ood_scores[set_name], "c1")):
+    for counts, ink in ((figures.id_scores, _LIGHT["c0"]), (figures.ood_scores[set_name], _LIGHT["c1"])):
         shares = [count / max(sum(counts), 1) for count in counts]
-        axes.stairs(shares, figures.score_edges, fill=True, color=_LIGHT[name], alpha=0.28)
-        axes.stairs(shares, figures.score_edges, color=_LIGHT[name], linewidth=1.5)
+        axes.stairs(shares, figures.score_edges, fill=True, color=ink, alpha=0.28)
+        axes.stairs(shares, figures.score_edges, color=ink, linewidth=1.5)
     axes.set(xlim=(figures.score_edges[0], figures.score_edges[-1]), ylim=(0, None))
     _few_ticks(axes)
-    return _svg(figure, label)
+    label = f"Histogram of the {evaluation.score} score of {name}, in distribution against {set_name} ({result.group})"
+    return _svg(figure, f"{label}: AUROC {result.detection[evaluation.score].auroc * 100:.1f} percent.")
 
 
 @_plain_matplotlib()
-def roc(methods: Mapping[str, Evaluation], focus: str, set_name: str, label: str) -> str:
+def roc(methods: Mapping[str, Evaluation], focus: str, set_name: str) -> str:
     """ROC curves of all methods on one OOD set."""
     figure = _figure(340, 220)
     axes = _axes(figure, 170, "ID flagged (%)", "OOD flagged (%)", percent="xy")
     axes.set(xlim=(0, 1), ylim=(0, 1), xticks=(0, 0.25, 0.5, 0.75, 1), yticks=(0, 0.25, 0.5, 0.75, 1))
     axes.plot((0, 1), (0, 1), color=_LIGHT["muted"], linewidth=1, linestyle=(0, (4, 4)), alpha=0.7)
     _lines(axes, {name: one.figures.roc.get(set_name) for name, one in methods.items()}, focus)
-    return _svg(figure, label)
+    known = {name: one.ood[set_name].detection[one.score] for name, one in methods.items() if set_name in one.ood}
+    listing = ", ".join(f"{name} {result.auroc * 100:.1f}" for name, result in known.items())
+    return _svg(figure, f"ROC curves on {set_name}. AUROC in percent: {listing}.")
 
 
 @_plain_matplotlib()
-def risk_coverage(methods: Mapping[str, Evaluation], focus: str, label: str) -> str:
+def risk_coverage(methods: Mapping[str, Evaluation], focus: str) -> str:
     """Error among the answered inputs, against the share that is answered."""
     curves = {name: one.figures.risk_coverage for name, one in methods.items()}
     # the first few answered samples make any risk look wild; the scale follows what comes after them
@@ -114,7 +118,9 @@ def risk_coverage(methods: Mapping[str, Evaluation], focus: str, label: str) -> 
     axes.set(xlim=(0, 1), ylim=(0, top), xticks=(0, 0.2, 0.4, 0.6, 0.8, 1))
     _few_ticks(axes, "y")
     _lines(axes, {name: Curve(one.x, tuple(min(y, top) for y in one.y)) for name, one in curves.items()}, focus)
-    return _svg(figure, label)
+    listing = ", ".join(f"{name} {one.id.risk_at_coverage['0.80'] * 100:.2f}" for name, one in methods.items())
+    label = f"Risk-coverage curves on {methods[focus].id_name}. Wrong answers in percent when 80 percent of the inputs "
+    return _svg(figure, f"{label}are answered: {listing}.")
 
 
 def _figure(width: float, height: float) -> Any:

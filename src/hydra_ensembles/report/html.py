@@ -101,6 +101,8 @@ def render_report(
     focus, baseline = focus or list(methods)[-1], baseline or next(iter(methods))
     measured = {cost.name: cost for cost in costs or ()}
     comparison = compare(methods, measured.values(), allow_mismatch=allow_mismatch)
+    wide = len(comparison.columns) > ONE_TABLE
+    parts = [[column for column in comparison.columns if bool(column.group) == grouped] for grouped in (False, True)]
     runs = {name: found[0] for name, found in methods.items()}
     shown = runs[focus]
     heads, per_layer = shown.model.heads, shown.model.heads_per_layer
@@ -122,13 +124,15 @@ def render_report(
         shown=shown,
         colours={name: figures.colour(index) for index, name in enumerate(methods)},
         tiles=list(_tiles(comparison, shown, focus, baseline, spread=len(methods[focus]) > 1)),
-        results=[_table(comparison, columns) for columns in _parts(comparison)],
+        results=[_table(comparison, columns) for columns in (parts if wide else [comparison.columns]) if columns],
         notes=comparison.notes,
-        bars={kind: _bars(values) for kind, values in _costs(runs, measured).items() if values},
+        bars=_costs(runs, measured),
         measured=next(iter(measured.values()), None),
-        reliability=[_reliability(name, one, index) for index, (name, one) in enumerate(runs.items())],
+        reliability=[
+            (name, one.id, figures.reliability(name, one, index)) for index, (name, one) in enumerate(runs.items())
+        ],
         detection=[_detection(runs, focus, name) for name in shown.ood],
-        risk=_risk(runs, focus),
+        risk=figures.risk_coverage(runs, focus),
         shift=_shift(runs),
         heads=None if heads is None or per_layer is None else _head_map(heads, per_layer, focus),
         agreement=list(_agreement(shown)),
@@ -169,14 +173,6 @@ def _tiles(
         }
 
 
-def _parts(comparison: Comparison) -> list[list[Column]]:
-    """The columns of one table, or of two where one would be too wide."""
-    if len(comparison.columns) <= ONE_TABLE:
-        return [list(comparison.columns)]
-    parts = [[column for column in comparison.columns if bool(column.group) == grouped] for grouped in (False, True)]
-    return [part for part in parts if part]
-
-
 def _table(comparison: Comparison, columns: Sequence[Column], grouped: bool = True) -> dict[str, Any]:
     """Some columns of a comparison."""
     positions = [comparison.columns.index(column) for column in columns]
@@ -189,68 +185,41 @@ def _table(comparison: Comparison, columns: Sequence[Column], grouped: bool = Tr
     }
 
 
-def _costs(runs: Mapping[str, Evaluation], measured: Mapping[str, Cost]) -> dict[str, dict[str, tuple[float, str]]]:
-    """Length and words of each method's bar, for every kind of cost; counts come from the models themselves."""
-    kinds: dict[str, dict[str, tuple[float, str]]] = {
-        kind: {} for kind in ("Parameters stored", "Multiply-adds per input", "Latency of a batch", "Peak memory")
+def _costs(runs: Mapping[str, Evaluation], measured: Mapping[str, Cost]) -> dict[str, list[tuple[str, str, float]]]:
+    """Name, words and length in percent of each method's bar, for every kind of cost that somebody has."""
+    kinds: dict[str, list[tuple[str, str, float]]] = {
+        kind: [] for kind in ("Parameters stored", "Multiply-adds per input", "Latency of a batch", "Peak memory")
     }
     parameters, work, latency, memory = kinds.values()
     for name, run in runs.items():
         cost = measured.get(name)
         if stored := (cost.parameters if cost else None) or run.model.parameters:
-            parameters[name] = stored, f"{stored / 1e6:,.2f} M"
+            parameters.append((name, f"{stored / 1e6:,.2f} M", stored))
         if sums := (cost.multiply_adds if cost else None) or run.model.multiply_adds:
-            work[name] = sums, f"{sums / 1e9:,.2f} G"
+            work.append((name, f"{sums / 1e9:,.2f} G", sums))
         if cost:
-            latency[name] = cost.latency_ms, f"{cost.latency_ms:,.2f} ms · {cost.latency_ratio:.2f}×"
+            latency.append((name, f"{cost.latency_ms:,.2f} ms · {cost.latency_ratio:.2f}×", cost.latency_ms))
         if cost and cost.peak_memory_bytes is not None:
-            memory[name] = cost.peak_memory_bytes, f"{cost.peak_memory_bytes / 2**20:,.0f} MiB"
-    return kinds
-
-
-def _bars(values: Mapping[str, tuple[float, str]]) -> list[tuple[str, str, float]]:
-    """Name, words and length in percent of each bar."""
-    most = max(value for value, _ in values.values()) or 1.0
-    return [(name, words, max(100 * value / most, 1)) for name, (value, words) in values.items()]
-
-
-def _reliability(name: str, run: Evaluation, series: int) -> dict[str, Any]:
-    result = run.id
-    label = (
-        f"Reliability diagram of {name} on {run.id_name}: expected calibration error {result.ece:.3f}, "
-        f"adaptive {result.aece:.3f}, over {result.samples} samples."
-    )
-    return {"name": name, "ece": result.ece, "aece": result.aece, "svg": figures.reliability(run, series, label)}
+            memory.append((name, f"{cost.peak_memory_bytes / 2**20:,.0f} MiB", cost.peak_memory_bytes))
+    for bars in kinds.values():
+        most = max((value for *_, value in bars), default=0) or 1.0
+        bars[:] = [(name, words, max(100 * value / most, 1)) for name, words, value in bars]
+    return {kind: bars for kind, bars in kinds.items() if bars}
 
 
 def _detection(runs: Mapping[str, Evaluation], focus: str, name: str) -> dict[str, Any]:
     """Histogram, ROC curves and numbers of one OOD set."""
     shown, result = runs[focus], runs[focus].ood[name]
     known = {method: one for method, one in runs.items() if name in one.ood}
-    areas = {method: one.ood[name].detection[one.score].auroc * 100 for method, one in known.items()}
-    histogram = (
-        f"Histogram of the {shown.score} score of {focus}, in distribution against {name} ({result.group}): "
-        f"AUROC {areas[focus]:.1f} percent."
-    )
-    listing = ", ".join(f"{method} {area:.1f}" for method, area in areas.items())
     comparison = compare(known, columns=set_columns([name]), allow_mismatch=True)
     return {
         "name": name,
         "about": ", ".join(filter(None, (_GROUPS[result.group], f"{result.samples:,} samples"))),
-        "histogram": figures.histogram(shown, name, histogram),
-        "roc": figures.roc(runs, focus, name, f"ROC curves on {name}. AUROC in percent: {listing}."),
-        "area": areas[focus],
+        "histogram": figures.histogram(focus, shown, name),
+        "roc": figures.roc(runs, focus, name),
+        "area": result.detection[shown.score].auroc * 100,
         "table": _table(comparison, comparison.columns, grouped=False),
     }
-
-
-def _risk(runs: Mapping[str, Evaluation], focus: str) -> str:
-    listing = ", ".join(f"{name} {one.id.risk_at_coverage['0.80'] * 100:.2f}" for name, one in runs.items())
-    label = (
-        f"Risk-coverage curves on {runs[focus].id_name}. Wrong answers in percent when 80 percent of the inputs are "
-        f"answered: {listing}."
-    )
-    return figures.risk_coverage(runs, focus, label)
 
 
 def _shift(runs: Mapping[str, Evaluation]) -> dict[str, Any] | None:
