@@ -12,8 +12,7 @@ from .heads.masking import Model
 from .model.clip import DualEncoder, joined_scales, require_model, single_members
 from .model.config import EnsembleConfig, Sharing
 from .model.ensemble import Ensemble, singles
-from .model.layers import GroupedLinear
-from .model.members import common_layers, join_states, listed, place_of, require_same_dtype_and_device, same_tensors
+from .model.members import common_layers, join_states, listed, place_of, require_same_dtype_and_device, unequal
 from .model.stem_readout import Projections, linear
 
 Fusion = Literal["mean", "separate"]
@@ -66,20 +65,22 @@ def fuse(
 
 def _fuse_ensembles(members: Sequence[Ensemble], how: How) -> Ensemble:
     states, heads, metadata = singles(members)
-    if how["stem"] == "shared":
-        _require_equal_stems(states)
+    differing = unequal(states)
+    stem = next((name for name in differing if place_of(name)[0] == "stem"), None)
+    if how["stem"] == "shared" and stem is not None:
+        advice = 'fuse with stem="mean" or stem="separate", or fine-tune without the stem'
+        raise ConfigError(f"the members differ in {stem}, so one stem cannot serve all; {advice}")
     first = members[0].config
     config = EnsembleConfig(first.stem, first.encoder, first.readout, heads)
     if len(states) > 1:
         shared = {group: fusion != "separate" for group, fusion in how.items()}
-        config = replace(config, sharing=Sharing(**shared), trunk=common_layers(heads, states))
+        config = replace(config, sharing=Sharing(**shared), trunk=common_layers(heads, differing))
     joined = join_states(config, states)
-    for name, tensor in joined.items():
+    for name in joined:
         group, layer = place_of(name)
         in_trunk = layer is not None and layer < config.trunk
         if how.get(group) == "mean" and not in_trunk:
-            total = torch.stack([state[name].double() for state in states])  # [M, 1, …]
-            joined[name] = total.mean(0).to(tensor.dtype)
+            joined[name] = _mean(torch.cat([state[name] for state in states]))  # [M, …]
     settings = ", ".join(f"{group} {fusion}" for group, fusion in how.items())
     line = f"fused {len(states)} members: {settings}, trunk of {config.trunk} layers"
     return Ensemble.from_state(config, joined, metadata.after(line))
@@ -92,49 +93,29 @@ def _fuse_dual_encoders(members: Sequence[DualEncoder], how: How) -> DualEncoder
 
     def tower(towers: Sequence[Ensemble], alone: bool) -> Ensemble:
         """One tower of all members; `alone` says whether the other tower keeps the members apart."""
-        first = towers[0]
-        same = all(
-            first.config == other.config and same_tensors(first.state_dict(), other.state_dict())
-            for other in towers[1:]
-        )
-        return first if same and not alone else _fuse_ensembles(towers, how)
+        states = [one.state_dict() for one in towers]
+        same = all(one.config == towers[0].config for one in towers) and not unequal(states)
+        return towers[0] if same and not alone else _fuse_ensembles(towers, how)
 
     text = tower([one.text for one in parts], alone=False)
     image = tower([one.image for one in parts], alone=text.num_members == 1)
     stacked = Projections.stack([one.projections for one in parts])
-    readout = how["readout"]
-    projections = Projections(*(_fuse_projection(one, readout) for one in (stacked.image, stacked.text)))
-    scale, bias = _once(scales, readout), None if biases is None else _once(biases, readout)
-    copies = max(len(scale), 1 if bias is None else len(bias))
-    scale, bias = scale.expand(copies), None if bias is None else bias.expand(copies)
-    return DualEncoder(image, text, projections, scale, bias).eval()
+    maps = (
+        None if one is None else linear(*_once(one.weight, one.bias, how["readout"]))
+        for one in (stacked.image, stacked.text)
+    )
+    return DualEncoder(image, text, Projections(*maps), *_once(scales, biases, how["readout"])).eval()
 
 
-def _fuse_projection(stacked: GroupedLinear | None, how: StemFusion) -> GroupedLinear | None:
-    """The projections of all members to one tower, stored once where they are equal or averaged."""
-    if stacked is None:
-        return None
-    weight, bias = _once(stacked.weight, how), None if stacked.bias is None else _once(stacked.bias, how)
-    copies = max(len(weight), 1 if bias is None else len(bias))
-    return linear(weight.expand(copies, -1, -1), None if bias is None else bias.expand(copies, -1))
+def _once(weight: Tensor, bias: Tensor | None, how: StemFusion) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases of all members `[M, …]` as they are stored: one where all are equal, or averaged; else all."""
+    if all(bool((one == one[:1]).all()) for one in (weight, bias) if one is not None):
+        return weight[:1], None if bias is None else bias[:1]
+    if how != "mean":
+        return weight, bias
+    return _mean(weight), None if bias is None else _mean(bias)
 
 
-def _once(copies: Tensor, how: StemFusion) -> Tensor:
-    """Copies `[M, …]` as they are stored: one where they are equal, or averaged; else all."""
-    first = copies[:1].detach()
-    if bool((copies == first).all()):
-        return first
-    return copies.detach().double().mean(0, keepdim=True).to(copies.dtype) if how == "mean" else copies.detach()
-
-
-def _require_equal_stems(states: Sequence[Mapping[str, Tensor]]) -> None:
-    for name, tensor in states[0].items():
-        if place_of(name)[0] != "stem":
-            continue
-        for index, state in enumerate(states[1:], start=1):
-            if not torch.equal(tensor, state[name]):
-                gap = (tensor.double() - state[name].double()).abs().max().item()
-                raise ConfigError(
-                    f"members 0 and {index} differ in {name} (by up to {gap:.3g}), so one stem cannot serve both; "
-                    'fuse with stem="mean" or stem="separate", or fine-tune without the stem'
-                )
+def _mean(copies: Tensor) -> Tensor:
+    """The mean `[1, …]` of copies `[M, …]`."""
+    return copies.double().mean(0, keepdim=True).to(copies.dtype)

@@ -66,9 +66,8 @@ class Prediction:
             raise ConfigError("threshold is NaN; give a number, or None to accept or refuse nothing")
         member_logits = scale_logits(member_logits, temperature, check_finite)
         if class_names is not None and len(class_names) != member_logits.shape[-1]:
-            raise DataError(
-                f"got {len(class_names)} class names for {member_logits.shape[-1]} classes; give one per class"
-            )
+            classes = member_logits.shape[-1]
+            raise DataError(f"got {len(class_names)} class names for {classes} classes; give one per class")
         return cls(member_logits, threshold, score, None if class_names is None else tuple(class_names))
 
     @cached_property
@@ -87,19 +86,18 @@ class Prediction:
         return self.member_logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(self.members)
 
     @cached_property
-    def _top(self) -> tuple[Tensor, Tensor]:
-        confidence, label = self.probs.max(dim=-1)
-        return confidence, label
+    def _top(self) -> torch.return_types.max:
+        return self.probs.max(dim=-1)
 
     @property
     def label(self) -> Tensor:
         """`[B]`, the most probable class."""
-        return self._top[1]
+        return self._top.indices
 
     @property
     def confidence(self) -> Tensor:
         """`[B]`, its probability."""
-        return self._top[0]
+        return self._top.values
 
     @cached_property
     def _entropies(self) -> EntropyParts:
@@ -168,10 +166,7 @@ class Prediction:
     def names(self) -> list[str]:
         """Name of the predicted class of each sample."""
         if self.class_names is None:
-            raise DataError(
-                "the class names are not known; give them to the model, convert(model, labels=[...]), or to "
-                "Prediction.from_logits as class_names="
-            )
+            raise DataError("the class names are not known; give them to the model: convert(model, labels=[...])")
         return [self.class_names[index] for index in self.label.tolist()]
 
     @classmethod
@@ -184,10 +179,8 @@ class Prediction:
             for what in ("members", "classes", "threshold", "score_name", "class_names"):
                 ours, theirs = getattr(first, what), getattr(other, what)
                 if ours != theirs:
-                    raise DataError(
-                        f"prediction {index} has {what} = {theirs!r} and prediction 0 has {ours!r}; "
-                        "only predictions of one ensemble with the same settings can be joined"
-                    )
+                    differ = f"prediction {index} has {what} = {theirs!r} and prediction 0 has {ours!r}"
+                    raise DataError(f"{differ}; only predictions of one ensemble with the same settings can be joined")
         return first._with(torch.cat([one.member_logits for one in predictions], dim=1))
 
     def to(self, device: torch.device | str) -> "Prediction":
@@ -199,10 +192,7 @@ class Prediction:
 
     def __getitem__(self, index: SupportsIndex | slice | Sequence[int] | Tensor) -> "Prediction":
         if index is None:
-            raise DataError(
-                "a prediction cannot be indexed by None; `accept` is None while no threshold is known: calibrate the "
-                "ensemble first"
-            )
+            raise DataError("a prediction has no sample None; where this was `accept`, calibrate the ensemble first")
         if isinstance(index, Integral) or (isinstance(index, Tensor) and index.ndim == 0):
             position = int(index)
             if not -len(self) <= position < len(self):
@@ -229,10 +219,8 @@ def ood_score(member_logits: Tensor, name: ScoreName = "msp", temperature: Tempe
 def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, check_finite: bool = True) -> Tensor:
     """Check member logits `[M, B, C]`, raise them to at least float32, and divide by the temperature."""
     if member_logits.ndim != 3:
-        raise DataError(
-            f"member logits must have shape [M, B, C] (members, samples, classes), but have "
-            f"{list(member_logits.shape)}; add a member axis with .unsqueeze(0) for a single model"
-        )
+        shape = f"[M, B, C] (members, samples, classes), but have {list(member_logits.shape)}"
+        raise DataError(f"member logits must have shape {shape}; a single model's get a member axis by .unsqueeze(0)")
     members, _, classes = member_logits.shape
     if members < 1 or classes < 2:
         raise DataError(f"got {members} members and {classes} classes; at least 1 member and 2 classes are needed")
@@ -242,9 +230,8 @@ def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, 
     if temperature is not None:
         divisor = torch.as_tensor(temperature, dtype=scaled.dtype)
         if divisor.ndim > 1 or (divisor.ndim == 1 and len(divisor) != members):
-            raise ConfigError(
-                f"temperature has shape {list(divisor.shape)} for {members} members; give one number, or one per member"
-            )
+            shape = f"temperature has shape {list(divisor.shape)} for {members} members"
+            raise ConfigError(f"{shape}; give one number, or one per member")
         check_temperature(divisor.flatten().tolist())
         scaled = scaled / divisor.reshape(-1, 1, 1).to(scaled.device, non_blocking=True)  # [1 or M, 1, 1]
     if check_finite and not bool(torch.isfinite(scaled).all()):

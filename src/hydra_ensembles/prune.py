@@ -16,9 +16,8 @@ from .model.members import has_head_axis, place_of
 def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
     """A new ensemble, or dual encoder, without the given heads; the input is untouched.
 
-    A head's rows leave the query, key, value and output projections together with their biases; the bias
-    of the output projection stays, also in a layer that loses its last head. Heads keep the indices they had
-    in the original model, so pruning in two steps and pruning at once name the same heads.
+    The bias of the output projection stays, also in a layer that loses its last head. Heads keep the indices they
+    had in the original model, so pruning in two steps and pruning at once name the same heads.
 
     Args:
         ensemble: An ensemble or a dual encoder with one member. Prune members before fusing them;
@@ -31,10 +30,8 @@ def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
     """
     require_model(ensemble, "prune")
     if ensemble.num_members != 1:
-        raise HeadError(
-            f"prune takes a model with one member, this one has {ensemble.num_members}; "
-            "prune each member (model.member(i)) and fuse them again"
-        )
+        advice = "prune each member (model.member(i)) and fuse them again"
+        raise HeadError(f"prune takes a model with one member, this one has {ensemble.num_members}; {advice}")
     gone = as_heads(heads)
     kept = {name: [list(layer) for layer in tower.heads[0]] for name, tower in towers_of(ensemble).items()}
     for head in gone:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .._utils import torch_seeded
 from ..model.clip import require_ensemble
-from ..model.config import EnsembleConfig, require_rates, require_whole
+from ..model.config import EnsembleConfig, require_number, require_whole
 from ..model.ensemble import Ensemble
 from ..prediction import Prediction
 
@@ -40,7 +40,7 @@ class MCDropout(nn.Module):
     def __init__(self, ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> None:
         super().__init__()
         require_ensemble(ensemble, "mc_dropout")
-        require_rates(self, p=p)
+        require_number("MCDropout.p", p, 0.0, 1.0)
         self.p, self.passes, self.seed = p, require_whole("passes", passes, 1), require_whole("seed", seed, 0)
         with torch.device("meta"):
             self.model = Ensemble(_with_dropout(ensemble.config, p), replace(ensemble.metadata, calibration=None))

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from .._utils import evaluation_mode
 from ..checkpoint import DUAL_ENCODER, Contents, Stored, dual_encoder_contents, read_dual_encoder
 from ..errors import ConfigError, DataError
+from ..preprocessing import TextPreprocessing
 from .base import Saved, built_around, copied
 from .config import CosineConfig, DualEncoderConfig, EnsembleConfig, Sharing, output_width
 from .cost import Description
@@ -61,17 +62,14 @@ class DualEncoder(Saved, nn.Module):
         self.logit_scale = _numbers(logit_scale, image)  # [1] or [M]
         self.logit_bias = None if logit_bias is None else _numbers(logit_bias, image)
         if self.logit_bias is not None and self.logit_bias.shape != self.logit_scale.shape:
-            raise ConfigError(
-                f"logit_scale has {self.logit_scale.numel()} numbers and logit_bias {self.logit_bias.numel()}; "
-                "give as many of one as of the other"
-            )
+            counts = f"logit_scale has {self.logit_scale.numel()} numbers and logit_bias {self.logit_bias.numel()}"
+            raise ConfigError(f"{counts}; give as many of one as of the other")
         ends = (("image", image, self.projections.image), ("text", text, self.projections.text))
         for name, tower, projection in ends:
-            if projection is not None and projection.weight.shape[2] != output_width(tower.config):
-                raise ConfigError(
-                    f"the {name} projection takes features of width {projection.weight.shape[2]}, "
-                    f"the {name} tower gives {output_width(tower.config)}"
-                )
+            width = output_width(tower.config)
+            if projection is not None and projection.weight.shape[2] != width:
+                takes = f"the {name} projection takes features of width {projection.weight.shape[2]}"
+                raise ConfigError(f"{takes}, the {name} tower gives {width}")
         self.config = DualEncoderConfig(
             image=image.config,
             text=text.config,
@@ -95,7 +93,8 @@ class DualEncoder(Saved, nn.Module):
                 saved preprocessing.
             normalize: Scale each embedding to length one.
         """
-        return self._encode(self.image, self.projections.image, inputs, normalize)
+        x = embed(self.image, self.projections.image, inputs, normalize)
+        return x.expand(self.num_members, *x.shape[1:])  # [M or 1, B, e] -> [M, B, e]
 
     def encode_text(self, inputs: Any, normalize: bool = True) -> Tensor:
         """Embed texts as `[M, B, e]`.
@@ -105,17 +104,14 @@ class DualEncoder(Saved, nn.Module):
                 which go through the saved tokenizer.
             normalize: Scale each embedding to length one.
         """
-        return self._encode(self.text, self.projections.text, inputs, normalize)
+        x = embed(self.text, self.projections.text, inputs, normalize)
+        return x.expand(self.num_members, *x.shape[1:])  # [M or 1, B, e] -> [M, B, e]
 
     def logits(self, image_embeddings: Tensor, text_embeddings: Tensor) -> Tensor:
         """Scaled similarities `[M, B_image, B_text]` of normalised embeddings `[M or 1, B, e]`."""
         similarity = image_embeddings @ text_embeddings.transpose(1, 2)
         logits = similarity * self.logit_scale.exp()[:, None, None]
         return logits if self.logit_bias is None else logits + self.logit_bias[:, None, None]
-
-    def _encode(self, tower: Ensemble, projection: GroupedLinear | None, inputs: Any, normalize: bool) -> Tensor:
-        x = embed(tower, projection, inputs, normalize)
-        return x.expand(self.num_members, *x.shape[1:])  # [M, B, e]
 
     # --- members -----------------------------------------------------------------------------------------
 
@@ -207,11 +203,8 @@ class DualEncoder(Saved, nn.Module):
         return {"image": self.image.describe(), "text": self.text.describe()}
 
     def __repr__(self) -> str:
-        """One line: members, embedding, both towers."""
-        return (
-            f"DualEncoder(members={self.num_members}, embedding={self.embedding_width}, "
-            f"image={self.image!r}, text={self.text!r})"
-        )
+        sizes = f"members={self.num_members}, embedding={self.embedding_width}"
+        return f"DualEncoder({sizes}, image={self.image!r}, text={self.text!r})"
 
 
 def embed(tower: Ensemble, projection: GroupedLinear | None, inputs: Any, normalize: bool) -> Tensor:
@@ -265,8 +258,6 @@ def _with_advice(model: object) -> str:
         advice = f"load it first: he.Ensemble.from_pretrained({str(model)!r})"
     elif hasattr(model, "num_members"):  # a view of an ensemble: MC Dropout, or what `optimize` made
         advice = "give the Ensemble that it was made from"
-    elif isinstance(model, nn.Module):
-        advice = "convert it first: he.convert(model)"
     return f"{type(model).__name__}; {advice}"
 
 
@@ -341,9 +332,8 @@ def require_distinct(classes: Tensor, names: Sequence[str]) -> None:
             if same.any():
                 one, other = (names[int(side[same][0])] for side in (first, second))
                 raise DataError(
-                    f"the classes {one!r} and {other!r} have the same embedding, so every image would score alike for "
-                    "both: the tokenizer does not know the words in which they differ, or cuts them off; name the "
-                    "classes in words it knows, in templates that are short enough"
+                    f"the classes {one!r} and {other!r} have the same embedding: the tokenizer does not know the words "
+                    "in which they differ, or cuts them off; use words it knows, and templates that are short enough"
                 )
 
 
@@ -384,12 +374,16 @@ def zero_shot(
     """
     if not isinstance(dual, DualEncoder):
         raise ConfigError(
-            f"zero_shot takes a DualEncoder, got a {type(dual).__name__}; convert a CLIP model, or use retarget to "
-            "give a zero-shot ensemble other classes"
+            f"zero_shot takes a DualEncoder, got a {type(dual).__name__}; convert a CLIP model, or use retarget"
         )
+    tower = dual.image.readout.config
+    if tower.cosine is not None or tower.pool == "distilled":
+        advice = "use the image tower of a dual encoder as it was converted"
+        raise ConfigError(f"the image tower must end in one feature vector, this one has {tower}; {advice}")
     names, sentences = checked_names(class_names), checked_templates(templates)
-    classes = _class_state(dual.text, dual.projections.text, dual.logit_scale, dual.logit_bias, names, sentences)
-    projection = _image_projection(dual)
+    side = _text_side(dual, sentences)
+    classes = _class_state(side, names, dual.device)
+    projection = compose(dual.image.readout.classifier, dual.projections.image)
     config = _config(dual, projection, len(names), classes)
     state = {name: tensor for name, tensor in dual.image.state_dict().items() if not name.startswith(_CLASSIFIER)}
     if projection is not None:
@@ -400,9 +394,10 @@ def zero_shot(
     state |= {name: state[name].expand(copies, *state[name].shape[1:]) for name in of_readout}
     images, texts = dual.image.metadata.history, dual.text.metadata.history
     history = (*images, *(f"text tower: {line}" for line in texts if line not in images))
-    side = _text_side(dual, sentences) if keep_text else None
+    weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in side.state.items() if keep_text}
+    kept = TextSide(side.settings, weights) if keep_text else None
     made = f"zero-shot classifier of {len(names)} classes, {len(sentences)} templates"
-    metadata = replace(dual.image.metadata, history=history).after(made, labels=names, text_side=side)
+    metadata = replace(dual.image.metadata, history=history).after(made, labels=names, text_side=kept)
     return Ensemble.from_state(config, state, metadata)
 
 
@@ -419,58 +414,43 @@ def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Template
     require_ensemble(ensemble, "retarget")
     side = ensemble.metadata.text_side
     if side is None:
-        raise ConfigError(
-            "this ensemble kept no text towers, so it cannot embed other class names; make it again with "
-            "zero_shot(dual, class_names, keep_text=True)"
-        )
-    settings = side.settings
+        advice = "make it again with zero_shot(dual, class_names, keep_text=True)"
+        raise ConfigError(f"this ensemble kept no text towers, so it cannot embed other class names; {advice}")
     names = checked_names(class_names)
-    sentences = settings.templates if templates is None else checked_templates(templates)
-    tower, projection, scale, bias = _text_tower(side, ensemble.device)
-    classes = _class_state(tower, projection, scale, bias, names, sentences)
+    sentences = side.settings.templates if templates is None else checked_templates(templates)
+    side = TextSide(replace(side.settings, templates=sentences), side.state)
+    classes = _class_state(side, names, ensemble.device)
     copies = ensemble.config.copies("readout")
     if copies < len(classes[_CLASSES + "weight"]):  # fused with readout="mean"
         classes = {name: tensor.mean(0, keepdim=True) for name, tensor in classes.items()}
     state = {name: tensor for name, tensor in ensemble.state_dict().items() if not name.startswith(_CLASSES)}
     for name, tensor in classes.items():
         state[name] = tensor.to(ensemble.device, ensemble.dtype).expand(copies, *tensor.shape[1:])
-    readout = replace(ensemble.config.readout, num_classes=len(names), bias=bias is not None)
+    readout = replace(ensemble.config.readout, num_classes=len(names), bias=_CLASSES + "bias" in classes)
     line = f"re-targeted to {len(names)} classes, {len(sentences)} templates"
-    kept = TextSide(replace(settings, templates=sentences), side.state)
-    metadata = ensemble.metadata.after(line, labels=names, text_side=kept)
+    metadata = ensemble.metadata.after(line, labels=names, text_side=side)
     return Ensemble.from_state(replace(ensemble.config, readout=readout), state, metadata)
 
 
-def _class_state(
-    tower: Ensemble,
-    projection: GroupedLinear | None,
-    scale: Tensor,
-    bias: Tensor | None,
-    names: Sequence[str],
-    templates: Sequence[str],
-) -> dict[str, Tensor]:
+def _class_state(side: TextSide, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
     """The readout's weights: class embeddings times the logit scale `[G, C, e]`, and the bias of every class `[G, C]`.
 
     Raises:
         DataError: No member can tell two of the classes apart.
     """
-    classes = class_embeddings(tower, projection, names, templates)
+    settings = side.settings
+    weights = {name: tensor.to(device) for name, tensor in side.part(TOWER).items()}
+    tower = built_around(lambda: Ensemble(settings.tower, Metadata(preprocessing=settings.preprocessing)), weights)
+    of_projection = {name: tensor.to(device) for name, tensor in side.part(PROJECTION).items()}
+    projection = linear(of_projection["weight"], of_projection.get("bias")) if of_projection else None
+    classes = class_embeddings(tower, projection, names, settings.templates)
     require_distinct(classes, names)
-    weight = classes * scale.detach().exp()[:, None, None]
-    if bias is None:
+    dtype = torch.promote_types(classes.dtype, torch.float32)  # the scale is large: half precision would round it
+    weight = classes * torch.tensor(settings.logit_scale, dtype=dtype, device=device).exp()[:, None, None]
+    if settings.logit_bias is None:
         return {_CLASSES + "weight": weight}
-    return {_CLASSES + "weight": weight, _CLASSES + "bias": bias.detach()[:, None].expand(weight.shape[:2])}
-
-
-def _image_projection(dual: DualEncoder) -> GroupedLinear | None:
-    """The one linear map from pooled features to the embedding; a tower's own classifier counts as part of it."""
-    readout, outer = dual.image.readout, dual.projections.image
-    if readout.config.cosine is not None or readout.config.pool == "distilled":
-        raise ConfigError(
-            f"the image tower must end in one feature vector; this one has the readout {readout.config}. Use the image "
-            "tower of a dual encoder as it was converted"
-        )
-    return compose(readout.classifier, outer)
+    bias = torch.tensor(settings.logit_bias, dtype=dtype, device=device)[:, None]
+    return {_CLASSES + "weight": weight, _CLASSES + "bias": bias.expand(weight.shape[:2])}
 
 
 def _config(
@@ -491,33 +471,17 @@ def _config(
 
 
 def _text_side(dual: DualEncoder, templates: tuple[str, ...]) -> TextSide:
-    preprocessing = dual.text.metadata.preprocessing
-    if preprocessing is None or preprocessing.kind != "text":
-        raise DataError("the text tower has no tokenizer to keep; convert the model with processor=")
-    projection = dual.projections.text
-    weights = text_state(dual.text.state_dict(), {} if projection is None else projection.state_dict())
+    """The text side of a dual encoder, around its own weights."""
+    preprocessing, projection = dual.text.metadata.preprocessing, dual.projections.text
+    if not isinstance(preprocessing, TextPreprocessing):
+        raise DataError("the text tower has no tokenizer; convert the model with processor=")
+    scale, bias = dual.logit_scale, dual.logit_bias
     settings = TextSettings(
         tower=dual.text.config,
         projection=projection_config(projection),
-        logit_scale=tuple(dual.logit_scale.detach().double().tolist()),
-        logit_bias=None if dual.logit_bias is None else tuple(dual.logit_bias.detach().double().tolist()),
+        logit_scale=tuple(scale.double().tolist()),
+        logit_bias=None if bias is None else tuple(bias.double().tolist()),
         templates=templates,
-        preprocessing=preprocessing,  # type: ignore[arg-type]
+        preprocessing=preprocessing,
     )
-    return TextSide(settings, {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()})
-
-
-def _text_tower(side: TextSide, device: torch.device) -> tuple[Ensemble, GroupedLinear | None, Tensor, Tensor | None]:
-    """Tower, projection, logit scale and bias of a text side, as `_class_state` takes them."""
-    settings = side.settings
-    metadata = Metadata(preprocessing=settings.preprocessing)
-    weights = {name: tensor.to(device) for name, tensor in side.part(TOWER).items()}
-    tower = built_around(lambda: Ensemble(settings.tower, metadata), weights)
-    projection = {name: tensor.to(device) for name, tensor in side.part(PROJECTION).items()}
-    bias = settings.logit_bias
-    return (
-        tower,
-        linear(projection["weight"], projection.get("bias")) if projection else None,
-        torch.tensor(settings.logit_scale, dtype=tower.dtype, device=device),
-        None if bias is None else torch.tensor(bias, dtype=tower.dtype, device=device),
-    )
+    return TextSide(settings, text_state(dual.text.state_dict(), {} if projection is None else projection.state_dict()))

@@ -1,8 +1,10 @@
 """What a model is made of, as frozen settings that check themselves."""
 
+import math
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import ClassVar, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigError
 from ..schema import ADDED_LATER
@@ -10,35 +12,40 @@ from ..schema import ADDED_LATER
 MAX_SIZE = 1 << 24  # no width, vocabulary or count of a real model is larger; guards against absurd files
 MAX_COPIES = 4096  # of layers, heads, members
 
-
-def require_between(where: object, names: str, least: int = 1, most: int = MAX_SIZE) -> None:
-    """Refuse fields, given by their names, that are smaller or larger than accepted."""
-    for name in names.split():
-        size = getattr(where, name)
-        if not least <= size <= most:
-            raise ConfigError(f"{type(where).__name__}.{name} must be between {least} and {most}, got {size}")
-
-
-def require_rates(where: object, **rates: object) -> None:
-    """Refuse rates outside of [0, 1)."""
-    for name, rate in rates.items():
-        if not isinstance(rate, Real) or not 0.0 <= float(rate) < 1.0:
-            raise ConfigError(f"{type(where).__name__}.{name} must be a number in [0, 1), got {rate!r}")
+# Numbers with the range that `Checked` accepts: the first of it, and the first beyond it.
+Size = Annotated[int, (1, MAX_SIZE + 1)]
+Count = Annotated[int, (0, MAX_SIZE + 1)]
+Copies = Annotated[int, (1, MAX_COPIES + 1)]
+Rate = Annotated[float, (0.0, 1.0)]
+Epsilon = Annotated[float, (1e-30, math.inf)]
 
 
-def require_positive(where: object, name: str) -> None:
-    """Refuse a field that is not positive."""
-    number = getattr(where, name)
-    if not number > 0.0:
-        raise ConfigError(f"{type(where).__name__}.{name} must be positive, got {number}")
+class Checked:
+    """Settings that refuse values beyond the ranges and choices in the annotations of their fields."""
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            _check(f"{type(self).__name__}.{name}", getattr(self, name), hint)
 
 
-def require_choices(where: object, **options: object) -> None:
-    """Refuse fields, given with their `Literal`, that are not one of its options."""
-    for name, literal in options.items():
-        accepted, value = get_args(literal), getattr(where, name)
-        if value not in accepted:
-            raise ConfigError(f"{type(where).__name__}.{name} must be one of {list(accepted)}, got {value!r}")
+def _check(name: str, value: Any, hint: Any) -> None:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        require_number(name, value, *inner[1])
+    elif origin is Literal and value not in inner:
+        raise ConfigError(f"{name} must be one of {list(inner)}, got {value!r}")
+    elif origin is tuple:
+        for index, one in enumerate(value):
+            _check(f"{name}[{index}]", one, inner[0])
+    elif origin in (Union, UnionType) and value is not None:
+        _check(name, value, inner[0])
+
+
+def require_number(name: str, value: Any, least: float, end: float) -> None:
+    """Refuse what is no number of at least `least` and less than `end`."""
+    is_number = isinstance(value, Real)
+    if not is_number or not least <= value < end:
+        raise ConfigError(f"{name} must be a number of at least {least} and less than {end}, got {value!r}")
 
 
 def require_whole(name: str, value: object, least: int) -> int:
@@ -53,18 +60,18 @@ NormKind = Literal["layer", "rms"]
 
 
 @dataclass(frozen=True)
-class EncoderConfig:
+class EncoderConfig(Checked):
     """The stack of transformer blocks: sizes, norm placement, activation, biases, regularisation."""
 
-    width: int
-    layers: int
-    heads: int
-    head_dim: int
-    mlp_width: int
+    width: Size
+    layers: Copies
+    heads: Copies
+    head_dim: Size
+    mlp_width: Size
     activation: Activation = "gelu"
     gated: bool = False
     norm: NormKind = "layer"
-    norm_eps: float = 1e-6
+    norm_eps: Epsilon = 1e-6
     norm_first: bool = True
     qk_norm: bool = False
     qkv_bias: bool = True
@@ -72,38 +79,26 @@ class EncoderConfig:
     mlp_bias: bool = True
     layer_scale: bool = False
     causal: bool = False
-    attention_dropout: float = 0.0
-    projection_dropout: float = 0.0
-    activation_dropout: float = 0.0
-    output_dropout: float = 0.0
-    drop_path: tuple[float, ...] = ()
+    attention_dropout: Rate = 0.0
+    projection_dropout: Rate = 0.0
+    activation_dropout: Rate = 0.0
+    output_dropout: Rate = 0.0
+    drop_path: tuple[Rate, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check sizes and rates; `drop_path` is empty or has one rate per layer."""
-        require_between(self, "width head_dim mlp_width")
-        require_between(self, "layers heads", most=MAX_COPIES)
-        require_choices(self, activation=Activation, norm=NormKind)
-        require_positive(self, "norm_eps")
+        super().__post_init__()
         if self.drop_path and len(self.drop_path) != self.layers:
+            rates = len(self.drop_path)
             raise ConfigError(
-                f"EncoderConfig.drop_path has {len(self.drop_path)} rates for {self.layers} layers; "
-                "give one per layer, or none"
+                f"EncoderConfig.drop_path has {rates} rates; give none, or one for each of {self.layers} layers"
             )
-        require_rates(
-            self,
-            attention_dropout=self.attention_dropout,
-            projection_dropout=self.projection_dropout,
-            activation_dropout=self.activation_dropout,
-            output_dropout=self.output_dropout,
-            **{f"drop_path[{layer}]": rate for layer, rate in enumerate(self.drop_path)},
-        )
 
 
 Resample = Literal["bicubic", "bicubic_antialias", "bicubic_align_corners", "bilinear"]
 
 
 @dataclass(frozen=True)
-class PatchStemConfig:
+class PatchStemConfig(Checked):
     """Images into tokens: a patch projection, prefix tokens, a position embedding that can be resampled.
 
     Tokens are ordered class, distillation, registers, patches. The first `position_prefix` of the prefix
@@ -112,31 +107,24 @@ class PatchStemConfig:
 
     kind: ClassVar[str] = "patch"
 
-    patch_size: tuple[int, int]
-    grid: tuple[int, int]
-    channels: int = 3
+    patch_size: tuple[Size, Size]
+    grid: tuple[Size, Size]
+    channels: Size = 3
     patch_bias: bool = True
     class_token: bool = True
     distillation_token: bool = False
-    registers: int = 0
+    registers: Count = 0
     position_prefix: int = 1
     resample: Resample = "bicubic_antialias"
     norm: bool = False
-    norm_eps: float = 1e-5
-    dropout: float = 0.0
+    norm_eps: Epsilon = 1e-5
+    dropout: Rate = 0.0
 
     def __post_init__(self) -> None:
-        """Check sizes, and that the position embedding covers existing tokens."""
-        require_between(self, "channels")
-        require_between(self, "registers", least=0)
-        require_between(self, "position_prefix", least=0, most=self.prefix_tokens)
+        super().__post_init__()
+        require_number("PatchStemConfig.position_prefix", self.position_prefix, 0, self.prefix_tokens + 1)
         for name in ("patch_size", "grid"):
-            height, width = getattr(self, name)
-            if not (height > 0 and width > 0 and height * width <= MAX_SIZE):
-                raise ConfigError(f"PatchStemConfig.{name} must be two sizes of at least 1, got {height}x{width}")
-        require_choices(self, resample=Resample)
-        require_rates(self, dropout=self.dropout)
-        require_positive(self, "norm_eps")
+            require_number(f"PatchStemConfig.{name}, multiplied,", math.prod(getattr(self, name)), 1, MAX_SIZE + 1)
 
     @property
     def prefix_tokens(self) -> int:
@@ -155,7 +143,7 @@ class PatchStemConfig:
 
 
 @dataclass(frozen=True)
-class TextStemConfig:
+class TextStemConfig(Checked):
     """Token ids into embeddings: words, learned positions, optional segments, optional norm and projection.
 
     `positions_after` is set for models (RoBERTa) that count positions from the padding id and give padding
@@ -164,24 +152,20 @@ class TextStemConfig:
 
     kind: ClassVar[str] = "text"
 
-    vocabulary: int
-    positions: int
-    embedding_width: int
-    segments: int = 0
+    vocabulary: Size
+    positions: Size
+    embedding_width: Size
+    segments: Count = 0
     positions_after: int | None = None
     norm: bool = True
-    norm_eps: float = 1e-12
+    norm_eps: Epsilon = 1e-12
     project: bool = False
-    dropout: float = 0.0
+    dropout: Rate = 0.0
 
     def __post_init__(self) -> None:
-        """Check sizes, and that a position is left for a token."""
-        require_between(self, "vocabulary positions embedding_width")
-        require_between(self, "segments", least=0)
-        if self.positions_after is not None:
-            require_between(self, "positions_after", least=0, most=self.positions - 2)
-        require_rates(self, dropout=self.dropout)
-        require_positive(self, "norm_eps")
+        super().__post_init__()
+        if self.positions_after is not None:  # a position is left for a token
+            require_number("TextStemConfig.positions_after", self.positions_after, 0, self.positions - 1)
 
     @property
     def max_tokens(self) -> int:
@@ -195,7 +179,7 @@ HiddenActivation = Literal["tanh", "relu", "gelu"]
 
 
 @dataclass(frozen=True)
-class CosineConfig:
+class CosineConfig(Checked):
     """Classes by their embeddings: features are projected, scaled to length one and compared with each of them.
 
     The class embeddings are stored with the logit scale multiplied in.
@@ -205,19 +189,17 @@ class CosineConfig:
         bias: Whether the projection has a bias.
     """
 
-    width: int | None = None
+    width: Size | None = None
     bias: bool = False
 
     def __post_init__(self) -> None:
-        """Check the width, and that there is a projection for the bias."""
-        if self.width is not None:
-            require_between(self, "width")
-        elif self.bias:
+        super().__post_init__()
+        if self.bias and self.width is None:
             raise ConfigError("CosineConfig.bias is true, but without a width there is no projection to have one")
 
 
 @dataclass(frozen=True)
-class ReadoutConfig:
+class ReadoutConfig(Checked):
     """Tokens into logits: final norm, pooling, an optional hidden layer (a pooler), a linear classifier.
 
     `num_classes = 0` means no classifier: the ensemble then answers with its pooled features. `map` pooling
@@ -226,38 +208,30 @@ class ReadoutConfig:
     """
 
     pool: Pool = "cls"
-    num_classes: int = 0
+    num_classes: Count = 0
     norm: ReadoutNorm = "tokens"
-    norm_eps: float = 1e-6
+    norm_eps: Epsilon = 1e-6
     hidden: HiddenActivation | None = None
     bias: bool = True
-    dropout: float = 0.0
-    hidden_dropout: float = 0.0
+    dropout: Rate = 0.0
+    hidden_dropout: Rate = 0.0
     eot_token: int | None = None
-    map_heads: int = 0
-    map_mlp_width: int = 0
+    map_heads: Count = 0
+    map_mlp_width: Count = 0
     map_activation: Activation = "gelu"
     cosine: CosineConfig | None = field(default=None, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
-        """Check sizes, and that pooling has what it needs."""
-        require_choices(self, pool=Pool, norm=ReadoutNorm, map_activation=Activation)
-        if self.hidden is not None:
-            require_choices(self, hidden=HiddenActivation)
-        require_between(self, "num_classes", least=0)
-        require_rates(self, dropout=self.dropout, hidden_dropout=self.hidden_dropout)
-        require_positive(self, "norm_eps")
-        if self.pool == "map":
-            require_between(self, "map_heads map_mlp_width")
-        if self.pool == "cls_mean" and self.norm == "pooled":
+        super().__post_init__()
+        if self.pool == "map" and not (self.map_heads and self.map_mlp_width):
             raise ConfigError(
-                "ReadoutConfig.norm is 'pooled', but pool 'cls_mean' gives features twice as wide as the norm; use "
-                "norm 'tokens' or 'none', or another pool"
+                f"pool 'map' needs map_heads and map_mlp_width, got {self.map_heads}, {self.map_mlp_width}"
             )
+        if self.pool == "cls_mean" and self.norm == "pooled":
+            raise ConfigError("pool 'cls_mean' gives features twice as wide as a norm; use norm 'tokens' or 'none'")
         if self.cosine is not None and (self.num_classes < 1 or self.pool == "distilled"):
             raise ConfigError(
-                f"ReadoutConfig.cosine needs classes and one feature vector, got num_classes {self.num_classes} and "
-                f"pool {self.pool!r}"
+                f"cosine needs classes and one feature vector, got num_classes {self.num_classes}, pool {self.pool!r}"
             )
 
 
@@ -296,27 +270,19 @@ class EnsembleConfig:
     trunk: int = 0
 
     def __post_init__(self) -> None:
-        """Check that head lists, sharing and trunk are consistent with each other."""
-        require_between(self, "members", most=MAX_COPIES)
-        require_between(self, "trunk", least=0, most=self.encoder.layers)
+        require_number("members", self.members, 1, MAX_COPIES + 1)
+        require_number("trunk", self.trunk, 0, self.encoder.layers + 1)
         for member, layers in enumerate(self.heads):
             if len(layers) != self.encoder.layers:
                 raise ConfigError(f"heads[{member}] lists {len(layers)} layers, the encoder has {self.encoder.layers}")
             for layer, kept in enumerate(layers):
-                self._check_kept(member, layer, kept)
+                place, first = f"heads[{member}][{layer}] is {list(kept)}", self.heads[0][layer]
+                if list(kept) != sorted(set(kept)) or any(not 0 <= head < self.encoder.heads for head in kept):
+                    accepted = f"distinct heads below {self.encoder.heads} in ascending order"
+                    raise ConfigError(f"{place}; it must list {accepted}")
+                if (layer < self.trunk or self.sharing.attention) and kept != first:
+                    raise ConfigError(f"{place} and member 0 keeps {list(first)}, but members share this attention")
         self._check_ends()
-
-    def _check_kept(self, member: int, layer: int, kept: tuple[int, ...]) -> None:
-        if list(kept) != sorted(set(kept)) or any(not 0 <= head < self.encoder.heads for head in kept):
-            raise ConfigError(
-                f"heads[{member}][{layer}] is {list(kept)}; it must list distinct heads between 0 and "
-                f"{self.encoder.heads - 1} in ascending order"
-            )
-        if (layer < self.trunk or self.sharing.attention) and kept != self.heads[0][layer]:
-            raise ConfigError(
-                f"members share the attention of layer {layer}, but member 0 keeps {list(self.heads[0][layer])} "
-                f"and member {member} keeps {list(kept)}"
-            )
 
     def _check_ends(self) -> None:
         """Refuse a readout that cannot read what such a stem gives, and widths that do not meet."""
@@ -329,14 +295,10 @@ class EnsembleConfig:
         if pool not in allowed:
             raise ConfigError(f"readout.pool is {pool!r}; a stem like this one allows {list(allowed)}")
         if pool == "map" and self.encoder.width % self.readout.map_heads:
-            raise ConfigError(
-                f"readout.map_heads is {self.readout.map_heads}, which does not divide width {self.encoder.width}"
-            )
+            raise ConfigError(f"readout.map_heads {self.readout.map_heads} does not divide width {self.encoder.width}")
         if isinstance(stem, TextStemConfig) and not stem.project and stem.embedding_width != self.encoder.width:
-            raise ConfigError(
-                f"stem.embedding_width is {stem.embedding_width} and encoder.width {self.encoder.width}; "
-                "they may differ only with stem.project"
-            )
+            widths = f"stem.embedding_width is {stem.embedding_width} and encoder.width {self.encoder.width}"
+            raise ConfigError(f"{widths}; they may differ only with stem.project")
 
     @property
     def members(self) -> int:
@@ -375,17 +337,12 @@ def all_heads(encoder: EncoderConfig, members: int = 1) -> KeptHeads:
 
 
 @dataclass(frozen=True)
-class ProjectionConfig:
+class ProjectionConfig(Checked):
     """A linear map from a tower's features to the common embedding, stored once or once per member."""
 
-    outputs: int
+    outputs: Size
     bias: bool = False
-    copies: int = 1
-
-    def __post_init__(self) -> None:
-        """Check sizes."""
-        require_between(self, "outputs")
-        require_between(self, "copies", most=MAX_COPIES)
+    copies: Copies = 1
 
 
 @dataclass(frozen=True)
@@ -409,12 +366,9 @@ class DualEncoderConfig:
     logit_bias: bool = False
 
     def __post_init__(self) -> None:
-        """Check that the towers are of the right kind and meet in one embedding."""
-        if (self.image.kind, self.text.kind) != ("image", "text"):
-            raise ConfigError(
-                f"a dual encoder has an image tower and a text tower, in this order; got towers for "
-                f"{self.image.kind} and {self.text.kind}"
-            )
+        kinds = self.image.kind, self.text.kind
+        if kinds != ("image", "text"):
+            raise ConfigError(f"a dual encoder has a tower for image and one for text, got {' and '.join(kinds)}")
         if self.image.members != self.text.members and 1 not in (self.image.members, self.text.members):
             raise ConfigError(
                 f"the image tower has {self.image.members} members and the text tower {self.text.members}; "

@@ -40,7 +40,6 @@ class Description:
         return [[len(heads) for heads in layer] for layer in zip(*self.heads, strict=True)]
 
     def __str__(self) -> str:
-        """Summary and layer × member table."""
         titles = [f"member {member}" for member in range(len(self.heads))]
         lines = [
             f"parameters     {self.parameters / 1e6:,.2f} M",
@@ -57,13 +56,7 @@ class Description:
 def describe(config: EnsembleConfig, parameters: int) -> Description:
     """Describe an ensemble of this configuration that stores `parameters` parameters."""
     tokens = config.stem.tokens if isinstance(config.stem, PatchStemConfig) else config.stem.max_tokens
-    return Description(
-        parameters=parameters,
-        multiply_adds=multiply_adds(config, tokens),
-        tokens=tokens,
-        heads=config.heads,
-        heads_per_layer=config.encoder.heads,
-    )
+    return Description(parameters, multiply_adds(config, tokens), tokens, config.heads, config.encoder.heads)
 
 
 def multiply_adds(config: EnsembleConfig, tokens: int) -> int:
@@ -235,7 +228,5 @@ def _peak_memory(model: Callable[[Any], Any], inputs: Any, device: torch.device)
     torch.cuda.reset_peak_memory_stats(device)
     model(inputs)
     torch.cuda.synchronize(device)
-    weights = 0
-    if isinstance(model, nn.Module):
-        weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
-    return weights + torch.cuda.max_memory_allocated(device) - before
+    tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+    return sum(tensor.nbytes for tensor in tensors) + torch.cuda.max_memory_allocated(device) - before

@@ -149,17 +149,11 @@ class Ensemble(Saved, Predictor, nn.Module):
             raise DataError(f"expected a tensor or a mapping with {name!r}, got {got}")
         refused = sorted(key for key in NOT_READ if inputs.get(key) is not None)
         if refused:
-            raise DataError(
-                f"the inputs hold {refused}, which would change the answer and are not read; leave them out (positions "
-                "are counted from 0, heads are removed by `prune`)"
-            )
+            raise DataError(f"the inputs hold {refused}, which change the answer and are not read; leave them out")
         if self.kind == "image":
             return inputs[name], None, None
-        return (
-            inputs[name],
-            inputs.get("attention_mask", attention_mask),
-            inputs.get("token_type_ids", token_type_ids),
-        )
+        mask, segments = inputs.get("attention_mask", attention_mask), inputs.get("token_type_ids", token_type_ids)
+        return inputs[name], mask, segments
 
     def optimize(
         self, example_inputs: Tensor | Mapping[str, Tensor] | None = None, **options: Any
@@ -265,7 +259,6 @@ class Ensemble(Saved, Predictor, nn.Module):
         return describe(self.config, sum(parameter.numel() for parameter in self.parameters()))
 
     def __repr__(self) -> str:
-        """One line: members, sizes, heads kept, what is shared."""
         config, encoder = self.config, self.config.encoder
         kept = sum(len(heads) for member in config.heads for heads in member)
         total = encoder.layers * encoder.heads * config.members

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from .config import GROUPS, EnsembleConfig, Group, Sharing
+from .config import GROUPS, EnsembleConfig, Group, KeptHeads, Sharing
 
 T = TypeVar("T")
 
@@ -64,12 +64,11 @@ def join_states(config: EnsembleConfig, states: Sequence[Mapping[str, Tensor]]) 
     return joined
 
 
-def common_layers(heads: Sequence[Sequence[Sequence[int]]], states: Sequence[Mapping[str, Tensor]]) -> int:
-    """How many layers at the start are equal in all members: same heads and same parameters."""
-    layers = len(heads[0])
-    unequal = {layer for layer in range(layers) if any(member[layer] != heads[0][layer] for member in heads[1:])}
-    unequal |= {layer for name in _unequal(states) if (layer := place_of(name)[1]) is not None}
-    return min(unequal, default=layers)
+def common_layers(heads: KeptHeads, differing: Sequence[str]) -> int:
+    """How many layers at the start are equal in all members, which have these heads and differ in these parameters."""
+    apart = [layer for layer, kept in enumerate(zip(*heads, strict=True)) if len(set(kept)) > 1]
+    apart += [layer for name in differing if (layer := place_of(name)[1]) is not None]
+    return min(apart, default=len(heads[0]))
 
 
 def join_equal(
@@ -81,21 +80,21 @@ def join_equal(
     """
     heads = tuple(config.heads[0] for config in configs)
     first = configs[0]
-    unequal = {place_of(name)[0] for name in _unequal(states)}
-    trunk = common_layers(heads, states)
-    if not unequal and trunk == first.encoder.layers:
+    differing = unequal(states)
+    groups, trunk = {place_of(name)[0] for name in differing}, common_layers(heads, differing)
+    if not groups and trunk == first.encoder.layers:
         return first, dict(states[0])
-    sharing = Sharing(**{group: group not in unequal for group in GROUPS if group != "attention"})
+    sharing = Sharing(**{group: group not in groups for group in GROUPS if group != "attention"})
     config = EnsembleConfig(first.stem, first.encoder, first.readout, heads, sharing, trunk)
     return config, join_states(config, states)
 
 
 def same_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     """Whether two sets of weights are the same, to the last bit, wherever they lie."""
-    return first.keys() == second.keys() and not _unequal([first, second])
+    return first.keys() == second.keys() and not unequal([first, second])
 
 
-def _unequal(states: Sequence[Mapping[str, Tensor]]) -> list[str]:
+def unequal(states: Sequence[Mapping[str, Tensor]]) -> list[str]:
     """Names of the parameters that are not the same in all states."""
 
     def differs(tensor: Tensor, other: Tensor) -> bool:
@@ -134,8 +133,7 @@ def require_same_dtype_and_device(states: Sequence[Mapping[str, Tensor]]) -> Non
             if (first.dtype, first.device) != (other.dtype, other.device):
                 raise ConfigError(
                     f"member 0 has {name} in {first.dtype} on {first.device}, member {index} in {other.dtype} on "
-                    f"{other.device}; one model has one dtype and one device, so convert the members first: "
-                    f"member.to({str(first.device)!r}, {first.dtype})"
+                    f"{other.device}; convert the members first: member.to({str(first.device)!r}, {first.dtype})"
                 )
 
 

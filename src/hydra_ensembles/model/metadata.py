@@ -30,7 +30,6 @@ class Calibration:
     accepted_share: float = 0.95
 
     def __post_init__(self) -> None:
-        """Check the temperatures and the share."""
         check_temperature(self.temperature)
         if not 0.0 < self.accepted_share <= 1.0:
             raise ConfigError(f"accepted_share must be in (0, 1], got {self.accepted_share}")
@@ -81,31 +80,18 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
     Raises:
         ConfigError: Two members have different class names, or the same ones in another order.
     """
-    first = members[0]
-    _require_same_labels(members)
-    same = all(member.labels == first.labels for member in members)
-    history = tuple(dict.fromkeys(line for member in members for line in member.history))
-    return replace(
-        first,
-        labels=first.labels if same else (),
-        calibration=None,
-        history=history,
-        metrics={},
-        text_side=join_text_sides([member.text_side for member in members]),
-    )
-
-
-def _require_same_labels(members: Sequence[Metadata]) -> None:
-    """Classes are averaged by position, so members that know their classes must have the same in each."""
     named = [(index, member.labels) for index, member in enumerate(members) if member.labels]
     for index, labels in named[1:]:
         start, expected = named[0]
-        if labels != expected:
+        if labels != expected:  # classes are averaged by position
             raise ConfigError(
                 f"members {start} and {index} have different class names, or in another order: {_shown(expected)} and "
-                f"{_shown(labels)}; members must number the classes alike. If only the names differ, give both the "
-                "same with .with_metadata(labels=...)"
+                f"{_shown(labels)}. If only the names differ, give both the same with .with_metadata(labels=...)"
             )
+    history = tuple(dict.fromkeys(line for member in members for line in member.history))
+    labels = members[0].labels if len(named) == len(members) else ()
+    side = join_text_sides([member.text_side for member in members])
+    return replace(members[0], labels=labels, calibration=None, history=history, metrics={}, text_side=side)
 
 
 def _shown(labels: tuple[str, ...]) -> str:
@@ -116,8 +102,7 @@ def odd_names(names: Sequence[object]) -> tuple[int | None, list[str]]:
     """What is wrong with class names: where the first one is that is none, and those that occur more than once."""
     blank = next((index for index, name in enumerate(names) if not isinstance(name, str) or not name.strip()), None)
     counts = Counter(name for name in names if isinstance(name, str))
-    repeated = sorted(name for name, count in counts.items() if count > 1)
-    return blank, repeated
+    return blank, sorted(name for name, count in counts.items() if count > 1)
 
 
 # --- the text side of a zero-shot ensemble ---------------------------------------------------------------
@@ -146,7 +131,6 @@ class TextSettings:
     preprocessing: TextPreprocessing
 
     def __post_init__(self) -> None:
-        """Check that everything is there once, or once per member."""
         counts = {"tower": self.tower.members, "logit_scale": len(self.logit_scale)}
         if self.projection is not None:
             counts["projection"] = self.projection.copies
@@ -175,7 +159,6 @@ class TextSide:
     state: Mapping[str, Tensor] = field(repr=False)
 
     def __eq__(self, other: object) -> bool:
-        """Whether settings and weights are the same."""
         if not isinstance(other, TextSide) or self.settings != other.settings:
             return False
         return same_tensors(self.state, other.state)

@@ -101,16 +101,11 @@ class TextStem(nn.Module):
         """Embed token ids `[B, T]` (and segment ids of the same shape) as `[G, B, T, d]`."""
         if ids.dim() != 2 or ids.is_floating_point():
             raise DataError(f"expected token ids [batch, tokens] as integers, got {ids.dtype} {list(ids.shape)}")
-        if not ids.shape[1] or (segments is not None and segments.shape != ids.shape):
-            segment = None if segments is None else list(segments.shape)
-            raise DataError(
-                f"expected at least one token and segments of the same shape, got {list(ids.shape)} and {segment}"
-            )
-        if ids.shape[1] > self.config.max_tokens:
-            raise DataError(
-                f"the sequence has {ids.shape[1]} tokens, the position embedding covers "
-                f"{self.config.max_tokens}; truncate the input"
-            )
+        if segments is not None and segments.shape != ids.shape:
+            raise DataError(f"segments have shape {list(segments.shape)}, token ids {list(ids.shape)}; give both alike")
+        if not 0 < ids.shape[1] <= self.config.max_tokens:
+            accepted = f"at least one token, and positions for {self.config.max_tokens}"
+            raise DataError(f"the sequence has {ids.shape[1]} tokens; there must be {accepted}: truncate the input")
         x = lookup(self.words, ids) + lookup(self.positions, self._position_ids(ids))
         if self.segments is not None:
             x = x + lookup(self.segments, torch.zeros_like(ids) if segments is None else segments)
@@ -323,19 +318,14 @@ def compose(inner: GroupedLinear | None, outer: GroupedLinear | None) -> Grouped
 def _take(projection: GroupedLinear | None, index: int) -> GroupedLinear | None:
     if projection is None:
         return None
-    one = slice(0, 1) if projection.weight.shape[0] == 1 else slice(index, index + 1)
+    one = [min(index, projection.weight.shape[0] - 1)]  # the only one, where all share it
     return linear(projection.weight[one], None if projection.bias is None else projection.bias[one])
 
 
 def _join(tower: str, maps: list[GroupedLinear | None]) -> GroupedLinear | None:
     kinds = {"none" if one is None else one.extra_repr() for one in maps}
     if len(kinds) > 1:
-        raise ConfigError(
-            f"the members' {tower} projections differ: {sorted(kinds)}; "
-            "members must be copies of one model, pruned or fine-tuned in different ways"
-        )
-    present = [one for one in maps if one is not None]
-    if not present:
-        return None
-    biases: list[Tensor] = [one.bias for one in present if one.bias is not None]
-    return linear(torch.cat([one.weight for one in present]), torch.cat(biases) if biases else None)
+        raise ConfigError(f"the members' {tower} projections differ: {sorted(kinds)}; give copies of one model")
+    weights: list[Tensor] = [one.weight for one in maps if one is not None]
+    biases: list[Tensor] = [one.bias for one in maps if one is not None and one.bias is not None]
+    return linear(torch.cat(weights), torch.cat(biases) if biases else None) if weights else None

@@ -50,15 +50,13 @@ class RunOptions:
     repeats: int = 5
 
     def __post_init__(self) -> None:
-        """Check each setting."""
         if self.plans is not None and (not self.plans or set(self.plans) - set(PLANS)):
             raise ConfigError(f"plans must be some of {list(PLANS)}, got {list(self.plans)}")
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ConfigError(f"dtype must be a floating type such as torch.bfloat16, got {self.dtype}")
         if self.compiled_shapes < 1 or self.repeats < 1:
-            raise ConfigError(
-                f"compiled_shapes and repeats must be at least 1, got {self.compiled_shapes} and {self.repeats}"
-            )
+            got = f"got {self.compiled_shapes} and {self.repeats}"
+            raise ConfigError(f"compiled_shapes and repeats must be at least 1, {got}")
 
 
 def optimize(
@@ -168,14 +166,11 @@ class OptimizedEnsemble(Predictor):
 
     def describe(self) -> str:
         """Settings, memory, and for every input shape seen so far the plan and the times it was chosen by."""
-        lines = [repr(self)]
-        for key, choice in self.choices.items():
-            shapes = " and ".join(str(list(one[0])) for one in key if one is not None)
-            lines.append(f"  {shapes}: {choice}")
-        return "\n".join(lines)
+        shapes = [" and ".join(str(list(one[0])) for one in key if one is not None) for key in self.choices]
+        seen = zip(shapes, self.choices.values(), strict=True)
+        return "\n".join([repr(self), *(f"  {shape}: {choice}" for shape, choice in seen)])
 
     def __repr__(self) -> str:
-        """One line: plans, compilation, graphs, type, memory."""
         compiled = "dynamic" if self.options.compile and self.options.dynamic else bool(self.options.compile)
         return (
             f"OptimizedEnsemble(plans={list(self._modules)}, compile={compiled}, graphs={self._graphed}, "
@@ -187,9 +182,7 @@ class OptimizedEnsemble(Predictor):
         self, inputs: Tensor | Mapping[str, Tensor], attention_mask: Tensor | None, token_type_ids: Tensor | None
     ) -> Arguments:
         main, mask, segments = self.ensemble.unpack(inputs, attention_mask, token_type_ids)
-        if main.is_floating_point() and main.dtype != self.dtype:
-            main = main.to(self.dtype)
-        return main, mask, segments
+        return main.to(self.dtype) if main.is_floating_point() else main, mask, segments
 
     def _choice(self, arguments: Arguments) -> "Choice":
         """How arguments of these shapes are run: as before, or by measuring where there are several plans."""
@@ -199,7 +192,8 @@ class OptimizedEnsemble(Predictor):
         if len(self._plain) == 1:
             choice = Choice(next(iter(self._plain)))
         elif len(self.choices) >= MEASURED_SHAPES:
-            choice = Choice(nearest(self.choices, key).plan, note="plan of the nearest batch size")
+            near = min(self.choices, key=lambda other: abs(batch_size(other) - batch_size(key)))
+            choice = Choice(self.choices[near].plan, note="plan of the nearest batch size")
         else:
             choice = fastest(self._plain, arguments, self.options.repeats, self.device)
         if self.options.compile:
@@ -265,7 +259,6 @@ class Choice:
     note: str = ""
 
     def __str__(self) -> str:
-        """The plan, compiled or not, the times of all plans and the failures."""
         timings = ", ".join(f"{plan} {1e3 * seconds:.3g} ms" for plan, seconds in self.seconds.items())
         failures = "; ".join(f"{plan} failed: {reason}" for plan, reason in self.failures.items())
         details = "; ".join(text for text in (timings, failures, self.note) if text)
@@ -303,15 +296,6 @@ def fastest(runs: Mapping[Plan, Run], arguments: Arguments, repeats: int, device
     return Choice(min(medians, key=lambda plan: medians[plan]), medians, failures)
 
 
-def nearest(known: Mapping[Key, Choice], key: Key) -> Choice:
-    """The choice for the known shape whose batch size is nearest."""
-
-    def batch(of: Key) -> int:
-        return 0 if of[0] is None else of[0][0][0]
-
-    return known[min(known, key=lambda other: abs(batch(other) - batch(key)))]
-
-
 def first_line(error: Exception) -> str:
     """The beginning of an error's message."""
     text = str(error).strip() or type(error).__name__
@@ -330,6 +314,11 @@ def synchronize(device: torch.device) -> None:
 def shape_key(arguments: Arguments) -> Key:
     """What a recorded graph depends on: shapes and dtypes of the arguments."""
     return tuple(None if one is None else (tuple(one.shape), one.dtype) for one in arguments)
+
+
+def batch_size(key: Key) -> int:
+    """The batch size of the main input."""
+    return 0 if key[0] is None else key[0][0][0]
 
 
 class GraphCache:

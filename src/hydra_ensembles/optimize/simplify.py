@@ -8,9 +8,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ..model.config import NormKind
 from ..model.ensemble import Ensemble
 from ..model.layers import MLP, Attention, Block, GroupedLinear, GroupedNorm
 from ..model.members import HEAD_AXIS
@@ -109,17 +107,12 @@ def _compute_common_heads_once(ensemble: Ensemble) -> None:
     rows = attention.qkv.flatten(1)
     if attention.qkv_bias is not None:
         rows = torch.cat([rows, attention.qkv_bias.flatten(1)], dim=1)
-    firsts: list[int] = []
-    which: list[int] = []
-    for index, row in enumerate(rows):
-        match = next((place for place, first in enumerate(firsts) if torch.equal(rows[first], row)), len(firsts))
-        which.append(match)
-        if match == len(firsts):
-            firsts.append(index)
+    alike = [next(other for other, row in enumerate(rows) if torch.equal(row, one)) for one in rows]
+    firsts = sorted(set(alike))
     if len(firsts) < len(rows):
         attention.qkv = fixed(attention.qkv[firsts])
         attention.qkv_bias = None if attention.qkv_bias is None else fixed(attention.qkv_bias[firsts])
-        attention.distinct = torch.tensor(which, device=rows.device)
+        attention.distinct = torch.tensor([firsts.index(one) for one in alike], device=rows.device)
 
 
 def _merge(module: nn.Module, *names: str) -> None:
@@ -153,22 +146,6 @@ def replace_part(module: nn.Module, name: str, part: nn.Module) -> None:
 # --- folding: what does not depend on the input is worked out beforehand ---------------------------------
 
 
-class PlainNorm(nn.Module):
-    """LayerNorm or RMSNorm without weights: the same for every member."""
-
-    def __init__(self, eps: float, kind: NormKind) -> None:
-        super().__init__()
-        self.eps = eps
-        self.kind = kind
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last axis."""
-        shape = (x.shape[-1],)
-        if self.kind == "layer":
-            return F.layer_norm(x, shape, None, None, self.eps)
-        return F.rms_norm(x, shape, None, self.eps)
-
-
 def fold_block(block: Block) -> None:
     """Fold norms that members have of their own, LayerScale and biases of one block into its weights, in place."""
     if block.norm_first:
@@ -188,7 +165,7 @@ def _fold_norm_into_attention(block: Block) -> None:
         constant = torch.einsum("kpid,kd->kpi", attention.qkv, norm.bias[owner])  # what β becomes, [K, 3, d_k]
         attention.qkv_bias = _added(constant, attention.qkv_bias)
     attention.qkv = fixed(attention.qkv * norm.weight[owner][:, None, None, :])
-    replace_part(block, "norm1", PlainNorm(norm.eps, norm.kind))
+    replace_part(block, "norm1", _without_weights(norm))
 
 
 def _fold_norm_into_mlp(block: Block) -> None:
@@ -198,12 +175,18 @@ def _fold_norm_into_mlp(block: Block) -> None:
     if norm.bias is not None:
         up.bias = _added(torch.einsum("god,gd->go", up.weight, norm.bias), up.bias)  # [M, hidden]
     up.weight = fixed(up.weight * norm.weight[:, None, :])
-    replace_part(block, "norm2", PlainNorm(norm.eps, norm.kind))
+    replace_part(block, "norm2", _without_weights(norm))
+
+
+def _without_weights(norm: GroupedNorm) -> nn.Module:
+    """What is left of a norm whose weights are folded: the same for every member."""
+    if norm.kind == "layer":
+        return nn.LayerNorm(norm.weight.shape[1], norm.eps, elementwise_affine=False)
+    return nn.RMSNorm(norm.weight.shape[1], norm.eps, elementwise_affine=False)
 
 
 def _fold_attention_scale(attention: Attention) -> None:
-    scale = attention.scale  # [1 or G, d]
-    if scale is None:
+    if (scale := attention.scale) is None:  # [1 or G, d]
         return
     of_heads = scale if scale.shape[0] == 1 else scale[_member_of_each_head(attention)]  # [1 or K, d]
     attention.out = fixed(attention.out * of_heads[:, None, :])
@@ -231,10 +214,8 @@ def _fold_biases(attention: Attention) -> None:
     constant = through_heads.new_zeros(len(attention.sizes), through_heads.shape[1])
     constant.index_add_(0, _member_of_each_head(attention), through_heads)  # [G, d]
     attention.out_bias = _added(constant, attention.out_bias)
-    kept = torch.zeros_like(bias)
-    kept[:, 0] = bias[:, 0]
-    if attention.key_norm is not None:  # a norm in between sees the bias of the key
-        kept[:, 1] = bias[:, 1]
+    kept = bias.clone()
+    kept[:, 1 if attention.key_norm is None else 2 :] = 0  # a norm in between sees the bias of the key
     attention.qkv_bias = fixed(kept)
 
 

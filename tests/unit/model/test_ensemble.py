@@ -38,7 +38,8 @@ ENCODER, STEM, TEXT = EncoderConfig(**SIZES), PatchStemConfig((4, 4), (2, 2)), T
     ("make", "token"),
     [
         (lambda: EncoderConfig(**{**SIZES, "width": 0}), "width"),
-        (lambda: EncoderConfig(**{**SIZES, "heads": 5000}), "4096"),
+        (lambda: EncoderConfig(**{**SIZES, "heads": 4097}), "heads"),
+        (lambda: EncoderConfig(**{**SIZES, "width": 10**400}), "width"),
         (lambda: EncoderConfig(**SIZES, activation="swish"), "swish"),  # type: ignore[arg-type]
         (lambda: EncoderConfig(**SIZES, norm_eps=0.0), "norm_eps"),
         (lambda: EncoderConfig(**SIZES, output_dropout=1.0), "output_dropout"),
@@ -70,9 +71,7 @@ ENCODER, STEM, TEXT = EncoderConfig(**SIZES), PatchStemConfig((4, 4), (2, 2)), T
         ),
         (lambda: EnsembleConfig(TextStemConfig(9, 8, 6), ENCODER, ReadoutConfig(), all_heads(ENCODER)), "project"),
         (
-            lambda: EnsembleConfig(
-                STEM, ENCODER, ReadoutConfig(), (((0,), ()), ((1,), ())), Sharing(attention=True), trunk=0
-            ),
+            lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), (((0,), ()), ((1,), ())), Sharing(attention=True)),
             "share",
         ),
         (lambda: Calibration((1.0, 0.0)), "temperature"),
