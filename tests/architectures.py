@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 Inputs = dict[str, Tensor]
+BLOCKS = {"num_hidden_layers": 2, "num_attention_heads": 4}  # as transformers calls them
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def _timm_case(label: str, name: str, other: tuple[tuple[int, int], ...] = (), *
     )
 
 
-def _torchvision_model() -> nn.Module:
+def torchvision_model() -> nn.Module:
     import torchvision
 
     torch.manual_seed(0)
@@ -97,7 +98,7 @@ VISION_CASES: list[ArchitectureCase] = [
     _timm_case("siglip-gap", "vit_base_patch16_siglip_gap_224"),
     ArchitectureCase(
         name="torchvision-vit",
-        build=_torchvision_model,
+        build=torchvision_model,
         inputs=lambda: images(32, 32),
         logits=lambda model, inputs: model(inputs["pixel_values"]),
         kind="image",

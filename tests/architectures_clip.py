@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from architectures import ArchitectureCase, Inputs, images, perturbed
+from architectures import BLOCKS, ArchitectureCase, Inputs, images, perturbed
 
 CONTEXT = 12
 VOCABULARY = 60
@@ -60,27 +60,11 @@ def texts(end: int, pad: int, mask: bool) -> Inputs:
 
 # --- transformers ----------------------------------------------------------------------------------------
 
-_IMAGE: dict[str, Any] = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 8,
-    "projection_dim": 24,
-}
-_TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 72,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": CONTEXT,
-    "eos_token_id": END,
-    "bos_token_id": END - 1,
-    "pad_token_id": 1,
-    "projection_dim": 24,
-}
+_COMMON: dict[str, Any] = {**BLOCKS, "projection_dim": 24}
+_IMAGE = {**_COMMON, "hidden_size": 48, "intermediate_size": 80, "image_size": 32, "patch_size": 8}
+_WORDS = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
+_ENDS = {"eos_token_id": END, "bos_token_id": END - 1, "pad_token_id": 1}
+_TEXT = {**_COMMON, **_WORDS, **_ENDS, "hidden_size": 32, "intermediate_size": 72}
 _SIZES = ((48, 48), (24, 40), (16, 64))
 
 
@@ -116,13 +100,8 @@ def _transformers_case(
 # --- open_clip -------------------------------------------------------------------------------------------
 
 _OPEN_IMAGE: dict[str, Any] = {"layers": 2, "width": 48, "head_width": 12, "patch_size": 8, "image_size": 32}
-_OPEN_TEXT: dict[str, Any] = {
-    "context_length": CONTEXT,
-    "vocab_size": VOCABULARY,
-    "width": 32,
-    "heads": 4,
-    "layers": 2,
-}
+_OPEN_WORDS: dict[str, Any] = {"context_length": CONTEXT, "vocab_size": VOCABULARY}
+_OPEN_TEXT = {**_OPEN_WORDS, "width": 32, "heads": 4, "layers": 2}
 
 
 def open_clip_model(
@@ -172,13 +151,8 @@ def _open_clip_case(
     )
 
 
-_SIGLIP_TEXT = {
-    "no_causal_mask": True,
-    "pool_type": "last",
-    "proj_bias": True,
-    "norm_kwargs": {"eps": 1e-6},
-    "act_kwargs": {"approximate": "tanh"},
-}
+_SIGLIP_KINDS = {"norm_kwargs": {"eps": 1e-6}, "act_kwargs": {"approximate": "tanh"}}
+_SIGLIP_TEXT = {**_SIGLIP_KINDS, "no_causal_mask": True, "pool_type": "last", "proj_bias": True}
 DUAL_CASES: list[DualCase] = [
     _transformers_case("quickgelu", {}, {}),
     _transformers_case("gelu", {"hidden_act": "gelu"}, {"hidden_act": "gelu"}),
@@ -216,30 +190,23 @@ DUAL_CASES: list[DualCase] = [
 # --- single towers ---------------------------------------------------------------------------------------
 
 
-def _tower(name: str, config: str, settings: dict[str, Any], **more: Any) -> nn.Module:
+def _tower(name: str, config: str, settings: dict[str, Any]) -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
-    return perturbed(getattr(transformers, name)(getattr(transformers, config)(**{**settings, **more})))
+    return perturbed(getattr(transformers, name)(getattr(transformers, config)(**settings)))
 
 
-def _image_classifier() -> nn.Module:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.CLIPConfig(text_config=_TEXT, vision_config=_IMAGE, num_labels=5)
-    return perturbed(transformers.CLIPForImageClassification(config))
-
-
-def _image_tower(label: str, build: Callable[[], nn.Module], answer: str) -> ArchitectureCase:
+def _image_tower(
+    label: str, name: str, answer: str, config: str = "CLIPVisionConfig", settings: dict[str, Any] = _IMAGE
+) -> ArchitectureCase:
     resize = answer != "logits"  # the classifier does not hand the request on to resample positions
+    asked = {"interpolate_pos_encoding": True} if resize else {}
     return ArchitectureCase(
         name=f"transformers-clip-{label}",
-        build=build,
+        build=lambda: _tower(name, config, settings),
         inputs=lambda: images(32, 32),
-        logits=lambda model, inputs: getattr(
-            model(**inputs, **({"interpolate_pos_encoding": True} if resize else {})), answer
-        ),
+        logits=lambda model, inputs: getattr(model(**inputs, **asked), answer),
         kind="image",
         other_inputs=(lambda: images(24, 40),) if resize else (),
     )
@@ -255,14 +222,11 @@ def _text_tower(label: str, name: str, answer: str) -> ArchitectureCase:
     )
 
 
+_WHOLE = {"text_config": _TEXT, "vision_config": _IMAGE, "num_labels": 5}
 TOWER_CASES: list[ArchitectureCase] = [
-    _image_tower("image", lambda: _tower("CLIPVisionModel", "CLIPVisionConfig", _IMAGE), "pooler_output"),
-    _image_tower(
-        "image-projected",
-        lambda: _tower("CLIPVisionModelWithProjection", "CLIPVisionConfig", _IMAGE),
-        "image_embeds",
-    ),
-    _image_tower("image-classifier", _image_classifier, "logits"),
+    _image_tower("image", "CLIPVisionModel", "pooler_output"),
+    _image_tower("image-projected", "CLIPVisionModelWithProjection", "image_embeds"),
+    _image_tower("image-classifier", "CLIPForImageClassification", "logits", "CLIPConfig", _WHOLE),
     _text_tower("text", "CLIPTextModel", "pooler_output"),
     _text_tower("text-projected", "CLIPTextModelWithProjection", "text_embeds"),
     ArchitectureCase(

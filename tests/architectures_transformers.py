@@ -5,41 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from architectures import ArchitectureCase, Inputs, images, perturbed
+from architectures import BLOCKS, ArchitectureCase, Inputs, images, perturbed
 
-_VISION = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 8,
-    "num_labels": 5,
-}
+_VISION = {**BLOCKS, "hidden_size": 32, "image_size": 32, "patch_size": 8, "num_labels": 5}
 _VIT = {**_VISION, "intermediate_size": 64}
 _DINOV2 = {**_VISION, "mlp_ratio": 2, "layerscale_value": 0.5}
+_WORDS = {"vocab_size": 60, "max_position_embeddings": 24, "num_labels": 5}
 _DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_TEXT = {
-    **_DROPOUT,
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 24,
-    "num_labels": 5,
-}
-_DISTILBERT = {
-    "vocab_size": 60,
-    "dim": 32,
-    "n_layers": 2,
-    "n_heads": 4,
-    "hidden_dim": 64,
-    "max_position_embeddings": 24,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "seq_classif_dropout": 0.0,
-    "num_labels": 5,
-}
+_TEXT = {**_WORDS, **BLOCKS, **_DROPOUT, "hidden_size": 32, "intermediate_size": 64}
+_NO_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), 0.0)
+_DISTILBERT = {**_WORDS, **_NO_DROPOUT, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
 
 
 def transformers_model(model: str, config: str, settings: dict[str, Any], **arguments: Any) -> nn.Module:
@@ -108,6 +83,7 @@ def _text_case(
 
 _SWIGLU = {**_DINOV2, "use_swiglu_ffn": True}
 _REGISTERS = {**_DINOV2, "num_register_tokens": 3}
+_REGISTERED = "Dinov2WithRegistersForImageClassification"
 _TEACHER = "DeiTForImageClassificationWithTeacher"
 _BERT, _ROBERTA = "BertForSequenceClassification", "RobertaForSequenceClassification"
 _ELECTRA = "ElectraForSequenceClassification"
@@ -119,13 +95,7 @@ CASES: list[ArchitectureCase] = [
     _vision_case("deit-teacher", _TEACHER, "DeiTConfig", _VIT),
     _vision_case("dinov2", "Dinov2ForImageClassification", "Dinov2Config", _DINOV2, resize=False),
     _vision_case("dinov2-swiglu-bare", "Dinov2Model", "Dinov2Config", _SWIGLU, resize=False, bare=True),
-    _vision_case(
-        "dinov2-registers",
-        "Dinov2WithRegistersForImageClassification",
-        "Dinov2WithRegistersConfig",
-        _REGISTERS,
-        resize=False,
-    ),
+    _vision_case("dinov2-registers", _REGISTERED, "Dinov2WithRegistersConfig", _REGISTERS, resize=False),
     _text_case("bert", _BERT, "BertConfig", _TEXT),
     _text_case("bert-bare", "BertModel", "BertConfig", {**_TEXT, "hidden_act": "gelu_new"}, bare=True),
     _text_case("roberta", _ROBERTA, "RobertaConfig", {**_TEXT, "type_vocab_size": 1}, pad=1, segments=False),

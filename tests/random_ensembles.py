@@ -1,6 +1,7 @@
 """Small random ensembles of every shape of block and readout, and random batches for them."""
 
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,71 +24,41 @@ LAYERS, HEADS, HEAD_DIM, WIDTH = 3, 4, 3, 10
 Batch = tuple[Tensor | dict[str, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The parts of an ensemble that the tests vary."""
-
-    stem: PatchStemConfig | TextStemConfig
-    encoder: EncoderConfig
-    readout: ReadoutConfig
-
-
-def encoder(**changes: object) -> EncoderConfig:
+def encoder(**changes: Any) -> EncoderConfig:
     """An encoder in which no two sizes are equal."""
-    return EncoderConfig(
-        **({"width": WIDTH, "layers": LAYERS, "heads": HEADS, "head_dim": HEAD_DIM, "mlp_width": 14} | changes)
-    )
+    sizes = {"width": WIDTH, "layers": LAYERS, "heads": HEADS, "head_dim": HEAD_DIM, "mlp_width": 14}
+    return EncoderConfig(**(sizes | changes))
+
+
+def shape(stem: PatchStemConfig | TextStemConfig, readout: dict[str, Any], **changes: Any) -> EnsembleConfig:
+    """A single model with all heads; `changes` are those of the encoder."""
+    blocks = encoder(**changes)
+    return EnsembleConfig(stem, blocks, ReadoutConfig(num_classes=CLASSES, **readout), all_heads(blocks))
 
 
 IMAGE = PatchStemConfig(patch_size=(2, 2), grid=(2, 3))
+DISTILLED = replace(IMAGE, distillation_token=True, registers=2, position_prefix=2)
 TEXT = TextStemConfig(vocabulary=20, positions=8, embedding_width=WIDTH)
+PROJECTED = TextStemConfig(20, 10, embedding_width=WIDTH - 3, segments=2, positions_after=1, project=True)
+MAP = {"pool": "map", "map_heads": 2, "map_mlp_width": 7}
+GATED = {"gated": True, "activation": "silu"}
 
 SHAPES = {
-    "image-cls": Shape(IMAGE, encoder(), ReadoutConfig(num_classes=CLASSES)),
-    "image-mean-layerscale": Shape(
-        IMAGE, encoder(layer_scale=True), ReadoutConfig(pool="mean", num_classes=CLASSES, norm="pooled")
-    ),
-    "image-qknorm-gated": Shape(
-        IMAGE,
-        encoder(qk_norm=True, gated=True, activation="silu", qkv_bias=False),
-        ReadoutConfig(pool="cls_mean", num_classes=CLASSES),
-    ),
-    "image-map-rms": Shape(
-        IMAGE,
-        encoder(norm="rms", out_bias=False),
-        ReadoutConfig(pool="map", num_classes=CLASSES, map_heads=2, map_mlp_width=7),
-    ),
-    "text-post-norm": Shape(
-        TEXT,
-        encoder(norm_first=False, activation="relu"),
-        ReadoutConfig(num_classes=CLASSES, norm="none", hidden="tanh"),
-    ),
-    "text-mean-post-norm": Shape(
-        TEXT, encoder(norm_first=False), ReadoutConfig(pool="mean", num_classes=CLASSES, norm="none")
-    ),
-    "text-causal": Shape(TEXT, encoder(causal=True), ReadoutConfig(pool="last", num_classes=CLASSES)),
+    "image-cls": shape(IMAGE, {}),
+    "image-mean-layerscale": shape(IMAGE, {"pool": "mean", "norm": "pooled"}, layer_scale=True),
+    "image-qknorm-gated": shape(IMAGE, {"pool": "cls_mean"}, qk_norm=True, qkv_bias=False, **GATED),
+    "image-map-rms": shape(IMAGE, MAP, norm="rms", out_bias=False),
+    "text-post-norm": shape(TEXT, {"norm": "none", "hidden": "tanh"}, norm_first=False, activation="relu"),
+    "text-mean-post-norm": shape(TEXT, {"pool": "mean", "norm": "none"}, norm_first=False),
+    "text-causal": shape(TEXT, {"pool": "last"}, causal=True),
 }
-
-MORE_SHAPES = {  # for tests that look at every readout and stem
-    "image-distilled-registers": Shape(
-        PatchStemConfig(patch_size=(2, 2), grid=(2, 3), distillation_token=True, registers=2, position_prefix=2),
-        encoder(),
-        ReadoutConfig(pool="distilled", num_classes=CLASSES),
-    ),
-    "image-post-norm-cls": Shape(IMAGE, encoder(norm_first=False), ReadoutConfig(num_classes=CLASSES, norm="none")),
-    "image-qknorm-cls": Shape(IMAGE, encoder(qk_norm=True, layer_scale=True), ReadoutConfig(num_classes=CLASSES)),
-    "text-end-of-text": Shape(
-        TEXT, encoder(causal=True, activation="quick_gelu"), ReadoutConfig(pool="eot", num_classes=CLASSES)
-    ),
-    "text-segments-projected": Shape(
-        TextStemConfig(
-            vocabulary=20, positions=10, embedding_width=WIDTH - 3, segments=2, positions_after=1, project=True
-        ),
-        encoder(norm_first=False, out_bias=False),
-        ReadoutConfig(num_classes=CLASSES, norm="none"),
-    ),
+ALL_SHAPES = SHAPES | {  # for tests that look at every readout and stem
+    "image-distilled-registers": shape(DISTILLED, {"pool": "distilled"}),
+    "image-post-norm-cls": shape(IMAGE, {"norm": "none"}, norm_first=False),
+    "image-qknorm-cls": shape(IMAGE, {}, qk_norm=True, layer_scale=True),
+    "text-end-of-text": shape(TEXT, {"pool": "eot"}, causal=True, activation="quick_gelu"),
+    "text-segments-projected": shape(PROJECTED, {"norm": "none"}, norm_first=False, out_bias=False),
 }
-ALL_SHAPES = {**SHAPES, **MORE_SHAPES}
 
 
 def random_ensemble(
@@ -99,9 +70,8 @@ def random_ensemble(
     seed: int = 0,
 ) -> Ensemble:
     """An ensemble in eval mode whose weights, biases and scales are all random, so that none is neutral."""
-    parts = ALL_SHAPES[shape]
-    kept = all_heads(parts.encoder) if heads is None else heads
-    ensemble = Ensemble(EnsembleConfig(parts.stem, parts.encoder, parts.readout, kept, sharing, trunk)).to(dtype)
+    config = ALL_SHAPES[shape]
+    ensemble = Ensemble(replace(config, heads=heads or config.heads, sharing=sharing, trunk=trunk)).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in ensemble.parameters():
@@ -130,8 +100,7 @@ def without_heads(ensemble: Ensemble, heads: set[tuple[int, int]]) -> Ensemble:
     """The same single model with heads cut out of its weights."""
     config = ensemble.config
     kept = tuple(
-        tuple(head for head in config.heads[0][layer] if (layer, head) not in heads)
-        for layer in range(config.encoder.layers)
+        tuple(head for head in there if (layer, head) not in heads) for layer, there in enumerate(config.heads[0])
     )
     state = ensemble.state_dict()
     for layer, left in enumerate(kept):
@@ -140,5 +109,4 @@ def without_heads(ensemble: Ensemble, heads: set[tuple[int, int]]) -> Ensemble:
             key = f"encoder.layers.{layer}.attention.{name}"
             if key in state:
                 state[key] = state[key][rows]
-    pruned = EnsembleConfig(config.stem, config.encoder, config.readout, (kept,))
-    return Ensemble.from_state(pruned, state)
+    return Ensemble.from_state(replace(config, heads=(kept,)), state)

@@ -1,6 +1,5 @@
 """`Prediction`: uncertainty identities for any logits, scores, abstention, picking and joining samples."""
 
-import dataclasses
 import functools
 import math
 
@@ -153,13 +152,6 @@ def test_by_hand():
     assert repr(p) == "Prediction(1 samples, 2 members, 2 classes, score='msp', threshold=None)"
 
 
-def test_disagreement_and_variation_ratio():
-    votes = T([[0, 0], [0, 1], [1, 2]])  # three members, two samples
-    p = Prediction.from_logits(5 * torch.nn.functional.one_hot(votes, 3).float())
-    assert p.disagreement.tolist() == pytest.approx([2 / 3, 1])
-    assert p.variation_ratio.tolist() == pytest.approx([1 / 3, 2 / 3])
-
-
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_are_higher_when_uncertain(name):
     sure, unsure = T([[[9.0, 0.0, 0.0]]] * 2), T([[[1.0, 0.0, 0.0]], [[0.0, 1.0, 0.0]]])
@@ -219,7 +211,7 @@ def test_picking_samples():
         (torch.zeros(6, dtype=torch.bool), []),
     ]:
         part = p[index]
-        assert len(part) == len(rows)
+        assert len(part) == len(part.accept) == len(rows)
         assert torch.equal(part.member_logits, p.member_logits[:, rows])
         for name in ("probs", "label", "epistemic", "accept"):
             assert torch.equal(getattr(part, name), getattr(p, name)[rows])
@@ -233,7 +225,6 @@ def test_picking_samples():
 def test_joining_batches():
     p = random_prediction(samples=6, threshold=0.4, class_names="abcd")
     assert_same(Prediction.concat([p[:2], p[2:3], p[3:]]), p)
-    assert_same(Prediction.concat([p]), p)
     for other, what in [
         (random_prediction(members=2, threshold=0.4, class_names="abcd"), "members = 2"),
         (random_prediction(classes=5, threshold=0.4, class_names="abcde"), "classes = 5"),
@@ -252,16 +243,6 @@ def test_moving_devices():
     assert_same(p.to("cpu"), p)
     moved = p.to(torch.device("meta"))
     assert {getattr(moved, name).device.type for name in TENSORS} == {"meta"}  # accept as well: there is a threshold
-
-
-def test_no_samples():
-    p = Prediction.from_logits(torch.zeros(2, 0, 3), threshold=0.5)
-    assert len(p) == len(p.accept) == 0
-
-
-def test_a_prediction_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        random_prediction().threshold = 1
 
 
 # --- waiting for the device ---------------------------------------------------------------------------------
@@ -290,11 +271,8 @@ def test_a_prediction_waits_once_or_not_at_all(temperature):
                 p = runner.predict(images, check_finite=check_finite)
                 assert all(getattr(p, name) is not None for name in TENSORS)
             assert reads.count == int(check_finite)
-
-
-def test_logits_are_not_looked_at_when_that_is_asked_for():
-    logits = torch.full((2, 3, 4), torch.nan)
-    assert Prediction.from_logits(logits, 2.0, check_finite=False).probs.isnan().all()
+    nan = torch.full((2, 3, 4), torch.nan)
+    assert Prediction.from_logits(nan, 2.0, check_finite=False).probs.isnan().all()
 
 
 # --- bad input ----------------------------------------------------------------------------------------------
@@ -348,6 +326,5 @@ def test_msp_tells_nearly_certain_samples_apart() -> None:
     scores = ood_score(logits)
     assert scores.tolist() == sorted(scores.tolist(), reverse=True)
     assert len(set(scores.tolist())) == 3
-    assert torch.equal(Prediction.from_logits(logits).score(), scores)
     expected = 3 * torch.exp(torch.tensor([-20.0, -30.0, -40.0]))
     assert torch.allclose(scores, expected, rtol=1e-5)

@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from checkpoint_models import ensemble as built
+from checkpoint_models import single
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from hydra_ensembles.model.cost import measure_costs
-from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.report.compare import load_costs, save_costs
 
 
 def idle(inputs: object) -> None:
@@ -50,14 +49,13 @@ def test_latency_is_a_ratio_to_the_first_model(monkeypatch):
 def test_models_take_turns_and_another_one_goes_first_each_time():
     calls: list[str] = []
     models = {name: lambda inputs, name=name: calls.append(name) for name in "abc"}
-    measure_costs(models, torch.zeros(1), repeats=3, warmup=1)
+    costs = measure_costs(models, {"input_ids": torch.zeros(5, 3)}, repeats=3, warmup=1)
+    assert costs[0].batch == 5
     assert "".join(calls) == "abc" + "abc" + "bca" + "cab"
 
 
 def test_an_ensemble_brings_its_counts_and_keeps_its_mode():
-    encoder = EncoderConfig(width=8, layers=1, heads=2, head_dim=4, mlp_width=8)
-    stem = PatchStemConfig(patch_size=(4, 4), grid=(2, 2))
-    ensemble = Ensemble(EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=3), all_heads(encoder))).train()
+    ensemble = built(single()).train()
     plain = nn.Flatten()
     costs = measure_costs({"ensemble": ensemble, "flat": plain}, torch.zeros(2, 3, 8, 8), repeats=1)
     description = ensemble.describe()
@@ -79,11 +77,6 @@ def test_dropout_is_off_and_lower_precision_is_on_during_the_measurement():
     assert set(seen) == {(False, False, torch.bfloat16)}
 
 
-def test_inputs_may_be_a_mapping():
-    costs = measure_costs({"a": lambda inputs: inputs["input_ids"].sum()}, {"input_ids": torch.ones(5, 3)}, repeats=2)
-    assert costs[0].batch == 5
-
-
 def test_what_cannot_be_measured_is_refused():
     far = nn.Linear(2, 2, device="meta")
     for error, token, models, inputs, repeats in [
@@ -94,21 +87,6 @@ def test_what_cannot_be_measured_is_refused():
     ]:
         with pytest.raises(error, match=token):
             measure_costs(models, inputs, repeats=repeats)
-
-
-def test_costs_round_trip_through_json(tmp_path):
-    costs = measure_costs({"a": idle, "b": idle}, torch.zeros(1), repeats=2)
-    save_costs(tmp_path / "costs.json", costs)
-    assert load_costs(tmp_path / "costs.json") == costs
-    (tmp_path / "other.json").write_text('{"format": "something"}')
-    (tmp_path / "bad.json").write_text('{"format": "hydra_ensembles.costs", "costs": [{"name": 3}]}')
-    for name, error, token in [
-        ("other", DataError, "costs"),
-        ("missing", DataError, "cannot be read"),
-        ("bad", ConfigError, r"costs\[0\]"),
-    ]:
-        with pytest.raises(error, match=token):
-            load_costs(tmp_path / f"{name}.json")
 
 
 @pytest.mark.gpu
