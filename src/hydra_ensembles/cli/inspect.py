@@ -41,6 +41,7 @@ def info(
       hydra-ensembles info timm:vit_base_patch16_224 --random-weights
     """
     found = load_model(model)
+    facts: dict[str, Any]
     if isinstance(found, DualEncoder):
         facts = {"kind": "dual encoder", "image": _facts(found.image), "text": _facts(found.text)}
         shown = {f"{model.model} ({tower} tower)": facts[tower] for tower in ("image", "text")}
@@ -63,8 +64,8 @@ def _facts(ensemble: Ensemble) -> dict[str, Any]:
         }
         for group in GROUPS
     }
-    preprocessing = to_plain(metadata.preprocessing)
-    if preprocessing is not None and "tokenizer" in preprocessing:
+    preprocessing = to_plain(metadata.preprocessing) or {}
+    if "tokenizer" in preprocessing:
         preprocessing["tokenizer"] = bool(preprocessing["tokenizer"])
     stem = config.stem
     if isinstance(stem, PatchStemConfig):
@@ -89,7 +90,7 @@ def _facts(ensemble: Ensemble) -> dict[str, Any]:
         "groups": groups,
         "trunk": config.trunk,
         "heads": to_plain(description.heads),
-        "preprocessing": preprocessing,
+        "preprocessing": preprocessing or None,
         "calibration": to_plain(metadata.calibration),
         "metrics": dict(metadata.metrics),
         "history": list(metadata.history),
@@ -142,12 +143,9 @@ def _value(value: Any) -> str:
 
 
 def head_map(heads: Sequence[Sequence[Sequence[int]]], per_layer: int, width: int = 100) -> str:
-    """A picture of which heads each member keeps: a row a layer, a block a member.
+    """Which heads each member keeps, of `[member][layer]` indices: a row a layer, a block a member.
 
-    Args:
-        heads: Original indices of the heads kept, `[member][layer]`.
-        per_layer: Heads per layer before pruning.
-        width: Characters a line may have; members that do not fit beside others go below them.
+    Members that do not fit beside others in `width` characters go below them.
     """
     column = max(per_layer, len(f"member {len(heads) - 1}")) + 2
     beside = max(1, (width - 7) // column)
