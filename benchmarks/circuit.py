@@ -17,13 +17,14 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, Worker, hardware, load, serve, store, synchronize, table, versions
+from common import checkouts, hardware, load, serve, store, synchronize, table, take_turns, versions
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -60,20 +61,21 @@ class Case:
         return [(layer, head) for layer in layers for head in self.model.heads[0][layer]]
 
 
-def random_case(name: str, shape: str, pixels: int, samples: int, device: str, seed: int) -> Case:
+def random_case(name: str, shape: str, pixels: int, samples: int, options: argparse.Namespace) -> Case:
     """A ViT with random weights and, as labels, its own predictions; OOD pictures have more contrast."""
     import timm
 
-    torch.manual_seed(seed)
+    torch.manual_seed(options.seed)
     model = he.convert(timm.create_model("vit_base_patch16_224", img_size=pixels, num_classes=10, **SHAPES[shape]))
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(options.seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() > 2:
                 scale = 1.0 if "classifier" in key or "position" in key else 1.5 / parameter.shape[-1] ** 0.5
                 parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
-    model = model.to(device, torch.float32).eval()
-    inside, outside = (k * torch.randn(samples, 3, pixels, pixels, generator=generator).to(device) for k in (1, 2))
+    model = model.to(options.device, torch.float32).eval()
+    drawn = [torch.randn(samples, 3, pixels, pixels, generator=generator).to(options.device) for _ in range(2)]
+    inside, outside = drawn[0], 2 * drawn[1]
     with torch.no_grad():
         labels = torch.cat([model(part)[0].argmax(-1) for part in inside.split(64)])
     return Case(name, model, [(inside, labels)], [(outside, torch.zeros_like(labels))])
@@ -81,17 +83,13 @@ def random_case(name: str, shape: str, pixels: int, samples: int, device: str, s
 
 def scaling_cases(options: argparse.Namespace) -> list[Case]:
     """ViT-B/16 shape: more samples with all heads, and more heads with the same samples."""
-    most, pixels, cases = options.samples or 256, options.image_size, []
-    shape = f"ViT-B/16 at {pixels} px"
+    most, shape, cases = options.samples or 256, f"ViT-B/16 at {options.image_size} px", []
     for samples in (most // 8, most // 4, most // 2, most):
-        name = f"{shape}, 12 layers, {samples} + {samples} samples"
-        made = random_case(name, "vit-b16", pixels, samples, options.device, options.seed)
-        cases.append(made)
+        many = f"{samples} + {samples} samples"
+        cases.append(random_case(f"{shape}, 12 layers, {many}", "vit-b16", options.image_size, samples, options))
         if samples == most // 4:
-            for count in (3, 6):
-                layers = tuple(range(12 - count, 12))
-                name = f"{shape}, last {count} layers, {samples} + {samples} samples"
-                cases.append(Case(name, made.model, made.id_batches, made.ood_batches, layers))
+            some = {f"{shape}, last {count} layers, {many}": tuple(range(12 - count, 12)) for count in (3, 6)}
+            cases += [replace(cases[-1], name=name, layers=layers) for name, layers in some.items()]
     return cases
 
 
@@ -101,9 +99,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
         return scaling_cases(options)
     if options.random:
         pixels = 16 if options.random == "tiny" else options.image_size
-        return [
-            random_case(options.random, options.random, pixels, options.samples or 64, options.device, options.seed)
-        ]
+        return [random_case(options.random, options.random, pixels, options.samples or 64, options)]
     model = he.Ensemble.from_pretrained(options.model).to(options.device, torch.float32)
     files = [load_file(path, device=options.device) for path in (options.id, options.ood)]
     batches = [[(one["inputs"][: options.samples].float(), one["labels"][: options.samples].long())] for one in files]
@@ -114,11 +110,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 
 
 def measure(case: Case, score: str, method: str, options: argparse.Namespace) -> dict[str, Any]:
-    """A row: one extraction, or a part of a naive one (its first steps, or some of its heads), scaled up.
-
-    The audit of the screened method comes from a second run, which takes the same choices: what is audited is work of
-    the exact method.
-    """
+    """A row: one extraction, or a part of a naive one (its first steps, or some of its heads), scaled up."""
     naive, heads = method == "naive", len(case.candidates)
     steps = min(options.naive_steps or options.budget, options.budget) if naive else options.budget
     asked = min(options.naive_heads or heads, heads) if naive else heads
@@ -126,16 +118,13 @@ def measure(case: Case, score: str, method: str, options: argparse.Namespace) ->
     seconds, ranking = timed(case, score, method, steps, options, removed=removed)
     made = ranking.provenance
     left = evaluations(heads, options.budget) - evaluations(asked, steps)
-    forwards, blocks, audit, audited = made["model_forwards"], made["layer_evaluations"], made["audit"], None
+    forwards, blocks = made["model_forwards"], made["layer_evaluations"]
     if naive and left:  # every head costs the same; what is done once for all steps must not be scaled up
         first, start = timed(case, score, method, 1, options, removed=removed)
         evaluated = evaluations(asked, steps) - asked
         seconds += (seconds - first) / evaluated * left
         forwards += left
         blocks += round((blocks - start.provenance["layer_evaluations"]) / evaluated * left)
-    if method == "screened" and options.audit_steps:
-        audited, again = timed(case, score, method, steps, options, audit_steps=options.audit_steps)
-        audit = again.provenance["audit"]
     return {
         "case": case.name,
         "score": score,
@@ -150,8 +139,6 @@ def measure(case: Case, score: str, method: str, options: argparse.Namespace) ->
         "final_score": None if left else ranking.scores[-1],
         "measured_steps": steps,
         "extrapolated": left > 0,
-        "audit": dict(audit),
-        "seconds_with_audit": audited,
         "removed": [str(head) for head in ranking.heads],
     }
 
@@ -165,31 +152,24 @@ def timed(
     case: Case, score: str, method: str, budget: int, options: argparse.Namespace, **more: Any
 ) -> tuple[float, he.HeadRanking]:
     """Seconds of an extraction, from the call to its result, reading of the batches included."""
-    settings: dict[str, Any] = {"score": score, "method": method, "budget": budget, "seed": options.seed, **more}
+    settings: dict[str, Any] = {"score": score, "method": method, "budget": budget, "seed": options.seed}
+    settings |= {"layers": case.layers, "batch_size": options.batch_size, "progress": False}
     if method == "screened":
-        settings = {"screen_size": options.screen_size, "audit_steps": 0, **settings}
+        settings |= {"screen_size": options.screen_size, "audit_steps": 0}  # an audit is work of the exact method
     synchronize(options.device)
     start = time.perf_counter()
-    ranking = he.extract_circuit(
-        case.model,
-        case.id_batches,
-        case.ood_batches,
-        layers=case.layers,
-        batch_size=options.batch_size,
-        progress=False,
-        **settings,
-    )
+    ranking = he.extract_circuit(case.model, case.id_batches, case.ood_batches, **settings | more)
     synchronize(options.device)
     return time.perf_counter() - start, ranking
 
 
-def merged(earlier: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+def merged(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     """A report with the rows of an earlier one of the same machine and versions for cases and scores it has not."""
+    earlier = json.loads(path.read_text()) if path.exists() else {}
     if any(earlier.get(key) != value for key, value in report.items() if key != "results"):
         return report
     new = {(row["case"], row["score"]) for row in report["results"]}
-    kept = [row for row in earlier["results"] if (row["case"], row["score"]) not in new]
-    rows = kept + report["results"]
+    rows = [row for row in earlier["results"] if (row["case"], row["score"]) not in new] + report["results"]
     return report | {"results": sorted(rows, key=lambda row: (row["case"], SCORES.index(row["score"])))}
 
 
@@ -234,28 +214,21 @@ def work(options: argparse.Namespace) -> None:
     serve({"extract": extract})
 
 
-def compare(options: argparse.Namespace, arguments: Sequence[str]) -> list[dict[str, Any]]:
+def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Extract the same circuits with this checkout and with another, which take turns; a line for each circuit."""
-    workers = [Worker(__file__, folder, arguments) for folder in (ROOT, options.against)]
-    rows = []
+    about, rows = {"benchmark": "circuit, two checkouts", "hardware": hardware(options.device)}, []
     print(f"{'score':6}{'method':10}{'new s':>9}{'old s':>9}{'new/old':>9}  same heads", flush=True)
-    for score in options.scores:
-        for method in options.methods:
-            taken: list[list[float]] = [[], []]
-            heads: list[list[str]] = [[], []]
-            for turn in range(options.turns + 1):
-                for index in (0, 1) if turn % 2 == 0 else (1, 0):
-                    found = workers[index].ask("extract", score=score, method=method)
-                    heads[index] = found["heads"]
-                    if turn:  # in the first, libraries load and kernels are chosen
-                        taken[index].append(found["seconds"])
-            new, old = (statistics.median(one) for one in taken)
+    with checkouts(__file__, options.against, arguments) as workers:
+        for score, method in product(options.scores, options.methods):
+            found = take_turns(workers, options.turns + 1, "extract", score=score, method=method)
+            same = all(one["heads"] == found[0][0]["heads"] for mine in found for one in mine)
+            taken = [[one["seconds"] for one in mine[1:]] for mine in found]  # in the first turn libraries load
+            new, old = map(statistics.median, taken)
             row = {"score": score, "method": method, "new_s": new, "old_s": old, "ratio": new / old}
-            rows.append(row | {"same_heads": heads[0] == heads[1], "times": taken})
-            print(f"{score:6}{method:10}{new:9.3f}{old:9.3f}{new / old:9.3f}  {heads[0] == heads[1]}", flush=True)
-    for worker in workers:
-        worker.close()
-    return rows
+            rows.append(row | {"same_heads": same, "times": taken})
+            print(f"{score:6}{method:10}{new:9.3f}{old:9.3f}{new / old:9.3f}  {same}", flush=True)
+            if options.output:
+                store(options.output, {**about, "rows": rows})
 
 
 # --- command ---------------------------------------------------------------------------------------------------------
@@ -263,7 +236,7 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> list[dict[
 
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add: Callable[..., Any] = parser.add_argument
+    add = parser.add_argument
     add("--random", choices=list(SHAPES), help="a model with random weights")
     add("--tiny", action="store_const", const="tiny", dest="random", help="a small one, for any machine")
     add("--scaling", action="store_true", help="how time grows with heads and samples")
@@ -279,7 +252,6 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--naive-heads", type=int, help="and only so many heads (at least 3); 0: all")
     add("--image-size", type=int, default=112, help="of --scaling and --random")
     add("--screen-size", type=int, help="default: a third of the heads")
-    add("--audit-steps", type=int, help="of a second run of the screened method; default: 3, and 0 for --scaling")
     add("--batch-size", type=int)
     add("--seed", type=int, default=0)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -300,8 +272,6 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--against takes one case: give --random or --model")
     options.methods = options.methods or list(METHODS[1:] if options.against else METHODS)
     options.budget = options.budget or (4 if options.scaling else 8)
-    if options.audit_steps is None:
-        options.audit_steps = 0 if options.scaling else 3
     return options
 
 
@@ -312,18 +282,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         work(options)
         return
     if options.against:
-        both = compare(options, given)
-        if options.output:
-            about = {"benchmark": "circuit, two checkouts", "hardware": hardware(options.device)}
-            store(options.output, {**about, "rows": both})
+        compare(options, given)
         return
     rows: list[dict[str, Any]] = []
     for case in cases_of(options):
         timed(case, options.scores[0], "exact", 1, options)  # libraries load and kernels are chosen here
-        for score in options.scores:
-            for method in options.methods:
-                rows.append(measure(case, score, method, options))
-                print(*lines_of(rows)[-1], sep="  ", flush=True)
+        for score, method in product(options.scores, options.methods):
+            rows.append(measure(case, score, method, options))
+            print(*lines_of(rows)[-1], sep="  ", flush=True)
     if options.output:
         report = {
             "benchmark": "circuit",
@@ -336,8 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "results": rows,
         }
-        earlier = json.loads(options.output.read_text()) if options.output.exists() else {"results": []}
-        store(options.output, merged(earlier, report))
+        store(options.output, merged(options.output, report))
 
 
 if __name__ == "__main__":

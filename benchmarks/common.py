@@ -6,7 +6,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,12 @@ def save_figure(figure: Any, name: str, folder: Path = FIGURES) -> None:
 class Worker:
     """A process that runs a benchmark script with the package of one checkout, and answers one request at a time.
 
-    Args:
-        script: The script; called with `--worker`, it has to call `serve`.
-        checkout: Folder whose `src` holds the package.
-        arguments: Further arguments of the script.
+    The script, called with `--worker`, has to call `serve`.
     """
 
-    def __init__(self, script: str, checkout: Path, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, script: str, checkout: Path, arguments: Sequence[str]) -> None:
         source = str(checkout.resolve() / "src")
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, script, "--worker", *arguments],
             env={**os.environ, "PYTHONPATH": source},
             stdin=subprocess.PIPE,
@@ -105,22 +103,37 @@ class Worker:
 
     def ask(self, request: str, **arguments: Any) -> Any:
         """Send a request and wait for its answer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps({"request": request, **arguments}), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps({"request": request, **arguments}), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
         if not answer:
-            raise SystemExit(f"the worker ended with {self._process.wait()}; its error stands above")
+            raise SystemExit(f"the worker ended with {self.process.wait()}; its error stands above")
         return json.loads(answer)
 
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate()
+
+@contextmanager
+def checkouts(script: str, other: Path, arguments: Sequence[str]) -> Iterator[list[Worker]]:
+    """A worker with this checkout, and one with another; both end with the block."""
+    workers = [Worker(script, folder, arguments) for folder in (ROOT, other)]
+    yield workers
+    for worker in workers:
+        worker.process.communicate()
+
+
+def take_turns(workers: Sequence[Worker], turns: int, request: str, **arguments: Any) -> list[list[Any]]:
+    """All answers of each worker to the same request; every turn another one goes first."""
+    answers: list[list[Any]] = [[] for _ in workers]
+    for turn in range(turns):
+        for index in sorted(range(len(workers)), reverse=turn % 2 == 1):
+            answers[index].append(workers[index].ask(request, **arguments))
+    return answers
 
 
 def serve(handlers: dict[str, Callable[..., Any]]) -> None:
     """Answer the requests of a `Worker` until there are no more."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print must not stand among the answers
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries and compilers print must not stand among the answers
     for line in sys.stdin:
         arguments = json.loads(line)
         request = arguments.pop("request")

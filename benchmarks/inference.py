@@ -1,6 +1,6 @@
 """What inference costs: single models, Deep Ensembles, MC Dropout and Hydra Ensembles, all treated alike.
 
-    python benchmarks/inference.py --output results/inference.json                       # the cells with targets first
+    python benchmarks/inference.py --output results/inference.json
     python benchmarks/inference.py --batches 1 4 32 128 512 --modes graphed compiled eager graphed-eager
     python benchmarks/inference.py --shape vit-s16 --dtype float32 --batches 8 --modes eager --device cpu --threads 2
     python benchmarks/inference.py --members 1 2 3 5 8 --modes graphed-eager --batches 4 128
@@ -22,25 +22,24 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, Worker, hardware, serve, store, synchronize, versions
+from common import checkouts, hardware, serve, store, take_turns, versions
 from inference_models import NAMES, ONE_MEMBER, SHAPES, ZERO_SHOT, Call, Contender, Inputs, Workshop, ZeroShotWorkshop
 from torch import Tensor
 
 MODES = ("graphed", "compiled", "graphed-eager", "eager")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-FIRST_CONTENDERS = ("single", "hydra-k0", "hydra-k8", "hydra-k10", "hydra-uneven", "ours")
-FIRST_BATCHES = (1, 4, 128)
 GROWTH_CONTENDERS = ("single", "hydra-k0", "hydra-k8", "hydra-joint", "deep-in-turn", "deep-stacked")
 TEST_SET = 50_000  # images of ImageNet's validation set, as in the paper's whole-test times
 TOLERANCE = 0.1  # relative; answers in bfloat16 differ by about a hundredth, wrong ones by about one
 BLOCKS = 8  # turns that each of two checkouts gets
 
-Key = tuple[str, str, str, str, int, str, int]
+Row = dict[str, Any]
+KEY = ("hardware", "shape", "dtype", "mode", "batch", "contender", "members")  # what tells rows apart
 EXPECTED_ERRORS = (RuntimeError, NotImplementedError, ValueError, TypeError, ImportError)
 
 
@@ -163,237 +162,130 @@ def rounds_for(runs: Sequence[Call], inputs: Sequence[Tensor], seconds: float) -
     return max(7, min(100, int(seconds / (time.perf_counter() - start))))
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
+# --- the benchmark ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    """One contender at one batch size in one mode. Ratios compare latencies, and below 1 is faster.
-
-    Attributes:
-        latency_ms: Median of the rounds; `latency_low_ms` and `latency_high_ms` are the quartiles.
-        single_ms: Median of the user's own model, measured in turn with this one, in the same mode.
-        ratio_to_single: Of the two.
-        ratio_to_ours, ratio_to_pruned, ratio_to_deep: To our single, pruned, and the Deep Ensemble run in turn, by
-            way of the user's model, where those rows exist.
-        multiply_adds: Of one input, those really done; `limit` is their ratio to the user's model.
-        ratio_to_limit: How far the time is from what arithmetic alone would give.
-        inputs_per_second: Throughput.
-        test_set_s: Time of 50,000 inputs.
-        peak_memory_bytes: Weights, and the most that a forward pass needs beside them.
-        error: Relative difference to the answers of the model before it was rewritten, compiled or recorded.
-    """
-
-    hardware: str
-    shape: str
-    dtype: str
-    mode: str
-    batch: int
-    contender: str
-    members: int
-    plan: str
-    latency_ms: float
-    latency_low_ms: float
-    latency_high_ms: float
-    single_ms: float
-    multiply_adds: int
-    limit: float
-    parameters: int
-    weight_bytes: int
-    peak_memory_bytes: int | None
-    repeats: int
-    seed: int
-    error: float | None
-    preparation_s: float
-    settings: dict[str, str] = field(default_factory=dict)
-    ratio_to_single: float = 1.0
-    ratio_to_ours: float | None = None
-    ratio_to_pruned: float | None = None
-    ratio_to_deep: float | None = None
-    ratio_to_limit: float = 1.0
-    inputs_per_second: float = 0.0
-    test_set_s: float = 0.0
-
-    @property
-    def key(self) -> Key:
-        """What tells rows apart; a new one replaces an old one with the same."""
-        return (self.hardware, self.shape, self.dtype, self.mode, self.batch, self.contender, self.members)
+def key_of(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in KEY)
 
 
 def completed(rows: Iterable[Row]) -> list[Row]:
-    """The rows with everything that follows from what was measured, in a stable order."""
-    rows = sorted(rows, key=lambda row: row.key)
-    relative = {row.key: row.latency_ms / row.single_ms for row in rows}
+    """The rows, sorted, with all that follows from what was measured. A ratio compares times: below 1 is faster.
+
+    Rows are compared by way of the user's model, with which each was measured in turn.
+    """
+    rows = sorted(rows, key=key_of)
+    relative = {key_of(row): row["latency_ms"] / row["single_ms"] for row in rows}
 
     def to(row: Row, contender: str, members: int) -> float | None:
-        other = relative.get((*row.key[:5], contender, members))
-        return None if other is None else relative[row.key] / other
+        other = relative.get((*key_of(row)[:5], contender, members))
+        return None if other is None else relative[key_of(row)] / other
 
     return [
-        replace(
-            row,
-            ratio_to_single=relative[row.key],
-            ratio_to_ours=to(row, "ours", 1),
-            ratio_to_pruned=to(row, "pruned", 1),
-            ratio_to_deep=to(row, "deep-in-turn", row.members) if row.members > 1 else None,
-            ratio_to_limit=relative[row.key] / row.limit,
-            inputs_per_second=1e3 * row.batch / row.latency_ms,
-            test_set_s=math.ceil(TEST_SET / row.batch) * row.latency_ms / 1e3,
-        )
+        row
+        | {
+            "ratio_to_single": relative[key_of(row)],
+            "ratio_to_ours": to(row, "ours", 1),
+            "ratio_to_pruned": to(row, "pruned", 1),
+            "ratio_to_deep": to(row, "deep-in-turn", row["members"]) if row["members"] > 1 else None,
+            "ratio_to_limit": relative[key_of(row)] / row["limit"],  # 1: as fast as arithmetic alone would be
+            "inputs_per_second": 1e3 * row["batch"] / row["latency_ms"],
+            "test_set_s": math.ceil(TEST_SET / row["batch"]) * row["latency_ms"] / 1e3,
+        }
         for row in rows
     ]
 
 
-class Results:
-    """The rows of a file that several runs fill together; each is written at once, so a stopped run loses nothing."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.rows: dict[Key, Row] = {}
-        self.failures: dict[str, str] = {}
-        if path is not None and path.exists():
-            report = json.loads(path.read_text())
-            known = {one.name for one in fields(Row)}
-            rows = [Row(**{name: value for name, value in row.items() if name in known}) for row in report["rows"]]
-            self.rows = {row.key: row for row in rows}
-            self.failures = dict(report.get("failures", {}))
-
-    def add(self, row: Row) -> Row:
-        """Put a row in, replacing an older one, and write the file; the row with its ratios."""
-        self.rows = {one.key: one for one in completed({**self.rows, row.key: row}.values())}
-        self.failures.pop("/".join(map(str, row.key)), None)
-        self._save()
-        return self.rows[row.key]
-
-    def fail(self, key: Key, reason: str) -> None:
-        """Remember that something could not be measured, and why."""
-        self.failures["/".join(map(str, key))] = reason
-        self._save()
-
-    def _save(self) -> None:
-        if self.path is not None:
-            rows, failures = [asdict(row) for row in self.rows.values()], dict(sorted(self.failures.items()))
-            store(self.path, {"benchmark": "inference", "rows": rows, "failures": failures})
-
-
-HEADER = (
-    f"{'contender':<18}{'M':>2} {'mode':<13}{'batch':>5} {'plan':<8}{'ms':>9}{'x single':>9}{'x ours':>8}"
-    f"{'x deep':>8}{'limit':>7}{'inputs/s':>10}{'params M':>9}{'peak MB':>9}{'error':>9}"
-)
-
-
-def line(row: Row) -> str:
-    """A row of the table that the benchmark prints."""
-    ours, deep = ("-" if one is None else f"{one:.2f}" for one in (row.ratio_to_ours, row.ratio_to_deep))
-    memory = "-" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 1e6:.0f}"
-    error = "-" if row.error is None else f"{row.error:.0e}"
-    return (
-        f"{row.contender:<18}{row.members:>2} {row.mode:<13}{row.batch:>5} {row.plan:<8}{row.latency_ms:>9.3f}"
-        f"{row.ratio_to_single:>9.2f}{ours:>8}{deep:>8}{row.limit:>7.2f}{row.inputs_per_second:>10.0f}"
-        f"{row.parameters / 1e6:>9.1f}{memory:>9}{error:>9}"
-    )
-
-
-# --- the benchmark ---------------------------------------------------------------------------------------------------
-
-
 class Benchmark:
-    """One shape in one dtype on one device."""
+    """One shape in one dtype on one device, and a file of rows that several runs may fill together.
 
-    def __init__(self, options: argparse.Namespace, results: Results) -> None:
-        self.options, self.results = options, results
+    A row is written as soon as it is measured, so a stopped run loses nothing.
+    """
+
+    def __init__(self, options: argparse.Namespace, path: Path | None = None) -> None:
+        self.options, self.path = options, path
         shape = SHAPES[options.shape]
         kind = ZeroShotWorkshop if shape.classes else Workshop
         self.workshop = kind(shape, DTYPES[options.dtype], options.device, options.seed)
         self.single: dict[int, Modes] = {}  # by batch
+        known = json.loads(path.read_text()) if path is not None and path.exists() else {"rows": []}
+        self.rows: dict[tuple[Any, ...], Row] = {key_of(row): row for row in known["rows"]}
+        self.failures: dict[str, str] = known.get("failures", {})
 
     def run(self) -> None:
-        """Measure what is asked for and not there yet, the most important first."""
-        for batch, name, members in ordered(self.options):
+        """Measure what is asked for and not there yet."""
+        print(f"{'contender':<18}{'M':>2} {'mode':<13}{'batch':>5} {'plan':<8}{'ms':>9}{'x single':>9}{'limit':>7}")
+        for cell in cells(self.options):
+            pair = None
             for mode in self.options.modes:
-                key = self._key(mode, batch, name, members)
-                if key in self.results.rows and not self.options.again:
+                about = (hardware(self.options.device), self.options.shape, self.options.dtype, mode, *cell)
+                if about in self.rows and not self.options.again:
                     continue
+                heading = f"{cell[1]:<18}{cell[2]:>2} {mode:<13}{cell[0]:>5}"
                 try:
-                    self._measure(key, name)
+                    start = time.perf_counter()
+                    pair = pair or self.pair(*cell)
+                    row = dict(zip(KEY, about, strict=True)) | self._measured(mode, *pair, start)
+                    self.rows = {key_of(one): one for one in completed({**self.rows, about: row}.values())}
+                    self.failures.pop("/".join(map(str, about)), None)
+                    ratio = self.rows[about]["ratio_to_single"]
+                    print(f"{heading} {row['plan']:<8}{row['latency_ms']:>9.3f}{ratio:>9.2f}{row['limit']:>7.2f}")
                 except EXPECTED_ERRORS as error:
                     reason = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-                    self.results.fail(key, reason)
-                    print(f"{name:<18}{members:>2} {mode:<13}{batch:>5} failed: {reason}", flush=True)
-            self._last = None
+                    self.failures["/".join(map(str, about))] = reason
+                    print(f"{heading} failed: {reason}")
+                sys.stdout.flush()
+                if self.path is not None:
+                    rows, failures = list(self.rows.values()), dict(sorted(self.failures.items()))
+                    store(self.path, {"benchmark": "inference", "rows": rows, "failures": failures})
+            del pair
             release()
 
-    _last: tuple[tuple[int, str, int], Modes] | None = None
-
-    def modes(self, batch: int, name: str, members: int) -> tuple[Modes, Modes]:
-        """The user's own model and a contender, ready for a batch; the last contender is kept."""
-        inputs = self._inputs(batch)
+    def pair(self, batch: int, name: str, members: int) -> tuple[Modes, Modes]:
+        """The user's own model, kept for the next contender, and a contender, ready for a batch."""
+        made = self.workshop.shape.inputs(batch, torch.Generator().manual_seed(self.options.seed))
+        moved = {key: one.to(self.options.device) for key, one in made.items()}
+        dtype = self.workshop.dtype
+        inputs = {key: one.to(dtype) if one.is_floating_point() else one for key, one in moved.items()}
         if batch not in self.single:
             self.single[batch] = Modes(self.workshop.make("single", 1, inputs), inputs)
-        if name == "single":
-            return self.single[batch], self.single[batch]
-        if self._last is None or self._last[0] != (batch, name, members):
-            contender = self.workshop.make(name, members, inputs, self.options.plan)
-            self._last = ((batch, name, members), Modes(contender, inputs))
-        return self.single[batch], self._last[1]
+        single = self.single[batch]
+        return single, single if name == "single" else Modes(self.workshop.make(name, members, inputs), inputs)
 
-    def _measure(self, key: Key, name: str) -> None:
-        mode, batch, members = key[3], key[4], key[6]
-        start = time.perf_counter()
-        reference, mine = self.modes(batch, name, members)
+    def _measured(self, mode: str, reference: Modes, mine: Modes, start: float) -> Row:
         runs = [reference.run(mode)] + ([mine.run(mode)] if mine is not reference else [])
         error, preparation = mine.error(mode), time.perf_counter() - start
         repeats = self.options.repeats or rounds_for(runs, mine.inputs, self.options.seconds)
         taken = times(runs, mine.inputs, repeats)  # of the user's model, and of the contender
         low, median, high = statistics.quantiles(taken[-1], method="inclusive") if repeats > 1 else taken[-1] * 3
         contender, done = mine.contender, mine.contender.multiply_adds()
-        row = Row(
-            *key,
-            plan=contender.plan,
-            latency_ms=median,
-            latency_low_ms=low,
-            latency_high_ms=high,
-            single_ms=statistics.median(taken[0]),
-            multiply_adds=done,
-            limit=done / self.workshop.single_multiply_adds(),
-            parameters=contender.parameters,
-            weight_bytes=contender.weight_bytes,
-            peak_memory_bytes=mine.peak_memory(mode),
-            repeats=repeats,
-            seed=self.options.seed,
-            error=error,
-            preparation_s=preparation,
-            settings=settings(self.options.device),
-        )
-        print(line(self.results.add(row)), flush=True)
-
-    def _inputs(self, batch: int) -> Inputs:
-        made = self.workshop.shape.inputs(batch, torch.Generator().manual_seed(self.options.seed))
-        moved = {name: one.to(self.options.device) for name, one in made.items()}
-        return {name: one.to(self.workshop.dtype) if one.is_floating_point() else one for name, one in moved.items()}
-
-    def _key(self, mode: str, batch: int, name: str, members: int) -> Key:
-        of_ours = name in ("ours", "pruned", "deep-stacked") or name.startswith("hydra")
-        label = f"{name}@{self.options.plan}" if self.options.plan and of_ours else name
-        return (hardware(self.options.device), self.options.shape, self.options.dtype, mode, batch, label, members)
+        return {
+            "plan": contender.plan,
+            "latency_ms": median,
+            "latency_low_ms": low,  # the quartiles
+            "latency_high_ms": high,
+            "single_ms": statistics.median(taken[0]),  # the user's own model, in turn with this one
+            "multiply_adds": done,  # of one input, those really done
+            "limit": done / self.workshop.single_multiply_adds(),
+            "parameters": contender.parameters,
+            "weight_bytes": contender.weight_bytes,
+            "peak_memory_bytes": mine.peak_memory(mode),  # weights, and what a forward pass needs beside them
+            "repeats": repeats,
+            "seed": self.options.seed,
+            "error": error,  # relative, to the model before it was rewritten, compiled or recorded
+            "preparation_s": preparation,
+            "settings": settings(self.options.device),
+        }
 
 
-def ordered(options: argparse.Namespace) -> list[tuple[int, str, int]]:
-    """All work as batch, contender and members: cells with targets first, the batches in the order given."""
-    work = [
+def cells(options: argparse.Namespace) -> list[tuple[int, str, int]]:
+    """All work: batch, contender and number of members."""
+    return [
         (batch, name, members)
         for batch in options.batches
         for name in options.contenders
-        for members in (options.members if name not in ONE_MEMBER else (1,))
+        for members in ((1,) if name in ONE_MEMBER else options.members)
     ]
-
-    def rank(one: tuple[int, str, int]) -> tuple[bool, int, int]:
-        batch, name, _ = one
-        first = batch in FIRST_BATCHES and name in FIRST_CONTENDERS
-        place = FIRST_CONTENDERS.index(name) if first else list(options.contenders).index(name)
-        return (not first, list(options.batches).index(batch), place)
-
-    return sorted(dict.fromkeys(work), key=rank)
 
 
 def settings(device: str) -> dict[str, str]:
@@ -415,48 +307,41 @@ def release() -> None:
 
 def work(options: argparse.Namespace) -> None:
     """Be one of two checkouts: make a contender, then time it together with the user's model, as asked."""
-    benchmark = Benchmark(options, Results(None))
+    benchmark = Benchmark(options)
     current: dict[str, Any] = {}
 
     def make(mode: str, batch: int, name: str, members: int) -> dict[str, Any]:
         current.clear()
-        benchmark._last = None
         release()
-        reference, mine = benchmark.modes(batch, name, members)
+        reference, mine = benchmark.pair(batch, name, members)
         current.update(runs=[reference.run(mode), mine.run(mode)], inputs=mine.inputs)
-        error = mine.error(mode)
-        rounds = rounds_for(current["runs"], mine.inputs, options.seconds / BLOCKS)
-        synchronize(options.device)
-        return {"plan": mine.contender.plan, "error": error, "rounds": options.repeats or rounds}
+        rounds = options.repeats or rounds_for(current["runs"], mine.inputs, options.seconds / BLOCKS)
+        return {"plan": mine.contender.plan, "error": mine.error(mode), "rounds": rounds}
 
     serve({"make": make, "time": lambda rounds: times(current["runs"], current["inputs"], rounds)})
 
 
-def compare(options: argparse.Namespace, arguments: Sequence[str]) -> list[dict[str, Any]]:
+def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Time the same contenders with this checkout and with another, which take turns; a line for each cell."""
-    workers = [Worker(__file__, folder, arguments) for folder in (ROOT, options.against)]
-    print(f"{'contender':<14}{'mode':<14}{'batch':>5}{'new ms':>10}{'old ms':>10}{'new/old':>9}{'x single':>10}"
-          f"{'old x':>8}{'singles':>9}  plans", flush=True)  # fmt: skip
-    rows = []
-    for batch, name, members in ordered(options):
-        for mode in options.modes:
-            made = [worker.ask("make", mode=mode, batch=batch, name=name, members=members) for worker in workers]
-            taken: list[list[list[float]]] = [[[], []], [[], []]]  # of each checkout: the user's model, the contender
-            for block in range(BLOCKS):
-                for index in (0, 1) if block % 2 == 0 else (1, 0):
-                    found = workers[index].ask("time", rounds=min(one["rounds"] for one in made))
-                    for mine, more in zip(taken[index], found, strict=True):
-                        mine += more
-            (new_single, new), (old_single, old) = ([statistics.median(one) for one in pair] for pair in taken)
-            row = {"contender": name, "members": members, "mode": mode, "batch": batch, "new_ms": new, "old_ms": old}
-            row |= {"ratio": new / old, "new_to_single": new / new_single, "old_to_single": old / old_single}
-            row |= {"singles": new_single / old_single, "plans": [one["plan"] for one in made]}
-            rows.append(row | {"errors": [one["error"] for one in made]})
-            print(f"{name:<14}{mode:<14}{batch:>5}{new:>10.3f}{old:>10.3f}{new / old:>9.3f}{new / new_single:>10.2f}"
-                  f"{old / old_single:>8.2f}{new_single / old_single:>9.3f}  {row['plans']}", flush=True)  # fmt: skip
-    for worker in workers:
-        worker.close()
-    return rows
+    about = {"hardware": hardware(options.device), "shape": options.shape, "dtype": options.dtype}
+    header = ("new ms", "old ms", "new/old", "x single", "old x", "singles")
+    print(f"{'contender':<14}{'mode':<14}{'batch':>5}", *(f"{one:>9}" for one in header), " plans", flush=True)
+    rows: list[Row] = []
+    with checkouts(__file__, options.against, arguments) as workers:
+        for batch, name, members in cells(options):
+            for mode in options.modes:
+                made = [worker.ask("make", mode=mode, batch=batch, name=name, members=members) for worker in workers]
+                blocks = take_turns(workers, BLOCKS, "time", rounds=min(one["rounds"] for one in made))
+                medians = [[statistics.median(chain(*some)) for some in zip(*mine, strict=True)] for mine in blocks]
+                (new_single, new), (old_single, old) = medians  # of each checkout: the user's model, the contender
+                row = {"contender": name, "members": members, "mode": mode, "batch": batch, "new_ms": new}
+                row |= {"old_ms": old, "ratio": new / old, "new_to_single": new / new_single}
+                row |= {"old_to_single": old / old_single, "singles": new_single / old_single}
+                numbers = [f"{row[key]:>9.3f}" for key in list(row)[4:]]
+                rows.append(row | {f"{key}s": [one[key] for one in made] for key in ("plan", "error")})
+                print(f"{name:<14}{mode:<14}{batch:>5}", *numbers, "", rows[-1]["plans"], flush=True)
+                if options.output:
+                    store(options.output, {"benchmark": "inference, two checkouts", **about, "rows": rows})
 
 
 # --- command ---------------------------------------------------------------------------------------------------------
@@ -471,7 +356,6 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--modes", choices=MODES, nargs="+", help="default: graphed on a GPU, eager elsewhere")
     add("--contenders", choices=tuple(dict.fromkeys((*NAMES, *ZERO_SHOT))), nargs="+", help="default: all of the shape")
     add("--members", type=int, nargs="+", default=[3], help="several: cost against their number")
-    add("--plan", choices=("batched", "loop", "grouped"), help="run ensembles of ours so, not by the fastest")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--threads", type=int, help="on a CPU")
     add("--repeats", type=int, help="timed rounds; default: as many as fit in --seconds")
@@ -505,13 +389,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.worker:
             work(options)
         elif options.against:
-            rows = compare(options, given)
-            if options.output:
-                about = {"hardware": hardware(options.device), "shape": options.shape, "dtype": options.dtype}
-                store(options.output, {"benchmark": "inference, two checkouts", **about, "rows": rows})
+            compare(options, given)
         else:
-            print(HEADER, flush=True)
-            Benchmark(options, Results(options.output)).run()
+            Benchmark(options, options.output).run()
 
 
 if __name__ == "__main__":

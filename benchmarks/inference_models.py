@@ -10,7 +10,8 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -49,21 +50,13 @@ Call = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """One architecture in one size.
+    """One architecture in one size."""
 
-    Attributes:
-        build: Makes the model with random weights, dropout off.
-        tokens: Tokens of an input.
-        pixels: Side of the images; 0 for texts.
-        classes: Of a dual encoder, names to choose from; 0 for a classifier.
-        words: Of a text model, its vocabulary.
-    """
-
-    build: Callable[[], nn.Module]
-    tokens: int
-    pixels: int = 0
-    classes: int = 0
-    words: int = 0
+    build: Callable[[], nn.Module]  # with random weights, dropout off
+    tokens: int  # of an input
+    pixels: int = 0  # side of the images; 0 for texts
+    classes: int = 0  # of a dual encoder, names to choose from; 0 for a classifier
+    words: int = 0  # of a text model, its vocabulary
 
     def inputs(self, batch: int, generator: torch.Generator) -> Inputs:
         """A batch; texts are of mixed lengths, one of them full, the rest is padding."""
@@ -138,25 +131,15 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Contender:
-    """A model ready to be measured.
+    """A model ready to be measured."""
 
-    Attributes:
-        run: Takes the tensors of a batch one by one.
-        modules: What holds its weights.
-        parameters: Numbers it stores.
-        multiply_adds: Counts those that are really done for one input.
-        plan: How members run, for an ensemble of ours.
-        expected: What the ensemble itself answers, before it was rewritten for speed; None for models not of ours.
-        random: Whether it answers differently each time.
-    """
-
-    run: Call
-    modules: Sequence[nn.Module]
-    parameters: int
-    multiply_adds: Callable[[], int]
-    plan: str = ""
-    expected: Tensor | None = None
-    random: bool = False
+    run: Call  # takes the tensors of a batch one by one
+    modules: Sequence[nn.Module]  # what holds its weights
+    parameters: int  # numbers it stores
+    multiply_adds: Callable[[], int]  # those that are really done for one input
+    plan: str = ""  # how members run, for an ensemble of ours
+    expected: Tensor | None = None  # what an ensemble of ours answered before it was rewritten for speed
+    random: bool = False  # whether it answers differently each time
 
     @property
     def weight_bytes(self) -> int:
@@ -187,8 +170,8 @@ class Workshop:
         """Of one input through the user's model, which computes every token of every layer."""
         return arithmetic(self.base, self.shape.tokens, shortcut=False)
 
-    def make(self, name: str, members: int, inputs: Inputs, plan: str | None = None) -> Contender:
-        """A contender, with the plan that suits these inputs unless one is given."""
+    def make(self, name: str, members: int, inputs: Inputs) -> Contender:
+        """A contender, with the plan that suits these inputs."""
         if name == "single":
             return self._foreign([self._deployed(self.model)])
         if name in ("deep-in-turn", "deep-vmap"):
@@ -196,16 +179,17 @@ class Workshop:
             return self._foreign([self._deployed(one) for one in copies], stacked=name == "deep-vmap")
         if name == "mc-dropout":
             return self._mc_dropout(members)
-        ensemble = self._ensemble(name, members)
-        runner = ensemble.optimize(plans=None if plan is None else [cast(Any, plan)])
-        chosen = plan or runner.choice_for(inputs).plan
-        module = runner.module(cast(Any, chosen))
+        ensemble = self.ensemble(name, members)
+        runner = ensemble.optimize()
+        plan = runner.choice_for(inputs).plan
+        module = runner.module(plan)
         with torch.no_grad():
             expected = ensemble(*inputs.values())
         count = sum(p.numel() for p in ensemble.parameters())
-        return Contender(module, [module], count, lambda: self._done(ensemble), chosen, expected)
+        return Contender(module, [module], count, lambda: self._done(ensemble), plan, expected)
 
-    def _ensemble(self, name: str, members: int) -> he.Ensemble:
+    def ensemble(self, name: str, members: int) -> he.Ensemble:
+        """An ensemble of ours, made once."""
         if (name, members) not in self._ensembles:
             self._ensembles[name, members] = self._fused(name, members).to(self.dtype)
         return self._ensembles[name, members]
@@ -228,10 +212,8 @@ class Workshop:
         def in_turn(*inputs: Tensor) -> Tensor:
             return torch.stack([logits(model, *inputs) for model in models])
 
-        run: Call = in_turn
-        if members == 1:
-            run = lambda *inputs: logits(models[0], *inputs)  # noqa: E731
-        elif stacked:
+        run: Call = in_turn if members > 1 else partial(logits, models[0])
+        if stacked:
             parameters, buffers = stack_module_state(models)
             skeleton, weights = copy.deepcopy(models[0]).to("meta"), nn.Module()
             for index, tensor in enumerate([*parameters.values(), *buffers.values()]):
@@ -364,20 +346,15 @@ class ZeroShotWorkshop(Workshop):
 
     def _deployed(self, model: nn.Module) -> nn.Module:
         """Image side and class embeddings."""
-        ids = self.tokenizer(self.prompts)["input_ids"].to(self.device)
-        return UsersClip(model, ids)
+        return UsersClip(model, self.tokenizer(self.prompts)["input_ids"].to(self.device))
 
     def _fused(self, name: str, members: int) -> he.Ensemble:
         """Members of different heads and otherwise equal weights, since nothing is trained."""
         if name == "ours":
             return self.base.member(0)
-        towers = {"image": self.dual.image, "text": self.dual.text}
-        heads = [
-            he.Head(layer, head, cast(Any, name))
-            for name, tower in towers.items()
-            for layer in range(tower.num_layers)
-            for head in range(tower.num_heads)
-        ]
+        heads: list[he.Head] = []
+        for tower, of in (("image", self.dual.image), ("text", self.dual.text)):
+            heads += [he.Head(*place, cast(Any, tower)) for place in product(range(of.num_layers), range(of.num_heads))]
         pruned = []
         for member in range(members):  # a tenth of both towers, as uneven as a circuit over both takes them
             drawn = torch.randperm(len(heads), generator=self._generator("joint", member))
@@ -387,14 +364,9 @@ class ZeroShotWorkshop(Workshop):
 
 
 class UsersClip(nn.Module):
-    """A `CLIPModel` of transformers that classifies: image features, and their cosines with class embeddings.
+    """A `CLIPModel` of transformers that classifies: image features, and their cosines with embedded prompts."""
 
-    Args:
-        clip: The model; its parts are used as they are.
-        ids: Prompts `[C, T]`, embedded here.
-    """
-
-    def __init__(self, clip: Any, ids: Tensor) -> None:
+    def __init__(self, clip: Any, ids: Tensor) -> None:  # [C, T]
         super().__init__()
         self.vision_model, self.visual_projection = clip.vision_model, clip.visual_projection
         self.logit_scale = clip.logit_scale

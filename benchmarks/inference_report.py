@@ -3,11 +3,13 @@
 python benchmarks/inference_report.py       # the figures; `tables.py` writes the tables
 """
 
+import statistics
 from collections.abc import Callable, Sequence
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
-from common import FIGURES, RESULTS, pyplot, save_figure, table
-from inference import Results, Row
+from common import FIGURES, load, pyplot, save_figure, table
 from inference_models import LABELS, ONE_MEMBER
 
 ORDER = list(LABELS)
@@ -33,6 +35,7 @@ COLOURS = {
     "hydra-uneven": "#35978f",
 }
 
+Row = SimpleNamespace  # of `inference.py`, see there
 Rows = Sequence[Row]
 
 
@@ -41,8 +44,8 @@ Rows = Sequence[Row]
 
 def measured() -> list[Row]:
     """All rows of contenders that there still are."""
-    rows = Results(RESULTS / "inference.json").rows.values()
-    return [row for row in rows if row.contender.partition("@")[0] in LABELS]
+    rows = [row for row in load("inference.json")["rows"] if row["contender"] in LABELS]
+    return [Row(**row, label=LABELS[row["contender"]], place=ORDER.index(row["contender"])) for row in rows]
 
 
 def chosen(rows: Rows, gpu: bool = True, usual: bool = True, **wanted: Any) -> list[Row]:
@@ -70,21 +73,10 @@ def others(rows: Rows, mode: str) -> list[Row]:
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def label(row: Row) -> str:
-    """What a contender is called in a document."""
-    name, _, plan = row.contender.partition("@")
-    return f"{LABELS[name]}, {plan}" if plan else LABELS[name]
-
-
-def place(contender: str) -> tuple[int, str]:
-    """Where a contender stands in tables."""
-    return ORDER.index(contender.partition("@")[0]), contender
-
-
 def by_contender(rows: Rows) -> list[list[Row]]:
     """The rows of each contender."""
-    names = sorted({row.contender for row in rows}, key=place)
-    return [[row for row in rows if row.contender == name] for name in names]
+    groups = [[row for row in rows if row.contender == name] for name in ORDER]
+    return [group for group in groups if group]
 
 
 def times(ratio: float | None) -> str:
@@ -102,7 +94,7 @@ def targets_table(rows: Rows) -> list[str]:
                 if (row.contender, row.batch) == (contender, batch) and ratio is not None:
                     limit, met = row.limit / (1 if on_gpu else row.members), "yes" if ratio <= target else "no"
                     numbers = (f"{target:g}", f"{ratio:.2f}", f"{limit:.2f}", times(row.ratio_to_ours))
-                    lines.append((row.hardware, label(row), batch, *numbers, met))
+                    lines.append((row.hardware, row.label, batch, *numbers, met))
     header = ("where", "contender", "batch", "target", "measured", "arithmetic alone", "to our single", "met")
     return table(header, lines, "llrrrrrl")
 
@@ -119,14 +111,12 @@ def grid(rows: Rows, column: Callable[[Row], Any], heading: Callable[[Any], str]
         cells = [[f"{row.latency_ms:.3g} ms ({times(row.ratio_to_single)})", times(row.limit)] if row else ["", ""]
                  for row in map(found.get, columns)]  # fmt: skip
         if more == "limits":
-            lines.append(
-                [label(mine[0]), f"{mine[0].parameters / 1e6:.1f} M", *(part for cell in cells for part in cell)]
-            )
+            lines.append([mine[0].label, f"{mine[0].parameters / 1e6:.1f} M", *chain(*cells)])
         else:
-            lines.append([label(mine[0]), *(cell[0] for cell in cells), *([times(mine[0].limit)] if more else [])])
+            lines.append([mine[0].label, *(cell[0] for cell in cells), *([times(mine[0].limit)] if more else [])])
     headings = [heading(one) for one in columns]
     if more == "limits":
-        headings = ["parameters", *(part for one in headings for part in (one, "arithmetic alone"))]
+        headings = ["parameters", *chain(*((one, "arithmetic alone") for one in headings))]
     elif more:
         headings.append("arithmetic alone")
     return [*table(["contender", *headings], lines), "", source(rows)]
@@ -137,11 +127,11 @@ def details_table(rows: Rows) -> list[str]:
     header = ("batch", "contender", "plan", "latency", "inputs/s", "50,000 inputs", "to single", "to our single",
               "to pruned", "to the limit", "parameters", "peak memory")  # fmt: skip
     lines = []
-    for row in sorted(rows, key=lambda row: (row.batch, place(row.contender))):
+    for row in sorted(rows, key=lambda row: (row.batch, row.place)):
         speed = (f"{row.latency_ms:.3g} ms", f"{row.inputs_per_second:,.0f}", f"{row.test_set_s:.1f} s")
         ratios = map(times, (row.ratio_to_single, row.ratio_to_ours, row.ratio_to_pruned, row.ratio_to_limit))
         sizes = (f"{row.parameters / 1e6:.1f} M", f"{(row.peak_memory_bytes or 0) / 1e6:,.0f} MB")
-        lines.append((row.batch, label(row), row.plan, *speed, *ratios, *sizes))
+        lines.append((row.batch, row.label, row.plan, *speed, *ratios, *sizes))
     return [*table(header, lines, "rll"), "", source(rows)]
 
 
@@ -150,17 +140,17 @@ def cpu_table(rows: Rows) -> list[str]:
     header = ("hardware", "batch", "contender", "latency", "to three in turn", "arithmetic alone", "to single",
               "weights", "peak memory")  # fmt: skip
     lines = []
-    for row in sorted(rows, key=lambda row: (row.hardware, row.batch, place(row.contender))):
+    for row in sorted(rows, key=lambda row: (row.hardware, row.batch, row.place)):
         ratios = map(times, (row.ratio_to_deep, row.limit / 3, row.ratio_to_single))
         sizes = (f"{size / 1e6:.0f} MB" for size in (row.weight_bytes, row.peak_memory_bytes or 0))
-        lines.append((row.hardware, row.batch, label(row), f"{row.latency_ms:,.0f} ms", *ratios, *sizes))
+        lines.append((row.hardware, row.batch, row.label, f"{row.latency_ms:,.0f} ms", *ratios, *sizes))
     return [*table(header, lines, "lrl"), "", source(rows)]
 
 
 def growth(rows: Rows) -> dict[tuple[int, str], list[Row]]:
     """Rows of one contender at one batch size by number of members, where there are three or more."""
     groups: dict[tuple[int, str], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: (row.batch, place(row.contender), row.members)):
+    for row in sorted(rows, key=lambda row: (row.batch, row.place, row.members)):
         groups.setdefault((row.batch, row.contender), []).append(row)
     return {key: group for key, group in groups.items() if len(group) > 2}
 
@@ -173,18 +163,15 @@ def members_table(rows: Rows) -> list[str]:
         found = {row.members: times(row.ratio_to_single) for row in group}
         intercept, slope = fitted_line(group)
         fitted = f"{intercept:.2f} + {slope:.2f} M"
-        lines.append((batch, label(group[0]), *(found.get(count, "") for count in counts), fitted))
+        lines.append((batch, group[0].label, *(found.get(count, "") for count in counts), fitted))
     header = ["batch", "contender", *(f"M = {count}" for count in counts), "fitted"]
     return [*table(header, lines, "rl"), "", source(rows)]
 
 
 def fitted_line(rows: Rows) -> tuple[float, float]:
     """Intercept and slope of the ratio against the number of members, by least squares."""
-    x, y = [row.members for row in rows], [row.ratio_to_single for row in rows]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    spread = sum((one - mean_x) ** 2 for one in x)
-    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
-    return mean_y - slope * mean_x, slope
+    fitted = statistics.linear_regression([row.members for row in rows], [row.ratio_to_single for row in rows])
+    return fitted.intercept, fitted.slope
 
 
 def source(rows: Rows) -> str:
@@ -277,9 +264,8 @@ def batches_figure(rows: Rows) -> Any:
 
 def members_figure(rows: Rows) -> Any:
     """Cost against the number of members, with a straight line fitted to each."""
-    groups = {
-        key: group for key, group in growth(vit(rows, usual=False, mode="graphed-eager")).items() if key[1] in COLOURS
-    }
+    grown = growth(vit(rows, usual=False, mode="graphed-eager"))
+    groups = {key: group for key, group in grown.items() if key[1] in COLOURS}
     batches = sorted({batch for batch, _ in groups})
     figure, panels = pyplot().subplots(1, len(batches), figsize=(4.5 * len(batches), 3.4), squeeze=False)
     for (batch, name), group in groups.items():

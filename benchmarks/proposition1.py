@@ -110,10 +110,9 @@ def expand(model: he.Ensemble, batches: Iterable[tuple[Tensor, Tensor]]) -> Expa
 
 def pruning_step(model: he.Ensemble, heads: Sequence[he.Head]) -> Tensor:
     """The step `[L·H]` in the gates that takes these heads out."""
-    step = torch.zeros(model.num_layers, model.num_heads, dtype=torch.float64)
-    for head in heads:
-        step[head.layer, head.head] = -1.0
-    return step.flatten()
+    step = torch.zeros(model.num_layers * model.num_heads, dtype=torch.float64)
+    step[[head.layer * model.num_heads + head.head for head in heads]] = -1.0
+    return step
 
 
 def gates_after(model: he.Ensemble, step: Tensor, share: float = 1.0) -> Tensor:
@@ -153,12 +152,9 @@ def rankings(model: he.Ensemble, sample: Any, prune: int, images: int, seed: int
 
 def random_steps(model: he.Ensemble, prune: int, seed: int) -> Tensor:
     """Steps `[DRAWS, L·H]` that take random heads out."""
-    generator = torch.Generator().manual_seed(seed)
-    heads = model.num_layers * model.num_heads
-    steps = torch.zeros(DRAWS, heads, dtype=torch.float64)
-    for row in range(DRAWS):
-        steps[row, torch.randperm(heads, generator=generator)[:prune]] = -1.0
-    return steps
+    generator, heads = torch.Generator().manual_seed(seed), model.num_layers * model.num_heads
+    drawn = torch.stack([torch.randperm(heads, generator=generator)[:prune] for _ in range(DRAWS)])
+    return torch.zeros(DRAWS, heads, dtype=torch.float64).scatter(1, drawn, -1.0)
 
 
 def conditions(clean: Expansion, noisy: Expansion, steps: Tensor) -> tuple[dict[str, Any], Tensor]:
@@ -181,10 +177,8 @@ def measured(
     model: he.Ensemble, step: Tensor, batches: dict[str, Batches], expansions: dict[str, Expansion]
 ) -> dict[str, Any]:
     """One set of heads: terms of the expansion, and what a tenth of the step and the whole of it do to both losses."""
-    terms: dict[str, Any] = {}
-    for name, one in expansions.items():
-        terms |= {f"{name}_first_order": (one.gradient @ step).item()}
-        terms |= {f"{name}_second_order": one.second_order(step).item()}
+    terms: dict[str, Any] = {f"{name}_first_order": (one.gradient @ step).item() for name, one in expansions.items()}
+    terms |= {f"{name}_second_order": one.second_order(step).item() for name, one in expansions.items()}
     first, second = (terms[f"noisy_{order}"] - terms[f"clean_{order}"] for order in ("first_order", "second_order"))
     gap = expansions["noisy"].value - expansions["clean"].value
     for name, share in {"tenth": 0.1, "whole": 1.0}.items():

@@ -12,12 +12,12 @@ import sys
 
 import inference_report
 from circuit import circuit_table
-from common import RESULTS, ROOT, load
-from demo import demo_table
+from common import RESULTS, ROOT, load, table
 from fusion import fusion_table
 from proposition1 import proposition_table
 from tower_scores import tower_table
 
+from hydra_ensembles.demo.run import COLUMNS
 from studies.documents import study_blocks
 
 
@@ -33,6 +33,35 @@ def tables() -> dict[str, str]:
         **inference_report.tables(),
         **{name: make() for name, make in study_blocks(RESULTS / "studies").items()},
     }
+
+
+def demo_table() -> str:
+    """The table of the README: all methods of one run of the demo; the best number of each column is bold."""
+    found = load("demo.json")
+    costs = {cost["name"]: cost for cost in found["measured"]["costs"]}
+    columns = []  # of each column, the cells from top to bottom
+    for column in COLUMNS:
+        places = [(one["numbers"], costs[name], one) for name, one in found["methods"].items()]
+        values = [next((place[column.key] for place in some if column.key in place), None) for some in places]
+        texts = ["–" if value is None else column.write(value) for value in values]
+        there = [value for value in values if value is not None]
+        best = column.write(max(there) if column.better == "higher" else min(there))
+        bold = best if set(texts) - {best, "–"} else None  # where all are written alike, none is the best
+        columns.append([f"**{text}**" if text == bold else text for text in texts])
+    names = [name.replace("*", "\\*") for name in found["methods"]]
+    header = ["method", *(column.long_heading for column in COLUMNS)]
+    settings, samples = found["settings"], found["samples"]
+    about = (
+        f"{samples['test']} test images of seven EuroSAT classes; near-OOD: {samples['AnnualCrop']} AnnualCrop and "
+        f"{samples['River']} River, two classes the model does not know; far-OOD: {samples['FashionMNIST']} "
+        f"Fashion-MNIST. Circuits: {settings['method']}, {samples['circuit_id']} ID and "
+        f"{samples['circuit_ood']} OOD validation images, {settings['prune']} of 36 heads pruned per member, none "
+        f"in the first {settings['shared_layers']} of 6 layers, which the members share; no fine-tuning. "
+        "OOD score: maximum softmax probability (*by MI*: mutual information). \\* Stored logits of "
+        "three models trained from different seeds; its time is that of a stack of three models. Time: a batch of "
+        f"{settings['latency_batch']} on {found['hardware']}, against Single. From `results/demo.json`."
+    )
+    return "\n".join([*table(header, zip(names, *columns, strict=True)), "", about])
 
 
 def rendered(text: str, made: dict[str, str]) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from hydra_ensembles.batches import Batches
-from hydra_ensembles.data.dataset import ImageDataset, subset
+from hydra_ensembles.data.dataset import subset
 from hydra_ensembles.heads.masking import attention_of
 from hydra_ensembles.heads.taylor import CalibrationBatches, gradients_of_mean_loss, layer_scores
 from hydra_ensembles.model.clip import DEFAULT_TEMPLATES, average_templates, prompts_of
@@ -65,10 +65,8 @@ def _text_gradients(
     for start in range(0, len(names), at_once):
         embedded = dual.encode_text(prompts_of(names[start : start + at_once], templates))  # [1, prompts, e]
         classes = average_templates(embedded, len(templates))[0] * dual.logit_scale.detach().exp()  # [classes, e]
-        for total, part in zip(
-            totals, torch.autograd.grad(classes, weights, of_classes[start : start + at_once].to(classes)), strict=True
-        ):
-            total += part
+        parts = torch.autograd.grad(classes, weights, of_classes[start : start + at_once].to(classes))
+        totals = [total + part for total, part in zip(totals, parts, strict=True)]
     return totals
 
 
@@ -85,34 +83,23 @@ def _by_layer(tower: he.Ensemble, gradients: Sequence[Tensor]) -> Tensor:
     return scores
 
 
-def validation_images(folder: Path, images: int | None, seed: int) -> ImageDataset:
-    """So many of TinyImageNet's validation images, every class alike; None for all."""
-    reference = suite("zero-shot").validation
-    assert reference is not None
-    data = DataFolder(folder).load(reference)
-    assert isinstance(data, ImageDataset)
-    return data if images is None else subset(data, images, seed, stratified=True)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Load, score, and say with what."""
     dual = load_dual(options.model).to(options.device)
-    data = validation_images(options.data, options.images, options.seed)
+    validation: Any = suite("zero-shot").validation
+    data = DataFolder(options.data).images(validation)
+    if options.images is not None:
+        data = subset(data, options.images, options.seed, stratified=True)
     batches = SampleBatches(PreparedImages(data, dual.image), options.batch_size)
     scores = taylor_scores(dual, label_names(TINYIMAGENET, data.class_names), batches)
-    towers = {"image": dual.image, "text": dual.text}
+    towers: dict[str, Any] = {}
+    for name, tower in (("image", dual.image), ("text", dual.text)):
+        sizes = {"layers": tower.num_layers, "heads": tower.num_heads, "width": tower.config.encoder.width}
+        towers[name] = {**sizes, "scores": scores[name].tolist()}
     return {
         "benchmark": "tower_scores",
         "model": options.name or Path(options.model).name,
-        "towers": {
-            name: {
-                "layers": tower.num_layers,
-                "heads": tower.num_heads,
-                "width": tower.config.encoder.width,
-                "scores": scores[name].tolist(),
-            }
-            for name, tower in towers.items()
-        },
+        "towers": towers,
         "data": f"{TINYIMAGENET} validation",
         "images": len(data),
         "classes": len(data.class_names),
@@ -176,7 +163,6 @@ def _mean(scores: list[float]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or checkpoint of a dual encoder")
     parser.add_argument("--data", type=Path, required=True, help="folder with data/images/tinyimagenet")

@@ -23,11 +23,7 @@ TOKENIZER = (
     ' "model": {"type": "WordLevel", "vocab": {"[PAD]": 0, "hello": 1, "wörld": 2}, "unk_token": "[PAD]"}}\n'
 )
 
-RAGGED: KeptHeads = (
-    ((0, 1), (), (3,)),
-    ((0, 2), (1, 2, 3), ()),
-    ((1,), (), (0, 1, 2, 3)),
-)
+RAGGED: KeptHeads = (((0, 1), (), (3,)), ((0, 2), (1, 2, 3), ()), ((1,), (), (0, 1, 2, 3)))
 
 
 def encoder(layers: int = 3, **changes: object) -> EncoderConfig:
@@ -82,15 +78,12 @@ CONFIGS = {f.__name__: f for f in (single, ragged, hydra, map_pooled, text)}
 
 def metadata_for(config: EnsembleConfig) -> Metadata:
     """Metadata with every field set."""
-    preprocessing: ImagePreprocessing | TextPreprocessing
-    if isinstance(config.stem, TextStemConfig):
-        preprocessing = TextPreprocessing(max_length=9, segments=True, tokenizer=TOKENIZER)
-    else:
-        preprocessing = ImagePreprocessing(size=(8, 8), interpolation="bilinear", crop_fraction=0.875)
+    of_texts = TextPreprocessing(max_length=9, segments=True, tokenizer=TOKENIZER)
+    of_images = ImagePreprocessing(size=(8, 8), interpolation="bilinear", crop_fraction=0.875)
     return Metadata(
         source="timm VisionTransformer | vit_tiny",
         labels=tuple(f"class {i} “ü”" for i in range(config.readout.num_classes)),
-        preprocessing=preprocessing,
+        preprocessing=of_texts if config.kind == "text" else of_images,
         calibration=Calibration(temperature=(0.5,) * config.members, threshold=0.1, score="entropy"),
         history=("converted", "pruned 4 heads\nwith taylor"),
         metrics={"accuracy": 0.1 + 0.2, "nll": 1e-300},
@@ -120,3 +113,9 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
         return False
     one, two = (t.detach().contiguous().flatten().view(torch.uint8) for t in (first, second))
     return torch.equal(one, two)
+
+
+def same_state(first: torch.nn.Module, second: torch.nn.Module) -> bool:
+    """Parameters of equal names, in the same order, with the same bits."""
+    one, two = first.state_dict(), second.state_dict()
+    return list(one) == list(two) and all(same_bits(one[name], two[name]) for name in one)

@@ -11,13 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import yaml
-
-MAX_BODY = 32 << 20
 SECONDS = 10
+Files = dict[str, bytes]
 
 
 @dataclass
@@ -25,18 +22,17 @@ class Repository:
     """The commits of one model, oldest first, and who may read it."""
 
     private: bool
-    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    commits: dict[str, Files] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
 
-    def files(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
-        if revision == "main" and self.commits:
-            revision = list(self.commits)[-1]
-        return (revision, self.commits[revision]) if revision in self.commits else None
+    @property
+    def files(self) -> Files:
+        """Those of `main`."""
+        return next(reversed(self.commits.values()), {})
 
-    def commit(self, files: dict[str, bytes], message: str) -> str:
-        seed = f"{len(self.commits)}{message}{sorted(files)}".encode()
-        name = hashlib.sha1(seed).hexdigest()
-        self.commits[name] = files
+    def commit(self, files: Files, message: str) -> str:
+        name = hashlib.sha1(f"{len(self.commits)}{message}{sorted(files)}".encode()).hexdigest()
+        self.commits[name] = {**self.files, **files}
         self.messages.append(message)
         return name
 
@@ -61,98 +57,63 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *arguments: object) -> None:
         """Keep quiet."""
 
+    def parts(self) -> list[str]:
+        return [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
+
     def do_HEAD(self) -> None:
         self.do_GET()
 
     def do_GET(self) -> None:
-        parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
-        match parts:
-            case ["api", "models", owner, name, "revision", revision]:
-                found = self.find(f"{owner}/{name}", revision)
-                if found:
-                    self.reply({"id": f"{owner}/{name}", "sha": found[0]})
-            case ["api", "models", owner, name, "tree", revision]:
-                found = self.find(f"{owner}/{name}", revision)
-                if found:
-                    self.reply([entry(path, content) for path, content in found[1].items()])
-            case [owner, name, "resolve", revision, *path]:
-                self.send_file(f"{owner}/{name}", revision, "/".join(path))
+        match self.parts():
+            case ["api", "models", owner, name, ("revision" | "tree") as asked, revision]:
+                path = None
+            case [owner, name, "resolve", revision, *below]:
+                asked, path = None, "/".join(below)
             case _:
-                self.fail(404, "EntryNotFound")
+                return self.fail(404, "EntryNotFound")
+        repository = self.hub.repositories.get(f"{owner}/{name}")
+        if repository is None or (repository.private and not self.authorised()):
+            return self.fail(404, "RepoNotFound")
+        commit = next(reversed(repository.commits)) if revision == "main" else revision
+        if commit not in repository.commits:
+            return self.fail(404, "RevisionNotFound")
+        files = repository.commits[commit]
+        if asked == "revision":
+            return self.reply({"id": f"{owner}/{name}", "sha": commit})
+        if path is None:
+            return self.reply([entry(path, content) for path, content in files.items()])
+        if path not in files:
+            return self.fail(404, "EntryNotFound")
+        if self.command == "GET":
+            self.hub.downloads.append(path)
+        self.answer(200, files[path], {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(files[path]).hexdigest()}"'})
+        return None
 
     def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length", 0))
-        if length > MAX_BODY:
-            self.fail(413, "TooLarge")
-            return
-        body = self.rfile.read(length)
-        parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
-        match parts:
+        lines = self.rfile.read(int(self.headers.get("Content-Length", 0))).splitlines()
+        match self.parts():
             case ["api", "validate-yaml"]:
-                self.validate(json.loads(body)["content"])
+                self.reply({"errors": [], "warnings": []})
             case _ if not self.authorised():
                 self.fail(401, "Unauthorized")
             case ["api", "repos", "create"]:
-                self.create(json.loads(body))
-            case ["api", "models", owner, name, "preupload", "main"]:
-                files = json.loads(body)["files"]
-                modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
+                wanted = json.loads(lines[0])
+                name = f"{wanted['organization']}/{wanted['name']}"
+                known = name in self.hub.repositories
+                private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
+                self.hub.repositories.setdefault(name, Repository(private))
+                self.reply({"url": f"{self.hub.address}/{name}", "name": name}, 409 if known else 200)
+            case ["api", "models", _, _, "preupload", "main"]:
+                wanted = json.loads(lines[0])["files"]
+                modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in wanted]
                 self.reply({"files": modes})
             case ["api", "models", owner, name, "commit", "main"]:
-                self.commit(f"{owner}/{name}", body)
+                header, *items = (json.loads(line)["value"] for line in lines)
+                files = {item["path"]: base64.b64decode(item["content"]) for item in items}
+                commit = self.hub.repositories[f"{owner}/{name}"].commit(files, header["summary"])
+                self.reply({"commitUrl": f"{self.hub.address}/{owner}/{name}/commit/{commit}", "commitOid": commit})
             case _:
                 self.fail(404, "EntryNotFound")
-
-    def create(self, wanted: dict[str, Any]) -> None:
-        name = f"{wanted['organization']}/{wanted['name']}"
-        known = name in self.hub.repositories
-        if not known:
-            private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
-            self.hub.repositories[name] = Repository(private)
-        self.reply({"url": f"{self.hub.address}/{name}", "name": name}, 409 if known else 200)
-
-    def commit(self, name: str, body: bytes) -> None:
-        repository = self.hub.repositories[name]
-        latest = repository.files("main")
-        files = dict(latest[1]) if latest else {}
-        message = ""
-        for line in body.splitlines():
-            item = json.loads(line)
-            if item["key"] == "header":
-                message = item["value"]["summary"]
-            elif item["key"] == "file":
-                files[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
-        commit = repository.commit(files, message)
-        self.reply({"commitUrl": f"{self.hub.address}/{name}/commit/{commit}", "commitOid": commit})
-
-    def validate(self, card: str) -> None:
-        """As the hub does: the front matter must be a YAML mapping."""
-        _, matter, _ = card.split("---\n", 2)
-        good = isinstance(yaml.safe_load(matter), dict)
-        self.reply({"errors": [] if good else [{"message": "not a mapping"}], "warnings": []}, 200 if good else 400)
-
-    def send_file(self, name: str, revision: str, path: str) -> None:
-        found = self.find(name, revision)
-        if not found:
-            return
-        commit, files = found
-        if path not in files:
-            self.fail(404, "EntryNotFound")
-            return
-        if self.command == "GET":
-            self.hub.downloads.append(path)
-        headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(files[path]).hexdigest()}"'}
-        self.answer(200, files[path], headers)
-
-    def find(self, name: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
-        repository = self.hub.repositories.get(name)
-        if repository is None or (repository.private and not self.authorised()):
-            self.fail(404, "RepoNotFound")
-            return None
-        found = repository.files(revision)
-        if found is None:
-            self.fail(404, "RevisionNotFound")
-        return found
 
     def authorised(self) -> bool:
         return self.headers.get("Authorization") == f"Bearer {self.hub.token}"
@@ -180,8 +141,7 @@ def entry(path: str, content: bytes) -> dict[str, object]:
 def running_hub(token: str) -> Iterator[Hub]:
     """A hub on a free port, stopped at the end."""
     hub = Hub(token)
-    handler = type("BoundHandler", (Handler,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
     server.daemon_threads = True
     hub.address = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)

@@ -1,8 +1,7 @@
 """Saved models: `config.json`, `model.safetensors`, for text `tokenizer.json`, and a model card.
 
-Nothing here knows a model class. A model that wants to be saved hands over plain data and tensors (`Contents`) and gets
-them back (`Stored`), so every kind of model goes through the same files and the same checks. From top to bottom: what
-the files hold, the two kinds of model, writing, publishing, finding, reading.
+Nothing here knows a model class: a model hands over plain data and tensors (`Contents`) and gets them back (`Stored`),
+so every kind of model goes through the same files and the same checks.
 """
 
 import copy
@@ -71,7 +70,6 @@ class Contents:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     card: str
-    tokenizer: str | None = None
 
 
 # --- the two kinds of model ------------------------------------------------------------------------------------------
@@ -79,11 +77,11 @@ class Contents:
 
 def ensemble_contents(name: str, config: EnsembleConfig, metadata: Metadata, state: Mapping[str, Tensor]) -> Contents:
     """Everything that `save_pretrained` writes of an ensemble; `name` is how the model card calls it."""
-    plain, tensors = _plain_metadata(config, metadata), dict(state)
-    if metadata.text_side is not None:
-        plain[TEXT_SIDE] = to_plain(metadata.text_side.settings)
-        tensors |= {f"{TEXT_SIDE}.{key}": tensor for key, tensor in metadata.text_side.state.items()}
-    return _contents(ENSEMBLE, config, plain, tensors, model_card(name, config, metadata, state))
+    plain, tensors, side = _plain_metadata(config, metadata), dict(state), metadata.text_side
+    if side is not None:
+        plain[TEXT_SIDE] = to_plain(side.settings)
+        tensors |= {f"{TEXT_SIDE}.{key}": tensor for key, tensor in side.state.items()}
+    return Contents(ENSEMBLE, to_plain(config), plain, tensors, model_card(name, config, metadata, state))
 
 
 def dual_encoder_contents(
@@ -91,14 +89,15 @@ def dual_encoder_contents(
 ) -> Contents:
     """Everything that `save_pretrained` writes of a dual encoder; `name` is how the model card calls it."""
     plain = {"image": _plain_metadata(config.image, image), "text": _plain_metadata(config.text, text)}
-    return _contents(DUAL_ENCODER, config, plain, state, dual_model_card(name, config, image, text, state))
+    card = dual_model_card(name, config, image, text, state)
+    return Contents(DUAL_ENCODER, to_plain(config), plain, state, card)
 
 
 def read_ensemble(stored: "Stored") -> tuple[EnsembleConfig, Metadata, TextSettings | None]:
     """Configuration and metadata of a stored ensemble, and the settings of its text side where it kept one."""
-    config, data = stored.config(EnsembleConfig, complete=True), stored.metadata()
+    texts, data = None, dict(stored.record.metadata)
     with _reading(stored.folder / CONFIG):
-        texts = None
+        config = from_plain(EnsembleConfig, stored.record.model, "config.model", complete=True)
         if TEXT_SIDE in data:
             texts = from_plain(TextSettings, data.pop(TEXT_SIDE), f"config.metadata.{TEXT_SIDE}", complete=True)
             _check_text_side(config, texts)
@@ -108,8 +107,9 @@ def read_ensemble(stored: "Stored") -> tuple[EnsembleConfig, Metadata, TextSetti
 
 def read_dual_encoder(stored: "Stored") -> tuple[DualEncoderConfig, Metadata, Metadata]:
     """Configuration, metadata of the image tower and metadata of the text tower of a stored dual encoder."""
-    config, data = stored.config(DualEncoderConfig), stored.metadata()
+    data = stored.record.metadata
     with _reading(stored.folder / CONFIG):
+        config = from_plain(DualEncoderConfig, stored.record.model, "config.model")
         if data.keys() != {"image", "text"}:
             raise CheckpointError(f"config.metadata has the fields {sorted(data)}, expected ['image', 'text']")
         image = _read_metadata(config.image, data["image"], "config.metadata.image")
@@ -119,20 +119,14 @@ def read_dual_encoder(stored: "Stored") -> tuple[DualEncoderConfig, Metadata, Me
 
 def with_text_side(
     tensors: Mapping[str, Tensor], metadata: Metadata, texts: TextSettings | None
-) -> tuple[dict[str, Tensor], Metadata]:
+) -> tuple[Mapping[str, Tensor], Metadata]:
     """The tensors of an ensemble alone, and its metadata with those of the text side, which stays on the CPU."""
-    own, prefix = dict(tensors), f"{TEXT_SIDE}."
-    kept = {name.removeprefix(prefix): own.pop(name) for name in tensors if name.startswith(prefix)}
     if texts is None:
-        return own, metadata
-    side = TextSide(texts, {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()})
+        return tensors, metadata
+    own, prefix = dict(tensors), f"{TEXT_SIDE}."
+    kept = {name: own.pop(name).to("cpu", copy=True) for name in tensors if name.startswith(prefix)}
+    side = TextSide(texts, {name.removeprefix(prefix): tensor for name, tensor in kept.items()})
     return own, replace(metadata, text_side=side)
-
-
-def _contents(kind: str, config: Any, metadata: dict[str, Any], tensors: Mapping[str, Tensor], card: str) -> Contents:
-    """Tokenizers move from the metadata to a file of their own."""
-    tokenizers = [place.pop("tokenizer") for place in _text_preprocessing(metadata)]
-    return Contents(kind, to_plain(config), metadata, tensors, card, next(filter(None, tokenizers), None))
 
 
 def _text_preprocessing(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -163,13 +157,11 @@ def _read_metadata(config: EnsembleConfig, data: Any, path: str) -> Metadata:
     temperatures = 1 if metadata.calibration is None else len(metadata.calibration.temperature)
     if temperatures not in (1, config.members):
         raise CheckpointError(
-            f"{path}: {temperatures} temperatures for {config.members} members; give one, or one per member"
+            f"{path}: {temperatures} temperatures for {config.members} members; give one, or one each"
         )
-    text, given = isinstance(config.stem, TextStemConfig), metadata.preprocessing
-    if given is not None and isinstance(given, TextPreprocessing) != text:
-        raise CheckpointError(
-            f"{path}: preprocessing is {type(given).__name__} for a model of {'text' if text else 'images'}"
-        )
+    given = metadata.preprocessing
+    if given is not None and isinstance(given, TextPreprocessing) != isinstance(config.stem, TextStemConfig):
+        raise CheckpointError(f"{path}: preprocessing is {type(given).__name__} for a model of {config.kind}s")
     return metadata
 
 
@@ -181,9 +173,7 @@ def _check_text_side(config: EnsembleConfig, texts: TextSettings) -> None:
         raise CheckpointError(f"the text side has {texts.members} members, the ensemble {config.members}")
     ends = output_width(texts.tower) if texts.projection is None else texts.projection.outputs
     if config.readout.cosine.width not in (None, ends):
-        raise CheckpointError(
-            f"the text side ends in an embedding of width {ends}, the images in one of {config.readout.cosine.width}"
-        )
+        raise CheckpointError(f"embeddings have width {ends} for texts and {config.readout.cosine.width} for images")
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -204,8 +194,7 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
         raise CheckpointError(f"cannot save to {folder}: it is a file; name a folder, it is made if it does not exist")
     if (folder / CONFIG).exists() and not _is_ours(folder / CONFIG):
         raise CheckpointError(
-            f"cannot save to {folder}: its {CONFIG} is not of this library, and would be overwritten with what belongs "
-            "to it; name another folder, or delete the files there first"
+            f"cannot save to {folder}: its {CONFIG} is not of this library; name another folder, or delete its files"
         )
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temporary:
@@ -235,18 +224,17 @@ def _is_ours(config: Path) -> bool:
 def _write(folder: Path, contents: Contents) -> list[str]:
     """Write all files into `folder`; their names, in the order in which they are to be renamed."""
     _write_weights(folder / WEIGHTS, contents.tensors)
-    covered = [WEIGHTS]
-    if contents.tokenizer is not None:
-        content = contents.tokenizer.encode("utf-8", errors="surrogatepass")  # half characters are refused in the text
-        _check_tokenizer(content, TOKENIZER)
+    metadata, covered = copy.deepcopy(dict(contents.metadata)), [WEIGHTS]
+    tokenizers = [place.pop("tokenizer") for place in _text_preprocessing(metadata)]  # a file of its own
+    tokenizer = next(filter(None, tokenizers), None)
+    if tokenizer is not None:
+        content = tokenizer.encode("utf-8", errors="surrogatepass")  # half characters are refused in the text
+        _check_tokenizer(content)
         (folder / TOKENIZER).write_bytes(content)
         covered.append(TOKENIZER)
+    files = {name: checksum(folder / name) for name in covered}
     record = Record(
-        library_version=__version__,
-        kind=contents.kind,
-        model=contents.model,
-        metadata=contents.metadata,
-        files={name: checksum(folder / name) for name in covered},
+        library_version=__version__, kind=contents.kind, model=contents.model, metadata=metadata, files=files
     )
     (folder / CONFIG).write_bytes(json_bytes(to_plain(record), CONFIG))
     (folder / CARD).write_bytes(contents.card.encode("utf-8", errors="replace"))  # a folder may have any name
@@ -260,11 +248,8 @@ def _write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
     storages: set[int] = set()
     for name, tensor in tensors.items():
         if tensor.is_meta or tensor.dtype not in DTYPES.values():
-            place = "without values (meta device)" if tensor.is_meta else f"{tensor.dtype}"
-            raise CheckpointError(
-                f"parameter {name!r} is {place}; a checkpoint holds {ACCEPTED}. "
-                "Load the values, or convert the model with .to(torch.float32), before saving"
-            )
+            what = "without values (meta device); load them" if tensor.is_meta else f"{tensor.dtype}; convert the model"
+            raise CheckpointError(f"parameter {name!r} is {what} before saving. A checkpoint holds {ACCEPTED}")
         plain = tensor.detach().to("cpu").contiguous()
         storage = plain.untyped_storage().data_ptr()
         owned[name] = plain.clone() if storage in storages else plain  # the format stores no aliases
@@ -272,9 +257,9 @@ def _write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file(owned, path, metadata={"format": "pt"})
 
 
-def _check_tokenizer(content: bytes, name: str) -> None:
-    if not isinstance(parse_json(content, name, foreign=True), dict):
-        raise CheckpointError(f"{name} is not a JSON object; save or download it again")
+def _check_tokenizer(content: bytes) -> None:
+    if not isinstance(parse_json(content, TOKENIZER, foreign=True), dict):
+        raise CheckpointError(f"{TOKENIZER} is not a JSON object; save or download it again")
 
 
 def _flush(path: Path) -> None:
@@ -307,19 +292,14 @@ def push_checkpoint(
         raise CheckpointError(f"{repo_id!r} is not a hub id; it has the form 'owner/name'")
     with tempfile.TemporaryDirectory() as temporary:
         save_checkpoint(temporary, contents)
-        operations = [
-            huggingface_hub.CommitOperationAdd(path_in_repo=path.name, path_or_fileobj=path)
-            for path in sorted(Path(temporary).iterdir())
-        ]
-        api = huggingface_hub.HfApi(token=token)
+        api, message = huggingface_hub.HfApi(token=token), commit_message or "Upload a Hydra Ensembles model"
         try:
             api.create_repo(repo_id, private=private, exist_ok=True)
-            message = commit_message or "Upload a Hydra Ensembles model"
-            commit = api.create_commit(repo_id, operations, commit_message=message)
+            commit = api.upload_folder(repo_id=repo_id, folder_path=temporary, commit_message=message)
         except Exception as error:  # the hub client raises whatever its HTTP library does
             raise CheckpointError(
-                f"the hub did not take {repo_id!r}: {_first_line(error)}. Check the name, the connection and that "
-                "the token may write there (log in with: hf auth login)"
+                f"the hub did not take {repo_id!r}: {_first_line(error)}. Check the name, the connection and that the "
+                "token may write there (log in with: hf auth login)"
             ) from error
     return str(commit.commit_url)
 
@@ -360,33 +340,10 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint whose `config.json` has been read; weights and tokenizer are read when asked for."""
+    """A checkpoint whose `config.json` and tokenizer have been read; the tensors are read when asked for."""
 
     folder: Path
     record: Record
-
-    def config(self, cls: type[T], *, complete: bool = False) -> T:
-        """The configuration; with `complete`, a field that was lost does not turn into its default."""
-        with _reading(self.folder / CONFIG):
-            return from_plain(cls, self.record.model, "config.model", complete=complete)
-
-    def metadata(self) -> dict[str, Any]:
-        """The metadata as JSON data, with the tokenizer put back where it belongs."""
-        metadata = copy.deepcopy(dict(self.record.metadata))
-        places = _text_preprocessing(metadata)
-        with _reading(self.folder / CONFIG):
-            if any("tokenizer" in place for place in places):
-                raise CheckpointError("preprocessing has the unknown field 'tokenizer'; a tokenizer is its own file")
-            if TOKENIZER in self.record.files and len(places) != 1:
-                raise CheckpointError(f"it lists a tokenizer; preprocessing for text is there {len(places)} times")
-        if TOKENIZER in self.record.files:
-            path = self.folder / TOKENIZER
-            with _reading(path):
-                content = _read_file(self.folder, TOKENIZER)
-                self._verify(TOKENIZER)
-                _check_tokenizer(content, TOKENIZER)
-            places[0]["tokenizer"] = content.decode("utf-8")
-        return metadata
 
     def tensors(
         self,
@@ -411,7 +368,7 @@ class Stored:
         if dtype is not None and dtype not in DTYPES.values():
             raise ConfigError(f"dtype is {dtype}; accepted are {ACCEPTED}, or None for the stored one")
         with _reading(path):
-            _read_file(self.folder, WEIGHTS, 0)
+            _read_file(path, 0)
             with safe_open(path, framework="pt", device="cpu") as file:
                 names = list(file.keys())
                 if len(names) < at_least:
@@ -419,29 +376,15 @@ class Stored:
                 slices = {name: file.get_slice(name) for name in names}
                 stored = {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
                 _compare(stored, _shapes(build))
-                self._verify(WEIGHTS)  # after the cheap checks: it reads the whole file
+                _verify(path, self.record)  # after the cheap checks: it reads the whole file
                 return {name: file.get_tensor(name).to(device=place, dtype=dtype) for name in names}
-
-    def _verify(self, name: str) -> None:
-        if checksum(self.folder / name) != self.record.files[name]:
-            raise CheckpointError(
-                f"it is not the file that {CONFIG} was saved with (its SHA-256 differs): it was changed or cut off, or "
-                "a save was interrupted; save or download the model again"
-            )
 
 
 def open_checkpoint(source: str | Path, kind: str, *, revision: str | None = None, token: str | None = None) -> Stored:
-    """Open the checkpoint of a model of the given kind.
-
-    Args:
-        source: Folder, or hub id of the form `owner/name`.
-        kind: The kind of model expected.
-        revision: Branch, tag or commit on the hub.
-        token: Access token for private models on the hub; None for the one logged in with.
-    """
+    """Open the checkpoint of a model of the given kind; arguments as of `from_pretrained`."""
     folder = locate(source, revision, token)
     with _reading(folder / CONFIG):
-        data = parse_json(_read_file(folder, CONFIG), CONFIG)
+        data = parse_json(_read_file(folder / CONFIG), CONFIG)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(
                 f'it was not written by hydra_ensembles (it has no "format": "{FORMAT}"); load the model with the '
@@ -461,6 +404,17 @@ def open_checkpoint(source: str | Path, kind: str, *, revision: str | None = Non
                 f"it has checksums of {short(sorted(record.files))}; {WEIGHTS} is needed, {TOKENIZER} accepted, and no "
                 "other file is read: save the model again"
             )
+        texts = _text_preprocessing(record.metadata)
+        if any("tokenizer" in place for place in texts):
+            raise CheckpointError("preprocessing has the unknown field 'tokenizer'; a tokenizer is its own file")
+        if TOKENIZER in record.files and len(texts) != 1:
+            raise CheckpointError(f"it lists a tokenizer; preprocessing for text is there {len(texts)} times")
+    if TOKENIZER in record.files:
+        with _reading(folder / TOKENIZER):
+            content = _read_file(folder / TOKENIZER)
+            _verify(folder / TOKENIZER, record)
+            _check_tokenizer(content)
+        texts[0]["tokenizer"] = content.decode("utf-8")
     return Stored(folder, record)
 
 
@@ -479,23 +433,28 @@ def _reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _read_file(folder: Path, name: str, most: int = MAX_BYTES) -> bytes:
-    """The first bytes of a plain file that lies in `folder`, one more than `most` so that the limit is noticed.
+def _verify(path: Path, record: Record) -> None:
+    if checksum(path) != record.files[path.name]:
+        raise CheckpointError(
+            f"it is not the file that {CONFIG} was saved with (its SHA-256 differs): it was changed or cut off, or a "
+            "save was interrupted; save or download the model again"
+        )
+
+
+def _read_file(path: Path, most: int = MAX_BYTES) -> bytes:
+    """The first bytes of a plain file that lies in its folder, one more than `most` so that the limit is noticed.
 
     In the cache of the hub client, snapshots are links into the `blobs` folders beside them; these count as inside.
     """
-    path = folder / name
     try:
-        real, root = path.resolve(strict=True), folder.resolve(strict=True)
+        real, root = path.resolve(strict=True), path.parent.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # missing, or links in a circle
-        raise CheckpointError(_missing(folder, name)) from error
+        raise CheckpointError(_missing(path.parent, path.name)) from error
     roots = [root]
     if root.parent.name == "snapshots":
-        roots += [root.parents[1] / "blobs", *(above / "blobs" for above in root.parents[2:3])]
+        roots += [above / "blobs" for above in root.parents[1:3]]
     if not any(real.is_relative_to(allowed) for allowed in roots):
-        raise CheckpointError(
-            f"it is a link to {real}, outside of its folder; copy the file into the folder to load it"
-        )
+        raise CheckpointError(f"it is a link to {real}, outside of its folder; copy the file into the folder")
     if not real.is_file():  # opening a named pipe would wait for ever
         raise CheckpointError("it is not a plain file; a checkpoint has nothing else")
     with path.open("rb") as file:
@@ -508,18 +467,14 @@ def _read_file(folder: Path, name: str, most: int = MAX_BYTES) -> bytes:
 def _missing(folder: Path, name: str) -> str:
     found = sorted(path.name for path in folder.iterdir())
     pickles = [other for other in found if other.endswith(PICKLES)]
+    inside = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG}"))
     if name == WEIGHTS and pickles:
         return (
             f"there is no {name}, but {pickles[:5]}: pickles can run code and are never read. Load the model with the "
             "library it comes from, convert it, and save it with save_pretrained"
         )
-    inside = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG}"))
-    if name == CONFIG and inside:
-        return f"there is no {name}; give a folder that has one, such as {inside[0]}"
-    return (
-        f"there is no {name} (the folder has {found[:8] or 'no files'}); give the folder that save_pretrained wrote, "
-        "or save or download the model again"
-    )
+    remedy = f"such as {inside[0]}" if name == CONFIG and inside else "as save_pretrained wrote it"
+    return f"there is no {name} (the folder has {found[:8] or 'no files'}); give a folder that has one, {remedy}"
 
 
 def _shapes(build: Callable[[], nn.Module]) -> dict[str, tuple[int, ...]]:

@@ -6,8 +6,8 @@ whatever does not fit is refused with the path that leads to it.
 
 import dataclasses
 import json
-import math
 import numbers
+import sys
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -28,9 +28,6 @@ def short(value: object) -> str:
     """A value as an error shows it."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-# --- dataclasses -----------------------------------------------------------------------------------------------------
 
 
 def to_plain(value: Any) -> Any:
@@ -70,27 +67,25 @@ def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool 
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path} must be an object with named fields, got {short(data)}")
-    hints = get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    given = dict(data)
+    hints, given, needed = get_type_hints(cls), dict(data), []
     kind = getattr(cls, "kind", None)
     if isinstance(kind, str) and given.pop("kind", kind) != kind:
         raise ConfigError(f"{path}.kind is {short(data['kind'])}, expected {kind!r}")
-    unknown = sorted(str(key) for key in given.keys() - fields.keys())
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    for field in fields:
+        no_default = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if no_default or (complete and not field.metadata.get("added_later")):
+            needed.append(field.name)
+    known = [field.name for field in fields]
+    unknown, missing = sorted(map(str, given.keys() - known)), [name for name in needed if name not in given]
     if unknown:
         raise ConfigError(
-            f"{path} has unknown fields {unknown}; known are {sorted(fields)}. "
+            f"{path} has unknown fields {unknown}; known are {sorted(known)}. "
             "A file written by a newer version needs a newer hydra_ensembles"
         )
-    missing = [name for name, field in fields.items() if name not in given and _is_needed(field, complete)]
     if missing:
         raise ConfigError(f"{path} lacks the fields {missing}; the file is incomplete")
     return cls(**{name: _read(hints[name], item, f"{path}.{name}", complete) for name, item in given.items()})
-
-
-def _is_needed(field: "dataclasses.Field[Any]", complete: bool) -> bool:
-    has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-    return not has_default or (complete and not field.metadata.get("added_later"))
 
 
 def require_types(settings: Any) -> None:
@@ -106,12 +101,14 @@ def require_types(settings: Any) -> None:
 def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
     """Check `value` against a type annotation and give it the annotated Python type."""
     origin, args = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        if isinstance(value, str | int | type(None)) and value in args:
-            return value
+    if hint is Any or (value is None and type(None) in args):
+        return value
+    if origin is Literal and not (isinstance(value, str | int | type(None)) and value in args):
         raise ConfigError(f"{path} must be one of {list(args)}, got {short(value)}")
+    if origin is Literal:
+        return value
     if origin in (Union, types.UnionType):
-        return _read_union(args, value, path, complete)
+        return _read_union([one for one in args if one is not type(None)], value, path, complete)
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{path} must be a list, got {short(value)}")
@@ -126,17 +123,18 @@ def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
         return {str(key): _read(args[1], item, f"{path}.{key}", complete) for key, item in value.items()}
     if dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else from_plain(hint, value, path, complete=complete)  # type: ignore[arg-type]
-    return _read_scalar(hint, value, path)
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):  # whole numbers are floats
+        if not abs(value) <= sys.float_info.max:
+            raise ConfigError(f"{path} must be a finite number, got {short(value)}")
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):  # a bool is never a number
+        raise ConfigError(f"{path} must be of type {hint.__name__}, got {short(value)}")
+    return value
 
 
-def _read_union(options: tuple[Any, ...], value: Any, path: str, complete: bool) -> Any:
+def _read_union(choices: list[Any], value: Any, path: str, complete: bool) -> Any:
     """Read `value` as the member of the union it names by its `kind`, or as the first one that fits."""
-    if value is None:
-        if type(None) in options:
-            return None
-        raise ConfigError(f"{path} must not be null")
-    choices = [option for option in options if option is not type(None)]
-    tagged = {option.kind: option for option in choices if isinstance(getattr(option, "kind", None), str)}
+    tagged = {choice.kind: choice for choice in choices if isinstance(getattr(choice, "kind", None), str)}
     if tagged:
         kind = value.get("kind") if isinstance(value, Mapping) else None
         if not isinstance(kind, str) or kind not in tagged:
@@ -151,36 +149,13 @@ def _read_union(options: tuple[Any, ...], value: Any, path: str, complete: bool)
     raise ConfigError("; or ".join(problems))
 
 
-def _read_scalar(hint: Any, value: Any, path: str) -> Any:
-    """Read a bool, int, float or str; a whole number is a valid float, a bool is never a number."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is float and is_number:
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
-            raise ConfigError(f"{path} must be a finite number, got {short(value)}")
-        return number
-    fits = isinstance(value, int) and is_number if hint is int else hint in (bool, str) and isinstance(value, hint)
-    if not fits and hint is not Any:
-        raise ConfigError(f"{path} must be of type {getattr(hint, '__name__', hint)}, got {short(value)}")
-    return value
-
-
 # --- JSON text -------------------------------------------------------------------------------------------------------
 
 
 def parse_json(content: bytes, name: str, *, foreign: bool = False) -> Any:
     """Read the JSON of the file `name`: UTF-8, no key twice, no NaN, nothing nested deeply, no half characters.
 
-    Args:
-        content: What the file holds.
-        name: How an error calls it.
-        foreign: Another library's file: only what `json` itself may stumble over is checked.
-
-    Raises:
-        CheckpointError: It says what is wrong.
+    Of a `foreign` file, one of another library, only what `json` itself may stumble over is checked.
     """
     if len(content) > MAX_BYTES:
         raise CheckpointError(f"{name} has {len(content)} bytes; at most {MAX_BYTES} are accepted")
@@ -206,11 +181,10 @@ def json_bytes(value: Any, name: str) -> bytes:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"the key {key!r} is given twice")
-        result[key] = value
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
     return result
 
 
@@ -230,11 +204,11 @@ def _check(value: Any, depth: int) -> None:
 def _text(value: Any, indent: int) -> str:
     if not isinstance(value, dict | list) or not value:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    parts = [_text(item, indent + 2) for item in (value.values() if isinstance(value, dict) else value)]
+    opening, closing = "[]"
     if isinstance(value, dict):
-        parts = [f"{json.dumps(key, ensure_ascii=False)}: {_text(item, indent + 2)}" for key, item in value.items()]
-    else:
-        parts = [_text(item, indent + 2) for item in value]
-    opening, closing = "{}" if isinstance(value, dict) else "[]"
+        parts = [f"{_text(key, 0)}: {part}" for key, part in zip(value, parts, strict=True)]
+        opening, closing = "{}"
     line = ", ".join(parts)
     if len(line) <= LINE and "\n" not in line and indent > 0:
         return opening + line + closing

@@ -8,7 +8,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from checkpoint_models import ensemble, hydra, same_bits, text
+from checkpoint_models import ensemble, hydra, same_state, text
 from hub_stand_in import Hub, running_hub
 from hydra_ensembles.errors import CheckpointError
 from hydra_ensembles.model.ensemble import Ensemble
@@ -36,33 +36,25 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def assert_same_model(loaded: Ensemble, saved: Ensemble) -> None:
     assert (loaded.config, loaded.metadata) == (saved.config, saved.metadata)
-    state = loaded.state_dict()
-    assert all(same_bits(tensor, state[name]) for name, tensor in saved.state_dict().items())
-    assert len(state) == len(saved.state_dict())
+    assert same_state(loaded, saved)
 
 
 def test_round_trip(hub: Hub) -> None:
     model = ensemble(text(), torch.bfloat16)
     address = model.push_to_hub("owner/my-model", token=TOKEN)
     repository = hub.repositories["owner/my-model"]
-    commit, files = repository.files("main") or ("", {})
-    assert address == f"{hub.address}/owner/my-model/commit/{commit}"
-    assert sorted(files) == ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
-    assert b"from_pretrained('owner/my-model')" in files["README.md"]
+    assert address == f"{hub.address}/owner/my-model/commit/{next(iter(repository.commits))}"
+    assert sorted(repository.files) == ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
+    assert b"from_pretrained('owner/my-model')" in repository.files["README.md"]
     assert repository.messages == ["Upload a Hydra Ensembles model"]
-    loaded = Ensemble.from_pretrained("owner/my-model")
-    assert_same_model(loaded, model)
-    assert not loaded.training
+    assert_same_model(Ensemble.from_pretrained("owner/my-model"), model)
 
 
 def test_only_our_files_are_downloaded_and_only_once(hub: Hub) -> None:
     model = ensemble(hydra())
     model.push_to_hub("owner/model", token=TOKEN)
-    repository = hub.repositories["owner/model"]
-    found = repository.files("main")
-    assert found is not None
     others = {"setup.py": b"raise SystemExit", "pytorch_model.bin": b"pickle", "sub/config.json": b"{}"}
-    repository.commit({**found[1], **others}, "more files")
+    hub.repositories["owner/model"].commit(others, "more files")
     for _ in range(2):
         assert_same_model(Ensemble.from_pretrained("owner/model"), model)
     assert sorted(hub.downloads) == ["README.md", "config.json", "model.safetensors"]
@@ -81,16 +73,9 @@ def test_a_second_push_is_a_new_revision(hub: Hub) -> None:
 def test_a_private_model_needs_the_token(hub: Hub) -> None:
     model = ensemble(hydra())
     model.push_to_hub("owner/secret", private=True, token=TOKEN)
-    assert hub.repositories["owner/secret"].private
-    with pytest.raises(CheckpointError, match="for a private model, the token"):
+    with pytest.raises(CheckpointError, match="token"):
         Ensemble.from_pretrained("owner/secret")
     assert_same_model(Ensemble.from_pretrained("owner/secret", token=TOKEN), model)
-
-
-def test_a_loaded_snapshot_can_be_given_as_a_folder(hub: Hub) -> None:
-    model = ensemble(hydra())
-    model.push_to_hub("owner/model", token=TOKEN)
-    assert_same_model(Ensemble.from_pretrained(huggingface_hub.snapshot_download("owner/model")), model)
 
 
 def test_a_folder_of_that_name_wins(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,42 +86,24 @@ def test_a_folder_of_that_name_wins(hub: Hub, tmp_path: Path, monkeypatch: pytes
     assert hub.downloads == []
 
 
-def test_what_the_hub_does_not_have(hub: Hub) -> None:
-    with pytest.raises(CheckpointError, match=r"'owner/nothing' is no folder here.*Check the name"):
-        Ensemble.from_pretrained("owner/nothing")
-    ensemble(hydra()).push_to_hub("owner/model", token=TOKEN)
-    with pytest.raises(CheckpointError, match="revision 'v2'"):
-        Ensemble.from_pretrained("owner/model", revision="v2")
-    hub.repositories["owner/model"].commit({"config.json": b'{"model_type": "bert"}'}, "another library")
-    with pytest.raises(CheckpointError, match="not written by hydra_ensembles"):
-        Ensemble.from_pretrained("owner/model")
-
-
-def test_a_file_damaged_on_the_way_is_noticed(hub: Hub) -> None:
-    ensemble(hydra()).push_to_hub("owner/model", token=TOKEN)
-    repository = hub.repositories["owner/model"]
-    found = repository.files("main")
-    assert found is not None
-    weights = bytearray(found[1]["model.safetensors"])
-    weights[-1] ^= 1
-    repository.commit({**found[1], "model.safetensors": bytes(weights)}, "damaged")
-    with pytest.raises(CheckpointError, match="SHA-256 differs"):
-        Ensemble.from_pretrained("owner/model")
-
-
-def test_pushes_that_the_hub_refuses(hub: Hub) -> None:
+def test_what_the_hub_does_not_have_or_does_not_take(hub: Hub) -> None:
     model = ensemble(hydra())
-    with pytest.raises(CheckpointError, match=r"the hub did not take 'owner/model'.*the token may write there"):
+    with pytest.raises(CheckpointError, match="'owner/nothing'"):
+        Ensemble.from_pretrained("owner/nothing")
+    with pytest.raises(CheckpointError, match=r"'owner/model'.*token"):
         model.push_to_hub("owner/model", token="wrong")
     for name in ("model", "a/b/c", "../x", "owner/", "owner/na me"):
-        with pytest.raises(CheckpointError, match="it has the form 'owner/name'"):
+        with pytest.raises(CheckpointError, match="owner/name"):
             model.push_to_hub(name, token=TOKEN)
     assert hub.repositories == {}
+    model.push_to_hub("owner/model", token=TOKEN)
+    with pytest.raises(CheckpointError, match="revision 'v2'"):
+        Ensemble.from_pretrained("owner/model", revision="v2")
 
 
 def test_a_hub_out_of_reach(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
-    with pytest.raises(CheckpointError, match="the connection"):
+    with pytest.raises(CheckpointError, match="connection"):
         Ensemble.from_pretrained("owner/model")
-    with pytest.raises(CheckpointError, match="the connection"):
+    with pytest.raises(CheckpointError, match="connection"):
         ensemble(hydra()).push_to_hub("owner/model", token=TOKEN)

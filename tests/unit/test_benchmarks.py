@@ -21,6 +21,7 @@ from zero_shot_models import TEMPLATES, dual_of
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 import circuit  # noqa: E402
+import common  # noqa: E402
 import fusion  # noqa: E402
 import inference  # noqa: E402
 import inference_models  # noqa: E402
@@ -61,9 +62,9 @@ def test_rows_that_are_there_are_not_measured_again(tmp_path: Path) -> None:
     before = path.read_text()
     inference.main(first)
     assert path.read_text() == before
-    inference.main([*TINY, "--shape", "tiny-bert", "--contenders", "hydra-k8", "--plan", "loop", "--output", str(path)])
-    rows = [(row["shape"], row["contender"], row["plan"]) for row in json.loads(path.read_text())["rows"]]
-    assert rows == [("tiny", "single", ""), ("tiny-bert", "hydra-k8@loop", "loop")]
+    inference.main([*TINY, "--shape", "tiny-bert", "--contenders", "hydra-k8", "--output", str(path)])
+    rows = [(row["shape"], row["contender"]) for row in json.loads(path.read_text())["rows"]]
+    assert rows == [("tiny", "single"), ("tiny-bert", "hydra-k8")]
 
 
 @torch.no_grad()
@@ -81,7 +82,7 @@ def test_zero_shot_contenders_are_the_users_model() -> None:
 
 def test_arithmetic_counts_the_trunk_once_and_few_tokens_in_the_last_block() -> None:
     workshop = inference_models.Workshop(inference_models.SHAPES["tiny"], torch.float32, "cpu", seed=0)
-    ensemble = workshop._ensemble("hydra-k8", 3)
+    ensemble = workshop.ensemble("hydra-k8", 3)
     assert [len(heads) for heads in ensemble.heads[0]] == [6] * 8 + [4] * 4
     tokens, width, head_dim, mlp = 5, 24, 4, 96
     head = 4 * tokens * width * head_dim + 2 * tokens**2 * head_dim
@@ -102,12 +103,14 @@ def test_two_checkouts_are_timed_side_by_side(tmp_path: Path) -> None:
     assert row["errors"] == [pytest.approx(0.0, abs=1e-5)] * 2
 
 
-def test_figures_of_inference_are_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_figures_are_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(inference_report, "FIGURES", tmp_path)
     inference_report.main()
     names = {path.name for path in (ROOT / "docs" / "figures").glob("inference_*.svg")}
     assert {path.name for path in tmp_path.iterdir()} == names
+    for script in (proposition1, tower_scores):
+        script.draw(common.load(script.RESULT))
 
 
 # --- circuits --------------------------------------------------------------------------------------------------------
@@ -136,8 +139,7 @@ def test_every_way_to_fuse(tmp_path: Path) -> None:
     (tmp_path / "backbone.json").write_text("{}")
     for name in ("train", "id", "ood", "holdout_id", "holdout_ood"):
         images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8, generator=generator)
-        content = {"images": images, "labels": torch.arange(6) % 3, "inputs": fusion.normalised(images)}
-        save_file(content, tmp_path / f"{name}.safetensors")
+        save_file({"images": images, "labels": torch.arange(6) % 3}, tmp_path / f"{name}.safetensors")
     output = tmp_path / "fusion.json"
     few = ["--prune", "2", "--epochs", "2", "--rates", "1e-4", "--device", "cpu"]
     fusion.main(["fuse", "--folder", str(tmp_path), "--output", str(output), *few])
@@ -186,7 +188,6 @@ def test_proposition1_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     found = json.loads(path.read_text())
     assert found["sets"].keys() >= {"Taylor", "CircAcc", "CircAvg", "random 0"}
     assert all(len(one["heads"]) == 2 for one in found["sets"].values())
-    proposition1.draw(found | {"severity": 1})
 
 
 # --- scores of both towers -------------------------------------------------------------------------------------------
@@ -217,15 +218,3 @@ def sensitivity(weight: Tensor) -> Tensor:
     """Mean of |W · dL/dW| of each head, `[H, 3, d_k, d]` to `[H]`."""
     assert weight.grad is not None
     return (weight.detach() * weight.grad).abs().mean((1, 2, 3))
-
-
-def test_figure_and_table_of_both_towers() -> None:
-    pytest.importorskip("matplotlib")
-    nan = float("nan")
-    towers = {
-        "image": {"layers": 4, "heads": 2, "scores": [[mean, nan] for mean in (1e-6, 2e-6, 3e-6, 4e-6)]},
-        "text": {"layers": 2, "heads": 2, "scores": [[2e-6, nan], [1e-6, nan]]},
-    }
-    facts = {"model": "m", "images": 2000, "data": "d", "classes": 7, "hardware": "h", "versions": {"torch": "t"}}
-    tower_scores.draw({"towers": towers})
-    assert "at 1 of 2 places" in tower_scores.tower_table({"towers": towers, **facts})

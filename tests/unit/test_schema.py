@@ -11,10 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint_models import CONFIGS, metadata_for
 from hydra_ensembles.errors import CheckpointError, ConfigError, HydraError
-from hydra_ensembles.model.config import EnsembleConfig
-from hydra_ensembles.model.metadata import Metadata
 from hydra_ensembles.schema import from_plain, json_bytes, parse_json, to_plain
 
 
@@ -62,10 +59,11 @@ def test_plain_data_is_json_and_comes_back() -> None:
     assert from_plain(Drawing, json.loads(json.dumps(plain)), complete=True) == FULL
 
 
-def test_numbers_of_numpy_become_plain() -> None:
+def test_numbers_of_numpy_become_plain_and_a_whole_number_is_a_float() -> None:
     plain = to_plain({"a": np.float32(0.5), "b": (np.int64(2), np.float64(0.1), True)})
     assert json.dumps(plain) == '{"a": 0.5, "b": [2, 0.1, true]}'
-    assert [type(item) for item in (plain["a"], plain["b"][0], plain["b"][2])] == [float, int, bool]
+    radius = from_plain(Circle, {"radius": 2}).radius
+    assert [type(item) for item in (plain["a"], plain["b"][0], radius)] == [float, int, float]
 
 
 def test_defaults_fill_gaps_unless_the_data_must_be_complete() -> None:
@@ -77,16 +75,10 @@ def test_defaults_fill_gaps_unless_the_data_must_be_complete() -> None:
         from_plain(Drawing, to_plain(FULL) | plain, complete=True)
 
 
-def test_a_whole_number_is_a_float() -> None:
-    radius = from_plain(Circle, {"radius": 2}).radius
-    assert radius == 2.0
-    assert isinstance(radius, float)
-
-
 @pytest.mark.parametrize(
     ("change", "token"),
     [
-        ({"shape": None}, "config.shape must not be null"),
+        ({"shape": None}, "config.shape.kind"),
         ({"shape": {"side": 1}}, "config.shape.kind"),
         ({"shape": {"kind": "star"}}, "'star'"),
         ({"shape": {"kind": ["square"]}}, "['square']"),
@@ -117,15 +109,10 @@ def test_what_does_not_fit_is_refused_with_its_place(change: dict[str, Any], tok
         from_plain(Drawing, to_plain(FULL) | change)
 
 
-@pytest.mark.parametrize("data", [None, [], "text", 3, True])
-def test_a_dataclass_needs_an_object(data: object) -> None:
+@pytest.mark.parametrize("data", [None, [], "text", 3, True, {"kind": "circle"}])
+def test_a_dataclass_needs_an_object_of_its_kind(data: object) -> None:
     with pytest.raises(ConfigError, match="here"):
-        from_plain(Drawing, data, "here")
-
-
-def test_a_wrong_kind_is_refused_without_a_union() -> None:
-    with pytest.raises(ConfigError, match="circle"):
-        from_plain(Square, {"kind": "circle", "side": 1})
+        from_plain(Square, data, "here")
 
 
 @pytest.mark.parametrize(
@@ -158,14 +145,6 @@ def test_json_text_is_readable_and_comes_back() -> None:
     for bad in (float("nan"), {1, 2}, "\ud800"):
         with pytest.raises(CheckpointError, match="file"):
             json_bytes([bad], "file")
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_real_configurations_come_back(name: str) -> None:
-    config = CONFIGS[name]()
-    assert from_plain(EnsembleConfig, json.loads(json.dumps(to_plain(config))), complete=True) == config
-    metadata = metadata_for(config)
-    assert from_plain(Metadata, json.loads(json.dumps(to_plain(metadata))), complete=True) == metadata
 
 
 JSON = st.recursive(
