@@ -15,7 +15,7 @@ import json
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from common import RESULTS, hardware, load, store, table, versions
@@ -28,7 +28,7 @@ from studies.sets import DataFolder, suite
 from studies.weights import fresh_classifier, pretrained
 
 SIZE = 112
-SCORES = ("avg", "acc", "ood")
+SCORES: tuple[Literal["avg", "acc", "ood"], ...] = ("avg", "acc", "ood")
 RESULT = "fusion_dinov2_cifar10.json"
 
 

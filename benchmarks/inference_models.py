@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from typing import Any, cast
 
@@ -210,9 +210,10 @@ class Workshop:
         members, kept, logits = len(models), models, self.shape.logits
 
         def in_turn(*inputs: Tensor) -> Tensor:
-            return torch.stack([logits(model, *inputs) for model in models])
+            answers = [logits(model, *inputs) for model in models]
+            return torch.stack(answers) if members > 1 else answers[0]
 
-        run: Call = in_turn if members > 1 else partial(logits, models[0])
+        run: Call = in_turn
         if stacked:
             parameters, buffers = stack_module_state(models)
             skeleton, weights = copy.deepcopy(models[0]).to("meta"), nn.Module()
