@@ -6,11 +6,13 @@ on one axis of length K; members may keep different numbers of them.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .config import Activation, EncoderConfig, EnsembleConfig, HiddenActivation, NormKind
 
@@ -228,15 +230,33 @@ def attend(
         mask = (key_mask.repeat(repeats, 1) if repeats > 1 else key_mask)[:, None, None, :]  # [R, 1, 1, T]
         if causal:
             mask = mask & torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
-    z = F.scaled_dot_product_attention(
-        q.transpose(1, 2),  # [R, H, T', d_k]
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=causal and mask is None,
-    )
+    with _right_gradients(q, k, v):
+        z = F.scaled_dot_product_attention(
+            q.transpose(1, 2),  # [R, H, T', d_k]
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=causal and mask is None,
+        )
     return z.transpose(1, 2)
+
+
+def _right_gradients(*inputs: Tensor) -> AbstractContextManager[None]:
+    """Leave out cuDNN where a backward pass may follow on a GPU.
+
+    Its gradients are wrong, or NaN, for some layouts of what comes back and for some masks, while its outputs are
+    right; which model is hit changes with the version of torch. Inference keeps it.
+    """
+    if not (inputs[0].is_cuda and torch.is_grad_enabled() and any(one.requires_grad for one in inputs)):
+        return nullcontext()
+    enabled = {
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+    }
+    compiling = torch.compiler.is_compiling()  # traced code cannot ask for the flags
+    return sdpa_kernel([backend for backend, is_on in enabled.items() if compiling or is_on()] or [SDPBackend.MATH])
 
 
 def out_of_heads(z: Tensor, weight: Tensor, members: int) -> Tensor:
