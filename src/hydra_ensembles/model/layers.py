@@ -242,6 +242,9 @@ def attend(
     return z.transpose(1, 2)
 
 
+_DIFFERENTIABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
 def _right_gradients(*inputs: Tensor) -> AbstractContextManager[None]:
     """Leave out cuDNN where a backward pass may follow on a GPU.
 
@@ -250,13 +253,11 @@ def _right_gradients(*inputs: Tensor) -> AbstractContextManager[None]:
     """
     if not (inputs[0].is_cuda and torch.is_grad_enabled() and any(one.requires_grad for one in inputs)):
         return nullcontext()
-    enabled = {
-        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
-        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
-        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
-    }
-    compiling = torch.compiler.is_compiling()  # traced code cannot ask for the flags
-    return sdpa_kernel([backend for backend, is_on in enabled.items() if compiling or is_on()] or [SDPBackend.MATH])
+    if torch.compiler.is_compiling():  # traced code cannot ask for the flags
+        return sdpa_kernel(_DIFFERENTIABLE)
+    cuda = torch.backends.cuda
+    flags = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+    return sdpa_kernel([one for one, on in zip(_DIFFERENTIABLE, flags, strict=True) if on] or [SDPBackend.MATH])
 
 
 def out_of_heads(z: Tensor, weight: Tensor, members: int) -> Tensor:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_ensembles import random_batches, random_ensemble, without_heads
 
 from hydra_ensembles.errors import ConfigError, HeadError, SameMembersError
 from hydra_ensembles.heads.members import (
@@ -21,6 +20,7 @@ from hydra_ensembles.heads.members import (
 from hydra_ensembles.heads.ranking import Head, HeadRanking
 from hydra_ensembles.heads.taylor import taylor
 from hydra_ensembles.model.ensemble import Ensemble
+from random_ensembles import random_batches, random_ensemble, without_heads
 
 EVERY = [Head(layer, head) for layer in range(12) for head in range(12)]
 
