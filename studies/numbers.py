@@ -15,7 +15,7 @@ from hydra_ensembles.metrics.bootstrap import ood_replicates
 from hydra_ensembles.prediction import ScoreName
 
 from .methods import DEEP, DEEP_CLASSIFIERS, HYDRA, HYDRA_PAPER, HYDRA_TRUNK, SINGLE
-from .paper import AVERAGE, ID_TASK, STANDS_FOR, Numbers, claimed, classifier_numbers, zero_shot_numbers
+from .paper import AVERAGE, STANDS_FOR, claimed, paper_numbers
 from .results import Columns, Results
 
 Rows = dict[str, dict[str, list[float]]]  # method -> metric -> one number a seed
@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 Claim = dict[str, Any]  # one comparison: methods and metric, the paper's difference, ours with its interval, verdict
 
 CLASSIFICATION = ("accuracy", "brier", "nll", "ece", "aece")
-DETECTION: Mapping[str, Callable[[Tensor, Tensor], float]] = {"auroc": auroc, "fpr95": fpr95, "aupr": aupr}
+DETECTION: Mapping[OodMetric, Callable[[Tensor, Tensor], float]] = {"auroc": auroc, "fpr95": fpr95, "aupr": aupr}
 GROUPS = ("near", "far", "all")
 UNSEEN, EACH_ID_TASK = "unseen tasks", "each ID task"
 DIGITS = 6
@@ -37,14 +37,11 @@ def tables_of(results: Results, resamples: int | None = None) -> dict[str, Any]:
     replicates = Replicates(results, RESAMPLES if resamples is None else resamples)
     rows = all_rows(results)
     if results.classifies:
-        return {
-            "rows": rows,
-            "claims": classifier_claims(results, replicates),
-            "contrasts": contrasts(results, replicates),
-        }
+        claims = all_claims(results, replicates)
+        return {"rows": rows, "claims": claims, "contrasts": contrasts(results, replicates)}
     counted = counted_tasks(results, rows)
     left_out = [task for task in results.tasks() if not any(task in one for one in counted.values())]
-    claims = zero_shot_claims(results, replicates, counted.get("unseen", []))
+    claims = all_claims(results, replicates, counted.get("unseen", []))
     return {"rows": rows, "left_out": left_out, "claims": claims}
 
 
@@ -54,10 +51,10 @@ def require_same(results: Results, made: Mapping[str, Any]) -> None:
     Raises:
         DataError: Rows, verdicts or anything else in them differ by more than the rounding of stored logits.
     """
-    keys = [key for key in ("rows", "contrasts") if key in made]
-    gap = max(largest_gap(made[key], results.facts[key]) for key in keys)
-    verdicts = [[one["verdict"] for one in claims] for claims in (made["claims"], results.facts["claims"])]
-    if gap > 1 or verdicts[0] != verdicts[1] or made.get("left_out") != results.facts.get("left_out"):
+    stored = results.facts
+    gap = max(largest_gap(made[key], stored[key]) for key in ("rows", "contrasts") if key in made)
+    verdicts = [[one["verdict"] for one in claims] for claims in (made["claims"], stored["claims"])]
+    if gap > 1 or verdicts[0] != verdicts[1] or made.get("left_out") != stored.get("left_out"):
         raise DataError(
             f"the tables of {results.name} come out different from its stored columns (by up to {gap:.2g} times what "
             "rounding explains); its files do not belong together, or metrics changed: `analyse --store` stores them"
@@ -75,6 +72,9 @@ def largest_gap(first: Rows, second: Mapping[str, Mapping[str, Sequence[float]]]
         for one, other in zip(values, second[method][metric], strict=True)
     ]
     return max(gaps, default=0.0)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
 
 
 def all_rows(results: Results) -> Rows:
@@ -102,20 +102,16 @@ def all_rows(results: Results) -> Rows:
 def _classifier_numbers(results: Results, method: str, seed: int) -> dict[str, float]:
     task = results.tasks()[0]
     inside = results.columns(method, seed, task, task)
-    found = classification(inside)
-    found["aurc"] = aurc(inside["msp"], ~inside["correct"])
+    found = classification(inside) | {"aurc": aurc(inside["msp"], ~inside["correct"])}
     for name in ("mutual_information", "disagreement"):
         found[name] = mean_of(inside[name])
         means = [mean_of(results.columns(method, seed, task, one)[name]) for one in results.outside(task, "all")]
         found[f"all.{name}"] = statistics.mean(means)
-    for prefix, score in (("", "msp"), ("chosen.", results.score(method))):
-        numbers = detection(results, method, seed, task, score)  # type: ignore[arg-type]
-        found |= {
-            f"{prefix}{'' if place.partition('.')[0] in GROUPS else 'ood.'}{place}": value
-            for place, value in numbers.items()
-        }
-    calibrated = {name: inside[f"calibrated.{name}"] for name in ("confidence", "correct", "nll", "brier")}
-    numbers = classification(calibrated)
+    scores: dict[str, ScoreName] = {"": "msp", "chosen.": results.score(method)}
+    for prefix, score in scores.items():
+        for place, value in detection(results, method, seed, task, score).items():
+            found[f"{prefix}{'' if place.partition('.')[0] in GROUPS else 'ood.'}{place}"] = value
+    numbers = classification(inside, "calibrated.")
     return found | {f"calibrated.{name}": numbers[name] for name in CLASSIFICATION if name != "accuracy"}
 
 
@@ -130,13 +126,13 @@ def _dual_numbers(results: Results, method: str, seed: int) -> dict[str, float]:
     return found
 
 
-def classification(columns: Columns) -> dict[str, float]:
-    """Accuracy, likelihood and calibration from the columns of a test set."""
-    confidence, correct = columns["confidence"], columns["correct"]
+def classification(columns: Columns, prefix: str = "") -> dict[str, float]:
+    """Accuracy, likelihood and calibration from the columns of a test set that have a prefix."""
+    confidence, correct = columns[f"{prefix}confidence"], columns[f"{prefix}correct"]
     return {
         "accuracy": mean_of(correct),
-        "brier": mean_of(columns["brier"]),
-        "nll": mean_of(columns["nll"]),
+        "brier": mean_of(columns[f"{prefix}brier"]),
+        "nll": mean_of(columns[f"{prefix}nll"]),
         "ece": ece_of_confidence(confidence, correct),
         "aece": adaptive_ece_of_confidence(confidence, correct),
     }
@@ -149,10 +145,12 @@ def detection(results: Results, method: str, seed: int, task: str, score: ScoreN
     for name in results.outside(task, "near", "far", "apart"):
         outside = results.columns(method, seed, task, name)[score]
         found |= {f"{name}.{key}": metric(inside, outside) for key, metric in DETECTION.items()}
-    for group in GROUPS:
-        for key in DETECTION:
-            found[f"{group}.{key}"] = statistics.mean(found[f"{one}.{key}"] for one in results.outside(task, group))
-    return found
+    means = {
+        f"{group}.{key}": statistics.mean(found[f"{one}.{key}"] for one in results.outside(task, group))
+        for group in GROUPS
+        for key in DETECTION
+    }
+    return found | means
 
 
 def mean_of(column: Tensor) -> float:
@@ -166,16 +164,16 @@ def counted_tasks(results: Results, rows: Rows) -> dict[str, list[str]]:
     The rule stands in the recipe. Where no task of a domain is left, the domain has no mean.
     """
     least = float(results.facts["recipe"]["least_over_chance"])
-    found = {}
-    for domain in ("unseen", "seen"):
-        tasks = [
-            task
-            for task in results.tasks(domain)
-            if statistics.mean(rows[SINGLE][f"task.{task}.accuracy"]) >= least / results.facts["tasks"][task]["classes"]
-        ]
-        if tasks:
-            found[domain] = tasks
-    return found
+
+    def counts(task: str) -> bool:
+        right = statistics.mean(rows[SINGLE][f"task.{task}.accuracy"])
+        return bool(right >= least / results.facts["tasks"][task]["classes"])
+
+    found = {domain: [task for task in results.tasks(domain) if counts(task)] for domain in ("unseen", "seen")}
+    return {domain: tasks for domain, tasks in found.items() if tasks}
+
+
+# --- differences and their intervals ---------------------------------------------------------------------------------
 
 
 class Replicates:
@@ -199,85 +197,70 @@ class Replicates:
         return float(np.mean(values)), float(low), float(high)
 
     def _of(self, metric: str, method: str, seed: int, task: str, own_score: bool) -> tuple[float, Floats]:
-        group, _, name = metric.rpartition(".")
+        group = metric.rpartition(".")[0]
         score = self.results.score(method) if own_score and group else "msp"
         key = (metric, method, str(seed), task, score)
         if key not in self._known:
-            self._known[key] = (
-                self._detected(name, group, method, seed, task, score)
-                if group
-                else classification_replicates(metric, self.results.columns(method, seed, task, task), self.resamples)
-            )
+            make = self._detected if group else self._classified
+            self._known[key] = make(metric, method, seed, task, score)
         return self._known[key]
 
-    def _detected(
-        self, metric: str, group: str, method: str, seed: int, task: str, score: ScoreName
-    ) -> tuple[float, Floats]:
+    def _classified(self, metric: str, method: str, seed: int, task: str, _: ScoreName) -> tuple[float, Floats]:
+        """A metric of the test set, and its value on every resample `[R]`; as many samples share the draws."""
+        columns = self.results.columns(method, seed, task, task)
+        names = {"ece": ("confidence", "correct"), "accuracy": ("correct",)}.get(metric, (metric,))
+        measured: Callable[..., float] = ece_of_confidence if metric == "ece" else mean_of
+        needed = [columns[name] for name in names]
+        generator, count = np.random.default_rng(0), len(needed[0])
+        draws = (torch.from_numpy(generator.integers(count, size=count)) for _ in range(self.resamples))
+        return measured(*needed), np.array([measured(*(column[rows] for column in needed)) for rows in draws])
+
+    def _detected(self, metric: str, method: str, seed: int, task: str, score: ScoreName) -> tuple[float, Floats]:
         """A metric of OOD detection, mean over the sets of a group.
 
         Of classifiers every set is drawn by itself, of dual encoders all sets of a group together: as the stored
         intervals of either kind were made.
         """
-        inside = self.results.columns(method, seed, task, task)[score]
-        sets = self.results.outside(task, group)
-        outside = [self.results.columns(method, seed, task, one)[score] for one in sets]
-        chosen: OodMetric = metric  # type: ignore[assignment]
+        group, _, name = metric.rpartition(".")
+        inside, *outside = (
+            self.results.columns(method, seed, task, one)[score] for one in (task, *self.results.outside(task, group))
+        )
+        chosen: OodMetric = name  # type: ignore[assignment]
         together = [[one] for one in outside] if self.results.classifies else [outside]
         parts = [ood_replicates(chosen, inside, one, resamples=self.resamples) for one in together]
         return float(np.mean([value for value, _ in parts])), np.mean([drawn for _, drawn in parts], axis=0)
 
 
-def classification_replicates(metric: str, columns: Columns, resamples: int) -> tuple[float, Floats]:
-    """A metric, and its value on every resample `[R]`; all methods on as many samples share the draws."""
-    needed = [columns["confidence"], columns["correct"]] if metric == "ece" else [columns[_COLUMN.get(metric, metric)]]
-    measured: Callable[..., float] = ece_of_confidence if metric == "ece" else mean_of
-    generator, count = np.random.default_rng(0), len(needed[0])
-    draws = (torch.from_numpy(generator.integers(count, size=count)) for _ in range(resamples))
-    return measured(*needed), np.array([measured(*(column[rows] for column in needed)) for rows in draws])
+def all_claims(results: Results, replicates: Replicates, unseen: Sequence[str] = ()) -> list[Claim]:
+    """Every comparison that the paper makes, with its difference, ours with an interval, and whether the signs agree.
 
-
-_COLUMN = {"accuracy": "correct"}
-
-
-def classifier_claims(results: Results, replicates: Replicates) -> list[Claim]:
-    """Every comparison of the paper, in its setting (its score) and as chosen on half B (each method's own score)."""
-    task = STANDS_FOR[results.name]
-    numbers, tasks, found = classifier_numbers(task), results.tasks(), []
-    for metric, first, second in claimed("classifier", ""):
-        if task == "SST-2" and second == DEEP:  # what the paper calls Deep Ensembles there
-            second = DEEP_CLASSIFIERS
-        paper = numbers[first][metric] - numbers[second][metric]
-        for setting in ("paper", "chosen") if first == HYDRA else ("paper",):
-            ours = HYDRA_PAPER if first == HYDRA and setting == "paper" else first
-            difference = replicates.difference(metric, ours, second, tasks, own_score=setting == "chosen")
-            names = {"metric": metric, "first": ours, "second": second, "setting": setting}
-            found.append({**names, **judged(paper, difference)})
-    return found
-
-
-def zero_shot_claims(results: Results, replicates: Replicates, unseen: Sequence[str]) -> list[Claim]:
-    """Every comparison of the paper, over unseen tasks and for each ID task; what is not there is not testable."""
-    scopes: list[tuple[str, str, Sequence[str], Mapping[str, Numbers]]] = [
-        (UNSEEN, UNSEEN, unseen, zero_shot_numbers(AVERAGE))
-    ]
-    there = [task for task in results.detections() if task in ID_TASK]
-    scopes += [(EACH_ID_TASK, task, [task], zero_shot_numbers(ID_TASK[task])) for task in there]
-    found = []
-    for listed, scope, tasks, numbers in scopes:
-        for metric, first, second in claimed("dual", listed):
+    Of classifiers in the paper's setting (its score), and of Hydra as chosen on half B too (each method's own score);
+    of dual encoders over unseen tasks and for each ID task. What is not there is not testable.
+    """
+    kind, found = results.facts["kind"], []
+    if results.classifies:
+        scopes = [("", "", results.tasks(), STANDS_FOR[results.name])]
+    else:
+        there = [task for task in results.detections() if task in STANDS_FOR]
+        scopes = [(UNSEEN, UNSEEN, list(unseen), AVERAGE)]
+        scopes += [(EACH_ID_TASK, task, [task], STANDS_FOR[task]) for task in there]
+    for listed, scope, tasks, column in scopes:
+        numbers = paper_numbers(kind, column)
+        for metric, first, second in claimed(kind, listed):
+            if column == "SST-2" and second == DEEP:  # what the paper calls Deep Ensembles there
+                second = DEEP_CLASSIFIERS
             paper = numbers[first][metric] - numbers[second][metric]
-            testable = bool(tasks) and {first, second} <= set(results.methods)
-            difference = replicates.difference(metric, first, second, tasks) if testable else None
-            names = {"scope": scope, "metric": metric, "first": first, "second": second}
-            found.append({**names, **judged(paper, difference)})
+            both = results.classifies and first == HYDRA
+            for setting in ("paper", "chosen") if both else ("paper",):
+                ours = HYDRA_PAPER if both and setting == "paper" else first
+                where = {"setting": setting} if results.classifies else {"scope": scope}
+                value, low, high, sign = None, None, None, "not testable"
+                if tasks and {ours, second} <= set(results.methods):
+                    value, low, high = replicates.difference(metric, ours, second, tasks, setting == "chosen")
+                    sign = verdict(paper, low, high)
+                names = {**where, "metric": metric, "first": ours, "second": second}
+                found.append({**names, "paper": paper, "ours": value, "low": low, "high": high, "verdict": sign})
     return found
-
-
-def judged(paper: float, ours: tuple[float, float, float] | None) -> Claim:
-    """The paper's difference, first minus second method; ours with its interval; and whether the signs agree."""
-    value, low, high = (None, None, None) if ours is None else ours
-    found = "not testable" if low is None or high is None else verdict(paper, low, high)
-    return {"paper": paper, "ours": value, "low": low, "high": high, "verdict": found}
 
 
 def verdict(paper: float, low: float, high: float) -> str:
@@ -294,15 +277,10 @@ def contrasts(results: Results, replicates: Replicates) -> Rows:
         `contrasts[first][f"{metric} − {second}"] = [difference, low, high]`, mean over seeds.
     """
     controls = [one["name"] for one in results.facts["recipe"].get("controls", ())]
-    return {
-        first: {
-            f"{metric} − {second}": [
-                round(value, DIGITS)
-                for value in replicates.difference(metric, first, second, results.tasks(), own_score=True)
-            ]
-            for metric in ("all.auroc", "accuracy", "ece")
-            for second in (SINGLE, DEEP, HYDRA)
-            if second != first
-        }
-        for first in (HYDRA, HYDRA_TRUNK, *controls)
-    }
+    found: Rows = {}
+    for first in (HYDRA, HYDRA_TRUNK, *controls):
+        for metric in ("all.auroc", "accuracy", "ece"):
+            for second in (one for one in (SINGLE, DEEP, HYDRA) if one != first):
+                difference = replicates.difference(metric, first, second, results.tasks(), own_score=True)
+                found.setdefault(first, {})[f"{metric} − {second}"] = [round(value, DIGITS) for value in difference]
+    return found

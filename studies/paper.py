@@ -13,35 +13,19 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent / "paper"
 AVERAGE = "average"
-
 STANDS_FOR: Mapping[str, str] = {
     "vision-cifar10": "CIFAR-100",
     "vision-tinyimagenet": "ImageNet-1K",
     "text-sst2": "SST-2",
+    "tinyimagenet": "ImageNet-1K",
+    "imagenet": "ImageNet-1K",
+    "cifar100": "CIFAR-100",
 }
-"""The task of the paper that each study of classifiers stands for: few classes and little data, many classes, text."""
-
-ID_TASK: Mapping[str, str] = {"tinyimagenet": "ImageNet-1K", "imagenet": "ImageNet-1K", "cifar100": "CIFAR-100"}
-"""The ID set of the paper's zero-shot part that a task of ours stands for."""
-
-TASK_COLUMN: Mapping[str, str] = {
-    "tinyimagenet": "IN-1K",
-    "imagenet": "IN-1K",
-    "cifar100": "C100",
-    "cifar10": "C10",
-    "food101": "Food",
-    "scene15": "SUN",
-    "sun397": "SUN",
-    "pets": "Pet",
-    "dtd10": "DTD",
-    "dtd": "DTD",
-    "eurosat": "EuroSat",
-    "caltech101": "Caltech",
-}
-"""The data set of the paper's Table 24 that a task of ours is, or stands for."""
-
+"""The task of the paper that a study of classifiers, or an ID task of a zero-shot study, stands for."""
+COLUMN: Mapping[str, str] = {"tinyimagenet": "imagenet", "scene15": "sun397", "dtd10": "dtd"}
+"""The data set of the paper's Table 24 that a task of another name stands for."""
 SHARES = ("accuracy", "auroc", "fpr95", "aupr")  # printed in percent
-ZERO_SHOT_SHARES = (*SHARES, "ece", "aece")
+FILES = {"classifier": ("classifiers", SHARES), "dual": ("zero_shot", (*SHARES, "ece", "aece"))}
 
 Numbers = Mapping[str, float]
 
@@ -53,58 +37,44 @@ def read_csv(name: str) -> Sequence[Mapping[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _numbers(row: Mapping[str, str], keys: Sequence[str], shares: Sequence[str]) -> Numbers:
-    """What a row gives; an empty cell is a number that the paper does not give."""
-    return {
-        key: float(cell) / (100 if key.rpartition(".")[2] in shares else 1)
-        for key, cell in row.items()
-        if key not in keys and cell
-    }
+def paper_numbers(kind: str, task: str) -> dict[str, dict[str, float]]:
+    """Numbers by method of one task: `ImageNet-1K`, `CIFAR-100`, `SST-2`; of zero-shot studies also `average`.
 
-
-def classifier_numbers(task: str) -> Mapping[str, Numbers]:
-    """Numbers by method of one task: `ImageNet-1K`, `CIFAR-100` or `SST-2`."""
+    An empty cell is a number that the paper does not give.
+    """
+    name, shares = FILES[kind]
     return {
-        row["method"]: _numbers(row, ("task", "method"), SHARES)
-        for row in read_csv("classifiers")
+        row["method"]: {
+            key: float(cell) / (100 if key.rpartition(".")[2] in shares else 1)
+            for key, cell in row.items()
+            if key not in ("task", "method") and cell
+        }
+        for row in read_csv(name)
         if row["task"] == task
     }
 
 
-def zero_shot_numbers(task: str) -> Mapping[str, Numbers]:
-    """Numbers by method: `average` classifies, `ImageNet-1K` and `CIFAR-100` detect OOD data; empty for others."""
-    return {
-        row["method"]: _numbers(row, ("task", "method"), ZERO_SHOT_SHARES)
-        for row in read_csv("zero_shot")
-        if row["task"] == task
-    }
-
-
-def zero_shot_task_row(metric: str, method: str) -> Numbers | None:
-    """A row of Table 24 or 27 by data set; None where the paper has no such row."""
-    whole = 100.0 if metric in ZERO_SHOT_SHARES else 1.0
+def paper_rows(kind: str, study: str, tasks: Sequence[str], detections: Sequence[str]) -> Mapping[str, Numbers]:
+    """Everything that the paper says of a study's methods, under the keys that our rows have."""
+    if kind == "classifier":
+        return paper_numbers(kind, STANDS_FOR[study])
+    found: dict[str, dict[str, float]] = {}
+    stands_for = {task: STANDS_FOR[task] for task in detections if task in STANDS_FOR}
+    for prefix, name in {"unseen": AVERAGE, **stands_for}.items():
+        for method, numbers in paper_numbers(kind, name).items():
+            found.setdefault(method, {}).update({f"{prefix}.{key}": value for key, value in numbers.items()})
     for row in read_csv("zero_shot_tasks"):
-        if (row["metric"], row["method"]) == (metric, method):
-            return {key: float(cell) / whole for key, cell in row.items() if key not in ("metric", "method")}
-    return None
-
-
-def zero_shot_set_numbers(task: str, method: str) -> Numbers:
-    """Numbers of Table 25 or 26 on sets that we have as well, as `SET.metric`; DTD10 stands for Texture."""
-    return {
-        f"{row['set']}.{metric}": float(row[metric]) / 100
-        for row in read_csv("zero_shot_sets")
-        if (row["task"], row["method"]) == (task, method)
-        for metric in ("auroc", "fpr95", "aupr")
-    }
+        metric, whole = row["metric"], 100 if row["metric"] in FILES["dual"][1] else 1
+        there = {f"task.{task}.{metric}": row.get(COLUMN.get(task, task)) for task in tasks}
+        found.setdefault(row["method"], {}).update({key: float(cell) / whole for key, cell in there.items() if cell})
+    for row in read_csv("zero_shot_sets"):
+        for task in (task for task, name in stands_for.items() if name == row["task"]):
+            own = found.setdefault(row["method"], {})
+            own.update({f"{task}.{row['set']}.{key}": float(row[key]) / 100 for key in ("auroc", "fpr95", "aupr")})
+    return found
 
 
 def claimed(kind: str, scope: str) -> list[tuple[str, str, str]]:
     """Comparisons that the paper makes: metric, first and second method; the sign is that of its own numbers."""
     rows = (row for row in read_csv("claims") if (row["kind"], row["scope"]) == (kind, scope))
     return [(row["metric"], row["first"], row["second"]) for row in rows]
-
-
-def not_testable(kind: str) -> list[list[str]]:
-    """What these data and models cannot test, and why."""
-    return [[row["claim"], row["why"]] for row in read_csv("not_testable") if row["kind"] == kind]

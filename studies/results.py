@@ -9,7 +9,7 @@
   `top_probabilities` and `top_classes` [R, N, 10];
 * `labels` [N] of test sets.
 
-Results of earlier versions were converted (`convert_results.py`): they have no `peak`, no scores that need it
+Results of earlier versions were converted: they have no `peak`, no scores that need it
 (`max_logit`, `energy`), no ten largest probabilities, and no columns of half B.
 """
 
@@ -136,10 +136,7 @@ class Results:
         try:
             facts = json.loads(path.read_text(encoding="utf-8"))
             if facts.get("format") != FORMAT:
-                raise DataError(
-                    f"it has format {facts.get('format')!r}, this version reads {FORMAT!r}; results of before are "
-                    "converted by `python -m studies.convert_results`"
-                )
+                raise DataError(f"its format is {facts.get('format')!r}, and this version reads {FORMAT!r}")
             return cls(facts, read_arrays(path.with_suffix(".npz")))
         except (OSError, ValueError, zipfile.BadZipFile) as error:
             raise DataError(f"{path} cannot be read as results of a study: {error}") from error

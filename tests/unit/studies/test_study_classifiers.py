@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from finished_studies import Finished
 from small_studies import LAYERS, SmallFolder, classifier_recipe, classifier_runs
 
 import studies
-from conftest import Finished
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.model.members import place_of
 from studies.engine import evaluate, open_test_sets, run_stages, seal, unseal

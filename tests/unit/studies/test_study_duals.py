@@ -8,11 +8,11 @@ import paper_files
 import pytest
 import small_clip
 import torch
+from finished_studies import Finished
 from PIL import Image
 from small_studies import CPU, ManyClasses, dual_recipe, dual_run
 
 import hydra_ensembles as he
-from conftest import Finished
 from hydra_ensembles import ImagePreprocessing, Recipe
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.model.config import (

@@ -9,9 +9,9 @@ import paper_files
 import pytest
 import small_clip
 import torch
+from finished_studies import with_tables
 from small_studies import CPU
 
-from conftest import with_tables
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import DataError
 from studies.__main__ import seed_runs

@@ -1,4 +1,4 @@
-"""From stored columns to rows, claims and tables, and again to the same; results of the first version; documents."""
+"""From stored columns to rows, claims and tables, and again to the same; what the paper says; documents."""
 
 import json
 import statistics
@@ -9,44 +9,33 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from finished_studies import Finished
 from sklearn.metrics import average_precision_score, roc_auc_score
-from small_studies import classifier_recipe
 from typer.testing import CliRunner
 
-from conftest import Finished
 from hydra_ensembles import Prediction
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.metrics import bootstrap_ood_difference
 from studies.__main__ import app
-from studies.convert_results import convert
-from studies.documents import RESULTS, SUMMARY, draw_figures, study_blocks, summary
+from studies.documents import RESULTS, draw_figures, study_blocks
 from studies.methods import DEEP, DEEP_CLASSIFIERS, DUAL_METHODS, HYDRA, HYDRA_PAPER, HYDRA_TRUNK, SINGLE, TEMPERATURE
 from studies.numbers import (
     EACH_ID_TASK,
     LEVEL,
     UNSEEN,
     Replicates,
+    all_claims,
     all_rows,
     largest_gap,
     require_same,
     tables_of,
     verdict,
-    zero_shot_claims,
 )
-from studies.paper import (
-    AVERAGE,
-    STANDS_FOR,
-    claimed,
-    classifier_numbers,
-    read_csv,
-    zero_shot_numbers,
-    zero_shot_task_row,
-)
+from studies.paper import AVERAGE, STANDS_FOR, claimed, paper_numbers, read_csv
 from studies.recipe import CLASSIFIERS
 from studies.results import FEW_CLASSES, Answers, Results
-from studies.tables import TABLES, contrasts_table, paper_table, written
+from studies.tables import SUMMARY, TABLES, summary_table, written
 
-OLD = Path(__file__).parent / "first_version"
 SETS = {"ImageNet-1K": (2, 2), "CIFAR-100": (1, 4), "SST-2": (2, 5)}  # near and far sets of the paper
 
 
@@ -102,36 +91,12 @@ def test_columns_are_those_of_the_logits(classes: int, tmp_path: Path) -> None:
         torch.testing.assert_close(stored["top_probabilities"].float(), largest.values, rtol=1e-3, atol=1e-6)
 
 
-def test_results_of_the_first_version_are_converted(tmp_path: Path) -> None:
-    """Against logits that its own decoder gave: columns of many classes are exact."""
-    results = convert(OLD / "old.json")
-    assert results.facts["tasks"] == {
-        "task": {"domain": None, "classes": 30, "samples": 12, "near": {"near": 7}, "far": {"far": 9}}
-    }
-    rows = {SINGLE: [0], TEMPERATURE: [0], DEEP: [0, 1], HYDRA: [2, 3, 4]}
-    with np.load(OLD / "decoded.npz") as decoded:
-        for name in ("task", "near", "far"):
-            for method, members in rows.items():
-                logits = torch.from_numpy(decoded[f"0.{name}"][members])
-                temperature = 1.5 if method == TEMPERATURE else None
-                columns = results.columns(method, 0, "task", name)
-                for score in ("msp", "entropy", "mutual_information"):
-                    wanted = Prediction.from_logits(logits, temperature=temperature).score(score)
-                    assert torch.equal(columns[score], wanted), (name, method, score)
-                assert "energy" not in columns  # only differences of logits were stored
-                assert "top_classes" not in columns
-    results.save(tmp_path)
-    assert Results.load("old", tmp_path).arrays.keys() == results.arrays.keys()
-    with pytest.raises(DataError, match="convert_results"):
-        Results.load("old", OLD)
-    with pytest.raises(DataError, match="text-sst2"):
-        Results.load("text-sst2", tmp_path)
-
-
 def test_published_rows_follow_from_the_published_columns() -> None:
     """Every number of the text study, whose columns are the smallest; `test_studies` holds all of them."""
     results = Results.load("text-sst2", RESULTS)
     assert largest_gap(all_rows(results), results.facts["rows"]) < 0.05  # of what float16 explains
+    with pytest.raises(DataError, match="text-sst2"):
+        Results.load("text-sst2", RESULTS.parent)
     assert sum(path.stat().st_size for path in RESULTS.parent.rglob("*") if path.is_file()) < 60 * 2**20
 
 
@@ -194,7 +159,8 @@ def test_claims_and_contrasts_of_classifiers(classifiers: Finished) -> None:
     assert len([one for one in hydra if one["setting"] == "chosen"]) == len(hydra) / 2 > 0
     assert all(one["low"] <= one["high"] for one in facts["claims"])
     rows, contrasts = facts["rows"], facts["contrasts"]
-    assert list(contrasts) == [HYDRA, HYDRA_TRUNK, *(one.name for one in classifier_recipe().controls)]
+    controls = [one["name"] for one in facts["recipe"]["controls"]]
+    assert list(contrasts) == [HYDRA, HYDRA_TRUNK, *controls]
     for first, found in contrasts.items():
         assert len(found) == (6 if first == HYDRA else 9)
         for key, (value, low, high) in found.items():
@@ -202,7 +168,6 @@ def test_claims_and_contrasts_of_classifiers(classifiers: Finished) -> None:
             row = f"chosen.{metric}" if metric.startswith("all.") else metric
             assert value == pytest.approx(np.mean(rows[first][row]) - np.mean(rows[second][row]), abs=1e-5)
             assert low <= high
-    assert contrasts_table(facts).count("\n| ") == 3 * len(contrasts)
 
 
 def made_up(strength: dict[str, float], hopeless: tuple[str, ...] = ()) -> Results:
@@ -257,9 +222,7 @@ def test_tasks_near_chance_leave_the_means_by_rule() -> None:
     assert rows[SINGLE]["unseen.accuracy"] == rows[SINGLE]["task.pets.accuracy"]
     assert rows[TEMPERATURE]["task.pets.accuracy"] == rows[SINGLE]["task.pets.accuracy"]
     assert rows[TEMPERATURE]["task.pets.nll"] != rows[SINGLE]["task.pets.nll"]
-    text = TABLES["dual"]["tasks"]({**results.facts, **made})
-    assert "leave the means: cifar100" in text
-    assert "| chance |  | 8.33 | 8.33 | 8.33 |" in text
+    assert "leave the means: cifar100" in TABLES["dual"]["tasks"]({**results.facts, **made})
     nothing = made_up({}, hopeless=("pets", "cifar100"))
     made = tables_of(nothing, resamples=20)
     assert all(one["verdict"] == "not testable" for one in made["claims"] if one["scope"] == UNSEEN)
@@ -269,7 +232,7 @@ def test_tasks_near_chance_leave_the_means_by_rule() -> None:
 
 def test_signs_are_found() -> None:
     results = made_up({**dict.fromkeys(DUAL_METHODS[HYDRA], 5.0), "taylor/0": 0.0})
-    claims = zero_shot_claims(results, Replicates(results, resamples=60), ["pets", "cifar100"])
+    claims = all_claims(results, Replicates(results, resamples=60), ["pets", "cifar100"])
     found = {tuple(one[key] for key in ("scope", "metric", "first", "second")): one["verdict"] for one in claims}
     assert found[UNSEEN, "accuracy", HYDRA, SINGLE] == "reproduced"
     assert found[UNSEEN, "accuracy", "Taylor", SINGLE] == "reproduced"
@@ -284,61 +247,60 @@ def test_signs_are_found() -> None:
 def test_the_papers_means_are_those_of_its_near_and_far_sets(task: str) -> None:
     """Tables 15 to 17 against Tables 1 and 2: a slip in copying would show."""
     near, far = SETS[task]
-    for method, row in classifier_numbers(task).items():
+    for method, row in paper_numbers("classifier", task).items():
         for metric in ("auroc", "fpr95", "aupr"):
             mean = (near * row[f"near.{metric}"] + far * row[f"far.{metric}"]) / (near + far)
             assert row[f"all.{metric}"] == pytest.approx(mean, abs=2e-4), (method, metric)
 
 
-def test_every_comparison_has_the_papers_numbers() -> None:
-    assert [len(claimed("classifier", "")), len(claimed("dual", UNSEEN)), len(claimed("dual", EACH_ID_TASK))] == [
-        19,
-        22,
-        12,
-    ]
-    for task in STANDS_FOR.values():
-        numbers = classifier_numbers(task)
-        for metric, first, second in claimed("classifier", ""):
+@pytest.mark.parametrize(
+    ("kind", "scope", "count", "tasks"),
+    [
+        ("classifier", "", 19, tuple(STANDS_FOR[name] for name in CLASSIFIERS)),
+        ("dual", UNSEEN, 22, (AVERAGE,)),
+        ("dual", EACH_ID_TASK, 12, ("ImageNet-1K", "CIFAR-100")),
+    ],
+)
+def test_every_comparison_has_the_papers_numbers(kind: str, scope: str, count: int, tasks: tuple[str, ...]) -> None:
+    assert len(claimed(kind, scope)) == count
+    for task in tasks:
+        numbers = paper_numbers(kind, task)
+        for metric, first, second in claimed(kind, scope):
             second = DEEP_CLASSIFIERS if task == "SST-2" and second == DEEP else second
             assert {metric} <= numbers[first].keys() & numbers[second].keys()
-    for scope, task in ((UNSEEN, AVERAGE), (EACH_ID_TASK, "ImageNet-1K"), (EACH_ID_TASK, "CIFAR-100")):
-        for metric, first, second in claimed("dual", scope):
-            assert {metric} <= zero_shot_numbers(task)[first].keys() & zero_shot_numbers(task)[second].keys()
 
 
 def test_zero_shot_rows_of_the_paper_give_their_own_mean() -> None:
     """A row misread from the paper would not; the averages are also those of Table 3."""
+    average = paper_numbers("dual", AVERAGE)
     for line in read_csv("zero_shot_tasks"):
         metric, method = line["metric"], line["method"]
-        row = zero_shot_task_row(metric, method)
-        assert row is not None
-        *values, mean = row.values()
-        rounding = 0.0101 if metric in ("brier", "nll") else 0.000151
+        *values, mean = (float(cell) for key, cell in line.items() if key not in ("metric", "method"))
+        whole, rounding = (1, 0.0101) if metric in ("brier", "nll") else (100, 0.0151)
         assert np.mean(values) == pytest.approx(mean, abs=rounding), (metric, method)
-        assert zero_shot_numbers(AVERAGE)[method].get(metric, mean) == pytest.approx(mean, abs=rounding)
+        assert whole * average[method].get(metric, mean / whole) == pytest.approx(mean, abs=rounding)
     for task in ("ImageNet-1K", "CIFAR-100"):
-        for row in zero_shot_numbers(task).values():
+        for row in paper_numbers("dual", task).values():
             if "near.auroc" in row:
                 assert sorted((row["near.auroc"], row["far.auroc"], row["all.auroc"]))[1] == row["all.auroc"]
-    assert zero_shot_numbers("ImageNet-1K")[HYDRA]["all.aupr"] == pytest.approx(0.4785)
+    assert paper_numbers("dual", "ImageNet-1K")[HYDRA]["all.aupr"] == pytest.approx(0.4785)
 
 
 # --- tables, command, documents ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["classifiers", "duals"])
-def test_tables_are_rectangular_and_hold_the_paper(kind: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("kind", "given"), [("classifiers", "*89.43*"), ("duals", "*76.82*")])
+def test_tables_are_rectangular_and_hold_the_paper(kind: str, given: str, request: pytest.FixtureRequest) -> None:
     facts = request.getfixturevalue(kind).results.facts
-    for name, table in TABLES[facts["kind"]].items():
+    for table in TABLES[facts["kind"]].values():
         text = table(facts)
         lines = [line for line in text.splitlines() if line.startswith("|")]
-        assert name == "about" or len(lines) > 2
-        assert len({line.count("|") for line in lines}) <= 1
-        assert "nan ±" not in text
+        assert len(lines) > 2
+        assert len({line.count("|") for line in lines}) == 1
+        assert "nan" not in text
     main = TABLES[facts["kind"]]["main"](facts)
     assert all(f"| {method} |" in main for method in facts["methods"])
-    assert ("*89.43*" if kind == "classifiers" else "| BayesVLM | later |") in main
-    assert f"| {HYDRA} |" in paper_table(facts)
+    assert given in main
 
 
 @pytest.mark.parametrize("kind", ["classifiers", "duals"])
@@ -399,11 +361,8 @@ def test_what_the_command_cannot_do_is_named(arguments: list[str], token: str, t
 
 
 def test_the_documents_show_what_was_measured(tmp_path: Path) -> None:
-    blocks = study_blocks(tmp_path / "studies")
-    assert blocks["study_summary"]().startswith("*Not measured yet: `")
+    assert study_blocks(tmp_path)["study_sst2_main"]().startswith("*Not measured yet: `")
     row = {"accuracy": [0.5], "chosen.all.auroc": [0.25], "calibrated.ece": [0.125]}
-    (tmp_path / "text-sst2.json").write_text(json.dumps({"rows": dict.fromkeys(SUMMARY, row), "costs": None}))
-    rows = summary(tmp_path).splitlines()[2:-2]
+    facts = {"study": "text-sst2", "rows": dict.fromkeys(SUMMARY, row), "costs": None}
+    rows = summary_table([facts]).splitlines()[2:-2]
     assert rows == [f"| text-sst2 | {method} | 50.00 | 25.00 | 12.50 |  |" for method in SUMMARY]
-    text = study_blocks()["study_rates"]()
-    assert text.count("**chosen**") == 2  # one for each vision study
