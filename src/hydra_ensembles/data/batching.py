@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, get_args
 
 import torch
 from torch import Tensor
@@ -47,10 +47,9 @@ class BatchLoader:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if self.batch_size < 1:
-            raise DataError(f"batch_size must be at least 1, got {self.batch_size}")
-        if self.num_workers < 0:
-            raise DataError(f"num_workers must be 0 (no worker processes) or more, got {self.num_workers}")
+        if self.batch_size < 1 or self.num_workers < 0:
+            got = f"{self.batch_size} and {self.num_workers}"
+            raise DataError(f"batch_size must be at least 1, num_workers 0 (none) or more; got {got}")
 
     def __len__(self) -> int:
         whole = len(self.dataset) / self.batch_size
@@ -152,6 +151,7 @@ def _collate(preprocess: Preprocess, key: tuple[int, int], entries: Sequence[tup
 
 
 _PAPERS = RandAugment(operations=2, magnitude=12)
+_Resampling = Literal["nearest", "bilinear", "bicubic"]
 
 
 @dataclass(frozen=True)
@@ -177,20 +177,21 @@ class TrainTransform:
     rand_augment: RandAugment | None = _PAPERS
     mean: tuple[float, ...] = ImagePreprocessing.mean
     std: tuple[float, ...] = ImagePreprocessing.std
-    interpolation: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
+    interpolation: _Resampling = "bilinear"
 
     def __post_init__(self) -> None:
         """Check every range."""
-        if len(self.size) != 2 or min(self.size) < 1:
-            raise ConfigError(f"size must be a positive height and width, got {self.size}")
-        if len(self.crop_scale) != 2 or not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
-            raise ConfigError(f"crop_scale must be 0 < smallest <= largest <= 1, got {self.crop_scale}")
-        if not 0 <= self.flip_probability <= 1:
-            raise ConfigError(f"flip_probability must be in [0, 1], got {self.flip_probability}")
-        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
-            raise ConfigError(f"mean and std must have three entries each, std positive; got {self.mean}, {self.std}")
-        if self.interpolation not in ("nearest", "bilinear", "bicubic"):
-            raise ConfigError(f"interpolation must be 'nearest', 'bilinear' or 'bicubic', got {self.interpolation!r}")
+        crop, three = self.crop_scale, len(self.mean) == len(self.std) == 3
+        for name, valid, accepted in (
+            ("size", len(self.size) == 2 and min(self.size) > 0, "a positive height and width"),
+            ("crop_scale", len(crop) == 2 and 0 < crop[0] <= crop[1] <= 1, "0 < smallest <= largest <= 1"),
+            ("flip_probability", 0 <= self.flip_probability <= 1, "in [0, 1]"),
+            ("mean", three, "three entries, as std"),
+            ("std", three and min(self.std) > 0, "three positive entries"),
+            ("interpolation", self.interpolation in get_args(_Resampling), f"one of {get_args(_Resampling)}"),
+        ):
+            if not valid:
+                raise ConfigError(f"{name} must be {accepted}, got {getattr(self, name)!r}")
 
     @classmethod
     def matching(cls, preprocessing: ImagePreprocessing, **changes: Any) -> Self:

@@ -4,7 +4,7 @@ import io
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -17,54 +17,21 @@ from .dataset import ImageDataset, Rows, hash_key
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-CorruptionName = Literal[
-    "gaussian_noise",
-    "shot_noise",
-    "impulse_noise",
-    "defocus_blur",
-    "glass_blur",
-    "motion_blur",
-    "zoom_blur",
-    "snow",
-    "frost",
-    "fog",
-    "brightness",
-    "contrast",
-    "elastic_transform",
-    "pixelate",
-    "jpeg_compression",
-]
 ParameterSet = Literal["imagenet", "tinyimagenet", "cifar"]
 Bytes = npt.NDArray[np.uint8]
 Pixels = npt.NDArray[np.float64]
+Random = np.random.Generator
 Values = tuple[float, ...]
-FiveSeverities = tuple[Values, Values, Values, Values, Values]
-Corruption = Callable[[Pixels, Values, np.random.Generator], Pixels]
+Corruption = Callable[..., Pixels]
+Picture = TypeVar("Picture", "Image", Bytes)
 
-CORRUPTIONS: tuple[CorruptionName, ...] = get_args(CorruptionName)
 PARAMETER_SETS: tuple[ParameterSet, ...] = get_args(ParameterSet)
 SEVERITIES = (1, 2, 3, 4, 5)
+FUNCTIONS: dict[str, Corruption] = {}
+PARAMETERS: dict[ParameterSet, dict[str, tuple[Values, ...]]] = {name: {} for name in PARAMETER_SETS}
 
 
-@overload
-def corrupt(
-    image: "Image", name: CorruptionName, severity: int, seed: int, parameters: ParameterSet = "imagenet"
-) -> "Image": ...
-
-
-@overload
-def corrupt(
-    image: Bytes, name: CorruptionName, severity: int, seed: int, parameters: ParameterSet = "imagenet"
-) -> Bytes: ...
-
-
-def corrupt(
-    image: "Image | Bytes",
-    name: CorruptionName,
-    severity: int,
-    seed: int,
-    parameters: ParameterSet = "imagenet",
-) -> "Image | Bytes":
+def corrupt(image: Picture, name: str, severity: int, seed: int, parameters: ParameterSet = "imagenet") -> Picture:
     """Corrupt an image as ImageNet-C does.
 
     Motion blur and snow follow ImageMagick's definition of motion blur, and frost is drawn, not photographed
@@ -89,13 +56,13 @@ def corrupt(
     values = _values(name, severity, parameters)
     pixels, is_pil = _pixels(image)
     rng = np.random.Generator(np.random.PCG64(seed & ((1 << 64) - 1)))
-    corrupted = np.clip(FUNCTIONS[name](pixels, values, rng), 0, 255).astype(np.uint8)
-    return require("PIL.Image", extra="data").fromarray(corrupted) if is_pil else corrupted
+    result: Any = np.clip(FUNCTIONS[name](pixels, rng, *values), 0, 255).astype(np.uint8)
+    return require("PIL.Image", extra="data").fromarray(result) if is_pil else result
 
 
 def corrupted(
     dataset: ImageDataset,
-    name: CorruptionName,
+    name: str,
     severity: int,
     seed: int = 0,
     parameters: ParameterSet = "imagenet",
@@ -115,32 +82,31 @@ def corrupted(
         prepare: Applied before the corruption, such as resizing to 256 and cropping to 224 for ImageNet-C.
     """
     _values(name, severity, parameters)
-    read = partial(_read_corrupted, dataset, name, severity, seed, parameters, prepare)
+    read = partial(_read_corrupted, dataset, (name, severity, parameters), seed, prepare)
     title = f"{dataset.name} [{name} {severity}]"
     return ImageDataset(Rows(len(dataset), read), dataset.labels, dataset.class_names, title)
 
 
 def _read_corrupted(
     dataset: ImageDataset,
-    name: CorruptionName,
-    severity: int,
+    corruption: tuple[str, int, ParameterSet],
     seed: int,
-    parameters: ParameterSet,
     prepare: "Callable[[Image], Image] | None",
     position: int,
 ) -> "Image":
-    image, _ = dataset[position]
+    (image, _), (name, severity, parameters) = dataset[position], corruption
     seed = hash_key(seed, CORRUPTIONS.index(name), int(dataset.rows[position]))
     return corrupt(image if prepare is None else prepare(image), name, severity, seed, parameters)
 
 
-def _values(name: CorruptionName, severity: int, parameters: ParameterSet) -> Values:
-    if name not in CORRUPTIONS:
-        raise DataError(f"no corruption {name!r}; choose one of {', '.join(CORRUPTIONS)}")
-    if severity not in SEVERITIES:
-        raise DataError(f"severity must be 1, 2, 3, 4 or 5, got {severity!r}")
-    if parameters not in PARAMETER_SETS:
-        raise DataError(f"no parameter set {parameters!r}; choose one of {', '.join(PARAMETER_SETS)}")
+def _values(name: str, severity: int, parameters: ParameterSet) -> Values:
+    for what, given, known in (
+        ("corruption", name, CORRUPTIONS),
+        ("severity", severity, SEVERITIES),
+        ("parameter set", parameters, PARAMETER_SETS),
+    ):
+        if given not in known:
+            raise DataError(f"no {what} {given!r}; choose one of {', '.join(map(str, known))}")
     return PARAMETERS[parameters][name][severity - 1]
 
 
@@ -158,44 +124,67 @@ def _pixels(image: Any) -> tuple[Pixels, bool]:
     return array.astype(np.float64), is_pil
 
 
-# --- the corruptions: pixels [H, W, 3] in 0..255, the numbers of a severity, random numbers ------------------
+def _published(*sets: tuple[float | Values, ...], sides: Values = (1, 1, 1)) -> Callable[[Corruption], Corruption]:
+    """A corruption by its name, with its published numbers: five severities for each of `PARAMETER_SETS`.
+
+    `sides` are the sizes of image that the numbers are shares of, where they are.
+    """
+
+    def register(function: Corruption) -> Corruption:
+        FUNCTIONS[function.__name__] = function
+        for parameters, severities, side in zip(PARAMETER_SETS, sets, sides, strict=True):
+            rows = [values if isinstance(values, tuple) else (values,) for values in severities]
+            PARAMETERS[parameters][function.__name__] = tuple(tuple(side * value for value in row) for row in rows)
+        return function
+
+    return register
 
 
-def gaussian_noise(image: Pixels, values: Values, rng: np.random.Generator) -> Pixels:
+# --- the corruptions: of pixels [H, W, 3] in 0..255, random numbers, and the numbers of a severity --------------
+
+
+@_published((0.08, 0.12, 0.18, 0.26, 0.38), (0.04, 0.08, 0.12, 0.15, 0.18), (0.04, 0.06, 0.08, 0.09, 0.1))
+def gaussian_noise(image: Pixels, rng: Random, deviation: float) -> Pixels:
     """Noise of low light: a normal deviation on every value."""
-    (deviation,) = values
     return clip_to_bytes(image / 255.0 + rng.normal(scale=deviation, size=image.shape))
 
 
-def shot_noise(image: Pixels, values: Values, rng: np.random.Generator) -> Pixels:
+@_published((60, 25, 12, 5, 3), (250, 100, 50, 30, 15), (500, 250, 100, 75, 50))
+def shot_noise(image: Pixels, rng: Random, photons: float) -> Pixels:
     """Noise of counting photons: a Poisson count for every value."""
-    (photons,) = values
     return clip_to_bytes(rng.poisson(image / 255.0 * photons) / photons)
 
 
-def impulse_noise(image: Pixels, values: Values, rng: np.random.Generator) -> Pixels:
+@_published((0.03, 0.06, 0.09, 0.17, 0.27), (0.01, 0.02, 0.05, 0.08, 0.14), (0.01, 0.02, 0.03, 0.05, 0.07))
+def impulse_noise(image: Pixels, rng: Random, share: float) -> Pixels:
     """Salt and pepper: some values become black or white, each with equal probability."""
-    (share,) = values
     replaced = rng.random(image.shape) < share
     white = rng.random(image.shape) < 0.5
     return np.where(replaced, np.where(white, 255.0, 0.0), image)
 
 
-def defocus_blur(image: Pixels, values: Values, rng: np.random.Generator) -> Pixels:
+@_published(
+    ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
+    ((0.5, 0.6), (1, 0.1), (1.5, 0.1), (2.5, 0.01), (3, 0.1)),
+    ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),
+)
+def defocus_blur(image: Pixels, rng: Random, radius: float, sigma: float) -> Pixels:
     """Out of focus: every point becomes a disc."""
     ndimage = require("scipy.ndimage", extra="data")
-    kernel = _disc(*values)
-    channels = [ndimage.correlate(image[..., channel] / 255.0, kernel, mode="mirror") for channel in range(3)]
-    return clip_to_bytes(np.stack(channels, axis=-1))
+    return clip_to_bytes(ndimage.correlate(image / 255.0, _disc(radius, sigma)[..., None], mode="mirror"))
 
 
-def glass_blur(image: Pixels, values: Values, rng: np.random.Generator) -> Pixels:
+@_published(
+    ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
+    ((0.1, 1, 1), (0.5, 1, 1), (0.6, 1, 2), (0.7, 2, 1), (0.9, 2, 2)),
+    ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
+)
+def glass_blur(image: Pixels, rng: Random, sigma: float, reach: int, rounds: int) -> Pixels:
     """Frosted glass: blur, scatter pixels locally, blur again.
 
     The published code means to swap two pixels, but swaps views of one array, which copies the second pixel
     over the first and leaves it in place. ImageNet-C holds the result of that, so this copies as well.
     """
-    sigma, reach, rounds = values[0], int(values[1]), int(values[2])
     height, width = image.shape[:2]
     blurred = np.floor(gaussian_blur(image / 255.0, sigma) * 255.0)
     source = list(range(height * width))  # which pixel each place shows; a list, because the loop is sequential
@@ -204,38 +193,75 @@ def glass_blur(image: Pixels, values: Values, rng: np.random.Generator) -> Pixel
         shifts = rng.integers(-reach, reach, size=(len(rows), len(columns), 2))
         offsets = (shifts[..., 1] * width + shifts[..., 0]).tolist()
         for row, row_offsets in zip(rows, offsets, strict=True):
-            start = row * width
             for column, offset in zip(columns, row_offsets, strict=True):
-                place = start + column
-                source[place] = source[place + offset]
+                source[row * width + column] = source[row * width + column + offset]
     scattered = blurred.reshape(height * width, -1)[source].reshape(image.shape)
     return clip_to_bytes(gaussian_blur(scattered / 255.0, sigma))
 
 
-def motion_blur(image: Pixels, values: Values, rng: np.random.Generator) -> Pixels:
+@_published(
+    ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
+    ((10, 1), (10, 1.5), (10, 2), (10, 2.5), (12, 3)),
+    ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),
+)
+def motion_blur(image: Pixels, rng: Random, radius: float, sigma: float) -> Pixels:
     """The camera moves along a random direction within 45° of the horizontal.
 
     The original calls ImageMagick; `directional_blur` follows the same definition.
     """
-    radius, sigma = values
     return np.rint(directional_blur(image, radius, sigma, rng.uniform(-45.0, 45.0)))
 
 
-def zoom_blur(image: Pixels, values: Values, rng: np.random.Generator) -> Pixels:
+@_published(
+    ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03)),
+    ((1.06, 0.01), (1.11, 0.01), (1.16, 0.01), (1.21, 0.01), (1.26, 0.01)),
+    ((1.06, 0.01), (1.11, 0.01), (1.16, 0.01), (1.21, 0.01), (1.26, 0.01)),
+)
+def zoom_blur(image: Pixels, rng: Random, end: float, step: float) -> Pixels:
     """The camera moves towards the scene: the mean of several enlargements."""
-    end, step = values
     pixels = image / 255.0
-    factors = np.arange(1, end, step)
-    total = sum((clipped_zoom(pixels, float(factor)) for factor in factors), start=np.zeros_like(pixels))
-    return clip_to_bytes((pixels + total) / (len(factors) + 1))
+    zoomed = [clipped_zoom(pixels, float(factor)) for factor in np.arange(1, end, step)]
+    return clip_to_bytes((pixels + sum(zoomed)) / (len(zoomed) + 1))
 
 
-def snow(image: Pixels, values: Values, rng: np.random.Generator) -> Pixels:
+@_published(
+    (
+        (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
+        (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
+        (0.55, 0.3, 4, 0.9, 12, 8, 0.7),
+        (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
+        (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
+    ),
+    (
+        (0.1, 0.2, 1, 0.6, 8, 3, 0.8),
+        (0.1, 0.2, 1, 0.5, 10, 4, 0.8),
+        (0.15, 0.3, 1.75, 0.55, 10, 4, 0.7),
+        (0.25, 0.3, 2.25, 0.6, 12, 6, 0.65),
+        (0.3, 0.3, 1.25, 0.65, 14, 12, 0.6),
+    ),
+    (
+        (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
+        (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
+        (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
+        (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
+        (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
+    ),
+)
+def snow(
+    image: Pixels,
+    rng: Random,
+    mean: float,
+    deviation: float,
+    zoom: float,
+    threshold: float,
+    radius: float,
+    sigma: float,
+    weight: float,
+) -> Pixels:
     """Flakes driven by the wind, over a whitened image.
 
     The original blurs the flakes with ImageMagick; `directional_blur` follows the same definition.
     """
-    mean, deviation, zoom, threshold, radius, sigma, weight = values
     pixels = image / 255.0
     flakes = clipped_zoom(rng.normal(mean, deviation, size=image.shape[:2])[..., None], zoom)[..., 0]
     flakes = np.floor(np.clip(np.where(flakes < threshold, 0.0, flakes), 0, 1) * 255.0)
@@ -245,55 +271,67 @@ def snow(image: Pixels, values: Values, rng: np.random.Generator) -> Pixels:
     return clip_to_bytes(whitened + flakes + np.rot90(flakes, k=2))
 
 
-def frost(image: Pixels, values: Values, rng: np.random.Generator) -> Pixels:
+@_published(
+    ((1, 0.4, 1), (0.8, 0.6, 1), (0.7, 0.7, 1), (0.65, 0.7, 1), (0.6, 0.75, 1)),
+    ((1, 0.3, 0.3), (0.9, 0.4, 0.3), (0.8, 0.45, 0.3), (0.75, 0.5, 0.3), (0.7, 0.55, 0.3)),
+    ((1, 0.2, 0.2), (1, 0.3, 0.2), (0.9, 0.4, 0.2), (0.85, 0.4, 0.2), (0.75, 0.45, 0.2)),
+)
+def frost(image: Pixels, rng: Random, image_weight: float, frost_weight: float, scale: float) -> Pixels:
     """Ice crystals on the lens.
 
     The original lays random crops of five photographs of frost over the image. No photograph is shipped here:
     `ice` draws a picture of ice instead, laid over with the published weights and reduced to the published
     scale. Severities compare with one another, but not number for number with ImageNet-C.
     """
-    image_weight, frost_weight, scale = values
     overlay = ice(image.shape[0], image.shape[1], scale, rng)
     return np.clip(image_weight * image + frost_weight * overlay, 0, 255)
 
 
-def fog(image: Pixels, values: Values, rng: np.random.Generator) -> Pixels:
+@_published(
+    ((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)),
+    ((0.4, 3), (0.7, 3), (1, 2.5), (1.5, 2), (2, 1.75)),
+    ((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
+)
+def fog(image: Pixels, rng: Random, strength: float, decay: float) -> Pixels:
     """A cloud field added to the image, which is then scaled back to its range."""
-    strength, decay = values
     pixels = image / 255.0
     brightest = float(pixels.max())
     clouds = plasma(image.shape[0], image.shape[1], decay, rng)[..., None]
     return clip_to_bytes((pixels + strength * clouds) * brightest / (brightest + strength))
 
 
-def brightness(image: Pixels, values: Values, rng: np.random.Generator) -> Pixels:
+@_published((0.1, 0.2, 0.3, 0.4, 0.5), (0.1, 0.2, 0.3, 0.4, 0.5), (0.05, 0.1, 0.15, 0.2, 0.3))
+def brightness(image: Pixels, rng: Random, added: float) -> Pixels:
     """Add to the value of HSV, at constant hue and saturation.
 
     At constant hue and saturation the colour is proportional to the value, so no conversion is needed: the
     colour is scaled by new value / old value (black has no hue and becomes grey).
     """
-    (added,) = values
     pixels = image / 255.0
     value = pixels.max(axis=-1, keepdims=True)
     brighter = np.minimum(value + added, 1.0)
-    scaled = np.where(value > 0, pixels * (brighter / np.where(value > 0, value, 1.0)), brighter)
-    return clip_to_bytes(scaled)
+    return clip_to_bytes(np.where(value > 0, pixels * (brighter / np.where(value > 0, value, 1.0)), brighter))
 
 
-def contrast(image: Pixels, values: Values, rng: np.random.Generator) -> Pixels:
+@_published((0.4, 0.3, 0.2, 0.1, 0.05), (0.4, 0.3, 0.2, 0.1, 0.05), (0.75, 0.5, 0.4, 0.3, 0.15))
+def contrast(image: Pixels, rng: Random, factor: float) -> Pixels:
     """Draw every channel towards its mean over the image."""
-    (factor,) = values
     pixels = image / 255.0
     means = pixels.mean(axis=(0, 1), keepdims=True)
     return clip_to_bytes((pixels - means) * factor + means)
 
 
-def elastic_transform(image: Pixels, values: Values, rng: np.random.Generator) -> Pixels:
+@_published(
+    ((2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02)),
+    ((0, 0, 0.08), (0.05, 0.3, 0.06), (0.1, 0.08, 0.06), (0.1, 0.03, 0.03), (0.16, 0.03, 0.02)),
+    ((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)),
+    sides=(244, 64, 32),  # 244 is a slip for 224 that is part of the published data
+)
+def elastic_transform(image: Pixels, rng: Random, reach: float, sigma: float, corner_shift: float) -> Pixels:
     """Stretch: a random affine map, then a smooth random displacement of every pixel.
 
     Interpolation is exact where the original's rounds the affine map to 1/32 of a pixel.
     """
-    reach, sigma, corner_shift = values
     pixels = image / 255.0
     height, width = image.shape[:2]
     centre = np.array([width // 2, height // 2], dtype=np.float64)
@@ -303,19 +341,16 @@ def elastic_transform(image: Pixels, values: Values, rng: np.random.Generator) -
     rows, columns = np.mgrid[:height, :width].astype(np.float64)
     # The map that takes `moved` back to `corners` says where each pixel of the result comes from.
     back = np.linalg.lstsq(np.column_stack([moved, np.ones(3)]), corners, rcond=None)[0]  # [3, (x, y)]
-    from_x = back[0, 0] * columns + back[1, 0] * rows + back[2, 0]
-    from_y = back[0, 1] * columns + back[1, 1] * rows + back[2, 1]
+    from_x, from_y = (back[0, axis] * columns + back[1, axis] * rows + back[2, axis] for axis in (0, 1))
     warped = _sample(pixels, from_y, from_x, mode="mirror")
-    shifts = [
-        gaussian_blur(rng.uniform(-1, 1, size=(height, width)), sigma, mode="reflect", truncate=3) * reach
-        for _ in range(2)
-    ]
-    return clip_to_bytes(_sample(warped, rows + shifts[1], columns + shifts[0], mode="reflect"))
+    noise = [rng.uniform(-1, 1, size=(height, width)) for _ in range(2)]
+    shift_x, shift_y = (gaussian_blur(one, sigma, mode="reflect", truncate=3) * reach for one in noise)
+    return clip_to_bytes(_sample(warped, rows + shift_y, columns + shift_x, mode="reflect"))
 
 
-def pixelate(image: Pixels, values: Values, rng: np.random.Generator) -> Pixels:
+@_published((0.6, 0.5, 0.4, 0.3, 0.25), (0.9, 0.8, 0.7, 0.6, 0.5), (0.95, 0.9, 0.85, 0.75, 0.65))
+def pixelate(image: Pixels, rng: Random, scale: float) -> Pixels:
     """Reduce to fewer pixels and enlarge again, both with a box filter."""
-    (scale,) = values
     image_module = require("PIL.Image", extra="data")
     height, width = image.shape[:2]
     small = (max(1, int(width * scale)), max(1, int(height * scale)))
@@ -323,12 +358,12 @@ def pixelate(image: Pixels, values: Values, rng: np.random.Generator) -> Pixels:
     return np.asarray(picture.resize((width, height), image_module.Resampling.BOX), dtype=np.float64)
 
 
-def jpeg_compression(image: Pixels, values: Values, rng: np.random.Generator) -> Pixels:
+@_published((25, 18, 15, 10, 7), (65, 58, 50, 40, 25), (80, 65, 58, 50, 40))
+def jpeg_compression(image: Pixels, rng: Random, quality: int) -> Pixels:
     """Save as JPEG and read again."""
-    (quality,) = values
     image_module = require("PIL.Image", extra="data")
     stored = io.BytesIO()
-    image_module.fromarray(image.astype(np.uint8)).save(stored, "JPEG", quality=int(quality))
+    image_module.fromarray(image.astype(np.uint8)).save(stored, "JPEG", quality=quality)
     return np.asarray(image_module.open(stored), dtype=np.float64)
 
 
@@ -337,16 +372,13 @@ def jpeg_compression(image: Pixels, values: Values, rng: np.random.Generator) ->
 
 def clip_to_bytes(pixels: Pixels) -> Pixels:
     """Clip values to [0, 1] and scale them to 0..255."""
-    clipped: Pixels = np.clip(pixels, 0, 1)
-    return clipped * 255.0
+    return np.asarray(np.clip(pixels, 0, 1) * 255.0)
 
 
 def gaussian_blur(image: Pixels, sigma: float, mode: str = "nearest", truncate: float = 4.0) -> Pixels:
     """Blur the two leading axes; a third (the channels) is left alone."""
     ndimage = require("scipy.ndimage", extra="data")
-    sigmas = (sigma, sigma, 0)[: image.ndim]
-    blurred: Pixels = ndimage.gaussian_filter(image, sigmas, mode=mode, truncate=truncate)
-    return blurred
+    return np.asarray(ndimage.gaussian_filter(image, (sigma, sigma, 0)[: image.ndim], mode=mode, truncate=truncate))
 
 
 def directional_blur(image: Pixels, radius: float, sigma: float, angle: float) -> Pixels:
@@ -361,8 +393,7 @@ def directional_blur(image: Pixels, radius: float, sigma: float, angle: float) -
     weights /= weights.sum()
     direction = math.cos(math.radians(angle)), math.sin(math.radians(angle))
     height, columns = image.shape[:2]
-    padding = [(width, width), (width, width)] + [(0, 0)] * (image.ndim - 2)
-    padded = np.pad(image, padding, mode="edge")
+    padded = np.pad(image, [(width, width)] * 2 + [(0, 0)] * (image.ndim - 2), mode="edge")
     blurred = np.zeros(image.shape, dtype=np.float64)
     for step, weight in enumerate(weights):
         left = width + math.ceil(step * direction[0] - 0.5)
@@ -380,11 +411,10 @@ def clipped_zoom(image: Pixels, factor: float) -> Pixels:
     middle = image[starts[0] : starts[0] + crops[0], starts[1] : starts[1] + crops[1]]
     zoomed = ndimage.zoom(middle, (factor, factor, 1), order=1)
     trims = [(grown - size) // 2 for grown, size in zip(zoomed.shape, sizes, strict=False)]
-    result: Pixels = zoomed[trims[0] : trims[0] + sizes[0], trims[1] : trims[1] + sizes[1]]
-    return result
+    return np.asarray(zoomed[trims[0] : trims[0] + sizes[0], trims[1] : trims[1] + sizes[1]])
 
 
-def plasma(height: int, width: int, decay: float, rng: np.random.Generator) -> Pixels:
+def plasma(height: int, width: int, decay: float, rng: Random) -> Pixels:
     """Random cloud-like field in [0, 1], by the diamond–square algorithm on a torus.
 
     Each level halves the grid: first the centres of the squares, then the centres of the diamonds, become the
@@ -393,34 +423,21 @@ def plasma(height: int, width: int, decay: float, rng: np.random.Generator) -> P
     """
     side = max(2, 1 << (max(height, width) - 1).bit_length())
     field = np.zeros((side, side))
-    amplitude = 100.0
-    step = side
+    amplitude, step = 100.0, side
     while step >= 2:
-        half = step // 2
-        scale = amplitude * amplitude
-
-        def deviation(count: int, scale: float = scale) -> Pixels:
-            return rng.uniform(-scale, scale, (count, count))
-
-        corners = field[::step, ::step]
-        count = len(corners)
-        right = np.roll(corners, -1, axis=1)
-        field[half::step, half::step] = (
-            corners + right + np.roll(corners, -1, axis=0) + np.roll(right, -1, axis=0)
-        ) / 4 + deviation(count)
-        centres = field[half::step, half::step]
-        field[::step, half::step] = (centres + np.roll(centres, 1, axis=0) + corners + right) / 4 + deviation(count)
-        field[half::step, ::step] = (
-            centres + np.roll(centres, 1, axis=1) + corners + np.roll(corners, -1, axis=0)
-        ) / 4 + deviation(count)
-        step = half
-        amplitude /= decay
+        half, scale = step // 2, amplitude * amplitude
+        corners, centres = field[::step, ::step], field[half::step, half::step]  # views
+        right, below = np.roll(corners, -1, axis=1), np.roll(corners, -1, axis=0)
+        deviation = partial(rng.uniform, -scale, scale, corners.shape)
+        centres[:] = (corners + right + below + np.roll(right, -1, axis=0)) / 4 + deviation()
+        field[::step, half::step] = (centres + np.roll(centres, 1, axis=0) + corners + right) / 4 + deviation()
+        field[half::step, ::step] = (centres + np.roll(centres, 1, axis=1) + corners + below) / 4 + deviation()
+        amplitude, step = amplitude / decay, half
     field -= field.min()
-    normalised: Pixels = field / field.max()
-    return normalised[:height, :width]
+    return np.asarray(field / field.max())[:height, :width]
 
 
-def ice(height: int, width: int, scale: float, rng: np.random.Generator) -> Pixels:
+def ice(height: int, width: int, scale: float, rng: Random) -> Pixels:
     """Draw a picture of frost, `[height, width, 3]` in 0..255.
 
     Long needles with short branches, along axes about 60 degrees apart, grow where a rough cloud field says
@@ -445,9 +462,7 @@ def ice(height: int, width: int, scale: float, rng: np.random.Generator) -> Pixe
     return np.asarray(reduced, dtype=np.float64)
 
 
-def _needles(
-    rows: int, columns: int, density: float, length: int, first_angle: float, rng: np.random.Generator
-) -> Pixels:
+def _needles(rows: int, columns: int, density: float, length: int, first_angle: float, rng: Random) -> Pixels:
     """Lines that fade from random seeds, each along one of six axes 60 degrees apart."""
     count = max(1, round(6 * density * rows * columns))
     axes = rng.integers(0, 6, count)
@@ -470,7 +485,7 @@ def _disc(radius: float, sigma: float) -> Pixels:
     places = np.arange(-reach, reach + 1)
     disc = (places[:, None] ** 2 + places[None, :] ** 2 <= radius**2).astype(np.float64)
     disc /= disc.sum()
-    rim_weights = np.array([math.exp(-(place**2) / (2.0 * sigma**2)) for place in range(-rim, rim + 1)])
+    rim_weights = np.exp(-(np.arange(-rim, rim + 1) ** 2) / (2.0 * sigma**2))
     rim_weights /= rim_weights.sum()
     for axis in (0, 1):
         disc = ndimage.correlate1d(disc, rim_weights, axis=axis, mode="mirror")
@@ -480,124 +495,11 @@ def _disc(radius: float, sigma: float) -> Pixels:
 def _sample(image: Pixels, rows: Pixels, columns: Pixels, mode: str) -> Pixels:
     """Read an image between its pixels, linearly."""
     ndimage = require("scipy.ndimage", extra="data")
-    channels = [
-        ndimage.map_coordinates(image[..., channel], (rows, columns), order=1, mode=mode)
-        for channel in range(image.shape[-1])
-    ]
-    return np.stack(channels, axis=-1)
+    channels = np.moveaxis(image, -1, 0)  # [C, H, W]
+    return np.stack([ndimage.map_coordinates(one, (rows, columns), order=1, mode=mode) for one in channels], axis=-1)
 
 
 _LUMA = np.array([0.299, 0.587, 0.114])
 _ICE_DARK = np.array([38.0, 58.0, 88.0])
 _ICE_LIGHT = np.array([232.0, 243.0, 255.0])
-
-FUNCTIONS: dict[CorruptionName, Corruption] = {
-    "gaussian_noise": gaussian_noise,
-    "shot_noise": shot_noise,
-    "impulse_noise": impulse_noise,
-    "defocus_blur": defocus_blur,
-    "glass_blur": glass_blur,
-    "motion_blur": motion_blur,
-    "zoom_blur": zoom_blur,
-    "snow": snow,
-    "frost": frost,
-    "fog": fog,
-    "brightness": brightness,
-    "contrast": contrast,
-    "elastic_transform": elastic_transform,
-    "pixelate": pixelate,
-    "jpeg_compression": jpeg_compression,
-}
-
-# ImageNet-C multiplies by 244 where its images have 224 pixels; the slip is part of the published data.
-_I, _T, _C = 244, 64, 32
-
-PARAMETERS: dict[ParameterSet, dict[CorruptionName, FiveSeverities]] = {
-    "imagenet": {
-        "gaussian_noise": ((0.08,), (0.12,), (0.18,), (0.26,), (0.38,)),
-        "shot_noise": ((60,), (25,), (12,), (5,), (3,)),
-        "impulse_noise": ((0.03,), (0.06,), (0.09,), (0.17,), (0.27,)),
-        "defocus_blur": ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
-        "glass_blur": ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
-        "motion_blur": ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
-        "zoom_blur": ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03)),
-        "snow": (
-            (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
-            (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
-            (0.55, 0.3, 4, 0.9, 12, 8, 0.7),
-            (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
-            (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
-        ),
-        "frost": ((1, 0.4, 1), (0.8, 0.6, 1), (0.7, 0.7, 1), (0.65, 0.7, 1), (0.6, 0.75, 1)),
-        "fog": ((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)),
-        "brightness": ((0.1,), (0.2,), (0.3,), (0.4,), (0.5,)),
-        "contrast": ((0.4,), (0.3,), (0.2,), (0.1,), (0.05,)),
-        "elastic_transform": (
-            (_I * 2, _I * 0.7, _I * 0.1),
-            (_I * 2, _I * 0.08, _I * 0.2),
-            (_I * 0.05, _I * 0.01, _I * 0.02),
-            (_I * 0.07, _I * 0.01, _I * 0.02),
-            (_I * 0.12, _I * 0.01, _I * 0.02),
-        ),
-        "pixelate": ((0.6,), (0.5,), (0.4,), (0.3,), (0.25,)),
-        "jpeg_compression": ((25,), (18,), (15,), (10,), (7,)),
-    },
-    "tinyimagenet": {
-        "gaussian_noise": ((0.04,), (0.08,), (0.12,), (0.15,), (0.18,)),
-        "shot_noise": ((250,), (100,), (50,), (30,), (15,)),
-        "impulse_noise": ((0.01,), (0.02,), (0.05,), (0.08,), (0.14,)),
-        "defocus_blur": ((0.5, 0.6), (1, 0.1), (1.5, 0.1), (2.5, 0.01), (3, 0.1)),
-        "glass_blur": ((0.1, 1, 1), (0.5, 1, 1), (0.6, 1, 2), (0.7, 2, 1), (0.9, 2, 2)),
-        "motion_blur": ((10, 1), (10, 1.5), (10, 2), (10, 2.5), (12, 3)),
-        "zoom_blur": ((1.06, 0.01), (1.11, 0.01), (1.16, 0.01), (1.21, 0.01), (1.26, 0.01)),
-        "snow": (
-            (0.1, 0.2, 1, 0.6, 8, 3, 0.8),
-            (0.1, 0.2, 1, 0.5, 10, 4, 0.8),
-            (0.15, 0.3, 1.75, 0.55, 10, 4, 0.7),
-            (0.25, 0.3, 2.25, 0.6, 12, 6, 0.65),
-            (0.3, 0.3, 1.25, 0.65, 14, 12, 0.6),
-        ),
-        "frost": ((1, 0.3, 0.3), (0.9, 0.4, 0.3), (0.8, 0.45, 0.3), (0.75, 0.5, 0.3), (0.7, 0.55, 0.3)),
-        "fog": ((0.4, 3), (0.7, 3), (1, 2.5), (1.5, 2), (2, 1.75)),
-        "brightness": ((0.1,), (0.2,), (0.3,), (0.4,), (0.5,)),
-        "contrast": ((0.4,), (0.3,), (0.2,), (0.1,), (0.05,)),
-        "elastic_transform": (
-            (0, 0, _T * 0.08),
-            (_T * 0.05, _T * 0.3, _T * 0.06),
-            (_T * 0.1, _T * 0.08, _T * 0.06),
-            (_T * 0.1, _T * 0.03, _T * 0.03),
-            (_T * 0.16, _T * 0.03, _T * 0.02),
-        ),
-        "pixelate": ((0.9,), (0.8,), (0.7,), (0.6,), (0.5,)),
-        "jpeg_compression": ((65,), (58,), (50,), (40,), (25,)),
-    },
-    "cifar": {
-        "gaussian_noise": ((0.04,), (0.06,), (0.08,), (0.09,), (0.10,)),
-        "shot_noise": ((500,), (250,), (100,), (75,), (50,)),
-        "impulse_noise": ((0.01,), (0.02,), (0.03,), (0.05,), (0.07,)),
-        "defocus_blur": ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),
-        "glass_blur": ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
-        "motion_blur": ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),
-        "zoom_blur": ((1.06, 0.01), (1.11, 0.01), (1.16, 0.01), (1.21, 0.01), (1.26, 0.01)),
-        "snow": (
-            (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
-            (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
-            (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
-            (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
-            (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
-        ),
-        "frost": ((1, 0.2, 0.2), (1, 0.3, 0.2), (0.9, 0.4, 0.2), (0.85, 0.4, 0.2), (0.75, 0.45, 0.2)),
-        "fog": ((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
-        "brightness": ((0.05,), (0.1,), (0.15,), (0.2,), (0.3,)),
-        "contrast": ((0.75,), (0.5,), (0.4,), (0.3,), (0.15,)),
-        "elastic_transform": (
-            (0, 0, _C * 0.08),
-            (_C * 0.05, _C * 0.2, _C * 0.07),
-            (_C * 0.08, _C * 0.06, _C * 0.06),
-            (_C * 0.1, _C * 0.04, _C * 0.05),
-            (_C * 0.1, _C * 0.03, _C * 0.03),
-        ),
-        "pixelate": ((0.95,), (0.9,), (0.85,), (0.75,), (0.65,)),
-        "jpeg_compression": ((80,), (65,), (58,), (50,), (40,)),
-    },
-}
+CORRUPTIONS: tuple[str, ...] = tuple(FUNCTIONS)

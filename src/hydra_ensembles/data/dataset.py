@@ -95,7 +95,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
             DataError: The labels do not fit the source or the class names.
         """
         self.name = name
-        self.class_names = tuple(str(class_name) for class_name in class_names)
+        self.class_names = tuple(map(str, class_names))
         self._source = source
         self._source_labels = np.array(labels, dtype=np.int64).reshape(-1)
         self._check_labels()
@@ -138,15 +138,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         return type(self)(self._source, self._source_labels, self.class_names, name or self.name, rows)
 
     def relabel(self, new_labels: dict[int, int], class_names: Sequence[str]) -> Self:
-        """Replace labels, e.g. to number the classes that remain from zero.
-
-        Args:
-            new_labels: New label for each label that occurs.
-            class_names: Names in the order of the new labels.
-
-        Raises:
-            DataError: A label that occurs has no replacement.
-        """
+        """Replace every label that occurs, e.g. to number the classes that remain from zero; names in the new order."""
         missing = sorted(set(self.labels.tolist()) - set(new_labels))
         if missing:
             raise DataError(f"{self.name}: no new label given for labels {missing}")
@@ -192,15 +184,7 @@ SomeDataset = TypeVar("SomeDataset", bound=Dataset[Any])
 
 
 def decode_image(content: bytes, where: str) -> "Image":
-    """Decode the bytes of an image file as RGB.
-
-    Args:
-        content: The bytes.
-        where: What an error message calls them, such as `row 3 of test.parquet`.
-
-    Raises:
-        DataError: The bytes are not an image, or only part of one.
-    """
+    """Decode the bytes of an image file, called `where` in the error if they are none or only part of one, as RGB."""
     try:
         image = require("PIL.Image", extra="data").open(io.BytesIO(content))
         image.load()  # Pillow reads lazily; a truncated file must fail here, where its place is known
@@ -212,11 +196,7 @@ def decode_image(content: bytes, where: str) -> "Image":
 
 
 def read_image(path: Path, where: str | None = None) -> "Image":
-    """Read an image file as RGB.
-
-    Raises:
-        DataError: The file is missing or not an image.
-    """
+    """Read an image file as RGB; a `DataError` where it is missing or no image."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -287,9 +267,6 @@ def without_classes(dataset: SomeDataset, classes: Collection[str | int], relabe
     """Leave out the items of some classes, given by name or number.
 
     Labels and class names stay as they are, unless `relabel` numbers the remaining classes from zero.
-
-    Raises:
-        DataError: A class does not exist.
     """
     left_out = _class_numbers(dataset, classes)
     kept = [number for number in _all_classes(dataset) if number not in left_out]
@@ -300,9 +277,6 @@ def only_classes(dataset: SomeDataset, classes: Sequence[str | int], relabel: bo
     """Keep the items of some classes, given by name or number.
 
     Labels and class names stay as they are, unless `relabel` numbers the kept classes in the order given.
-
-    Raises:
-        DataError: A class does not exist.
     """
     kept = _class_numbers(dataset, classes)
     return _with_classes(dataset, np.isin(dataset.labels, kept), kept, relabel)
@@ -367,10 +341,12 @@ def _all_classes(dataset: Dataset[Any]) -> list[int]:
 def _class_numbers(dataset: Dataset[Any], classes: Collection[str | int]) -> list[int]:
     if isinstance(classes, str):
         raise DataError(f"classes must be a collection of names or numbers, got the string {classes!r}")
-    names = {name: number for number, name in enumerate(dataset.class_names)}
-    known: dict[str | int, int] = {number: number for number in _all_classes(dataset)}
-    known.update(names)
+    numbers, names = _all_classes(dataset), dataset.class_names
+    known: dict[str | int, int] = {
+        **dict(zip(numbers, numbers, strict=True)),
+        **{name: i for i, name in enumerate(names)},
+    }
     unknown = [entry for entry in classes if entry not in known]
     if unknown:
-        raise DataError(f"{dataset.name} has no classes {unknown}; it has {list(names) or _all_classes(dataset)}")
+        raise DataError(f"{dataset.name} has no classes {unknown}; it has {list(names) or numbers}")
     return [known[entry] for entry in classes]

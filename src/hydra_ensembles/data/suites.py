@@ -1,10 +1,12 @@
 """Near and far OOD sets that belong together; the paper's are declared in `suites.yaml`."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from .._utils import require
 from ..errors import DataError
@@ -54,13 +56,8 @@ class SetRef:
             raise DataError(f"{self.name}: share must be 0 <= start < end <= 1, got {self.share}")
 
     def load(self, root: str | Path | None = None) -> AnyDataset:
-        """Load the data set from a root folder.
-
-        Raises:
-            DataError: It is not there, or not as described.
-        """
-        is_list = self.source.endswith(".txt")
-        base = Path(root) if root is not None else Path()
+        """Load the data set from a root folder; a `DataError` where it is not there, or not as described."""
+        is_list, base = self.source.endswith(".txt"), Path(root or "")
         data = load(
             self.source,
             self.split,
@@ -75,23 +72,16 @@ class SetRef:
 
     def part_of(self, data: SomeDataset) -> SomeDataset:
         """The rows of loaded data that this set has."""
-        positions = range(len(data)) if self.rows is None else range(len(data))[slice(*self.rows)]
+        positions = np.arange(len(data))[slice(*(self.rows or (None,)))]
         if self.share is not None:
             start, stop = (cut_position(fraction, len(data)) for fraction in self.share)
-            chosen = set(keyed_order(len(data), SHARE_SEED)[start:stop].tolist())
-            data = data.select([position for position in positions if position in chosen], name=self.name)
-        else:
-            data = data.select(positions, name=self.name)
-        return without_classes(data, self.without) if self.without else data
+            positions = positions[np.isin(positions, keyed_order(len(data), SHARE_SEED)[start:stop])]
+        return without_classes(data.select(positions, name=self.name), self.without)
 
     @property
     def part(self) -> tuple[object, ...]:
         """Which rows of which data this is, whatever the name and the classes left out."""
         return self.source, self.config, self.split, self.rows, self.share
-
-    def whole(self) -> "SetRef":
-        """Give the same set with no class left out."""
-        return replace(self, without=())
 
 
 @dataclass(frozen=True)
@@ -128,32 +118,22 @@ class Suite:
         names = sorted(ref.name for ref in reported)
         if len(set(names)) != len(names):
             raise DataError(f"suite {self.name!r} names a set twice: {names}")
-        for ref in reported:
-            if ref.part == self.circuit_ood.part:
-                raise DataError(
-                    f"suite {self.name!r} reports {ref.name!r}, on which its circuits are chosen; report other rows"
-                )
+        sealed = [ref.name for ref in reported if ref.part == self.circuit_ood.part]
+        if sealed:
+            raise DataError(
+                f"suite {self.name!r} reports {sealed}, on which its circuits are chosen; report other rows"
+            )
         if not self.near or not self.far:
             raise DataError(f"suite {self.name!r} needs at least one near and one far set")
 
     def load(self, root: str | Path | None = None) -> dict[str, dict[str, AnyDataset]]:
-        """Load the OOD sets: `{"near": {name: data}, "far": {name: data}}`, as `evaluate` takes them.
-
-        Raises:
-            DataError: A set is missing.
-        """
-        return {
-            "near": {ref.name: ref.load(root) for ref in self.near},
-            "far": {ref.name: ref.load(root) for ref in self.far},
-        }
+        """Load the OOD sets: `{"near": {name: data}, "far": {name: data}}`, as `evaluate` takes them."""
+        groups = {"near": self.near, "far": self.far}
+        return {group: {ref.name: ref.load(root) for ref in refs} for group, refs in groups.items()}
 
 
 def suite(name: str) -> Suite:
-    """Give a suite by its name.
-
-    Raises:
-        DataError: There is no such suite; the message lists those there are.
-    """
+    """Give a suite by its name; the `DataError` for one that does not exist lists those there are."""
     if name not in SUITES:
         raise DataError(f"no suite {name!r}; choose one of {', '.join(SUITES)}")
     return SUITES[name]

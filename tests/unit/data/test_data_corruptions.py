@@ -39,27 +39,13 @@ def distortion(image: np.ndarray, name: str, severity: int, parameters: str) -> 
     return float(np.mean([((result - image) ** 2).mean() for result in results]))
 
 
-def test_all_fifteen_have_five_severities_in_every_set() -> None:
-    assert len(CORRUPTIONS) == 15
-    for parameters in PARAMETER_SETS:
-        assert list(PARAMETERS[parameters]) == list(CORRUPTIONS)
-        for name, severities in PARAMETERS[parameters].items():
-            assert len(severities) == 5
-            assert {len(values) for values in severities} == {len(PARAMETERS["cifar"][name][0])}
-
-
 def test_published_parameters() -> None:
-    first = {
-        (parameters, name): [values[0] for values in PARAMETERS[parameters][name]]
-        for parameters in PARAMETER_SETS
-        for name in CORRUPTIONS
-    }
-    assert first["imagenet", "gaussian_noise"] == [0.08, 0.12, 0.18, 0.26, 0.38]
-    assert first["imagenet", "shot_noise"] == [60, 25, 12, 5, 3]
-    assert first["imagenet", "contrast"] == [0.4, 0.3, 0.2, 0.1, 0.05]
-    assert first["tinyimagenet", "jpeg_compression"] == [65, 58, 50, 40, 25]
-    assert first["cifar", "contrast"] == [0.75, 0.5, 0.4, 0.3, 0.15]
+    assert len(CORRUPTIONS) == 15
+    for name in CORRUPTIONS:
+        assert [len(PARAMETERS[parameters][name]) for parameters in PARAMETER_SETS] == [5, 5, 5]
     imagenet = PARAMETERS["imagenet"]
+    assert imagenet["gaussian_noise"] == ((0.08,), (0.12,), (0.18,), (0.26,), (0.38,))
+    assert PARAMETERS["tinyimagenet"]["jpeg_compression"] == ((65,), (58,), (50,), (40,), (25,))
     assert imagenet["motion_blur"] == ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))
     assert imagenet["snow"][2] == (0.55, 0.3, 4, 0.9, 12, 8, 0.7)
     assert imagenet["elastic_transform"][0] == pytest.approx((488, 170.8, 24.4))
@@ -219,13 +205,6 @@ def test_glass_blur_moves_pixels_no_further_than_it_says() -> None:
     assert ((result[:, 18:22] > 10) & (result[:, 18:22] < 190)).any()
 
 
-def test_snow_and_brightness_lighten_and_fog_greys() -> None:
-    image = scene(64)
-    assert corrupt(image, "snow", 3, 0).mean() > image.mean()
-    assert corrupt(image, "frost", 1, 0).mean() > image.mean()
-    assert corrupt(image, "fog", 5, 0).std(axis=-1).mean() < image.std(axis=-1).mean()
-
-
 def test_a_corrupted_data_set() -> None:
     pictures = [Image.fromarray(scene(16))] * 4
     data = ImageDataset(pictures, [0, 1, 0, 1], ["a", "b"], "scenes")
@@ -239,6 +218,8 @@ def test_a_corrupted_data_set() -> None:
     assert np.array_equal(np.asarray(of_subset[0][0]), second)
     small = corrupted(data, "fog", 1, prepare=lambda image: image.resize((8, 8)))
     assert small[0][0].size == (8, 8)
+    with pytest.raises(DataError, match="severity"):
+        corrupted(data, "fog", 6)
 
 
 @pytest.mark.parametrize(
@@ -256,8 +237,3 @@ def test_what_is_refused(image: Any, settings: tuple[Any, ...], token: str) -> N
     name, severity, *rest = settings
     with pytest.raises(DataError, match=token):
         corrupt(image, name, severity, *(rest or [0]))
-
-
-def test_a_corrupted_data_set_checks_its_settings_at_once() -> None:
-    with pytest.raises(DataError, match="severity"):
-        corrupted(ImageDataset([Image.fromarray(scene(8))], [0]), "fog", 6)
