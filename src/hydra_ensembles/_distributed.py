@@ -31,20 +31,12 @@ class Ranks:
         return list(items[self.rank :: self.size])
 
     def gather(self, item: T, error: Exception | None = None) -> list[T]:
-        """The items of all ranks, in their order.
-
-        A rank that failed says so here with its error, so that the others stop too instead of waiting for it.
-
-        Raises:
-            DataError: Another rank failed.
-        """
-        if error is not None and self.size == 1:
-            raise error
-        if self.size == 1:
-            return [item]
+        """The items of all ranks, in their order; where one failed and says so with its error, the others stop too."""
         message = None if error is None else f"{type(error).__name__}: {error}"
-        everything: list[Any] = [None] * self.size
-        dist.all_gather_object(everything, (message, item if error is None else None))
+        everything: list[Any] = [(None, item)]
+        if self.size > 1:
+            everything = [None] * self.size
+            dist.all_gather_object(everything, (message, item if error is None else None))
         if error is not None:
             raise error
         for other, (problem, _) in enumerate(everything):
@@ -80,8 +72,7 @@ class Ranks:
 
     def smallest(self, item: T | None) -> T:
         """The smallest item of all ranks; None stands for none."""
-        items = [one for one in self.gather(item) if one is not None]
-        return min(items)  # type: ignore[type-var]
+        return min(one for one in self.gather(item) if one is not None)  # type: ignore[type-var]
 
     def from_first(self, item: T) -> T:
         """What rank 0 has."""
@@ -111,9 +102,11 @@ def launched() -> bool:
 
 def current_ranks() -> Ranks:
     """The ranks of the process group, where one exists; else this process alone."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return ALONE
-    return Ranks(dist.get_rank(), dist.get_world_size())
+    return Ranks(dist.get_rank(), dist.get_world_size()) if _has_group() else ALONE
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def local_device(device: torch.device) -> torch.device:
@@ -134,20 +127,15 @@ def _rendezvous() -> tuple[Any, int, int]:
 
 @contextmanager
 def all_ranks(device: torch.device) -> Iterator[Ranks]:
-    """The ranks of this run: of the process group where one exists, else of one started for the `with` block.
-
-    Without a process group, and without the variables `torchrun` and `accelerate launch` set, there is one.
-    """
-    if not launched() or (dist.is_available() and dist.is_initialized()):
+    """The ranks of this run: of the process group where one exists, else of one started for the `with` block."""
+    if not launched() or _has_group():
         yield current_ranks()
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store, rank, size = _rendezvous()
     # torchrun keeps one store for the whole run: a second group would find the addresses of the first
-    own = dist.PrefixStore(  # type: ignore[attr-defined]
-        f"hydra_ensembles/{next(_GROUPS)}", store
-    )
+    own = dist.PrefixStore(f"hydra_ensembles/{next(_GROUPS)}", store)  # type: ignore[attr-defined]
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=own, rank=rank, world_size=size)
     try:
         yield current_ranks()
@@ -162,11 +150,7 @@ def is_sharded(data: object) -> bool:
 
 
 def check_unsharded(data: object, name: str) -> None:
-    """Refuse a loader that gives each process its own batches already: they would be split twice.
-
-    Raises:
-        ConfigError: The loader is sharded.
-    """
+    """Refuse a loader that gives each process its own batches already: they would be split twice."""
     if is_sharded(data) and current_ranks().size > 1:
         raise ConfigError(
             f"set {name!r} comes from a loader that is already split between processes; evaluate splits the "

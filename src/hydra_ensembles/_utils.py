@@ -21,21 +21,12 @@ __version__ = "0.1.0.dev0"
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import an optional library, or say which extra installs it.
-
-    Args:
-        module: Dotted name of the module to import.
-        extra: Name of the extra of `hydra-ensembles` that brings it.
-
-    Raises:
-        MissingExtraError: The library is not installed.
-    """
+    """Import an optional library, or say which extra of `hydra-ensembles` installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
         raise MissingExtraError(
-            f"this call needs the library {package!r}, which cannot be imported ({error}); "
+            f"this call needs the library {module.partition('.')[0]!r}, which cannot be imported ({error}); "
             f"install it with: pip install 'hydra-ensembles[{extra}]'"
         ) from error
 
@@ -45,43 +36,26 @@ def require_device(device: torch.device | str) -> torch.device: ...
 
 
 @overload
-def require_device(device: None) -> None: ...
-
-
-@overload
 def require_device(device: torch.device | str | None) -> torch.device | None: ...
 
 
 def require_device(device: torch.device | str | None) -> torch.device | None:
-    """The device of a name, provided it can be used here; None stays None.
-
-    Raises:
-        ConfigError: There is no such device; the message lists those there are.
-    """
+    """The device of a name, provided it can be used here; None stays None."""
     if device is None:
         return None
-    gpus = torch.cuda.device_count()
+    gpus, cause = torch.cuda.device_count(), None
     try:
         found = torch.device(device)
         if found.type != "cuda":
             torch.empty(0, device=found)
+        # counted, not tried: a process must not take memory of a GPU that another one was given
+        if found.type != "cuda" or (found.index or 0) < gpus:
             return found
     except (RuntimeError, AssertionError, NotImplementedError, TypeError, ImportError) as error:
-        raise _refusal(device, gpus) from error
-    # counted, not tried: a process must not take memory of a GPU that another one was given
-    if (found.index or 0) >= gpus:
-        raise _refusal(device, gpus)
-    return found
-
-
-def _refusal(device: object, gpus: int) -> ConfigError:
-    names = [
-        "cpu",
-        *(f"cuda:{index}" for index in range(gpus)),
-        *(["mps"] if torch.backends.mps.is_available() else []),
-    ]
+        cause = error
+    names = ["cpu", *(f"cuda:{index}" for index in range(gpus)), *["mps"] * torch.backends.mps.is_available()]
     why = " (PyTorch finds no GPU for cuda)" if not gpus and str(device).startswith("cuda") else ""
-    return ConfigError(f"device {str(device)!r} cannot be used here; available: {', '.join(names)}{why}")
+    raise ConfigError(f"device {str(device)!r} cannot be used here; available: {', '.join(names)}{why}") from cause
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -132,11 +106,7 @@ def all_seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every module, and every part of it, is in the mode it was in before.
-
-    `train` would not do to put the mode back: it sets all parts alike, also those that someone keeps in evaluation
-    mode while the rest trains.
-    """
+    """Evaluation mode inside; afterwards every part is in the mode it was in before (`train` sets all parts alike)."""
     before = [(part, part.training) for module in modules for part in module.modules()]
     try:
         for module in modules:
@@ -147,28 +117,9 @@ def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-_SHOWN = 5  # differences named in an error
-
-
-def differences(theirs: Any, ours: Any, path: str = "") -> Iterator[str]:
-    """What differs between two pieces of plain data, in words, one line for each innermost field."""
-    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
-        for key in sorted(theirs.keys() | ours.keys()):
-            yield from differences(theirs.get(key), ours.get(key), f"{path}.{key}" if path else str(key))
-    elif theirs != ours:
-        yield f"{path or 'the content'} was {_short(theirs)} and is {_short(ours)}"
-
-
 def require_same_run(theirs: Any, ours: Any, place: Path, what: str) -> None:
-    """Refuse to go on with work that was begun with other settings, another model or other data.
-
-    Args:
-        theirs: What the stored work was begun with, as plain data.
-        ours: What is asked for now, as plain data.
-        place: File or folder where the stored work lies.
-        what: What lies there, in words: `"a build"`, `"a circuit"`.
-    """
-    lines = list(differences(theirs, ours))
+    """Refuse to go on with work (`what`, stored at `place`) that was begun with `theirs` where `ours` is asked for."""
+    lines = list(_differences(theirs, ours))
     if lines:
         more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         raise CheckpointError(
@@ -177,6 +128,14 @@ def require_same_run(theirs: Any, ours: Any, place: Path, what: str) -> None:
         )
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:16]}…"
+_SHOWN = 5  # differences named in an error
+
+
+def _differences(theirs: Any, ours: Any, path: str = "") -> Iterator[str]:
+    """What differs between two pieces of plain data, in words, one line for each innermost field."""
+    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+        for key in sorted(theirs.keys() | ours.keys()):
+            yield from _differences(theirs.get(key), ours.get(key), f"{path}.{key}" if path else str(key))
+    elif theirs != ours:
+        was, now = (text if len(text) <= 40 else f"{text[:16]}…" for text in map(repr, (theirs, ours)))
+        yield f"{path or 'the content'} was {was} and is {now}"

@@ -1,7 +1,7 @@
 """What a batch is, and the order in which batches are read."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -14,11 +14,13 @@ from .errors import DataError
 Inputs = Tensor | dict[str, Tensor]
 Batches = Iterable[Any]
 
+_INNER = ("base_dataloader", "batches", "sampler", "batch_sampler", "dataset")
+_KEPT = ("epoch", "stream", "generator")
 _FORMS = "(inputs, labels), (inputs,), a mapping with 'labels', or a tensor"
 
 
 def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = True) -> tuple[Inputs, Tensor | None]:
-    """Split one batch into inputs and labels (None when there are none).
+    """Split one batch into inputs and labels (None when there are none); another form is a `DataError`.
 
     Accepted are `(inputs, labels)`, `(inputs,)`, a mapping with or without `labels`, and a bare tensor of inputs. What
     a mapping holds besides tensors (file names, texts) is left out: no model reads it.
@@ -27,19 +29,13 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
         batch: What a loader gave.
         name: What an error message calls the data.
         index: Position of the batch, for error messages.
-        labelled: Whether labels are wanted. If not, what stands in their place (file names, masks) is not looked
-            at, and the answer has None for them: OOD data has no labels that would mean anything to the model.
-
-    Raises:
-        DataError: The batch has another form, or its labels are not whole numbers, one for each input.
+        labelled: Whether labels are wanted. If not, what stands in their place (file names, masks) is not looked at.
     """
     where = f"batch {index} of {name}"
     labels: Any = None
     if isinstance(batch, Mapping):
         inputs: Any = {str(key): value for key, value in batch.items() if key not in ("labels", "label")}
         labels = batch.get("labels", batch.get("label"))
-        if not inputs:
-            raise DataError(f"{where} is a mapping without inputs; keys: {sorted(batch)}")
     elif isinstance(batch, list | tuple) and len(batch) in (1, 2):
         inputs, labels = (*batch, None)[:2]
         inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
@@ -48,11 +44,16 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
     else:
         got = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
         raise DataError(f"{where} is a {got}; expected {_FORMS}")
-    if isinstance(inputs, dict) and inputs:
-        inputs = _tensors_of(inputs, where)
+    if isinstance(inputs, dict):
+        kinds = {key: type(value).__name__ for key, value in inputs.items()}
+        inputs = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
+        if not inputs:
+            raise DataError(
+                f"{where} is a mapping without tensors: {kinds}; from it no model reads anything (let the loader's "
+                "collate function preprocess the inputs)"
+            )
     elif not isinstance(inputs, Tensor):
-        got = "an empty mapping" if isinstance(inputs, dict) else f"a {type(inputs).__name__}"
-        raise DataError(f"the inputs in {where} are {got}; expected a tensor or a mapping of tensors, in {_FORMS}")
+        raise DataError(f"the inputs in {where} are a {type(inputs).__name__}; expected tensors, in {_FORMS}")
     if labels is None or not labelled:
         return inputs, None
     return inputs, _read_labels(labels, inputs, where)
@@ -79,7 +80,7 @@ def move(inputs: Inputs, device: torch.device, dtype: torch.dtype | None = None)
     return changed(inputs, moved)
 
 
-def changed(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+def changed(inputs: Tensor | Mapping[str, Tensor], change: Callable[[Tensor], Tensor]) -> Inputs:
     """Inputs with every tensor changed in the same way."""
     return change(inputs) if isinstance(inputs, Tensor) else {name: change(one) for name, one in inputs.items()}
 
@@ -101,25 +102,12 @@ def require_labels(labels: Tensor | None, classes: int, name: str = "data", inde
     return labels.long()
 
 
-def _tensors_of(inputs: Mapping[str, Any], where: str) -> dict[str, Tensor]:
-    tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
-    if not tensors:
-        key, value = next(iter(inputs.items()))
-        raise DataError(
-            f"{where} has {key!r} as a {type(value).__name__}; give tensors: from a mapping without tensors no model "
-            "reads anything (let the loader's collate function preprocess the inputs)"
-        )
-    return tensors
-
-
 def _read_labels(labels: Any, inputs: Inputs, where: str) -> Tensor:
     try:
         read = torch.as_tensor(labels)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"labels in {where} must be whole numbers [B], got a {type(labels).__name__} that is no tensor of "
-            f"numbers ({error}); number the classes from 0"
-        ) from error
+        got = type(labels).__name__
+        raise DataError(f"labels in {where} must be whole numbers [B] from 0, got a {got} ({error})") from error
     if read.dim() != 1 or read.is_floating_point():
         raise DataError(f"labels in {where} must be whole numbers [B], got {read.dtype} {list(read.shape)}")
     if len(read) != size_of(inputs):
@@ -131,8 +119,7 @@ def require_rereadable(batches: Batches, name: str) -> None:
     """Refuse a one-shot iterator: training reads its data once per epoch, and again to resume."""
     if isinstance(batches, Iterator):
         raise DataError(
-            f"{name} is a {type(batches).__name__}, which can be read only once; give a DataLoader, a list of batches, "
-            "or any object that starts afresh with every for loop"
+            f"{name} is a {type(batches).__name__}, which can be read only once; give a DataLoader or a list of batches"
         )
 
 
@@ -146,21 +133,20 @@ def length_of(batches: Batches) -> int | None:
 
 @contextmanager
 def borrowed(*sources: Batches | None) -> Iterator[None]:
-    """Give data sources back as they came: the generators of loader and samplers, the epoch, the stream.
-
-    Epoch and stream are put back where they can be read, as attributes `epoch` and `stream`.
-    """
-    with ExitStack() as restoring:
-        for part in chain.from_iterable(map(parts_of, sources)):
-            for name in ("epoch", "stream"):
-                if hasattr(part, name) and callable(getattr(part, f"set_{name}", None)):
-                    restoring.callback(_put_back, part, name, getattr(part, name))
-            generator = getattr(part, "generator", None)
-            if isinstance(generator, torch.Generator):
-                restoring.callback(generator.set_state, generator.get_state())
-            if hasattr(part, "generator") and isinstance(generator, torch.Generator | None):
-                restoring.callback(_put_generator_back, part, generator)
+    """Give data sources back as they came: generators, and where they can be read, `epoch` and `stream`."""
+    parts = list(chain.from_iterable(map(parts_of, sources)))
+    before = [(part, name, getattr(part, name)) for part in parts for name in _KEPT if hasattr(part, name)]
+    states = [(value, value.get_state()) for _, _, value in before if isinstance(value, torch.Generator)]
+    try:
         yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+        for part, name, value in before:
+            if name == "generator" and part.generator is not value:
+                part.generator = value
+            elif callable(setter := getattr(part, f"set_{name}", None)) and getattr(part, name) != value:
+                setter(value)
 
 
 @contextmanager
@@ -172,10 +158,7 @@ def epoch_of(batches: Batches, epoch: int, seed: int, device: torch.device) -> I
 
 
 def begin_epoch(batches: Batches, epoch: int, seed: int) -> None:
-    """Set what a source has of its own to the start of an epoch of the stream `seed`; see `borrowed`.
-
-    The global generators, which a source may use as well, are the caller's to seed.
-    """
+    """Set what a source has of its own (not the global generators) to the start of an epoch of the stream `seed`."""
     for part in parts_of(batches):
         generator = getattr(part, "generator", None)
         if isinstance(generator, torch.Generator):
@@ -197,16 +180,3 @@ def parts_of(batches: Batches | None) -> list[Any]:
         found.append(part)
         waiting += [getattr(part, name, None) for name in _INNER]
     return found
-
-
-_INNER = ("base_dataloader", "batches", "sampler", "batch_sampler", "dataset")
-
-
-def _put_back(part: Any, name: str, value: Any) -> None:
-    if getattr(part, name) != value:
-        getattr(part, f"set_{name}")(value)
-
-
-def _put_generator_back(part: Any, generator: Any) -> None:
-    if part.generator is not generator:
-        part.generator = generator

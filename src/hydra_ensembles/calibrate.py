@@ -29,17 +29,11 @@ _ROWS = 8192  # samples whose logits are raised to float64 at a time
 
 @dataclass(frozen=True)
 class CalibrationFit:
-    """A calibration, and what it does to the data it was fitted on.
+    """A calibration (temperature and threshold), and what it does to the samples it was fitted on.
 
-    Attributes:
-        calibration: Temperature and threshold.
-        samples: Number of samples it was fitted on.
-        accuracy: Of the mean probabilities, with the temperature.
-        nll_before: Negative log-likelihood of the mean probabilities without a temperature.
-        nll_after: The same with it; never larger.
-        accepted: Share of the samples that the threshold accepts.
-        risk: Share of wrong answers among those accepted.
-        aurc: Area under the risk-coverage curve of the score.
+    `accuracy` and the negative log-likelihoods, without and with the temperature, are those of the mean probabilities;
+    `accepted` is the share of the samples that the threshold accepts, `risk` the share of wrong answers among those,
+    `aurc` the area under the risk-coverage curve of the score.
     """
 
     calibration: Calibration
@@ -61,23 +55,28 @@ def calibrate(
     per_member: bool = False,
     temperature: bool = True,
 ) -> Ensemble:
-    """A copy of an ensemble that knows its temperature and when to abstain; see `fit_calibration`.
+    """A copy of an ensemble that knows its temperature and when to abstain, from held-out labelled ID batches.
 
-    `predict` applies both and they are saved with the model. The numbers of the fit are added to its metrics
-    under `validation/`.
-
-    Args:
-        ensemble: What to calibrate; an earlier calibration is replaced.
-        validation: Held-out in-distribution batches with labels.
-        share: Share of the validation data to accept.
-        score: Uncertainty score that the threshold is on.
-        per_member: Whether each member gets a temperature of its own.
-        temperature: Whether to fit a temperature at all.
+    `predict` applies both and they are saved with the model, in place of an earlier calibration. The numbers of the
+    fit are added to its metrics under `validation/`. The settings are those of `fit_calibration`.
     """
     require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "calibrate")  # compiled ones are let through
     _require_members_for(score, ensemble.num_members)
-    logits, labels = _run(ensemble, validation)
-    fit = fit_calibration(logits, labels, share=share, score=score, per_member=per_member, temperature=temperature)
+    if not ensemble.num_classes:
+        raise ConfigError("calibration needs a classifier, but this ensemble has none (num_classes is 0)")
+    logits, labels = [], []
+    with evaluation_mode(ensemble), torch.no_grad():
+        for index, (inputs, targets) in enumerate(iterate(validation, "validation")):
+            labels.append(require_labels(targets, ensemble.num_classes, "validation", index).cpu())
+            logits.append(ensemble(move(inputs, ensemble.device, ensemble.dtype)).cpu())  # [M, B, C]
+    fit = fit_calibration(
+        torch.cat(logits, dim=1),
+        torch.cat(labels),
+        share=share,
+        score=score,
+        per_member=per_member,
+        temperature=temperature,
+    )
     metrics = {
         "validation/accuracy": fit.accuracy,
         "validation/nll_uncalibrated": fit.nll_before,
@@ -131,9 +130,8 @@ def fit_calibration(
     chosen: tuple[float, ...] = (1.0,)
     if temperature:
         chosen, after = _fit_temperature(member_logits, labels, per_member, before)
-    prediction = Prediction.from_logits(
-        member_logits, temperature=chosen if len(chosen) > 1 else chosen[0], score=score
-    )
+    applied = chosen if len(chosen) > 1 else chosen[0]
+    prediction = Prediction.from_logits(member_logits, temperature=applied, score=score)
     scores, wrong = prediction.score(), prediction.label != labels
     needed = max(math.ceil(round(share * len(scores), 9)), 1)
     threshold = scores.sort().values[needed - 1].item()
@@ -153,8 +151,7 @@ def fit_calibration(
 def _require_members_for(score: ScoreName, members: int) -> None:
     if score == "mutual_information" and members == 1:
         raise ConfigError(
-            "score is mutual_information, which is 0 for a single member whatever the input, so no threshold on it can "
-            "abstain; calibrate on msp, entropy, max_logit or energy"
+            "score is mutual_information, which is 0 for a single member; use msp, entropy, max_logit or energy"
         )
 
 
@@ -193,17 +190,12 @@ def _fit_temperature(
 
 def _warn_at_bounds(temperature: float, low: float, high: float) -> None:
     """Warn about a temperature that would have gone on beyond the range searched, given by its logarithms."""
-    coldest = (
-        "the model gets all of these samples right: it has learned them by heart, they are too few, or the task is "
-        "easy; where it is not, calibrate on more held-out data"
-    )
+    coldest = "the model gets all of these samples right; unless the task is easy, calibrate on more held-out data"
     hottest = "the labels do not fit the answers; check that data and model number the classes alike"
     for bound, cause in ((low, coldest), (high, hottest)):
         if abs(math.log(temperature) - bound) < _AT_BOUND:
-            warnings.warn(
-                f"the temperature {temperature:.4g} stopped at the bound {math.exp(bound):.4g} of the search: {cause}",
-                stacklevel=4,
-            )
+            line = f"the temperature {temperature:.4g} stopped at the bound {math.exp(bound):.4g}: {cause}"
+            warnings.warn(line, stacklevel=4)
 
 
 def _lowest(function: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
@@ -245,16 +237,3 @@ def _label_log_probs(member_logits: Tensor, labels: Tensor, temperature: float) 
         for rows, wanted in zip(member_logits.split(_ROWS, dim=1), labels.split(_ROWS), strict=True)
     ]
     return torch.cat(pieces, dim=1)
-
-
-@torch.no_grad()
-def _run(ensemble: Ensemble, validation: Batches) -> tuple[Tensor, Tensor]:
-    """Member logits `[M, B, C]` and labels `[B]` of all validation batches, on the CPU."""
-    if not ensemble.num_classes:
-        raise ConfigError("calibration needs a classifier, but this ensemble has none (num_classes is 0)")
-    logits, labels = [], []
-    with evaluation_mode(ensemble):
-        for index, (inputs, targets) in enumerate(iterate(validation, "validation")):
-            labels.append(require_labels(targets, ensemble.num_classes, "validation", index).cpu())
-            logits.append(ensemble(move(inputs, ensemble.device, ensemble.dtype)).cpu())
-    return torch.cat(logits, dim=1), torch.cat(labels)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._utils import torch_seeded
+from ..batches import changed
 from ..model.clip import require_ensemble
 from ..model.config import EnsembleConfig, require_number, require_whole
 from ..model.ensemble import Ensemble
@@ -17,11 +18,7 @@ from ..prediction import Prediction
 def mc_dropout(ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> "MCDropout":
     """See an ensemble as many: each member is one pass with a random part of the activations dropped.
 
-    Args:
-        ensemble: Any ensemble, trained with dropout or without; it is untouched, and its weights are shared.
-        p: Rate of the dropout.
-        passes: Number of passes; all run in one batch.
-        seed: Of the dropout.
+    The ensemble, trained with dropout or without, is untouched; its weights are shared. All passes run in one batch.
     """
     return MCDropout(ensemble, p, passes, seed)
 
@@ -60,24 +57,17 @@ class MCDropout(nn.Module):
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
         """Member logits `[M·passes, B, C]` for what `Ensemble.forward` takes; the passes of a member lie together."""
+        given = (inputs, attention_mask, token_type_ids)
         if self.p == 0.0:  # every pass is the same
-            logits = cast(Tensor, self.model(inputs, attention_mask, token_type_ids))
-            return logits.repeat_interleave(self.passes, dim=0)
-        many = {key: self._repeat(value) for key, value in inputs.items()} if isinstance(inputs, Mapping) else None
+            return cast(Tensor, self.model(*given)).repeat_interleave(self.passes, dim=0)
+        many = [None if one is None else changed(one, self._repeat) for one in given]
         with torch_seeded(self.seed, self.device):
-            logits = self.model(
-                self._repeat(cast(Tensor, inputs)) if many is None else many,
-                None if attention_mask is None else self._repeat(attention_mask),
-                None if token_type_ids is None else self._repeat(token_type_ids),
-            )  # [M, passes·B, C]
+            logits = cast(Tensor, self.model(*many))  # [M, passes·B, C]
         return logits.unflatten(1, (self.passes, -1)).flatten(0, 1)  # [M·passes, B, C]
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Prediction:
-        """Label, confidence and uncertainty of a batch; takes what `Ensemble.predict` takes.
-
-        The calibration of the ensemble does not carry over: it was made for other probabilities.
-        """
+        """As `Ensemble.predict`, without the ensemble's calibration: it was made for other probabilities."""
         return Prediction.from_logits(self(self.model.prepare(inputs)), class_names=self.model.metadata.labels or None)
 
     def _repeat(self, tensor: Tensor) -> Tensor:
@@ -116,24 +106,11 @@ class MCDropout(nn.Module):
 
 def _with_dropout(config: EnsembleConfig, p: float) -> EnsembleConfig:
     """The configuration with dropout at `p` in the places of the baseline and wherever the model has its own."""
-
-    def where_present(own: float) -> float:
-        return p if own > 0.0 else 0.0
-
+    own, last = config.encoder, config.readout
+    encoder = replace(own, projection_dropout=p, activation_dropout=p, output_dropout=p, drop_path=())
     return replace(
         config,
         stem=replace(config.stem, dropout=p),
-        encoder=replace(
-            config.encoder,
-            attention_dropout=where_present(config.encoder.attention_dropout),
-            projection_dropout=p,
-            activation_dropout=p,
-            output_dropout=p,
-            drop_path=(),
-        ),
-        readout=replace(
-            config.readout,
-            dropout=where_present(config.readout.dropout),
-            hidden_dropout=where_present(config.readout.hidden_dropout),
-        ),
+        encoder=replace(encoder, attention_dropout=p if own.attention_dropout else 0.0),
+        readout=replace(last, dropout=p if last.dropout else 0.0, hidden_dropout=p if last.hidden_dropout else 0.0),
     )

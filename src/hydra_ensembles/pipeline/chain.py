@@ -28,7 +28,7 @@ from ..model.ensemble import Ensemble
 from ..schema import from_plain, to_plain
 from ..training.finetune import finetune
 from .given import BuildData, StartingModel, read_data, starting_model
-from .run_folder import RunFolder
+from .run_folder import RunFolder, read_json, write_json
 from .settings import HydraConfig
 
 FORMAT = "hydra_ensembles build 1"
@@ -75,25 +75,15 @@ def build(
         class_names: Of a dual encoder: the names of the classes, in the order of the labels.
         templates: Of a dual encoder: sentences with `{label}` where a name goes.
 
-    Returns:
-        The fused ensemble. In `output` it is saved as `ensemble/`, beside `summary.json`.
-
     Raises:
         HydraError: Config, model and data do not go together, which is found before any long work as far as
-            possible; `output` holds another build, or a product that is damaged (the message says what to
-            delete).
+            possible; `output` holds another build, or a product that is damaged (the message says what to delete).
     """
     if not isinstance(config, HydraConfig):
         raise ConfigError(f"config must be a HydraConfig, got {type(config).__name__}")
     start = starting_model(model, class_names, templates, device)
-    data = read_data(
-        config.seed,
-        start.base.num_classes,
-        train=train if config.reads_train else None,
-        id=id,
-        ood=ood if config.extracts_circuits else None,
-        validation=validation,
-    )
+    train, ood = train if config.reads_train else None, ood if config.extracts_circuits else None
+    data = read_data(config.seed, start.base.num_classes, train, id, ood, validation)
     config.check(start, data)
     with all_ranks(start.base.device):  # one process group for circuits and fine-tuning
         run = RunFolder(output, _identity(config, start, data), device=start.base.device)
@@ -102,12 +92,9 @@ def build(
 
 def _identity(config: HydraConfig, start: StartingModel, data: BuildData) -> dict[str, Any]:
     """Config, model and data of a build as plain data."""
-    remembered = replace(start.base.metadata, text_side=None)
-    metadata = json.dumps(to_plain(remembered), sort_keys=True).encode()
-    model: dict[str, Any] = {
-        "weights": model_fingerprint(start.ranked),
-        "metadata": hashlib.sha256(metadata).hexdigest(),
-    }
+    metadata = json.dumps(to_plain(replace(start.base.metadata, text_side=None)), sort_keys=True).encode()
+    digest = hashlib.sha256(metadata).hexdigest()
+    model: dict[str, Any] = {"weights": model_fingerprint(start.ranked), "metadata": digest}
     if start.dual is not None:
         model["templates"] = list(start.templates)
     return {"format": FORMAT, "config": to_plain(config), "model": model, "data": data.fingerprints()}
@@ -163,33 +150,32 @@ class _Chain:
 
     def _member(self, index: int) -> Ensemble:
         """One member, pruned and fine-tuned; its history says which member it was and how its heads were chosen."""
-        choice = self.choices[index]
-        member = self._finetuned(self.start.pruned([Head(*head) for head in choice.heads]), index)
+        choice, train, validation = self.choices[index], self.data.train, self.data.validation
+        member = self.start.pruned([Head(*head) for head in choice.heads])
+        recipe = self.config.member_recipe(member.num_layers)
+        if recipe is not None and train is not None:
+            place = self.run.place("finetune")
+            member = finetune(member, train, recipe, validation, output=place, progress=self.progress, index=index)
         history = member.metadata.history
         pairs = zip(self.start.base.metadata.history, history, strict=False)
         before = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         lines = (f"member {index} ({choice.origin}): {line}" for line in history[before:])
         return member.with_metadata(history=(*history[:before], *lines))
 
-    def _finetuned(self, member: Ensemble, index: int) -> Ensemble:
-        recipe, train = self.config.member_recipe(member.num_layers), self.data.train
-        if recipe is None or train is None:
-            return member
-        folder = self.run.place("finetune")
-        return finetune(member, train, recipe, self.data.validation, output=folder, progress=self.progress, index=index)
-
     @cached_property
     def choices(self) -> tuple[MemberChoice, ...]:
         """What each member loses, and why."""
 
-        def read(content: Any) -> MemberChoices:
-            return from_plain(MemberChoices, content, "choices")
+        def read(file: Path) -> MemberChoices:
+            return from_plain(MemberChoices, read_json(file), "choices")
 
-        found: MemberChoices = self.run.json("heads", lambda: to_plain(self._choose()), read)
-        return found.members
+        def write(file: Path, choices: MemberChoices) -> None:
+            write_json(file, to_plain(choices))
+
+        return self.run.product("heads.json", self._choose, read, write).members
 
     def _choose(self) -> MemberChoices:
-        config = self.config
+        config, drawn = self.config, ["drawn from circuit avg"] * self.config.members
         origins = ["random heads"] * config.members
         match config.strategy:
             case "random":
@@ -201,39 +187,37 @@ class _Chain:
             case "sampled":
                 ranking = self._circuit("avg", self._pool)
                 heads = sampled_members(ranking, config.prune, self._pool, config.members, config.seed)
-                origins = ["drawn from circuit avg"] * config.members
+                origins = drawn
             case "circuit":
                 heads = self._circuits()
-                drawn = ["drawn from circuit avg"] * (config.members - len(CIRCUIT_ORDER))
-                origins = [*(f"circuit {score}" for score in CIRCUIT_ORDER[: config.members]), *drawn]
+                origins = [*(f"circuit {score}" for score in CIRCUIT_ORDER), *drawn][: config.members]
         return MemberChoices(tuple(MemberChoice(*one) for one in zip(origins, heads, strict=True)))
 
     def _circuits(self) -> tuple[tuple[Head, ...], ...]:
         """One circuit for each of the first members; the ranking that others are drawn from goes further."""
-        config = self.config
-        pool = self._pool if config.draws_from_pool else None
-        rankings: dict[str, HeadRanking] = {
-            score: self._circuit(score, pool if pool is not None and score == "avg" else config.prune)
-            for score in CIRCUIT_ORDER[: config.members]
-        }
+        config, pool = self.config, None
+        budgets = dict.fromkeys(CIRCUIT_ORDER[: config.members], config.prune)
+        if config.draws_from_pool:
+            pool = budgets["avg"] = self._pool
+        rankings: dict[str, HeadRanking] = {score: self._circuit(score, budgets[score]) for score in budgets}
         try:
             return circuit_members(rankings, config.prune, config.members, pool, config.seed)
         except SameMembersError as error:
-            kept = self.run.place("rankings")
-            where = "" if kept is None else f"; the rankings are kept in {kept}, other settings need another output"
-            raise SameMembersError(f'{error}. In HydraConfig: prune, or strategy="sampled"{where}') from error
+            where = "" if self.run.path is None else f"; the rankings stay in {self.run.path}, so give another output"
+            raise SameMembersError(f"{error}. In HydraConfig: prune, or strategy='sampled'{where}") from error
 
     @property
     def _pool(self) -> int:
         return self.config.pool_size(self.start.heads(self.layers))
 
     def _circuit(self, score: Score, budget: int) -> HeadRanking:
-        ranking = self.data.ranking
+        ranking, start = self.data.ranking, self.start
         assert ranking is not None  # the check has seen to it
+        named = {} if start.dual is None else {"class_names": start.names, "templates": start.templates}
         return self.run.ranking(
             f"rankings/{score}",
             lambda: extract_circuit(
-                self.start.ranked,
+                start.ranked,
                 ranking,
                 self.data.ood,
                 score=score,
@@ -242,13 +226,12 @@ class _Chain:
                 layers=self.layers,
                 journal=self.run.place(f"rankings/{score}.journal"),
                 progress=self.progress,
-                **self.start.circuit_options,
+                **named,  # type: ignore[arg-type]
             ),
         )
 
     def _taylor(self, seed: int) -> HeadRanking:
-        config, data = self.config, self.data
-        source = data.train if data.train is not None else data.ranking
+        config, source = self.config, self.data.for_taylor
         assert source is not None  # the check has seen to it
         return self.run.ranking(
             f"rankings/taylor-{seed}",

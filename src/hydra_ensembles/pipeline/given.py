@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from ..batches import (
     epoch_of,
     iterate,
     move,
-    read_batch,
     require_labels,
     require_rereadable,
     size_of,
@@ -38,29 +36,17 @@ Batch = tuple[Inputs, Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class StartingModel:
-    """The model that members are pruned from.
+    """The model that members are pruned from; of a dual encoder, heads of both towers."""
 
-    Attributes:
-        base: The classifier; of a dual encoder, the zero-shot ensemble of all its heads.
-        dual: The dual encoder, or None. Heads of both its towers are pruned then.
-        names: Its classes.
-        templates: The sentences that class names stand in.
-    """
-
-    base: Ensemble
+    base: Ensemble  # the classifier; of a dual encoder, the zero-shot ensemble of all its heads
     dual: DualEncoder | None = None
-    names: tuple[str, ...] = ()
-    templates: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # the classes of the dual encoder
+    templates: tuple[str, ...] = ()  # the sentences that these stand in
 
     @property
     def ranked(self) -> Ensemble | DualEncoder:
         """The model whose heads are ranked."""
         return self.base if self.dual is None else self.dual
-
-    @property
-    def circuit_options(self) -> dict[str, Any]:
-        """What `extract_circuit` is told beside the data."""
-        return {} if self.dual is None else {"class_names": self.names, "templates": self.templates}
 
     def heads(self, layers: Iterable[int] | None) -> int:
         """Number of heads in these layers."""
@@ -80,14 +66,11 @@ def starting_model(
     place = None if device is None else local_device(require_device(device))
     found: Ensemble | DualEncoder = model if isinstance(model, Ensemble | DualEncoder) else convert(model)
     if found.num_members != 1:
-        raise ConfigError(
-            f"build starts from one model, got an ensemble of {found.num_members} members; take one of them with "
-            "ensemble.member(i)"
-        )
+        raise ConfigError(f"build starts from one model, got {found.num_members} members; take one: ensemble.member(i)")
     if isinstance(found, Ensemble) and found.num_classes < 2:
         raise ConfigError(
-            f"build starts from a classifier, this model has {found.num_classes} classes; give a model with a "
-            "trained classifier (convert(model, num_labels=...) adds one, finetune trains it)"
+            f"build starts from a trained classifier, this model has {found.num_classes} classes; "
+            "convert(model, num_labels=...) adds one, finetune trains it"
         )
     if isinstance(found, Ensemble) == (class_names is not None):
         raise ConfigError(
@@ -104,26 +87,23 @@ def starting_model(
 
 @dataclass(frozen=True)
 class BuildData:
-    """What a build reads; a set that its config has no use for is None.
+    """What a build reads; a set that its config has no use for is None."""
 
-    Attributes:
-        train: Labelled training batches, as the caller gave them.
-        ranking: Labelled ID batches to rank heads on.
-        validation: Labelled ID batches to calibrate on, and to choose by in fine-tuning.
-        ood: OOD batches for circuits.
-        seed: What the order of a shuffling loader is drawn from.
-    """
-
-    train: Batches | None
-    ranking: list[Batch] | None
-    validation: list[Batch] | None
-    ood: list[Batch] | None
-    seed: int
+    train: Batches | None  # labelled, as the caller gave them
+    ranking: list[Batch] | None  # labelled ID batches to rank heads on
+    validation: list[Batch] | None  # labelled ID batches to calibrate on, and to choose by in fine-tuning
+    ood: list[Batch] | None  # for circuits
+    seed: int  # what the order of a shuffling loader is drawn from
 
     @property
     def held_out(self) -> dict[str, list[Batch] | None]:
         """The sets in memory, by name."""
         return {"ranking": self.ranking, "validation": self.validation, "ood": self.ood}
+
+    @property
+    def for_taylor(self) -> Batches | None:
+        """What Taylor rankings read."""
+        return self.ranking if self.train is None else self.train
 
     def fingerprints(self) -> dict[str, str | None]:
         """What the sets contain; of the training data only what is at hand, see `fingerprint`."""
@@ -141,10 +121,7 @@ class BuildData:
         if self.train is not None:
             order = epoch_of(self.train, 0, derive_seed(self.seed, "train"), torch.device("cpu"))
             with borrowed(self.train), order:
-                raw = next(iter(self.train), None)
-            if raw is None:
-                raise DataError("train has no batches; check the loader")
-            first["train"], labels = read_batch(raw, "train")
+                first["train"], labels = next(iterate(self.train, "train"))
             require_labels(labels, base.num_classes, "train")
         for name, inputs in first.items():
             try:
@@ -155,13 +132,7 @@ class BuildData:
 
 
 def read_data(
-    seed: int,
-    classes: int,
-    *,
-    train: Batches | None,
-    id: Batches | None,
-    ood: Batches | None,
-    validation: Batches | None,
+    seed: int, classes: int, train: Batches | None, id: Batches | None, ood: Batches | None, validation: Batches | None
 ) -> BuildData:
     """Read and check the held-out sets.
 
@@ -182,11 +153,7 @@ def read_data(
 def read_all(batches: Batches, name: str, seed: int, classes: int | None = None) -> list[Batch]:
     """All batches, held in memory; a shuffling loader gives the same order whenever the seed is the same.
 
-    Args:
-        batches: The source; read once.
-        name: What to call it in errors.
-        seed: Start of the random numbers while it is read; they are put back afterwards.
-        classes: Number of classes the labels must fit; None where none are needed, and none are read.
+    Labels are read where there are classes that they must fit.
     """
     found: list[Batch] = []
     with borrowed(batches), epoch_of(batches, 0, derive_seed(seed, name), torch.device("cpu")):
@@ -207,25 +174,18 @@ def halves(batches: list[Batch], seed: int) -> tuple[list[Batch], list[Batch]]:
     """
     total = _samples(batches)
     if total < 2:
-        raise DataError(
-            f"id has {total} samples; splitting it in two needs at least 2 (better hundreds): give more, or give "
-            "validation= as well"
-        )
+        raise DataError(f"id has {total} samples; two halves need at least 2: give more, or validation= as well")
     order = np.random.Generator(np.random.PCG64(seed)).permutation(total)
     chosen = torch.zeros(total, dtype=torch.bool)
     chosen[torch.from_numpy(order[: (total + 1) // 2])] = True
-    first: list[Batch] = []
-    second: list[Batch] = []
+    halved: tuple[list[Batch], list[Batch]] = [], []
     masks = chosen.split([size_of(inputs) for inputs, _ in batches])
     for (inputs, labels), mask in zip(batches, masks, strict=True):
-        for half, keep in ((first, mask), (second, ~mask)):
+        for half, keep in zip(halved, (mask, ~mask), strict=True):
             if keep.any():
-                half.append((_rows(inputs, keep), None if labels is None else labels[keep.to(labels.device)]))
-    return first, second
-
-
-def _rows(inputs: Inputs, keep: Tensor) -> Inputs:
-    return changed(inputs, lambda tensor: tensor[keep.to(tensor.device)])
+                part = changed(inputs, lambda tensor, keep=keep: tensor[keep.to(tensor.device)])  # type: ignore[misc]
+                half.append((part, None if labels is None else labels[keep.to(labels.device)]))
+    return halved
 
 
 def _samples(batches: list[Batch]) -> int:

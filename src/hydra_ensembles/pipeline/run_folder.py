@@ -34,9 +34,6 @@ def require_own_folder(path: Path, what: str = "a build") -> None:
 
     A folder with `run.json` passes; whose it is, `RunFolder` finds out. Hidden files do not count: work that was
     killed before it wrote `run.json` leaves one.
-
-    Raises:
-        CheckpointError: The message lists what is in the folder.
     """
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"output is {path}, which is a file; name a folder, it is made if it does not exist")
@@ -54,6 +51,7 @@ class RunFolder:
     """Products by name: each is made once, written in one piece, and read back whenever it is asked for again.
 
     Without a path nothing is kept and everything is made. Of several processes that work together, the first writes.
+    `seconds` is the time each product took, without the products made inside it; over all calls that worked here.
 
     Args:
         path: The folder, or None.
@@ -61,13 +59,6 @@ class RunFolder:
         what: The work in words, for messages: `"a build"`.
         device: Where ensembles and tensors are read to.
         announce: Called with the name of a product and the seconds it took, when it has been made.
-
-    Attributes:
-        path: The folder, or None.
-        seconds: Time each product took, without the products made inside it; over all calls that worked here.
-
-    Raises:
-        CheckpointError: The folder belongs to other work.
     """
 
     def __init__(
@@ -97,18 +88,13 @@ class RunFolder:
         place = self.place(name)
         return place is not None and (place.is_file() or (place / "config.json").is_file())
 
-    def json(self, name: str, make: Callable[[], Any], parse: Callable[[Any], Any] = lambda content: content) -> Any:
-        """Plain data in `name`.json, or what `make` gives, saved; `parse` makes of it what the caller wants."""
+    def json(self, name: str, make: Callable[[], Any]) -> Any:
+        """Plain data in `name`.json, or what `make` gives, saved."""
 
         def made() -> Any:
             return json.loads(json.dumps(make()))  # as it will be read: tuples are lists
 
-        def read(file: Path) -> Any:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            parse(content)  # here, where an error names the file
-            return content
-
-        return parse(self.product(f"{name}.json", made, read, write_json))
+        return self.product(f"{name}.json", made, read_json, write_json)
 
     def write(self, name: str, content: Any) -> None:
         """Write plain data to `name`.json, over what is there: a summary rather than a product."""
@@ -133,13 +119,10 @@ class RunFolder:
         def made() -> dict[str, Tensor]:
             return {key: tensor.detach().to(self._device) for key, tensor in make().items()}
 
-        def read(file: Path) -> dict[str, Tensor]:
-            return load_file(file, device=str(self._device))
-
         def write(file: Path, tensors: dict[str, Tensor]) -> None:
             write_atomically(file, save({key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()}))
 
-        return self.product(f"{name}.safetensors", made, read, write)
+        return self.product(f"{name}.safetensors", made, lambda file: load_file(file, str(self._device)), write)
 
     def product(
         self, name: str, make: Callable[[], T], read: Callable[[Path], T], write: Callable[[Path, T], None]
@@ -154,10 +137,15 @@ class RunFolder:
                 return read(place)
             except _UNREADABLE as error:
                 raise CheckpointError(
-                    f"{place}, which an earlier call left, cannot be used: {error}. Delete {place} and run this again: "
-                    "what is missing is made anew, from the products before it"
+                    f"{place} cannot be used: {error}. Delete {place} and run this again: it is made anew"
                 ) from error
-        product = self._timed(name, make)
+        start, inside = time.perf_counter(), self._timed_here
+        product = make()
+        own = time.perf_counter() - start - (self._timed_here - inside)  # without the products that `make` made
+        self._timed_here += own
+        self.seconds[name] = round(own, 3)
+        if self._announce is not None:
+            self._announce(name, own)
         if self.path is not None and place is not None and self._writes:
             if place.is_dir():  # what a kill in the middle of writing left
                 shutil.rmtree(place)
@@ -166,32 +154,26 @@ class RunFolder:
             write_json(self.path / SECONDS, self.seconds)
         return product
 
-    def _timed(self, name: str, make: Callable[[], T]) -> T:
-        start, inside = time.perf_counter(), self._timed_here
-        product = make()
-        own = time.perf_counter() - start - (self._timed_here - inside)  # without the products that `make` made
-        self._timed_here += own
-        self.seconds[name] = round(own, 3)
-        if self._announce is not None:
-            self._announce(name, own)
-        return product
-
     def _claim(self, path: Path, identity: dict[str, Any]) -> None:
         """Write down what this work is, or refuse a folder that holds something else."""
         require_own_folder(path, self._what)
         file = path / IDENTITY
         if file.exists():
             try:
-                theirs = json.loads(file.read_text(encoding="utf-8"))
+                theirs = read_json(file)
             except _UNREADABLE as error:
-                raise CheckpointError(
-                    f"{file} cannot be read ({error}); give another output folder, or delete {path} to start over"
-                ) from error
+                raise CheckpointError(f"{file} cannot be read ({error}); delete {path} to start over") from error
             require_same_run(theirs, identity, path, self._what)
         if self._writes:
-            _remove_leftovers(path)
+            for leftover in [*path.rglob(".*.tmp"), *path.rglob(".saving-*")]:  # of writes that a kill cut short
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
             if not file.exists():
                 write_json(file, identity)
+
+
+def read_json(file: Path) -> Any:
+    """Plain data, as `write_json` left them."""
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def write_json(file: Path, content: Any) -> None:
@@ -199,20 +181,9 @@ def write_json(file: Path, content: Any) -> None:
     write_atomically(file, (json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode())
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Temporary files and folders of writes that a kill cut short; nothing refers to them."""
-    for leftover in [*folder.rglob(".*.tmp"), *folder.rglob(".saving-*")]:
-        if leftover.is_dir():
-            shutil.rmtree(leftover)
-        else:
-            leftover.unlink(missing_ok=True)
-
-
 def _read_seconds(file: Path) -> dict[str, float]:
     """Times of earlier calls; they are for information, so a damaged file is no reason to stop."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return {name: seconds for name, seconds in read_json(file).items() if isinstance(seconds, float)}
+    except (OSError, ValueError, AttributeError):
         return {}
-    items = found.items() if isinstance(found, dict) else ()
-    return {str(name): value for name, value in items if isinstance(value, float)}

@@ -71,17 +71,12 @@ class HydraConfig:
         """Check each setting, and those that only make sense together."""
         require_types(self)
         for name, least in {"prune": 1, "members": 1, "calibration_batches": 1, "shared_layers": 0, "seed": 0}.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"HydraConfig.{name} must be at least {least}, got {getattr(self, name)}")
-        if self.seed > LARGEST_SEED:
-            raise ConfigError(f"HydraConfig.seed must be at most {LARGEST_SEED}, got {self.seed}")
+            if not least <= getattr(self, name) <= LARGEST_SEED:
+                raise ConfigError(f"HydraConfig.{name} must be from {least} to 2**62, got {getattr(self, name)}")
         if not 0.0 < self.accepted_share <= 1.0:
             raise ConfigError(f"HydraConfig.accepted_share must be above 0 and at most 1, got {self.accepted_share}")
         if self.pool is not None and self.pool <= self.prune:
-            raise ConfigError(
-                f"HydraConfig.pool is {self.pool} and prune {self.prune}: every draw would be the same; "
-                "make the pool larger than the number of heads to prune"
-            )
+            raise ConfigError(f"HydraConfig.pool is {self.pool}; draws differ only if it is above prune ({self.prune})")
         recipe, one_stem = self.recipe, self.stem == "shared" and self.members > 1
         moves = recipe is not None and "stem" in recipe.train_groups and recipe.last_blocks is None
         if one_stem and moves and not self.shared_layers:
@@ -125,53 +120,46 @@ class HydraConfig:
         return replace(self.recipe, last_blocks=min(free, self.recipe.last_blocks or free))
 
     def check(self, start: StartingModel, data: BuildData) -> None:
-        """Hold config, model and data against each other, before the long work.
-
-        Raises:
-            HydraError: They do not go together.
-        """
-        self._check_sets(data)
+        """Hold config, model and data against each other, before the long work; raises a `HydraError`."""
         self._check_layers(start)
+        self._check_sets(data)
         self._check_heads(start)
-        if self.strategy == "taylor":
-            self._check_calibration_batches(data)
         recipe = self.member_recipe(start.base.num_layers)
         if recipe is not None:
             recipe.check(start.base, data.train, data.validation)
         data.require_readable(start.base)
 
     def _check_sets(self, data: BuildData) -> None:
-        """Every set that some stage reads is there."""
+        """Every set that some stage reads is there; Taylor rankings can draw different batches."""
         if self.extracts_circuits and (data.ranking is None or data.ood is None):
-            raise DataError(
-                f'strategy="{self.strategy}" extracts circuits, which needs id= and ood=; '
-                'without OOD data use strategy="taylor"'
-            )
-        if self.strategy == "taylor" and data.train is None and data.ranking is None:
-            raise DataError('strategy="taylor" reads labelled batches; give train= or id=')
+            raise DataError(f"strategy={self.strategy!r} needs id= and ood=; without OOD data use strategy='taylor'")
+        if self.strategy == "taylor" and data.for_taylor is None:
+            raise DataError("strategy='taylor' reads labelled batches; give train= or id=")
         if self.recipe is not None and data.train is None:
             raise DataError("the config has a recipe for fine-tuning, which needs train=")
         if self.calibrate and data.validation is None:
             raise DataError("calibration needs held-out data: give id= or validation=, or set calibrate=False")
+        total = length_of(data.for_taylor) if self.strategy == "taylor" and data.for_taylor is not None else None
+        if total is not None and total < self.calibration_batches + (self.members > 1):
+            name = "the ranking half of id" if data.train is None else "train"
+            raise ConfigError(
+                f"HydraConfig.calibration_batches is {self.calibration_batches}, but {name} has {total} batches, and "
+                "each member is ranked on others; lower calibration_batches, or make the batches smaller"
+            )
 
     def _check_layers(self, start: StartingModel) -> None:
         """Layers are left to differ in; of a dual encoder, the method can rank both towers."""
-        alone = "or build from zero_shot(dual, class_names), which prunes the image tower alone"
         if start.dual is None and self.shared_layers >= start.base.num_layers:
             raise ConfigError(
-                f"HydraConfig.shared_layers is {self.shared_layers}, the model has {start.base.num_layers} layers; at "
-                "least the last one must be left for the members to differ"
-            )
-        if start.dual is not None and self.shared_layers:
-            raise ConfigError(
-                f"HydraConfig.shared_layers is {self.shared_layers}, but layers are numbered within one tower and "
-                f"heads of both are pruned; set it to 0, {alone}"
+                f"HydraConfig.shared_layers is {self.shared_layers}, the model has {start.base.num_layers} layers; "
+                "leave at least the last one for the members to differ"
             )
         one_tower = self.strategy == "taylor" or (self.extracts_circuits and self.method == "screened")
-        if start.dual is not None and one_tower:
+        if start.dual is not None and (self.shared_layers or one_tower):
             raise ConfigError(
-                f"strategy {self.strategy!r} with method {self.method!r} ranks the heads of one tower; for both use "
-                f'circuits with method="exact", {alone}'
+                f"strategy {self.strategy!r}, method {self.method!r}, shared_layers {self.shared_layers} are for one "
+                "tower; for both use circuits, method='exact' and shared_layers=0, or build from "
+                "zero_shot(dual, class_names), which prunes the image tower alone"
             )
 
     def _check_heads(self, start: StartingModel) -> None:
@@ -182,33 +170,18 @@ class HydraConfig:
         if self.prune > free:
             raise ConfigError(f"HydraConfig.prune is {self.prune}, but there are {free} heads{where}")
         if self.strategy == "taylor" and self.taylor_scope == "layer" and layers is not None:
-            choices = self._choices_by_layer([len(start.base.heads[0][layer]) for layer in layers])
+            counts = [len(start.base.heads[0][layer]) for layer in layers]
+            each, rest = divmod(self.prune, len(counts))
+            if rest or min(counts) < each:
+                raise ConfigError(
+                    f"HydraConfig.prune is {self.prune}, not the same number in each of {len(counts)} layers with "
+                    f"{min(counts)} heads or more; use a multiple of {len(counts)}, or taylor_scope='global'"
+                )
+            choices = math.prod(math.comb(count, each) for count in counts)
         else:
             choices = math.comb(self.pool_size(free) if self.draws_from_pool else free, self.prune)
         if choices < self.members:
             raise ConfigError(
-                f"HydraConfig.prune is {self.prune} of {free} heads{where}, which leaves {choices} different choices "
-                f"for {self.members} members, so some would be identical; prune another number of heads, make the "
-                "pool larger, or ask for fewer members"
-            )
-
-    def _choices_by_layer(self, heads: list[int]) -> int:
-        each, rest = divmod(self.prune, len(heads))
-        if rest or min(heads) < each:
-            raise ConfigError(
-                f'HydraConfig.prune is {self.prune}, which taylor_scope="layer" cannot spread evenly over '
-                f"{len(heads)} layers with {min(heads)} heads or more; use a smaller multiple of {len(heads)}, or "
-                'taylor_scope="global"'
-            )
-        return math.prod(math.comb(count, each) for count in heads)
-
-    def _check_calibration_batches(self, data: BuildData) -> None:
-        """Where the source knows its length, seeds must be able to draw different batches."""
-        name, source = ("the ranking half of id", data.ranking) if data.train is None else ("train", data.train)
-        total = None if source is None else length_of(source)
-        if total is not None and total < self.calibration_batches + (self.members > 1):
-            raise ConfigError(
-                f"HydraConfig.calibration_batches is {self.calibration_batches}, but {name} has {total} batches; a "
-                "Taylor ranking draws that many, and from more, so that each member is ranked on others: lower "
-                "calibration_batches, or make the batches smaller"
+                f"HydraConfig.prune is {self.prune} of {free} heads{where}: {choices} different choices for "
+                f"{self.members} members; prune another number, make the pool larger, or ask for fewer members"
             )

@@ -23,7 +23,7 @@ from ..errors import ConfigError, DataError
 from ..model.config import require_whole
 from ..model.ensemble import Ensemble
 from ..schema import to_plain
-from .recipe import Recipe, make_optimizer, set_rate
+from .recipe import Recipe, make_optimizer
 from .reproducible import Checkpoints, Position, RunState, Validation
 
 BatchT = TypeVar("BatchT")
@@ -92,11 +92,7 @@ def training_runtime(device: torch.device | str | None, fallback: torch.device) 
 
 
 class NotFiniteError(ArithmeticError):
-    """A loss or a gradient that is not finite; `batch` is its place among the batches of the update."""
-
-    def __init__(self, what: str, batch: int) -> None:
-        super().__init__(what)
-        self.what, self.batch = what, batch
+    """A loss or a gradient that is not finite: what it is, and its place among the batches of the update."""
 
 
 def require_finite_loss(loss: Tensor, batch: int) -> float:
@@ -108,14 +104,9 @@ def require_finite_loss(loss: Tensor, batch: int) -> float:
 
 
 class Learner(ABC, Generic[BatchT]):
-    """A model in training. Subclasses say what a batch is, what its gradients are, and how the model is measured.
+    """A model in training, in which `requires_grad` says what trains; `shares` and `spared` as for `make_optimizer`.
 
-    Args:
-        model: A copy for this run; what has `requires_grad` trains.
-        recipe: How to train.
-        runtime: Where.
-        shares: Learning rates of parameters over the recipe's, where they are not 1.
-        spared: Parameters without weight decay, besides those that the recipe spares.
+    Subclasses say what a batch is, what its gradients are, and how the model is measured.
     """
 
     def __init__(
@@ -139,9 +130,7 @@ class Learner(ABC, Generic[BatchT]):
     def backward(self, group: list[BatchT], seed: int) -> float:
         """Leave the scaled gradients of batches that count as one in the parameters; gives their mean loss.
 
-        Args:
-            group: The batches.
-            seed: Of the dropout of this update; every rank draws its own.
+        The seed is that of the dropout of this update; every rank draws its own.
         """
 
     @abstractmethod
@@ -155,7 +144,8 @@ class Learner(ABC, Generic[BatchT]):
 
     def update(self, group: list[BatchT], rate: float, seed: int) -> float:
         """One step of the optimizer on one or more batches at once; gives the mean loss over their samples."""
-        set_rate(self.optimizer, rate)
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = rate * parameters["share"]
         loss = self.backward(group, seed)
         self.scaler.unscale_(self.optimizer)
         gradients = [parameter.grad for parameter in self.trained.values() if parameter.grad is not None]
@@ -204,25 +194,14 @@ class Learner(ABC, Generic[BatchT]):
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, whatever the learning rate.
-
-    Attributes:
-        recipe: How.
-        train: The batches that this process reads.
-        validation: Held-out batches, or None.
-        index: Number of the member, from which its random numbers are derived.
-        folder: Place of the checkpoints, or None.
-        identity: What the run depends on besides recipe, rate, member and processes, as plain data.
-        checkpoint_every: Updates between checkpoints.
-        progress: Whether to show a progress bar.
-    """
+    """What is to be trained, whatever the learning rate."""
 
     recipe: Recipe
-    train: Batches
+    train: Batches  # that this process reads
     validation: Batches | None
-    index: int
-    folder: Path | None
-    identity: Mapping[str, Any]
+    index: int  # of the member; its random numbers are derived from it
+    folder: Path | None  # of the checkpoints
+    identity: Mapping[str, Any]  # what the run depends on besides recipe, rate, member and processes, as plain data
     checkpoint_every: int
     progress: bool
 
@@ -254,11 +233,15 @@ class RunResult:
         }
 
     def described(self, recipe: Recipe) -> str:
-        """One line for a history."""
-        line = recipe.described(self.rate, self.steps)
-        if self.best is None:
-            return line
-        return f"{line}; validation accuracy {self.best.accuracy:.4f} at step {self.best.step}"
+        """One line for a history: parts, steps, optimizer, learning rate, seed, and how good it was."""
+        where = "" if recipe.last_blocks is None else f" of the last {recipe.last_blocks} blocks"
+        chosen = f", chosen of {len(recipe.grid)}" if recipe.grid else ""
+        best = self.best
+        found = "" if best is None else f"; validation accuracy {best.accuracy:.4f} at step {best.step}"
+        return (
+            f"{', '.join(recipe.train_groups)}{where} for {self.steps} steps: {recipe.optimizer}, learning rate "
+            f"{self.rate:g}{chosen}, seed {recipe.seed}{found}"
+        )
 
 
 def train_best(make_learner: Callable[[], Learner[BatchT]], job: Job, runtime: Runtime) -> RunResult:
@@ -281,15 +264,8 @@ class Run(Generic[BatchT]):
         self.total, self.warmup = job.recipe.plan(length_of(job.train))
         self.learner = make_learner()
         self.best_weights: dict[str, Tensor] = {}
-        self.state = RunState(
-            {
-                **job.identity,
-                "recipe": to_plain(job.recipe),
-                "rate": rate,
-                "member": job.index,
-                "processes": runtime.ranks.size,
-            }
-        )
+        own = {"recipe": to_plain(job.recipe), "rate": rate, "member": job.index, "processes": runtime.ranks.size}
+        self.state = RunState({**job.identity, **own})
 
     def finish(self) -> RunResult:
         """Train until the budget is spent or patience runs out, and give the best weights (or the last)."""
@@ -297,7 +273,10 @@ class Run(Generic[BatchT]):
         if saved is not None and saved.finished:
             return RunResult(self.store.tensors(saved, "result"), saved.best, saved.position.step, self.rate)
         if saved is not None:
-            self._restore(saved)
+            self.state = saved
+            self.learner.restore(self.store.tensors(saved, "current"))
+            best = {} if saved.best is None else self.store.tensors(saved, "best")
+            self.best_weights = {name: tensor.to(self.runtime.device) for name, tensor in best.items()}
         first = self.runtime.ranks.rank == 0
         with tqdm(
             total=self.total,
@@ -357,10 +336,8 @@ class Run(Generic[BatchT]):
             empty = False
             yield self.learner.read(raw, index)
         if empty:
-            raise DataError(
-                f"train has no batches in epoch {self.state.position.epoch}; check the loader, and that every process "
-                "gets at least one"
-            )
+            epoch = self.state.position.epoch
+            raise DataError(f"train has no batches in epoch {epoch}; every process needs one, check the loader")
 
     def _update(self, group: list[BatchT], bar: "tqdm[Any]") -> None:
         """One step on the batches of the group."""
@@ -369,11 +346,12 @@ class Run(Generic[BatchT]):
         try:
             loss = self.learner.update(group, rate, derive_seed(self.seed, "dropout", position.step))
         except NotFiniteError as error:
+            what, batch = error.args
             kept = "" if self.store.folder is None else f"; the last checkpoint stays in {self.store.folder}"
             raise DataError(
-                f"{error.what} at step {position.step} (batch {position.batch + error.batch} of epoch "
-                f"{position.epoch}, member {self.job.index}, learning rate {self.rate:g}): look for bad values "
-                f"in that batch, lower the learning rate, clip the gradient, or use a wider precision{kept}"
+                f"{what} at step {position.step} (batch {position.batch + batch} of epoch {position.epoch}, member "
+                f"{self.job.index}, learning rate {self.rate:g}): look for bad values in that batch, lower the rate, "
+                f"clip the gradient, or use a wider precision{kept}"
             ) from error
         moved = Position(position.step + 1, position.epoch, position.batch + len(group))
         self.state = replace(self.state, position=moved)
@@ -399,10 +377,3 @@ class Run(Generic[BatchT]):
                 tensors["best"] = self.best_weights
             self.state = self.store.write(self.state, tensors)
         self.runtime.ranks.wait()
-
-    def _restore(self, saved: RunState) -> None:
-        self.learner.restore(self.store.tensors(saved, "current"))
-        if saved.best is not None:
-            best = self.store.tensors(saved, "best")
-            self.best_weights = {name: tensor.to(self.runtime.device) for name, tensor in best.items()}
-        self.state = saved

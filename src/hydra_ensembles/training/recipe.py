@@ -21,14 +21,10 @@ Schedule = Literal["cosine", "linear", "constant"]
 
 _ENCODER_AND_READOUT = ["attention", "mlp", "norms", "readout"]
 
-_IMAGE_BASE: Mapping[str, Any] = {
+_IMAGE_BASE: Mapping[str, Any] = {  # here and below, what is not named has the default of `Recipe`
     "optimizer": "sgd",
-    "momentum": 0.9,
-    "weight_decay": 0.0,
     "dropout": 0.0,
     "warmup": 500,
-    "schedule": "cosine",
-    "floor": 0.0,
     "reinit_classifier": "zeros",
     "patience": 5,
     "batch_size": 512,
@@ -38,9 +34,6 @@ _IMAGE_BASE: Mapping[str, Any] = {
 
 _IMAGE_PRUNED: Mapping[str, Any] = {
     "optimizer": "sgd",
-    "momentum": 0.9,
-    "weight_decay": 0.0,
-    "schedule": "cosine",
     "floor": 1e-5,
     "label_smoothing": 0.1,
     "batch_size": 512,
@@ -57,15 +50,10 @@ _CIFAR100_PRUNED: Mapping[str, Any] = {
 }
 
 _TEXT: Mapping[str, Any] = {
-    "optimizer": "adamw",
-    "betas": [0.9, 0.999],
     "weight_decay": 0.01,
-    "no_decay_on_bias_and_norm": True,
     "warmup": 0.1,
     "schedule": "linear",
-    "floor": 0.0,
     "clip_norm": 1.0,
-    "label_smoothing": 0.0,
     "epochs": 7,
     "patience": 2,
     "min_delta": 5e-4,
@@ -74,19 +62,9 @@ _TEXT: Mapping[str, Any] = {
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # C.1.2. The 20,000 steps are read as the whole budget, warm-up included.
-    "imagenet-base": {
-        **_IMAGE_BASE,
-        "grid": [0.003, 0.01, 0.03, 0.06],
-        "steps": 20_000,
-        "evaluate_every": 1_000,
-    },
+    "imagenet-base": {**_IMAGE_BASE, "grid": [0.003, 0.01, 0.03, 0.06], "steps": 20_000, "evaluate_every": 1_000},
     # C.1.3, read the same way.
-    "cifar100-base": {
-        **_IMAGE_BASE,
-        "grid": [0.001, 0.003, 0.01, 0.03],
-        "steps": 10_000,
-        "evaluate_every": 500,
-    },
+    "cifar100-base": {**_IMAGE_BASE, "grid": [0.001, 0.003, 0.01, 0.03], "steps": 10_000, "evaluate_every": 500},
     # C.2.
     "sst2-base": {**_TEXT, "learning_rate": 8e-6, "ours": ["betas", "batch_size"]},
     # D.2, ImageNet-1K.
@@ -124,10 +102,7 @@ class RandAugment:
         """Check the ranges; torchvision's scale of 31 magnitudes is the custom."""
         require_types(self)
         if self.operations < 1 or not 0 <= self.magnitude <= 30:
-            raise ConfigError(
-                f"RandAugment needs at least 1 operation and a magnitude from 0 to 30, got {self.operations} "
-                f"and {self.magnitude}"
-            )
+            raise ConfigError(f"RandAugment needs operations of 1 or more and a magnitude from 0 to 30, got {self}")
 
 
 @dataclass(frozen=True)
@@ -213,13 +188,11 @@ class Recipe:
             raise ConfigError(f"Recipe.grid must have distinct learning rates, got {self.grid}")
         self._check_numbers()
         if not self.train_groups or len(set(self.train_groups)) != len(self.train_groups):
-            raise ConfigError(
-                f"Recipe.train_groups must name some of {list(GROUPS)}, each once; got {list(self.train_groups)}"
-            )
+            raise ConfigError(f"Recipe.train_groups must name some of {GROUPS}, each once; got {self.train_groups}")
         if self.reinit_classifier and "readout" not in self.train_groups:
             raise ConfigError(
-                f"Recipe.reinit_classifier is {self.reinit_classifier!r}, but 'readout' is not in train_groups, so "
-                "the new classifier would never learn; add 'readout' or leave the classifier as it is"
+                f"Recipe.reinit_classifier is {self.reinit_classifier!r}, but the new one would never learn; add "
+                "'readout' to train_groups, or leave the classifier as it is"
             )
         if self.steps is not None:
             self.plan(None)
@@ -268,43 +241,30 @@ class Recipe:
         return self.grid or (() if self.learning_rate is None else (self.learning_rate,))
 
     def plan(self, batches: int | None) -> tuple[int, int]:
-        """Updates in all, and of the warm-up, when one pass over the training data has `batches` batches.
-
-        Raises:
-            ConfigError: The number of batches is needed and unknown, or the warm-up is as long as the training.
-        """
+        """Updates in all, and of the warm-up, when one pass over the training data has `batches` batches."""
         if self.steps is not None:
             total = self.steps
         elif batches is not None and self.epochs is not None:
             total = self.epochs * math.ceil(batches / self.gradient_accumulation)
         else:
             raise ConfigError(
-                f"the recipe trains for {self.epochs} epochs, but the training data has no length, so the learning "
-                "rate cannot be planned; give steps instead of epochs, or a loader with a length"
+                f"the recipe trains for {self.epochs} epochs, but the training data has no length; give steps instead, "
+                "or a loader with a length"
             )
         # a fraction is rounded up, but 0.07 · 100 is 7, not 8
         warmup = self.warmup if isinstance(self.warmup, int) else math.ceil(round(self.warmup * total, 9))
         if warmup >= max(total, 1):
-            raise ConfigError(
-                f"Recipe.warmup takes {warmup} updates and the whole training {total}; shorten the warm-up or train "
-                "for longer"
-            )
+            raise ConfigError(f"Recipe.warmup takes {warmup} updates and the whole training {total}; shorten it")
         return total, warmup
 
     def check(self, model: Ensemble, train: Batches | None, validation: Batches | None) -> None:
-        """Refuse a recipe that cannot train this model on these data; `build` asks before its long work.
-
-        Args:
-            model: What is to be trained: an ensemble, or the text tower of a dual encoder.
-            train: Training batches; None where nothing is known about them yet.
-            validation: Held-out batches, or None.
-        """
+        """Refuse a recipe that cannot train this model (or text tower) on these data; `build` asks early."""
         if train is not None:
             self.plan(length_of(train))
         if validation is None and (len(self.grid) > 1 or self.patience is not None):
             raise ConfigError(
-                f"the recipe chooses between learning rates (grid {self.grid}) or stops early (patience "
-                f"{self.patience}), which needs validation data; give some, or one learning_rate and patience=None"
+                f"grid {self.grid} and patience {self.patience} of the recipe need validation data; give some, or one "
+                "learning_rate and patience=None"
             )
         if self.last_blocks is not None and self.last_blocks > model.num_layers:
             raise ConfigError(f"Recipe.last_blocks is {self.last_blocks}, but the model has {model.num_layers} blocks")
@@ -360,15 +320,6 @@ class Recipe:
             readout=replace(config.readout, dropout=0.0, hidden_dropout=0.0),
         )
 
-    def described(self, rate: float, steps: int) -> str:
-        """What was trained and how, for a history: parts, steps, optimizer, learning rate and seed."""
-        where = "" if self.last_blocks is None else f" of the last {self.last_blocks} blocks"
-        chosen = f", chosen of {len(self.grid)}" if self.grid else ""
-        return (
-            f"{', '.join(self.train_groups)}{where} for {steps} steps: {self.optimizer}, learning rate "
-            f"{rate:g}{chosen}, seed {self.seed}"
-        )
-
 
 def trainable_state(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """The weights to train, on a device; half precision is too coarse for small updates and becomes float32."""
@@ -382,7 +333,7 @@ def trainable_state(model: nn.Module, device: torch.device) -> dict[str, Tensor]
 def make_optimizer(
     trained: Mapping[str, nn.Parameter], recipe: Recipe, shares: Mapping[str, float], spared: Container[str] = ()
 ) -> torch.optim.Optimizer:
-    """The recipe's optimizer over parameters by name; `set_rate` gives it a learning rate before every update.
+    """The recipe's optimizer over parameters by name; it is given a learning rate before every update.
 
     Args:
         trained: The parameters.
@@ -392,7 +343,9 @@ def make_optimizer(
     """
     found: dict[tuple[float, float], list[nn.Parameter]] = {}  # by share of the rate, and weight decay
     for name, parameter in trained.items():
-        free = name in spared or (recipe.no_decay_on_bias_and_norm and _is_bias_or_norm(name))
+        module, _, leaf = name.rpartition(".")
+        bias_or_norm = leaf.endswith("bias") or "norm" in module.rpartition(".")[2]
+        free = name in spared or (recipe.no_decay_on_bias_and_norm and bias_or_norm)
         found.setdefault((shares.get(name, 1.0), 0.0 if free else recipe.weight_decay), []).append(parameter)
     groups = [
         {"params": parameters, "weight_decay": decay, "share": share} for (share, decay), parameters in found.items()
@@ -400,15 +353,3 @@ def make_optimizer(
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=recipe.momentum)
     return torch.optim.AdamW(groups, lr=0.0, betas=recipe.betas)
-
-
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every group of parameters its share of the learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group["share"]
-
-
-def _is_bias_or_norm(name: str) -> bool:
-    """Whether a parameter is a bias, or the weight of a norm, by its name."""
-    *modules, leaf = name.split(".")
-    return leaf.endswith("bias") or "norm" in modules[-1]

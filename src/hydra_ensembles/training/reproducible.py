@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -35,20 +35,11 @@ def content_of(batch: Any, name: str, index: int = 0) -> dict[str, Tensor]:
 
 
 def fingerprint(batches: Batches, name: str, seed: int, content: Content = content_of) -> str:
-    """A short name for a data source, from what can be had without reading an epoch.
+    """A short name for a data source, from what can be had without reading an epoch; the source is left as it was.
 
-    That is its length, the first batch it gives, and of what lies in memory: all labels and row numbers of its data
-    set, some rows of a `TensorDataset`, all labels and some batches of a list. Two sources that agree in all of this,
-    and differ in items that only reading them would show, have the same name.
-
-    Args:
-        batches: The source; it is left as it was.
-        name: What to call it in errors.
-        seed: Whose order the first batch is the first of.
-        content: The tensors of a batch by name, given the batch, the name of the source and its position.
-
-    Raises:
-        DataError: The source has no batches, or they cannot be read.
+    That is its length, the first batch in the order of the seed, and of what lies in memory: all labels and row
+    numbers of its data set, some rows of a `TensorDataset`, all labels and some batches of a list. Sources that agree
+    in all of this have the same name. `content` gives the tensors of a batch by name.
     """
     digest = hashlib.sha256(f"{length_of(batches)}".encode())
     with borrowed(batches), epoch_of(batches, 0, seed, torch.device("cpu")):
@@ -85,7 +76,10 @@ def _at_hand(batches: Batches) -> Iterator[tuple[str, Tensor]]:
             labels = _as_tensor(_labels(batch))
             if labels is not None:
                 yield f"batch {number}", labels
-    parts = [inner for part in parts_of(batches) for inner in (part, *_members(part))]
+    parts: list[Any] = []
+    for part in parts_of(batches):
+        joined = getattr(part, "datasets", None)  # of a `ConcatDataset`
+        parts += [part, *(joined if isinstance(joined, list | tuple) else ())]
     for number, part in enumerate(parts):
         for attribute in ("labels", "targets", "rows", "indices"):
             values = _as_tensor(getattr(part, attribute, None))
@@ -102,12 +96,6 @@ def _labels(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return batch.get("labels", batch.get("label"))
     return batch[-1] if isinstance(batch, list | tuple) and len(batch) > 1 else None
-
-
-def _members(part: Any) -> Iterable[Any]:
-    """The data sets that one of several (a `ConcatDataset`) is made of."""
-    members = getattr(part, "datasets", None)
-    return members if isinstance(members, list | tuple) else ()
 
 
 def _as_tensor(values: Any) -> Tensor | None:
@@ -163,27 +151,16 @@ class Position:
 
 @dataclass(frozen=True)
 class RunState:
-    """Everything a run needs to go on, besides tensors.
+    """Everything a run needs to go on, besides tensors."""
 
-    Attributes:
-        fingerprint: What the run was started with; a checkpoint serves only the same.
-        position: How far it is.
-        evaluations: Every validation so far: the journal of the run.
-        best: The one whose weights are kept.
-        waited: Validations in a row that brought no improvement over `reference`.
-        reference: The last accuracy that did; None before the first validation.
-        finished: Whether the result is final.
-        files: Tensor files, by what they hold.
-    """
-
-    fingerprint: Mapping[str, Any]
+    fingerprint: Mapping[str, Any]  # what the run was started with; a checkpoint serves only the same
     position: Position = Position()
-    evaluations: tuple[Validation, ...] = ()
-    best: Validation | None = None
-    waited: int = 0
-    reference: float | None = None
-    finished: bool = False
-    files: Mapping[str, str] = field(default_factory=dict)
+    evaluations: tuple[Validation, ...] = ()  # the journal of the run
+    best: Validation | None = None  # the one whose weights are kept
+    waited: int = 0  # validations in a row that brought no improvement over `reference`
+    reference: float | None = None  # the last accuracy that did; None before the first validation
+    finished: bool = False  # whether the result is final
+    files: Mapping[str, str] = field(default_factory=dict)  # of tensors, by what they hold
     format: str = FORMAT
 
     def after(self, found: Validation, min_delta: float) -> "RunState":
@@ -206,9 +183,8 @@ class Checkpoints:
 
     def read(self, fingerprint: Mapping[str, Any]) -> RunState | None:
         """The saved state, or None when there is none; a state of another run is refused."""
-        if self.folder is None or not (self.folder / INDEX).exists():
+        if self.folder is None or not (path := self.folder / INDEX).exists():
             return None
-        path = self.folder / INDEX
         try:
             state = from_plain(RunState, json.loads(path.read_text(encoding="utf-8")), path.name)
         except (json.JSONDecodeError, UnicodeDecodeError, ConfigError) as error:

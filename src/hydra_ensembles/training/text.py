@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -31,9 +31,7 @@ TEXTS_AT_ONCE = 256
 def image_features(dual: DualEncoder, batches: Batches) -> Tensor:
     """What the image projection of a dual encoder with one member takes, `[N, d]`, on the encoder's device.
 
-    Args:
-        dual: Its image tower runs in evaluation mode and is left as it was.
-        batches: Batches of images, alone or first in a pair: what `encode_image` takes.
+    Batches are what `encode_image` takes, alone or first in a pair; the tower runs in evaluation mode.
     """
     return _all_features(dual.image, (_images(batch) for batch in batches))
 
@@ -72,9 +70,8 @@ def _all_features(tower: Ensemble, batches: Batches) -> Tensor:
 
 
 def _images(batch: Any) -> Any:
-    if isinstance(batch, Tensor | Mapping):
-        return batch
-    return batch[0] if isinstance(batch[0], Tensor | Mapping | list | tuple) else batch
+    alone = isinstance(batch, Tensor | Mapping) or not isinstance(batch[0], Tensor | Mapping | list | tuple)
+    return batch if alone else batch[0]
 
 
 LARGEST_SCALE = 4.605170185988092  # log(100): where open_clip stops the logit scale
@@ -103,28 +100,14 @@ def contrastive_loss(
     return (of_images + of_texts) / 2
 
 
-@dataclass(frozen=True)
-class PairBatch:
-    """Images (or their features), texts and perhaps classes, as many of each; still where the loader put them."""
-
-    images: Any
-    texts: Any
-    labels: Tensor | None
+Pairs = tuple[Any, Any, Tensor | None]  # images (or features), texts, perhaps classes; where the loader put them
 
 
-def read_pairs(raw: Any, name: str, index: int = 0) -> PairBatch:
-    """Take `(images, texts, labels)` or `(images, texts)` apart.
-
-    Raises:
-        DataError: Something else, or not as many images as texts, or as labels.
-    """
+def read_pairs(raw: Any, name: str, index: int = 0) -> Pairs:
+    """Take `(images, texts, labels)` or `(images, texts)` apart; as many of each, or it is a `DataError`."""
     where = f"batch {index} of {name}"
     if not isinstance(raw, list | tuple) or len(raw) not in (2, 3):
-        size = f" with {len(raw)} parts" if isinstance(raw, list | tuple) else ""
-        raise DataError(
-            f"{where} is a {type(raw).__name__}{size}; expected (images, texts, labels), or (images, texts) where "
-            "every pair stands alone"
-        )
+        raise DataError(f"{where} is a {type(raw).__name__}; expected (images, texts, labels), or (images, texts)")
     images, texts, labels = (*raw, None)[:3]
     if isinstance(texts, str):
         raise DataError(f"the texts of {where} are one string; give a list of strings, one per image")
@@ -133,20 +116,18 @@ def read_pairs(raw: Any, name: str, index: int = 0) -> PairBatch:
     if labels is not None and (labels.dim() != 1 or labels.is_floating_point()):
         raise DataError(f"labels in {where} must be whole numbers [B], got {labels.dtype} {list(labels.shape)}")
     given = {"images": images, "texts": texts, **({} if labels is None else {"labels": labels})}
-    counts = {
-        what: len(next(iter(one.values()), ())) if isinstance(one, Mapping) else len(one) for what, one in given.items()
-    }
-    if len(set(counts.values())) > 1 or not counts["texts"]:
-        listed = ", ".join(f"{count} {what}" for what, count in counts.items())
+    firsts = {what: next(iter(one.values()), ()) if isinstance(one, Mapping) else one for what, one in given.items()}
+    if len({len(one) for one in firsts.values()}) > 1 or not len(firsts["texts"]):
+        listed = ", ".join(f"{len(one)} {what}" for what, one in firsts.items())
         raise DataError(f"{where} has {listed}; every image needs one text, and one label where there are any")
-    return PairBatch(images, texts, labels)
+    return images, texts, labels
 
 
 def pair_content(raw: Any, name: str, index: int = 0) -> dict[str, Tensor]:
     """The tensors of a batch by name, for its fingerprint; strings as their bytes, pictures as a hash of theirs."""
-    batch = read_pairs(raw, name, index)
-    content: dict[str, Tensor] = {} if batch.labels is None else {"labels": batch.labels}
-    for side, values in (("images", batch.images), ("texts", batch.texts)):
+    images, texts, labels = read_pairs(raw, name, index)
+    content: dict[str, Tensor] = {} if labels is None else {"labels": labels}
+    for side, values in (("images", images), ("texts", texts)):
         if isinstance(values, Tensor):
             content[side] = values
         elif isinstance(values, Mapping):
@@ -172,11 +153,7 @@ ROWS_AT_ONCE = 1024
 def retrieval(images: Tensor, texts: Tensor, logit_scale: Tensor, labels: Tensor | None) -> tuple[float, float]:
     """Share of images whose nearest text is of their class, and the mean NLL of all texts of their class.
 
-    Args:
-        images: Embeddings of length one, `[N, e]`.
-        texts: Likewise.
-        logit_scale: Logarithm of the scale of the cosines.
-        labels: Class of every pair; None where only the text of the pair itself is right.
+    The arguments are those of `contrastive_loss`.
     """
     classes = torch.arange(len(images), device=images.device) if labels is None else labels
     right, nll = 0, 0.0
@@ -193,15 +170,11 @@ def retrieval(images: Tensor, texts: Tensor, logit_scale: Tensor, labels: Tensor
 Embeddings = tuple[Tensor, Tensor]  # of images and of texts, [B, e] each, of length one
 
 
-class TextLearner(Learner[PairBatch]):
+class TextLearner(Learner[Pairs]):
     """A copy of a dual encoder in training: in float32 (or float64), all but what learns is frozen.
 
-    Args:
-        start: The dual encoder to copy.
-        recipe: How to train; its groups and blocks are those of the text tower, the text projection is `readout`.
-        runtime: Where.
-        image_projection: Whether the image projection learns; the image tower never does.
-        projection_rate: Learning rate of image projection and logit scale, over that of the recipe.
+    Groups and blocks of the recipe are those of the text tower, the text projection is `readout`; the image projection
+    learns where asked, at a rate of its own as the logit scale does, the image tower never.
     """
 
     def __init__(
@@ -226,17 +199,17 @@ class TextLearner(Learner[PairBatch]):
         self.model.eval()
         self.model.text.train(self.tower_learns)  # a tower that does not learn stays in evaluation mode
 
-    def read(self, raw: Any, index: int) -> PairBatch:
+    def read(self, raw: Any, index: int) -> Pairs:
         """Images, texts and perhaps labels."""
         return read_pairs(raw, "train", index)
 
-    def backward(self, group: list[PairBatch], seed: int) -> float:
+    def backward(self, group: list[Pairs], seed: int) -> float:
         """The gradients of the loss over the pairs of all batches of all ranks together."""
         sides = [self._inputs(batch, index) for index, batch in enumerate(group)]
         seeds = [derive_seed(seed, index, self.runtime.ranks.rank) for index in range(len(group))]
         with torch.set_grad_enabled(len(group) == 1):  # one batch is run once, with its gradients
             found = [self._embed(*side, one) for side, one in zip(sides, seeds, strict=True)]
-        loss, gradients = self._loss(found, self._agreed_labels(group))
+        loss, gradients = self._loss(found, _joined([labels for *_, labels in group], self.runtime))
         for index, gradient in enumerate(gradients):
             again = found[0] if len(group) == 1 else self._embed(*sides[index], seeds[index])
             pairs = [(one, to) for one, to in zip(again, gradient, strict=True) if one.requires_grad]
@@ -245,7 +218,7 @@ class TextLearner(Learner[PairBatch]):
         self._exchange()
         return loss
 
-    def update(self, group: list[PairBatch], rate: float, seed: int) -> float:
+    def update(self, group: list[Pairs], rate: float, seed: int) -> float:
         """One step of the optimizer; the logit scale is kept between 0 and log(100)."""
         loss = super().update(group, rate, seed)
         with torch.no_grad():
@@ -260,26 +233,24 @@ class TextLearner(Learner[PairBatch]):
             for index, raw in enumerate(validation):
                 batch = read_pairs(raw, "validation", index)
                 found.append(self._embed(*self._inputs(batch, index, "validation"), seed=0))
-                classes.append(batch.labels)
+                classes.append(batch[2])
         if not found:
             raise DataError("validation has no batches; check the loader, or that it was not consumed before")
         images, texts = (torch.cat(side) for side in zip(*found, strict=True))  # [N, e] each
-        labels = _joined(classes)
-        return retrieval(images, texts, self.model.logit_scale, None if labels is None else labels.to(images.device))
+        return retrieval(images, texts, self.model.logit_scale, _joined(classes, Runtime(self.runtime.device)))
 
-    def _inputs(self, batch: PairBatch, index: int, name: str = "train") -> tuple[Tensor, Inputs]:
+    def _inputs(self, batch: Pairs, index: int, name: str = "train") -> tuple[Tensor, Inputs]:
         """Features of the images `[B, d]` and prepared texts, or their features where the tower does not learn."""
-        where = f"batch {index} of {name}"
-        given = given_features(batch.texts)
-        if given and self.tower_learns:
+        (images, texts, _), where = batch, f"batch {index} of {name}"
+        if given_features(texts) and self.tower_learns:
             raise DataError(
                 f"the texts of {where} are features, but the text tower is to learn; give texts, or train the "
                 "projections alone: Recipe(train_groups=('readout',))"
             )
         with torch.no_grad(), self.autocast():
-            images = features_of(self.model.image, batch.images, where)
-            texts = features_of(self.model.text, batch.texts, where) if given else None
-        return images, self.model.text.prepare(batch.texts) if texts is None else texts
+            images = features_of(self.model.image, images, where)
+            given = features_of(self.model.text, texts, where) if given_features(texts) else None
+        return images, self.model.text.prepare(texts) if given is None else given
 
     def _embed(self, images: Tensor, texts: Inputs, seed: int) -> Embeddings:
         projections, dtype = self.model.projections, self.model.dtype
@@ -298,8 +269,7 @@ class TextLearner(Learner[PairBatch]):
             parts = ranks.rows(torch.cat(side).detach())
             start = sum(len(part) for part in parts[: ranks.rank])
             leaves.append(torch.cat(parts).requires_grad_())  # [N, e]
-        if labels is not None:
-            labels = torch.cat(ranks.rows(labels.to(self.runtime.device)))
+        labels = None if labels is None else torch.cat(ranks.rows(labels))
         loss = contrastive_loss(leaves[0], leaves[1], self.model.logit_scale, labels, self.recipe.label_smoothing)
         bad = (index for index, pair in enumerate(found) if not all(bool(one.isfinite().all()) for one in pair))
         value = require_finite_loss(loss, 0 if loss.isfinite() else next(bad, 0))
@@ -307,15 +277,6 @@ class TextLearner(Learner[PairBatch]):
         own = slice(start, start + sum(sizes))
         images, texts = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
         return value, list(zip(images[own].split(sizes), texts[own].split(sizes), strict=True))
-
-    def _agreed_labels(self, group: list[PairBatch]) -> Tensor | None:
-        """Labels of the batches; refused in every process where some of all batches have them and some do not.
-
-        A process that found this out alone would leave the others waiting for it.
-        """
-        labels = [batch.labels for batch in group]
-        own = torch.tensor([sum(one is not None for one in labels), len(labels)], device=self.runtime.device)
-        return _joined(labels, *self.runtime.ranks.total(own).tolist())
 
     def _exchange(self) -> None:
         """Sum the gradients over all processes; that of the scale is whole in each of them."""
@@ -330,15 +291,17 @@ class TextLearner(Learner[PairBatch]):
             gradient.copy_(summed.view_as(gradient))
 
 
-def _joined(labels: list[Tensor | None], labelled: int | None = None, batches: int | None = None) -> Tensor | None:
-    """Labels of several batches in one tensor, None where there are none; the counts are those of all ranks."""
+def _joined(labels: list[Tensor | None], runtime: Runtime) -> Tensor | None:
+    """Labels of several batches in one tensor, None where there are none; refused where only some batches have them.
+
+    Every rank counts the batches of all: one that found this out alone would leave the others waiting for it.
+    """
     present = [one for one in labels if one is not None]
-    labelled, batches = labelled or len(present), batches or len(labels)
+    counts = torch.tensor([len(present), len(labels)], device=runtime.device)
+    labelled, batches = runtime.ranks.total(counts).tolist()
     if labelled not in (0, batches):
-        raise DataError(
-            f"{labelled} of {batches} batches have labels; all must, or none (then every pair stands alone)"
-        )
-    return torch.cat(present) if present else None
+        raise DataError(f"{labelled} of {batches} batches have labels; all must, or none (each pair stands alone)")
+    return torch.cat(present).to(runtime.device) if present else None
 
 
 @torch.inference_mode(False)
@@ -397,8 +360,7 @@ def tune_text(
         )
     if dual.num_members > 1:
         raise ConfigError(
-            f"this dual encoder has {dual.num_members} members; tune them one by one, "
-            "[tune_text(dual.member(index), ...) for each index], and fuse the results"
+            f"this dual encoder has {dual.num_members} members; tune each dual.member(index) and fuse the results"
         )
     if train_image_projection and dual.projections.image is None:
         raise ConfigError("train_image_projection is true, but this dual encoder has no image projection to train")
@@ -406,15 +368,10 @@ def tune_text(
         raise ConfigError(f"projection_rate must be positive, got {projection_rate}")
     check_job(train, validation, recipe, checkpoint_every)
     recipe.check(dual.text, train, validation)
-    identity: dict[str, Any] = {}
+    identity: dict[str, Any] = {"image_projection": train_image_projection, "projection_rate": projection_rate}
     if output is not None:
-        identity = {
-            "task": "text tuning",
-            **data_identity(train, validation, recipe.seed, pair_content),
-            "model": model_fingerprint(dual),
-            "image_projection": train_image_projection,
-            "projection_rate": projection_rate,
-        }
+        data = data_identity(train, validation, recipe.seed, pair_content)
+        identity |= {"task": "text tuning", **data, "model": model_fingerprint(dual)}
     with borrowed(train, validation), training_runtime(device, dual.device) as runtime:
         folder = None if output is None else Path(output)
         job = Job(recipe, runtime.share(train), validation, 0, folder, identity, checkpoint_every, progress)

@@ -64,18 +64,3 @@ def test_the_usual_pool_has_the_ratio_of_the_paper(prune: int, heads: int) -> No
     if pool < heads:
         assert pool > prune
         assert abs(pool - prune * 100 / 48) <= 1.0
-
-
-def test_a_pool_larger_than_the_model_is_refused() -> None:
-    config = he.HydraConfig(prune=4, pool=13)
-    assert config.pool_size(13) == 13
-    with pytest.raises(ConfigError, match="pool"):
-        config.pool_size(12)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "members", "draws"),
-    [("circuit", 3, False), ("circuit", 4, True), ("sampled", 1, True), ("taylor", 5, False), ("random", 5, False)],
-)
-def test_who_draws_from_a_pool(strategy: Any, members: int, draws: bool) -> None:
-    assert he.HydraConfig(prune=4, strategy=strategy, members=members).draws_from_pool == draws

@@ -1,5 +1,6 @@
 """One of several processes that train together: parallel_training.py FOLDER, as torchrun starts it."""
 
+import dataclasses
 import os
 import sys
 from itertools import pairwise
@@ -14,18 +15,10 @@ from hydra_ensembles.training.finetune import finetune
 from hydra_ensembles.training.recipe import Recipe
 from hydra_ensembles.training.text import tune_text
 
-RECIPE = Recipe(
-    optimizer="sgd",
-    learning_rate=0.05,
-    steps=4,
-    schedule="constant",
-    gradient_accumulation=2,
-    evaluate_every=2,
-    clip_norm=1.0,
-)
 TEXT = Recipe(
     optimizer="sgd", learning_rate=0.05, epochs=2, schedule="constant", gradient_accumulation=2, clip_norm=1.0
 )
+RECIPE = dataclasses.replace(TEXT, epochs=None, steps=4, evaluate_every=2)
 
 
 def uneven(labelled: bool = True):
@@ -36,14 +29,8 @@ def uneven(labelled: bool = True):
 
 
 def tune(labelled: bool = True):
-    return tune_text(
-        tiny_dual(dtype=torch.float64),
-        uneven(labelled),
-        TEXT,
-        train_image_projection=True,
-        device="cpu",
-        progress=False,
-    )
+    dual = tiny_dual(dtype=torch.float64)
+    return tune_text(dual, uneven(labelled), TEXT, train_image_projection=True, device="cpu", progress=False)
 
 
 def train_all(folder: Path) -> None:

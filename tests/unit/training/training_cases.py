@@ -39,24 +39,11 @@ def tiny(
     classes: int = CLASSES,
     dropout: float = 0.0,
 ) -> Ensemble:
-    encoder = EncoderConfig(
-        width=16,
-        layers=LAYERS,
-        heads=2,
-        head_dim=8,
-        mlp_width=24,
-        projection_dropout=dropout,
-        activation_dropout=dropout,
-        output_dropout=dropout,
-    )
-    config = EnsembleConfig(
-        stem=PatchStemConfig(patch_size=(4, 4), grid=(2, 2)),
-        encoder=encoder,
-        readout=ReadoutConfig(num_classes=classes),
-        heads=all_heads(encoder, members),
-        sharing=sharing or Sharing(),
-        trunk=trunk,
-    )
+    rates = dict.fromkeys(("projection_dropout", "activation_dropout", "output_dropout"), dropout)
+    encoder = EncoderConfig(width=16, layers=LAYERS, heads=2, head_dim=8, mlp_width=24, **rates)
+    stem, readout = PatchStemConfig(patch_size=(4, 4), grid=(2, 2)), ReadoutConfig(num_classes=classes)
+    heads = all_heads(encoder, members)
+    config = EnsembleConfig(stem, encoder, readout, heads, sharing=sharing or Sharing(), trunk=trunk)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         ensemble = Ensemble(config, Metadata(history=("made",), calibration=Calibration(), metrics={"old": 1.0}))
@@ -68,12 +55,9 @@ def tiny(
 
 def tiny_text(seed: int = 0) -> Ensemble:
     encoder = EncoderConfig(width=16, layers=2, heads=2, head_dim=8, mlp_width=24, norm_first=False)
-    config = EnsembleConfig(
-        stem=TextStemConfig(vocabulary=20, positions=8, embedding_width=16),
-        encoder=encoder,
-        readout=ReadoutConfig(num_classes=2, hidden="tanh", norm="none"),
-        heads=all_heads(encoder),
-    )
+    stem = TextStemConfig(vocabulary=20, positions=8, embedding_width=16)
+    readout = ReadoutConfig(num_classes=2, hidden="tanh", norm="none")
+    config = EnsembleConfig(stem, encoder, readout, all_heads(encoder))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Ensemble(config).eval()
@@ -138,23 +122,13 @@ def tiny_dual(seed: int = 0, dropout: float = 0.0, dtype: torch.dtype = torch.fl
     text = EncoderConfig(
         width=TEXT_WIDTH, layers=3, heads=4, head_dim=4, mlp_width=24, norm_first=False, projection_dropout=dropout
     )
-    tokenizer = word_tokenizer(mask=True)
+    stem = TextStemConfig(vocabulary=60, positions=12, embedding_width=TEXT_WIDTH)
+    texts = EnsembleConfig(stem, text, ReadoutConfig(pool="mean", norm="none"), all_heads(text))
+    images = EnsembleConfig(PatchStemConfig((4, 4), (2, 2)), image, ReadoutConfig(), all_heads(image))
+    metadata = Metadata(preprocessing=word_tokenizer(mask=True), history=("made",))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        towers = (
-            he.Ensemble(
-                EnsembleConfig(PatchStemConfig((4, 4), (2, 2)), image, ReadoutConfig(), all_heads(image)), Metadata()
-            ),
-            he.Ensemble(
-                EnsembleConfig(
-                    TextStemConfig(vocabulary=60, positions=12, embedding_width=TEXT_WIDTH),
-                    text,
-                    ReadoutConfig(pool="mean", norm="none"),
-                    all_heads(text),
-                ),
-                Metadata(preprocessing=tokenizer, history=("made",)),
-            ),
-        )
+        towers = he.Ensemble(images, Metadata()), he.Ensemble(texts, metadata)
         dual = he.DualEncoder(*towers, he.Projections.fresh(IMAGE_WIDTH, TEXT_WIDTH, TEXT_WIDTH))
         with torch.no_grad():
             for parameter in dual.parameters():
