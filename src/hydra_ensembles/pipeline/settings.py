@@ -8,6 +8,7 @@ from ..batches import length_of
 from ..circuit.scores import Method
 from ..errors import ConfigError, DataError
 from ..fuse import Fusion, StemFusion
+from ..heads.members import CIRCUIT_ORDER
 from ..heads.taylor import Scope
 from ..schema import require_types
 from ..training.recipe import Recipe
@@ -17,7 +18,6 @@ Strategy = Literal["circuit", "taylor", "sampled", "random"]
 
 PAPER_POOL = 100 / 48  # the paper samples 48 heads to prune out of the first 100 of a ranking (B.5)
 LARGEST_SEED = 2**62  # what every random generator behind a build accepts, with room for one seed per member
-_CIRCUITS = 3  # members that have a circuit of their own: CircAvg, CircAcc, CircOOD
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class HydraConfig:
     @property
     def draws_from_pool(self) -> bool:
         """Whether some member is drawn from a pool of heads."""
-        return self.strategy == "sampled" or (self.strategy == "circuit" and self.members > _CIRCUITS)
+        return self.strategy == "sampled" or (self.strategy == "circuit" and self.members > len(CIRCUIT_ORDER))
 
     def pool_size(self, heads: int) -> int:
         """Size of the pool, out of `heads` that could be pruned."""
