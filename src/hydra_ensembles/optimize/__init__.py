@@ -1,6 +1,5 @@
 """Fast inference: the same numbers from the plan that suits shape, dtype and device."""
 
-from .freeze import Plan
 from .runner import Choice, OptimizedEnsemble, RunOptions, optimize
 
-__all__ = ["Choice", "OptimizedEnsemble", "Plan", "RunOptions", "optimize"]
+__all__ = ["Choice", "OptimizedEnsemble", "RunOptions", "optimize"]
