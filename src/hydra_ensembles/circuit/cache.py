@@ -26,18 +26,8 @@ _ROWS = 1 << 14  # samples whose logits are held at once
 class CachedTower:
     """A transformer that loses heads, its activations on all samples, and those of candidates.
 
-    Args:
-        model: The transformer; all its blocks are run through here.
-        samples: What it is run on.
-        candidates: All heads that may be removed, over the whole run.
-        own: Those of them that are evaluated here, and not on another rank.
-        batch_size: Samples in a batch, or pairs of candidate and sample.
-        max_memory: Bytes of activations to keep beside those the stem gives.
-        carry: Whether activations of candidates are kept.
-
-    Attributes:
-        index_of: Positions of the candidates.
-        features: Pooled features `[g, d]` of the model as it is, by group of samples.
+    `candidates` may be removed over the whole run; `own` are those evaluated here, and not on another rank. Beside
+    what the stem gives, `max_memory` bytes of activations are kept; of candidates only with `carry`.
     """
 
     def __init__(
@@ -55,7 +45,7 @@ class CachedTower:
         self.index_of = {head: index for index, head in enumerate(candidates)}
         self.layer_of: IntArray = np.array([head.layer for head in candidates], np.int64)
         self.head_of: IntArray = np.array([head.head for head in candidates], np.int64)
-        self.features: list[Tensor] = []
+        self.features: list[Tensor] = []  # pooled, [g, d], of the model as it is, by group of samples
         with torch.no_grad():
             self.base = [BaseActivations(model, group, batch_size) for group in samples.groups]
             self._levels, room = plan_memory(max_memory, [group.levels[0] for group in self.base], model.layers)
@@ -94,7 +84,7 @@ class CachedTower:
         on it is one more row of the batch.
         """
         base, kept, last = self.base[index], self.kept[index], self.model.layers
-        known = kept.deepest(candidates, rows)
+        known = kept.deepest[candidates, rows]
         branches = known <= self.layer_of[candidates]
         joins = np.where(branches, self.layer_of[candidates] + 1, known)  # level at which a pair joins
         order = np.lexsort((self.head_of[candidates], branches, joins))
@@ -129,9 +119,7 @@ class CachedTower:
         heads, starts = np.unique(self.head_of[candidates], return_index=True)
         ends = [*starts[1:], len(candidates)]
         runs = [(int(head), slice(int(a), int(b))) for head, a, b in zip(heads, starts, ends, strict=True)]
-        inputs, inputs_of = (
-            torch.from_numpy(index).to(base.device, non_blocking=True) for index in (distinct, inverse)
-        )
+        inputs, inputs_of = (torch.from_numpy(rows).to(base.device, non_blocking=True) for rows in (distinct, inverse))
         return self.model.block_without(layer, base.at(layer, inputs), base.mask(inputs), inputs_of, runs)
 
     @torch.no_grad()
@@ -163,10 +151,7 @@ class CachedTower:
 
 
 class BaseActivations:
-    """Activations of one group of samples in the model as it is, by level.
-
-    Levels that are not kept are computed again from the last kept one below.
-    """
+    """Activations of a group of samples in the model as it is, by level; others are computed from the one below."""
 
     def __init__(self, model: WorkingModel, group: SampleGroup, batch_size: int) -> None:
         ensemble = model.ensemble
@@ -220,11 +205,8 @@ class BaseActivations:
 class CandidateActivations:
     """Activations of (candidate, level, sample) for one group of samples, in a pool of slots.
 
-    Args:
-        layer_of: `[K]`, layer of each candidate; -1 for candidates that are not evaluated here.
-        layers: Blocks of the model.
-        like: `[g, T, d]`, the activations of the group at some level.
-        capacity: Slots, of one sample at one level, that there is room for.
+    `layer_of` `[K]` has the layer of each candidate, -1 for those that are not evaluated here; `like` `[g, T, d]` are
+    activations of the group at some level; `capacity` is how many slots, of one sample at one level, there is room for.
     """
 
     def __init__(self, layer_of: IntArray, layers: int, like: Tensor, capacity: int) -> None:
@@ -235,11 +217,7 @@ class CandidateActivations:
         self._pool = like.new_empty(min(capacity, needed), *like.shape[1:])
         self._free = np.arange(len(self._pool), dtype=np.int64)[::-1].copy()
         self._slot = np.full((len(layer_of), layers, rows), -1, np.int64)
-        self._deepest = np.zeros((len(layer_of), rows), np.int64)
-
-    def deepest(self, candidates: IntArray, rows: IntArray) -> IntArray:
-        """The highest level held for each pair; 0 where there is none."""
-        return self._deepest[candidates, rows]
+        self.deepest: IntArray = np.zeros((len(layer_of), rows), np.int64)  # highest level held; 0 where there is none
 
     def load(self, level: int, candidates: IntArray, rows: IntArray) -> Tensor:
         """Activations of pairs that are held at a level, `[1, P, T, d]`."""
@@ -254,7 +232,7 @@ class CandidateActivations:
         slots, self._free = self._free[-count:], self._free[:-count]
         candidates, rows = candidates[:count], rows[:count]
         self._slot[candidates, level, rows] = slots
-        self._deepest[candidates, rows] = level
+        self.deepest[candidates, rows] = level
         self._pool.index_copy_(0, torch.from_numpy(slots).to(self._pool.device, non_blocking=True), x[0, :count])
 
     def holds_all(self, candidate: int, level: int) -> bool:
@@ -264,7 +242,7 @@ class CandidateActivations:
     def forget_candidate(self, candidate: int) -> None:
         """Give the room of a candidate back."""
         self._release(np.s_[candidate : candidate + 1])
-        self._deepest[candidate] = 0
+        self.deepest[candidate] = 0
 
     def forget_above(self, level: int) -> None:
         """Give back what lies above a level; what lies at it or below is still right."""
@@ -272,8 +250,7 @@ class CandidateActivations:
             return  # nothing is held
         self._release(np.s_[:, level + 1 :])
         held = self._slot[:, : level + 1] >= 0  # [K, levels, rows]
-        highest = level - held[:, ::-1].argmax(1)  # of those that hold anything
-        self._deepest = np.where(held.any(1), highest, 0)
+        self.deepest = np.where(held.any(1), level - held[:, ::-1].argmax(1), 0)
 
     def _release(self, where: slice | tuple[slice, ...]) -> None:
         slots = self._slot[where]
@@ -286,26 +263,19 @@ def worthwhile_levels(below: Sequence[int], capacity: int) -> list[int]:
 
     The head removed next may lie in any layer r, and saves each candidate of a lower layer the blocks up to
     the highest level held that is at most r. Levels are added greedily by the blocks they save for each slot.
-
-    Args:
-        below: For each level, how many candidates lie in a layer below it (and would be held there).
-        capacity: Slots for each sample.
+    `below` has, for each level, how many candidates lie in a layer below it (and would be held there).
     """
-    layers = len(below)
-    chosen: list[int] = []
+    layers, chosen = range(len(below)), list[int]()
 
     def saved(levels: list[int]) -> int:
-        total = 0
-        for removed in range(layers):
-            best = max((level for level in levels if level <= removed), default=0)
-            total += sum(below[level] for level in range(1, best + 1))  # a candidate of layer l skips l … best-1
-        return total
+        best = (max((level for level in levels if level <= removed), default=0) for removed in layers)
+        return sum(sum(below[1 : level + 1]) for level in best)  # a candidate of layer l skips l … level-1
 
     while True:
         used, before = sum(below[level] for level in chosen), saved(chosen)
         gains = [
             ((saved([*chosen, level]) - before) / below[level], level)
-            for level in range(1, layers)
+            for level in layers[1:]
             if level not in chosen and 0 < below[level] <= capacity - used
         ]
         gain, level = max(gains, default=(0.0, 0))
@@ -315,8 +285,6 @@ def worthwhile_levels(below: Sequence[int], capacity: int) -> list[int]:
 
 
 # --- memory ------------------------------------------------------------------------------------------------
-
-_FALLBACK = 4 << 30  # bytes, where the system does not say how much is free
 
 
 def plan_memory(max_memory: int, groups: Sequence[Tensor], layers: int) -> tuple[list[int], list[int]]:
@@ -340,7 +308,7 @@ def default_max_memory(device: torch.device) -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
-        free = _FALLBACK
+        free = 4 << 30  # the system does not say
     return free // 4 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

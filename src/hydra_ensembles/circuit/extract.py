@@ -12,11 +12,11 @@ import torch
 from tqdm import tqdm
 
 from .._distributed import Ranks, all_ranks, local_device
-from .._utils import require_device
+from .._utils import require_device, require_same_run, write_atomically
 from ..batches import Batches
-from ..errors import ConfigError, DataError
-from ..heads.masking import TOWER, checked_layers, existing_heads, require_heads, towers_of, working_copy
-from ..heads.ranking import Head, HeadLike, HeadRanking, as_heads, model_fingerprint, require_budget
+from ..errors import CheckpointError, ConfigError, DataError, HydraError
+from ..heads.masking import TOWER, checked_layers, off_and_left, towers_of, working_copy
+from ..heads.ranking import Head, HeadLike, HeadRanking, model_fingerprint, require_budget
 from ..model.clip import (
     DEFAULT_TEMPLATES,
     DualEncoder,
@@ -29,9 +29,9 @@ from ..model.clip import (
 )
 from ..model.config import require_whole
 from ..model.ensemble import Ensemble
+from ..schema import from_plain, parse_json, to_plain
 from .cache import CachedTower, default_max_memory, fitting_batch_size
 from .joint import JointExact, Texts, both_without, of_tower, read_texts
-from .journal import Journal, Start, Step, open_journal
 from .scores import Method, Objective, Samples, Score, read_samples
 from .screened import AFRESH, Screened
 from .search import Exact, Naive
@@ -128,140 +128,78 @@ def extract_circuit(
     """
     require_model(ensemble, "extract_circuit")
     names, sentences = _checked_classes(ensemble, class_names, templates)
-    chosen = _checked_towers(ensemble, towers)
-    off = as_heads(removed)
-    require_heads(ensemble, off)
-    settings = CircuitSettings(
-        score=score,
-        method=method,
-        budget=budget,
-        layers=_checked_layers(ensemble, chosen, layers),
-        removed=off,
-        dtype=ensemble.dtype if dtype is None else dtype,
-        screen_size=screen_size,
-        audit_steps=(2 if method == "screened" else 0) if audit_steps is None else audit_steps,
-        towers=chosen,
-        prompts=hashlib.sha256(json.dumps([names, sentences]).encode()).hexdigest() if names else None,
-    )
-    candidates = settings.candidates(ensemble)
-    if max_memory is not None:
-        whole = int(max_memory) if isinstance(max_memory, float) else max_memory  # bytes are written as 2e9
-        max_memory = require_whole("max_memory", whole, 1)
-    if batch_size is not None:
-        require_whole("batch_size", batch_size, 1)
-    seed = require_whole("seed", seed, 0)
+    chosen, numbered = _checked_places(ensemble, towers, layers)
+    off, candidates = off_and_left(ensemble, chosen, numbered, removed)
+    require_budget(budget, len(candidates))
+    if audit_steps is None:
+        audit_steps = 2 if method == "screened" else 0
+    room = int(max_memory) if isinstance(max_memory, float) else max_memory  # bytes are written as 2e9
+    for name, value, accepted in (("score", score, Score), ("method", method, Method)):
+        if value not in get_args(accepted):
+            raise ConfigError(f"{name} must be one of {list(get_args(accepted))}, got {value!r}")
+    audit_steps, seed = require_whole("audit_steps", audit_steps, 0), require_whole("seed", seed, 0)
+    for name, size in (("screen_size", screen_size), ("batch_size", batch_size), ("max_memory", room)):
+        if size is not None:
+            require_whole(name, size, 1)
+    with_text = "text" in {*chosen, *(head.tower for head in off)}  # heads of the text tower are off, or may be
+    if method == "screened" and with_text:
+        raise ConfigError(
+            'method="screened" is for one tower; heads of the text tower are cheap to measure: use method="exact", '
+            'or towers=("image",)'
+        )
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" compares ID with OOD samples; give ood_batches, or use score="acc"')
 
-    place = local_device(require_device(device) or ensemble.device)
+    dtype, place = dtype or ensemble.dtype, local_device(require_device(device) or ensemble.device)
     with all_ranks(place) as ranks:
-        texts: Texts | None = None
-        if isinstance(ensemble, DualEncoder):
-            model = working_copy(zero_shot(ensemble, names, sentences, keep_text=False), settings.dtype, place)
-            if "text" in settings.touched_towers:
-                texts = read_texts(ensemble, names, sentences, settings.dtype, place)
-        else:
-            model = working_copy(ensemble, settings.dtype, place)
+        dual = ensemble if isinstance(ensemble, DualEncoder) else None
+        model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, names, sentences, keep_text=False)
+        model = working_copy(model, dtype, place)
         samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
-        fingerprint = model_fingerprint(ensemble)
-        identity = {"model": fingerprint, "data": samples.fingerprint, "settings": settings.identity()}
-        ranks.require_same((identity, budget), "model, data or settings")
-        record = open_journal(journal, identity, ranks)
+        made_from = {"model": model_fingerprint(ensemble), "data": samples.fingerprint}
+        settings: dict[str, Any] = {  # that decide which heads are chosen
+            "score": score,
+            "method": method,
+            "layers": None if numbered is None else list(numbered),
+            "removed": [str(head) for head in off],
+            "dtype": str(dtype),
+            "audit_steps": audit_steps,
+        }
+        if names:
+            prompts = hashlib.sha256(json.dumps([names, sentences]).encode()).hexdigest()
+            settings |= {"towers": list(chosen), "prompts": prompts}
+        if method == "screened":
+            settings["screen_size"] = screen_size
+        if audit_steps:  # which steps are audited depends on the budget; else a larger one continues a smaller one
+            settings["budget"] = budget
+        ranks.require_same((made_from, settings, budget), "model, data or settings")
         run = Extraction(
-            settings=settings,
+            score=score,
+            method=method,
+            budget=budget,
+            removed=off,
             candidates=candidates,
+            screen_size=-(-len(candidates) // 3) if screen_size is None else screen_size,
+            audit_steps=audit_steps,
             model=model,
-            texts=texts,
+            texts=read_texts(dual, names, sentences, dtype, place) if dual and with_text else None,
             samples=samples,
             ranks=ranks,
-            batch_size=fitting_batch_size(model, samples) if batch_size is None else batch_size,
-            max_memory=max_memory,
+            batch_size=batch_size or fitting_batch_size(model, samples),
+            max_memory=room,
         )
+        record = open_journal(journal, {**made_from, "settings": settings}, ranks)
         run.take_steps(record, progress)
-    provenance: dict[str, Any] = {"model": fingerprint, "data": samples.fingerprint, "seed": seed, "device": place.type}
+    provenance: dict[str, Any] = {
+        **made_from,
+        "seed": seed,
+        "device": place.type,
+        "layers": numbered,
+        "dtype": str(dtype),
+    }
     if names:
-        provenance |= {"towers": settings.towers, "classes": len(names), "templates": sentences}
+        provenance |= {"towers": chosen, "classes": len(names), "templates": sentences}
     return run.ranking(record, provenance)
-
-
-# --- what to do --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CircuitSettings:
-    """Everything that decides which heads are chosen, given a model and data; named as in `extract_circuit`.
-
-    `layers` is None for all layers of both towers; `prompts` stands for the class names of a dual encoder in their
-    templates, and is None for an ensemble.
-    """
-
-    score: Score
-    method: Method
-    budget: int
-    layers: tuple[int, ...] | None
-    removed: tuple[Head, ...]
-    dtype: torch.dtype
-    screen_size: int | None
-    audit_steps: int
-    towers: tuple[str, ...]
-    prompts: str | None
-
-    def __post_init__(self) -> None:
-        """Check each value by itself."""
-        for name, value, accepted in (("score", self.score, Score), ("method", self.method, Method)):
-            if value not in get_args(accepted):
-                raise ConfigError(f"{name} must be one of {list(get_args(accepted))}, got {value!r}")
-        if self.screen_size is not None:
-            require_whole("screen_size", self.screen_size, 1)
-        if self.method == "screened" and "text" in self.touched_towers:
-            raise ConfigError(
-                'method="screened" is for one tower; heads of the text tower are cheap to measure: use method="exact", '
-                'or towers=("image",)'
-            )
-        require_whole("audit_steps", self.audit_steps, 0)
-
-    @property
-    def touched_towers(self) -> frozenset[str]:
-        """Towers of which heads are off, or may be."""
-        return frozenset({*self.towers, *(head.tower for head in self.removed)})
-
-    @property
-    def audited(self) -> frozenset[int]:
-        """Numbers of the greedy steps that are audited, spread evenly from the first on."""
-        count = min(self.audit_steps, self.budget)
-        return frozenset(index * self.budget // count for index in range(count))
-
-    def candidates(self, model: Ensemble | DualEncoder) -> list[Head]:
-        """Heads that may be removed, first layer first; an error where the budget asks for more."""
-        parts = towers_of(model)
-        existing = (
-            head for name in self.towers for head in existing_heads(parts[name].config, self.layers, tower=name)
-        )
-        candidates = [head for head in existing if head not in set(self.removed)]
-        require_budget(self.budget, len(candidates))
-        return candidates
-
-    def identity(self) -> dict[str, object]:
-        """The settings a journal must agree on to be continued.
-
-        A larger budget continues a finished run, because the removal order of a smaller one is its
-        beginning; unless steps are audited, because which ones depends on it.
-        """
-        settings: dict[str, object] = {
-            "score": self.score,
-            "method": self.method,
-            "layers": None if self.layers is None else list(self.layers),
-            "removed": [str(head) for head in self.removed],
-            "dtype": str(self.dtype),
-            "audit_steps": self.audit_steps,
-        }
-        if self.prompts is not None:
-            settings |= {"towers": list(self.towers), "prompts": self.prompts}
-        if self.method == "screened":
-            settings["screen_size"] = self.screen_size
-        if self.audit_steps:
-            settings["budget"] = self.budget
-        return settings
 
 
 def _checked_classes(
@@ -287,46 +225,43 @@ def _checked_classes(
     return (), ()
 
 
-def _checked_towers(model: Ensemble | DualEncoder, towers: Sequence[Tower]) -> tuple[str, ...]:
-    if isinstance(model, Ensemble):
-        return (TOWER,)
-    chosen, accepted = tuple(towers), get_args(Tower)
-    if not chosen or len(set(chosen)) < len(chosen) or set(chosen) - set(accepted):
-        raise ConfigError(f"towers must be some of {list(accepted)}, each once, got {list(chosen)}")
-    return tuple(sorted(chosen))
-
-
-def _checked_layers(
-    model: Ensemble | DualEncoder, towers: Sequence[str], layers: Iterable[int] | None
-) -> tuple[int, ...] | None:
-    """The layers whose heads are candidates; None for all layers of several towers."""
-    if len(towers) == 1:
-        return checked_layers(towers_of(model)[towers[0]].config, layers)
+def _checked_places(
+    model: Ensemble | DualEncoder, towers: Sequence[Tower], layers: Iterable[int] | None
+) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
+    """Towers and layers whose heads are candidates; the layers are None for all of several towers."""
+    chosen: tuple[str, ...] = (TOWER,)
+    if isinstance(model, DualEncoder):
+        chosen = tuple(sorted(towers))
+        if not chosen or len(set(chosen)) < len(chosen) or set(chosen) - set(get_args(Tower)):
+            raise ConfigError(f"towers must be some of {list(get_args(Tower))}, each once, got {list(towers)}")
+    if len(chosen) == 1:
+        return chosen, checked_layers(towers_of(model)[chosen[0]].config, layers)
     if layers is not None:
         raise ConfigError(
             "layers are numbered within one tower, but heads of both are candidates; leave `layers` out, or "
             'choose one tower with towers=("image",)'
         )
-    return None
-
-
-# --- doing it ----------------------------------------------------------------------------------------------
+    return chosen, None
 
 
 @dataclass(frozen=True, eq=False)
 class Extraction:
-    """The greedy steps of one run.
+    """The greedy steps of one run; what is not explained here is named as in `extract_circuit`.
 
     Attributes:
-        settings: What to do.
         candidates: The heads that could be chosen at the first step.
         model: A private copy of what classifies.
         texts: Of a dual encoder, the text tower and its prompts, where any of its heads may be off.
         work: What was run so far, on this rank.
     """
 
-    settings: CircuitSettings
+    score: Score
+    method: Method
+    budget: int
+    removed: Sequence[Head]
     candidates: Sequence[Head]
+    screen_size: int
+    audit_steps: int
     model: Ensemble
     texts: Texts | None
     samples: Samples
@@ -338,48 +273,56 @@ class Extraction:
     @property
     def objective(self) -> Objective:
         """What is minimised."""
-        return Objective(self.settings.score, self.samples.id_count, self.samples.ood_count)
+        return Objective(self.score, self.samples.id_count, self.samples.ood_count)
 
-    def take_steps(self, journal: Journal, progress: bool) -> None:
+    def take_steps(self, journal: "Journal", progress: bool) -> None:
         """Take the greedy steps that the journal does not have yet."""
-        done, budget = journal.heads, self.settings.budget
-        if len(done) >= budget:
+        done = journal.heads
+        if len(done) >= self.budget:
             return
         search = self._start(done)
-        if journal.start is None:
-            _, _, *counts = search.result
-            journal.start = Start(*counts)
+        journal.start = journal.start or Start(*search.result[2:])  # naive measures its result when it is asked
         left = [head for head in self.candidates if head not in set(done)]
+        audits = min(self.audit_steps, self.budget)
+        audited = {index * self.budget // audits for index in range(audits)}  # spread evenly from the first on
         counted = (0, 0)
-        name = f"circuit/{self.settings.method} {self.settings.score}"
-        shown = progress and self.ranks.rank == 0
-        with tqdm(total=budget, initial=len(done), desc=name, unit="head", disable=not shown) as bar:
-            for index in range(len(done), budget):
-                choice, excess = search.choose(left), None
-                if index in self.settings.audited:
-                    excess = self._excess(search, choice.head, left, journal.heads)
+        name, hidden = f"circuit/{self.method} {self.score}", not progress or self.ranks.rank > 0
+        with tqdm(total=self.budget, initial=len(done), desc=name, unit="head", disable=hidden) as bar:
+            for index in range(len(done), self.budget):
+                choice = search.choose(left)
+                excess = self._excess(search, choice.head, left, journal.heads) if index in audited else None
                 search.remove(choice.head)
                 left.remove(choice.head)
                 if isinstance(search, Screened):  # it chose by estimates; what is left says what it is
                     choice = search.result._replace(head=choice.head)
-                total = self._total_work()
-                spent = total[0] - counted[0], total[1] - counted[1]
-                (layer, head, tower), counted = choice.head, total
+                each = self.ranks.gather((self.work["layer_evaluations"], self.work["multiply_adds"]))
+                blocks, products = (sum(column) for column in zip(*each, strict=True))  # so far, over all ranks
+                spent, counted = (blocks - counted[0], products - counted[1]), (blocks, products)
+                layer, head, tower = choice.head
                 journal.add(Step(layer, head, choice.errors, choice.discordance, *spent, excess, tower))
                 bar.set_postfix(score=f"{self.objective.achieved(choice.errors, choice.discordance):.4f}")
                 bar.update()
 
     def _start(self, done: Sequence[Head]) -> Search:
         """A search that goes on after some steps. "screened" repeats those since it last started from nothing."""
-        repeats = self.settings.method == "screened" and self.settings.score != "acc"
+        repeats = self.method == "screened" and self.score != "acc"
         skipped = len(done) - (len(done) % AFRESH if repeats else 0)
-        off = [*self.settings.removed, *done[:skipped]]
+        off = [*self.removed, *done[:skipped]]
         left = [head for head in self.candidates if head not in done[:skipped]]
-        if self.settings.method == "naive":
+        if self.method == "naive":
             return self._naive(off)
-        if self.settings.method == "exact":
-            return self._exact(left, off) if self.texts is None else self._joint(self.texts, left, off)
-        search = Screened(self._exact(left, off, carry=False), self._screen_size, skipped)
+        if self.texts is not None:  # a quarter of the memory is for the prompts
+            (texts, texts_off), (images, images_off) = (
+                [of_tower(heads, text) for heads in (left, off)] for text in (True, False)
+            )
+            tower = self._cached(self.texts.tower, self.texts.prompts, texts, texts_off, 0.25)
+            pictures = self._cached(self.model, self.samples, images, images_off, 0.75)
+            return JointExact(Exact(pictures, self.objective, self.ranks), self.texts, tower)
+        cached = self._cached(self.model, self.samples, left, off, carry=self.method == "exact")
+        exact = Exact(cached, self.objective, self.ranks)
+        if self.method == "exact":
+            return exact
+        search = Screened(exact, self.screen_size, skipped)
         for head in done[skipped:]:
             search.choose(left)  # to remember what was measured
             search.remove(head)
@@ -387,30 +330,9 @@ class Extraction:
         return search
 
     def _naive(self, off: Sequence[Head]) -> Naive:
-        without = None
-        if self.texts is not None:
-            without = partial(both_without, self.model, self.texts, self.batch_size, self.work)
-        return Naive(
-            self.model,
-            self.samples,
-            self.objective,
-            self.ranks,
-            self.work,
-            self.batch_size,
-            off,
-            without,
-        )
-
-    def _exact(self, candidates: Sequence[Head], off: Sequence[Head], share: float = 1.0, carry: bool = True) -> Exact:
-        """Branch and bound with heads off, on a copy of its own, with a share of the memory."""
-        return Exact(self._cached(self.model, self.samples, candidates, off, share, carry), self.objective, self.ranks)
-
-    def _joint(self, texts: Texts, candidates: Sequence[Head], off: Sequence[Head]) -> JointExact:
-        """The same over the heads of both towers; a quarter of the memory is for the prompts."""
-        of_text = of_tower(candidates, text=True), of_tower(off, text=True)
-        of_image = of_tower(candidates, text=False), of_tower(off, text=False)
-        tower = self._cached(texts.tower, texts.prompts, *of_text, share=0.25)
-        return JointExact(self._exact(*of_image, share=0.75), texts, tower)
+        texts, size = self.texts, self.batch_size
+        without = None if texts is None else partial(both_without, self.model, texts, size, self.work)
+        return Naive(self.model, self.samples, self.objective, self.ranks, self.work, size, off, without)
 
     def _cached(
         self,
@@ -418,58 +340,44 @@ class Extraction:
         samples: Samples,
         candidates: Sequence[Head],
         off: Sequence[Head],
-        share: float,
+        share: float = 1.0,
         carry: bool = True,
     ) -> CachedTower:
+        """A copy of its own without some heads, and a share of the memory for its activations."""
         room = default_max_memory(model.device) if self.max_memory is None else self.max_memory
-        own = self.ranks.share(candidates)
-        working = WorkingModel(model, off, self.work)
+        own, working = self.ranks.share(candidates), WorkingModel(model, off, self.work)
         return CachedTower(working, samples, candidates, own, self.batch_size, int(share * room), carry)
 
     def _excess(self, search: Search, head: Head, left: Sequence[Head], done: Sequence[Head]) -> int:
         """By how many units a choice misses that of the method's reference."""
         if isinstance(search, Naive):
             return 0
-        referee = search.exact if isinstance(search, Screened) else self._naive([*self.settings.removed, *done])
+        referee = search.exact if isinstance(search, Screened) else self._naive([*self.removed, *done])
         measured = referee.evaluate(head)
         return measured.value - referee.choose(left, known=measured).value
 
-    @property
-    def _screen_size(self) -> int:
-        """How many heads "screened" measures at a step, at most."""
-        given = self.settings.screen_size
-        return -(-len(self.candidates) // 3) if given is None else given
-
-    def _total_work(self) -> tuple[int, int]:
-        """Blocks and multiply-adds so far, over all ranks."""
-        each = self.ranks.gather((self.work["layer_evaluations"], self.work["multiply_adds"]))
-        blocks, products = zip(*each, strict=True)
-        return sum(blocks), sum(products)
-
-    def ranking(self, journal: Journal, provenance: Mapping[str, Any]) -> HeadRanking:
-        """What the steps amount to."""
-        settings, objective, start = self.settings, self.objective, journal.start
-        steps = journal.steps[: settings.budget]
+    def ranking(self, journal: "Journal", provenance: Mapping[str, Any]) -> HeadRanking:
+        """What the steps amount to; `provenance` is what else there is to say about it."""
+        objective, start, steps = self.objective, journal.start, journal.steps[: self.budget]
+        assert start is not None
         whole_pass = sum(forward_cost(self.model, group) for group in self.samples.groups)
         if self.texts is not None:
             whole_pass += sum(forward_cost(self.texts.tower, group) for group in self.texts.prompts.groups)
         excesses = {index: step.excess for index, step in enumerate(steps) if step.excess is not None}
         return HeadRanking(
-            heads=tuple(journal.heads[: settings.budget]),
+            heads=tuple(journal.heads[: self.budget]),
             scores=tuple(objective.achieved(step.errors, step.discordance) for step in steps),
-            method=f"circuit/{settings.method}",
-            score=settings.score,
+            method=f"circuit/{self.method}",
+            score=self.score,
             provenance={
                 **provenance,
-                **({"screen_size": self._screen_size} if settings.method == "screened" else {}),
+                **({"screen_size": self.screen_size} if self.method == "screened" else {}),
                 "id_samples": objective.id_count,
                 "ood_samples": objective.ood_count,
-                "budget": settings.budget,
-                "layers": settings.layers,
-                "removed": [list(head[: 2 if head.tower == TOWER else 3]) for head in settings.removed],
-                "dtype": str(settings.dtype),
-                "approximate": settings.method == "screened",
-                "start": None if start is None else objective.achieved(start.errors, start.discordance),
+                "budget": self.budget,
+                "removed": [list(head[: 2 if head.tower == TOWER else 3]) for head in self.removed],
+                "approximate": self.method == "screened",
+                "start": objective.achieved(start.errors, start.discordance),
                 "errors": [step.errors for step in steps],
                 "discordance": [step.discordance for step in steps],
                 "layer_evaluations": sum(step.layer_evaluations for step in steps),
@@ -481,3 +389,95 @@ class Extraction:
                 },
             },
         )
+
+
+# --- the journal: a run that was stopped goes on where it was ----------------------------------------------
+
+FORMAT = "hydra_ensembles circuit journal 1"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One greedy step: the head removed, the integers of the model without it, and the work over all ranks.
+
+    `excess` says, of an audited step, by how many units of the integer that is minimised the choice missed the
+    reference.
+    """
+
+    layer: int
+    head: int
+    errors: int
+    discordance: int
+    layer_evaluations: int
+    multiply_adds: int
+    excess: int | None = None
+    tower: str = TOWER
+
+
+@dataclass(frozen=True)
+class Start:
+    """The integers of the model before the first step."""
+
+    errors: int
+    discordance: int
+
+
+@dataclass(frozen=True)
+class _Content:
+    format: str
+    model: str
+    data: str
+    settings: Mapping[str, Any]
+    start: Start
+    steps: tuple[Step, ...]
+
+
+class Journal:
+    """The steps of a run, kept in a file where a path is given.
+
+    `identity` has the fingerprints of the `model` and the `data`, and what else the choices depend on, as `settings`; a
+    file of another identity is refused.
+    """
+
+    def __init__(self, path: str | Path | None, identity: Mapping[str, Any]) -> None:
+        self.path, self.identity = None if path is None else Path(path), identity
+        self.start: Start | None = None
+        self.steps: list[Step] = []
+        if self.path is None or not self.path.exists():
+            return
+        try:
+            content = from_plain(_Content, parse_json(self.path.read_bytes(), "the file"), "journal")
+            if content.format != FORMAT:
+                raise CheckpointError(f"its format is {content.format!r}, expected {FORMAT!r}")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} is not a journal of a circuit extraction ({error}); delete the file to start anew, or give "
+                "another path"
+            ) from error
+        theirs = {"model": content.model, "data": content.data, "settings": dict(content.settings)}
+        require_same_run(theirs, identity, self.path, "the journal of a circuit")
+        self.start, self.steps = content.start, list(content.steps)
+
+    @property
+    def heads(self) -> list[Head]:
+        """The heads removed so far."""
+        return [Head(step.layer, step.head, step.tower) for step in self.steps]
+
+    def add(self, step: Step) -> None:
+        """Append a step and write the file anew, in one piece."""
+        self.steps.append(step)
+        if self.path is not None:
+            content = {"format": FORMAT, **self.identity, "start": to_plain(self.start), "steps": to_plain(self.steps)}
+            write_atomically(self.path, json.dumps(content, indent=1).encode())
+
+
+def open_journal(path: str | Path | None, identity: Mapping[str, Any], ranks: Ranks) -> Journal:
+    """The journal, read and written by rank 0; the other ranks get its steps, or stop where it is refused."""
+    record, problem = Journal(None, identity), None
+    if ranks.rank == 0:
+        try:
+            record = Journal(path, identity)
+        except HydraError as error:
+            problem = error
+    record.start, record.steps = ranks.gather((record.start, record.steps), problem)[0]
+    return record

@@ -21,27 +21,20 @@ from ..model.ensemble import Ensemble
 from ..model.stem_readout import compose
 from .cache import CachedTower
 from .scores import Answers, IntArray, Result, SampleGroup, Samples, parts
-from .search import Exact, untowered
-from .working_model import Work, forward_cost
+from .search import Exact, run_all, untowered
+from .working_model import Work
 
 _ROWS = 1 << 13  # samples whose logits are held at once
 
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """What class embeddings are made of.
+    """What class embeddings are made of."""
 
-    Attributes:
-        tower: A private copy of the text tower; it answers with embeddings, its projection being its classifier.
-        prompts: Every class in every template, one class after another, as samples without labels.
-        templates: Prompts of each class.
-        scale: `[1]`, what cosines are multiplied with.
-    """
-
-    tower: Ensemble
-    prompts: Samples
-    templates: int
-    scale: Tensor
+    tower: Ensemble  # a private copy; it answers with embeddings, its projection being its classifier
+    prompts: Samples  # every class in every template, one class after another, without labels
+    templates: int  # prompts of each class
+    scale: Tensor  # [1], what cosines are multiplied with
 
     def classes(self, embeddings: Tensor) -> Tensor:
         """Scaled class embeddings `[C, e]` out of those of all prompts, `[P, e]`."""
@@ -51,31 +44,25 @@ class Texts:
 def read_texts(
     dual: DualEncoder, names: Sequence[str], templates: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> Texts:
-    """A copy of the text tower in another dtype and place, and the prompts beside it."""
-    tower = working_copy(_embedding_tower(dual), dtype, device)
-    prepared = dual.text.unpack(dual.text.prepare(prompts_of(names, templates)), None, None)
-    ids, mask, segments = (None if part is None else part.to(device) for part in prepared)
-    assert ids is not None
-    count = len(ids)
-    group = SampleGroup(np.arange(count), (ids, mask, segments))
-    labels = torch.full((count,), -1, device=device)
-    prompts = Samples((group,), labels, id_count=0, origin=np.zeros((count, 2), np.int64), fingerprint="")
-    return Texts(tower, prompts, len(templates), dual.logit_scale.detach().to(device, dtype).exp())
-
-
-def _embedding_tower(dual: DualEncoder) -> Ensemble:
-    """The text tower with its projection as classifier."""
+    """A copy of the text tower in another dtype and place, with its projection as classifier, and the prompts."""
     tower = dual.text
     if tower.config.readout.cosine is not None:
         raise ConfigError("the text tower classifies by class embeddings; use the text tower as it was converted")
+    ids, *others = tower.unpack(tower.prepare(prompts_of(names, templates)), None, None)
+    mask, segments = (None if part is None else part.to(device) for part in others)
+    group = SampleGroup(np.arange(len(ids)), (ids.to(device), mask, segments))
+    labels = torch.full((len(group),), -1, device=device)
+    prompts = Samples((group,), labels, id_count=0, origin=np.zeros((len(group), 2), np.int64), fingerprint="")
     projection = compose(tower.readout.classifier, dual.projections.text)
-    if projection is None:
-        return tower
-    readout = replace(tower.config.readout, num_classes=projection.weight.shape[1], bias=projection.bias is not None)
-    prefix = "readout.classifier."
-    state = {name: tensor for name, tensor in tower.state_dict().items() if not name.startswith(prefix)}
-    state |= {prefix + name: tensor for name, tensor in projection.state_dict().items()}
-    return Ensemble.from_state(replace(tower.config, readout=readout), state)
+    if projection is not None:
+        width, biased = projection.weight.shape[1], projection.bias is not None
+        readout = replace(tower.config.readout, num_classes=width, bias=biased)
+        prefix = "readout.classifier."
+        state = {name: tensor for name, tensor in tower.state_dict().items() if not name.startswith(prefix)}
+        state |= {prefix + name: tensor for name, tensor in projection.state_dict().items()}
+        tower = Ensemble.from_state(replace(tower.config, readout=readout), state)
+    scale = dual.logit_scale.detach().to(device, dtype).exp()
+    return Texts(working_copy(tower, dtype, device), prompts, len(templates), scale)
 
 
 def use_classes(classifier: Ensemble, classes: Tensor) -> None:
@@ -95,23 +82,15 @@ def both_without(model: Ensemble, texts: Texts, batch_size: int, work: Work, hea
     """Both towers without these heads, and the class embeddings computed anew, within a `with` block: for `Naive`."""
     of_image, of_text = of_tower(heads, text=False), of_tower(heads, text=True)
     with masked(model, untowered(of_image)), masked(texts.tower, untowered(of_text)):
-        embeddings = []
-        for group in texts.prompts.groups:
-            batches = (group.take(rows) for rows in parts(len(group), batch_size))
-            embeddings += [texts.tower(*batch)[0] for batch in batches]
-            work["layer_evaluations"] += len(group) * texts.tower.num_layers
-            work["multiply_adds"] += forward_cost(texts.tower, group)
-        use_classes(model, texts.classes(torch.cat(embeddings)))
+        embedded = run_all(texts.tower, texts.prompts, batch_size, work)
+        use_classes(model, texts.classes(torch.cat([embeddings[0] for _, embeddings in embedded])))
         yield
 
 
 class JointExact:
     """The choices of `Naive` over both towers, by branch and bound in the image tower and in full in the text tower.
 
-    Args:
-        images: Branch and bound over the heads of the image tower.
-        texts: Prompts, and what makes class embeddings of their embeddings.
-        tower: The text tower with all heads chosen so far taken out, and its activations on the prompts.
+    `tower` is the text tower with all heads chosen so far taken out, and its activations on the prompts.
     """
 
     def __init__(self, images: Exact, texts: Texts, tower: CachedTower) -> None:
@@ -150,24 +129,21 @@ class JointExact:
     @torch.no_grad()
     def _use_own_classes(self) -> None:
         """Classify by the class embeddings of the text tower as it is."""
-        embeddings = self.tower.model.classify(torch.cat(self.tower.features))
-        use_classes(self.images.tower.model.ensemble, self.texts.classes(embeddings))
+        self._own = self.tower.model.classify(torch.cat(self.tower.features))  # [prompts, e]
+        use_classes(self.images.tower.model.ensemble, self.texts.classes(self._own))
         self.images.answer()
 
     def _run_prompts(self, heads: Sequence[Head]) -> None:
         """The class embeddings that are left without each of some heads of one layer."""
-        count, index = len(self.tower.samples.labels), self.tower.index(heads)
-        embedded: dict[int, Tensor] = {}  # [prompts, e] by candidate
+        count, index = len(self.tower.samples.labels), self.tower.index(heads)  # ascending, as the candidates are
+        table = self._own.new_empty(len(heads), *self._own.shape)  # [heads, prompts, e]
 
         def record(candidates: IntArray, numbers: IntArray, embeddings: Tensor) -> None:
-            for candidate in np.unique(candidates):
-                mine = torch.from_numpy((candidates == candidate).nonzero()[0]).to(embeddings.device)
-                rows = torch.from_numpy(numbers).to(embeddings.device)[mine]
-                table = embedded.setdefault(int(candidate), embeddings.new_empty(count, embeddings.shape[1]))
-                table[rows] = embeddings[mine]
+            rows, columns = map(torch.from_numpy, (np.searchsorted(index, candidates), numbers))
+            table[rows.to(table.device), columns.to(table.device)] = embeddings
 
         self.tower.run(np.repeat(index, count), np.tile(np.arange(count), len(heads)), record)
-        self._classes |= {head: self.texts.classes(embedded[self.tower.index_of[head]]) for head in heads}
+        self._classes |= {head: self.texts.classes(one) for head, one in zip(heads, table, strict=True)}
 
     def _judge(self, head: Head) -> Result:
         """The result without a head of the text tower, on all samples."""
@@ -175,10 +151,8 @@ class JointExact:
         if not self._embeddings:
             self._embeddings = [ensemble.readout.embedding(one[None])[0] for one in self.images.tower.features]
         bias = ensemble.readout.class_embeddings.bias  # type: ignore[union-attr]
-        answers = Answers(samples, self.images.objective, [head], ensemble.dtype)
-        for embeddings, group in zip(self._embeddings, samples.groups, strict=True):
-            for rows in parts(len(group), _ROWS):
-                logits = embeddings[rows] @ self._classes[head].T  # [B, C]
-                logits = logits if bias is None else logits + bias[0]
-                answers.record(np.zeros(len(logits), np.int64), group.numbers[rows], logits)
-        return answers.results(np.zeros(1, np.int64))[0]
+        return Answers(samples, self.images.objective, [head], ensemble.dtype).result(
+            (group.numbers[rows], embeddings[rows] @ self._classes[head].T + (0 if bias is None else bias[0]))  # [B, C]
+            for embeddings, group in zip(self._embeddings, samples.groups, strict=True)
+            for rows in parts(len(group), _ROWS)
+        )

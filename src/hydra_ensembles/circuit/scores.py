@@ -4,10 +4,10 @@ E is the number of ID samples answered wrongly. D is twice the number of pairs o
 OOD sample is the more confident one, plus the pairs that tie. Integers compare exactly, and a bound on one holds.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -34,14 +34,10 @@ class SampleGroup:
     """Samples whose inputs have one shape, so that they can share a batch whatever batches they came in.
 
     Texts keep the padding they came with: another one would be the same model on other inputs.
-
-    Attributes:
-        numbers: `[g]`, which sample each row is.
-        inputs: Images `[g, channels, H, W]` or token ids `[g, T]`; mask and token types `[g, T]` or None.
     """
 
-    numbers: IntArray
-    inputs: Inputs
+    numbers: IntArray  # [g], which sample each row is
+    inputs: Inputs  # images [g, channels, H, W] or token ids [g, T]; mask and token types [g, T] or None
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -53,35 +49,21 @@ class SampleGroup:
         return main[rows], None if mask is None else mask[rows], None if segments is None else segments[rows]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Samples:
-    """All samples, numbered in the order they were read: ID first, then OOD.
+    """All samples, numbered in the order they were read: ID first, then OOD."""
 
-    Attributes:
-        groups: The samples by shape of their inputs.
-        labels: `[n]`, -1 for samples without a label, such as all OOD samples.
-        id_count: Number of ID samples.
-        origin: `[n, 2]`, source (0 for ID, 1 for OOD) and batch each sample came from.
-        fingerprint: Changes with any sample, label, or their order.
-        group_of: `[n]`, index of the group of each sample.
-        row_of: `[n]`, its row there.
-    """
-
-    groups: tuple[SampleGroup, ...]
-    labels: Tensor
+    groups: tuple[SampleGroup, ...]  # by shape of their inputs
+    labels: Tensor  # [n], -1 for samples without a label, such as all OOD samples
     id_count: int
-    origin: IntArray
-    fingerprint: str
-    group_of: IntArray = field(init=False)
-    row_of: IntArray = field(init=False)
+    origin: IntArray  # [n, 2], source (0 for ID, 1 for OOD) and batch each sample came from
+    fingerprint: str  # changes with any sample, label, or their order
 
     def __post_init__(self) -> None:
-        """Note where each sample lies."""
-        group_of, row_of = np.zeros(len(self.labels), np.int64), np.zeros(len(self.labels), np.int64)
+        """Note where each sample lies: `[n]`, the index of its group, and its row there."""
+        self.group_of, self.row_of = np.zeros((2, len(self.labels)), np.int64)
         for index, group in enumerate(self.groups):
-            group_of[group.numbers], row_of[group.numbers] = index, np.arange(len(group))
-        object.__setattr__(self, "group_of", group_of)
-        object.__setattr__(self, "row_of", row_of)
+            self.group_of[group.numbers], self.row_of[group.numbers] = index, np.arange(len(group))
 
     @property
     def ood_count(self) -> int:
@@ -128,20 +110,18 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Batches | No
             f"all {id_count} samples of id_batches have the label {int(truth[0])}; a circuit needs samples of at least "
             "two classes"
         )
-    groups = tuple(_joined(same) for same in pieces.values())
-    return Samples(groups, truth.to(model.device), id_count, np.array(origin, np.int64), "+".join(fingerprints))
+    groups = []
+    for same in pieces.values():
+        columns = zip(*(piece.inputs for piece in same), strict=True)
+        inputs = cast(Inputs, tuple(None if column[0] is None else torch.cat(column) for column in columns))
+        groups.append(SampleGroup(np.concatenate([piece.numbers for piece in same]), inputs))
+    return Samples(tuple(groups), truth.to(model.device), id_count, np.array(origin, np.int64), "+".join(fingerprints))
 
 
 def parts(count: int, size: int) -> Iterator[slice]:
     """Consecutive slices of at most `size` that cover `count` items."""
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))
-
-
-def _joined(pieces: Sequence[SampleGroup]) -> SampleGroup:
-    columns = zip(*(piece.inputs for piece in pieces), strict=True)
-    main, *others = (None if column[0] is None else torch.cat(column) for column in columns)
-    return SampleGroup(np.concatenate([piece.numbers for piece in pieces]), (main, *others))  # type: ignore[arg-type]
 
 
 # --- answers -----------------------------------------------------------------------------------------------
@@ -157,16 +137,10 @@ def quantum(dtype: torch.dtype) -> float:
 
 
 def judge(logits: Tensor, labels: Tensor, step: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What counts about the answers to some samples.
+    """What counts about the answers to some samples, out of logits `[B, C]` (C at least 2) and labels `[B]`.
 
-    Args:
-        logits: `[B, C]`, C at least 2.
-        labels: `[B]`; -1 for OOD samples.
-        step: The grid step, from `quantum` of the dtype in which the logits were computed.
-
-    Returns:
-        Three tensors `[B]`: whether the answer is wrong, the confidence in grid steps (int64), and whether all
-        logits are finite.
+    Returns three tensors `[B]`: whether the answer is wrong, the confidence in grid steps (int64), and whether all
+    logits are finite. `step` is the `quantum` of the dtype in which the logits were computed.
     """
     precise = logits.double()
     largest = precise.amax(-1, keepdim=True)
@@ -224,7 +198,8 @@ class Objective:
         errors = wrong[:, : self.id_count].sum(-1)
         if self.score == "acc":
             return errors, torch.zeros_like(errors)
-        return errors, discordances(confidence[:, : self.id_count], confidence[:, self.id_count :])
+        inside, outside = confidence[:, : self.id_count], confidence[:, self.id_count :]
+        return errors, _twice_below(inside, outside.contiguous()).sum(-1)
 
     def result(self, head: Head, errors: int, discordance: int) -> Result:
         """What the integers of a model amount to; `head` is the one it goes without."""
@@ -270,14 +245,6 @@ class Objective:
         return {count: self.result(NO_HEAD, *one).value for count, one in zip(counts, found, strict=True)}
 
 
-def discordances(id_confidence: Tensor, ood_confidence: Tensor) -> Tensor:
-    """D of many candidates at once: `[K, n_id]` and `[K, n_ood]` to `[K]`.
-
-    The same count as `hydra_ensembles.metrics.discordance` gives for one candidate.
-    """
-    return _twice_below(id_confidence, ood_confidence.contiguous()).sum(-1)
-
-
 def _twice_below(values: Tensor, limits: Tensor) -> Tensor:
     """For each limit, twice the number of values below it, plus those equal to it."""
     ordered = values.sort(-1).values
@@ -285,17 +252,11 @@ def _twice_below(values: Tensor, limits: Tensor) -> Tensor:
 
 
 class Answers:
-    """Answers of K models, each without one head, to n samples.
+    """Answers of K models, each without one of `heads` (`NO_HEAD` for none), to n samples.
 
     A sample that was not evaluated yet counts as right, as an ID sample as most confident, as an OOD sample as least
     confident. So the integers of a model never shrink as answers come in: they are lower bounds of its result, and
-    its result once all samples are in.
-
-    Args:
-        samples: What is answered.
-        objective: How it is counted.
-        heads: The head each model goes without; `NO_HEAD` for none.
-        dtype: In which logits are computed.
+    its result once all samples are in. `dtype` is that in which logits are computed.
     """
 
     def __init__(self, samples: Samples, objective: Objective, heads: Sequence[Head], dtype: torch.dtype) -> None:
@@ -319,6 +280,12 @@ class Answers:
         where = rows, columns
         answers = judge(logits, self.samples.labels[columns], self.step)
         self.wrong[where], self.confidence[where], self.finite[where] = answers
+
+    def result(self, batches: Iterable[tuple[IntArray, Tensor]]) -> Result:
+        """What one model amounts to, given logits `[B, C]` for all samples, with their numbers."""
+        for numbers, logits in batches:
+            self.record(np.zeros_like(numbers), numbers, logits)
+        return self.results(np.zeros(1, np.int64))[0]
 
     def results(self, models: IntArray) -> list[Result]:
         """What the answers so far amount to, model by model; an error if one of them was not finite."""

@@ -26,10 +26,8 @@ _ROUNDS = 3  # in which the candidates of a step are measured, at most
 class Screened:
     """Measures the candidates that are expected to be good; for the accuracy, all of them in fast products.
 
-    Args:
-        exact: Branch and bound on the model with all heads chosen so far taken out; it keeps nothing of candidates.
-        size: Candidates to measure in a step, at most; twice as many where nothing is remembered.
-        step: Greedy steps taken so far; a multiple of `AFRESH`.
+    `exact` keeps nothing of candidates. At most `size` are measured in a step, twice as many where nothing is
+    remembered; `step` is the number of greedy steps taken so far, a multiple of `AFRESH`.
     """
 
     def __init__(self, exact: Exact, size: int, step: int) -> None:
@@ -130,14 +128,7 @@ class Shifts:
             self.finite.fill_(True)
 
     def predict(self, rows: Tensor, numbers: IntArray, confidence: Tensor, margin: Tensor) -> None:
-        """Take in a prediction: what is remembered changes by as much as the prediction has changed.
-
-        Args:
-            rows: `[R]`, the candidates.
-            numbers: `[S]`, the samples.
-            confidence: `[R, S]`, shifts of log-odds.
-            margin: `[R, S]`.
-        """
+        """Take in a prediction, `[R, S]`: what is remembered changes by as much as the prediction has changed."""
         where = rows[:, None], torch.from_numpy(numbers).to(rows.device)
         steps = (confidence / self.step).round().long()
         self.confidence[where] += steps - self._predicted_confidence[where]
@@ -147,9 +138,7 @@ class Shifts:
 
     def record(self, candidates: IntArray, numbers: IntArray, logits: Tensor) -> None:
         """Take in logits `[P, C]` of pairs of candidate and sample: a measurement."""
-        rows, columns = (
-            torch.from_numpy(index).to(logits.device, non_blocking=True) for index in (candidates, numbers)
-        )
+        rows, columns = (torch.from_numpy(one).to(logits.device, non_blocking=True) for one in (candidates, numbers))
         labels = self.tower.samples.labels[columns]
         _, confidence, finite = judge(logits, labels, self.step)
         self.confidence[rows, columns] = confidence - self.exact.current.confidence[0, columns]
@@ -157,11 +146,7 @@ class Shifts:
         self.finite[rows, columns] = finite
 
     def estimates(self, candidates: Sequence[Head]) -> list[Result]:
-        """What candidates are expected to amount to, best first; ties go to the one with the larger margins.
-
-        Raises:
-            DataError: A candidate gave logits that are not finite.
-        """
+        """What candidates are expected to amount to, best first; ties go to the one with the larger margins."""
         rows = torch.from_numpy(self.tower.index(candidates)).to(self.margin.device)
         margin = (self._own_margin + self.margin[rows])[:, : self.objective.id_count]
         errors, discordance = self.objective.count(margin < 0, self.exact.current.confidence[0] + self.confidence[rows])
@@ -200,13 +185,10 @@ def predict_shifts(shifts: Shifts, candidates: Sequence[Head], numbers: IntArray
 
 
 def gradient_shifts(tower: CachedTower, candidates: Sequence[Head], numbers: IntArray, targets: Tensor) -> Tensor:
-    """First-order estimates of how numbers change without each of the candidates, `[K, R]` in float64.
+    """First-order estimates of how a number of each sample changes without each of the candidates, `[K, R]` in float64.
 
-    Args:
-        tower: The model the candidates would be removed from.
-        candidates: Heads it still has.
-        numbers: `[R]`, sample numbers; a sample may occur more than once.
-        targets: `[R]`, the class whose margin is meant; -1 for the log-odds of the answer.
+    `numbers` `[R]` may name a sample more than once; `targets` `[R]` is the class whose margin is meant, -1 for the
+    log-odds of the answer.
     """
     model, samples, device = tower.model, tower.samples, targets.device
     starts = np.cumsum([0, *(len(kept) for kept in model.kept)])

@@ -5,13 +5,14 @@ from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .._distributed import Ranks
 from ..heads.masking import masked
 from ..heads.ranking import Head
 from ..model.ensemble import Ensemble
 from .cache import CachedTower
-from .scores import NO_HEAD, Answers, Objective, Result, Samples, parts
+from .scores import NO_HEAD, Answers, IntArray, Objective, Result, Samples, parts
 from .working_model import Work, forward_cost
 
 Without = Callable[[Sequence[Head]], AbstractContextManager[object]]
@@ -19,15 +20,9 @@ Without = Callable[[Sequence[Head]], AbstractContextManager[object]]
 
 @contextmanager
 def fast_products(device: torch.device) -> Iterator[None]:
-    """Let a GPU multiply float32 matrices in TF32 (ten bits of mantissa) within a `with` block.
-
-    For estimates that are compared with each other. Other devices and other dtypes are not affected.
-    """
-    if device.type != "cuda":
-        yield
-        return
+    """Let a GPU multiply float32 matrices in TF32 (ten bits of mantissa): for estimates that are compared."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else before)
     try:
         yield
     finally:
@@ -42,15 +37,8 @@ def untowered(heads: Sequence[Head]) -> list[Head]:
 class Naive:
     """Evaluates each candidate from the inputs to the logits, on all samples: the reference.
 
-    Args:
-        model: One member; heads are switched off in it, and on again.
-        samples: What it answers.
-        objective: What is minimised.
-        ranks: The processes the candidates are spread over.
-        work: Counts what is run.
-        batch_size: Samples in a batch.
-        off: Heads that stay off; those removed later join them.
-        without: Switches heads off within a `with` block, where there is more to it than masking them in the model.
+    Heads `off` stay so; those removed later join them. `without` switches heads off within a `with` block, where there
+    is more to it than masking them in the model.
     """
 
     def __init__(
@@ -86,15 +74,20 @@ class Naive:
     @torch.no_grad()
     def evaluate(self, head: Head) -> Result:
         """The result with one more head off."""
-        answers = Answers(self.samples, self.objective, [head], self.model.dtype)
         with self._without([*self.off, *([] if head == NO_HEAD else [head])]):
-            for group in self.samples.groups:
-                for rows in parts(len(group), self.batch_size):
-                    logits = self.model(*group.take(rows))[0]  # [1, B, C] -> [B, C]
-                    answers.record(np.zeros(len(logits), np.int64), group.numbers[rows], logits)
-                self.work["layer_evaluations"] += len(group) * self.model.num_layers
-                self.work["multiply_adds"] += forward_cost(self.model, group)
-        return answers.results(np.zeros(1, np.int64))[0]
+            return Answers(self.samples, self.objective, [head], self.model.dtype).result(
+                (numbers, logits[0])  # [1, B, C] -> [B, C]
+                for numbers, logits in run_all(self.model, self.samples, self.batch_size, self.work)
+            )
+
+
+def run_all(model: Ensemble, samples: Samples, batch_size: int, work: Work) -> Iterator[tuple[IntArray, Tensor]]:
+    """Outputs of a whole model for all samples in batches, with their numbers; the work is counted."""
+    for group in samples.groups:
+        for rows in parts(len(group), batch_size):
+            yield group.numbers[rows], model(*group.take(rows))
+        work["layer_evaluations"] += len(group) * model.num_layers
+        work["multiply_adds"] += forward_cost(model, group)
 
 
 _CHUNKS = 16  # parts in which a candidate is evaluated
@@ -109,22 +102,12 @@ class Exact:
 
     All candidates see the samples in one order, hardest first. The integers of a candidate on the samples it has seen
     are a lower bound of its result; one whose bound is above a complete result need not go on.
-
-    Args:
-        tower: The model with all heads chosen so far taken out, and its activations.
-        objective: What is minimised.
-        ranks: The processes the candidates are spread over.
-
-    Attributes:
-        current: The answers of the model as it is.
-        result: What they amount to.
-        hardest_first: Sample numbers, those first that add most to the integer of the model as it is.
     """
 
     def __init__(self, tower: CachedTower, objective: Objective, ranks: Ranks) -> None:
         self.tower, self.objective, self.ranks = tower, objective, ranks
         dtype, device = tower.model.ensemble.dtype, tower.model.ensemble.device
-        self.current = Answers(tower.samples, objective, [NO_HEAD], dtype)
+        self.current = Answers(tower.samples, objective, [NO_HEAD], dtype)  # of the model as it is
         self._answers = Answers(tower.samples, objective, tower.candidates, dtype)
         self._chunk = min(-(-objective.samples // _CHUNKS), _LARGEST_CHUNK)
         kind = "cuda" if device.type == "cuda" else "cpu"
@@ -134,9 +117,7 @@ class Exact:
     @torch.no_grad()
     def answer(self) -> None:
         """Answer all samples anew from the features of the model as it is; no block is run."""
-        for numbers, logits in self.tower.logits():
-            self.current.record(np.zeros_like(numbers), numbers, logits)
-        self.result = self.current.results(np.zeros(1, np.int64))[0]
+        self.result = self.current.result(self.tower.logits())
         self.hardest_first = self.objective.hardest_first(self.current.wrong[0], self.current.confidence[0])
         self._own_values: dict[int, int] = {}
 

@@ -18,18 +18,12 @@ Work = Counter[str]  # "layer_evaluations", blocks run on one sample; "multiply_
 
 
 class WorkingModel:
-    """A private copy of a model with one member that can be entered at any block and loses heads for good.
-
-    Attributes:
-        ensemble: The copy, also used for its stem and readout.
-        work: Counts every block that is run.
-        kept: Original indices of the heads left, by layer.
-    """
+    """A private copy of a model with one member that can be entered at any block and loses heads for good."""
 
     def __init__(self, model: Ensemble, off: Sequence[Head], work: Work) -> None:
-        self.ensemble, self.work = working_copy(model, None, None), work
-        self.kept = [list(layer) for layer in model.heads[0]]
-        self.layers = model.num_layers
+        self.ensemble, self.work = working_copy(model, None, None), work  # counts every block that is run
+        self.kept = [list(layer) for layer in model.heads[0]]  # original indices of the heads left, by layer
+        self.blocks, self.layers = cast(Sequence[Block], self.ensemble.encoder.layers), model.num_layers
         self._read = model.readout.tokens_read()
         for head in off:
             self.drop(head)
@@ -43,27 +37,19 @@ class WorkingModel:
         z = self._mix(layer, x, key_mask)  # [B, T', H, d_k]
         if gates is not None:
             z = z * gates[:, None, :, None].to(z.dtype)
-        return self._finish(layer, self._needed(layer, x), self._block(layer).attention.project(z, 1))
+        return self._finish(layer, self._needed(layer, x), self.blocks[layer].attention.project(z, 1))
 
     def block_without(
         self, layer: int, x: Tensor, key_mask: Tensor | None, rows: Tensor, heads: Sequence[tuple[int, slice]]
     ) -> Tensor:
-        """Run one block P times, each time without one head, on inputs that several of the runs share.
+        """Run one block P times, each time without one head, on inputs `[1, S, T, d]` that the runs share.
 
-        The attention is computed once for each input; a run takes the part of its head off.
-
-        Args:
-            layer: The block.
-            x: `[1, S, T, d]`, the different inputs.
-            key_mask: `[S, T]` or None.
-            rows: `[P]`, the input of each run.
-            heads: Original index of a head, and the runs that go without it; together they cover all P.
-
-        Returns:
-            `[1, P, T', d]`.
+        The attention is computed once for each input; a run takes the part of its head off. `rows` `[P]` is the input
+        of each run; `heads` are original indices with the runs that go without them, and cover all P. Returns
+        `[1, P, T', d]`.
         """
         self._count(layer, x.shape[2], inputs=x.shape[1], outputs=len(rows), heads_off=len(rows))
-        attention = self._block(layer).attention
+        attention = self.blocks[layer].attention
         z = self._mix(layer, x, key_mask)  # [S, T', H, d_k]
         attended = attention.project(z, 1)[0].index_select(0, rows)  # [S, T', d] -> [P, T', d]
         for head, runs in heads:
@@ -81,7 +67,7 @@ class WorkingModel:
 
     def drop(self, head: Head) -> None:
         """Take a head out: its rows leave the projections, and later passes cost less."""
-        kept, attention = self.kept[head.layer], self._block(head.layer).attention
+        kept, attention = self.kept[head.layer], self.blocks[head.layer].attention
         position = kept.index(head.head)
         del kept[position]
         rows = torch.tensor([row for row in range(len(kept) + 1) if row != position], dtype=torch.long)
@@ -94,16 +80,15 @@ class WorkingModel:
 
     def _mix(self, layer: int, x: Tensor, key_mask: Tensor | None) -> Tensor:
         """Outputs of the single heads of a block, `[B, T', H, d_k]`."""
-        block = self._block(layer)
+        block = self.blocks[layer]
         x = block.attention_input(x)
         if self._has_few_queries(layer):
             return few_queries(block.attention, x[0], key_mask, self._needed(layer, x)[0])
         return block.attention.mix(x, key_mask, self._read if layer == self.layers - 1 else None)
 
     def _finish(self, layer: int, residual: Tensor, attended: Tensor) -> Tensor:
-        block = self._block(layer)
-        scale = block.attention.scale
-        return block.finish(residual, attended if scale is None else attended * scale[:, None, None, :])
+        scale = self.blocks[layer].attention.scale
+        return self.blocks[layer].finish(residual, attended if scale is None else attended * scale[:, None, None, :])
 
     def _needed(self, layer: int, x: Tensor) -> Tensor:
         """The tokens `[1, B, T', d]` whose output is needed: after the last block, those that the readout reads."""
@@ -111,7 +96,7 @@ class WorkingModel:
 
     def _has_few_queries(self, layer: int) -> bool:
         """Whether the block has queries of one or two tokens, and keys that are linear in its input."""
-        attention = self._block(layer).attention
+        attention = self.blocks[layer].attention
         linear = not attention.causal and attention.key_norm is None and bool(self.kept[layer])
         return linear and layer == self.layers - 1 and self._read is not None
 
@@ -119,32 +104,20 @@ class WorkingModel:
         """Count a block with attention for `inputs` samples and an MLP for `outputs`."""
         encoder = self.ensemble.config.encoder
         queries = tokens if layer < self.layers - 1 else _tokens_read(self._read, tokens)
-        cost = few_queries_cost if self._has_few_queries(layer) else attention_cost
-        products = inputs * cost(encoder, len(self.kept[layer]), tokens, queries)
+        few = self._has_few_queries(layer)
+        products = inputs * attention_cost(encoder, len(self.kept[layer]), tokens, queries, few)
         products += outputs * mlp_cost(encoder, queries)
         products += heads_off * queries * encoder.head_dim * encoder.width  # the output projection of one head each
         self.work["layer_evaluations"] += outputs + (inputs if heads_off else 0)
         self.work["multiply_adds"] += products
 
-    def _block(self, layer: int) -> Block:
-        return cast(Block, self.ensemble.encoder.layers[layer])
-
 
 def few_queries(attention: Attention, x: Tensor, key_mask: Tensor | None, asking: Tensor) -> Tensor:
-    """Attention from a few tokens, without the keys and values of all the others.
+    """Attention of the tokens `asking` `[B, T', d]` to all tokens `x` `[B, T, d]`, as `[B, T', H, d_k]`.
 
     The score of a token is (W_q a) · (W_k x) = (W_kᵀ W_q a) · x, and the mixture of values is W_v applied to a
     mixture of inputs; so W_k and W_v are applied once for each query, not once for each token. The bias of the
-    keys adds the same to all scores of a query and drops out.
-
-    Args:
-        attention: One copy, no norm on queries or keys, not causal.
-        x: `[B, T, d]`, the input of all tokens.
-        key_mask: `[B, T]`, true where a token may be attended to; None when all may.
-        asking: `[B, T', d]`, the input of the tokens that ask.
-
-    Returns:
-        `[B, T', H, d_k]`.
+    keys adds the same to all scores of a query and drops out. The keys have no norm, and nothing is causal.
     """
     heads, _, head_dim, _ = attention.qkv.shape
     to_query, to_key, to_value = attention.qkv.unbind(1)  # each [H, d_k, d]
@@ -163,14 +136,11 @@ def few_queries(attention: Attention, x: Tensor, key_mask: Tensor | None, asking
 # --- multiply-adds of one sample ---------------------------------------------------------------------------
 
 
-def attention_cost(encoder: EncoderConfig, heads: int, tokens: int, queries: int) -> int:
-    """Attention with some heads over all tokens, for the queries of some of them."""
+def attention_cost(encoder: EncoderConfig, heads: int, tokens: int, queries: int, few: bool = False) -> int:
+    """Attention with some heads over all tokens, for the queries of some of them; `few`, as `few_queries` does it."""
+    if few:
+        return heads * queries * encoder.width * (4 * encoder.head_dim + 2 * tokens)
     return 2 * heads * encoder.head_dim * (encoder.width * (queries + tokens) + queries * tokens)
-
-
-def few_queries_cost(encoder: EncoderConfig, heads: int, tokens: int, queries: int) -> int:
-    """The same without keys and values of all tokens, as `few_queries` does it."""
-    return heads * queries * (4 * encoder.head_dim * encoder.width + 2 * tokens * encoder.width)
 
 
 def mlp_cost(encoder: EncoderConfig, queries: int) -> int:

@@ -75,16 +75,21 @@ def tower_of(model: Ensemble | DualEncoder, head: Head) -> Ensemble:
     """The transformer a head lies in."""
     towers = towers_of(model)
     if head.tower not in towers:
-        kind = "an ensemble has" if isinstance(model, Ensemble) else "a dual encoder has"
         examples = " or ".join(f"Head({head.layer}, {head.head}, {name!r})" for name in towers)
-        raise HeadError(f"head {head} lies in tower {head.tower!r}; {kind} {list(towers)}, such as {examples}")
+        raise HeadError(f"head {head} lies in tower {head.tower!r}; this model has {list(towers)}, such as {examples}")
     return towers[head.tower]
 
 
-def require_heads(model: Ensemble | DualEncoder, heads: Iterable[Head]) -> None:
-    """Refuse heads that do not exist, or were pruned."""
-    for head in heads:
+def off_and_left(
+    model: Ensemble | DualEncoder, towers: Iterable[str], layers: Iterable[int] | None, removed: Iterable[HeadLike] = ()
+) -> tuple[tuple[Head, ...], list[Head]]:
+    """Heads that are off, each of which exists, and those left in some layers (None: in all) of some towers."""
+    off, parts = as_heads(removed), towers_of(model)
+    for head in off:
         head_rows(tower_of(model, head).config, head)
+    chosen = None if layers is None else tuple(layers)
+    existing = (head for name in towers for head in existing_heads(parts[name].config, chosen, tower=name))
+    return off, [head for head in existing if head not in off]
 
 
 def attention_of(ensemble: Ensemble, layer: int) -> Attention:
@@ -93,13 +98,7 @@ def attention_of(ensemble: Ensemble, layer: int) -> Attention:
 
 
 def working_copy(ensemble: Ensemble, dtype: torch.dtype | None, device: torch.device | None) -> Ensemble:
-    """A private copy in evaluation mode, whose flags and weights may be changed freely.
-
-    Args:
-        ensemble: The original.
-        dtype: Its precision; None for that of the original.
-        device: Its place; None for that of the original.
-    """
+    """A private copy in evaluation mode, whose flags and weights may be changed freely; None is as the original."""
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"dtype must be a floating-point type such as torch.float32, got {dtype}")
     return Ensemble.from_state(ensemble.config, ensemble.state_dict()).to(device, dtype).requires_grad_(False)

@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import ConfigError, HeadError, SameMembersError
 from ..model.clip import DualEncoder
 from ..model.ensemble import Ensemble
-from .masking import existing_heads, towers_of
+from .masking import off_and_left, towers_of
 from .ranking import Head, HeadRanking
 
 Members = tuple[tuple[Head, ...], ...]
@@ -46,12 +46,9 @@ def circuit_members(
     for score in needed:
         if rankings[score].score != score:
             raise HeadError(f"rankings[{score!r}] is a ranking for {rankings[score].score!r}; swap them")
-    chosen = _firsts(
-        [rankings[score] for score in needed],
-        prune,
-        [f"the circuit for {score!r}" for score in needed],
-        "use another `prune`, more or other data for the circuits, or members sampled from one circuit",
-    )
+    circuits = {f"the circuit for {score!r}": rankings[score] for score in needed}
+    remedy = "use another `prune`, more or other data for the circuits, or members sampled from one circuit"
+    chosen = _firsts(circuits, prune, remedy)
     if members > len(chosen):
         average = rankings["avg"]
         heads = average.first(len(average) if pool is None else pool)
@@ -62,28 +59,19 @@ def circuit_members(
 def taylor_members(rankings: Sequence[HeadRanking], prune: int) -> Members:
     """One member per Taylor ranking; the rankings were made with different seeds."""
     _require_counts(prune, len(rankings))
-    names = [
-        f"ranking {index} (seed {ranking.provenance.get('seed')}, calibration_batches "
-        f"{ranking.provenance.get('calibration_batches')})"
-        for index, ranking in enumerate(rankings)
-    ]
+    named = {}
+    for index, ranking in enumerate(rankings):
+        seed, batches = (ranking.provenance.get(name) for name in ("seed", "calibration_batches"))
+        named[f"ranking {index} (seed {seed}, calibration_batches {batches})"] = ranking
     remedy = "rank with another seed and fewer `calibration_batches` for each member, or change `prune`"
-    return tuple(_firsts(rankings, prune, names, remedy))
+    return tuple(_firsts(named, prune, remedy))
 
 
 def distinct_taylor(rank: Callable[[int], HeadRanking], prune: int, members: int) -> list[tuple[int, HeadRanking]]:
-    """Taylor rankings, one a member, no two of which remove the same `prune` heads.
+    """Taylor rankings with the number of their draw, one a member, no two of which remove the same `prune` heads.
 
-    Args:
-        rank: Makes the ranking of a draw, 0, 1, 2, …; what differs between draws (the seed) is its own affair.
-        prune: Heads each member loses.
-        members: Number of members.
-
-    Returns:
-        The number of the draw and its ranking, for each member. A draw that repeats an earlier member is passed over.
-
-    Raises:
-        SameMembersError: `TAYLOR_DRAWS` rankings per member did not give enough different members.
+    `rank` makes the ranking of a draw, 0, 1, 2, …, each with its own seed. A draw that repeats an earlier member is
+    passed over; `TAYLOR_DRAWS` a member without enough different ones raise a `SameMembersError`.
     """
     rankings: list[HeadRanking] = []
     kept: dict[frozenset[Head], int] = {}  # the draw that first chose these heads
@@ -127,30 +115,27 @@ def random_members(
             f"random_members draws from the heads of one model, got {model.num_members} members; take one of them "
             "with model.member(i)"
         )
-    chosen = None if layers is None else tuple(layers)
-    heads = [
-        head for name, tower in towers_of(model).items() for head in existing_heads(tower.config, chosen, tower=name)
-    ]
+    _, heads = off_and_left(model, towers_of(model), layers)
     return tuple(_draw_distinct(heads, prune, members, seed, (), "layers"))
 
 
-def _firsts(rankings: Sequence[HeadRanking], prune: int, names: Sequence[str], remedy: str) -> list[tuple[Head, ...]]:
+def _firsts(rankings: Mapping[str, HeadRanking], prune: int, remedy: str) -> list[tuple[Head, ...]]:
     """The first heads of each ranking; refuses rankings of different models, and those that choose the same heads."""
-    models = {ranking.provenance["model"] for ranking in rankings if "model" in ranking.provenance}
+    models = {ranking.provenance["model"] for ranking in rankings.values() if "model" in ranking.provenance}
     if len(models) > 1:
         raise HeadError(
             f"the rankings were made from {len(models)} different models (fingerprints "
             f"{sorted(str(model)[:12] for model in models)}); members of one ensemble need rankings of one model"
         )
-    chosen = [ranking.first(prune) for ranking in rankings]
+    chosen = {name: ranking.first(prune) for name, ranking in rankings.items()}
     named: dict[frozenset[Head], str] = {}
-    for heads, name in zip(chosen, names, strict=True):
+    for name, heads in chosen.items():
         other = named.setdefault(frozenset(heads), name)
         if other != name:
             raise SameMembersError(
                 f"{other} and {name} remove the same {prune} heads, so two members would be identical; {remedy}"
             )
-    return chosen
+    return list(chosen.values())
 
 
 def _draw_distinct(
@@ -183,7 +168,5 @@ def _draw_distinct(
 
 
 def _require_counts(prune: int, members: int) -> None:
-    if prune < 1:
-        raise HeadError(f"each member must lose at least one head, got prune={prune}")
-    if members < 1:
-        raise HeadError(f"an ensemble needs at least one member, got {members}")
+    if prune < 1 or members < 1:
+        raise HeadError(f"at least one member must lose at least one head, got members={members}, prune={prune}")

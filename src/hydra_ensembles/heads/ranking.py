@@ -80,12 +80,7 @@ def model_fingerprint(model: Ensemble | DualEncoder) -> str:
 
 
 def data_fingerprint(batches: Batches, name: str = "data") -> str:
-    """SHA-256 over all samples and labels, in their order; see `DataFingerprint`.
-
-    Args:
-        batches: Batches as the rest of the library takes them; a generator is used up.
-        name: What to call the data in an error message.
-    """
+    """SHA-256 over all samples and labels, in their order; see `DataFingerprint`. An error calls the data `name`."""
     fingerprint = DataFingerprint()
     for inputs, labels in iterate(batches, name):
         fingerprint.update(inputs, labels)
@@ -110,22 +105,18 @@ class DataFingerprint:
         if labels is not None:
             tensors["labels"] = labels
         for key, tensor in tensors.items():
-            self._add(key, tensor)
+            digest = self._digests.setdefault(key, hashlib.sha256())
+            layout = [str(tensor.dtype), list(tensor.shape[1:])]
+            if self._layouts.get(key) != layout:  # a change of layout is written into the stream
+                self._layouts[key] = layout
+                digest.update(json.dumps([self.samples, layout]).encode())
+            digest.update(tensor_bytes(tensor))
         self.samples += len(next(iter(tensors.values())))
 
     def hexdigest(self) -> str:
         """The fingerprint of everything taken in so far."""
         parts = [[key, self._digests[key].hexdigest()] for key in sorted(self._digests)]
         return hashlib.sha256(json.dumps([self.samples, parts]).encode()).hexdigest()
-
-    def _add(self, key: str, tensor: Tensor) -> None:
-        """Append to the stream of one field; a change of layout is written into the stream."""
-        digest = self._digests.setdefault(key, hashlib.sha256())
-        layout = [str(tensor.dtype), list(tensor.shape[1:])]
-        if self._layouts.get(key) != layout:
-            self._layouts[key] = layout
-            digest.update(json.dumps([self.samples, layout]).encode())
-        digest.update(tensor_bytes(tensor))
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -180,13 +171,10 @@ class HeadRanking:
         require_whole("count", count, 0)
         if self.only is not None and count != self.only:
             raise HeadError(
-                f"this ranking ({self.method}) was made for exactly {self.only} heads, {count} were asked for; "
-                f"rank again with budget={count}"
+                f"this ranking ({self.method}) is for exactly {self.only} heads, not {count}; rank with budget={count}"
             )
-        if not 0 <= count <= len(self.heads):
-            raise HeadError(
-                f"{count} heads were asked for, the ranking has {len(self.heads)}; rank again with a larger budget"
-            )
+        if count > len(self):
+            raise HeadError(f"{count} heads were asked for, the ranking has {len(self)}; rank with a larger budget")
         return self.heads[:count]
 
     def save(self, path: str | Path) -> None:
@@ -197,22 +185,9 @@ class HeadRanking:
     def load(cls, path: str | Path) -> "HeadRanking":
         """Read a ranking that `save` wrote."""
         try:
-            saved = from_plain(_SavedRanking, parse_json(Path(path).read_bytes(), "the file"), "ranking")
-            return cls(**vars(saved))
+            return from_plain(cls, parse_json(Path(path).read_bytes(), "the file"), "ranking", complete=True)
         except (OSError, ValueError) as error:
             raise HeadError(f"{path} is not a saved head ranking: {error}") from error
-
-
-@dataclass(frozen=True)
-class _SavedRanking:
-    """The fields of a ranking as a file holds them, for checking one by one."""
-
-    heads: tuple[tuple[int, int, str], ...]
-    scores: tuple[float, ...]
-    method: str
-    score: str
-    provenance: Mapping[str, Any]
-    only: int | None
 
 
 def overlap(first: HeadRanking, second: HeadRanking, count: int) -> float:

@@ -19,8 +19,8 @@ from ..errors import ConfigError, DataError, HeadError
 from ..model.clip import DualEncoder, require_ensemble
 from ..model.config import require_whole
 from ..model.ensemble import Ensemble
-from .masking import attention_of, checked_layers, existing_heads, head_rows, masked, require_heads, working_copy
-from .ranking import DataFingerprint, Head, HeadLike, HeadRanking, as_heads, model_fingerprint, require_budget
+from .masking import TOWER, attention_of, checked_layers, head_rows, masked, off_and_left, working_copy
+from .ranking import DataFingerprint, Head, HeadLike, HeadRanking, model_fingerprint, require_budget
 
 Scope = Literal["layer", "global"]
 NAME = "the calibration data"
@@ -74,9 +74,8 @@ def taylor(
     _require_single_classifier(ensemble)
     if scope not in get_args(Scope):
         raise ConfigError(f"scope must be one of {list(get_args(Scope))}, got {scope!r}")
-    chosen_layers, off = checked_layers(ensemble.config, layers), as_heads(removed)
-    require_heads(ensemble, off)
-    candidates = [head for head in existing_heads(ensemble.config, chosen_layers) if head not in set(off)]
+    chosen_layers = checked_layers(ensemble.config, layers)
+    off, candidates = off_and_left(ensemble, [TOWER], chosen_layers, removed)
     steps = _steps(candidates, chosen_layers, budget, scope)
     count = None if calibration_batches is None else require_whole("calibration_batches", calibration_batches, 1)
     seed = require_whole("seed", seed, 0)
@@ -115,31 +114,21 @@ def taylor(
 def head_importance(
     model: Ensemble, batches: Iterable[tuple[int, Inputs, Tensor]], heads: Sequence[Head]
 ) -> list[float]:
-    """Taylor scores of the given heads, after one pass over the batches.
+    """Taylor scores of some heads of a model as it is, after one pass over batches with their positions.
 
-    Args:
-        model: One member, in the mode and with the heads switched off that are to be scored. Which of its
-            parameters require gradients is changed.
-        batches: Position (for error messages), inputs and labels of each batch.
-        heads: The heads to score.
+    Which of its parameters require gradients is changed.
     """
-    layers = sorted({head.layer for head in heads})
-    weights = [attention_of(model, layer).qkv for layer in layers]
-    gradients = gradients_of_mean_loss(model, batches, weights)
-    scores = {
-        layer: layer_scores(weight, gradient, f"layer {layer}")
-        for layer, weight, gradient in zip(layers, weights, gradients, strict=True)
-    }
+    weights = {head.layer: attention_of(model, head.layer).qkv for head in heads}
+    gradients = gradients_of_mean_loss(model, batches, list(weights.values()))
+    found = zip(weights.items(), gradients, strict=True)
+    scores = {layer: layer_scores(weight, gradient, f"layer {layer}") for (layer, weight), gradient in found}
     return [float(scores[head.layer][head_rows(model.config, head)[0]]) for head in heads]
 
 
 def layer_scores(weight: Tensor, gradient: Tensor, where: str) -> Tensor:
-    """Scores `[K]` of the heads of a layer: the mean of |W · dL/dW| over their rows of query, key and value.
+    """Scores `[K]` of the heads of a layer, the mean of |W · dL/dW| over query, key and value, `[K, 3, d_k, d]` each.
 
-    Args:
-        weight: Input projections `[K, 3, d_k, d]`.
-        gradient: Of the mean loss, of the same shape.
-        where: What an error calls the layer.
+    `where` is what an error calls the layer.
     """
     sensitivity = (weight.detach().cpu().double() * gradient.cpu().double()).abs()
     scores = sensitivity.mean((2, 3)).mean(1)  # [K, 3] for query, key, value -> [K]
@@ -156,8 +145,7 @@ def gradients_of_mean_loss(
 ) -> list[Tensor]:
     """Gradient of the mean cross-entropy over all samples, for some parameters of a model with one member.
 
-    Which parameters require gradients is changed: these and no others, so that nothing below the first of them is
-    recorded for the backward pass.
+    No other parameters require gradients afterwards, so that nothing below the first is recorded for the way back.
     """
     model.requires_grad_(False)
     for weight in weights:
@@ -184,9 +172,8 @@ def gradients_of_mean_loss(
 def _require_single_classifier(ensemble: Ensemble | DualEncoder) -> None:
     if isinstance(ensemble, DualEncoder):
         raise ConfigError(
-            "taylor ranks the heads of one transformer, got a dual encoder: the scores of its two towers lie on "
-            "different scales and do not compare. Rank the image tower, as taylor(zero_shot(dual, class_names), …); "
-            "for both towers together use extract_circuit"
+            "taylor ranks the heads of one transformer, got a dual encoder, whose towers do not compare. Rank the image "
+            "tower, as taylor(zero_shot(dual, class_names), …); for both towers together use extract_circuit"
         )
     require_ensemble(ensemble, "taylor")
     if ensemble.num_members != 1:
@@ -210,15 +197,15 @@ def _steps(
             f'budget {budget} cannot be spread evenly over {len(layers)} layers (scope="layer"); use a multiple '
             f'of {len(layers)}, or scope="global"'
         )
-    each = budget // len(layers)
-    steps = [([head for head in candidates if head.layer == layer], each) for layer in layers]
-    for layer, (heads, _) in zip(layers, steps, strict=True):
+    each, steps = budget // len(layers), []
+    for layer in layers:
+        heads = [head for head in candidates if head.layer == layer]
         if len(heads) < each:
             raise HeadError(
-                f"budget {budget} takes {each} heads from each of {len(layers)} layers, but layer {layer} has "
-                f"only {len(heads)} left; lower the budget, leave the layer out of `layers`, or use "
-                'scope="global"'
+                f"budget {budget} takes {each} heads from each layer, but layer {layer} has only {len(heads)} left; "
+                'lower the budget, leave the layer out of `layers`, or use scope="global"'
             )
+        steps.append((heads, each))
     return steps
 
 
@@ -228,22 +215,13 @@ def _steps(
 class CalibrationBatches:
     """Labelled batches out of a source, checked and fingerprinted as they are read, once.
 
-    A source that has random numbers of its own starts from the seed; PyTorch's global ones are the caller's to seed.
-
-    Args:
-        source: Batches with labels.
-        count: How many to draw; None takes all of them, whatever the seed.
-        seed: Decides which.
-        classes: Number of classes the labels must fit.
-
-    Attributes:
-        indices: Positions in the source of the batches read.
-        fingerprint: Of the samples read.
+    `count` are drawn by the seed; None takes all of them. A source that has random numbers of its own starts from the
+    seed; PyTorch's global ones are the caller's to seed.
     """
 
     def __init__(self, source: Batches, count: int | None, seed: int, classes: int) -> None:
         self._source, self._count, self._seed, self._classes = source, count, seed, classes
-        self.indices: list[int] = []
+        self.indices: list[int] = []  # positions in the source of the batches read
         self.fingerprint = DataFingerprint()
 
     def __iter__(self) -> Iterator[tuple[int, Inputs, Tensor]]:
@@ -274,7 +252,16 @@ def drawn(source: Batches, count: int | None, seed: int) -> Iterator[tuple[int, 
         samples = list(source.batch_sampler)  # which samples make up each batch
         chosen = _positions(keys, len(samples), count)
         torch.default_generator.manual_seed(seed)  # what is random about the samples does not depend on the sampler
-        yield from zip(chosen, _loader_of(source, [samples[index] for index in chosen]), strict=True)
+        loader = DataLoader(  # of these batches alone, so that the samples of the others need not be read
+            source.dataset,
+            batch_sampler=[samples[index] for index in chosen],
+            num_workers=min(source.num_workers, len(chosen)),
+            collate_fn=source.collate_fn,
+            timeout=source.timeout,
+            worker_init_fn=source.worker_init_fn,
+            multiprocessing_context=source.multiprocessing_context,
+        )
+        yield from zip(chosen, loader, strict=True)
     else:  # batches can only be read in turn; no more are held than are drawn
         keyed = ((keys.random(), index, batch) for index, batch in enumerate(source))
         smallest = heapq.nsmallest(count, keyed, key=itemgetter(0, 1))
@@ -293,16 +280,3 @@ def _require_enough(total: int, count: int) -> None:
         raise DataError(
             f"calibration_batches is {count}, but {NAME} has {total} batches; ask for fewer, or make them smaller"
         )
-
-
-def _loader_of(loader: DataLoader[Any], batches: list[Any]) -> DataLoader[Any]:
-    """A loader for some batches of another one, so that the samples of the others need not be read."""
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=batches,
-        num_workers=min(loader.num_workers, len(batches)),
-        collate_fn=loader.collate_fn,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-    )

@@ -14,7 +14,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]  # the helpers of the tests
 
 from circuit_models import random_problem  # noqa: E402
-from hydra_ensembles.circuit.journal import Journal, Step  # noqa: E402
+from hydra_ensembles.circuit.extract import Journal, Step  # noqa: E402
 
 BUDGET = 5
 KILLED = 9

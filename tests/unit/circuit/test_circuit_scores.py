@@ -13,7 +13,6 @@ from hydra_ensembles.circuit.scores import (
     Objective,
     Samples,
     Score,
-    discordances,
     judge,
     quantum,
 )
@@ -49,27 +48,16 @@ def test_the_first_of_tied_classes_is_the_answer() -> None:
     logits = torch.tensor([[0.0, 2.0 - 1e-14, 2.0], [0.0, 2.0, 2.0], [2.0, 0.0, 2.1]], dtype=torch.float64)
     wrong, _, _ = judge(logits, torch.tensor([1, 2, 2]), STEP)
     assert wrong.tolist() == [False, True, False]
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_logits_that_are_not_finite_are_noticed(bad: float) -> None:
-    logits = torch.tensor([[0.0, 1.0], [bad, 1.0]])
-    assert judge(logits, torch.zeros(2), STEP)[2].tolist() == [True, False]
-
-
-confidences = st.lists(st.integers(-4, 4), min_size=1, max_size=8)
+    bad = torch.tensor([[0.0, 1.0], [torch.nan, 1.0], [torch.inf, 1.0], [-torch.inf, 1.0]])
+    assert judge(bad, torch.zeros(4), STEP)[2].tolist() == [True, False, False, False]
 
 
 @settings(derandomize=True, deadline=None)
-@given(st.lists(st.tuples(confidences, confidences), min_size=1, max_size=3))
-def test_discordances_are_those_of_the_metrics(pairs: list[tuple[list[int], list[int]]]) -> None:
-    inside, outside = ([torch.tensor(pair[side]) for pair in pairs] for side in (0, 1))
-    sizes = {(len(a), len(b)) for a, b in zip(inside, outside, strict=True)}
-    for one, other in zip(inside, outside, strict=True):
-        assert int(discordances(one[None], other[None])) == discordance(-one, -other)
-    if len(sizes) == 1:
-        together = discordances(torch.stack(inside), torch.stack(outside))
-        assert together.tolist() == [discordance(-a, -b) for a, b in zip(inside, outside, strict=True)]
+@given(st.lists(st.tuples(*[st.integers(-4, 4)] * 7), min_size=1, max_size=3), st.integers(1, 6))
+def test_discordance_is_that_of_the_metrics(rows: list[tuple[int, ...]], inside: int) -> None:
+    table = torch.tensor(rows)
+    _, found = Objective("ood", inside, 7 - inside).count(table > 0, table)
+    assert found.tolist() == [discordance(-row[:inside], -row[inside:]) for row in table]
 
 
 def test_scores_from_integers() -> None:
@@ -124,11 +112,8 @@ def test_integers_beyond_forty_bits_are_right() -> None:
     table = answers(count, count)
     table.confidence[0] = 5  # everything ties: one unit for each pair
     table.wrong[0] = True
-    expected = (count, count**2)
-    assert expected[1] > 1 << 39
     assert 2 * count**2 > 1 << 40
-    (result,) = table.results(np.array([0]))
-    assert (result.errors, result.discordance) == expected
+    assert table.results(np.array([0]))[0][2:] == (count, count**2)
     table.confidence[0, :count] = 4  # every OOD sample is above every ID sample
     assert table.results(np.array([0]))[0].discordance == 2 * count**2
 

@@ -1,8 +1,5 @@
 """The screened method: approximate, cheap, and honest about it."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-
 import numpy as np
 import pytest
 import torch
@@ -18,15 +15,12 @@ from hydra_ensembles.heads.masking import existing_heads, working_copy
 from hydra_ensembles.heads.ranking import Head
 from trained_vit import id_pictures, ood_pictures, trained_vit
 
-Mode = Callable[[], AbstractContextManager[object]]
-
 MOST = [pytest.param(score, marks=pytest.mark.slow) if score == "ood" else score for score in SCORES]  # avg has both
 
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    images, others = id_pictures(40), ood_pictures(40)
-    return Problem(trained_vit(), [images], [others])
+    return Problem(trained_vit(), [id_pictures(40)], [ood_pictures(40)])
 
 
 def searches(problem: Problem, score: Score) -> tuple[Naive, Exact, list[Head]]:
@@ -47,22 +41,16 @@ def test_it_comes_close_to_the_exact_method(problem: Problem, score: Score) -> N
     assert screened.provenance["approximate"]
     assert screened.provenance["audit"]["steps"] == [0, 1]
     assert screened.scores[-1] >= exact.scores[-1] - 0.02
+    if score == "acc":  # in full precision they are the same method
+        assert screened.heads == exact.heads
 
 
-def test_for_the_accuracy_no_head_is_left_out(problem: Problem) -> None:
-    exact = problem.extract(method="exact", score="acc", budget=6)
-    screened = problem.extract(method="screened", score="acc", budget=6, screen_size=1)
-    assert screened.heads == exact.heads  # in full precision they are the same method
-    assert screened.provenance["errors"] == exact.provenance["errors"]
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_it_has_gradients_whatever_the_caller_switched_off(mode: Mode) -> None:
+def test_it_has_gradients_whatever_the_caller_switched_off() -> None:
     problem = random_problem()
-    expected = problem.extract(method="screened", score="avg", budget=2, screen_size=2)
-    with mode():
-        found = problem.extract(method="screened", score="avg", budget=2, screen_size=2)
-    assert (found.heads, found.scores) == (expected.heads, expected.scores)
+    expected = problem.extract(method="screened", budget=2, screen_size=2)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert problem.extract(method="screened", budget=2, screen_size=2) == expected
 
 
 def measured(exact: Exact) -> Shifts:
@@ -131,21 +119,15 @@ def test_audits_report_and_change_nothing() -> None:
     audit = audited.provenance["audit"]
     assert audit["steps"] == [0, 1, 2, 3]
     assert 0 < audit["divergences"] <= 4
-    assert audit["largest_excess"] > 0
-
-
-def test_an_audit_holds_the_choice_against_the_best_of_all() -> None:
-    problem = random_problem(seed=2)
-    screened = problem.extract(budget=1, method="screened", screen_size=1, audit_steps=1, score="ood")
-    best = problem.extract(budget=1, method="naive", score="ood")
-    missed = screened.provenance["discordance"][0] - best.provenance["discordance"][0]
-    assert screened.provenance["audit"]["largest_excess"] == missed
+    best = problem.extract(budget=1, method="naive", score="ood").provenance["discordance"][0]
+    first = problem.extract(**options | {"budget": 1}, audit_steps=1).provenance
+    assert first["audit"]["largest_excess"] == first["discordance"][0] - best
+    assert audit["largest_excess"] >= first["audit"]["largest_excess"] >= 0
 
 
 @pytest.mark.parametrize("score", MOST)
 def test_a_fraction_of_the_naive_work(problem: Problem, score: Score) -> None:
-    options = {"method": "screened", "score": score, "budget": 16, "audit_steps": 0, "dtype": torch.float32}
-    ranking = problem.extract(**options)
+    ranking = problem.extract(method="screened", score=score, budget=16, audit_steps=0, dtype=torch.float32)
     passes = 1 + sum(48 - step for step in range(16))
     assert ranking.provenance["screen_size"] == 16
     assert 10 * ranking.provenance["model_forwards"] <= passes
@@ -167,11 +149,10 @@ def test_a_third_of_the_heads_without_much_loss(score: Score, seed: int) -> None
 def test_reported_scores_are_those_of_the_model(problem: Problem) -> None:
     ranking = problem.extract(method="screened", score="avg", budget=3)
     naive, _, _ = searches(problem, "avg")
-    for head, errors, discordance in zip(
-        ranking.heads, ranking.provenance["errors"], ranking.provenance["discordance"], strict=True
-    ):
+    counts = zip(*(ranking.provenance[name] for name in ("errors", "discordance")), strict=True)
+    for head, expected in zip(ranking.heads, counts, strict=True):
         naive.remove(head)
-        assert naive.result[2:] == (errors, discordance)
+        assert naive.result[2:] == expected
 
 
 def test_products_are_precise_again_after_screening() -> None:

@@ -7,13 +7,18 @@ import torch
 from torch import Tensor
 
 from hydra_ensembles.errors import ConfigError, HeadError
-from hydra_ensembles.heads.masking import checked_layers, existing_heads, head_rows, masked
+from hydra_ensembles.heads.masking import checked_layers, head_rows, masked
 from hydra_ensembles.heads.ranking import Head
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.ensemble import Ensemble
-from random_ensembles import HEADS, LAYERS, SHAPES, random_batches, random_ensemble, without_heads
+from random_ensembles import HEADS, LAYERS, random_batches, random_ensemble, without_heads
 
 UNEQUAL = (((0, 2), (1,), (0, 1, 2, 3)), ((1, 2, 3), (), (0, 3)))  # two members
+
+
+def model_and_inputs(**options: Any) -> tuple[Ensemble, Any]:
+    ensemble = random_ensemble(**options)
+    return ensemble, random_batches(ensemble)[0][0]
 
 
 def bits(ensemble: Ensemble) -> dict[str, Tensor]:
@@ -22,20 +27,6 @@ def bits(ensemble: Ensemble) -> dict[str, Tensor]:
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_masked_equals_cut_out(shape: str) -> None:
-    ensemble = random_ensemble(shape)
-    inputs, _ = random_batches(ensemble)[0]
-    off = {(0, 1), (1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)}  # the last layer loses all its heads
-    before = ensemble(inputs)
-    with masked(ensemble, off) as inside:
-        assert inside is ensemble
-        logits = ensemble(inputs)
-    torch.testing.assert_close(logits, without_heads(ensemble, off)(inputs), rtol=1e-12, atol=1e-12)
-    assert (logits - before).abs().max() > 1e-3
-    assert torch.equal(ensemble(inputs), before)
 
 
 def test_restores_every_bit_whatever_happens() -> None:
@@ -47,19 +38,17 @@ def test_restores_every_bit_whatever_happens() -> None:
     with masked(ensemble, [(1, 2), (1, 3), (0, 0)]):
         assert not same(before, bits(ensemble))
     assert same(before, bits(ensemble))
-    with pytest.raises(KeyboardInterrupt), masked(ensemble, [(0, 0), (2, 1)]):
-        raise KeyboardInterrupt
-    assert same(before, bits(ensemble))
-    with pytest.raises(HeadError), masked(ensemble, [(0, 0), (0, HEADS)]):
-        pass
-    assert same(before, bits(ensemble))
+    for error, heads in ((KeyboardInterrupt, [(0, 0), (2, 1)]), (HeadError, [(0, 0), (0, HEADS)])):
+        with pytest.raises(error), masked(ensemble, heads):
+            raise KeyboardInterrupt
+        assert same(before, bits(ensemble))
 
 
 def test_nested_masks_add_up_and_come_off_one_by_one() -> None:
-    ensemble = random_ensemble()
-    inputs, _ = random_batches(ensemble)[0]
+    ensemble, inputs = model_and_inputs()
     before = bits(ensemble)
-    with masked(ensemble, [(0, 0), (1, 1)]):
+    with masked(ensemble, [(0, 0), (1, 1)]) as inside:
+        assert inside is ensemble
         outer = ensemble(inputs)
         with masked(ensemble, [(1, 1), (2, 2)]):
             both = ensemble(inputs)
@@ -87,19 +76,25 @@ def test_works_beside_an_optimiser() -> None:
 
 
 def test_gradients_across_the_end_of_a_mask_are_refused() -> None:
-    ensemble = random_ensemble()
-    inputs, _ = random_batches(ensemble)[0]
+    ensemble, inputs = model_and_inputs()
     with masked(ensemble, [(1, 1)]):
         logits = ensemble(inputs)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logits.sum().backward()
 
 
+def assert_masked_alone(ensemble: Ensemble, inputs: Any, logits: Tensor, off: list[list[tuple[int, int]]]) -> None:
+    """Each member's logits are those of the member by itself with these heads off."""
+    for member, heads in enumerate(off):
+        alone = ensemble.member(member)
+        with masked(alone, heads):
+            torch.testing.assert_close(logits[member], alone(inputs)[0])
+
+
 class TestMembers:
     @pytest.mark.parametrize("member", [0, 1])
     def test_one_member(self, member: int) -> None:
-        ensemble = random_ensemble(heads=UNEQUAL)
-        inputs, _ = random_batches(ensemble)[0]
+        ensemble, inputs = model_and_inputs(heads=UNEQUAL)
         off = [(0, 2), (2, 3)]
         before = ensemble(inputs)
         with masked(ensemble, off, member=member):
@@ -111,26 +106,18 @@ class TestMembers:
         assert not torch.equal(logits[member], before[member])
 
     def test_every_member_that_has_the_head(self) -> None:
-        ensemble = random_ensemble(heads=UNEQUAL)
-        inputs, _ = random_batches(ensemble)[0]
+        ensemble, inputs = model_and_inputs(heads=UNEQUAL)
         with masked(ensemble, [(0, 2), (0, 0)]):  # both members keep 0.2, only the first keeps 0.0
             logits = ensemble(inputs)
-        for member, off in enumerate(([(0, 2), (0, 0)], [(0, 2)])):
-            alone = ensemble.member(member)
-            with masked(alone, off):
-                torch.testing.assert_close(logits[member], alone(inputs)[0])
+        assert_masked_alone(ensemble, inputs, logits, [[(0, 2), (0, 0)], [(0, 2)]])
 
     @pytest.mark.parametrize(("sharing", "trunk"), [(Sharing(attention=True), 0), (Sharing(), 1)])
     def test_shared_attention(self, sharing: Sharing, trunk: int) -> None:
         heads = ((tuple(range(HEADS)),) * LAYERS,) * 3
-        ensemble = random_ensemble(heads=heads, sharing=sharing, trunk=trunk)
-        inputs, _ = random_batches(ensemble)[0]
+        ensemble, inputs = model_and_inputs(heads=heads, sharing=sharing, trunk=trunk)
         with masked(ensemble, [(0, 2)]):
             logits = ensemble(inputs)
-        for member in range(3):
-            alone = ensemble.member(member)
-            with masked(alone, [(0, 2)]):
-                torch.testing.assert_close(logits[member], alone(inputs)[0])
+        assert_masked_alone(ensemble, inputs, logits, [[(0, 2)]] * 3)
         with pytest.raises(HeadError, match="layer 0"):
             head_rows(ensemble.config, Head(0, 2), member=1)
 
@@ -160,17 +147,6 @@ class TestMembers:
 def test_what_does_not_exist(heads: list[Any], member: int | None, error: type[Exception], token: str) -> None:
     with pytest.raises(error, match=token), masked(random_ensemble(heads=UNEQUAL), heads, member):
         pass
-
-
-def test_existing_heads() -> None:
-    config = random_ensemble(heads=UNEQUAL).config
-    assert existing_heads(config, [2, 0], member=1) == (
-        (0, 1, "main"),
-        (0, 2, "main"),
-        (0, 3, "main"),
-        *(Head(2, head) for head in (0, 3)),
-    )
-    assert len(existing_heads(random_ensemble().config)) == LAYERS * HEADS
 
 
 @pytest.mark.parametrize("layers", [[], [0, 0], [3], [-1], [True], [0.5]])
