@@ -172,7 +172,7 @@ def gradients_of_mean_loss(
 def _require_single_classifier(ensemble: Ensemble | DualEncoder) -> None:
     if isinstance(ensemble, DualEncoder):
         raise ConfigError(
-            "taylor ranks the heads of one transformer, got a dual encoder, whose towers do not compare. Rank the image "
+            "taylor ranks the heads of one tower, got a dual encoder, whose towers do not compare. Rank its image "
             "tower, as taylor(zero_shot(dual, class_names), …); for both towers together use extract_circuit"
         )
     require_ensemble(ensemble, "taylor")
