@@ -190,16 +190,9 @@ def extract_circuit(
         )
         record = open_journal(journal, {**made_from, "settings": settings}, ranks)
         run.take_steps(record, progress)
-    provenance: dict[str, Any] = {
-        **made_from,
-        "seed": seed,
-        "device": place.type,
-        "layers": numbered,
-        "dtype": str(dtype),
-    }
-    if names:
-        provenance |= {"towers": chosen, "classes": len(names), "templates": sentences}
-    return run.ranking(record, provenance)
+    more = {"seed": seed, "device": place.type, "layers": numbered, "dtype": str(dtype)}
+    prompted = {"towers": chosen, "classes": len(names), "templates": sentences} if names else {}
+    return run.ranking(record, {**made_from, **more, **prompted})
 
 
 def _checked_classes(

@@ -82,8 +82,7 @@ def test_every_architecture(case: ArchitectureCase) -> None:
     labels[:2] = torch.tensor([0, 1])
     inside, outside = varied(case.inputs(), 8, seed=1), varied(case.inputs(), 6, seed=2)
     batches = [({name: one[part] for name, one in inside.items()}, labels[part]) for part in (slice(5), slice(5, 8))]
-    for score in SCORES:
-        assert_same_choices(Problem(model, batches, [outside]), score=score, budget=2)
+    assert_same_choices(Problem(model, batches, [outside]), score="avg", budget=2)  # it has both integers
 
 
 def varied(inputs: Inputs, count: int, seed: int) -> dict[str, Tensor]:

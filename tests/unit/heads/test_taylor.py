@@ -177,12 +177,14 @@ class TestCalibrationData:
         chosen = drawn[0].provenance["batches"]
         assert taylor(ensemble, [batches[index] for index in chosen], **options).scores == drawn[0].scores
 
-    @pytest.mark.parametrize("kind", ["global", "shuffle", "sampler", "batch_sampler"])
+    @pytest.mark.parametrize("kind", ["global", "shuffle", "sampler", "batch_sampler", "library"])
     @pytest.mark.parametrize("count", [2, None])
     def test_a_shuffling_loader_follows_the_seed(self, kind: str, count: int | None) -> None:
         """Whether it draws from PyTorch's random numbers or from its own, and they are left as they were."""
         ensemble = random_ensemble()
-        data = TensorDataset(*joined(random_batches(ensemble, (30,))))  # type: ignore[arg-type]
+        images, labels = joined(random_batches(ensemble, (30,)))
+        data = TensorDataset(images, labels)  # type: ignore[arg-type]
+        numbered = list(zip(images, labels.tolist(), strict=True))
         generator = torch.Generator().manual_seed(3)
         sampler = RandomSampler(data, generator=generator)
         source = {
@@ -190,6 +192,7 @@ class TestCalibrationData:
             "shuffle": DataLoader(data, batch_size=4, shuffle=True, generator=generator),
             "sampler": DataLoader(data, batch_size=4, sampler=sampler),
             "batch_sampler": DataLoader(data, batch_sampler=BatchSampler(sampler, 4, drop_last=False)),
+            "library": data_batches(numbered, torch.stack, 4, shuffle=True),
         }[kind]
 
         def rank(seed: int) -> Any:
@@ -217,17 +220,6 @@ class TestCalibrationData:
         assert caught.tb is not None  # its frames are alive, so nothing was put back by their end
         assert torch.equal(torch.get_rng_state(), states[0])
         assert torch.equal(generator.get_state(), states[1])
-
-    def test_the_loaders_of_the_library_have_a_stream_per_seed(self) -> None:
-        ensemble = random_ensemble()
-        ((images, labels),) = random_batches(ensemble, (30,))
-        source = data_batches(list(zip(images, labels.tolist(), strict=True)), torch.stack, 4, shuffle=True)
-        source.set_epoch(2)
-        first = taylor(ensemble, source, budget=3, seed=0)
-        assert (source.epoch, source.stream) == (2, None)
-        source.set_epoch(3)
-        assert taylor(ensemble, source, budget=3, seed=0) == first
-        assert taylor(ensemble, source, budget=3, seed=1).provenance["data"] != first.provenance["data"]
 
     def test_a_loader_reads_only_what_is_drawn(self) -> None:
         ensemble, batches = model_and_batches((3,) * 6)
