@@ -83,7 +83,7 @@ def both_without(model: Ensemble, texts: Texts, batch_size: int, work: Work, hea
     of_image, of_text = of_tower(heads, text=False), of_tower(heads, text=True)
     with masked(model, untowered(of_image)), masked(texts.tower, untowered(of_text)):
         embedded = run_all(texts.tower, texts.prompts, batch_size, work)
-        use_classes(model, texts.classes(torch.cat([embeddings[0] for _, embeddings in embedded])))
+        use_classes(model, texts.classes(torch.cat([embeddings for _, embeddings in embedded])))
         yield
 
 

@@ -74,18 +74,16 @@ class Naive:
     @torch.no_grad()
     def evaluate(self, head: Head) -> Result:
         """The result with one more head off."""
+        answers = Answers(self.samples, self.objective, [head], self.model.dtype)
         with self._without([*self.off, *([] if head == NO_HEAD else [head])]):
-            return Answers(self.samples, self.objective, [head], self.model.dtype).result(
-                (numbers, logits[0])  # [1, B, C] -> [B, C]
-                for numbers, logits in run_all(self.model, self.samples, self.batch_size, self.work)
-            )
+            return answers.result(run_all(self.model, self.samples, self.batch_size, self.work))
 
 
 def run_all(model: Ensemble, samples: Samples, batch_size: int, work: Work) -> Iterator[tuple[IntArray, Tensor]]:
-    """Outputs of a whole model for all samples in batches, with their numbers; the work is counted."""
+    """Logits `[B, C]` of a whole model for all samples in batches, with their numbers; the work is counted."""
     for group in samples.groups:
         for rows in parts(len(group), batch_size):
-            yield group.numbers[rows], model(*group.take(rows))
+            yield group.numbers[rows], model(*group.take(rows))[0]  # [1, B, C] -> [B, C]
         work["layer_evaluations"] += len(group) * model.num_layers
         work["multiply_adds"] += forward_cost(model, group)
 
