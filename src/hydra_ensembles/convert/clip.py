@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import ConversionError
 from ..model.clip import DualEncoder
-from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, TextStemConfig, all_heads
+from ..model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig, TextStemConfig, all_heads
 from ..model.ensemble import Ensemble
 from ..model.layers import GroupedLinear
 from ..model.stem_readout import Projections, linear
@@ -33,7 +33,7 @@ from .core import (
     translate,
 )
 from .processors import read_processor
-from .transformers import activation_named, encoder_sizes, metadata_of_classifier, read_classes
+from .transformers import metadata_of_classifier, read_classes, read_encoder
 
 # --- the towers of transformers ------------------------------------------------------------------------------
 
@@ -69,29 +69,17 @@ _TEXT_TOWER: Weights = {
     **_LAYERS,
     "readout.norm": "final_layer_norm",
 }
-_IN_DUAL: dict[str, Weights] = {
-    "image": {
-        **below("vision_model.", _IMAGE_TOWER),
-        "readout.classifier": ("visual_projection", "classifier"),
-    },
-    "text": {**below("text_model.", _TEXT_TOWER), "readout.classifier": "text_projection"},
-}
 
 
-def _alone(tower: Weights, in_dual: Weights) -> Weights:
-    """Both spellings of a tower on its own: its tensors lie at the top, or (older releases) as in a dual encoder."""
-    return {name: (*alternatives(tower.get(name, ())), *alternatives(entry)) for name, entry in in_dual.items()}
+def _both_spellings(prefix: str, tower: Weights, *classifiers: str) -> Weights:
+    """A tower whose tensors lie at the top, or (in a dual encoder, and alone in older releases) under a prefix."""
+    nested = below(prefix, tower)
+    names = {name: (*alternatives(entry), *alternatives(nested[name])) for name, entry in tower.items()}
+    return {**names, "readout.classifier": classifiers}
 
 
-def _encoder(found: Any, name: str, causal: bool) -> EncoderConfig:
-    return EncoderConfig(
-        **encoder_sizes(found, name),
-        mlp_width=int(found.intermediate_size),
-        activation=activation_named(found.hidden_act, name),
-        norm_eps=float(found.layer_norm_eps),
-        causal=causal,
-        attention_dropout=float(found.attention_dropout),
-    )
+_IMAGE_WEIGHTS = _both_spellings("vision_model.", _IMAGE_TOWER, "visual_projection", "classifier")
+_TEXT_WEIGHTS = _both_spellings("text_model.", _TEXT_TOWER, "text_projection")
 
 
 def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
@@ -106,7 +94,7 @@ def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         norm=True,
         norm_eps=float(found.layer_norm_eps),
     )
-    encoder = _encoder(found, _IMAGE, causal=False)
+    encoder = read_encoder(found, _IMAGE)
     readout = _readout(getattr(model, "visual_projection", None), found, num_labels, _IMAGE)
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
@@ -119,7 +107,7 @@ def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         embedding_width=int(found.hidden_size),
         norm=False,
     )
-    encoder = _encoder(found, _TEXT, causal=True)
+    encoder = read_encoder(found, _TEXT, causal=True)
     end = int(found.eos_token_id)
     readout = replace(
         _readout(getattr(model, "text_projection", None), found, num_labels, _TEXT),
@@ -151,19 +139,19 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         name=_IMAGE,
         classes=(f"{_MODULE}.CLIPVisionModel", f"{_MODULE}.CLIPVisionModelWithProjection"),
         config=_image_config,
-        weights=_alone(_IMAGE_TOWER, _IN_DUAL["image"]),
+        weights=_IMAGE_WEIGHTS,
     ),
     Architecture(
         name=_TEXT,
         classes=(f"{_MODULE}.CLIPTextModel", f"{_MODULE}.CLIPTextModelWithProjection"),
         config=_text_config,
-        weights=_alone(_TEXT_TOWER, _IN_DUAL["text"]),
+        weights=_TEXT_WEIGHTS,
     ),
     Architecture(
         name=f"{_IMAGE} with classifier",
         classes=(f"{_MODULE}.CLIPForImageClassification",),
         config=_classifier_config,
-        weights=_IN_DUAL["image"],
+        weights=_IMAGE_WEIGHTS,
         ignored=("vision_model.post_layernorm",),
         metadata=metadata_of_classifier,
     ),
@@ -201,40 +189,23 @@ class DualArchitecture:
     text: tuple[Tower, ...]
 
 
+# In transformers the two towers lie side by side; each ignores what belongs to the other.
+_DUAL_IMAGE = replace(
+    ARCHITECTURES[0],
+    classes=(f"{_MODULE}.CLIPModel",),
+    ignored=("text_model.", "text_projection.", "logit_scale", "vision_model.embeddings.position_ids"),
+)
+_DUAL_TEXT = replace(
+    ARCHITECTURES[1],
+    classes=(f"{_MODULE}.CLIPModel",),
+    ignored=("vision_model.", "visual_projection.", "logit_scale", "text_model.embeddings.position_ids"),
+)
 DUAL_ARCHITECTURES: tuple[DualArchitecture, ...] = (
     DualArchitecture(
         name="transformers CLIP",
         classes=(f"{_MODULE}.CLIPModel",),
-        # The two towers lie side by side; each ignores what belongs to the other.
-        image=(
-            Tower(
-                "",
-                Architecture(
-                    name=_IMAGE,
-                    classes=(f"{_MODULE}.CLIPModel",),
-                    config=_image_config,
-                    weights=_IN_DUAL["image"],
-                    ignored=("text_model.", "text_projection.", "logit_scale", "vision_model.embeddings.position_ids"),
-                ),
-            ),
-        ),
-        text=(
-            Tower(
-                "",
-                Architecture(
-                    name=_TEXT,
-                    classes=(f"{_MODULE}.CLIPModel",),
-                    config=_text_config,
-                    weights=_IN_DUAL["text"],
-                    ignored=(
-                        "vision_model.",
-                        "visual_projection.",
-                        "logit_scale",
-                        "text_model.embeddings.position_ids",
-                    ),
-                ),
-            ),
-        ),
+        image=(Tower("", _DUAL_IMAGE),),
+        text=(Tower("", _DUAL_TEXT),),
     ),
     DualArchitecture(
         name="open_clip CLIP",

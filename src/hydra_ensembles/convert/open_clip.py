@@ -229,14 +229,6 @@ def _text_metadata(model: Any) -> Metadata:
     return Metadata(preprocessing=read_simple_tokenizer(tokenizer.SimpleTokenizer(context_length=model.context_length)))
 
 
-TEXT_IN_DUAL = Architecture(
-    name=_TEXT,
-    classes=("open_clip.model.CLIP",),
-    config=_text_config,
-    weights=_TEXT_WEIGHTS,
-    ignored=("visual.", "logit_scale", "logit_bias"),
-    metadata=_text_metadata,
-)
 IMAGE = Architecture(
     name=_IMAGE,
     classes=("open_clip.transformer.VisionTransformer",),
@@ -258,6 +250,7 @@ TEXT = Architecture(
     weights=_TEXT_WEIGHTS,
     metadata=_text_metadata,
 )
+TEXT_IN_DUAL = replace(TEXT, classes=("open_clip.model.CLIP",), ignored=("visual.", "logit_scale", "logit_bias"))
 ARCHITECTURES: tuple[Architecture, ...] = (IMAGE, IMAGE_FROM_TIMM, TEXT)
 
 

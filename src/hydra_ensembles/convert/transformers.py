@@ -63,8 +63,8 @@ def activation_named(name: Any, architecture: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def encoder_sizes(config: Any, architecture: str) -> dict[str, Any]:
-    """The fields of `EncoderConfig` that all families read from the same place.
+def read_encoder(config: Any, architecture: str, **settings: Any) -> EncoderConfig:
+    """The blocks that a configuration describes, with what a family reads in its own way as settings.
 
     Refuses configurations whose blocks are more, or less, than self-attention and an MLP.
     """
@@ -79,12 +79,20 @@ def encoder_sizes(config: Any, architecture: str) -> dict[str, Any]:
     head_dim = getattr(config, "head_dim", None)
     if not head_dim and width % heads:
         raise refuse(architecture, f"its width {width} is not a multiple of its {heads} heads")
-    return {
+    dropout = config.attention_dropout if hasattr(config, "attention_dropout") else config.attention_probs_dropout_prob
+    shared = {
         "width": width,
         "layers": int(config.num_hidden_layers),
         "heads": heads,
         "head_dim": int(head_dim or width // heads),
+        "mlp_width": int(settings.get("mlp_width") or config.intermediate_size),
+        "activation": activation_named(
+            config.hidden_act if hasattr(config, "hidden_act") else config.activation, architecture
+        ),
+        "norm_eps": float(settings.get("norm_eps") or config.layer_norm_eps),
+        "attention_dropout": float(dropout),
     }
+    return EncoderConfig(**{**shared, **settings})
 
 
 def read_classes(model: Any, classifier: Any, num_labels: int | None, architecture: str) -> tuple[int, bool]:
@@ -229,12 +237,9 @@ def _dinov2_weights(prefix: str) -> Weights:
 def _vit_config(model: Any, num_labels: int | None, name: str, distilled: bool = False) -> EnsembleConfig:
     found = model.config
     stem = _patch_stem(found, "bicubic", position_prefix=2 if distilled else 1, distillation_token=distilled)
-    encoder = EncoderConfig(
-        mlp_width=int(found.intermediate_size),
-        projection_dropout=float(found.hidden_dropout_prob),
-        output_dropout=float(found.hidden_dropout_prob),
-        **_image_sizes(found, name),
-    )
+    dropout = float(found.hidden_dropout_prob)
+    rates = {"projection_dropout": dropout, "output_dropout": dropout}
+    encoder = read_encoder(found, name, qkv_bias=bool(found.qkv_bias), **rates)
     teacher = getattr(model, "cls_classifier", None)
     classifier = getattr(model, "classifier", teacher)
     readout = _image_readout(model, name, num_labels, classifier, "cls" if teacher is None else "distilled")
@@ -249,14 +254,15 @@ def _dinov2_config(model: Any, num_labels: int | None, name: str, resample: Resa
         raise refuse(name, f"its image_size {found.image_size} is not square, but its position embedding is read so")
     gated = bool(found.use_swiglu_ffn)
     hidden = int(found.hidden_size * found.mlp_ratio)
-    sizes = _image_sizes(found, name)
-    sizes["activation"] = "silu" if gated else sizes["activation"]
-    encoder = EncoderConfig(
+    encoder = read_encoder(
+        found,
+        name,
         mlp_width=(int(hidden * 2 / 3) + 7) // 8 * 8 if gated else hidden,  # as the library rounds SwiGLU
         gated=gated,
+        qkv_bias=bool(found.qkv_bias),
         layer_scale=True,
         drop_path=(float(found.drop_path_rate),) * int(found.num_hidden_layers),
-        **sizes,
+        **({"activation": "silu"} if gated else {}),
     )
     bare_features = num_labels is None and not hasattr(model, "classifier")
     classifier = getattr(model, "classifier", None)
@@ -274,16 +280,6 @@ def _patch_stem(found: Any, resample: Resample, **settings: Any) -> PatchStemCon
         dropout=float(found.hidden_dropout_prob),
         **settings,
     )
-
-
-def _image_sizes(found: Any, name: str) -> dict[str, Any]:
-    return {
-        **encoder_sizes(found, name),
-        "activation": activation_named(found.hidden_act, name),
-        "norm_eps": float(found.layer_norm_eps),
-        "qkv_bias": bool(found.qkv_bias),
-        "attention_dropout": float(found.attention_probs_dropout_prob),
-    }
 
 
 def _image_readout(model: Any, name: str, num_labels: int | None, classifier: Any, pool: Pool) -> ReadoutConfig:
@@ -374,16 +370,7 @@ def _bert_config(
         dropout=dropout,
         **_table_sizes(embeddings),
     )
-    encoder = EncoderConfig(
-        **encoder_sizes(found, name),
-        norm_first=False,
-        mlp_width=int(found.intermediate_size),
-        activation=activation_named(found.hidden_act, name),
-        norm_eps=float(found.layer_norm_eps),
-        attention_dropout=float(found.attention_probs_dropout_prob),
-        projection_dropout=dropout,
-        output_dropout=dropout,
-    )
+    encoder = read_encoder(found, name, norm_first=False, projection_dropout=dropout, output_dropout=dropout)
     rate = dropout if found.classifier_dropout is None else float(found.classifier_dropout)
     readout = _text_readout(model, num_labels, name, hidden, rate, drops_first_token)
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
@@ -393,15 +380,8 @@ def _distilbert_config(model: Any, num_labels: int | None, name: str) -> Ensembl
     found, eps = model.config, 1e-12  # written in the library's code, not in its configuration
     dropout = float(found.dropout)
     stem = TextStemConfig(norm_eps=eps, dropout=dropout, **_table_sizes(model.base_model.embeddings))
-    encoder = EncoderConfig(
-        **encoder_sizes(found, name),
-        norm_first=False,
-        mlp_width=int(found.hidden_dim),
-        activation=activation_named(found.activation, name),
-        norm_eps=eps,
-        attention_dropout=float(found.attention_dropout),
-        output_dropout=dropout,
-    )
+    width = int(found.hidden_dim)
+    encoder = read_encoder(found, name, norm_first=False, mlp_width=width, norm_eps=eps, output_dropout=dropout)
     readout = _text_readout(model, num_labels, name, "relu", float(found.seq_classif_dropout), False)
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 

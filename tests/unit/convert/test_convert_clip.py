@@ -1,6 +1,5 @@
 """CLIP: what is refused, where preprocessing comes from, and a tokenizer with the ids of open_clip and transformers."""
 
-import json
 import random
 import unicodedata
 import warnings
@@ -13,7 +12,7 @@ from torch import nn
 
 import hydra_ensembles as he
 from architectures_clip import open_clip_from_timm, open_clip_model, transformers_clip
-from hydra_ensembles.convert.open_clip import clip_tokenizer_json, read_simple_tokenizer
+from hydra_ensembles.convert.open_clip import read_simple_tokenizer
 from hydra_ensembles.errors import ConversionError
 from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing, clean_text
 
@@ -243,14 +242,6 @@ def test_the_file_alone_is_a_tokenizer() -> None:
     assert len(plain) > 20
     ids = [encoding.ids for encoding in tokenizer.encode_batch(plain)]
     assert ids == open_clip_tokenizer()(plain).tolist()
-
-
-def test_the_json_is_small_enough_to_read() -> None:
-    vocabulary = {"!": 0, "a</w>": 1, "a": 2, "<s>": 3, "<e>": 4, "aa</w>": 5}
-    content = json.loads(clip_tokenizer_json(vocabulary, [("a", "a</w>")], ["<s>", "<e>"], 6))
-    assert content["model"]["merges"] == ["a a</w>"]
-    preprocessing = TextPreprocessing(6, pad_to_max=True, pad_token="!", tokenizer=json.dumps(content))
-    assert preprocessing(["AA a", "aa aa aa aa aa"])["input_ids"].tolist() == [[3, 5, 1, 4, 0, 0], [3, 5, 5, 5, 5, 4]]
 
 
 def test_tokenizers_that_do_more_are_refused() -> None:
