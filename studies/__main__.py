@@ -25,6 +25,7 @@ from .tables import paper_table, written
 app = typer.Typer(help="Studies of Hydra Ensembles on real models and data.", add_completion=False)
 Name = Annotated[str, typer.Argument(help=f"One of {', '.join(STUDIES)}.")]
 Suite = Annotated[str | None, typer.Option(help=f"zero-shot: images, one of {', '.join(SUITES)}; default: shared.")]
+RUNS = Path("runs/studies")
 Folder = Annotated[Path, typer.Option("--results", help="Folder of the results.")]
 
 
@@ -32,9 +33,7 @@ Folder = Annotated[Path, typer.Option("--results", help="Folder of the results."
 def run(
     name: Name,
     data: Annotated[Path, typer.Option(help="Folder with data/ and weights/.")] = Path("shared"),
-    output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; a run that stopped goes on.")] = Path(
-        "runs/studies"
-    ),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run goes on.")] = RUNS,
     stages: Annotated[str, typer.Option(help="Stages to run, with commas between; default: all.")] = "",
     seeds: Annotated[str, typer.Option(help="Seeds to run, with commas between; default: all of the recipe.")] = "",
     tiny: Annotated[bool, typer.Option(help="Every stage in counts that a CPU does in a minute.")] = False,
@@ -55,7 +54,7 @@ def run(
     recipe = load_recipe(name, tiny, suite, model)
     wanted = [stage for stage in stages.split(",") if stage] or list(recipe.STAGES)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    run_stages(seed_runs(recipe, DataFolder(data, cifar), output, place, _numbers(seeds)), wanted, recipe.STAGES)
+    run_stages(seed_runs(recipe, DataFolder(data, cifar), output, place, _numbers(seeds)), wanted)
     if wanted[-1] in ("evaluate", "cost") and not seeds:
         print(store(collect(recipe, output), results))
 

@@ -1,8 +1,8 @@
 """Training the dual encoder of the shared folder: pairs of image features and captions written from class names."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from hydra_ensembles.training.text import image_features
 
 from .recipe import derived_seed
 from .samples import ImageSamples, augmented, normalised, resized
-from .sets import FIRST_BATCH, NPM, DataFolder, at_most, label_names, read_yaml, suite
+from .sets import FIRST_BATCH, NPM, DataFolder, at_most, given, label_names, read_yaml, suite
 
 CIFAR_IMAGES = 10_000  # of the training set; its last 5,000 are a validation set, its test set is never trained on
 CIFAR_TRAIN = SetRef("cifar10-train", NPM, FIRST_BATCH, rows=(0, CIFAR_IMAGES))
@@ -31,21 +31,15 @@ def caption_templates() -> tuple[str, ...]:
 class Captions:
     """Captions of every class; which sentence and which name is drawn from torch's CPU generator."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        templates: Sequence[str] | None = None,
-        other_names: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
-        """Take class names in the order of the labels; None for the sentences and further names of the study.
+    def __init__(self, names: Sequence[str]) -> None:
+        """Take class names in the order of the labels.
 
         Raises:
-            DataError: A class without a name, or a template without a place for it.
+            DataError: A class without a name.
         """
         if not names or not all(name.strip() for name in names):
             raise DataError(f"every class needs a name, got {[name for name in names if not name.strip()] or 'none'}")
-        self.templates = checked_templates(tuple(templates or caption_templates()))
-        further = read_yaml("captions")["other_names"] if other_names is None else other_names
+        self.templates, further = checked_templates(caption_templates()), read_yaml("captions")["other_names"]
         self.names = tuple((name, *further.get(name, ())) for name in names)
 
     def draw(self, labels: Tensor) -> list[str]:
@@ -71,8 +65,7 @@ def read_train_images(
     source: DataFolder, input_size: int, device: torch.device, limit: int | None = None
 ) -> tuple[TrainImages, ...]:
     """TinyImageNet-200 (training split) and part of the CIFAR-10 training set; with `limit`, so many of both in all."""
-    tiny = suite("tinyimagenet").train
-    assert tiny is not None
+    tiny = given(suite("tinyimagenet"), "train")
     found = []
     for name, reference in (("tinyimagenet", tiny), ("cifar10", CIFAR_TRAIN)):
         images = at_most(source.images(reference), None if limit is None else limit // 2)
@@ -130,10 +123,9 @@ def train_dual(
     recipe: Recipe,
     images: Sequence[TrainImages],
     *,
-    train_image_projection: bool = True,
-    projection_rate: float = 1.0,
     views: int = 2,
-    output: Path | None = None,
+    train_image_projection: bool = True,
+    **options: Any,
 ) -> DualEncoder:
     """Tune the text side of a dual encoder, and its image projection where that is new, on images and captions.
 
@@ -141,23 +133,14 @@ def train_dual(
         dual: One member, on the device to train on.
         recipe: How to train; its `batch_size` is that of the pairs, its seed that of order, views and captions.
         images: What `read_train_images` gives.
-        train_image_projection: False for a dual encoder that is trained already: locked-image tuning.
-        projection_rate: Learning rate of image projection and scale, over that of the text side.
         views: Views of each image whose features are computed, once.
-        output: For checkpoints, so that a killed run goes on.
+        train_image_projection: False for a dual encoder that is trained already: locked-image tuning.
+        **options: Further ones of `tune_text`: `projection_rate`, `output`.
     """
     if dual.device.type != "cuda":
         recipe = replace(recipe, precision="float32")
     pairs = train_pairs(dual, images, recipe.batch_size or FEATURE_BATCH, views, recipe.seed)
-    return tune_text(
-        dual,
-        pairs,
-        recipe,
-        train_image_projection=train_image_projection,
-        projection_rate=projection_rate,
-        output=output,
-        progress=False,
-    )
+    return tune_text(dual, pairs, recipe, train_image_projection=train_image_projection, progress=False, **options)
 
 
 class _View:
@@ -173,12 +156,10 @@ class _View:
             torch.default_generator.manual_seed(derived_seed(self.seed, "view", self.view, bits=63))
             for pixels in self.samples.pixels.split(FEATURE_BATCH):
                 images = pixels.float() / 255
-                if self.view == 0:
-                    sized = resized(images, size)
-                elif self.view == 1:
-                    sized = resized(_mirrored_centre(images), size)
-                else:
+                if self.view > 1:
                     sized = augmented(images, size)
+                else:
+                    sized = resized(images if self.view == 0 else _mirrored_centre(images), size)
                 yield normalised(sized)
 
 

@@ -4,11 +4,11 @@ ID validation and circuit OOD data are cut in two once, by a seed that is the sa
 Half B chooses settings and calibrates.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,28 +25,22 @@ from hydra_ensembles import (
     prune,
 )
 from hydra_ensembles import taylor as rank_by_taylor
-from hydra_ensembles.circuit.scores import Score
 from hydra_ensembles.data.dataset import AnyDataset, ImageDataset
 from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.heads.members import distinct_taylor, random_members, sampled_members, taylor_members
-from hydra_ensembles.heads.ranking import Head
+from hydra_ensembles.heads.members import (
+    CIRCUIT_ORDER,
+    Members,
+    Score,
+    distinct_taylor,
+    random_members,
+    sampled_members,
+    taylor_members,
+)
 from hydra_ensembles.metrics import accuracy, auroc
 from hydra_ensembles.schema import to_plain
 
-from .engine import (
-    CIRCUIT_BATCH,
-    CIRCUIT_SCORES,
-    SPARE,
-    Group,
-    SeedRun,
-    TestSet,
-    TestSets,
-    TestTask,
-    distinct,
-    member_logits,
-    seal,
-)
+from .engine import CIRCUIT_BATCH, SPARE, Group, SeedRun, StudySet, answered, distinct
 from .methods import (
     AVERAGED,
     CLASSIFIERS,
@@ -67,10 +61,12 @@ from .methods import (
 from .recipe import ClassifierRecipe, MemberSet, derived_seed, digest_of
 from .results import HELD_OUT, HELD_OUT_OOD
 from .samples import ImageSamples, SampleBatches, Samples, TextSamples
-from .sets import DataFolder, at_most, class_halves, halves, suite
+from .sets import DataFolder, at_most, class_halves, given, halves, suite
 from .weights import fresh_classifier, pretrained, tokenizer, with_trunk
 
 BATCH = {"image": 512, "text": 256}
+PARTS = ("train", "member_train", "rank_id", "rank_ood", "choose_id", "choose_ood")
+Part = Literal["train", "member_train", "rank_id", "rank_ood", "choose_id", "choose_ood"]
 Measured = dict[str, dict[str, float]]  # "method|setting|score" -> accuracy, auroc, cost
 
 
@@ -80,13 +76,31 @@ class ClassifierData:
     def __init__(self, recipe: ClassifierRecipe, source: DataFolder, device: torch.device) -> None:
         self.recipe, self.source, self.device = recipe, source, device
         self.suite = suite(recipe.suite)
+        self._parts: dict[str, Samples] = {}
+
+    def part(self, name: Part) -> Samples:
+        """Training data of backbones or of pruned members; ID or OOD data that rank heads (half A) or choose (B)."""
+        if name not in self._parts:
+            counts = self.recipe.counts
+            dataset: AnyDataset
+            match name:
+                case "train" | "member_train":
+                    dataset, limit = self._train_set, counts.train if name == "train" else counts.member_train
+                    if name == "member_train" and limit == counts.train:
+                        return self.part("train")
+                case "rank_id" | "rank_ood":
+                    dataset, limit = self._halves[name.removeprefix("rank_")][0], counts.circuits
+                case "choose_id" | "choose_ood":
+                    dataset, limit = self._halves[name.removeprefix("choose_")][1], counts.choose
+            self._parts[name] = self.samples(dataset, limit)
+        return self._parts[name]
 
     def samples(self, dataset: AnyDataset, limit: int | None) -> Samples:
         """So many samples of a set, drawn once, the way the study's backbone takes them."""
         part = at_most(dataset, limit)
         if isinstance(part, ImageDataset):
             return ImageSamples.read(part, self.recipe.input_size, self.device)
-        return TextSamples.read(part, self._tokenizer, self.device)
+        return TextSamples.read(part, tokenizer(self.source.root, self.recipe.input_size), self.device)
 
     def pretrained(self) -> Ensemble:
         """The pretrained model."""
@@ -98,58 +112,16 @@ class ClassifierData:
         return self._train_set.class_names
 
     @cached_property
-    def train(self) -> Samples:
-        """Training data of the backbones."""
-        return self.samples(self._train_set, self.recipe.counts.train)
-
-    @cached_property
-    def member_train(self) -> Samples:
-        """Training data of pruned members."""
-        counts = self.recipe.counts
-        return self.train if counts.member_train == counts.train else self.samples(self._train_set, counts.member_train)
-
-    @cached_property
-    def rank_id(self) -> Samples:
-        """ID samples that rank heads (half A)."""
-        return self.samples(self._id_halves[0], self.recipe.counts.circuits)
-
-    @cached_property
-    def rank_ood(self) -> Samples:
-        """OOD samples that rank heads (half A)."""
-        return self.samples(self._ood_halves[0], self.recipe.counts.circuits)
-
-    @cached_property
-    def choose_id(self) -> Samples:
-        """ID samples that choose and calibrate (half B)."""
-        return self.samples(self._id_halves[1], self.recipe.counts.choose)
-
-    @cached_property
-    def choose_ood(self) -> Samples:
-        """OOD samples that choose (half B)."""
-        return self.samples(self._ood_halves[1], self.recipe.counts.choose)
-
-    @cached_property
     def _train_set(self) -> AnyDataset:
-        return self.source.load(_given(self.suite.train, self.recipe.suite))
+        return self.source.load(given(self.suite, "train"))
 
     @cached_property
-    def _id_halves(self) -> tuple[AnyDataset, AnyDataset]:
-        return halves(self.source.load(_given(self.suite.validation, self.recipe.suite)))
-
-    @cached_property
-    def _ood_halves(self) -> tuple[AnyDataset, AnyDataset]:
-        whole = self.source.load(self.suite.circuit_ood)
-        return halves(whole) if self.recipe.ood_halves == "images" else class_halves(whole)
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        return tokenizer(self.source.root, self.recipe.input_size)
-
-
-def _given(reference: SetRef | None, name: str) -> SetRef:
-    if reference is None:
-        raise DataError(f"suite {name!r} has no training or validation set")
-    return reference
+    def _halves(self) -> Mapping[str, tuple[AnyDataset, AnyDataset]]:
+        cut = halves if self.recipe.ood_halves == "images" else class_halves
+        return {
+            "id": halves(self.source.load(given(self.suite, "validation"))),
+            "ood": cut(self.source.load(self.suite.circuit_ood)),
+        }
 
 
 class ClassifierRun(SeedRun):
@@ -164,7 +136,6 @@ class ClassifierRun(SeedRun):
 
     @property
     def stages(self) -> Mapping[str, Callable[[], Any]]:
-        """Backbones, rankings, what is measured on half B, the decision, and all members it needs."""
         return {
             "backbones": lambda: [self.backbone(index) for index in range(self.recipe.members)],
             "rank": lambda: [self.heads(self.recipe.paper), self.heads(self.recipe.taylor)],
@@ -175,53 +146,43 @@ class ClassifierRun(SeedRun):
 
     @property
     def record_path(self) -> Path:
-        """One decision for all seeds."""
-        return self.study / "decision.json"
+        return self.study / "decision.json"  # one for all seeds
 
     def methods(self) -> Mapping[str, Units]:
-        """Every method with its units."""
         return all_methods(self.recipe, self.record())
 
     @cached_property
-    def held_out(self) -> TestSets:
-        """ID and OOD data of half B."""
-        task = self.data.suite.id.name
-        sets = [TestSet(task, HELD_OUT, "id", self.data.choose_id)]
-        sets.append(TestSet(task, HELD_OUT_OOD, "apart", self.data.choose_ood))
-        return TestSets({task: TestTask(None, self.data.classes)}, sets)
+    def held_out(self) -> Sequence[StudySet]:
+        task, classes = self.data.suite.id.name, self.data.classes
+        inside = StudySet(task, HELD_OUT, "id", self.data.part("choose_id"), classes)
+        return [inside, StudySet(task, HELD_OUT_OOD, "apart", self.data.part("choose_ood"), classes)]
 
-    def test_sets(self) -> TestSets:
-        """The ID test set and every OOD set."""
-        sets, source, limit = self.data.suite, self.data.source, self.recipe.counts.test
+    def test_sets(self) -> Sequence[StudySet]:
+        sets, data, limit = self.data.suite, self.data, self.recipe.counts.test
         groups: dict[Group, tuple[SetRef, ...]] = {"id": (sets.id,), "near": sets.near, "far": sets.far}
         groups["apart"] = sets.apart
-        found = [
-            TestSet(sets.id.name, one.name, group, self.data.samples(source.load(one), limit))
+        return [
+            StudySet(sets.id.name, one.name, group, data.samples(data.source.load(one), limit), data.classes)
             for group, references in groups.items()
             for one in references
         ]
-        return TestSets({sets.id.name: TestTask(None, self.data.classes)}, found)
 
-    def answers(self, unit: str, sets: TestSets) -> dict[str, Tensor]:
-        """Member logits of a unit on every set."""
+    def answers(self, unit: str, sets: Sequence[StudySet]) -> dict[str, Tensor]:
         model, size = self.model(unit), BATCH[self.recipe.inputs]
-        return {f"{one.task}/{one.name}": member_logits(model, one.samples, size, self.device) for one in sets.sets}
+        return {one.place: answered(model, one.samples, size, self.device).cpu() for one in sets}
 
     def whole_model(self, method: str, units: Units) -> Any:
-        """A method as one model."""
         members = [self.model(unit) for unit in units]
         if len(members) == 1:
             return members[0]
         return Ensemble.stack(members) if method == DEEP else fuse(members, mlp="separate")
 
     def facts(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The decision, the scores it chose, and how many samples each part has."""
         decision = self.record()
-        parts = ("train", "member_train", "rank_id", "rank_ood", "choose_id", "choose_ood")
         shared = {
             "decision": {"digest": digest_of(decision), "decision": to_plain(decision)},
             "scores": dict(decision.scores),
-            "samples": {name: len(getattr(self.data, name)) for name in parts},
+            "samples": {name: len(self.data.part(name)) for name in PARTS},  # type: ignore[arg-type]
         }
         return shared, {}
 
@@ -229,18 +190,20 @@ class ClassifierRun(SeedRun):
         """The model behind a unit, on the device and in evaluation mode."""
         kind, _, rest = unit.partition("/")
         count = range(self.recipe.members)
-        if kind == "backbone":
-            return self.backbone(int(rest))
-        if kind == "dropout":
-            return mc_dropout(self.base, float(rest), self.recipe.dropout.passes, self.seed)
+        match kind:
+            case "backbone":
+                return self.backbone(int(rest))
+            case "dropout":
+                return mc_dropout(self.base, float(rest), self.recipe.dropout.passes, self.seed)
+            case "member":
+                key, _, index = rest.rpartition("/")
+                return self.member(self._sets[key], int(index))
+            case "fused":
+                return fuse([self.member(self._sets[rest], index) for index in count])
+        assert unit in (AVERAGED, CLASSIFIERS)
         if unit == AVERAGED:
             return fuse([self.backbone(index) for index in count], stem="separate")
-        if unit == CLASSIFIERS:
-            return fuse([self.classifier(index) for index in count], mlp="separate")
-        if kind == "member":
-            key, _, index = rest.rpartition("/")
-            return self.member(self._sets[key], int(index))
-        return fuse([self.member(self._sets[rest], index) for index in count])
+        return fuse([self._fresh("classifier", index) for index in count], mlp="separate")
 
     @cached_property
     def base(self) -> Ensemble:
@@ -249,21 +212,17 @@ class ClassifierRun(SeedRun):
 
     def backbone(self, index: int) -> Ensemble:
         """A fine-tuning of the pretrained model of its own: classifier, order and augmentation are this index's."""
-        seed = derived_seed(self.seed, "backbone", index)
-        training = replace(self.recipe.trainings["backbone"], seed=seed)
-        return self.folder.ensemble(
-            f"backbones/{index}",
-            lambda: self._finetuned(fresh_classifier(self._pretrained, seed), training, self.data.train, 0),
-        )
+        return self._fresh("backbone", index)
 
-    def classifier(self, index: int) -> Ensemble:
-        """The single model with a classifier of its own, trained while all else is frozen."""
-        seed = derived_seed(self.seed, "classifier", index)
-        training = replace(self.recipe.trainings["classifier"], seed=seed)
-        return self.folder.ensemble(
-            f"classifiers/{index}",
-            lambda: self._finetuned(fresh_classifier(self.base, seed), training, self.data.train, 0),
-        )
+    def _fresh(self, kind: Literal["backbone", "classifier"], index: int) -> Ensemble:
+        """The pretrained model, or the single one, with a classifier of its own; trained whole, or that alone."""
+        seed = derived_seed(self.seed, kind, index)
+
+        def make() -> Ensemble:
+            start = fresh_classifier(self._pretrained if kind == "backbone" else self.base, seed)
+            return self._finetuned(start, replace(self.recipe.trainings[kind], seed=seed), "train", 0)
+
+        return self.folder.ensemble(f"{kind}s/{index}", make)
 
     def member(self, members: MemberSet, index: int) -> Ensemble:
         """One member, pruned and fine-tuned; the folder is named by its heads and its training."""
@@ -277,14 +236,13 @@ class ClassifierRun(SeedRun):
 
         def make() -> Ensemble:
             if members.start == "finetuned":
-                return self._finetuned(prune(self.base, heads), training, self.data.member_train, index)
+                return self._finetuned(prune(self.base, heads), training, "member_train", index)
             fresh = fresh_classifier(self._pretrained, derived_seed(self.seed, "member classifier", index))
-            start = prune(with_trunk(fresh, self.base, members.trunk), heads)
-            return self._finetuned(start, training, self.data.train, index)
+            return self._finetuned(prune(with_trunk(fresh, self.base, members.trunk), heads), training, "train", index)
 
         return self.folder.ensemble(f"members/{identity}", make)
 
-    def heads(self, members: MemberSet) -> tuple[tuple[Head, ...], ...]:
+    def heads(self, members: MemberSet) -> Members:
         """What each member loses."""
         count, layers = self.recipe.members, self.layers(members.trunk)
         match members.heads:
@@ -299,7 +257,7 @@ class ClassifierRun(SeedRun):
                 return taylor_members([ranking for _, ranking in drawn], members.prune)
             case "circuits":
                 budget = members.prune + SPARE
-                return distinct([self.circuit(one, members.trunk, budget) for one in CIRCUIT_SCORES], members.prune)
+                return distinct([self.circuit(one, members.trunk, budget) for one in CIRCUIT_ORDER], members.prune)
 
     def layers(self, trunk: int) -> range:
         """Layers whose heads may be pruned."""
@@ -314,8 +272,8 @@ class ClassifierRun(SeedRun):
             f"rankings/{score}-trunk{trunk}-{budget}",
             lambda: extract_circuit(
                 self.base,
-                SampleBatches(self.data.rank_id, CIRCUIT_BATCH),
-                SampleBatches(self.data.rank_ood, CIRCUIT_BATCH),
+                SampleBatches(self.data.part("rank_id"), CIRCUIT_BATCH),
+                SampleBatches(self.data.part("rank_ood"), CIRCUIT_BATCH),
                 score=score,
                 budget=budget,
                 layers=self.layers(trunk),
@@ -332,7 +290,7 @@ class ClassifierRun(SeedRun):
             f"rankings/taylor-{count}-{layers.start}-{draw}",
             lambda: rank_by_taylor(
                 self.base,
-                SampleBatches(self.data.member_train, batch, training=True),
+                SampleBatches(self.data.part("member_train"), batch, training=True),
                 budget=count,
                 layers=layers,
                 seed=derived_seed(self.seed, "taylor", draw),
@@ -344,36 +302,35 @@ class ClassifierRun(SeedRun):
     def _pretrained(self) -> Ensemble:
         return self.data.pretrained()
 
-    def _finetuned(self, start: Ensemble, training: Recipe, samples: Samples, index: int) -> Ensemble:
+    def _finetuned(self, start: Ensemble, training: Recipe, part: Part, index: int) -> Ensemble:
         if self.device.type != "cuda":
             training = replace(training, precision="float32")
-        validation = None if training.patience is None else SampleBatches(self.data.choose_id, 256)
-        batches = SampleBatches(samples, training.batch_size or 128, training=True)
+        validation = None if training.patience is None else SampleBatches(self.data.part("choose_id"), 256)
+        batches = SampleBatches(self.data.part(part), training.batch_size or 128, training=True)
         return finetune(start, batches, training, validation, index=index, progress=False)
 
     def explore(self) -> Measured:
         """Measure every candidate and every fixed method on half B, with every score; no test set is in reach."""
-        return dict(self.folder.json("explored", self._explore))
 
-    def _explore(self) -> Measured:
-        recipe = self.recipe
-        found: Measured = {}
-        for method, units in fixed_methods(recipe).items():
-            found |= self._measured(f"{method}|", units, {})
-        for rate in recipe.dropout.rates:
-            found |= self._measured(f"{MC_DROPOUT}|{rate_name(rate)}", (dropout(rate),), {})
-        for method, one in candidates(recipe):
-            members = [self.member(one.members, index) for index in range(recipe.members)]
-            cost = fuse(members, mlp="separate").describe().multiply_adds / self.base.describe().multiply_adds
-            units = one.members.units(one.mlp, recipe.members)
-            found |= self._measured(f"{method}|{one.name}", units, {"cost": cost})
-        return found
+        def make() -> Measured:
+            recipe = self.recipe
+            found: Measured = {}
+            for method, units in fixed_methods(recipe).items():
+                found |= self._measured(f"{method}|", units, {})
+            for rate in recipe.dropout.rates:
+                found |= self._measured(f"{MC_DROPOUT}|{rate_name(rate)}", (dropout(rate),), {})
+            for method, one in candidates(recipe):
+                members = [self.member(one.members, index) for index in range(recipe.members)]
+                cost = fuse(members, mlp="separate").describe().multiply_adds / self.base.describe().multiply_adds
+                units = one.members.units(one.mlp, recipe.members)
+                found |= self._measured(f"{method}|{one.name}", units, {"cost": cost})
+            return found
+
+        return dict(self.folder.json("explored", make))
 
     def _measured(self, name: str, units: Units, cost: dict[str, float]) -> Measured:
-        logits = self.half_b(units)
-        inside, outside = (
-            Prediction.from_logits(logits[f"{self.data.suite.id.name}/{part}"]) for part in (HELD_OUT, HELD_OUT_OOD)
-        )
+        logits = self.half_b(*units)
+        inside, outside = (Prediction.from_logits(logits[one.place]) for one in self.held_out)
         right = accuracy(inside.probs, self.held_out_labels)
         return {
             f"{name}|{score}": {"accuracy": right, "auroc": auroc(inside.score(score), outside.score(score)), **cost}
@@ -389,18 +346,16 @@ class ClassifierRun(SeedRun):
         """
         if self.seed not in self.recipe.explore_seeds:
             for unit in all_units(fixed_methods(self.recipe)):
-                self.half_b((unit,))
+                self.half_b(unit)
         if self.record_path.exists():
             return
         measured = []
         for seed in self.recipe.explore_seeds:
             run = self if seed == self.seed else ClassifierRun(self.recipe, seed, self.data, self.output)
             if not run.folder.has("explored.json"):
-                raise DataError(
-                    f"seed {seed} of {self.recipe.name} has not been explored; run its stage `explore` first"
-                )
+                raise DataError(f"seed {seed} of {self.recipe.name} has not been explored; run its stage `explore`")
             measured.append(run.explore())
-        seal(decide(self.recipe, measured), self.record_path)
+        self.seal(decide(self.recipe, measured))
 
 
 def candidates(recipe: ClassifierRecipe) -> list[tuple[str, Chosen]]:
@@ -411,19 +366,18 @@ def candidates(recipe: ClassifierRecipe) -> list[tuple[str, Chosen]]:
 
 def decide(recipe: ClassifierRecipe, measured: list[Measured]) -> Decision:
     """Choose settings and scores by the weighted mean of ID accuracy and OOD AUROC, over the explored seeds."""
-    compared = []
+    compared: dict[str, list[Candidate]] = {}
     for key in measured[0]:
         method, model, score = key.split("|")
-        parts = [one[key] for one in measured]
-        right, apart = (sum(part[name] for part in parts) / len(parts) for name in ("accuracy", "auroc"))
+        right, apart = (sum(one[key][name] for one in measured) / len(measured) for name in ("accuracy", "auroc"))
         value = recipe.accuracy_weight * right + (1 - recipe.accuracy_weight) * apart
-        cost = parts[0].get("cost")
-        compared.append(Candidate(method, model, score, right, apart, value, cost))  # type: ignore[arg-type]
+        found = Candidate(method, model, score, right, apart, value, measured[0][key].get("cost"))  # type: ignore[arg-type]
+        compared.setdefault(method, []).append(found)
+    trunks = compared[HYDRA_TRUNK]  # those that are cheap enough, or the cheapest
+    most = max(recipe.trunk_cost, min(one.cost or 0.0 for one in trunks))
+    open_to = {**compared, HYDRA_TRUNK: [one for one in trunks if (one.cost or 0.0) <= most]}
+    best = {method: max(found, key=lambda one: one.value) for method, found in open_to.items()}  # equal: the first
     settings = {(method, one.name): one for method, one in candidates(recipe)}
-    best = {
-        method: _best([one for one in compared if one.method == method], recipe, method)
-        for method in dict.fromkeys(one.method for one in compared)
-    }
     return Decision(
         recipe=digest_of(recipe),
         seeds=recipe.explore_seeds,
@@ -431,13 +385,5 @@ def decide(recipe: ClassifierRecipe, measured: list[Measured]) -> Decision:
         trunk=settings[HYDRA_TRUNK, best[HYDRA_TRUNK].model],
         dropout=next(rate for rate in recipe.dropout.rates if best[MC_DROPOUT].model == rate_name(rate)),
         scores={method: one.score for method, one in best.items()},
-        candidates=tuple(compared),
+        candidates=tuple(one for found in compared.values() for one in found),
     )
-
-
-def _best(found: list[Candidate], recipe: ClassifierRecipe, method: str) -> Candidate:
-    """The candidate with the highest value; of a trunk, among those that are cheap enough (or the cheapest)."""
-    if method == HYDRA_TRUNK:
-        cheapest = min(one.cost or 0.0 for one in found)
-        found = [one for one in found if (one.cost or 0.0) <= max(recipe.trunk_cost, cheapest)]
-    return max(found, key=lambda one: one.value)  # equal: the first in the recipe's order

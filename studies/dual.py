@@ -11,31 +11,18 @@ from torch import Tensor
 
 from hydra_ensembles import DualEncoder, HeadRanking, extract_circuit, fuse, prune, zero_shot
 from hydra_ensembles import taylor as rank_by_taylor
-from hydra_ensembles.batches import move, read_batch
-from hydra_ensembles.circuit.scores import Score
 from hydra_ensembles.data.dataset import ImageDataset
+from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.heads.members import random_members
+from hydra_ensembles.heads.members import CIRCUIT_ORDER, Members, Score, random_members
 from hydra_ensembles.heads.ranking import Head
 from hydra_ensembles.model.clip import DEFAULT_TEMPLATES, Templates, Tower, checked_templates, class_embeddings
 
 from .captions import TrainImages, caption_templates, read_train_images, train_dual
 from .dual_sets import SEEN, DualSets
-from .engine import (
-    CIRCUIT_BATCH,
-    CIRCUIT_SCORES,
-    SPARE,
-    Group,
-    SeedRun,
-    TestSet,
-    TestSets,
-    TestTask,
-    distinct,
-    finite,
-    seal,
-)
+from .engine import CIRCUIT_BATCH, SPARE, Group, SeedRun, StudySet, answered, distinct
 from .methods import CALIBRATED, FAMILIES, Family, Units, all_units, dual_methods, family_of
-from .recipe import DualRecipe, derived_seed, digest_of
+from .recipe import DualRecipe, derived_seed
 from .results import HELD_OUT
 from .samples import ImageSamples, PreparedImages, SampleBatches, Samples
 from .sets import DataFolder, at_most
@@ -125,7 +112,6 @@ class Fixed:
 
     Attributes:
         recipe: Digest of the recipe.
-        seed: The seed.
         heads: Heads that each member of each family loses, as text.
         temperatures: Of the methods that are calibrated.
         calibrated_on: Images that temperatures were fitted on.
@@ -149,79 +135,64 @@ class DualRun(SeedRun):
 
     @property
     def stages(self) -> Mapping[str, Callable[[], Any]]:
-        """The model, all rankings, and all that is fixed before test sets are opened."""
         return {"dual": lambda: self.dual, "rank": self._rank, "tune": self.fix}
 
     @property
     def record_path(self) -> Path:
-        """Every seed has its own."""
-        assert self.folder.path is not None
-        return self.folder.path / "fixed.json"
+        return self.path / "fixed.json"  # every seed has its own
 
     def methods(self) -> Mapping[str, Units]:
-        """Every row."""
         return dual_methods(self.recipe.trains_text)
 
     @property
     def calibrates(self) -> Sequence[str]:
-        """Only the rows that say so."""
         return [name for name in CALIBRATED if name in self.methods()]
 
     @cached_property
-    def held_out(self) -> TestSets:
-        """ID images that temperatures are fitted on, and what latency is measured with."""
-        images, task = self.sets.calibration(), self.sets.main.id.name
-        inside = TestSet(task, HELD_OUT, "id", self.models.samples(images.images))
-        return TestSets({task: TestTask(None, images.names)}, [inside])
+    def held_out(self) -> Sequence[StudySet]:
+        images = self.sets.calibration()
+        return [StudySet(self.sets.main.id.name, HELD_OUT, "id", self.models.samples(images.images), images.names)]
 
-    def test_sets(self) -> TestSets:
-        """Every task, and the OOD sets of those that have them; no more images of each than the recipe says."""
+    def test_sets(self) -> Sequence[StudySet]:
         sets, counts = self.sets, self.recipe.counts
-        tasks: dict[str, TestTask] = {}
-        found: list[TestSet] = []
+        found: list[StudySet] = []
         listed = (*sets.main.tasks, sets.main.id) if sets.name == "shared" else (sets.main.id, *sets.main.tasks)
-        for reference in listed:
-            images = sets.fewer(sets.load(reference), reference.name, counts.test)
-            seen = sets.name == "shared" and reference.name in SEEN
-            tasks[reference.name] = TestTask("seen" if seen else "unseen", images.names)
-            found.append(TestSet(reference.name, reference.name, "id", self.models.samples(images.images)))
-        for task, one in sets.suites.items():
-            groups: dict[Group, Any] = {"near": one.near, "far": one.far}
+        for one in listed:
+            images = sets.fewer(sets.load(one), one.name, counts.test)
+            domain = "seen" if sets.name == "shared" and one.name in SEEN else "unseen"
+            samples = self.models.samples(images.images)
+            found.append(StudySet(one.name, one.name, "id", samples, images.names, domain))
+        tasks = {one.task: one for one in found}
+        for task, suite in sets.suites.items():
+            groups: dict[Group, tuple[SetRef, ...]] = {"near": suite.near, "far": suite.far}
             for group, references in groups.items():
-                for reference in references:
-                    outside = at_most(sets.load(reference), counts.detection)
-                    found.append(TestSet(task, reference.name, group, self.models.samples(outside)))
-        return TestSets(tasks, found)
+                for one in references:
+                    samples = self.models.samples(at_most(sets.load(one), counts.detection))
+                    found.append(replace(tasks[task], name=one.name, group=group, samples=samples))
+        return found
 
     @torch.no_grad()
-    def answers(self, unit: str, sets: TestSets) -> dict[str, Tensor]:
-        """Logits `[1, N, C]` of one member for the classes of each set's task."""
-        family, index = family_of(unit)
-        member, templates = self.member(family, index), checked_templates(self.templates)
+    def answers(self, unit: str, sets: Sequence[StudySet]) -> dict[str, Tensor]:
+        member, templates = self.member(*family_of(unit)), checked_templates(self.templates)
         texts = {
-            name: class_embeddings(member.text, member.projections.text, one.classes, templates).float()
-            for name, one in sets.tasks.items()
+            task: class_embeddings(member.text, member.projections.text, classes, templates).float()
+            for task, classes in {one.task: one.classes for one in sets}.items()
         }  # [1, C, e]
-        return {
-            f"{one.task}/{one.name}": member.logits(image_embeddings(member, one.samples), texts[one.task])
-            .float()
-            .cpu()
-            for one in sets.sets
-        }
+        found = {}
+        for one in sets:
+            images = answered(member.encode_image, one.samples, BATCH, member.device)  # [1, N, e]
+            found[one.place] = member.logits(images, texts[one.task]).float().cpu()  # [1, N, C]
+        return found
 
     def whole_model(self, method: str, units: Units) -> Any:
-        """A method as one ensemble for the classes of the held-out images.
-
-        Its members differ in their heads and class embeddings alone, so their MLPs are stored once and fusing them
-        changes no number.
-        """
-        names = next(iter(self.held_out.tasks.values())).classes
+        # Members differ in their heads and class embeddings alone, so their MLPs are stored once and fusing them
+        # changes no number.
+        names = self.held_out[0].classes
         members = [self.member(*family_of(unit)) for unit in units]
         ensembles = [zero_shot(member, names, self.templates, keep_text=False) for member in members]
         return ensembles[0] if len(ensembles) == 1 else fuse(ensembles)
 
     def facts(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The model, its circuits, and the heads that members lose."""
         fixed: Fixed = self.record()
         shared = {
             "model": {"name": self.models.name, "description": self.models.description},
@@ -252,7 +223,7 @@ class DualRun(SeedRun):
         place = self.folder.place(f"training/{name}")
         return self._saved(f"tuned/{name}", lambda: self.models.tuned(member, self.seed, place))
 
-    def heads(self, family: Family) -> tuple[tuple[Head, ...], ...]:
+    def heads(self, family: Family) -> Members:
         """What each member of a family loses."""
         recipe = self.recipe
         match family.heads:
@@ -264,10 +235,10 @@ class DualRun(SeedRun):
             case "random":
                 return random_members(self.dual, recipe.prune, family.members, self.seed)
             case "image":
-                return distinct([self.circuit(score, "image") for score in CIRCUIT_SCORES], recipe.image_prune)
+                return distinct([self.circuit(score, "image") for score in CIRCUIT_ORDER], recipe.image_prune)
             case "circuits" | "more":
                 count = recipe.prune + (recipe.more if family.heads == "more" else 0)
-                return distinct([self.circuit(score, "image+text") for score in CIRCUIT_SCORES], count)
+                return distinct([self.circuit(score, "image+text") for score in CIRCUIT_ORDER], count)
 
     def circuit(self, score: Score, towers: str) -> HeadRanking:
         """A circuit of both towers, or of the image tower alone, on the images set apart for it."""
@@ -311,7 +282,7 @@ class DualRun(SeedRun):
         if self.record_path.exists():
             return
         for unit in all_units(self.methods()):
-            self.half_b((unit,))
+            self.half_b(unit)
         used = {family_of(unit)[0].name for unit in all_units(self.methods())}
         heads = {
             name: tuple(tuple(str(head) for head in one) for one in self.heads(family))
@@ -319,11 +290,11 @@ class DualRun(SeedRun):
             if name in used and not family.tuned
         }
         count = len(self.held_out_labels)
-        seal(Fixed(digest_of(self.recipe), self.seed, heads, self.temperatures(), count), self.record_path)
+        self.seal(Fixed(self.digest, self.seed, heads, self.temperatures(), count))
 
     def _rank(self) -> None:
         for towers in TOWERS:
-            for score in CIRCUIT_SCORES:
+            for score in CIRCUIT_ORDER:
                 self.circuit(score, towers)
         self.taylor()
 
@@ -331,7 +302,7 @@ class DualRun(SeedRun):
         """Of every circuit: samples, the score with all heads, and the score without those that a member loses."""
         found = {}
         for towers, count in (("image+text", self.recipe.prune), ("image", self.recipe.image_prune)):
-            for score in CIRCUIT_SCORES:
+            for score in CIRCUIT_ORDER:
                 ranking = self.circuit(score, towers)
                 known = {name: ranking.provenance[name] for name in ("id_samples", "ood_samples", "start")}
                 found[f"{score} {towers}"] = {**known, "end": ranking.scores[count - 1], "pruned": count}
@@ -353,13 +324,3 @@ class DualRun(SeedRun):
     def _image_circuits(self) -> tuple[Samples, Samples, tuple[str, ...]]:
         inside, outside = self.sets.image_circuits()  # as many of each task as the recipe says
         return self.models.samples(inside.images), self.models.samples(outside), inside.names
-
-
-@torch.no_grad()
-def image_embeddings(dual: DualEncoder, samples: Samples) -> Tensor:
-    """Embeddings `[M, N, e]` of length one, in float32 on every device."""
-    pieces = []
-    for batch in SampleBatches(samples, BATCH):
-        inputs, _ = read_batch(batch)
-        pieces.append(dual.encode_image(move(inputs, dual.device, torch.float32)).float())
-    return finite(torch.cat(pieces, dim=1))

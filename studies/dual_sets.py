@@ -21,7 +21,18 @@ from hydra_ensembles.data.suites import SetRef, Suite
 from hydra_ensembles.errors import DataError
 
 from .recipe import DualCounts
-from .sets import SPLIT_SEED, DataFolder, at_most, halves, joined_images, label_names, overlapping, suite
+from .sets import (
+    SPLIT_SEED,
+    DataFolder,
+    as_images,
+    at_most,
+    given,
+    halves,
+    joined_images,
+    label_names,
+    overlapping,
+    suite,
+)
 
 IMAGENET, CIFAR100 = "imagenet", "cifar100"
 SHARED_CIFAR100 = "images/cifar100"
@@ -120,14 +131,12 @@ class SharedSets(DualSets):
         self.source = source
 
     def load(self, reference: SetRef) -> ImageDataset:
-        """A set of the suites; of CIFAR-100, the images that no circuit read."""
         if reference.source != SHARED_CIFAR100:
             return self.source.images(reference)
         images = self._cifar100[1]
         return without_classes(images, reference.without) if reference.without else images
 
     def names(self, task: str, images: ImageDataset) -> tuple[str, ...]:
-        """Names made readable."""
         return label_names(task, images.class_names)
 
     def circuits(self) -> CircuitImages:
@@ -151,7 +160,7 @@ class SharedSets(DualSets):
 
     @cached_property
     def _halves(self) -> tuple[ImageDataset, ImageDataset]:
-        return halves(self.source.images(_given(self.main.validation, self.main.name)))
+        return halves(self.source.images(given(self.main, "validation")))
 
 
 class PaperSets(DualSets):
@@ -161,16 +170,10 @@ class PaperSets(DualSets):
 
     def __init__(self, root: Path, counts: DualCounts) -> None:
         self.root = root
-        super().__init__(
-            {IMAGENET: suite("paper-zero-shot-imagenet"), CIFAR100: suite("paper-zero-shot-cifar100")}, counts
-        )
+        super().__init__({name: suite(f"paper-zero-shot-{name}") for name in (IMAGENET, CIFAR100)}, counts)
 
     def load(self, reference: SetRef) -> ImageDataset:
-        """A set as the user's folder has it."""
-        loaded = reference.load(self.root)
-        if not isinstance(loaded, ImageDataset):
-            raise DataError(f"{reference.name} holds texts where the study reads images")
-        return loaded
+        return as_images(reference.load(self.root))
 
     def names(self, task: str, images: ImageDataset) -> tuple[str, ...]:
         """Names made readable; ImageNet's are those of CLIP's authors."""
@@ -190,12 +193,12 @@ class PaperSets(DualSets):
 
     def circuits(self) -> CircuitImages:
         """The validation hundredth of ImageNet-1K, and the validation part of OpenImage-O."""
-        return self.fewer(self._validation, IMAGENET), self.load(self.main.circuit_ood)
+        return self.fewer(self.load(given(self.main, "validation")), IMAGENET), self.load(self.main.circuit_ood)
 
     def second(self) -> tuple[ImageDataset, ImageDataset]:
         """CIFAR-100 without what ImageNet-1K has (TinyImageNet, whose overlaps are listed, is a part of it)."""
         supervised = suite("paper-cifar100")
-        images = self.load(_given(supervised.validation, supervised.name))
+        images = self.load(given(supervised, "validation"))
         class_names = suite("paper-zero-shot-cifar100").id.class_names
         part = images.relabel({label: label for label in set(images.labels.tolist())}, class_names)
         named = zip(part.class_names, self.names(CIFAR100, part), strict=True)
@@ -205,12 +208,8 @@ class PaperSets(DualSets):
 
     def calibration(self) -> NamedImages:
         """Training images of ImageNet-1K."""
-        images = self.load(_given(self.main.train, self.main.name))
+        images = self.load(given(self.main, "train"))
         return self.fewer(images, IMAGENET, self.counts.calibration)
-
-    @cached_property
-    def _validation(self) -> ImageDataset:
-        return self.load(_given(self.main.validation, self.main.name))
 
 
 def imagenet_names() -> tuple[str, ...]:
@@ -218,9 +217,3 @@ def imagenet_names() -> tuple[str, ...]:
     import open_clip
 
     return tuple(_TOLD_APART.get(position, name) for position, name in enumerate(open_clip.IMAGENET_CLASSNAMES))
-
-
-def _given(reference: SetRef | None, name: str) -> SetRef:
-    if reference is None:
-        raise DataError(f"the suite {name!r} lacks a set that the zero-shot study reads")
-    return reference

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,60 +26,37 @@ from hydra_ensembles.schema import from_plain, to_plain
 
 from .methods import CALIBRATED, SINGLE, Units, all_units
 from .recipe import StudyRecipe, digest_of
-from .results import FORMAT, HELD_OUT, Answers, Array, Results, read_arrays, write_arrays
+from .results import FORMAT, HELD_OUT, Array, Results, read_arrays, stored_columns, write_arrays
 from .samples import SampleBatches, Samples
 
 Group = Literal["id", "near", "far", "apart"]
-T = TypeVar("T")
-
-CIRCUIT_SCORES: tuple[Literal["avg", "acc", "ood"], ...] = ("avg", "acc", "ood")
 CIRCUIT_BATCH = 100
 SPARE = 2  # heads ranked beyond those pruned, for circuits that would otherwise be equal
 EVALUATED, COLUMNS, COSTS = "evaluated", "columns.npz", "costs"
 
 
 @dataclass(frozen=True, eq=False)
-class TestSet:
-    """A set that methods are held against: the task whose classes it is asked for, and the group it is reported in."""
+class StudySet:
+    """A set that methods are held against.
 
-    __test__ = False  # not a test of pytest's
+    Attributes:
+        task: The task whose classes it is asked for; the test set of a task has its name.
+        group: What it is reported in; `apart` is in no mean.
+        classes: What the classes of the task are called.
+        domain: Of zero-shot tasks: `seen` or `unseen`.
+    """
 
     task: str
     name: str
     group: Group
     samples: Samples
-
-
-@dataclass(frozen=True, eq=False)
-class TestTask:
-    """A task: its domain (of zero-shot tasks) and what its classes are called."""
-
-    __test__ = False
-
-    domain: str | None
     classes: tuple[str, ...]
+    domain: str | None = None
 
-
-@dataclass(frozen=True, eq=False)
-class TestSets:
-    """Tasks and their sets; the test set of a task has its name and the group `id`."""
-
-    __test__ = False
-
-    tasks: Mapping[str, TestTask]
-    sets: Sequence[TestSet]
-
-    def facts(self) -> dict[str, Any]:
-        """Tasks with their sets and counts, as plain data."""
-        found: dict[str, Any] = {
-            name: {"domain": one.domain, "classes": len(one.classes)} for name, one in self.tasks.items()
-        }
-        for one in self.sets:
-            if one.group == "id":
-                found[one.task]["samples"] = len(one.samples)
-            else:
-                found[one.task].setdefault(one.group, {})[one.name] = len(one.samples)
-        return found
+    @property
+    def place(self) -> str:
+        """Its key among answers and columns."""
+        return f"{self.task}/{self.name}"
 
 
 class SeedRun(ABC):
@@ -92,10 +69,12 @@ class SeedRun(ABC):
 
     def __init__(self, recipe: StudyRecipe, seed: int, output: Path, device: torch.device) -> None:
         self.seed, self.device, self.study = seed, device, output / recipe.name
-        self.digest, self.kind, self.cost_batch = digest_of(recipe), recipe.KIND, recipe.cost_batch
+        self.digest, self.cost_batch = digest_of(recipe), recipe.cost_batch
+        self.kind, self.known = recipe.KIND, recipe.STAGES
         label = f"{recipe.name} seed {seed}"
+        self.path = self.study / f"seed-{seed}"
         self.folder = RunFolder(
-            self.study / f"seed-{seed}",
+            self.path,
             {"study": recipe.name, "seed": seed, "recipe": to_plain(recipe)},
             what=f"the study {recipe.name}",
             device=device,
@@ -118,16 +97,16 @@ class SeedRun(ABC):
 
     @property
     @abstractmethod
-    def held_out(self) -> TestSets:
-        """Half B: data that no circuit read and no table reports."""
+    def held_out(self) -> Sequence[StudySet]:
+        """Half B: data that no circuit read and no table reports; ID data first."""
 
     @abstractmethod
-    def test_sets(self) -> TestSets:
-        """Every set that is reported; `open_test_sets` calls it and nobody else does."""
+    def test_sets(self) -> Sequence[StudySet]:
+        """Every set that is reported, the test set of a task before its others; only `open_test_sets` calls it."""
 
     @abstractmethod
-    def answers(self, unit: str, sets: TestSets) -> dict[str, Tensor]:
-        """Member logits `[M, N, C]` of a unit on every set, by `task/set`."""
+    def answers(self, unit: str, sets: Sequence[StudySet]) -> dict[str, Tensor]:
+        """Member logits `[M, N, C]` of a unit on every set, by its place."""
 
     @abstractmethod
     def whole_model(self, method: str, units: Units) -> Any:
@@ -142,89 +121,81 @@ class SeedRun(ABC):
         """Methods that get a temperature."""
         return list(self.methods())
 
+    def seal(self, record: Any) -> None:
+        """Write down a frozen dataclass of choices with its digest, so that nobody changes it unnoticed."""
+        write_json(self.record_path, {"digest": digest_of(record), "record": to_plain(record)})
+
     def record(self) -> Any:
         """What was sealed.
 
         Raises:
             DataError: Nothing was, or it was changed since.
         """
-        return unseal(self.RECORD, self.record_path, self.RECORD_STAGE)
+        path, stage = self.record_path, self.RECORD_STAGE
+        try:
+            plain = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{path} cannot be read ({error}); run the stage `{stage}` first: test sets are opened only after "
+                "everything is fixed"
+            ) from error
+        found = from_plain(self.RECORD, plain.get("record"), str(path))
+        if digest_of(found) != plain.get("digest"):
+            raise DataError(f"{path} was changed after it was written; delete it and run the stage `{stage}` again")
+        return found
 
-    def half_b(self, units: Units) -> dict[str, Tensor]:
-        """Member logits of units on the held-out sets, as one ensemble, by `task/set`."""
-        parts = [
-            self.folder.tensors(f"half-b/{unit}", lambda unit=unit: self.answers(unit, self.held_out))  # type: ignore[misc]
-            for unit in units
-        ]
+    def half_b(self, *units: str) -> dict[str, Tensor]:
+        """Member logits of units on the held-out sets, as one ensemble, by place."""
+
+        def asked(unit: str) -> dict[str, Tensor]:
+            return self.folder.tensors(f"half-b/{unit}", lambda: self.answers(unit, self.held_out))
+
+        parts = [asked(unit) for unit in units]
         return {key: torch.cat([part[key] for part in parts]).cpu() for key in parts[0]}
 
     @cached_property
     def held_out_labels(self) -> Tensor:
         """Labels of the ID part of half B."""
-        return next(one.samples.labels for one in self.held_out.sets if one.name == HELD_OUT)
+        return self.held_out[0].samples.labels
 
     def temperatures(self) -> dict[str, float]:
         """The temperature of each method that gets one, fitted on half B."""
 
+        def fitted(units: Units) -> float:
+            inside = next(one for key, one in self.half_b(*units).items() if key.endswith(f"/{HELD_OUT}"))
+            return fit_calibration(inside, self.held_out_labels).calibration.temperature[0]
+
         def make() -> dict[str, float]:
-            found, methods = {}, self.methods()
-            for method in self.calibrates:
-                logits = self.half_b(methods[method])
-                inside = next(one for key, one in logits.items() if key.endswith(f"/{HELD_OUT}"))
-                found[method] = fit_calibration(inside, self.held_out_labels).calibration.temperature[0]
-            return found
+            methods = self.methods()
+            return {method: fitted(methods[method]) for method in self.calibrates}
 
         return dict(self.folder.json("temperatures", make))
 
 
-def run_stages(runs: Sequence[SeedRun], stages: Sequence[str], known: Sequence[str]) -> None:
-    """Run stages, each for all seeds; what is in the run folders already is not made again.
+def run_stages(runs: Sequence[SeedRun], stages: Sequence[str] = ()) -> None:
+    """Run stages (all of them by default), each for all seeds; what is in the run folders already is not made again.
 
     Raises:
         ConfigError: A stage does not exist.
         DataError: Data are missing, or a stage comes before one that it needs.
     """
+    known = runs[0].known
     unknown = [stage for stage in stages if stage not in known]
     if unknown:
         raise ConfigError(f"stages {unknown} do not exist; choose from {', '.join(known)}")
-    for stage in (one for one in known if one in stages):
+    for stage in (one for one in known if one in (stages or known)):
         for run in runs:
             if stage == "evaluate":
                 evaluate(run)
-            elif stage == "cost":
-                if run is runs[0]:  # costs are those of one seed, measured once
-                    measure(run)
-            else:
+            elif stage != "cost":
                 run.stages[stage]()
+            elif run is runs[0]:  # costs are those of one seed, measured once
+                measure(run)
             if run.device.type == "cuda":  # the processes of several seeds may share it
                 torch.cuda.empty_cache()
 
 
-def seal(record: Any, path: Path) -> None:
-    """Write down a frozen dataclass of choices with its digest, so that nobody changes it unnoticed."""
-    write_json(path, {"digest": digest_of(record), "record": to_plain(record)})
-
-
-def unseal(kind: type[T], path: Path, stage: str) -> T:
-    """Read what `seal` wrote.
-
-    Raises:
-        DataError: There is none, or it was changed since.
-    """
-    try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path} cannot be read ({error}); run the stage `{stage}` first: test sets are opened only after "
-            "everything is fixed"
-        ) from error
-    found = from_plain(kind, plain.get("record"), str(path))
-    if digest_of(found) != plain.get("digest"):
-        raise DataError(f"{path} was changed after it was written; delete it and run the stage `{stage}` again")
-    return found
-
-
-def open_test_sets(run: SeedRun, record: Any) -> TestSets:
+def open_test_sets(run: SeedRun, record: Any) -> Sequence[StudySet]:
     """Read every set that is reported. The stage `evaluate` is the only caller.
 
     Whoever calls shows the record that fixed all settings; one made for another recipe does not count.
@@ -247,59 +218,59 @@ def evaluate(run: SeedRun) -> None:
         record = run.record()
         methods, temperatures = run.methods(), run.temperatures()
         tests = open_test_sets(run, record)
-        units = {
-            unit: {
-                **run.half_b((unit,)),
-                **run.folder.tensors(f"test/{unit}", lambda unit=unit: run.answers(unit, tests)),  # type: ignore[misc]
-            }
-            for unit in all_units(methods)
-        }
+
+        def asked(unit: str) -> dict[str, Tensor]:
+            found = run.folder.tensors(f"test/{unit}", lambda: run.answers(unit, tests))
+            return {**run.half_b(unit), **{place: logits.cpu() for place, logits in found.items()}}
+
+        units = {unit: asked(unit) for unit in all_units(methods)}
+        calibrated = [name for name in CALIBRATED if name in methods]
         arrays: dict[str, Array] = {}
-        for one in (*run.held_out.sets, *tests.sets):
-            place = f"{one.task}/{one.name}"
-            answers = Answers(
-                units={unit: found[place].cpu() for unit, found in units.items()},
-                methods=methods,
-                labels=one.samples.labels if one.group == "id" else None,
-                temperatures=temperatures,
-                calibrated=[name for name in CALIBRATED if name in methods],
-            )
-            arrays |= {f"{place}/{key}": array for key, array in answers.arrays().items()}
-        assert run.folder.path is not None
-        write_arrays(run.folder.path / COLUMNS, arrays)
-        shared, own = run.facts()
+        tasks: dict[str, Any] = {}
+        for one in (*run.held_out, *tests):
+            own = {unit: found[one.place] for unit, found in units.items()}
+            labels = one.samples.labels if one.group == "id" else None
+            made = stored_columns(own, methods, labels, temperatures, calibrated)
+            arrays |= {f"{one.place}/{key}": array for key, array in made.items()}
+        for one in tests:
+            if one.group == "id":
+                tasks[one.task] = {"domain": one.domain, "classes": len(one.classes), "samples": len(one.samples)}
+            else:
+                tasks[one.task].setdefault(one.group, {})[one.name] = len(one.samples)
+        write_arrays(run.path / COLUMNS, arrays)
+        shared, own_facts = run.facts()
         return {
             "study": {
                 "kind": run.kind,
                 "methods": {name: list(found) for name, found in methods.items()},
                 "units": {unit: len(next(iter(found.values()))) for unit, found in units.items()},
-                "calibrated": [name for name in CALIBRATED if name in methods],
-                "tasks": tests.facts(),
+                "calibrated": calibrated,
+                "tasks": tasks,
                 "device": device_name(run.device),
                 "versions": {"torch": str(torch.__version__), "hydra_ensembles": __version__},
                 **shared,
             },
-            "seed": {"temperatures": temperatures, "record": digest_of(record), **own},
+            "seed": {"temperatures": temperatures, "record": digest_of(record), **own_facts},
         }
 
     run.folder.json(EVALUATED, make)
 
 
 @torch.no_grad()
-def member_logits(model: Any, samples: Samples, batch_size: int, device: torch.device) -> Tensor:
-    """Member logits `[M, N, C]` on the CPU; in float32 on every device, so that numbers do not depend on it."""
+def answered(ask: Callable[[Any], Tensor], samples: Samples, batch_size: int, device: torch.device) -> Tensor:
+    """What a model says `[M, N, …]` batch by batch; in float32 on every device, so that numbers do not depend on it.
+
+    Raises:
+        DataError: The model was not trained well enough to answer with numbers.
+    """
     pieces = []
     for batch in SampleBatches(samples, batch_size):
         inputs, _ = read_batch(batch)
-        pieces.append(model(move(inputs, device, torch.float32)).float().cpu())
-    return finite(torch.cat(pieces, dim=1))
-
-
-def finite(answers: Tensor) -> Tensor:
-    """The answers as they are, provided that a model can be trusted to have been trained."""
-    if not bool(answers.isfinite().all()):
+        pieces.append(ask(move(inputs, device, torch.float32)).float())
+    found = torch.cat(pieces, dim=1)
+    if not bool(found.isfinite().all()):
         raise DataError("a model answered with numbers that are not finite; its training diverged: lower the rate")
-    return answers
+    return found
 
 
 def measure(run: SeedRun) -> None:
@@ -310,8 +281,7 @@ def measure(run: SeedRun) -> None:
     """
 
     def make() -> dict[str, Any]:
-        fast = run.device.type == "cuda"
-        held = next(one for one in run.held_out.sets if one.name == HELD_OUT)
+        fast, held = run.device.type == "cuda", run.held_out[0]
         inputs, _ = read_batch(next(iter(SampleBatches(held.samples, run.cost_batch))))
         inputs = move(inputs, run.device, torch.bfloat16 if fast else torch.float32)
         methods = {name: units for name, units in run.methods().items() if name not in CALIBRATED}
@@ -330,7 +300,7 @@ def measure(run: SeedRun) -> None:
             "device": device_name(run.device),
             "dtype": "bfloat16" if fast else "float32",
             "batch": min(run.cost_batch, len(held.samples)),
-            "classes": len(run.held_out.tasks[held.task].classes),
+            "classes": len(held.classes),
             "costs": {one.name: {**to_plain(one), **sizes.get(one.name, {})} for one in costs},
         }
 
@@ -348,25 +318,21 @@ def collect(recipe: StudyRecipe, output: Path) -> Results:
     Raises:
         DataError: A seed of the recipe is not finished, or the seeds do not belong together.
     """
-    study = output / recipe.name
+    folders = {seed: output / recipe.name / f"seed-{seed}" for seed in recipe.seeds}
     found: dict[int, Any] = {}
     arrays: dict[str, Array] = {}
-    for seed in recipe.seeds:
-        folder = study / f"seed-{seed}"
+    for seed, folder in folders.items():
         try:
             found[seed] = json.loads((folder / f"{EVALUATED}.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise DataError(
-                f"seed {seed} of {recipe.name} is not finished ({error}); run its stage `evaluate`"
-            ) from error
+            raise DataError(f"seed {seed} of {recipe.name} is not finished ({error}); run `evaluate`") from error
         arrays |= {f"{seed}/{key}": array for key, array in read_arrays(folder / COLUMNS).items()}
     first = found[recipe.seeds[0]]
-    differ = sorted(
-        {key for one in found.values() for key in first["study"] if one["study"].get(key) != first["study"][key]}
-    )
+    shared = [one["study"] for one in found.values()]
+    differ = [key for key, value in first["study"].items() if any(one.get(key) != value for one in shared)]
     if differ:
         raise DataError(f"the seeds of {recipe.name} differ in {differ}; run them again with the same data and machine")
-    costs = [study / f"seed-{seed}" / f"{COSTS}.json" for seed in recipe.seeds]
+    costs = [folder / f"{COSTS}.json" for folder in folders.values()]
     measured = [json.loads(path.read_text(encoding="utf-8")) for path in costs if path.exists()]
     facts = {
         "format": FORMAT,

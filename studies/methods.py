@@ -32,13 +32,7 @@ HYDRA_MORE = "Hydra (Circ), six more heads pruned"
 HYDRA_IMAGE = "Hydra (Circ), image tower only"
 HYDRA_IMAGE_TUNED = "Hydra (Circ), image tower only, text fine-tuned"
 HYDRA_TUNED = "Hydra (Circ), text fine-tuned"
-LATER = ("BayesVLM", "ViLU")
-"""Baselines of the paper's zero-shot part that are not built yet; their rows stay open."""
-
-AVERAGED, CLASSIFIERS = (
-    "averaged",
-    "classifiers",
-)  # units: backbones with MLPs averaged; new classifiers on one backbone
+AVERAGED, CLASSIFIERS = "averaged", "classifiers"  # units: backbones with averaged MLPs; classifiers on one backbone
 
 Units = tuple[str, ...]
 
@@ -78,7 +72,6 @@ class Candidate:
     Attributes:
         method: The method it might become, or the method it is.
         model: Name of the setting.
-        score: OOD score.
         accuracy: On ID half B.
         auroc: ID against OOD half B.
         value: What was compared: the weighted mean of the two.
@@ -101,8 +94,6 @@ class Decision:
     Attributes:
         recipe: Digest of the recipe.
         seeds: Seeds whose half B was looked at.
-        hydra: Hydra (Circ).
-        trunk: Hydra (Circ) with a shared trunk.
         dropout: The rate of MC Dropout.
         scores: The OOD score of every method.
         candidates: All that was compared.
@@ -155,9 +146,6 @@ def all_methods(recipe: ClassifierRecipe, decision: Decision) -> dict[str, Units
     }
 
 
-HeadsOf = Literal["none", "taylor", "circuits", "more", "image", "random"]
-
-
 @dataclass(frozen=True)
 class Family:
     """Members of dual encoders that belong together.
@@ -166,12 +154,11 @@ class Family:
         name: Its name in files.
         heads: How their heads are chosen: none lost, by Taylor scores, by circuits of both towers (or with more heads
             lost), by circuits of the image tower, at random.
-        members: How many there are.
         tuned: Whether their text sides are trained after pruning.
     """
 
     name: str
-    heads: HeadsOf
+    heads: Literal["none", "taylor", "circuits", "more", "image", "random"]
     members: int = 3
     tuned: bool = False
 
@@ -181,17 +168,11 @@ class Family:
         return tuple(f"{self.name}/{index}" for index in range(self.members))
 
 
-ONE = Family("single", "none", members=1)
-ONE_TAYLOR = Family("taylor", "taylor", members=1)
-BOTH = Family("both", "circuits")
-MORE = Family("more", "more")
-IMAGE = Family("image", "image")
+ONE, ONE_TAYLOR = Family("single", "none", members=1), Family("taylor", "taylor", members=1)
+BOTH, MORE, IMAGE = Family("both", "circuits"), Family("more", "more"), Family("image", "image")
 RANDOM = Family("random", "random")
-IMAGE_TUNED = Family("image-tuned", "image", tuned=True)
-BOTH_TUNED = Family("both-tuned", "circuits", tuned=True)
-FAMILIES: Mapping[str, Family] = {
-    one.name: one for one in (ONE, ONE_TAYLOR, BOTH, MORE, IMAGE, RANDOM, IMAGE_TUNED, BOTH_TUNED)
-}
+IMAGE_TUNED, BOTH_TUNED = Family("image-tuned", "image", tuned=True), Family("both-tuned", "circuits", tuned=True)
+FAMILIES = {one.name: one for one in (ONE, ONE_TAYLOR, BOTH, MORE, IMAGE, RANDOM, IMAGE_TUNED, BOTH_TUNED)}
 DUAL_METHODS: Mapping[str, Units] = {
     SINGLE: ONE.units,
     TEMPERATURE: ONE.units,

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import yaml
 
@@ -21,12 +21,17 @@ ZERO_SHOT = "zero-shot"
 STUDIES = (*CLASSIFIERS, ZERO_SHOT)
 SUITES = {"shared": ZERO_SHOT, "paper": "zero-shot-paper"}  # of the zero-shot study, and their recipes
 
-HeadChoice = Literal["circuits", "sampled", "taylor", "random"]
-Origin = Literal["finetuned", "pretrained"]
 Backbone = Literal["dinov2_vits14", "all_minilm_l6_v2"]
 Inputs = Literal["image", "text"]
 INPUTS: Mapping[Backbone, Inputs] = {"dinov2_vits14": "image", "all_minilm_l6_v2": "text"}
 TINY_SIZES: Mapping[Inputs, int] = {"image": 56, "text": 24}
+
+
+def _require(*rules: tuple[object, str]) -> None:
+    """Refuse the first rule that does not hold, with its message."""
+    for holds, message in rules:
+        if not holds:
+            raise ConfigError(message)
 
 
 @dataclass(frozen=True)
@@ -45,28 +50,27 @@ class MemberSet:
             all training data; which heads go is still read off the single model, and a trunk is the single model's.
     """
 
-    heads: HeadChoice
+    heads: Literal["circuits", "sampled", "taylor", "random"]
     prune: int
     trunk: int = 0
     training: str | None = "standard"
     pool: int | None = None
-    start: Origin = "finetuned"
+    start: Literal["finetuned", "pretrained"] = "finetuned"
 
     def __post_init__(self) -> None:
-        """Check the counts, and that a pool is there where one is drawn from."""
-        if self.heads not in get_args(HeadChoice):
-            raise ConfigError(f"heads must be one of {list(get_args(HeadChoice))}, got {self.heads!r}")
-        if self.prune < 1 or self.trunk < 0:
-            raise ConfigError(f"prune must be at least 1 and trunk at least 0, got {self.prune} and {self.trunk}")
-        if (self.heads == "sampled") != (self.pool is not None):
-            raise ConfigError(f"heads={self.heads!r} and pool={self.pool}: sampled members need a pool, no others do")
-        if self.start not in get_args(Origin) or (self.start == "pretrained" and self.training is None):
-            raise ConfigError(
-                f"start must be one of {list(get_args(Origin))}, and members that start from the pretrained model need "
-                f"a training; got {self.start!r} and training={self.training}"
-            )
-        if self.pool is not None and self.pool <= self.prune:
-            raise ConfigError(f"a pool of {self.pool} heads leaves nothing to choose when {self.prune} are pruned")
+        """Check what the fields' types do not say."""
+        _require(
+            (self.prune >= 1 and self.trunk >= 0, f"prune is at least 1 and trunk 0, got {self.prune}, {self.trunk}"),
+            (
+                (self.pool or 0) > self.prune if self.heads == "sampled" else self.pool is None,
+                f"pool={self.pool} and heads={self.heads!r}: sampled members need a pool of more than the {self.prune} "
+                "heads that are pruned, no others do",
+            ),
+            (
+                self.start == "finetuned" or self.training,
+                "members that start from the pretrained model need training",
+            ),
+        )
 
     @property
     def key(self) -> str:
@@ -89,9 +93,7 @@ class Control:
     """A further row of the results, whose settings are fixed: it tells what a part of the method brings.
 
     Attributes:
-        name: Name of the row.
         members: Its members; None for the backbones of Deep Ensembles, with averaged MLPs.
-        mlp: What becomes of their MLPs.
     """
 
     name: str
@@ -100,8 +102,7 @@ class Control:
 
     def __post_init__(self) -> None:
         """Refuse what is Deep Ensembles by another name."""
-        if self.members is None and self.mlp != "mean":
-            raise ConfigError(f"control {self.name!r} is Deep Ensembles: whole backbones with MLPs apart")
+        _require((self.members or self.mlp == "mean", f"control {self.name!r} is Deep Ensembles, with MLPs apart"))
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,8 @@ class Dropout:
 
     def __post_init__(self) -> None:
         """Check the rates."""
-        if not self.rates or not all(0.0 < rate < 1.0 for rate in self.rates) or self.passes < 1:
-            raise ConfigError(f"dropout takes rates between 0 and 1 and at least one pass, got {self}")
+        right = self.rates and all(0.0 < rate < 1.0 for rate in self.rates) and self.passes >= 1
+        _require((right, f"dropout takes rates between 0 and 1 and at least one pass, got {self}"))
 
 
 @dataclass(frozen=True)
@@ -143,14 +144,8 @@ class ClassifierRecipe:
     """One study of classifiers.
 
     Attributes:
-        name: Name of the study.
-        suite: Suite that names its sets.
-        backbone: Pretrained model.
         input_size: Side of the images, or the largest number of tokens.
-        members: Members of every ensemble.
-        seeds: Seeds of the headline rows.
         explore_seeds: Seeds whose half B chooses the settings.
-        counts: Sample counts.
         trainings: Fine-tuning recipes by name. `backbone` makes the backbones; `classifier`, where there is one,
             trains new classifiers on a frozen backbone.
         paper: The paper's setting: three circuits, trained; MLPs are fused.
@@ -159,11 +154,9 @@ class ClassifierRecipe:
         fusions: What may become of their MLPs.
         scores: OOD scores that may be chosen.
         trunk_cost: Most multiply-adds of the ensemble with a shared trunk, over those of a single model.
-        dropout: MC Dropout.
         cost_batch: Inputs a batch when latency is measured.
         open_layers: Only heads of so many layers at the end may be pruned; None for all layers.
         accuracy_weight: Weight of ID accuracy against OOD AUROC where settings are chosen.
-        controls: Further rows with fixed settings.
         ood_halves: How the circuit OOD data are cut in two: `images` of every class, or whole `classes`, so that
             settings are chosen on OOD classes that ranked no head.
     """
@@ -195,39 +188,38 @@ class ClassifierRecipe:
 
     def __post_init__(self) -> None:
         """Check that everything named exists and that chosen settings come from somewhere."""
-        if not self.seeds or not set(self.explore_seeds) <= set(self.seeds) or not self.explore_seeds:
-            raise ConfigError(f"explore_seeds {self.explore_seeds} must be some of the seeds {self.seeds}")
+        seeds, explored = self.explore_seeds, (*self.explore, *self.explore_trunk)
         needed = {"backbone", *(one.training for one in self.member_sets if one.training is not None)}
-        if not needed <= set(self.trainings):
-            raise ConfigError(f"trainings {sorted(needed - set(self.trainings))} are missing of {sorted(needed)}")
-        if not self.explore or not self.explore_trunk or not self.fusions or not self.scores:
-            raise ConfigError("explore, explore_trunk, fusions and scores must each list at least one choice")
-        if self.paper.heads != "circuits" or self.paper.trunk or self.paper.training is None:
-            raise ConfigError(f"the paper's setting is three circuits, trained, without a trunk; got {self.paper.key}")
-        if any(one.heads not in ("circuits", "sampled") for one in (*self.explore, *self.explore_trunk)):
-            raise ConfigError("Hydra (Circ) is chosen among circuits and members sampled from one; see explore")
-        if any(one.trunk for one in self.explore) or not all(one.trunk for one in self.explore_trunk):
-            raise ConfigError("sets with a trunk belong in explore_trunk, and only they")
-        if len({one.name for one in self.controls}) != len(self.controls):
-            raise ConfigError(f"controls need names of their own, got {[one.name for one in self.controls]}")
-        if self.ood_halves not in ("images", "classes"):
-            raise ConfigError(f"ood_halves must be 'images' or 'classes', got {self.ood_halves!r}")
-        if not 0.0 <= self.accuracy_weight <= 1.0 or self.members < 2:
-            raise ConfigError("accuracy_weight lies between 0 and 1, and members is at least 2")
+        missing = sorted(needed - set(self.trainings))
+        names = [one.name for one in self.controls]
+        choices = (self.explore, self.explore_trunk, self.fusions, self.scores)
+        paper = self.paper.heads == "circuits" and not self.paper.trunk and self.paper.training
+        trunks = [bool(one.trunk) for one in explored] == [False] * len(self.explore) + [True] * len(self.explore_trunk)
+        _require(
+            (seeds and set(seeds) <= set(self.seeds), f"explore_seeds {seeds} must be some of the seeds {self.seeds}"),
+            (not missing, f"trainings {missing} are missing of {sorted(needed)}"),
+            (all(choices), "explore, explore_trunk, fusions and scores must each list at least one choice"),
+            (paper, f"the paper's setting is three circuits, trained, without a trunk; got {self.paper.key}"),
+            (
+                all(one.heads in ("circuits", "sampled") for one in explored),
+                "Hydra (Circ) is chosen among circuits and members sampled from one; see explore",
+            ),
+            (trunks, "sets with a trunk belong in explore_trunk, and only they"),
+            (len(set(names)) == len(names), f"controls need names of their own, got {names}"),
+            (0.0 <= self.accuracy_weight <= 1.0, f"accuracy_weight lies between 0 and 1, got {self.accuracy_weight}"),
+            (self.members >= 2, f"members is at least 2, got {self.members}"),
+        )
 
     @property
     def inputs(self) -> Inputs:
-        """What the study looks at."""
         return INPUTS[self.backbone]
 
     @property
     def taylor(self) -> MemberSet:
-        """Members by Taylor rankings, in the paper's setting."""
         return replace(self.paper, heads="taylor")
 
     @property
     def random(self) -> MemberSet:
-        """Members that lose random heads, in the paper's setting."""
         return replace(self.paper, heads="random")
 
     @property
@@ -250,9 +242,7 @@ class ClassifierRecipe:
             paper=_fewer(self.paper),
             explore=tuple(_fewer(kinds[heads]) for heads in ("circuits", "sampled") if heads in kinds),
             explore_trunk=tuple(_fewer(one) for one in self.explore_trunk[-1:]),
-            controls=tuple(
-                one if one.members is None else replace(one, members=_fewer(one.members)) for one in self.controls
-            ),
+            controls=tuple(replace(one, members=one.members and _fewer(one.members)) for one in self.controls),
             dropout=Dropout(self.dropout.rates[:2], passes=2),
             cost_batch=2,
         )
@@ -288,12 +278,9 @@ class DualRecipe:
     """One zero-shot study.
 
     Attributes:
-        name: Name of the study.
         suite: Which images: those of the shared folder, or the paper's.
-        input_size: Side of the images.
         members: Members of every ensemble: three, one for each circuit.
         seeds: A seed is a training of the dual encoder and everything after it.
-        counts: Sample counts.
         prune: Heads of both towers that each member loses.
         more: Further heads in the row with more heads pruned.
         image_prune: Heads that each member loses where the image tower alone is pruned.
@@ -312,7 +299,7 @@ class DualRecipe:
     STAGES: ClassVar[tuple[str, ...]] = ("dual", "rank", "tune", "evaluate", "cost")
 
     name: str
-    suite: str
+    suite: Literal["shared", "paper"]
     input_size: int
     members: int
     seeds: tuple[int, ...]
@@ -332,16 +319,13 @@ class DualRecipe:
 
     def __post_init__(self) -> None:
         """Check what the fields' types do not say."""
-        if self.suite not in SUITES:
-            raise ConfigError(f"suite must be one of {list(SUITES)}, got {self.suite!r}")
-        if self.members != 3 or not self.seeds:
-            raise ConfigError(f"members are three circuits, and at least one seed runs; got {self.members}")
-        if min(self.prune, self.more, self.image_prune, self.taylor_prune) < 1:
-            raise ConfigError("prune, more, image_prune and taylor_prune are each at least one head")
-        if self.least_over_chance < 1:
-            raise ConfigError(f"least_over_chance is at least 1, got {self.least_over_chance}")
-        if self.model is None and self.dual is None:
-            raise ConfigError("the recipe names no model and says nothing of the training `dual` that would make one")
+        pruned = min(self.prune, self.more, self.image_prune, self.taylor_prune)
+        _require(
+            (self.members == 3 and self.seeds, f"members are three circuits, seeds at least one; got {self.members}"),
+            (pruned >= 1, "prune, more, image_prune and taylor_prune are each at least one head"),
+            (self.least_over_chance >= 1, f"least_over_chance is at least 1, got {self.least_over_chance}"),
+            (self.model or self.dual, "the recipe names no model and no training `dual` that would make one"),
+        )
 
     @property
     def trains_text(self) -> bool:
@@ -354,21 +338,12 @@ class DualRecipe:
             self,
             seeds=self.seeds[:1],
             input_size=TINY_SIZES["image"] if self.suite == "shared" else self.input_size,
-            counts=DualCounts(
-                pairs=24,
-                circuits=6,
-                image_circuits=6,
-                calibration=8,
-                taylor_batches=1,
-                test=12,
-                detection=6,
-                classes=6,
-            ),
+            counts=DualCounts(24, 6, 6, calibration=8, taylor_batches=1, test=12, detection=6, classes=6),
             prune=2,
             more=1,
             image_prune=2,
-            dual=None if self.dual is None else _shorter(self.dual, steps=2, batch=8),
-            tune=None if self.tune is None else _shorter(self.tune, steps=2, batch=8),
+            dual=self.dual and _shorter(self.dual, steps=2, batch=8),
+            tune=self.tune and _shorter(self.tune, steps=2, batch=8),
             cost_batch=2,
         )
 
@@ -377,9 +352,8 @@ StudyRecipe = ClassifierRecipe | DualRecipe
 
 
 def _shorter(training: Recipe, steps: int, batch: int) -> Recipe:
-    return replace(
-        training, epochs=None, steps=steps, warmup=0, patience=None, evaluate_every=None, batch_size=batch, grid=()
-    )
+    usual: dict[str, Any] = {"epochs": None, "warmup": 0, "patience": None, "evaluate_every": None, "grid": ()}
+    return replace(training, steps=steps, batch_size=batch, **usual)
 
 
 def _fewer(members: MemberSet) -> MemberSet:
@@ -388,34 +362,24 @@ def _fewer(members: MemberSet) -> MemberSet:
 
 
 def load_recipe(name: str, tiny: bool = False, suite: str | None = None, model: str | None = None) -> StudyRecipe:
-    """The recipe of a study.
+    """The recipe of one of `STUDIES`; `tiny` has the same stages in counts that a CPU does in a minute.
 
-    Args:
-        name: One of `STUDIES`.
-        tiny: The same stages in counts that a CPU does in a minute.
-        suite: Of the zero-shot study: one of `SUITES`; None for `shared`.
-        model: Of the zero-shot study: a model of the user's own.
+    Of the zero-shot study, `suite` is one of `SUITES` (None for `shared`) and `model` one of the user's own.
 
     Raises:
         ConfigError: There is no such study or suite.
     """
     if name not in STUDIES:
         raise ConfigError(f"no study {name!r}; choose one of {', '.join(STUDIES)}")
-    if name != ZERO_SHOT:
-        if model is not None or suite is not None:
-            raise ConfigError(f"model and suite belong to the study {ZERO_SHOT!r}, not to {name!r}; leave them out")
-        recipe: StudyRecipe = from_plain(ClassifierRecipe, _plain(name), f"{name}.yaml")
-        return recipe.tiny() if tiny else recipe
-    if suite is not None and suite not in SUITES:
+    if name != ZERO_SHOT and (model or suite):
+        raise ConfigError(f"model and suite belong to the study {ZERO_SHOT!r}, not to {name!r}; leave them out")
+    if suite not in (None, *SUITES):
         raise ConfigError(f"no suite {suite!r} for the zero-shot study; choose one of {', '.join(SUITES)}")
-    file = SUITES[suite or "shared"]
-    plain = _plain(file)
-    recipe = from_plain(DualRecipe, plain if model is None else {**plain, "model": model}, f"{file}.yaml")
+    file = f"{SUITES[suite or 'shared'] if name == ZERO_SHOT else name}.yaml"
+    plain = yaml.safe_load((FOLDER / file).read_text(encoding="utf-8")) | ({"model": model} if model else {})
+    kind: type[StudyRecipe] = DualRecipe if name == ZERO_SHOT else ClassifierRecipe
+    recipe = from_plain(kind, plain, file)
     return recipe.tiny() if tiny else recipe
-
-
-def _plain(name: str) -> Any:
-    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def digest_of(plain: Any) -> str:

@@ -71,45 +71,40 @@ def _judged(prediction: Prediction, labels: Tensor) -> dict[str, Tensor]:
     }
 
 
-@dataclass(frozen=True)
-class Answers:
-    """What the units of a study say about one set, and the methods that are made of them.
+def stored_columns(
+    units: Mapping[str, Tensor],
+    methods: Methods,
+    labels: Tensor | None,
+    temperatures: Mapping[str, float],
+    calibrated: Sequence[str],
+) -> dict[str, Array]:
+    """The columns to store of what the units of a study say about one set.
 
-    Attributes:
+    Args:
         units: Member logits `[m, N, C]` of every unit.
         methods: Every method with its units.
         labels: `[N]` of a test set; None where they do not matter.
         temperatures: Of methods, fitted on held-out data.
         calibrated: Methods that answer with their temperature.
     """
-
-    units: Mapping[str, Tensor]
-    methods: Methods
-    labels: Tensor | None
-    temperatures: Mapping[str, float]
-    calibrated: Sequence[str]
-
-    def arrays(self) -> dict[str, Array]:
-        """The columns to store."""
-        found: dict[str, Array] = {} if self.labels is None else {"labels": self.labels.numpy()}
-        classes = next(iter(self.units.values())).shape[-1]
-        if classes <= FEW_CLASSES:
-            logits = torch.cat(list(self.units.values())).float()  # [S, N, C]
-            peak = logits.amax(-1)
-            relative = (logits - peak[..., None]).clamp_min(LOWEST).half()
-            return {"logits": relative.numpy(), "peak": peak.numpy(), **found}
-        columns: dict[str, list[Array]] = {}
-        all_known = set(self.methods) <= set(self.temperatures)  # else no method has columns after calibration
-        for method, units in self.methods.items():
-            logits, temperature = torch.cat([self.units[unit] for unit in units]), self.temperatures.get(method)
-            own = temperature if method in self.calibrated else None
-            made = dict(columns_of(logits, self.labels, own, temperature if all_known else None))
-            if self.labels is not None:
-                largest = Prediction.from_logits(logits, temperature=own).probs.topk(LARGEST)
-                made |= {"top_probabilities": largest.values.half(), "top_classes": largest.indices.to(torch.int16)}
-            for name, column in made.items():
-                columns.setdefault(name, []).append(column.numpy())
-        return found | {name: np.stack(parts) for name, parts in columns.items()}
+    found: dict[str, Array] = {} if labels is None else {"labels": labels.numpy()}
+    if next(iter(units.values())).shape[-1] <= FEW_CLASSES:
+        logits = torch.cat(list(units.values())).float()  # [S, N, C]
+        peak = logits.amax(-1)
+        relative = (logits - peak[..., None]).clamp_min(LOWEST).half()
+        return {"logits": relative.numpy(), "peak": peak.numpy(), **found}
+    columns: dict[str, list[Array]] = {}
+    all_known = set(methods) <= set(temperatures)  # else no method has columns after calibration
+    for method, members in methods.items():
+        logits, temperature = torch.cat([units[unit] for unit in members]), temperatures.get(method)
+        own = temperature if method in calibrated else None
+        made = dict(columns_of(logits, labels, own, temperature if all_known else None))
+        if labels is not None:
+            largest = Prediction.from_logits(logits, temperature=own).probs.topk(LARGEST)
+            made |= {"top_probabilities": largest.values.half(), "top_classes": largest.indices.to(torch.int16)}
+        for name, column in made.items():
+            columns.setdefault(name, []).append(column.numpy())
+    return found | {name: np.stack(parts) for name, parts in columns.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,12 +145,10 @@ class Results:
 
     @property
     def name(self) -> str:
-        """Name of the study."""
         return str(self.facts["study"])
 
     @property
     def seeds(self) -> list[int]:
-        """Seeds that are there."""
         return list(self.facts["seeds"])
 
     @property

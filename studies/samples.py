@@ -1,7 +1,8 @@
 """Samples of a set as a model takes them, in batches that can be read again and again; on a device where they fit."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,22 +20,26 @@ BUCKET = 32  # training batches whose texts are sorted by length together
 TOKENISED_AT_ONCE = 128  # padded together, so few
 
 
-class Samples(Protocol):
+class Samples(ABC):
     """Labelled inputs of any kind."""
 
     labels: Tensor
 
     def __len__(self) -> int:
-        """Number of samples."""
-        ...
+        return len(self.labels)
 
+    @abstractmethod
     def batch(self, rows: Tensor, augment: bool) -> Any:
         """One batch, as models and trainings of the library take it."""
-        ...
 
     def order(self, batch_size: int, training: bool) -> list[Tensor]:
-        """The rows of every batch: all in order, or in random order drawn from torch's CPU generator."""
-        ...
+        """The rows of every batch: all in order, or in random order drawn from torch's CPU generator.
+
+        In training the last batch is left out where it is not full, unless it is the only one.
+        """
+        if not training:
+            return list(torch.arange(len(self)).split(batch_size))
+        return list(torch.randperm(len(self)).split(batch_size))[: max(len(self) // batch_size, 1)]
 
 
 class SampleBatches:
@@ -52,15 +57,7 @@ class SampleBatches:
             yield self.samples.batch(rows, self.training)
 
 
-def _shuffled(count: int, batch_size: int, training: bool) -> list[Tensor]:
-    """In training the last batch is left out where it is not full, unless it is the only one."""
-    if not training:
-        return list(torch.arange(count).split(batch_size))
-    batches = list(torch.randperm(count).split(batch_size))
-    return batches[: max(count // batch_size, 1)]
-
-
-class ImageSamples:
+class ImageSamples(Samples):
     """Labelled images `[N, 3, h, w]` in eight bits on a device, resized, augmented and normalised there."""
 
     def __init__(self, pixels: Tensor, labels: Tensor, size: int) -> None:
@@ -73,13 +70,6 @@ class ImageSamples:
         arrays = [np.asarray(image if image.size == first else image.resize(first)) for image, _ in dataset]
         pixels = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous()
         return cls(pixels.to(device), torch.from_numpy(dataset.labels.copy()), size)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def order(self, batch_size: int, training: bool) -> list[Tensor]:
-        """Rows of every batch."""
-        return _shuffled(len(self), batch_size, training)
 
     def batch(self, rows: Tensor, augment: bool) -> tuple[Tensor, Tensor]:
         """Inputs `[B, 3, size, size]` on the device and labels `[B]` on the CPU."""
@@ -111,7 +101,7 @@ def normalised(images: Tensor) -> Tensor:
     return (images.clamp(0, 1) - mean) / std
 
 
-class TextSamples:
+class TextSamples(Samples):
     """Labelled texts: ids and segments `[N, T]` on a device, padded at the end; lengths stay on the CPU."""
 
     def __init__(self, ids: Tensor, segments: Tensor, lengths: Tensor, labels: Tensor) -> None:
@@ -130,13 +120,10 @@ class TextSamples:
         )
         return cls(ids.to(device), segments.to(device), mask.sum(1), torch.from_numpy(dataset.labels.copy()))
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def order(self, batch_size: int, training: bool) -> list[Tensor]:
-        """Rows of every batch; in training, texts of one batch are of similar length."""
+        """In training, texts of one batch are of similar length, and every text is there."""
         if not training:
-            return list(torch.arange(len(self)).split(batch_size))
+            return super().order(batch_size, training)
         batches: list[Tensor] = []
         for bucket in torch.randperm(len(self)).split(BUCKET * batch_size):
             batches += bucket[self.lengths[bucket].argsort()].split(batch_size)
@@ -154,19 +141,12 @@ class TextSamples:
         }
 
 
-class PreparedImages:
+class PreparedImages(Samples):
     """Images by a tower's own preprocessing, decoded and prepared batch by batch, so that sets of any size fit."""
 
     def __init__(self, images: ImageDataset, tower: Ensemble) -> None:
         self.images, self.tower = images, tower
         self.labels = torch.from_numpy(images.labels.copy())
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def order(self, batch_size: int, training: bool) -> list[Tensor]:
-        """Rows of every batch."""
-        return _shuffled(len(self), batch_size, training)
 
     def batch(self, rows: Tensor, augment: bool) -> tuple[Tensor, Tensor]:
         """Inputs `[B, 3, H, W]` and labels `[B]`; no augmentation."""

