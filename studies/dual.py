@@ -33,9 +33,9 @@ TOWERS: Mapping[str, tuple[Tower, ...]] = {"image+text": ("image", "text"), "ima
 OWN_NAME = "DINOv2 ViT-S/14 + MiniLM-L6"
 OWN = (
     "This model is no CLIP: no CLIP checkpoint could be had. Its image tower is DINOv2 ViT-S/14, locked, at "
-    "{size}x{size} pixels; its text tower is MiniLM-L6. {learned} on captions written from 210 class names "
-    "(TinyImageNet-200 and CIFAR-10), {images} images in all, where CLIP learned from billions of pairs. It answers "
-    "for other classes as far as its text tower carries over from those names, and is far weaker than CLIP. "
+    "{size}x{size} pixels; its text tower is MiniLM-L6. Text side and projections learned on captions written from 210 "
+    "class names (TinyImageNet-200 and CIFAR-10), {images} images in all; CLIP learned from billions of pairs. It "
+    "answers for other classes as far as its text tower carries over from those names, and is far weaker than CLIP. "
     "Differences between methods on this one model can be held against the paper's; levels cannot."
 )
 GIVEN = "The model is {name}, as it was published; nothing of it was trained here. Seeds change nothing in it."
@@ -61,10 +61,7 @@ class DualModels:
         """What it is and is not."""
         if self.recipe.model is not None:
             return GIVEN.format(name=self.name)
-        frozen = self.recipe.dual is not None and self.recipe.dual.train_groups == ("readout",)
-        learned = "Only the projections of both towers were trained," if frozen else "Text side and projections learned"
-        images = f"{self.recipe.counts.pairs or PAIRS:,}"
-        return OWN.format(size=self.recipe.input_size, learned=learned, images=images)
+        return OWN.format(size=self.recipe.input_size, images=f"{self.recipe.counts.pairs or PAIRS:,}")
 
     def samples(self, images: ImageDataset) -> Samples:
         """Images as the image tower takes them."""
@@ -80,8 +77,7 @@ class DualModels:
         """The model of one seed."""
         if self.recipe.model is not None:
             return self.given
-        if self.recipe.dual is None:
-            raise ConfigError(f"recipe {self.recipe.name!r} says nothing of the training `dual`")
+        assert self.recipe.dual is not None  # the recipe has seen to it
         training = replace(self.recipe.dual, seed=derived_seed(seed, "dual"))
         rate, views = self.recipe.projection_rate, self.recipe.views
         start = self.untrained(seed).to(self.device)

@@ -109,6 +109,7 @@ def classifier_recipe(**changes: Any) -> ClassifierRecipe:
     counts = replace(recipe.counts, train=24, member_train=20, circuits=12, choose=20, test=18)
     trunk = (replace(recipe.explore_trunk[0], trunk=LAYERS - 1),)
     small = replace(recipe, input_size=14, seeds=(0, 1), counts=counts, explore_trunk=trunk, ood_halves="images")
+    small = replace(small, controls=recipe.controls[1:])
     return replace(small, **changes)
 
 

@@ -12,7 +12,7 @@ from hydra_ensembles.schema import from_plain
 from studies.classifier import candidates, decide
 from studies.engine import distinct
 from studies.methods import DUAL_METHODS, HYDRA, HYDRA_TRUNK, MC_DROPOUT, dual_methods, fixed_methods, rate_name
-from studies.recipe import CLASSIFIERS, STUDIES, ClassifierRecipe, DualRecipe, MemberSet, digest_of, load_recipe
+from studies.recipe import CLASSIFIERS, ClassifierRecipe, DualRecipe, MemberSet, digest_of, load_recipe
 from studies.sets import suite
 
 RECIPE = classifier_recipe()
@@ -54,19 +54,6 @@ def test_recipes_of_the_zero_shot_study() -> None:
     tuned = [name for name in DUAL_METHODS if name not in dual_methods(False)]
     assert tuned
     assert all("text fine-tuned" in name for name in tuned)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "token"),
-    [
-        ("imagenet", {}, "imagenet"),
-        ("zero-shot", {"suite": "none"}, "none"),
-        ("text-sst2", {"model": "x"}, "zero-shot"),
-    ],
-)
-def test_unknown_studies_suites_and_models_are_named(name: str, settings: dict[str, Any], token: str) -> None:
-    with pytest.raises(ConfigError, match=token):
-        load_recipe(name, **settings)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +155,3 @@ def test_circuits_that_agree_part_at_their_last_head() -> None:
     assert [[head.head for head in one] for one in chosen] == [[0, 1], [1, 2], [1, 3]]
     with pytest.raises(ConfigError, match="same 2 heads"):
         distinct([ranking(0, 1), ranking(1, 0)], 2)
-
-
-def test_every_study_is_known() -> None:
-    assert [load_recipe(name).name for name in STUDIES] == list(STUDIES)

@@ -347,6 +347,7 @@ def test_numbers_that_do_not_belong_to_the_columns_are_refused(classifiers: Fini
         (["run", CLASSIFIERS[0], "--seeds", "0;1"], "0;1"),
         (["run", CLASSIFIERS[0], "--seeds", "9"], "9"),
         (["run", "text-sst2", "--model", "x"], "zero-shot"),
+        (["run", "zero-shot", "--suite", "none"], "none"),
         (["paper", "text-sst2", "--results", "nowhere"], "nowhere"),
     ],
 )
