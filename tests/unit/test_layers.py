@@ -1,6 +1,7 @@
 """The eight layers of docs/architecture.md: imports point downwards, without a cycle, and stay light."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,3 +72,10 @@ def test_importing_the_package_stays_light() -> None:
     code = f"import sys, hydra_ensembles; print([m for m in {heavy.split()!r} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_the_page_on_architecture_lists_every_file_with_its_layer() -> None:
+    page = (PACKAGE.parents[1] / "docs" / "architecture.md").read_text()
+    listed = {row[1]: int(row[0]) for row in re.findall(r"^\| (\d) \| `([\w/]+)\.py` \|", page, re.MULTILINE)}
+    files = {name.replace(".", "/"): LAYER[name.partition(".")[0]] for name in FILES}
+    assert listed == {name: layer for name, layer in files.items() if not name.endswith("/__init__")}

@@ -29,7 +29,9 @@ BACKENDS = {
 
 def one(seed: int, stem: PatchStemConfig | TextStemConfig, pool: str, causal: bool = False) -> he.Ensemble:
     torch.manual_seed(seed)
-    encoder = EncoderConfig(width=384, layers=LAYERS, heads=HEADS, head_dim=64, mlp_width=768, causal=causal)
+    encoder = EncoderConfig(
+        width=384, layers=LAYERS, heads=HEADS, head_dim=64, mlp_width=768, causal=causal, layer_scale=True
+    )
     readout = ReadoutConfig(pool=pool, num_classes=10)
     model = he.Ensemble(EnsembleConfig(stem, encoder, readout, all_heads(encoder)))
     with torch.no_grad():
