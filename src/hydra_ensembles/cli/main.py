@@ -13,8 +13,8 @@ from ..demo import DemoSettings, run_demo
 from ..report.compare import to_rich
 from .build import build
 from .command import Debug, command
+from .evaluations import compare, evaluate, report
 from .inspect import bench, info
-from .measure import compare, evaluate, report
 from .predict import predict
 
 

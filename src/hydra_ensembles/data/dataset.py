@@ -30,7 +30,7 @@ UNLABELLED = -1
 """Label of an item that has none; only data sets loaded with `labels="optional"` hold it."""
 
 
-class Source(Protocol[Item_co]):
+class Items(Protocol[Item_co]):
     """Where the items of a data set come from: a list will do."""
 
     def __len__(self) -> int: ...
@@ -76,7 +76,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
 
     def __init__(
         self,
-        source: Source[Item],
+        source: Items[Item],
         labels: npt.ArrayLike,
         class_names: Sequence[str] = (),
         name: str = "data",
