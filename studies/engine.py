@@ -253,7 +253,9 @@ def evaluate(run: SeedRun) -> None:
             "seed": {"temperatures": temperatures, "record": digest_of(record), **own_facts},
         }
 
-    run.folder.json(EVALUATED, make)
+    found = run.folder.json(EVALUATED, make)
+    if found["seed"]["record"] != digest_of(run.record()):
+        raise DataError(f"{run.path} was evaluated by another record; delete it and run the seed again")
 
 
 @torch.no_grad()

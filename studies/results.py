@@ -15,6 +15,7 @@ Results of earlier versions were converted: they have no `peak`, no scores that 
 
 import io
 import json
+import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -141,7 +142,7 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
         write_arrays(folder / f"{self.name}.npz", self.arrays)
         text = json.dumps(self.facts, indent=1, allow_nan=False)
-        (folder / f"{self.name}.json").write_text(text + "\n", encoding="utf-8")
+        write_whole(folder / f"{self.name}.json", (text + "\n").encode())
 
     @property
     def name(self) -> str:
@@ -230,6 +231,11 @@ def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
             np.lib.format.write_array(content, np.ascontiguousarray(array), allow_pickle=False)
             archive.writestr(zipfile.ZipInfo(f"{name}.npy"), content.getvalue(), zipfile.ZIP_DEFLATED)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(buffer.getvalue())
+    write_whole(path, buffer.getvalue())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """A file that appears in one piece, whoever else writes it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(content)
     temporary.replace(path)

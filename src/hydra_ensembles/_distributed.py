@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
+from torch.utils.data import DistributedSampler
 
 from .errors import ConfigError, DataError, HydraError
 
@@ -145,8 +146,8 @@ def all_ranks(device: torch.device) -> Iterator[Ranks]:
 
 def is_sharded(data: object) -> bool:
     """Whether a loader gives each process its own batches already: accelerate's, or by a `DistributedSampler`."""
-    names = {type(data).__name__, type(getattr(data, "sampler", None)).__name__}
-    return bool(names & {"DataLoaderShard", "DataLoaderDispatcher", "DistributedSampler"})
+    own = isinstance(getattr(data, "sampler", None), DistributedSampler)
+    return own or type(data).__name__ in ("DataLoaderShard", "DataLoaderDispatcher")
 
 
 def check_unsharded(data: object, name: str) -> None:

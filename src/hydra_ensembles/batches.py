@@ -143,7 +143,7 @@ def borrowed(*sources: Batches | None) -> Iterator[None]:
         for generator, state in states:
             generator.set_state(state)
         for part, name, value in before:
-            if name == "generator" and part.generator is not value:
+            if name == "generator" and isinstance(value, torch.Generator | None) and part.generator is not value:
                 part.generator = value
             elif callable(setter := getattr(part, f"set_{name}", None)) and getattr(part, name) != value:
                 setter(value)

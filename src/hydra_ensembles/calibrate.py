@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -87,11 +87,14 @@ def calibrate(
     }
     degrees = ", ".join(f"{value:.4g}" for value in fit.calibration.temperature)
     line = f"calibrated on {fit.samples} samples: temperature {degrees}; {score} threshold accepts {fit.accepted:.2%}"
-    return ensemble.with_metadata(
+    metadata = replace(
+        ensemble.metadata,
         calibration=fit.calibration,
         metrics={**ensemble.metadata.metrics, **metrics},
         history=(*ensemble.metadata.history, line),
     )
+    # weights of its own: what was calibrated stays what it is, whatever becomes of the ensemble (masked, trained)
+    return Ensemble.from_state(ensemble.config, ensemble.state_dict(), metadata)
 
 
 def fit_calibration(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import huggingface_hub
 import torch
@@ -29,8 +29,6 @@ from .model.metadata import Metadata, TextSettings, TextSide
 from .model_card import dual_model_card, model_card
 from .preprocessing import TextPreprocessing
 from .schema import MAX_BYTES, from_plain, json_bytes, parse_json, short, to_plain
-
-T = TypeVar("T")
 
 CONFIG, WEIGHTS, TOKENIZER, CARD = "config.json", "model.safetensors", "tokenizer.json", "README.md"
 FORMAT, FORMAT_VERSION = "hydra_ensembles", 1

@@ -64,7 +64,9 @@ class Prediction:
         _check_score_name(score)
         if threshold is not None and math.isnan(threshold):
             raise ConfigError("threshold is NaN; give a number, or None to accept or refuse nothing")
-        member_logits = scale_logits(member_logits, temperature, check_finite)
+        given, member_logits = member_logits, scale_logits(member_logits, temperature, check_finite)
+        if member_logits is given:
+            member_logits = given.clone()  # what is computed later must not follow the caller's buffer
         if class_names is not None and len(class_names) != member_logits.shape[-1]:
             classes = member_logits.shape[-1]
             raise DataError(f"got {len(class_names)} class names for {classes} classes; give one per class")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_ensembles.batches import iterate, move, read_batch
+from hydra_ensembles.batches import borrowed, iterate, move, read_batch
 from hydra_ensembles.errors import DataError
 
 X, Y = torch.randn(4, 3, 2, 2), torch.arange(4)
@@ -65,3 +65,15 @@ def test_what_no_model_reads_is_left_out_of_a_mapping() -> None:
     assert labels is not None
     with pytest.raises(DataError, match="without tensors"):
         read_batch({"text": ["one", "two"], "labels": [0, 1]})
+
+
+def test_a_generator_that_is_not_torchs_is_left_alone():
+    class Own(TensorDataset):
+        @property
+        def generator(self):
+            return object()  # another one each time, and no way to set it
+
+    data = Own(X, Y)
+    with borrowed(data):
+        assert len(data) == 4
+    assert "generator" not in vars(data)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from hydra_ensembles.calibrate import COLDEST, HOTTEST, calibrate, fit_calibration
 from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.heads.masking import masked
 from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Metadata
@@ -251,3 +252,12 @@ def test_a_member_taken_out_does_not_keep_the_calibration_of_all(per_member):
 def test_what_cannot_be_calibrated_is_named(model, data, score, error, token):
     with pytest.raises(error, match=token):
         calibrate(model, data, score=score)
+
+
+def test_what_was_calibrated_under_a_mask_stays_so():
+    model = tiny(members=1)
+    images = torch.randn(6, 3, *model.config.stem.image_size)
+    with masked(model, [(0, 0)]):
+        inside = model(images).detach()
+        calibrated = calibrate(model, [(images, torch.arange(6) % model.num_classes)])
+    torch.testing.assert_close(calibrated(images), inside)

@@ -328,3 +328,10 @@ def test_msp_tells_nearly_certain_samples_apart() -> None:
     assert len(set(scores.tolist())) == 3
     expected = 3 * torch.exp(torch.tensor([-20.0, -30.0, -40.0]))
     assert torch.allclose(scores, expected, rtol=1e-5)
+
+
+def test_a_prediction_does_not_follow_the_callers_buffer():
+    logits = torch.tensor([[[5.0, 0.0]]])
+    prediction = Prediction.from_logits(logits)
+    logits.copy_(torch.tensor([[[0.0, 5.0]]]))
+    assert prediction.label.tolist() == [0]

@@ -224,8 +224,8 @@ def _checked_places(
     """Towers and layers whose heads are candidates; the layers are None for all of several towers."""
     chosen: tuple[str, ...] = (TOWER,)
     if isinstance(model, DualEncoder):
-        chosen = tuple(sorted(towers))
-        if not chosen or len(set(chosen)) < len(chosen) or set(chosen) - set(get_args(Tower)):
+        chosen = tuple(tower for tower in sorted(get_args(Tower)) if tower in towers)
+        if not chosen or len(chosen) < len(towers):
             raise ConfigError(f"towers must be some of {list(get_args(Tower))}, each once, got {list(towers)}")
     if len(chosen) == 1:
         return chosen, checked_layers(towers_of(model)[chosen[0]].config, layers)

@@ -65,6 +65,8 @@ class BuildSources(DataSettings, ModelSettings):
         """Check what can be checked without loading anything."""
         ModelSettings.__post_init__(self)
         DataSettings.__post_init__(self)
+        if not self.output:
+            raise ConfigError("output is empty; name the folder that the build goes to")
         require_at_least(self, train_batch_size=1)
         for name in ("id", "train", "validation"):
             require_different((name, getattr(self, name)), ("ood", self.ood))

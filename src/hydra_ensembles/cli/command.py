@@ -174,8 +174,9 @@ def read_settings(
             others[name] = value
         elif value is not None:
             merged[name] = value
+    chosen: set[str] = set()  # settings of the recipe that these changes give
     for change in changes:
-        _assign(merged, change)
+        _assign(merged, change, chosen)
     for name in merged.keys() - known.keys():
         raise ConfigError(f"there is no setting {name!r}{did_you_mean(str(name), known)}")
     for name, field in known.items():
@@ -209,8 +210,11 @@ def _parse(text: str | bytes, where: str) -> Any:
         raise ConfigError(f"{where} is not valid YAML: {error}") from error
 
 
-def _assign(settings: dict[str, Any], change: str) -> None:
-    """Put `name.name=value` into nested settings; a preset that was named becomes settings that start from it."""
+def _assign(settings: dict[str, Any], change: str, chosen: set[str]) -> None:
+    """Put `name.name=value` into nested settings; a preset that was named becomes settings that start from it.
+
+    A setting of a recipe takes the place of its opposite from a file or a preset, not of one that was `chosen` too.
+    """
     path, separator, value = change.partition("=")
     *outer, name = path.split(".")
     if not separator or not name:
@@ -220,7 +224,9 @@ def _assign(settings: dict[str, Any], change: str) -> None:
         settings[part] = dict(before) if isinstance(before, Mapping) else {"preset": before}
         settings = settings[part]
     if outer == ["recipe"] and name in EXCLUDES:
-        settings.pop(EXCLUDES[name][0], None)
+        chosen.add(name)
+        if EXCLUDES[name][0] not in chosen:
+            settings.pop(EXCLUDES[name][0], None)
     settings[name] = _parse(value, change)
 
 

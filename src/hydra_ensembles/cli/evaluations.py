@@ -123,7 +123,7 @@ def evaluate(
     Examples:
       hydra-ensembles evaluate run --id test/ --ood near:cars=cars/ --ood far:digits=digits.parquet
       hydra-ensembles evaluate timm:vit_base_patch16_224 --id test/ --ood near:cars=cars/ --name Single
-      hydra-ensembles evaluate run --suite cifar10 --root data/
+      hydra-ensembles evaluate run --suite paper-cifar100 --root data/
       hydra-ensembles compare evaluations/
     """
     model = load_classifier(settings)

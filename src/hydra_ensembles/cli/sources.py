@@ -68,6 +68,8 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         """Check what can be checked without loading anything."""
+        if not self.model:
+            raise ConfigError("model is empty; name a folder, timm:NAME or hub:OWNER/NAME")
         if self.weights is not None and self.random_weights:
             raise ConfigError("weights and random_weights exclude each other; give one of them")
         for reserved in self.model_options.keys() & {"pretrained", "checkpoint_path"}:
@@ -172,7 +174,8 @@ def _by_config(source: str, timm_scheme: str, path: Path, settings: ModelSetting
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); save or download the model again") from error
     config = content if isinstance(content, dict) else {}
-    if "architecture" in config:
+    other = config.get("format") == "hydra_ensembles" or (timm_scheme == "local-dir" and "model_type" in config)
+    if "architecture" in config and not other:
         return _load_timm(f"{timm_scheme}:{source}", settings)
     making = ("weights", "num_classes", "model_options", "random_weights")
     given = [name for name in making if getattr(settings, name)]

@@ -94,7 +94,7 @@ def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         norm=True,
         norm_eps=float(found.layer_norm_eps),
     )
-    encoder = read_encoder(found, _IMAGE)
+    encoder = read_encoder(found, _IMAGE, attention_dropout=float(found.attention_dropout))
     readout = _readout(getattr(model, "visual_projection", None), found, num_labels, _IMAGE)
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
@@ -107,7 +107,7 @@ def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         embedding_width=int(found.hidden_size),
         norm=False,
     )
-    encoder = read_encoder(found, _TEXT, causal=True)
+    encoder = read_encoder(found, _TEXT, causal=True, attention_dropout=float(found.attention_dropout))
     end = int(found.eos_token_id)
     readout = replace(
         _readout(getattr(model, "text_projection", None), found, num_labels, _TEXT),

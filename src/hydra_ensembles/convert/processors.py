@@ -198,8 +198,11 @@ def _sides(size: Sequence[int]) -> tuple[int, int]:
 
 def _named_sides(size: Any) -> dict[str, int]:
     """The sides that a size of transformers names, whether it is a dictionary or an object; the height comes first."""
-    named = size if isinstance(size, Mapping) else vars(size)
-    return {name: int(named[name]) for name in _SIZE_KEYS if named.get(name) is not None}
+    named: Mapping[str, Any] = (
+        size if isinstance(size, Mapping) else {name: getattr(size, name, None) for name in _SIZE_KEYS}
+    )
+    order = [*_SIZE_KEYS, *(name for name in named if name not in _SIZE_KEYS)]  # what is not known is refused later
+    return {name: int(named[name]) for name in order if named.get(name) is not None}
 
 
 def _channels(values: Any, scale: float = 1.0) -> tuple[float, ...]:

@@ -79,19 +79,17 @@ def read_encoder(config: Any, architecture: str, **settings: Any) -> EncoderConf
     head_dim = getattr(config, "head_dim", None)
     if not head_dim and width % heads:
         raise refuse(architecture, f"its width {width} is not a multiple of its {heads} heads")
-    dropout = config.attention_dropout if hasattr(config, "attention_dropout") else config.attention_probs_dropout_prob
     shared = {
         "width": width,
         "layers": int(config.num_hidden_layers),
         "heads": heads,
         "head_dim": int(head_dim or width // heads),
         "mlp_width": int(settings.get("mlp_width") or config.intermediate_size),
-        "activation": activation_named(
-            config.hidden_act if hasattr(config, "hidden_act") else config.activation, architecture
-        ),
+        "activation": settings.get("activation") or activation_named(config.hidden_act, architecture),
         "norm_eps": float(settings.get("norm_eps") or config.layer_norm_eps),
-        "attention_dropout": float(dropout),
     }
+    if "attention_dropout" not in settings:
+        shared["attention_dropout"] = float(config.attention_probs_dropout_prob)
     return EncoderConfig(**{**shared, **settings})
 
 
@@ -381,7 +379,16 @@ def _distilbert_config(model: Any, num_labels: int | None, name: str) -> Ensembl
     dropout = float(found.dropout)
     stem = TextStemConfig(norm_eps=eps, dropout=dropout, **_table_sizes(model.base_model.embeddings))
     width = int(found.hidden_dim)
-    encoder = read_encoder(found, name, norm_first=False, mlp_width=width, norm_eps=eps, output_dropout=dropout)
+    encoder = read_encoder(
+        found,
+        name,
+        norm_first=False,
+        mlp_width=width,
+        norm_eps=eps,
+        activation=activation_named(found.activation, name),  # its own names: a stray `hidden_act` means nothing
+        attention_dropout=float(found.attention_dropout),
+        output_dropout=dropout,
+    )
     readout = _text_readout(model, num_labels, name, "relu", float(found.seq_classif_dropout), False)
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -378,9 +379,13 @@ def _read_files(files: Sequence[Path], columns: Columns) -> _Table:
             return require("pyarrow.parquet", extra="data").read_table(file)
         if suffix in JSON_LINES:
             lines = require("pyarrow.json", extra="data")
-            options = lines.ParseOptions(explicit_schema=arrow.schema(list(texts.items())))
-            found = lines.read_json(file, lines.ReadOptions(block_size=block), options)
-            return found.drop_columns([name for name in texts if found.column(name).null_count == len(found)])
+            whole = lines.ReadOptions(block_size=block)
+            # a first look says which columns there are, and which of their strings would be taken for times
+            seen = lines.read_json(file, whole).schema
+            kept = {one.name: arrow.string() for one in seen if one.name in texts or arrow.types.is_timestamp(one.type)}
+            found = lines.read_json(file, whole, lines.ParseOptions(explicit_schema=arrow.schema(list(kept.items()))))
+            found.validate(full=True)  # strings are UTF-8, which the reader takes on trust
+            return found
         csv = require("pyarrow.csv", extra="data")
         quoted = suffix == ".csv"
         return csv.read_csv(
@@ -482,7 +487,7 @@ def _label(value: Any, known: dict[str, int], where: str) -> int:
         return UNLABELLED
     if isinstance(value, str) and value in known:
         return known[value]
-    if isinstance(value, int | float) and math.isfinite(value) and int(value) == value:
+    if isinstance(value, int | float | Decimal) and math.isfinite(value) and int(value) == value:
         return int(value)
     raise DataError(
         f"{where} has the label {value!r}; labels must be whole numbers or class names"

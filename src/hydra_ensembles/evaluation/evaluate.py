@@ -103,8 +103,8 @@ def evaluate(
         preprocess = preprocess or remembered.preprocessing
     undone = remembered.preprocessing if isinstance(remembered, Metadata) else preprocess
     id_name = id_name or _set_name(id_data)
-    calibration = calibration or Calibration()
-    measure = Measure(name or "model", id_name, score, scores, convention, calibration, bootstrap, keep_logits)
+    applied = calibration or Calibration()
+    measure = Measure(name or "model", id_name, score, scores, convention, applied, bootstrap, keep_logits)
     if gallery < 0:
         raise ConfigError(f"gallery={gallery} is not a number of inputs; use 0 for none, or 6")
     if isinstance(ensemble, Ensemble | OptimizedEnsemble) and not ensemble.num_classes:

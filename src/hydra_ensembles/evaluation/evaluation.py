@@ -5,10 +5,10 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
@@ -256,11 +256,12 @@ class MemberLogits:
         shift: dict[str, LabelledLogits] = {}
         try:
             for key, tensor in tensors.items():
-                part, group, *name = key.split("/", 2)  # a name may hold slashes
+                part, _, rest = key.partition("/")
+                group, _, name = rest.partition("/")  # a name may hold slashes
                 if part == "ood":
-                    ood.setdefault(group, {})[name[0]] = at_least_float32(tensor)
+                    ood.setdefault(group, {})[name] = at_least_float32(tensor)
                 elif part == "shift" and group == "logits":
-                    shift[name[0]] = LabelledLogits(at_least_float32(tensor), tensors[f"shift/labels/{name[0]}"])
+                    shift[name] = LabelledLogits(at_least_float32(tensor), tensors[f"shift/labels/{name}"])
             own = LabelledLogits(at_least_float32(tensors["id/logits"]), tensors["id/labels"])
             return cls(own, ood, shift)
         except KeyError as error:
@@ -424,8 +425,8 @@ def describe_model(model: object, members: int, classes: int, calibration: Calib
 
 def provenance_of(device: torch.device | None, dtype: torch.dtype, processes: int = 1) -> Provenance:
     """The libraries and the device of this run."""
-    versions = {library: metadata.version(library) for library in ("torch", "numpy")}
-    versions = {"hydra_ensembles": __version__, "python": platform.python_version(), **versions}
+    libraries = {"torch": str(torch.__version__), "numpy": np.__version__}
+    versions = {"hydra_ensembles": __version__, "python": platform.python_version(), **libraries}
     hardware = f"CPU, {platform.machine()}, {os.cpu_count()} cores"
     if device is not None and device.type != "cpu":
         gpu = device.type == "cuda"

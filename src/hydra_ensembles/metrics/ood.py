@@ -86,7 +86,7 @@ def _measured(
 ) -> float:
     check_convention(convention)
     fp, tp, _ = flagged(*_checked(id_scores, ood_scores, name))
-    return of_counts(metric, fp, tp, convention).item()
+    return of_counts(metric, fp.cpu(), tp.cpu(), convention).item()  # in float64, which not every device has
 
 
 def _checked(id_scores: Tensor, ood_scores: Tensor, name: str | None) -> tuple[Tensor, Tensor]:

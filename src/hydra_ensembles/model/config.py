@@ -17,7 +17,7 @@ Size = Annotated[int, (1, MAX_SIZE + 1)]
 Count = Annotated[int, (0, MAX_SIZE + 1)]
 Copies = Annotated[int, (1, MAX_COPIES + 1)]
 Rate = Annotated[float, (0.0, 1.0)]
-Epsilon = Annotated[float, (1e-30, math.inf)]
+Epsilon = Annotated[float, (math.ulp(0.0), math.inf)]
 
 
 class Checked:
@@ -35,6 +35,8 @@ def _check(name: str, value: Any, hint: Any) -> None:
     elif origin is Literal and value not in inner:
         raise ConfigError(f"{name} must be one of {list(inner)}, got {value!r}")
     elif origin is tuple:
+        if inner[-1] is not Ellipsis and len(value) != len(inner):
+            raise ConfigError(f"{name} must have {len(inner)} entries, got {value!r}")
         for index, one in enumerate(value):
             _check(f"{name}[{index}]", one, inner[0])
     elif origin in (Union, UnionType) and value is not None:

@@ -196,7 +196,10 @@ class Ensemble(Saved, Predictor, nn.Module):
         return built_around(lambda: cls(config, metadata), copied(state))
 
     def with_metadata(self, **changes: Any) -> "Ensemble":
-        """The same ensemble with some of its metadata replaced. Its weights are these, not copies of them."""
+        """The same ensemble with some of its metadata replaced.
+
+        Its weights are these, not copies of them: training one in place, or masking heads of it, changes both.
+        """
         metadata = replace(self.metadata, **changes)
         return built_around(lambda: Ensemble(self.config, metadata), self.state_dict())
 

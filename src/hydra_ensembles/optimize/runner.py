@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ MEASURED_SHAPES = 32  # beyond so many different input shapes, a new one takes t
 Run = Callable[..., Tensor]
 Arguments = tuple[Tensor | None, ...]
 Key = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+
+
+_NO_LIMITS = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class RunOptions:
     repeats: int = 5
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "plans", None if self.plans is None else tuple(self.plans))
         if self.plans is not None and (not self.plans or set(self.plans) - set(PLANS)):
             raise ConfigError(f"plans must be some of {list(PLANS)}, got {list(self.plans)}")
         if self.dtype is not None and not self.dtype.is_floating_point:
@@ -213,12 +217,15 @@ class OptimizedEnsemble(Predictor):
             backend = self.options.compile if isinstance(self.options.compile, str) else "inductor"
             module, dynamic = self._modules[choice.plan], self.options.dynamic
             code = torch.compile(module, fullgraph=True, dynamic=dynamic, backend=backend)
-            self._compiled[choice.plan] = self._with_graphs(code)
+
+            def run(*arguments: Tensor | None) -> Tensor:
+                # the compiler's own limits count for all ensembles together; how often to compile is decided above
+                with torch.compiler.config.patch(_NO_LIMITS):  # type: ignore[attr-defined]
+                    return cast(Tensor, code(*arguments))
+
+            self._compiled[choice.plan] = self._with_graphs(run)
         try:
-            # the compiler's own limits count for all ensembles together; how often to compile is decided above
-            limits = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}
-            with torch.compiler.config.patch(limits):  # type: ignore[attr-defined]
-                self._compiled[choice.plan](*arguments)
+            self._compiled[choice.plan](*arguments)
         except RuntimeError as error:  # those of the compiler are among them
             self._plain[choice.plan](*arguments)  # raises by itself where the inputs are to blame
             warnings.warn(f"torch.compile failed, the plan runs uncompiled: {first_line(error)}", stacklevel=5)

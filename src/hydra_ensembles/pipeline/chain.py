@@ -18,7 +18,7 @@ from ..batches import Batches, length_of
 from ..calibrate import calibrate
 from ..circuit.extract import extract_circuit
 from ..circuit.scores import Score
-from ..errors import ConfigError, SameMembersError
+from ..errors import ConfigError, DataError, SameMembersError
 from ..fuse import fuse
 from ..heads.members import CIRCUIT_ORDER, circuit_members, distinct_taylor, random_members, sampled_members
 from ..heads.ranking import Head, HeadRanking, model_fingerprint
@@ -82,6 +82,8 @@ def build(
     if not isinstance(config, HydraConfig):
         raise ConfigError(f"config must be a HydraConfig, got {type(config).__name__}")
     start = starting_model(model, class_names, templates, device)
+    if config.extracts_circuits and ood is not None and any(ood is other for other in (train, id, validation)):
+        raise DataError("ood= is the very data given as train=, id= or validation=; give data unlike the training data")
     train, ood = train if config.reads_train else None, ood if config.extracts_circuits else None
     data = read_data(config.seed, start.base.num_classes, train, id, ood, validation)
     config.check(start, data)

@@ -139,8 +139,6 @@ def read_data(
     Without `validation`, half of `id` ranks and half validates, whatever the strategy: builds that differ in
     nothing else are then calibrated on the same samples.
     """
-    if ood is not None and any(ood is other for other in (train, id, validation)):
-        raise DataError("ood= is the very data given as train=, id= or validation=; give data unlike the training data")
     if train is not None:
         require_rereadable(train, "train")
     checked = None if validation is None else read_all(validation, "validation", seed, classes)

@@ -164,11 +164,11 @@ class RunFolder:
             except _UNREADABLE as error:
                 raise CheckpointError(f"{file} cannot be read ({error}); delete {path} to start over") from error
             require_same_run(theirs, identity, path, self._what)
-        if self._writes:
-            for leftover in [*path.rglob(".*.tmp"), *path.rglob(".saving-*")]:  # of writes that a kill cut short
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
-            if not file.exists():
-                write_json(file, identity)
+            if self._writes:  # the folder is ours: take away what writes that a kill cut short have left
+                for leftover in [*path.rglob(".*.tmp"), *path.rglob(".saving-*")]:
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+        elif self._writes:
+            write_json(file, identity)
 
 
 def read_json(file: Path) -> Any:

@@ -124,9 +124,9 @@ class HydraConfig:
         self._check_layers(start)
         self._check_sets(data)
         self._check_heads(start)
-        recipe = self.member_recipe(start.base.num_layers)
-        if recipe is not None:
-            recipe.check(start.base, data.train, data.validation)
+        for recipe in (self.recipe, self.member_recipe(start.base.num_layers)):  # as given, and above the trunk
+            if recipe is not None:
+                recipe.check(start.base, data.train, data.validation)
         data.require_readable(start.base)
 
     def _check_sets(self, data: BuildData) -> None:

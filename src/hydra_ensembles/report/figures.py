@@ -1,5 +1,6 @@
 """The plots of a report, drawn by matplotlib as SVG that follows the page: its colours become the page's variables."""
 
+import html
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -173,10 +174,10 @@ def _svg(figure: Any, label: str) -> str:
         element.attrib.pop("id", None)
     for definitions in root.findall("defs"):
         root.remove(definitions)
-    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": label}
-    root.insert(0, title := ElementTree.Element("title"))
-    title.text = label
+    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img"}
     text = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", ElementTree.tostring(root, "unicode"))
     for name, light in _LIGHT.items():
         text = text.replace(light, f"var(--{name})")
-    return text
+    head, drawing = text.split(">", 1)  # the label comes last: no number in it is shortened, no name coloured
+    words = html.escape(label)
+    return f'{head} aria-label="{words}"><title>{words}</title>{drawing}'

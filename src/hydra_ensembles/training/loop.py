@@ -52,11 +52,12 @@ class Runtime:
         rank, size = self.ranks.rank, self.ranks.size
         if size == 1 or is_sharded(train):
             return train
-        if not isinstance(train, DataLoader) or not train.batch_sampler or isinstance(train.dataset, IterableDataset):
+        loader = train if isinstance(train, DataLoader) else None
+        if loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
             return EveryNth(train, rank, size)
-        sampler: Any = EveryNth(train.batch_sampler, rank, size)
-        settings = {name: getattr(train, name) for name in (*_LOADING, *_LOADING_TOO)}
-        return DataLoader(train.dataset, batch_sampler=sampler, **settings)
+        sampler: Any = EveryNth(loader.batch_sampler, rank, size)
+        settings = {name: getattr(loader, name) for name in (*_LOADING, *_LOADING_TOO)}
+        return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
 
 
 class EveryNth:

@@ -24,6 +24,7 @@ KINDS = {"sources": BuildSources, "hydra": he.HydraConfig}
 def settings(file: Path | None = None, *changes: str, **options: object) -> he.HydraConfig:
     """The config of a build from a file, `--set` and options."""
     given = {"model": "m", "output": "x", "prune": 1, **options}
+    given = {name: value for name, value in given.items() if file is None or f"{name}: ''" not in file.read_text()}
     return read_settings(KINDS, {"quiet": False, **given}, file, changes)["hydra"]
 
 
@@ -70,6 +71,9 @@ def test_the_file_then_options_then_single_settings(tmp_path):
         ("", ("=3",), "name=value"),
         ("", ("depth=3",), "no setting 'depth'"),
         ("", ("recipe.steps=3",), "learning_rate"),
+        ("recipe: imagenet", ("recipe.steps=3", "recipe.epochs=3"), "steps"),
+        ("model: ''", (), "model is empty"),
+        ("output: ''", (), "output is empty"),
         ("", ("model_options.img_size=[",), "not valid YAML"),
     ],
 )

@@ -227,3 +227,14 @@ def test_poolers_without_canonical_form_are_refused_as_features(settings: dict[s
     with pytest.raises(ConversionError, match=token):
         he.convert(model)
     assert he.convert(model, num_labels=3).num_classes == 3  # the classifier of the family does not use it
+
+
+def test_settings_under_names_of_other_families_mean_nothing():
+    strays = {"activation": "gelu", "hidden_act": "relu", "attention_probs_dropout_prob": 0.9}
+    model = transformers_model("DistilBertForSequenceClassification", "DistilBertConfig", {**DISTILBERT, **strays})
+    batch = token_batch()
+    batch.pop("token_type_ids", None)
+    converted = he.convert(model)
+    assert converted.config.encoder.activation == "gelu"
+    assert converted.config.encoder.attention_dropout == model.config.attention_dropout
+    torch.testing.assert_close(converted.eval()(batch)[0], model(**batch).logits, atol=1e-4, rtol=1e-4)

@@ -5,12 +5,14 @@ import math
 import pickle
 import struct
 import sys
+from decimal import Decimal
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import torchvision
 from PIL import Image
@@ -462,3 +464,29 @@ def test_without_the_library_the_error_says_both(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match=r"'images/cifar10' is not a file or folder here.*datasets"):
         load("images/cifar10", "test")
+
+
+def test_json_lines_are_read_as_they_are_written(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    rows = [{"text": "a", "label": "2020-01-01"}, {"text": "2021-05-05", "label": "2019-12-31"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = load(file)
+    assert data.class_names == ("2019-12-31", "2020-01-01")
+    assert [data[index] for index in range(2)] == [("a", 1), ("2021-05-05", 0)]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'{"text": "a", "text_pair": null, "label": 0}\n', b'{"text": "\xff\xfe", "label": 0}\n'],
+    ids=["a pair without its second text", "not UTF-8"],
+)
+def test_texts_that_are_missing_or_damaged_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "data.jsonl").write_bytes(content)
+    with pytest.raises(DataError):
+        _ = load(tmp_path / "data.jsonl")[0]
+
+
+def test_labels_may_be_decimals(tmp_path: Path, write_parquet: WriteParquet) -> None:
+    file = tmp_path / "data.parquet"
+    pa.parquet.write_table(pa.table({"text": ["a", "b"], "label": pa.array([Decimal("1"), Decimal("0")])}), file)
+    assert load(file).labels.tolist() == [1, 0]

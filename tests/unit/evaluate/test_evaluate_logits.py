@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from sample_logits import CLASSES, id_logits, labels, ood_logits, suite
 
 from hydra_ensembles import metrics
@@ -285,3 +286,10 @@ def test_files_that_are_no_evaluation_are_refused(tmp_path, evaluation):
     (tmp_path / "run.logits.safetensors").write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"run.logits.safetensors"):
         Evaluation.load(tmp_path / "run.json", with_logits=True)
+
+
+@pytest.mark.parametrize("key", ["head.weight", "ood/near"])
+def test_a_file_of_other_tensors_is_refused(tmp_path, key):
+    save_file({key: torch.zeros(2, 3, 4)}, tmp_path / "other.safetensors")
+    with pytest.raises(DataError, match="id/logits"):
+        MemberLogits.load(tmp_path / "other.safetensors")

@@ -106,3 +106,13 @@ def test_of_several_processes_only_the_first_writes(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("RANK", "1")
     assert RunFolder(tmp_path, IDENTITY).json("a", lambda: 1) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_tidied_only_once_it_is_ours(tmp_path: Path) -> None:
+    mine = tmp_path / ".cache" / ".mine.tmp"
+    mine.parent.mkdir()
+    mine.write_text("")
+    RunFolder(tmp_path, IDENTITY)
+    assert mine.exists()
+    RunFolder(tmp_path, IDENTITY)
+    assert not mine.exists()

@@ -164,3 +164,10 @@ def test_without_its_libraries_it_says_what_to_install(monkeypatch, library):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(MissingExtraError, match=rf"{library}.*\[report\]"):
         render_report([evaluation()])
+
+
+def test_names_and_numbers_of_figures_are_not_shortened():
+    page = render_report([evaluation("lr-0.0001"), evaluation("lr-0.001", strength=1.0)])
+    for name in ("lr-0.0001", "lr-0.001"):
+        assert re.search(rf'aria-label="[^"]*{name}\b', page)
+    assert "lr-0.00 " not in page

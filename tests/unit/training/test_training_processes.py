@@ -31,9 +31,19 @@ def test_ranks_load_only_their_own_batches_of_a_loader():
         shared = Runtime(torch.device("cpu"), Ranks(rank, 3)).share(loader)
         assert [labels.tolist() for _, labels in shared] == [labels.tolist() for labels in whole[rank:6:3]]
         assert len(shared) == 2
-    distributed = torch.utils.data.DistributedSampler(loader.dataset, 3, 0)
-    split = torch.utils.data.DataLoader(loader.dataset, batch_size=4, sampler=distributed)
+
+    class Own(torch.utils.data.DistributedSampler):
+        pass
+
+    class Endless(torch.utils.data.Sampler):  # has no length
+        def __iter__(self):
+            return iter(range(28))
+
+    split = torch.utils.data.DataLoader(loader.dataset, batch_size=4, sampler=Own(loader.dataset, 3, 0))
     assert Runtime(torch.device("cpu"), Ranks(0, 3)).share(split) is split
+    endless = torch.utils.data.DataLoader(loader.dataset, batch_size=4, sampler=Endless())
+    shared = Runtime(torch.device("cpu"), Ranks(1, 3)).share(endless)
+    assert [labels.tolist() for _, labels in shared] == [labels.tolist() for labels in whole[1:6:3]]
 
 
 @pytest.fixture(scope="module")
