@@ -16,6 +16,7 @@ import torch
 import hydra_ensembles
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # `studies` lies beside the benchmarks, which import it after this file
 RESULTS, FIGURES = ROOT / "results", ROOT / "docs" / "figures"
 
 

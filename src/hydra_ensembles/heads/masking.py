@@ -76,7 +76,8 @@ def tower_of(model: Ensemble | DualEncoder, head: Head) -> Ensemble:
     towers = towers_of(model)
     if head.tower not in towers:
         examples = " or ".join(f"Head({head.layer}, {head.head}, {name!r})" for name in towers)
-        raise HeadError(f"head {head} lies in tower {head.tower!r}; this model has {list(towers)}, such as {examples}")
+        kind = "a dual encoder" if isinstance(model, DualEncoder) else "an ensemble"
+        raise HeadError(f"head {head} lies in tower {head.tower!r}; {kind} has {list(towers)}, such as {examples}")
     return towers[head.tower]
 
 

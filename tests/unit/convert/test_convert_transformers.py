@@ -232,8 +232,7 @@ def test_poolers_without_canonical_form_are_refused_as_features(settings: dict[s
 def test_settings_under_names_of_other_families_mean_nothing():
     strays = {"activation": "gelu", "hidden_act": "relu", "attention_probs_dropout_prob": 0.9}
     model = transformers_model("DistilBertForSequenceClassification", "DistilBertConfig", {**DISTILBERT, **strays})
-    batch = token_batch()
-    batch.pop("token_type_ids", None)
+    batch = token_batch(pad=0, segments=False)
     converted = he.convert(model)
     assert converted.config.encoder.activation == "gelu"
     assert converted.config.encoder.attention_dropout == model.config.attention_dropout

@@ -191,7 +191,7 @@ def test_taylor_ranks_the_image_tower_only() -> None:
     dual = dual_of(OPEN_CLIP)
     ranking = he.taylor(he.zero_shot(dual, NAMES), labelled(), budget=2)
     assert {head.layer for head in ranking.heads} == {0, 1}
-    with pytest.raises(ConfigError, match="scales"):
+    with pytest.raises(ConfigError, match="one tower"):
         he.taylor(dual, labelled(), budget=2)  # type: ignore[arg-type]
 
 
