@@ -15,7 +15,7 @@ from .classifier import ClassifierData, ClassifierRun
 from .documents import FIGURES, RESULTS, draw_figures
 from .dual import DualModels, DualRun
 from .dual_sets import PaperSets, SharedSets
-from .engine import SeedRun, collect, run_stages
+from .engine import SeedRun, collect, require_own_record, run_stages
 from .numbers import require_same, tables_of
 from .recipe import STUDIES, SUITES, ClassifierRecipe, StudyRecipe, load_recipe
 from .results import Results
@@ -54,8 +54,11 @@ def run(
     recipe = load_recipe(name, tiny, suite, model)
     wanted = [stage for stage in stages.split(",") if stage] or list(recipe.STAGES)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    run_stages(seed_runs(recipe, DataFolder(data, cifar), output, place, _numbers(seeds)), wanted)
+    runs = seed_runs(recipe, DataFolder(data, cifar), output, place, _numbers(seeds))
+    run_stages(runs, wanted)
     if wanted[-1] in ("evaluate", "cost") and not seeds:
+        for one in runs:
+            require_own_record(one)
         print(store(collect(recipe, output), results))
 
 

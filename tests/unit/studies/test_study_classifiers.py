@@ -5,6 +5,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from small_studies import LAYERS, SmallFolder, classifier_recipe, classifier_run
 import studies
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.model.members import place_of
-from studies.engine import evaluate, open_test_sets, run_stages
+from studies.engine import EVALUATED, evaluate, open_test_sets, require_own_record, run_stages
 from studies.methods import all_methods, all_units
 from studies.recipe import MemberSet, digest_of
 
@@ -182,3 +183,13 @@ def test_costs_are_ratios_to_the_single_model(classifiers: Finished) -> None:
     assert costs["Deep Ensembles"]["multiply_adds"] == 3 * costs["Single"]["multiply_adds"]
     assert costs["Hydra (Circ), shared trunk"]["multiply_adds"] < 2 * costs["Single"]["multiply_adds"]
     assert "Temperature Scaling" not in costs
+
+
+def test_numbers_made_under_another_record_are_refused(tmp_path):
+    run = SimpleNamespace(path=tmp_path, record=lambda: {"chosen": 1})
+    require_own_record(run)  # nothing is evaluated yet
+    (tmp_path / f"{EVALUATED}.json").write_text(json.dumps({"seed": {"record": digest_of({"chosen": 1})}}))
+    require_own_record(run)
+    run.record = lambda: {"chosen": 2}
+    with pytest.raises(DataError, match="another record"):
+        require_own_record(run)
