@@ -63,10 +63,8 @@ class ImagePreprocessing:
         for index, image in enumerate(batch):
             if not isinstance(image, image_module.Image):
                 raise DataError(
-                    f"item {index} is a {type(image).__name__}, expected a PIL image: open files with PIL.Image.open, "
-                    "make one of height x width x 3 bytes with PIL.Image.fromarray; give images that were resized and "
-                    "normalised already as one tensor [B, channels, H, W], and of a batch (images, labels) the images "
-                    "alone"
+                    f"item {index} is a {type(image).__name__}, expected a PIL image: PIL.Image.open, PIL.Image.fromarray. "
+                    "Give normalised images as one tensor [B, channels, H, W], and of a labelled batch the images alone"
                 )
         pixels = torch.stack([self._pixels(image) for image in batch])  # [B, channels, H, W]
         mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
@@ -138,13 +136,18 @@ class TextPreprocessing:
             raise DataError("this model was saved without a tokenizer; give token ids instead of strings")
         length = self.max_length if self.pad_to_max else None
         tokenizer = _tokenizer(self.tokenizer, self.max_length, self.pad_id, self.pad_token, length)
-        encodings = tokenizer.encode_batch([_cleaned(text, self.cleaning) for text in batch])
+        encodings = tokenizer.encode_batch([self._cleaned(text) for text in batch])
         encoded = {"input_ids": torch.tensor([encoding.ids for encoding in encodings])}
         if self.attention_mask:
             encoded["attention_mask"] = torch.tensor([encoding.attention_mask for encoding in encodings])
         if self.segments:
             encoded["token_type_ids"] = torch.tensor([encoding.type_ids for encoding in encodings])
         return encoded
+
+    def _cleaned(self, text: str | tuple[str, str]) -> str | tuple[str, str]:
+        if isinstance(text, str):
+            return clean_text(text, self.cleaning)
+        return clean_text(text[0], self.cleaning), clean_text(text[1], self.cleaning)
 
 
 def _items(given: Any, *single: type) -> list[Any]:
@@ -154,12 +157,6 @@ def _items(given: Any, *single: type) -> list[Any]:
     """
     many = isinstance(given, Iterable) and not isinstance(given, single)
     return list(given) if many or (isinstance(given, np.ndarray) and given.dtype.hasobject) else [given]
-
-
-def _cleaned(text: str | tuple[str, str], cleaning: TextCleaning) -> str | tuple[str, str]:
-    if isinstance(text, str):
-        return clean_text(text, cleaning)
-    return clean_text(text[0], cleaning), clean_text(text[1], cleaning)
 
 
 @lru_cache(maxsize=8)
@@ -203,15 +200,18 @@ def _plain(image: "Image") -> "Image":
 
 _ENTITY = re.compile(r"&#?[0-9A-Za-z]{1,24};")
 _TERMINAL_ESCAPE = re.compile("\x1b\\[[0-9;]*[a-zA-Z]")
-_LIGATURES = "ĲĳŉǱǲǳǄǅǆǇǈǉǊǋǌﬀﬁﬂﬃﬄﬅﬆ"
-_QUOTES = {"'": "\u02bc\u2018\u2019\u201a\u201b", '"': "\u201c\u201d\u201e\u201f"}
-_DROPPED = (*range(0x09), 0x0B, *range(0x0E, 0x20), 0x7F, *range(0x206A, 0x2070), *range(0xFFF9, 0xFFFD), 0xFEFF)
-_LINE_BREAKS = ("\r\n", "\r", "\u2028", "\u2029", "\x85")
-_LIGATURE_PARTS = {ord(one): unicodedata.normalize("NFKC", one) for one in _LIGATURES} | {ord("ﬅ"): "ſt"}
-_WIDTHS = {code: unicodedata.normalize("NFKC", chr(code)) for code in (0x3000, *range(0xFF01, 0xFFF0))}
-_STRAIGHT_QUOTES = {ord(curly): straight for straight, curlies in _QUOTES.items() for curly in curlies}
-_CONTROLS = dict.fromkeys(_DROPPED)
+_LINE_BREAK = re.compile("\r\n|[\r\u2028\u2029\x85]")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_CONTROLS = (*range(0x09), 0x0B, *range(0x0E, 0x20), 0x7F, *range(0x206A, 0x2070), *range(0xFFF9, 0xFFFD), 0xFEFF)
+_REPAIRS: dict[int, str | None] = {
+    # ligatures and characters of another width become the letters they stand for
+    **{ord(one): unicodedata.normalize("NFKC", one) for one in "ĲĳŉǱǲǳǄǅǆǇǈǉǊǋǌﬀﬁﬂﬃﬄﬆ"},
+    ord("ﬅ"): "ſt",
+    **{code: unicodedata.normalize("NFKC", chr(code)) for code in (0x3000, *range(0xFF01, 0xFFF0))},
+    **{ord(quote): "'" for quote in "\u02bc\u2018\u2019\u201a\u201b"},
+    **{ord(quote): '"' for quote in "\u201c\u201d\u201e\u201f"},
+    **dict.fromkeys(_CONTROLS),
+}
 
 
 def clean_text(text: str, cleaning: TextCleaning) -> str:
@@ -242,19 +242,16 @@ def _repair(text: str) -> str:
 
 def _repair_line(text: str, unescape: bool) -> str:
     """Apply all repairs until nothing changes any more: one can bring up something for another."""
-    while True:
+    before = None
+    while text != before:
         before = text
         if unescape:
             text = _ENTITY.sub(_unescape, text)
-        text = _TERMINAL_ESCAPE.sub("", text)
-        text = text.translate(_LIGATURE_PARTS).translate(_WIDTHS).translate(_STRAIGHT_QUOTES)
-        for line_break in _LINE_BREAKS:
-            text = text.replace(line_break, "\n")
+        text = _LINE_BREAK.sub("\n", _TERMINAL_ESCAPE.sub("", text).translate(_REPAIRS))
         # pairs of surrogates become the character they stand for, lone ones the replacement character
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        text = unicodedata.normalize("NFC", text.translate(_CONTROLS))
-        if text == before:
-            return text
+        text = unicodedata.normalize("NFC", text)
+    return text
 
 
 def _unescape(entity: re.Match[str]) -> str:

@@ -1,105 +1,118 @@
-"""CLIP: the towers of transformers, and dual encoders of transformers and open_clip with both towers translated.
+"""CLIP: the image and text towers of transformers and open_clip, alone and inside a dual encoder.
 
 A projection is declared as the tower's classifier: that is what it is for a tower on its own, and a dual
 encoder takes it off again.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from ..errors import ConversionError
-from ..model.clip import DualEncoder
-from ..model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig, TextStemConfig, all_heads
-from ..model.ensemble import Ensemble
-from ..model.layers import GroupedLinear
-from ..model.stem_readout import Projections, linear
-from ..preprocessing import ImagePreprocessing, TextPreprocessing
-from . import open_clip
+from .._utils import require
+from ..model.config import (
+    EncoderConfig,
+    EnsembleConfig,
+    PatchStemConfig,
+    Pool,
+    ReadoutConfig,
+    TextStemConfig,
+    all_heads,
+)
+from ..model.metadata import Metadata
+from ..preprocessing import ImagePreprocessing
+from . import timm
 from .core import (
     Architecture,
     Weights,
-    alternatives,
+    activation_of,
+    attention,
     below,
+    copied,
+    dropout_rate,
+    either,
+    is_identity,
     number_of_classes,
-    out_projection,
     pair,
     qualified_name,
-    require_finite,
-    require_nothing_left,
-    split_qkv,
-    translate,
+    refuse,
+    transposed,
 )
-from .processors import read_processor
-from .transformers import metadata_of_classifier, read_classes, read_encoder
+from .processors import read_open_clip_tokenizer
+from .transformers import metadata_of_classifier, patch_stem, read_classes, read_encoder
 
-# --- the towers of transformers ------------------------------------------------------------------------------
 
-_IMAGE = "transformers CLIP image tower"
-_TEXT = "transformers CLIP text tower"
+@dataclass(frozen=True)
+class DualArchitecture:
+    """A foreign dual encoder, declared: its classes, and for each tower where it may lie and what it may be there.
+
+    The place is empty for a tower whose parts lie in the model itself, beside those of the other tower.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    image: tuple[tuple[str, Architecture], ...]
+    text: tuple[tuple[str, Architecture], ...]
+
+
+# --- transformers --------------------------------------------------------------------------------------------
+
+_HF_IMAGE = "transformers CLIP image tower"
+_HF_TEXT = "transformers CLIP text tower"
 _MODULE = "transformers.models.clip.modeling_clip"
 _LEGACY_EOS = 2  # configurations with this id pool at the highest id of the vocabulary instead
 
-_LAYERS: Weights = below(
+_HF_LAYERS: Weights = below(
     "encoder.layers.{i}.",
     {
+        **attention("self_attn.out_proj", *(f"self_attn.{part}_proj.*" for part in "qkv")),
         "encoder.layers.{i}.norm1": "layer_norm1",
-        "encoder.layers.{i}.attention.qkv": split_qkv(*(f"self_attn.{part}_proj.weight" for part in "qkv")),
-        "encoder.layers.{i}.attention.qkv_bias": split_qkv(*(f"self_attn.{part}_proj.bias" for part in "qkv")),
-        "encoder.layers.{i}.attention.out": out_projection("self_attn.out_proj.weight"),
-        "encoder.layers.{i}.attention.out_bias": "self_attn.out_proj.bias",
         "encoder.layers.{i}.norm2": "layer_norm2",
         "encoder.layers.{i}.mlp.up": "mlp.fc1",
         "encoder.layers.{i}.mlp.down": "mlp.fc2",
     },
 )
-_IMAGE_TOWER: Weights = {
+_HF_IMAGE_TOWER: Weights = {
     "stem.patch": "embeddings.patch_embedding.weight",
     "stem.class_token": "embeddings.class_embedding",
     "stem.position": "embeddings.position_embedding.weight",
     "stem.norm": "pre_layrnorm",
-    **_LAYERS,
+    **_HF_LAYERS,
     "readout.norm": "post_layernorm",
 }
-_TEXT_TOWER: Weights = {
+_HF_TEXT_TOWER: Weights = {
     "stem.words": "embeddings.token_embedding.weight",
     "stem.positions": "embeddings.position_embedding.weight",
-    **_LAYERS,
+    **_HF_LAYERS,
     "readout.norm": "final_layer_norm",
+}
+# A tower lies at the top, or (in a dual encoder, with a projection, and alone in older releases) under a prefix.
+_HF_IMAGE_WEIGHTS: Weights = {
+    **either(_HF_IMAGE_TOWER, below("vision_model.", _HF_IMAGE_TOWER)),
+    "readout.classifier": ("visual_projection", "classifier"),
+}
+_HF_TEXT_WEIGHTS: Weights = {
+    **either(_HF_TEXT_TOWER, below("text_model.", _HF_TEXT_TOWER)),
+    "readout.classifier": "text_projection",
 }
 
 
-def _both_spellings(prefix: str, tower: Weights, *classifiers: str) -> Weights:
-    """A tower whose tensors lie at the top, or (in a dual encoder, and alone in older releases) under a prefix."""
-    nested = below(prefix, tower)
-    names = {name: (*alternatives(entry), *alternatives(nested[name])) for name, entry in tower.items()}
-    return {**names, "readout.classifier": classifiers}
-
-
-_IMAGE_WEIGHTS = _both_spellings("vision_model.", _IMAGE_TOWER, "visual_projection", "classifier")
-_TEXT_WEIGHTS = _both_spellings("text_model.", _TEXT_TOWER, "text_projection")
-
-
-def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+def _hf_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     found = getattr(model.config, "vision_config", model.config)
-    patch, image = pair(found.patch_size), pair(found.image_size)
-    stem = PatchStemConfig(
-        patch_size=patch,
-        grid=(image[0] // patch[0], image[1] // patch[1]),
-        channels=int(found.num_channels),
-        patch_bias=False,
-        resample="bicubic",
-        norm=True,
-        norm_eps=float(found.layer_norm_eps),
-    )
-    encoder = read_encoder(found, _IMAGE, attention_dropout=float(found.attention_dropout))
-    readout = _readout(getattr(model, "visual_projection", None), found, num_labels, _IMAGE)
+    stem = patch_stem(found, "bicubic", patch_bias=False, norm=True, norm_eps=float(found.layer_norm_eps))
+    encoder = read_encoder(found, _HF_IMAGE, attention_dropout=float(found.attention_dropout))
+    readout = _hf_readout(getattr(model, "visual_projection", None), found, num_labels, _HF_IMAGE)
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
 
-def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+def _hf_classifier_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    """`CLIPForImageClassification` reads the mean patch, before the final norm."""
+    config = _hf_image_config(model, num_labels)
+    classes, bias = read_classes(model, model.classifier, num_labels, _HF_IMAGE)
+    return replace(config, readout=replace(config.readout, pool="mean", norm="none", num_classes=classes, bias=bias))
+
+
+def _hf_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     found = getattr(model.config, "text_config", model.config)
     stem = TextStemConfig(
         vocabulary=int(found.vocab_size),
@@ -107,10 +120,10 @@ def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         embedding_width=int(found.hidden_size),
         norm=False,
     )
-    encoder = read_encoder(found, _TEXT, causal=True, attention_dropout=float(found.attention_dropout))
+    encoder = read_encoder(found, _HF_TEXT, causal=True, attention_dropout=float(found.attention_dropout))
     end = int(found.eos_token_id)
     readout = replace(
-        _readout(getattr(model, "text_projection", None), found, num_labels, _TEXT),
+        _hf_readout(getattr(model, "text_projection", None), found, num_labels, _HF_TEXT),
         pool="eot",
         eot_token=None if end == _LEGACY_EOS else end,
         norm="tokens",
@@ -118,14 +131,7 @@ def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
 
-def _classifier_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    """`CLIPForImageClassification` reads the mean patch, before the final norm."""
-    config = _image_config(model, num_labels)
-    classes, bias = read_classes(model, model.classifier, num_labels, _IMAGE)
-    return replace(config, readout=replace(config.readout, pool="mean", norm="none", num_classes=classes, bias=bias))
-
-
-def _readout(projection: nn.Linear | None, found: Any, num_labels: int | None, name: str) -> ReadoutConfig:
+def _hf_readout(projection: nn.Linear | None, found: Any, num_labels: int | None, name: str) -> ReadoutConfig:
     return ReadoutConfig(
         num_classes=number_of_classes(0 if projection is None else projection.out_features, num_labels, name),
         norm="pooled",
@@ -134,179 +140,245 @@ def _readout(projection: nn.Linear | None, found: Any, num_labels: int | None, n
     )
 
 
-ARCHITECTURES: tuple[Architecture, ...] = (
-    Architecture(
-        name=_IMAGE,
-        classes=(f"{_MODULE}.CLIPVisionModel", f"{_MODULE}.CLIPVisionModelWithProjection"),
-        config=_image_config,
-        weights=_IMAGE_WEIGHTS,
-    ),
-    Architecture(
-        name=_TEXT,
-        classes=(f"{_MODULE}.CLIPTextModel", f"{_MODULE}.CLIPTextModelWithProjection"),
-        config=_text_config,
-        weights=_TEXT_WEIGHTS,
-    ),
-    Architecture(
-        name=f"{_IMAGE} with classifier",
-        classes=(f"{_MODULE}.CLIPForImageClassification",),
-        config=_classifier_config,
-        weights=_IMAGE_WEIGHTS,
-        ignored=("vision_model.post_layernorm",),
-        metadata=metadata_of_classifier,
-    ),
+_HF_IMAGES = Architecture(
+    name=_HF_IMAGE,
+    classes=(f"{_MODULE}.CLIPVisionModel", f"{_MODULE}.CLIPVisionModelWithProjection"),
+    config=_hf_image_config,
+    weights=_HF_IMAGE_WEIGHTS,
+)
+_HF_CLASSIFIER = Architecture(
+    name=f"{_HF_IMAGE} with classifier",
+    classes=(f"{_MODULE}.CLIPForImageClassification",),
+    config=_hf_classifier_config,
+    weights=_HF_IMAGE_WEIGHTS,
+    ignored=("vision_model.post_layernorm",),
+    metadata=metadata_of_classifier,
+)
+_HF_TEXTS = Architecture(
+    name=_HF_TEXT,
+    classes=(f"{_MODULE}.CLIPTextModel", f"{_MODULE}.CLIPTextModelWithProjection"),
+    config=_hf_text_config,
+    weights=_HF_TEXT_WEIGHTS,
+)
+# In the dual encoder the two towers lie side by side; each ignores what belongs to the other.
+_HF_CLASSES = (f"{_MODULE}.CLIPModel",)
+_HF_UNREAD_BY_IMAGES = ("text_model.", "text_projection.", "logit_scale", "vision_model.embeddings.position_ids")
+_HF_UNREAD_BY_TEXTS = ("vision_model.", "visual_projection.", "logit_scale", "text_model.embeddings.position_ids")
+_HF_DUAL = DualArchitecture(
+    name="transformers CLIP",
+    classes=_HF_CLASSES,
+    image=(("", replace(_HF_IMAGES, classes=_HF_CLASSES, ignored=_HF_UNREAD_BY_IMAGES)),),
+    text=(("", replace(_HF_TEXTS, classes=_HF_CLASSES, ignored=_HF_UNREAD_BY_TEXTS)),),
 )
 
 
-# --- dual encoders -------------------------------------------------------------------------------------------
+# --- open_clip -----------------------------------------------------------------------------------------------
 
-_SCALES = ("logit_scale", "logit_bias")
+_IMAGE = "open_clip image transformer"
+_TIMM = "open_clip image tower from timm"
+_TEXT = "open_clip text transformer"
+_MEAN = (0.48145466, 0.4578275, 0.40821073)  # what open_clip normalises with unless a model says otherwise
+_STD = (0.26862954, 0.26130258, 0.27577711)
+_VOCABULARY = 49408  # size of the vocabulary that OpenAI's CLIP and its successors share
 
-
-@dataclass(frozen=True)
-class Tower:
-    """A tower of a dual encoder: where it lies in the model, and the declaration for it.
-
-    The path is empty for a tower whose parts lie in the model itself, beside those of the other tower. What
-    the declaration calls a classifier is the projection.
-    """
-
-    path: str
-    architecture: Architecture
-
-    def within(self, model: nn.Module) -> Any:
-        """The module at the path."""
-        return getattr(model, self.path, None) if self.path else model
-
-
-@dataclass(frozen=True)
-class DualArchitecture:
-    """A foreign dual encoder, declared: its classes, and for each tower what it may be."""
-
-    name: str
-    classes: tuple[str, ...]
-    image: tuple[Tower, ...]
-    text: tuple[Tower, ...]
-
-
-# In transformers the two towers lie side by side; each ignores what belongs to the other.
-_DUAL_IMAGE = replace(
-    ARCHITECTURES[0],
-    classes=(f"{_MODULE}.CLIPModel",),
-    ignored=("text_model.", "text_projection.", "logit_scale", "vision_model.embeddings.position_ids"),
+_LAYERS: Weights = below(
+    "transformer.resblocks.{i}.",
+    {
+        **attention("attn.out_proj", "attn.in_proj_*"),
+        "encoder.layers.{i}.norm1": "ln_1",
+        "encoder.layers.{i}.attention.query_norm": "attn.ln_q",
+        "encoder.layers.{i}.attention.key_norm": "attn.ln_k",
+        "encoder.layers.{i}.attention.scale": "ls_1.gamma",
+        "encoder.layers.{i}.norm2": "ln_2",
+        "encoder.layers.{i}.mlp.up": "mlp.c_fc",
+        "encoder.layers.{i}.mlp.down": "mlp.c_proj",
+        "encoder.layers.{i}.mlp.scale": "ls_2.gamma",
+    },
 )
-_DUAL_TEXT = replace(
-    ARCHITECTURES[1],
-    classes=(f"{_MODULE}.CLIPModel",),
-    ignored=("vision_model.", "visual_projection.", "logit_scale", "text_model.embeddings.position_ids"),
-)
-DUAL_ARCHITECTURES: tuple[DualArchitecture, ...] = (
-    DualArchitecture(
-        name="transformers CLIP",
-        classes=(f"{_MODULE}.CLIPModel",),
-        image=(Tower("", _DUAL_IMAGE),),
-        text=(Tower("", _DUAL_TEXT),),
-    ),
-    DualArchitecture(
-        name="open_clip CLIP",
-        classes=("open_clip.model.CLIP", "open_clip.model.CustomTextCLIP"),
-        image=(Tower("visual", open_clip.IMAGE), Tower("visual", open_clip.IMAGE_FROM_TIMM)),
-        text=(Tower("text", open_clip.TEXT), Tower("", open_clip.TEXT_IN_DUAL)),
-    ),
-)
+_IMAGE_WEIGHTS: Weights = {
+    "stem.patch": "conv1.weight",
+    "stem.class_token": "class_embedding",
+    "stem.position": "positional_embedding",
+    "stem.norm": "ln_pre",
+    **_LAYERS,
+    "readout.norm": "ln_post",
+    "readout.classifier.weight": transposed("proj"),
+}
+_TEXT_WEIGHTS: Weights = {
+    "stem.words": "token_embedding.weight",
+    "stem.positions": "positional_embedding",
+    **_LAYERS,
+    "readout.norm": "ln_final",
+    "readout.classifier.weight": (transposed("text_projection"), copied("text_projection.weight")),
+    "readout.classifier.bias": "text_projection.bias",
+}
 
 
-def find_dual_architecture(model: object) -> DualArchitecture | None:
-    """The declaration for a dual encoder; None for everything else."""
-    name = qualified_name(model)
-    return next((one for one in DUAL_ARCHITECTURES if name in one.classes), None)
-
-
-def convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any = None) -> DualEncoder:
-    """Translate both towers of a dual encoder, with their projections, scale and bias.
-
-    Args:
-        dual: Its declaration.
-        model: The live model.
-        processor: What turns images and texts into tensors: a processor of transformers, a tokenizer (of
-            transformers or open_clip), an image processor, our own descriptions, or a list of these.
-    """
-    towers = _choose(dual, "image", model), _choose(dual, "text", model)
-    if all(tower.path for tower in towers):  # a tower without path of its own looks at the whole model itself
-        known = (*(f"{tower.path}." for tower in towers), *_SCALES)
-        require_nothing_left([name for name in model.state_dict() if not name.startswith(known)], dual.name)
-    scale, bias = (getattr(model, name, None) for name in _SCALES)
-    if scale is None:
-        raise ConversionError(f"{dual.name}: the model has no logit_scale")
-    for name, value in zip(_SCALES, (scale, bias), strict=True):
-        if value is not None:
-            require_finite(value.detach(), name, dual.name)
-    processors = _flat(processor)
-    (image, image_projection), (text, text_projection) = (
-        _convert_tower(dual, tower, model, processors) for tower in towers
+def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    if model.attn_pool is not None:
+        raise refuse(_IMAGE, "it pools by attention (attentional_pool)")
+    if not is_identity(model.patch_dropout):
+        raise refuse(_IMAGE, "it drops patches in training (patch_dropout)")
+    pools: dict[str, Pool] = {"tok": "cls", "avg": "mean"}
+    if model.pool_type not in pools or model.output_tokens:
+        raise refuse(_IMAGE, f"pool_type is {model.pool_type!r}, output_tokens {model.output_tokens}")
+    normed = not is_identity(model.ln_pre)
+    stem = PatchStemConfig(
+        patch_size=pair(model.patch_size),
+        grid=pair(model.grid_size),
+        channels=int(model.conv1.in_channels),
+        patch_bias=False,
+        resample="bicubic_antialias",
+        norm=normed,
+        norm_eps=float(model.ln_pre.eps) if normed else 1e-5,
     )
-    return DualEncoder(image, text, Projections(image_projection, text_projection), scale, bias).eval()
+    encoder = _encoder(model.transformer, _IMAGE, causal=False)
+    classes = 0 if model.proj is None else int(model.proj.shape[1])
+    readout = ReadoutConfig(
+        pool=pools[model.pool_type],
+        num_classes=number_of_classes(classes, num_labels, _IMAGE),
+        norm="pooled" if model.final_ln_after_pool else "tokens",
+        norm_eps=float(model.ln_post.eps),
+        bias=model.proj is None,
+    )
+    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
 
-def _choose(dual: DualArchitecture, kind: str, model: nn.Module) -> Tower:
-    options: tuple[Tower, ...] = getattr(dual, kind)
-    for tower in options:
-        if qualified_name(tower.within(model)) in tower.architecture.classes:
-            return tower
-    places = {option.path: type(option.within(model)).__name__ for option in options if option.path}
-    known = [name for option in options for name in option.architecture.classes]
-    raise ConversionError(
-        f"{dual.name}: the {kind} tower is a {places or type(model).__name__}; supported are {known}. Convert the "
-        "towers on their own where that is possible, and put them together with DualEncoder(image, text, …)"
+def _timm_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    """A tower of open_clip's adapter: a timm model and perhaps a linear projection, its own or timm's."""
+    trunk, head = model.trunk, dict(model.head.named_children())
+    if qualified_name(trunk) not in timm.VISION_TRANSFORMER.classes:
+        raise refuse(_TIMM, f"its trunk is a {qualified_name(trunk)}")
+    if head.keys() - {"drop", "proj"}:
+        raise refuse(_TIMM, f"its head is made of {sorted(head)}; linear and no projection are supported")
+    config = timm.VISION_TRANSFORMER.config(trunk, None)
+    if "proj" not in head:
+        classes = number_of_classes(config.readout.num_classes, num_labels, _TIMM)
+        return replace(config, readout=replace(config.readout, num_classes=classes))
+    dropout = dropout_rate(head.get("drop"))
+    if config.readout.num_classes or (dropout and config.readout.dropout):
+        raise refuse(_TIMM, "both its trunk and its head project, or have dropout")
+    readout = replace(
+        config.readout,
+        num_classes=number_of_classes(int(head["proj"].out_features), num_labels, _TIMM),
+        bias=head["proj"].bias is not None,
+        dropout=dropout or config.readout.dropout,
+    )
+    return replace(config, readout=readout)
+
+
+def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    """A `TextTransformer`, or a `CLIP`, which carries the parts of one itself."""
+    positions, width = model.positional_embedding.shape
+    if getattr(model, "cls_emb", None) is not None or positions != model.context_length:
+        raise refuse(_TEXT, "a class token is appended to the text (embed_cls)")
+    if getattr(model, "use_pad_mask", False) or getattr(model, "output_tokens", False):
+        raise refuse(_TEXT, "it masks padding by itself, or answers with tokens (use_pad_mask, output_tokens)")
+    pool = getattr(model, "text_pool_type", None) or model.pool_type
+    pools: dict[str, Pool] = {"first": "cls", "last": "last", "argmax": "eot", "eos": "eot"}
+    if pool not in pools:
+        raise refuse(_TEXT, f"pool_type is {pool!r}")
+    end = model.text_eos_id if hasattr(model, "text_eos_id") else model.eos_id
+    vocabulary = int(model.token_embedding.num_embeddings)
+    stem = TextStemConfig(vocabulary, positions=int(positions), embedding_width=int(width), norm=False)
+    encoder = _encoder(model.transformer, _TEXT, causal=model.attn_mask is not None)
+    projection = model.text_projection
+    linear = isinstance(projection, nn.Linear)
+    found = 0 if projection is None else int(projection.out_features if linear else projection.shape[1])
+    readout = ReadoutConfig(
+        pool=pools[pool],
+        num_classes=number_of_classes(found, num_labels, _TEXT),
+        norm="tokens",
+        norm_eps=float(model.ln_final.eps),
+        bias=projection is None or (linear and projection.bias is not None),
+        eot_token=int(end) if pool == "eos" else None,
+    )
+    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+
+
+def _encoder(transformer: Any, name: str, causal: bool) -> EncoderConfig:
+    blocks = list(transformer.resblocks)
+    first = blocks[0]
+    for block in blocks:
+        if type(block).__name__ not in ("ResidualAttentionBlock", "CustomResidualAttentionBlock"):
+            raise refuse(name, f"a block is a {type(block).__name__}")
+        if not is_identity(getattr(block, "ln_attn", None)) or not is_identity(getattr(block.mlp, "ln", None)):
+            raise refuse(name, "attention or MLP has a norm of its own (scale_attn, scale_fc)")
+        extras = ("ln_inner", "head_scale", "logit_scale")
+        if not all(is_identity(getattr(block.attn, extra, None)) for extra in extras):
+            raise refuse(name, "its attention is scaled (scaled_cosine_attn, scale_heads, scale_attn_inner)")
+    mlp = first.mlp
+    query_norm: Any = getattr(first.attn, "ln_q", None)
+    if not is_identity(query_norm) and query_norm.eps != first.ln_1.eps:
+        raise refuse(name, f"its norms differ in eps ({query_norm.eps} and {first.ln_1.eps})")
+    return EncoderConfig(
+        width=int(mlp.c_fc.in_features),
+        layers=len(blocks),
+        heads=int(first.attn.num_heads),
+        head_dim=int(first.attn.head_dim),
+        mlp_width=int(mlp.c_fc.out_features),
+        activation=activation_of(mlp.gelu, name),
+        norm_eps=float(first.ln_1.eps),
+        qk_norm=not is_identity(query_norm),
+        layer_scale=not is_identity(first.ls_1),
+        causal=causal,
     )
 
 
-def _convert_tower(
-    dual: DualArchitecture, tower: Tower, model: nn.Module, processors: Sequence[Any]
-) -> tuple[Ensemble, GroupedLinear | None]:
-    """One tower without classifier, and the projection that its declaration calls one."""
-    architecture, module = tower.architecture, tower.within(model)
-    config, known = architecture.config(module, None), architecture.metadata(module)
-    metadata = replace(
-        known,
-        source=f"{dual.name} ({qualified_name(model)})",
-        preprocessing=_preprocessing(processors, config) or known.preprocessing,
-        history=(f"converted from {dual.name}",),
+def _image_metadata(model: Any) -> Metadata:
+    """The transform open_clip itself would use; unknown where it pads images, which has no canonical form."""
+    found: dict[str, Any] = dict(getattr(model, "preprocess_cfg", None) or {})
+    mode = found.get("resize_mode") or "shortest"
+    if mode not in ("shortest", "squash"):
+        return Metadata()
+    mean = found.get("mean") or getattr(model, "image_mean", None) or _MEAN
+    std = found.get("std") or getattr(model, "image_std", None) or _STD
+    preprocessing = ImagePreprocessing(
+        size=pair(found.get("size") or model.image_size),
+        mean=tuple(float(value) for value in mean),
+        std=tuple(float(value) for value in std),
+        interpolation="bilinear" if found.get("interpolation") == "bilinear" else "bicubic",
+        resize_mode="squash" if mode == "squash" else "shortest",
     )
-    state = translate(architecture, module, config)
-    dtypes = sorted({str(tensor.dtype) for tensor in state.values()})
-    if len(dtypes) > 1:
-        raise ConversionError(
-            f"{architecture.name}: the parameters have different types {dtypes}; convert the model to one of them "
-            "first, for example model.float() or model.bfloat16()"
-        )
-    weight, bias = (state.pop(f"readout.classifier.{leaf}", None) for leaf in ("weight", "bias"))
-    config = replace(config, readout=replace(config.readout, num_classes=0, bias=True))
-    return Ensemble.from_state(config, state, metadata), None if weight is None else linear(weight, bias)
+    return Metadata(preprocessing=preprocessing)
 
 
-def _flat(processor: Any) -> list[Any]:
-    """All the single processors in what was given: of a list, and of transformers' pair of both."""
-    if processor is None:
-        return []
-    if isinstance(processor, list | tuple):
-        return [one for part in processor for one in _flat(part)]
-    if hasattr(processor, "image_processor") and hasattr(processor, "tokenizer"):
-        return [processor.image_processor, processor.tokenizer]
-    return [processor]
+def _text_metadata(model: Any) -> Metadata:
+    """CLIP's own tokenizer, for every text transformer that has its vocabulary."""
+    if int(model.token_embedding.num_embeddings) != _VOCABULARY:
+        return Metadata()
+    tokenizer = require("open_clip", extra="open_clip").tokenizer.SimpleTokenizer(context_length=model.context_length)
+    return Metadata(preprocessing=read_open_clip_tokenizer(tokenizer))
 
 
-def _preprocessing(processors: Sequence[Any], config: EnsembleConfig) -> ImagePreprocessing | TextPreprocessing | None:
-    """The description of the one processor that is meant for this tower."""
-    for_images = isinstance(config.stem, PatchStemConfig)
-    processor = next((one for one in processors if _is_for_images(one) == for_images), None)
-    if processor is None:
-        return None
-    simple = qualified_name(processor) == open_clip.SIMPLE_TOKENIZER
-    return read_processor(open_clip.read_simple_tokenizer(processor) if simple else processor, config.stem)
+_IMAGES = Architecture(
+    name=_IMAGE,
+    classes=("open_clip.transformer.VisionTransformer",),
+    config=_image_config,
+    weights=_IMAGE_WEIGHTS,
+    metadata=_image_metadata,
+)
+_IMAGES_FROM_TIMM = Architecture(
+    name=_TIMM,
+    classes=("open_clip.timm_model.TimmModel",),
+    config=_timm_config,
+    weights={**below("trunk.", timm.VISION_TRANSFORMER.weights), "readout.classifier": ("head.proj", "trunk.head")},
+    metadata=_image_metadata,
+)
+_TEXTS = Architecture(
+    name=_TEXT,
+    classes=("open_clip.transformer.TextTransformer",),
+    config=_text_config,
+    weights=_TEXT_WEIGHTS,
+    metadata=_text_metadata,
+)
+_TEXTS_IN_CLIP = replace(_TEXTS, classes=("open_clip.model.CLIP",), ignored=("visual.", "logit_scale", "logit_bias"))
+_DUAL = DualArchitecture(
+    name="open_clip CLIP",
+    classes=("open_clip.model.CLIP", "open_clip.model.CustomTextCLIP"),
+    image=(("visual", _IMAGES), ("visual", _IMAGES_FROM_TIMM)),
+    text=(("text", _TEXTS), ("", _TEXTS_IN_CLIP)),
+)
 
-
-def _is_for_images(processor: Any) -> bool:
-    """Whether a processor reads images; what is not known to is taken for a tokenizer, and refused if it is none."""
-    known = isinstance(processor, ImagePreprocessing)
-    return known or hasattr(processor, "image_mean") or hasattr(processor, "crop_size")
+ARCHITECTURES: tuple[Architecture, ...] = (_HF_IMAGES, _HF_CLASSIFIER, _HF_TEXTS, _IMAGES, _IMAGES_FROM_TIMM, _TEXTS)
+DUAL_ARCHITECTURES: tuple[DualArchitecture, ...] = (_HF_DUAL, _DUAL)

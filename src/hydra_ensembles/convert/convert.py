@@ -1,4 +1,4 @@
-"""From a library's live model to the canonical ensemble."""
+"""From a library's live model to the canonical ensemble, or dual encoder."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
@@ -7,20 +7,24 @@ from typing import Any, cast
 from torch import nn
 
 from ..errors import ConversionError
+from ..model.clip import DualEncoder
+from ..model.config import PatchStemConfig
 from ..model.ensemble import Ensemble
+from ..model.layers import GroupedLinear
 from ..model.metadata import Metadata, odd_names
-from . import clip, open_clip, timm, torchvision, transformers
-from .clip import DUAL_ARCHITECTURES, DualArchitecture, convert_dual, find_dual_architecture
-from .core import Architecture, qualified_name, require_unaltered, translate
-from .processors import read_processor
+from ..model.stem_readout import Projections, linear
+from . import clip, timm, torchvision, transformers
+from .clip import DUAL_ARCHITECTURES, DualArchitecture
+from .core import Architecture, qualified_name, require_finite, require_nothing_left, require_unaltered, translate
+from .processors import is_for_images, read_processor
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *timm.ARCHITECTURES,
     *torchvision.ARCHITECTURES,
     *transformers.ARCHITECTURES,
     *clip.ARCHITECTURES,
-    *open_clip.ARCHITECTURES,
 )
+_SCALES = ("logit_scale", "logit_bias")
 
 
 def convert(
@@ -50,15 +54,13 @@ def convert(
         ConversionError: The architecture, or this variant of it, is not supported: forward hooks, a replaced
             `forward`, several labels per input, and weights that are not finite among others.
     """
-    given, model = model, unwrap(model)
-    dual = find_dual_architecture(model)
-    if dual is not None:
-        if num_labels is not None or labels is not None:
-            raise ConversionError(f"{dual.name} has no classifier; leave num_labels and labels out")
-        require_unaltered(given, model, dual.name)
-        return convert_dual(dual, model, processor)
-    architecture = find_architecture(model)
+    given, model = model, _unwrapped(model)
+    architecture = _find_architecture(model)
     require_unaltered(given, model, architecture.name)
+    if isinstance(architecture, DualArchitecture):
+        if num_labels is not None or labels is not None:
+            raise ConversionError(f"{architecture.name} has no classifier; leave num_labels and labels out")
+        return _convert_dual(architecture, model, processor)
     config = architecture.config(model, num_labels)
     known = architecture.metadata(model)
     metadata = replace(
@@ -72,32 +74,32 @@ def convert(
     return Ensemble.from_state(config, state, metadata)
 
 
-def find_architecture(model: object) -> Architecture:
-    """The declaration for a live model, or an error that lists what is supported and how to add one."""
-    name = qualified_name(model)
-    for architecture in ARCHITECTURES:
-        if name in architecture.classes:
-            return architecture
-    if not isinstance(model, nn.Module):
-        raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}")
-    if name.startswith("peft."):
-        raise ConversionError(f"{name} wraps a model in adapters; merge them first: model.merge_and_unload()")
-    declared: list[Architecture | DualArchitecture] = [*ARCHITECTURES, *DUAL_ARCHITECTURES]
-    known = "\n  ".join(f"{one.name}: {', '.join(one.classes)}" for one in declared)
-    raise ConversionError(
-        f"{name} is not a supported architecture. Supported are\n  {known}\n"
-        "To add one, write a declaration (hydra_ensembles.convert.core.Architecture) and list it in "
-        "hydra_ensembles.convert.convert.ARCHITECTURES"
-    )
-
-
-def unwrap(model: nn.Module) -> nn.Module:
+def _unwrapped(model: nn.Module) -> nn.Module:
     """The model inside `torch.compile`, `DataParallel` or `DistributedDataParallel`."""
     wrappers = ("OptimizedModule", "DataParallel", "DistributedDataParallel")
     while type(model).__name__ in wrappers:
         inner: Any = getattr(model, "_orig_mod", None) or model.module
         model = cast(nn.Module, inner)
     return model
+
+
+def _find_architecture(model: object) -> Architecture | DualArchitecture:
+    """The declaration for a live model, or an error that lists what is supported and how to add one."""
+    name = qualified_name(model)
+    declared: list[Architecture | DualArchitecture] = [*ARCHITECTURES, *DUAL_ARCHITECTURES]
+    for architecture in declared:
+        if name in architecture.classes:
+            return architecture
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}")
+    if name.startswith("peft."):
+        raise ConversionError(f"{name} wraps a model in adapters; merge them first: model.merge_and_unload()")
+    known = "\n  ".join(f"{one.name}: {', '.join(one.classes)}" for one in declared)
+    raise ConversionError(
+        f"{name} is not a supported architecture. Supported are\n  {known}\n"
+        "To add one, write a declaration (hydra_ensembles.convert.core.Architecture) and list it in "
+        "hydra_ensembles.convert.convert.ARCHITECTURES"
+    )
 
 
 def _labels(given: Sequence[str] | None, known: Metadata, classes: int) -> tuple[str, ...]:
@@ -114,3 +116,63 @@ def _labels(given: Sequence[str] | None, known: Metadata, classes: int) -> tuple
     if twice:
         raise ConversionError(f"labels lists {twice[:5]} more than once; names must tell the classes apart")
     return names
+
+
+# --- dual encoders -------------------------------------------------------------------------------------------
+
+
+def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any) -> DualEncoder:
+    """Both towers with their projections, scale and bias."""
+    found = _find_tower(dual, "image", model), _find_tower(dual, "text", model)
+    places = tuple(f"{place}." for place, _, _ in found if place)
+    if len(places) == len(found):  # the declaration of a tower without a place of its own looks at the whole model
+        left = [name for name in model.state_dict() if not name.startswith((*places, *_SCALES))]
+        require_nothing_left(left, dual.name)
+    scale, bias = (getattr(model, name, None) for name in _SCALES)
+    if scale is None:
+        raise ConversionError(f"{dual.name}: the model has no logit_scale")
+    for name, value in zip(_SCALES, (scale, bias), strict=True):
+        if value is not None:
+            require_finite(value.detach(), name, dual.name)
+    processors = [] if processor is None else list(processor) if isinstance(processor, list | tuple) else [processor]
+    origin = Metadata(source=f"{dual.name} ({qualified_name(model)})", history=(f"converted from {dual.name}",))
+    (image, image_projection), (text, text_projection) = (
+        _convert_tower(architecture, tower, origin, processors) for _, tower, architecture in found
+    )
+    return DualEncoder(image, text, Projections(image_projection, text_projection), scale, bias).eval()
+
+
+def _find_tower(dual: DualArchitecture, kind: str, model: nn.Module) -> tuple[str, nn.Module, Architecture]:
+    """Where a tower lies in the model, the tower, and the declaration for it."""
+    options: tuple[tuple[str, Architecture], ...] = getattr(dual, kind)
+    for place, architecture in options:
+        tower: Any = getattr(model, place, None) if place else model
+        if qualified_name(tower) in architecture.classes:
+            return place, tower, architecture
+    found = {place: type(getattr(model, place, None)).__name__ for place, _ in options if place}
+    known = [name for _, architecture in options for name in architecture.classes]
+    raise ConversionError(
+        f"{dual.name}: the {kind} tower is a {found}; supported are {known}. Convert the towers on their own where "
+        "that is possible, and put them together with DualEncoder(image, text, …)"
+    )
+
+
+def _convert_tower(
+    architecture: Architecture, tower: nn.Module, origin: Metadata, processors: Sequence[Any]
+) -> tuple[Ensemble, GroupedLinear | None]:
+    """One tower without classifier, and the projection that its declaration calls one."""
+    config = architecture.config(tower, None)
+    for_images = isinstance(config.stem, PatchStemConfig)
+    processor = next((one for one in processors if is_for_images(one) in (for_images, None)), None)
+    known = architecture.metadata(tower).preprocessing
+    metadata = replace(origin, preprocessing=known if processor is None else read_processor(processor, config.stem))
+    state = translate(architecture, tower, config)
+    dtypes = sorted({str(tensor.dtype) for tensor in state.values()})
+    if len(dtypes) > 1:
+        raise ConversionError(
+            f"{architecture.name}: the parameters have different types {dtypes}; convert the model to one of them "
+            "first, for example model.float() or model.bfloat16()"
+        )
+    weight, bias = (state.pop(f"readout.classifier.{leaf}", None) for leaf in ("weight", "bias"))
+    config = replace(config, readout=replace(config.readout, num_classes=0, bias=True))
+    return Ensemble.from_state(config, state, metadata), None if weight is None else linear(weight, bias)

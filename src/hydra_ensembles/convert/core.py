@@ -30,6 +30,10 @@ class Source:
     read: Callable[[Sequence[Tensor], torch.Size], Tensor]
 
 
+Entry = str | Source
+Weights = Mapping[str, Entry | tuple[Entry, ...]]
+
+
 def copied(name: str) -> Source:
     """The same tensor; axes of length one may come or go."""
     return Source((name,), lambda tensors, shape: _reshaped(tensors[0], shape))
@@ -40,50 +44,41 @@ def transposed(name: str) -> Source:
     return Source((name,), lambda tensors, shape: _reshaped(tensors[0].t(), shape))
 
 
-def fused_qkv(name: str) -> Source:
-    """Query, key and value in one tensor, each block holding its heads in order: `[3·H·d_k, d]` or `[3·H·d_k]`."""
-
-    def read(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        heads, three, head_dim = shape[:3]
-        return tensors[0].reshape(three, heads, head_dim, *shape[3:]).transpose(0, 1)  # [H, 3, d_k, …]
-
-    return Source((name,), read)
-
-
-def split_qkv(query: str, key: str, value: str) -> Source:
-    """Query, key and value in three tensors, each holding its heads in order."""
-
-    def read(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        heads, _, *rest = shape
-        return torch.stack([part.reshape(heads, *rest) for part in tensors], dim=1)  # [H, 3, d_k, …]
-
-    return Source((query, key, value), read)
-
-
-def out_projection(name: str) -> Source:
-    """The output projection `[d, H·d_k]`, a head being a block of columns: each gets its own matrix `[H, d_k, d]`."""
-    return Source((name,), lambda tensors, shape: tensors[0].t().reshape(shape))
-
-
 def joined(*names: str) -> Source:
-    """Several tensors put one after another along their first axis, leading axes of length one dropped."""
+    """Several tensors put one after another along their first axis."""
+    return Source(names, lambda tensors, shape: _reshaped(torch.cat(list(tensors)), shape))
 
-    def read(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        trailing = len(shape) - 1
-        rows = [tensor.reshape(-1, *tensor.shape[tensor.dim() - trailing + 1 :]) for tensor in tensors]
-        return torch.cat(rows)
 
-    return Source(names, read)
+def attention(out: str, *qkv: str) -> Weights:
+    """The attention of a layer, in the layout of `torch.nn.Linear`.
+
+    Args:
+        out: The output projection, `[d, H·d_k]`: a head is a block of columns.
+        qkv: Query, key and value, each with its heads in order: three names, or one for a tensor that holds one after
+            the other, `[3·H·d_k, d]`. `*` stands for "weight" and "bias".
+    """
+
+    def read_qkv(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        parts = tensors[0].chunk(3) if len(tensors) == 1 else tensors
+        heads, _, *rest = shape
+        return torch.stack([part.reshape(heads, *rest) for part in parts], dim=1)  # [H, 3, d_k, …]
+
+    def read_out(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        return tensors[0].t().reshape(shape)  # [H, d_k, d]
+
+    weights, biases = (tuple(name.replace("*", leaf) for name in qkv) for leaf in ("weight", "bias"))
+    return {
+        "encoder.layers.{i}.attention.qkv": Source(weights, read_qkv),
+        "encoder.layers.{i}.attention.qkv_bias": Source(biases, read_qkv),
+        "encoder.layers.{i}.attention.out": Source((f"{out}.weight",), read_out),
+        "encoder.layers.{i}.attention.out_bias": f"{out}.bias",
+    }
 
 
 def _reshaped(tensor: Tensor, shape: torch.Size) -> Tensor:
     if [n for n in tensor.shape if n != 1] != [n for n in shape if n != 1]:
         raise RuntimeError(f"shape {list(tensor.shape)} is not {list(shape)}")
     return tensor.reshape(shape)
-
-
-Entry = str | Source
-Weights = Mapping[str, Entry | tuple[Entry, ...]]
 
 
 @dataclass(frozen=True)
@@ -109,24 +104,24 @@ class Architecture:
     metadata: Callable[[nn.Module], Metadata] = lambda model: Metadata()
 
 
-def alternatives(entry: Entry | tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """The sources of an entry, of which the first that exists counts."""
-    return entry if isinstance(entry, tuple) else (entry,)
-
-
-def renamed(entry: Entry, rename: Callable[[str], str]) -> Entry:
-    """A source with every foreign name in it changed."""
-    if isinstance(entry, str):
-        return rename(entry)
-    return replace(entry, names=tuple(rename(name) for name in entry.names))
-
-
 def below(prefix: str, weights: Weights) -> Weights:
     """The same declaration for a model that lies under `prefix`."""
-    return {
-        name: tuple(renamed(one, lambda foreign: prefix + foreign) for one in alternatives(entry))
-        for name, entry in weights.items()
-    }
+
+    def moved(entry: Entry) -> Entry:
+        if isinstance(entry, str):
+            return prefix + entry
+        return replace(entry, names=tuple(prefix + name for name in entry.names))
+
+    return {name: tuple(moved(one) for one in _alternatives(entry)) for name, entry in weights.items()}
+
+
+def either(*declarations: Weights) -> Weights:
+    """The same tensors in several spellings, of which a model has one."""
+    return {name: tuple(one for each in declarations for one in _alternatives(each[name])) for name in declarations[0]}
+
+
+def _alternatives(entry: Entry | tuple[Entry, ...]) -> tuple[Entry, ...]:
+    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def qualified_name(model: object) -> str:
@@ -143,7 +138,7 @@ _FRESH = ("readout.hidden", "readout.classifier", "readout.distillation_classifi
 def translate(
     architecture: Architecture, model: nn.Module, config: EnsembleConfig, fresh: bool = False
 ) -> dict[str, Tensor]:
-    """The tensors of the canonical ensemble, each from the place its declaration names; none of them is copied.
+    """The tensors of the canonical ensemble, each from the place its declaration names; they may share memory with it.
 
     Every canonical parameter must be found, and every foreign tensor must be used or be declared as ignored:
     whatever a model has that this library does not know is an error, never a silent difference.
@@ -208,7 +203,7 @@ def _source_of(weights: Weights, name: str, foreign: Mapping[str, Tensor]) -> So
         tail = f".{leaf}{tail}"
         if not head:
             return None
-    entries = [copied(one + tail) if isinstance(one, str) else one for one in alternatives(weights[head])]
+    entries = [copied(one + tail) if isinstance(one, str) else one for one in _alternatives(weights[head])]
     sources = [replace(one, names=tuple(part.replace("{i}", layer) for part in one.names)) for one in entries]
     return next((source for source in sources if foreign.keys() >= set(source.names)), sources[0])
 
@@ -228,35 +223,28 @@ _HARMLESS_WRAPPERS = ("accelerate.", "torch.")
 
 
 def require_unaltered(wrapped: nn.Module, model: nn.Module, architecture: str) -> None:
-    """Refuse a model whose predictions a hook or a replaced forward may change.
-
-    Args:
-        wrapped: The model as it was given, perhaps inside `torch.compile` or data parallelism.
-        model: The model inside.
-        architecture: Its name, for the message.
-    """
+    """Refuse a model, as it was given and as it lies inside wrappers, that a hook or a replaced forward may change."""
     for name, module in wrapped.named_modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if not _origin(hook).startswith(_HARMLESS_HOOKS):
                 raise ConversionError(
-                    f"{architecture}: {_place(name, module)} has the forward hook {_origin(hook)}."
-                    f"{getattr(hook, '__qualname__', type(hook).__name__)}, which a converted model would not run; "
+                    f"{architecture}: {name or 'the model'} ({type(module).__name__}) has the forward hook "
+                    f"{getattr(hook, '__qualname__', hook)} of {_origin(hook)}, which a converted model would not run; "
                     "remove it first with the remove() of the handle that registering it returned"
                 )
     for name, module in model.named_modules():
         forward = vars(module).get("forward")
         if forward is not None and not _is_forward_of_class(forward, module):
             raise ConversionError(
-                f"{architecture}: the forward of {_place(name, module)} was replaced on the object, and a converted "
-                "model would compute what its class does; delete the attribute first (del module.forward)"
+                f"{architecture}: the forward of {name or 'the model'} ({type(module).__name__}) was replaced on the "
+                "object, and a converted model would compute what its class does; delete it first (del module.forward)"
             )
 
 
 def _is_forward_of_class(forward: Any, module: nn.Module) -> bool:
     """Whether a forward on the object is the one of its class, perhaps in the wrappers of known libraries."""
-    original = type(module).forward
     while forward is not None:
-        if getattr(forward, "__func__", forward) is original:
+        if getattr(forward, "__func__", forward) is type(module).forward:
             return True
         if not _origin(forward).startswith(_HARMLESS_WRAPPERS):
             return False
@@ -275,38 +263,30 @@ def _origin(function: Callable[..., Any]) -> str:
     return str(type(function).__module__ if namespace is None else namespace["__name__"])
 
 
-def _place(name: str, module: nn.Module) -> str:
-    return f"{name or 'the model'} ({type(module).__name__})"
-
-
 # --- readings that declarations share ----------------------------------------------------------------------
 
-_ACTIVATIONS: dict[str, Activation] = {
-    "GELU": "gelu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-    "GELUTanhActivation": "gelu_tanh",
-    "NewGELUActivation": "gelu_tanh",
-    "FastGELUActivation": "gelu_tanh",
-    "QuickGELU": "quick_gelu",
-    "QuickGELUActivation": "quick_gelu",
-    "ReLU": "relu",
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
+# As modules and functions are called, and as the configurations of transformers name them.
+_ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
+    "gelu": ("GELU", "GELUActivation", "gelu", "gelu_python"),
+    "gelu_tanh": (
+        *("GELUTanh", "PytorchGELUTanh", "GELUTanhActivation", "NewGELUActivation", "FastGELUActivation"),
+        *("gelu_accurate", "gelu_fast", "gelu_new", "gelu_python_tanh", "gelu_pytorch_tanh"),
+    ),
+    "quick_gelu": ("QuickGELU", "QuickGELUActivation", "quick_gelu"),
+    "relu": ("ReLU", "relu"),
+    "silu": ("SiLU", "SiLUActivation", "silu", "swish"),
 }
 
 
-def activation_of(module: Any, architecture: str) -> Activation:
-    """Name of the activation a module or function computes."""
-    name = module.__name__ if hasattr(module, "__name__") else type(module).__name__
-    if name == "GELU" and getattr(module, "approximate", "none") == "tanh":
+def activation_of(found: Any, architecture: str) -> Activation:
+    """The activation that a module or function computes, or that a string names."""
+    name = found if isinstance(found, str) else getattr(found, "__name__", type(found).__name__)
+    if name == "GELU" and getattr(found, "approximate", "none") == "tanh":
         return "gelu_tanh"
-    if name not in _ACTIVATIONS:
-        raise ConversionError(
-            f"{architecture}: the activation {name} is not supported; supported are {sorted(_ACTIVATIONS)}"
-        )
-    return _ACTIVATIONS[name]
+    for activation, names in _ACTIVATIONS.items():
+        if name in names:
+            return activation
+    raise ConversionError(f"{architecture}: the activation {name!r} is not supported; supported are {_ACTIVATIONS}")
 
 
 def dropout_rate(module: Any) -> float:
@@ -330,13 +310,7 @@ def refuse(architecture: str, what: str) -> ConversionError:
 
 
 def read_classifier(module: Any, num_labels: int | None, architecture: str) -> tuple[int, bool]:
-    """Number of classes and whether they have a bias, of a classifier or of the fresh one that is asked for.
-
-    Args:
-        module: A linear layer, or None or an identity where the model was built without classifier.
-        num_labels: Size of a fresh classifier; no classes if the model has none and this is not given.
-        architecture: Its name, for messages.
-    """
+    """Number of classes and whether they have a bias, of a linear classifier, or of the fresh one in place of none."""
     if is_identity(module):
         return number_of_classes(0, num_labels, architecture), True
     if not isinstance(module, nn.Linear):

@@ -1,22 +1,20 @@
 """Preprocessing read off the objects that libraries use for it: tokenizers, image processors, transforms."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from .._utils import require
 from ..errors import ConversionError
 from ..model.config import PatchStemConfig, TextStemConfig
-from ..preprocessing import ImagePreprocessing, Interpolation, TextPreprocessing
-from .core import qualified_name
+from ..preprocessing import ImagePreprocessing, Interpolation, TextCleaning, TextPreprocessing
+from .core import pair, qualified_name
 
 _ACCEPTED = {
-    "text": "a fast tokenizer of transformers, a tokenizers.Tokenizer, a path to a tokenizer.json, a TextPreprocessing",
+    "text": "a fast tokenizer of transformers, a tokenizer of open_clip, a TextPreprocessing",
     "image": "an image processor of transformers, the transforms of torchvision's weights, an ImagePreprocessing",
 }
-_PAD_TOKENS = ("[PAD]", "<pad>")
 _PIL_RESAMPLING: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
-_SIZE_KEYS = ("height", "width", "shortest_edge", "longest_edge", "max_height", "max_width", "min_pixels", "max_pixels")
 
 
 def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> ImagePreprocessing | TextPreprocessing:
@@ -24,15 +22,14 @@ def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> Im
 
     Args:
         processor: A fast tokenizer or an image processor of transformers (or a processor that holds both), a
-            `tokenizers.Tokenizer`, a path to a `tokenizer.json`, the transforms of torchvision's weights, or
-            one of our own descriptions.
+            tokenizer of open_clip, the transforms of torchvision's weights, or one of our own descriptions.
         stem: The stem the tensors are for; it bounds the number of tokens and the vocabulary.
 
     Raises:
         ConversionError: The object is of another kind, or does something our description cannot say.
     """
-    part = getattr(processor, "tokenizer" if isinstance(stem, TextStemConfig) else "image_processor", None)
-    processor = processor if part is None or isinstance(processor, TextPreprocessing) else part
+    if is_for_images(processor) is None:
+        processor = processor.tokenizer if isinstance(stem, TextStemConfig) else processor.image_processor
     if isinstance(stem, TextStemConfig):
         text = processor if isinstance(processor, TextPreprocessing) else _read_tokenizer(processor, stem)
         if text.max_length > stem.max_tokens:
@@ -50,20 +47,39 @@ def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> Im
     return image
 
 
-# --- text ------------------------------------------------------------------------------------------------
+def is_for_images(processor: Any) -> bool | None:
+    """Whether a processor reads images; None for one of both kinds, False (a tokenizer) for what is not known."""
+    if hasattr(processor, "image_processor") and hasattr(processor, "tokenizer"):
+        return None
+    known = isinstance(processor, ImagePreprocessing)
+    return known or hasattr(processor, "image_mean") or hasattr(processor, "crop_size")
+
+
+def _unsupported(processor: Any, kind: str) -> ConversionError:
+    return ConversionError(
+        f"a {qualified_name(processor)} cannot be read as preprocessing for {kind} input; give {_ACCEPTED[kind]}"
+    )
+
+
+def _require_setting(name: str, value: object, supported: object) -> None:
+    if value != supported:
+        raise ConversionError(f"{name} is {value!r}; only {supported!r} is supported, set it so first")
+
+
+# --- tokenizers of transformers --------------------------------------------------------------------------
 
 
 def _read_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocessing:
+    if qualified_name(processor) == _SIMPLE_TOKENIZER:
+        return read_open_clip_tokenizer(processor)
+    if qualified_name(processor) == "open_clip.tokenizer.HFTokenizer":
+        return _read_wrapped_tokenizer(processor, stem)
     if hasattr(processor, "backend_tokenizer"):
         return _read_fast_tokenizer(processor, stem)
-    if isinstance(processor, str | Path):
-        processor = _tokenizer_from_file(Path(processor))
-    if type(processor).__module__.partition(".")[0] == "tokenizers" and hasattr(processor, "get_vocab"):
-        return _read_plain_tokenizer(processor, stem)
     if hasattr(processor, "model_max_length"):
         raise ConversionError(
             f"{qualified_name(processor)} is a slow tokenizer, which needs transformers to run; give its fast "
-            "counterpart: transformers.AutoTokenizer.from_pretrained(...), or a tokenizers.Tokenizer"
+            "counterpart: transformers.AutoTokenizer.from_pretrained(...)"
         )
     raise _unsupported(processor, "text")
 
@@ -74,62 +90,94 @@ def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocess
     _require_setting("tokenizer.split_special_tokens", getattr(processor, "split_special_tokens", False), False)
     if processor.pad_token is None:
         raise ConversionError("the tokenizer has no padding token; set tokenizer.pad_token first")
+    highest = max(processor.get_vocab().values(), default=0)
+    if highest >= stem.vocabulary:
+        raise ConversionError(
+            f"the tokenizer gives ids up to {highest}, the model has {stem.vocabulary} word embeddings; give the "
+            "tokenizer of this model, or resize the embeddings of the model before converting it"
+        )
+    copied = require("tokenizers", extra="text").Tokenizer.from_str(processor.backend_tokenizer.to_str())
+    copied.no_padding()  # what its last call left behind
+    copied.no_truncation()
     return TextPreprocessing(
         max_length=min(int(processor.model_max_length), stem.max_tokens),
         pad_id=int(processor.pad_token_id),
         pad_token=str(processor.pad_token),
         attention_mask="attention_mask" in processor.model_input_names,
         segments="token_type_ids" in processor.model_input_names,
-        tokenizer=_content(processor.backend_tokenizer, stem),
+        tokenizer=copied.to_str(),
     )
 
 
-def _read_plain_tokenizer(tokenizer: Any, stem: TextStemConfig) -> TextPreprocessing:
-    """A tokenizer of the `tokenizers` library: padding token and length as it is set up, else by convention."""
-    padding, truncation = tokenizer.padding or {}, tokenizer.truncation or {}
-    _require_setting("the tokenizer's padding direction", padding.get("direction", "right"), "right")
-    _require_setting("the tokenizer's truncation direction", truncation.get("direction", "right"), "right")
-    _require_setting(
-        "the tokenizer's truncation strategy", truncation.get("strategy", "longest_first"), "longest_first"
+# --- tokenizers of open_clip -----------------------------------------------------------------------------
+
+_SIMPLE_TOKENIZER = "open_clip.tokenizer.SimpleTokenizer"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+_CLEANINGS: dict[str, TextCleaning] = {
+    "_clean_lower": "lower",
+    "_clean_whitespace": "whitespace",
+    "_clean_canonicalize": "canonicalize",
+}
+
+
+def _cleaning(tokenizer: Any) -> TextCleaning:
+    """How a tokenizer of open_clip cleans texts: as `clean_text` does, except for the repair of mojibake."""
+    name = tokenizer.clean_fn.__name__
+    if name not in _CLEANINGS:
+        raise ConversionError(f"this tokenizer cleans with {name}; supported are {sorted(_CLEANINGS)}")
+    return _CLEANINGS[name]
+
+
+def _read_wrapped_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocessing:
+    """open_clip's `HFTokenizer`: a tokenizer of transformers that cleans texts and pads all to one length."""
+    for attribute, supported in (("strip_sep_token", False), ("tokenizer_mode", "")):
+        _require_setting(f"tokenizer.{attribute}", getattr(processor, attribute, supported), supported)
+    return replace(
+        _read_fast_tokenizer(processor.tokenizer, stem),
+        max_length=int(processor.context_length),
+        pad_to_max=True,
+        attention_mask=False,
+        segments=False,
+        cleaning=_cleaning(processor),
     )
-    known = [token for token in _PAD_TOKENS if tokenizer.token_to_id(token) is not None]
-    token = padding.get("pad_token") or next(iter(known), None)
-    if token is None:
-        raise ConversionError(
-            f"the tokenizer has no padding set up and knows none of {list(_PAD_TOKENS)}; "
-            "call tokenizer.enable_padding(pad_id=..., pad_token=...) first"
-        )
+
+
+def read_open_clip_tokenizer(tokenizer: Any) -> TextPreprocessing:
+    """Our description of open_clip's `SimpleTokenizer`.
+
+    The normalizers in it (Unicode normalisation, white space, lower case), padding and truncation serve whoever reads
+    the file without this library; `TextPreprocessing` cleans more thoroughly before, and lower-cases a Greek sigma at
+    the end of a word as Python does.
+    """
+    _require_setting("tokenizer.reduction_fn", tokenizer.reduction_fn, None)
+    library = require("tokenizers", extra="text")
+    cleaning, vocabulary, length = _cleaning(tokenizer), dict(tokenizer.encoder), int(tokenizer.context_length)
+    names = {index: token for token, index in vocabulary.items()}
+    start, end, *others = (names[index] for index in tokenizer.all_special_ids)
+    model = library.models.BPE(vocabulary, list(tokenizer.bpe_ranks), end_of_word_suffix="</w>")
+    built = library.Tokenizer(model)
+    norms, splits = library.normalizers, library.pre_tokenizers
+    steps = [norms.NFC(), norms.Replace(library.Regex(r"\s+"), " "), norms.Strip()]
+    built.normalizer = norms.Sequence(steps if cleaning == "whitespace" else [*steps, norms.Lowercase()])
+    words = splits.Split(library.Regex(_WORDS), behavior="removed", invert=True)
+    built.pre_tokenizer = splits.Sequence([words, splits.ByteLevel(add_prefix_space=False, use_regex=False)])
+    built.post_processor = library.processors.TemplateProcessing(
+        single=f"{start} $A {end}",
+        pair=f"{start} $A {end} $B {end}",
+        special_tokens=[(token, vocabulary[token]) for token in (start, end)],
+    )
+    built.decoder = library.decoders.ByteLevel()
+    built.add_special_tokens([library.AddedToken(token, normalized=True) for token in (start, end, *others)])
+    built.enable_truncation(length)
+    built.enable_padding(pad_id=0, pad_token=names[0], length=length)
     return TextPreprocessing(
-        max_length=min(int(truncation.get("max_length", stem.max_tokens)), stem.max_tokens),
-        pad_id=int(padding["pad_id"] if padding else tokenizer.token_to_id(token)),
-        pad_token=token,
-        segments=stem.segments > 1,
-        tokenizer=_content(tokenizer, stem),
+        max_length=length,
+        pad_token=names[0],
+        pad_to_max=True,
+        attention_mask=False,
+        cleaning=cleaning,
+        tokenizer=built.to_str(),
     )
-
-
-def _tokenizer_from_file(path: Path) -> Any:
-    path = path / "tokenizer.json" if path.is_dir() else path
-    if not path.is_file():
-        raise ConversionError(f"there is no file {str(path)!r}; give the path of a tokenizer.json")
-    try:
-        return require("tokenizers", extra="text").Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare exceptions
-        raise ConversionError(f"{str(path)!r} is not a tokenizer.json that tokenizers can read: {error}") from error
-
-
-def _content(tokenizer: Any, stem: TextStemConfig) -> str:
-    """The `tokenizer.json` of a tokenizer, without the padding and truncation its last call left behind."""
-    highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    if highest >= stem.vocabulary:
-        raise ConversionError(
-            f"the tokenizer gives ids up to {highest}, the model has {stem.vocabulary} word embeddings; give the "
-            "tokenizer of this model, or resize the embeddings of the model before converting it"
-        )
-    copied = require("tokenizers", extra="text").Tokenizer.from_str(tokenizer.to_str())
-    copied.no_padding()
-    copied.no_truncation()
-    return cast(str, copied.to_str())
 
 
 # --- images ----------------------------------------------------------------------------------------------
@@ -139,7 +187,7 @@ def _read_image_processor(processor: Any) -> ImagePreprocessing:
     if hasattr(processor, "image_mean") and hasattr(processor, "size"):
         return _read_transformers_images(processor)
     if all(hasattr(processor, name) for name in ("resize_size", "crop_size", "mean", "std", "interpolation")):
-        resized, crop = (_sides(size) for size in (processor.resize_size, processor.crop_size))
+        resized, crop = ((int(size[0]), int(size[-1])) for size in (processor.resize_size, processor.crop_size))
         mean, std = _channels(processor.mean), _channels(processor.std)
         squash = len(processor.resize_size) == 2
         return _image_preprocessing(resized, crop, squash, mean=mean, std=std, filter_=processor.interpolation)
@@ -151,15 +199,16 @@ def _read_transformers_images(processor: Any) -> ImagePreprocessing:
         _require_setting(f"processor.{attribute}", getattr(processor, attribute, None) or False, False)
     _require_setting("processor.do_resize", processor.do_resize, True)
     size = _named_sides(processor.size)
-    if size.keys() not in ({"height", "width"}, {"shortest_edge"}):
-        raise ConversionError(f"processor.size is {size}; supported are height and width, or shortest_edge alone")
-    squash, resized = "height" in size, _sides(list(size.values()))
     crop = _named_sides(processor.crop_size) if getattr(processor, "do_center_crop", False) else {}
+    squash = size.keys() == {"height", "width"}
+    if not squash and size.keys() != {"shortest_edge"}:
+        raise ConversionError(f"processor.size is {size}; supported are height and width, or shortest_edge alone")
     if crop.keys() != {"height", "width"} and (crop or not squash):
         raise ConversionError(
             f"processor.size is {size} and the centre crop {crop or 'off'}, so that images come out in different "
             "sizes; set do_center_crop and a crop_size with height and width"
         )
+    resized = (size["height"], size["width"]) if squash else pair(size["shortest_edge"])
     scale = 255.0 * float(processor.rescale_factor) if processor.do_rescale else 255.0  # of pixels in [0, 1]
     scale = 1.0 if abs(scale - 1.0) < 1e-6 else scale
     return _image_preprocessing(
@@ -191,18 +240,10 @@ def _image_preprocessing(
     )
 
 
-def _sides(size: Sequence[int]) -> tuple[int, int]:
-    """Height and width; one number stands for both."""
-    return int(size[0]), int(size[-1])
-
-
 def _named_sides(size: Any) -> dict[str, int]:
-    """The sides that a size of transformers names, whether it is a dictionary or an object; the height comes first."""
-    named: Mapping[str, Any] = (
-        size if isinstance(size, Mapping) else {name: getattr(size, name, None) for name in _SIZE_KEYS}
-    )
-    order = [*_SIZE_KEYS, *(name for name in named if name not in _SIZE_KEYS)]  # what is not known is refused later
-    return {name: int(named[name]) for name in order if named.get(name) is not None}
+    """The sides that a size of transformers names, whether it is a dictionary or an object."""
+    named: Mapping[str, Any] = size if isinstance(size, Mapping) else vars(size)
+    return {name: int(value) for name, value in named.items() if value is not None}
 
 
 def _channels(values: Any, scale: float = 1.0) -> tuple[float, ...]:
@@ -220,21 +261,6 @@ def _interpolation(method: Any) -> Interpolation:
         return _PIL_RESAMPLING[name]
     name = "nearest" if name == "nearest-exact" else name
     if name not in _PIL_RESAMPLING.values():
-        raise ConversionError(
-            f"the interpolation {method!r} is not supported; use one of {[*_PIL_RESAMPLING.values()]}"
-        )
+        known = [*_PIL_RESAMPLING.values()]
+        raise ConversionError(f"the interpolation {method!r} is not supported; use one of {known}")
     return cast(Interpolation, name)
-
-
-# --- errors ----------------------------------------------------------------------------------------------
-
-
-def _require_setting(name: str, value: object, supported: object) -> None:
-    if value != supported:
-        raise ConversionError(f"{name} is {value!r}; only {supported!r} is supported, set it so first")
-
-
-def _unsupported(processor: Any, kind: str) -> ConversionError:
-    return ConversionError(
-        f"a {qualified_name(processor)} cannot be read as preprocessing for {kind} input; give {_ACCEPTED[kind]}"
-    )

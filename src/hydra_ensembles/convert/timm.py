@@ -9,14 +9,13 @@ from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
 from .core import (
     Architecture,
-    Source,
     Weights,
     activation_of,
+    attention,
+    below,
     dropout_rate,
-    fused_qkv,
     is_identity,
     joined,
-    out_projection,
     pair,
     read_classifier,
     refuse,
@@ -26,11 +25,22 @@ _VIT = "timm VisionTransformer"
 _DISTILLED = "timm VisionTransformerDistilled"
 
 
-def _gate_and_value(leaf: str) -> Source:
-    """The first layer of timm's unpacked SwiGLU, which keeps gate and value apart."""
-    return joined(f"blocks.{{i}}.mlp.fc1_g.{leaf}", f"blocks.{{i}}.mlp.fc1_x.{leaf}")
-
-
+_LAYERS: Weights = below(
+    "blocks.{i}.",
+    {
+        **attention("attn.proj", "attn.qkv.*"),
+        "encoder.layers.{i}.norm1": "norm1",
+        "encoder.layers.{i}.attention.query_norm": "attn.q_norm",
+        "encoder.layers.{i}.attention.key_norm": "attn.k_norm",
+        "encoder.layers.{i}.attention.scale": "ls1.gamma",
+        "encoder.layers.{i}.norm2": "norm2",
+        # timm's unpacked SwiGLU keeps gate and value apart
+        "encoder.layers.{i}.mlp.up.weight": ("mlp.fc1.weight", joined("mlp.fc1_g.weight", "mlp.fc1_x.weight")),
+        "encoder.layers.{i}.mlp.up.bias": ("mlp.fc1.bias", joined("mlp.fc1_g.bias", "mlp.fc1_x.bias")),
+        "encoder.layers.{i}.mlp.down": "mlp.fc2",
+        "encoder.layers.{i}.mlp.scale": "ls2.gamma",
+    },
+)
 _WEIGHTS: Weights = {
     "stem.patch": "patch_embed.proj.weight",
     "stem.patch_bias": "patch_embed.proj.bias",
@@ -38,19 +48,7 @@ _WEIGHTS: Weights = {
     "stem.register_tokens": "reg_token",
     "stem.position": "pos_embed",
     "stem.norm": "norm_pre",
-    "encoder.layers.{i}.norm1": "blocks.{i}.norm1",
-    "encoder.layers.{i}.attention.qkv": fused_qkv("blocks.{i}.attn.qkv.weight"),
-    "encoder.layers.{i}.attention.qkv_bias": fused_qkv("blocks.{i}.attn.qkv.bias"),
-    "encoder.layers.{i}.attention.query_norm": "blocks.{i}.attn.q_norm",
-    "encoder.layers.{i}.attention.key_norm": "blocks.{i}.attn.k_norm",
-    "encoder.layers.{i}.attention.out": out_projection("blocks.{i}.attn.proj.weight"),
-    "encoder.layers.{i}.attention.out_bias": "blocks.{i}.attn.proj.bias",
-    "encoder.layers.{i}.attention.scale": "blocks.{i}.ls1.gamma",
-    "encoder.layers.{i}.norm2": "blocks.{i}.norm2",
-    "encoder.layers.{i}.mlp.up.weight": ("blocks.{i}.mlp.fc1.weight", _gate_and_value("weight")),
-    "encoder.layers.{i}.mlp.up.bias": ("blocks.{i}.mlp.fc1.bias", _gate_and_value("bias")),
-    "encoder.layers.{i}.mlp.down": "blocks.{i}.mlp.fc2",
-    "encoder.layers.{i}.mlp.scale": "blocks.{i}.ls2.gamma",
+    **_LAYERS,
     "readout.norm": ("norm", "fc_norm"),
     "readout.map.query_token": "attn_pool.latent",
     "readout.map.query": "attn_pool.q",
@@ -125,7 +123,7 @@ def _encoder(model: Any, name: str) -> EncoderConfig:
             raise refuse(name, "attention or MLP has a norm of its own inside")
         if not is_identity(getattr(block.attn, "gate", None)):
             raise refuse(name, "the attention output is gated")
-    attention, mlp = first.attn, first.mlp
+    mlp = first.mlp
     gated = type(mlp).__name__ in ("GluMlp", "SwiGLU")
     if type(mlp).__name__ not in ("Mlp", "GluMlp", "SwiGLU") or getattr(mlp, "gate_last", False):
         raise refuse(name, f"the MLP is a {type(mlp).__name__}")
@@ -135,20 +133,20 @@ def _encoder(model: Any, name: str) -> EncoderConfig:
     return EncoderConfig(
         width=int(model.embed_dim),
         layers=len(blocks),
-        heads=int(attention.num_heads),
-        head_dim=int(attention.head_dim),
+        heads=int(first.attn.num_heads),
+        head_dim=int(first.attn.head_dim),
         mlp_width=int(mlp.fc2.in_features),
         activation=activation_of(mlp.act, name),
         gated=gated,
         norm="layer" if norm.startswith("LayerNorm") else "rms",
         norm_eps=float(first.norm1.eps),
-        qk_norm=not is_identity(attention.q_norm),
-        qkv_bias=attention.qkv.bias is not None,
-        out_bias=attention.proj.bias is not None,
+        qk_norm=not is_identity(first.attn.q_norm),
+        qkv_bias=first.attn.qkv.bias is not None,
+        out_bias=first.attn.proj.bias is not None,
         mlp_bias=mlp.fc2.bias is not None,
         layer_scale=not is_identity(first.ls1),
-        attention_dropout=dropout_rate(attention.attn_drop),
-        projection_dropout=dropout_rate(attention.proj_drop),
+        attention_dropout=dropout_rate(first.attn.attn_drop),
+        projection_dropout=dropout_rate(first.attn.proj_drop),
         activation_dropout=dropout_rate(mlp.drop1),
         output_dropout=dropout_rate(getattr(mlp, "drop2", mlp.drop1)),
         drop_path=tuple(dropout_rate(block.drop_path1) for block in blocks),
@@ -192,11 +190,7 @@ DISTILLED = Architecture(
     name=_DISTILLED,
     classes=("timm.models.deit.VisionTransformerDistilled",),
     config=partial(_config, name=_DISTILLED, distilled=True),
-    weights={
-        **_WEIGHTS,
-        "stem.distillation_token": "dist_token",
-        "readout.distillation_classifier": "head_dist",
-    },
+    weights={**_WEIGHTS, "stem.distillation_token": "dist_token", "readout.distillation_classifier": "head_dist"},
     metadata=_metadata,
 )
 ARCHITECTURES: tuple[Architecture, ...] = (VISION_TRANSFORMER, DISTILLED)

@@ -5,7 +5,7 @@ from typing import Any
 from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
-from .core import Architecture, activation_of, dropout_rate, fused_qkv, out_projection, read_classifier, refuse
+from .core import Architecture, activation_of, attention, dropout_rate, read_classifier, refuse
 
 _NAME = "torchvision VisionTransformer"
 _LAYER = "encoder.layers.encoder_layer_{i}"
@@ -17,8 +17,8 @@ def _config(model: Any, num_labels: int | None) -> EnsembleConfig:
     if hasattr(model.heads, "pre_logits"):
         raise refuse(_NAME, "the classifier has a hidden layer (representation_size)")
     blocks = list(model.encoder.layers)
-    attention, mlp = blocks[0].self_attention, blocks[0].mlp
-    if attention.bias_k is not None or attention.add_zero_attn or attention.in_proj_weight is None:
+    heads, mlp = blocks[0].self_attention, blocks[0].mlp
+    if heads.bias_k is not None or heads.add_zero_attn or heads.in_proj_weight is None:
         raise refuse(_NAME, "its MultiheadAttention has extra keys or separate projections")
     grid = int(model.image_size) // int(model.patch_size)
     stem = PatchStemConfig(
@@ -30,14 +30,14 @@ def _config(model: Any, num_labels: int | None) -> EnsembleConfig:
     encoder = EncoderConfig(
         width=int(model.hidden_dim),
         layers=len(blocks),
-        heads=int(attention.num_heads),
-        head_dim=int(attention.head_dim),
+        heads=int(heads.num_heads),
+        head_dim=int(heads.head_dim),
         mlp_width=int(mlp[0].out_features),
         activation=activation_of(mlp[1], _NAME),
         norm_eps=float(blocks[0].ln_1.eps),
-        qkv_bias=attention.in_proj_bias is not None,
-        out_bias=attention.out_proj.bias is not None,
-        attention_dropout=float(attention.dropout),
+        qkv_bias=heads.in_proj_bias is not None,
+        out_bias=heads.out_proj.bias is not None,
+        attention_dropout=float(heads.dropout),
         projection_dropout=dropout_rate(blocks[0].dropout),
         activation_dropout=dropout_rate(mlp[2]),
         output_dropout=dropout_rate(mlp[4]),
@@ -63,10 +63,7 @@ VISION_TRANSFORMER = Architecture(
         "stem.class_token": "class_token",
         "stem.position": "encoder.pos_embedding",
         "encoder.layers.{i}.norm1": f"{_LAYER}.ln_1",
-        "encoder.layers.{i}.attention.qkv": fused_qkv(f"{_LAYER}.self_attention.in_proj_weight"),
-        "encoder.layers.{i}.attention.qkv_bias": fused_qkv(f"{_LAYER}.self_attention.in_proj_bias"),
-        "encoder.layers.{i}.attention.out": out_projection(f"{_LAYER}.self_attention.out_proj.weight"),
-        "encoder.layers.{i}.attention.out_bias": f"{_LAYER}.self_attention.out_proj.bias",
+        **attention(f"{_LAYER}.self_attention.out_proj", f"{_LAYER}.self_attention.in_proj_*"),
         "encoder.layers.{i}.norm2": f"{_LAYER}.ln_2",
         "encoder.layers.{i}.mlp.up": f"{_LAYER}.mlp.0",
         "encoder.layers.{i}.mlp.down": f"{_LAYER}.mlp.3",

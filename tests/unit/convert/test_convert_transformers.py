@@ -220,7 +220,7 @@ def test_models_changed_in_other_ways_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "token"),
-    [({"pooler_act": "sigmoid"}, "sigmoid"), ({"pooler_output_size": 16}, "width to 16")],
+    [({"pooler_act": "sigmoid"}, "sigmoid"), ({"pooler_output_size": 16}, "width 16")],
 )
 def test_poolers_without_canonical_form_are_refused_as_features(settings: dict[str, Any], token: str) -> None:
     model = transformers_model("ViTModel", "ViTConfig", {**VISION, **settings})

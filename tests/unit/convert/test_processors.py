@@ -110,47 +110,34 @@ def test_settings_of_an_earlier_call_do_not_stay() -> None:
     assert read_processor(used, STEM) == read_processor(fresh, STEM)
 
 
-def test_a_plain_tokenizer_and_its_file_are_read(tmp_path: Path) -> None:
-    tokenizer = wordpiece().backend_tokenizer
-    expected = wordpiece()(TEXTS, padding=True, return_tensors="pt")
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    for processor in (tokenizer, tmp_path / "tokenizer.json", str(tmp_path / "tokenizer.json"), tmp_path):
-        found = read_processor(processor, STEM)
+def test_open_clips_wrapper_of_a_tokenizer_is_read(tmp_path: Path) -> None:
+    """open_clip cleans texts and pads all to one length, which SigLIP's towers were trained with; there is no mask."""
+    from open_clip.tokenizer import HFTokenizer
+
+    wordpiece().save_pretrained(tmp_path)
+    for clean in ("whitespace", "canonicalize"):
+        wrapper = HFTokenizer(str(tmp_path), context_length=16, clean=clean)
+        found = read_processor(wrapper, STEM)
         assert isinstance(found, TextPreprocessing)
-        assert found.max_length == 512
-        assert_same_encoding(found(TEXTS), expected)
-
-
-def test_length_and_padding_set_up_in_a_plain_tokenizer_count() -> None:
-    found = read_processor(f"{minilm_folder()}/tokenizer.json", STEM)
-    assert isinstance(found, TextPreprocessing)
-    assert (found.max_length, found.pad_id, found.pad_token) == (128, 0, "[PAD]")
-    tokenizer = wordpiece().backend_tokenizer
-    tokenizer.enable_padding(pad_id=4, pad_token="[MASK]")
-    tokenizer.enable_truncation(9)
-    found = read_processor(tokenizer, STEM)
-    assert isinstance(found, TextPreprocessing)
-    assert (found.max_length, found.pad_id, found.pad_token) == (9, 4, "[MASK]")
+        assert_same_encoding(found(TEXTS), {"input_ids": wrapper(TEXTS)})
+    with pytest.raises(ConversionError, match="strip_sep_token"):
+        read_processor(HFTokenizer(str(tmp_path), context_length=16, strip_sep_token=True), STEM)
 
 
 def test_tokenizers_that_cannot_be_reproduced_are_refused(tmp_path: Path) -> None:
     from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "film"]))
-    (tmp_path / "broken.json").write_text("{}")
-    left, unpadded = wordpiece().backend_tokenizer, wordpiece()
-    left.enable_padding(direction="left")
+    unpadded = wordpiece()
     unpadded.pad_token = None
     small = TextStemConfig(vocabulary=20, positions=512, embedding_width=8)
     for processor, stem, token in [
         (BertTokenizerLegacy(str(tmp_path / "vocab.txt")), STEM, "AutoTokenizer"),
         (wordpiece(padding_side="left"), STEM, "padding_side"),
         (wordpiece(truncation_side="left"), STEM, "truncation_side"),
-        (left, STEM, "padding direction"),
         (unpadded, STEM, "pad_token"),
         (wordpiece(), small, "63.* 20"),
-        (tmp_path / "missing.json", STEM, "no file"),
-        (tmp_path / "broken.json", STEM, "not a tokenizer.json"),
+        (str(tmp_path), STEM, "str"),
         (ImagePreprocessing(size=(8, 8)), STEM, "text"),
         (TextPreprocessing(max_length=600), STEM, "512"),
         (object(), STEM, "builtins.object"),
