@@ -63,8 +63,9 @@ class ImagePreprocessing:
         for index, image in enumerate(batch):
             if not isinstance(image, image_module.Image):
                 raise DataError(
-                    f"item {index} is a {type(image).__name__}, expected a PIL image: PIL.Image.open, PIL.Image.fromarray. "
-                    "Give normalised images as one tensor [B, channels, H, W], and of a labelled batch the images alone"
+                    f"item {index} is a {type(image).__name__}, expected a PIL image: PIL.Image.open, "
+                    "PIL.Image.fromarray; give normalised images as one tensor [B, channels, H, W], and of a batch "
+                    "(images, labels) the images alone"
                 )
         pixels = torch.stack([self._pixels(image) for image in batch])  # [B, channels, H, W]
         mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))

