@@ -9,11 +9,20 @@ from torch import Tensor
 
 from .errors import ConfigError
 from .heads.masking import Model
-from .model.clip import DualEncoder, joined_scales, require_model, single_members
-from .model.config import EnsembleConfig, Sharing
+from .model.clip import DualEncoder, require_model
+from .model.config import Sharing
 from .model.ensemble import Ensemble, singles
-from .model.members import common_layers, join_states, listed, place_of, require_same_dtype_and_device, unequal
-from .model.stem_readout import Projections, linear
+from .model.layers import GroupedLinear
+from .model.members import (
+    common_layers,
+    join_states,
+    listed,
+    member_config,
+    place_of,
+    require_same_dtype_and_device,
+    unequal,
+)
+from .model.stem_readout import Projections, linear, projection_config
 
 Fusion = Literal["mean", "separate"]
 StemFusion = Literal["shared", "mean", "separate"]
@@ -30,10 +39,9 @@ def fuse(
     """One model out of copies of one model that were pruned, and maybe fine-tuned, in different ways.
 
     Attention stays per member, with each member's own heads. Layers at the start in which all members are
-    equal are stored once and run once (the *trunk*), whatever the other settings.
-
-    Of dual encoders both towers are fused, each with these settings; a tower that is the same in all members is
-    stored once. Projections and logit scales go with the readout, and are stored once where they are equal.
+    equal are stored once and run once (the *trunk*), whatever the other settings. Of dual encoders both towers are
+    fused; a tower, projection or logit scale that is the same in all members is stored once, and projections and
+    scales that are not go with the readout.
 
     Args:
         members: At least one ensemble, or one dual encoder; one with several members contributes all of them.
@@ -58,8 +66,7 @@ def fuse(
     duals = [member for member in given if isinstance(member, DualEncoder)]
     ensembles = [member for member in given if isinstance(member, Ensemble)]
     if duals and ensembles:
-        kinds = sorted({type(member).__name__ for member in given})
-        raise ConfigError(f"fuse takes ensembles or dual encoders, got {kinds}; fuse members of one kind")
+        raise ConfigError("fuse takes members of one kind, got ['DualEncoder', 'Ensemble']")
     return cast(Model, _fuse_dual_encoders(duals, how) if duals else _fuse_ensembles(ensembles, how))
 
 
@@ -70,8 +77,7 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: How) -> Ensemble:
     if how["stem"] == "shared" and stem is not None:
         advice = 'fuse with stem="mean" or stem="separate", or fine-tune without the stem'
         raise ConfigError(f"the members differ in {stem}, so one stem cannot serve all; {advice}")
-    first = members[0].config
-    config = EnsembleConfig(first.stem, first.encoder, first.readout, heads)
+    config = replace(member_config(members[0].config, 0), heads=heads)
     if len(states) > 1:
         shared = {group: fusion != "separate" for group, fusion in how.items()}
         config = replace(config, sharing=Sharing(**shared), trunk=common_layers(heads, differing))
@@ -87,9 +93,8 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: How) -> Ensemble:
 
 
 def _fuse_dual_encoders(members: Sequence[DualEncoder], how: How) -> DualEncoder:
-    parts = single_members(members)
+    parts = [one.member(index) for one in members for index in range(one.num_members)]
     require_same_dtype_and_device([one.state_dict() for one in parts])
-    scales, biases = joined_scales(parts)
 
     def tower(towers: Sequence[Ensemble], alone: bool) -> Ensemble:
         """One tower of all members; `alone` says whether the other tower keeps the members apart."""
@@ -97,23 +102,30 @@ def _fuse_dual_encoders(members: Sequence[DualEncoder], how: How) -> DualEncoder
         same = all(one.config == towers[0].config for one in towers) and not unequal(states)
         return towers[0] if same and not alone else _fuse_ensembles(towers, how)
 
+    def projection(maps: Sequence[GroupedLinear | None]) -> GroupedLinear | None:
+        present = [one for one in maps if one is not None]
+        if len({projection_config(one) for one in maps}) > 1:
+            raise ConfigError("the members' projections have different shapes; give copies of one model")
+        return linear(*_once([(one.weight, one.bias) for one in present], how)) if present else None
+
     text = tower([one.text for one in parts], alone=False)
     image = tower([one.image for one in parts], alone=text.num_members == 1)
-    stacked = Projections.stack([one.projections for one in parts])
-    maps = (
-        None if one is None else linear(*_once(one.weight, one.bias, how["readout"]))
-        for one in (stacked.image, stacked.text)
-    )
-    return DualEncoder(image, text, Projections(*maps), *_once(scales, biases, how["readout"])).eval()
+    of_image, of_text = ([getattr(one.projections, kind) for one in parts] for kind in ("image", "text"))
+    scales = _once([(one.logit_scale, one.logit_bias) for one in parts], how)
+    return DualEncoder(image, text, Projections(projection(of_image), projection(of_text)), *scales).eval()
 
 
-def _once(weight: Tensor, bias: Tensor | None, how: StemFusion) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases of all members `[M, …]` as they are stored: one where all are equal, or averaged; else all."""
-    if all(bool((one == one[:1]).all()) for one in (weight, bias) if one is not None):
-        return weight[:1], None if bias is None else bias[:1]
-    if how != "mean":
-        return weight, bias
-    return _mean(weight), None if bias is None else _mean(bias)
+def _once(members: Sequence[tuple[Tensor, Tensor | None]], how: How) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of single members as they are stored: one where all are equal, or averaged; else all `[M, …]`."""
+    biases = [bias for _, bias in members if bias is not None]
+    if len(biases) not in (0, len(members)):
+        raise ConfigError(f"{len(biases)} of {len(members)} members have a logit bias; all must, or none")
+    parts = [torch.cat([weight for weight, _ in members]), *([torch.cat(biases)] if biases else [])]
+    if all(bool((one == one[:1]).all()) for one in parts):
+        parts = [one[:1] for one in parts]
+    elif how["readout"] == "mean":
+        parts = [_mean(one) for one in parts]
+    return parts[0], parts[1] if biases else None
 
 
 def _mean(copies: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def model_card(name: str, config: EnsembleConfig, metadata: Metadata, state: Sta
 def dual_model_card(name: str, config: DualEncoderConfig, image: Metadata, text: Metadata, state: State) -> str:
     """Text of the card of a dual encoder: as `model_card`, tower by tower."""
     many = f", for {config.members} members in one pass per tower" if config.members > 1 else ""
-    width = config.embedding_width
+    width = config.embedding_of("image")
     summary = f"A dual encoder{_origin(image)}: images and texts in one embedding of width {width}{many}"
     sections = []
     for tower, tower_config, metadata in (("image", config.image, image), ("text", config.text, text)):

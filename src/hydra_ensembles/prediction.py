@@ -9,14 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 from typing import Literal, SupportsIndex, get_args
 
 import torch
 from torch import Tensor
 
 from .errors import ConfigError, DataError
-from .metrics.diversity import EntropyParts, disagreement_per_sample, entropy_parts, variation_ratio_per_sample
+from .metrics.diversity import EntropyParts, disagreement_per_sample, entropy_parts
 
 ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy"]
 Temperature = float | Sequence[float] | Tensor
@@ -64,13 +63,12 @@ class Prediction:
         _check_score_name(score)
         if threshold is not None and math.isnan(threshold):
             raise ConfigError("threshold is NaN; give a number, or None to accept or refuse nothing")
-        given, member_logits = member_logits, scale_logits(member_logits, temperature, check_finite)
-        if member_logits is given:
-            member_logits = given.clone()  # what is computed later must not follow the caller's buffer
-        if class_names is not None and len(class_names) != member_logits.shape[-1]:
-            classes = member_logits.shape[-1]
-            raise DataError(f"got {len(class_names)} class names for {classes} classes; give one per class")
-        return cls(member_logits, threshold, score, None if class_names is None else tuple(class_names))
+        scaled = scale_logits(member_logits, temperature, check_finite)
+        if scaled is member_logits:
+            scaled = member_logits.clone()  # what is computed later must not follow the caller's buffer
+        if class_names is not None and len(class_names) != scaled.shape[-1]:
+            raise DataError(f"got {len(class_names)} class names for {scaled.shape[-1]} classes; give one per class")
+        return cls(scaled, threshold, score, None if class_names is None else tuple(class_names))
 
     @cached_property
     def member_probs(self) -> Tensor:
@@ -126,11 +124,6 @@ class Prediction:
         return disagreement_per_sample(self.member_probs)
 
     @cached_property
-    def variation_ratio(self) -> Tensor:
-        """`[B]`, share of members with another label than the ensemble."""
-        return variation_ratio_per_sample(self.member_probs)
-
-    @cached_property
     def accept(self) -> Tensor | None:
         """`[B]` of bool, True where the score is at most the threshold; None where none is known."""
         return None if self.threshold is None else self.score() <= self.threshold
@@ -181,8 +174,7 @@ class Prediction:
             for what in ("members", "classes", "threshold", "score_name", "class_names"):
                 ours, theirs = getattr(first, what), getattr(other, what)
                 if ours != theirs:
-                    differ = f"prediction {index} has {what} = {theirs!r} and prediction 0 has {ours!r}"
-                    raise DataError(f"{differ}; only predictions of one ensemble with the same settings can be joined")
+                    raise DataError(f"prediction {index} has {what} = {theirs!r} and prediction 0 {ours!r}")
         return first._with(torch.cat([one.member_logits for one in predictions], dim=1))
 
     def to(self, device: torch.device | str) -> "Prediction":
@@ -195,14 +187,14 @@ class Prediction:
     def __getitem__(self, index: SupportsIndex | slice | Sequence[int] | Tensor) -> "Prediction":
         if index is None:
             raise DataError("a prediction has no sample None; where this was `accept`, calibrate the ensemble first")
-        if isinstance(index, Integral) or (isinstance(index, Tensor) and index.ndim == 0):
-            position = int(index)
-            if not -len(self) <= position < len(self):
-                raise IndexError(f"sample {position} of a prediction for {len(self)} samples")
-            index = slice(position, position + 1 if position != -1 else None)  # the sample axis stays
-        rows = index if isinstance(index, slice | Tensor) else torch.as_tensor(index)
-        if isinstance(rows, Tensor) and rows.numel() == 0:
-            rows = rows.long()  # an empty list comes without a dtype
+        if isinstance(index, slice):
+            return self._with(self.member_logits[:, index])
+        rows = torch.as_tensor(index)
+        if rows.ndim == 0:  # one sample; its axis stays
+            if not -len(self) <= int(rows) < len(self):
+                raise IndexError(f"sample {int(rows)} of a prediction for {len(self)} samples")
+            rows = rows[None]
+        rows = rows if rows.dtype == torch.bool else rows.long()  # an empty list comes without a dtype
         return self._with(self.member_logits[:, rows])
 
     def __repr__(self) -> str:
@@ -213,32 +205,26 @@ class Prediction:
         return dataclasses.replace(self, member_logits=member_logits)
 
 
-def ood_score(member_logits: Tensor, name: ScoreName = "msp", temperature: Temperature | None = None) -> Tensor:
-    """Score of each sample from member logits `[M, B, C]`, higher = more uncertain: `[B]`; see `Prediction.score`."""
-    return Prediction.from_logits(member_logits, temperature).score(name)
-
-
 def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, check_finite: bool = True) -> Tensor:
     """Check member logits `[M, B, C]`, raise them to at least float32, and divide by the temperature."""
-    if member_logits.ndim != 3:
-        shape = f"[M, B, C] (members, samples, classes), but have {list(member_logits.shape)}"
-        raise DataError(f"member logits must have shape {shape}; a single model's get a member axis by .unsqueeze(0)")
-    members, _, classes = member_logits.shape
-    if members < 1 or classes < 2:
-        raise DataError(f"got {members} members and {classes} classes; at least 1 member and 2 classes are needed")
+    if member_logits.ndim != 3 or member_logits.shape[0] < 1 or member_logits.shape[2] < 2:
+        advice = "at least 1 member and 2 classes; a single model's logits get a member axis by .unsqueeze(0)"
+        raise DataError(f"member logits must be [members, samples, classes], got {list(member_logits.shape)}; {advice}")
     if not member_logits.is_floating_point():
         raise DataError(f"member logits must be floating point, but have dtype {member_logits.dtype}")
     scaled = member_logits.float() if member_logits.dtype in (torch.float16, torch.bfloat16) else member_logits
     if temperature is not None:
-        divisor = torch.as_tensor(temperature, dtype=scaled.dtype)
-        if divisor.ndim > 1 or (divisor.ndim == 1 and len(divisor) != members):
-            shape = f"temperature has shape {list(divisor.shape)} for {members} members"
-            raise ConfigError(f"{shape}; give one number, or one per member")
+        divisor, members = torch.as_tensor(temperature, dtype=scaled.dtype), len(scaled)
+        if divisor.shape not in ((), (members,)):
+            raise ConfigError(f"temperature={temperature} for {members} members; give one number, or one per member")
         check_temperature(divisor.flatten().tolist())
         scaled = scaled / divisor.reshape(-1, 1, 1).to(scaled.device, non_blocking=True)  # [1 or M, 1, 1]
     if check_finite and not bool(torch.isfinite(scaled).all()):
-        _refuse(member_logits, "member logits", "look for overflow in the model, or run it in float32")
-        _refuse(scaled, "member logits divided by the temperature", "use a larger temperature")
+        bad = (~torch.isfinite(scaled)).nonzero()
+        first = "member {}, sample {}, class {}".format(*bad[0].tolist())
+        divided = bool(torch.isfinite(member_logits).all())
+        advice = "use a larger temperature" if divided else "look for overflow in the model, or run it in float32"
+        raise DataError(f"{len(bad)} of {scaled.numel()} member logits are NaN or infinite, first {first}; {advice}")
     return scaled
 
 
@@ -246,18 +232,6 @@ def check_temperature(values: Sequence[float]) -> None:
     """Refuse temperatures that are not positive and finite, and none at all."""
     if not values or not all(0 < value < math.inf for value in values):
         raise ConfigError(f"temperature={list(values)} must be positive and finite; 1 changes nothing")
-
-
-def _refuse(logits: Tensor, what: str, advice: str) -> None:
-    """Say where the first of the logits is that is not finite, where there is one."""
-    bad = (~torch.isfinite(logits)).nonzero()
-    if not len(bad):
-        return
-    member, sample, class_index = (int(index) for index in bad[0])
-    raise DataError(
-        f"{len(bad)} of {logits.numel()} {what} are NaN or infinite, the first at member {member}, sample {sample}, "
-        f"class {class_index} (value {logits[member, sample, class_index].item()}); {advice}"
-    )
 
 
 def _check_score_name(name: str) -> None:

@@ -35,16 +35,14 @@ def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
     gone = as_heads(heads)
     kept = {name: [list(layer) for layer in tower.heads[0]] for name, tower in towers_of(ensemble).items()}
     for head in gone:
-        layers = tower_of(ensemble, head).num_layers
+        tower_of(ensemble, head)  # refuses a tower that there is not
         left = kept[head.tower]
-        if not 0 <= head.layer < layers or head.head not in left[head.layer]:
-            there = f"{layers} layers" if not 0 <= head.layer < layers else f"{left[head.layer]} in its layer"
+        if not 0 <= head.layer < len(left) or head.head not in left[head.layer]:
+            there = f"{left[head.layer]} in its layer" if 0 <= head.layer < len(left) else f"{len(left)} layers"
             raise HeadError(f"head {head} is not in this model; it has {there}")
         left[head.layer].remove(head.head)
-    towers = {
-        name: _keep(tower, kept[name], [head for head in gone if head.tower == name])
-        for name, tower in towers_of(ensemble).items()
-    }
+    lost = {name: [head for head in gone if head.tower == name] for name in kept}
+    towers = {name: _keep(tower, kept[name], lost[name]) for name, tower in towers_of(ensemble).items()}
     if isinstance(ensemble, Ensemble):
         return next(iter(towers.values()))
     projections = ensemble.projections.member(0)
@@ -57,8 +55,7 @@ def _keep(ensemble: Ensemble, kept: Sequence[Sequence[int]], gone: Sequence[Head
     for name, tensor in ensemble.state_dict().items():
         _, layer = place_of(name)
         if layer is not None and has_head_axis(name):
-            before = ensemble.heads[0][layer]
-            rows = [row for row, head in enumerate(before) if head in kept[layer]]
+            rows = [row for row, head in enumerate(ensemble.heads[0][layer]) if head in kept[layer]]
             tensor = tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)]
         state[name] = tensor
     metadata = ensemble.metadata

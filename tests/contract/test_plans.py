@@ -8,7 +8,7 @@ import hydra_ensembles as he
 from architectures import ArchitectureCase
 from contract.all_architectures import ALL_CASES
 from contract.models import base, variants
-from hydra_ensembles.optimize.simplify import branching_layer, simplified
+from hydra_ensembles.optimize.freeze import branching_layer, simplified
 
 pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
 

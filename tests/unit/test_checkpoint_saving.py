@@ -57,7 +57,8 @@ def test_every_bit_comes_back(name: str, dtype: torch.dtype, tmp_path: Path) -> 
 @pytest.mark.parametrize("case", TWO_LIBRARIES, ids=str)
 @pytest.mark.parametrize("members", [1, 3])
 def test_every_bit_of_a_dual_encoder_comes_back(case: DualCase, members: int, tmp_path: Path) -> None:
-    dual = DualEncoder.stack([he.convert(perturbed(case.build(), seed)) for seed in range(members)])
+    parts = [he.convert(perturbed(case.build(), seed)) for seed in range(members)]
+    dual = he.fuse(parts, stem="separate", mlp="separate")
     dual.save_pretrained(tmp_path)
     loaded = DualEncoder.from_pretrained(tmp_path)
     assert_same_model(loaded, dual)

@@ -40,7 +40,6 @@ GIVEN: dict[str, tuple[object, str]] = {
     "module": (nn.Linear(2, 2), "Linear.*convert"),
     "path": (Path("run"), "from_pretrained.*run"),
     "name": ("run", "from_pretrained.*run"),
-    "modules": (nn.Sequential(nn.Linear(2, 2)), "Sequential.*convert"),
     "view": (he.mc_dropout(ensemble(single()), 0.1, 2), "MCDropout"),
     "nothing": (None, "NoneType"),
 }

@@ -1,7 +1,7 @@
 """Two towers that meet in one embedding, and zero-shot classifiers made of them."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,12 +14,11 @@ from .._utils import evaluation_mode
 from ..checkpoint import DUAL_ENCODER, Contents, Stored, dual_encoder_contents, read_dual_encoder
 from ..errors import ConfigError, DataError
 from ..preprocessing import TextPreprocessing
-from .base import Saved, built_around, copied
 from .config import CosineConfig, DualEncoderConfig, EnsembleConfig, Sharing, output_width
 from .cost import Description
-from .ensemble import Ensemble
+from .ensemble import Ensemble, Saved, built_around, copied
 from .layers import GroupedLinear
-from .members import listed, member_index, place_of
+from .members import member_index, place_of
 from .metadata import PROJECTION, TOWER, Metadata, TextSettings, TextSide, odd_names, text_state
 from .stem_readout import Projections, compose, linear, projection_config, projection_from
 
@@ -31,9 +30,13 @@ INITIAL_SCALE = math.log(1 / 0.07)  # where CLIP's training starts
 class DualEncoder(Saved, nn.Module):
     """An image tower and a text tower whose features are projected into one embedding (CLIP).
 
-    Both towers are ensembles. They have the same number of members, or one of them has a single member that
-    serves all. The logit of an image and a text is the cosine of their embeddings times `exp(logit_scale)`,
-    plus `logit_bias` where there is one.
+    The towers have the same number of members, or one of them has a single member that serves all. The logit of an
+    image and a text is the cosine of their embeddings times `exp(logit_scale)`, plus `logit_bias` where there is one.
+
+    Attributes:
+        config: What it is made of.
+        num_members: Number of members, M.
+        embedding_width: Width of the common embedding, e.
     """
 
     _kind = DUAL_ENCODER
@@ -63,13 +66,12 @@ class DualEncoder(Saved, nn.Module):
         self.logit_bias = None if logit_bias is None else _numbers(logit_bias, image)
         if self.logit_bias is not None and self.logit_bias.shape != self.logit_scale.shape:
             counts = f"logit_scale has {self.logit_scale.numel()} numbers and logit_bias {self.logit_bias.numel()}"
-            raise ConfigError(f"{counts}; give as many of one as of the other")
-        ends = (("image", image, self.projections.image), ("text", text, self.projections.text))
-        for name, tower, projection in ends:
-            width = output_width(tower.config)
-            if projection is not None and projection.weight.shape[2] != width:
-                takes = f"the {name} projection takes features of width {projection.weight.shape[2]}"
-                raise ConfigError(f"{takes}, the {name} tower gives {width}")
+            raise ConfigError(f"{counts}; give as many")
+        for tower, projection in ((image, self.projections.image), (text, self.projections.text)):
+            takes, gives = None if projection is None else projection.weight.shape[2], output_width(tower.config)
+            if takes not in (None, gives):
+                what = f"a projection takes features of width {takes}"
+                raise ConfigError(f"{what}, the {tower.kind} tower before it gives {gives}")
         self.config = DualEncoderConfig(
             image=image.config,
             text=text.config,
@@ -78,6 +80,7 @@ class DualEncoder(Saved, nn.Module):
             scale_copies=self.logit_scale.numel(),
             logit_bias=self.logit_bias is not None,
         )
+        self.num_members, self.embedding_width = self.config.members, self.config.embedding_of("image")
 
     # --- running -----------------------------------------------------------------------------------------
 
@@ -93,8 +96,7 @@ class DualEncoder(Saved, nn.Module):
                 saved preprocessing.
             normalize: Scale each embedding to length one.
         """
-        x = embed(self.image, self.projections.image, inputs, normalize)
-        return x.expand(self.num_members, *x.shape[1:])  # [M or 1, B, e] -> [M, B, e]
+        return self._per_member(embed(self.image, self.projections.image, inputs, normalize))
 
     def encode_text(self, inputs: Any, normalize: bool = True) -> Tensor:
         """Embed texts as `[M, B, e]`.
@@ -104,7 +106,9 @@ class DualEncoder(Saved, nn.Module):
                 which go through the saved tokenizer.
             normalize: Scale each embedding to length one.
         """
-        x = embed(self.text, self.projections.text, inputs, normalize)
+        return self._per_member(embed(self.text, self.projections.text, inputs, normalize))
+
+    def _per_member(self, x: Tensor) -> Tensor:
         return x.expand(self.num_members, *x.shape[1:])  # [M or 1, B, e] -> [M, B, e]
 
     def logits(self, image_embeddings: Tensor, text_embeddings: Tensor) -> Tensor:
@@ -115,40 +119,21 @@ class DualEncoder(Saved, nn.Module):
 
     # --- members -----------------------------------------------------------------------------------------
 
-    @staticmethod
-    def stack(members: Iterable["DualEncoder"]) -> "DualEncoder":
-        """One dual encoder with all members of the given ones and nothing shared between them."""
-        singles = single_members(listed(members, "DualEncoder.stack"))
-        stacked = DualEncoder(
-            Ensemble.stack([one.image for one in singles]),
-            Ensemble.stack([one.text for one in singles]),
-            Projections.stack([one.projections for one in singles]),
-            *joined_scales(singles),
-        )
-        return stacked.eval()
-
     def member(self, index: int) -> "DualEncoder":
         """A copy of one member as a dual encoder of its own."""
         index = member_index(index, self.num_members)
-        one = slice(index, index + 1) if self.config.scale_copies > 1 else slice(0, 1)
-        single = DualEncoder(
-            self.image.member(index if self.image.num_members > 1 else 0),
-            self.text.member(index if self.text.num_members > 1 else 0),
-            self.projections.member(index),
-            self.logit_scale[one],
-            None if self.logit_bias is None else self.logit_bias[one],
-        )
-        return single.eval()
+        image, text = (tower.member(min(index, tower.num_members - 1)) for tower in (self.image, self.text))
+        one = min(index, self.config.scale_copies - 1)
+        bias = None if self.logit_bias is None else self.logit_bias[one]
+        return DualEncoder(image, text, self.projections.member(index), self.logit_scale[one], bias).eval()
 
     @classmethod
     def from_config(
         cls, config: DualEncoderConfig, image: Metadata | None = None, text: Metadata | None = None
     ) -> "DualEncoder":
         """A dual encoder of this configuration, its towers freshly initialised, its projections still empty."""
-        projections = Projections(
-            projection_from(config.image_projection, output_width(config.image)),
-            projection_from(config.text_projection, output_width(config.text)),
-        )
+        ends = (config.image_projection, config.image), (config.text_projection, config.text)
+        projections = Projections(*(projection_from(map_of, output_width(tower)) for map_of, tower in ends))
         scale = torch.full((config.scale_copies,), INITIAL_SCALE)
         bias = torch.zeros(config.scale_copies) if config.logit_bias else None
         return cls(Ensemble(config.image, image), Ensemble(config.text, text), projections, scale, bias)
@@ -177,16 +162,6 @@ class DualEncoder(Saved, nn.Module):
         return cls.from_state(config, state, image, text)
 
     # --- looking at it -----------------------------------------------------------------------------------
-
-    @property
-    def num_members(self) -> int:
-        """Number of members, M."""
-        return self.config.members
-
-    @property
-    def embedding_width(self) -> int:
-        """Width of the common embedding, e."""
-        return self.config.embedding_width
 
     @property
     def device(self) -> torch.device:
@@ -219,22 +194,8 @@ def embed(tower: Ensemble, projection: GroupedLinear | None, inputs: Any, normal
 
 def _numbers(values: float | Tensor, like: Ensemble) -> nn.Parameter:
     """A parameter `[1]` or `[M]` with a copy of the given numbers; plain ones go where the towers are."""
-    if not isinstance(values, Tensor):
-        values = torch.tensor(float(values), dtype=like.dtype, device=like.device)
-    return nn.Parameter(values.detach().clone().reshape(-1))
-
-
-def single_members(duals: Sequence[DualEncoder]) -> list[DualEncoder]:
-    """Every member of the given dual encoders by itself."""
-    return [one.member(index) for one in duals for index in range(one.num_members)]
-
-
-def joined_scales(singles: Sequence[DualEncoder]) -> tuple[Tensor, Tensor | None]:
-    """Logit scales `[M]` of single members, and their biases `[M]` or None."""
-    biases: list[Tensor] = [one.logit_bias for one in singles if one.logit_bias is not None]
-    if len(biases) not in (0, len(singles)):
-        raise ConfigError(f"{len(biases)} of {len(singles)} members have a logit bias; all must, or none")
-    return torch.cat([one.logit_scale for one in singles]), torch.cat(biases) if biases else None
+    given = values if isinstance(values, Tensor) else torch.tensor(values, dtype=like.dtype, device=like.device)
+    return nn.Parameter(given.detach().clone().reshape(-1))
 
 
 def require_ensemble(model: object, caller: str) -> None:
@@ -256,20 +217,16 @@ def _with_advice(model: object) -> str:
         advice = "make a classifier of it first: he.zero_shot(model, class_names)"
     elif isinstance(model, str | Path):
         advice = f"load it first: he.Ensemble.from_pretrained({str(model)!r})"
-    elif hasattr(model, "num_members"):  # a view of an ensemble: MC Dropout, or what `optimize` made
-        advice = "give the Ensemble that it was made from"
     return f"{type(model).__name__}; {advice}"
 
+
+# --- class names and their embeddings --------------------------------------------------------------------
 
 Templates = str | Sequence[str]
 
 LABEL = "{label}"
 DEFAULT_TEMPLATES: Templates = ("A photo of a {label}.",)
 _PROMPTS_AT_ONCE = 256
-_CLASSES_AT_ONCE = 256
-_PAIRS_AT_ONCE = 4096
-_NEARLY_PARALLEL = 1e-5  # of a cosine in float32; what is closer is compared number by number
-_SAME = 1e-6  # embeddings of length one whose numbers differ by no more are the same
 
 
 def checked_names(class_names: Sequence[str]) -> tuple[str, ...]:
@@ -295,7 +252,7 @@ def checked_templates(templates: Templates) -> tuple[str, ...]:
         if not isinstance(sentence, str) or LABEL not in sentence:
             raise DataError(f"templates[{index}] is {sentence!r}; it must have {LABEL} where the class name goes")
     if len(set(sentences)) < len(sentences):
-        raise DataError("templates lists a sentence twice, which would only give it more weight; leave it out")
+        raise DataError("templates lists a sentence twice; leave it out")
     return sentences
 
 
@@ -316,32 +273,22 @@ def class_embeddings(
     return average_templates(embedded, len(templates))
 
 
-def require_distinct(classes: Tensor, names: Sequence[str]) -> None:
-    """Refuse classes that no member can tell apart: their embeddings `[G, C, e]` are the same.
-
-    Raises:
-        DataError: The message names two such classes.
-    """
-    unit = F.normalize(classes.detach().float(), dim=-1)
-    for start in range(0, len(names), _CLASSES_AT_ONCE):
-        cosines = unit[:, start : start + _CLASSES_AT_ONCE] @ unit.transpose(1, 2)  # [G, some, C]
-        close = (cosines.amin(0) > 1 - _NEARLY_PARALLEL).triu(start + 1)  # the later class of each pair
-        for pairs in close.nonzero().split(_PAIRS_AT_ONCE):
-            first, second = pairs[:, 0] + start, pairs[:, 1]
-            same = (unit[:, first] - unit[:, second]).abs().amax((0, 2)) <= _SAME  # [pairs]
-            if same.any():
-                one, other = (names[int(side[same][0])] for side in (first, second))
-                raise DataError(
-                    f"the classes {one!r} and {other!r} have the same embedding: the tokenizer does not know the words "
-                    "in which they differ, or cuts them off; use words it knows, and templates that are short enough"
-                )
+def require_distinct(tower: Ensemble, names: Sequence[str], templates: Sequence[str]) -> None:
+    """Refuse class names that become the same tokens, naming two: no member can tell them apart."""
+    ids = tower.unpack(tower.prepare(prompts_of(names, templates)), None, None)[0]  # [C·templates, T]
+    seen: dict[bytes, str] = {}
+    for name, tokens in zip(names, ids.cpu().unflatten(0, (len(names), -1)), strict=True):
+        other = seen.setdefault(tokens.numpy().tobytes(), name)
+        if other != name:
+            raise DataError(
+                f"the classes {other!r} and {name!r} are the same tokens: the tokenizer does not know the words in "
+                "which they differ, or cuts them off; use words it knows, and templates that are short enough"
+            )
 
 
 def average_templates(embedded: Tensor, templates: int) -> Tensor:
     """One embedding per class, `[G, C, e]`, out of those of its prompts, `[G, C·templates, e]`, of length one."""
-    if templates == 1:
-        return embedded
-    return F.normalize(embedded.unflatten(1, (-1, templates)).mean(2), dim=-1)
+    return embedded if templates == 1 else F.normalize(embedded.unflatten(1, (-1, templates)).mean(2), dim=-1)
 
 
 # --- zero-shot classifiers -------------------------------------------------------------------------------
@@ -357,8 +304,7 @@ def zero_shot(
 ) -> Ensemble:
     """An image classifier out of a dual encoder and the names of its classes; nothing is trained.
 
-    Each member's text tower embeds the names once, here. What is left to do for an image is one pass over the image
-    tower and the cosines with the class embeddings, times the logit scale. The result is an ensemble like any other.
+    Each member's text tower embeds the names once, here; the result is an ensemble like any other.
 
     Args:
         dual: One member or several; it is not changed. Its text tower must have a tokenizer.
@@ -369,29 +315,24 @@ def zero_shot(
             classes. They stay on the CPU and take no part in inference.
 
     Raises:
-        HydraError: Names or templates that are missing, empty or listed twice, classes that get the same embedding, a
+        HydraError: Names or templates that are missing, empty or listed twice, classes that become the same tokens, a
             dual encoder without tokenizer, or an image tower that has no single feature vector.
     """
     if not isinstance(dual, DualEncoder):
-        raise ConfigError(
-            f"zero_shot takes a DualEncoder, got a {type(dual).__name__}; convert a CLIP model, or use retarget"
-        )
-    tower = dual.image.readout.config
-    if tower.cosine is not None or tower.pool == "distilled":
-        advice = "use the image tower of a dual encoder as it was converted"
-        raise ConfigError(f"the image tower must end in one feature vector, this one has {tower}; {advice}")
+        raise ConfigError(f"zero_shot takes a DualEncoder, got {type(dual).__name__}; convert a CLIP model")
+    if dual.image.readout.config.cosine is not None:
+        raise ConfigError("the image tower must end in one feature vector, not in class embeddings; convert it again")
     names, sentences = checked_names(class_names), checked_templates(templates)
     side = _text_side(dual, sentences)
     classes = _class_state(side, names, dual.device)
     projection = compose(dual.image.readout.classifier, dual.projections.image)
-    config = _config(dual, projection, len(names), classes)
+    config = _config(dual, projection, classes)
     state = {name: tensor for name, tensor in dual.image.state_dict().items() if not name.startswith(_CLASSIFIER)}
     if projection is not None:
         state |= {_PROJECTION + name: tensor.to(dual.dtype) for name, tensor in projection.state_dict().items()}
     state |= {name: tensor.to(dual.device, dual.dtype) for name, tensor in classes.items()}
-    copies = config.copies("readout")
-    of_readout = (name for name in state if place_of(name)[0] == "readout")
-    state |= {name: state[name].expand(copies, *state[name].shape[1:]) for name in of_readout}
+    for name in [name for name in state if place_of(name)[0] == "readout"]:
+        state[name] = state[name].expand(config.copies("readout"), *state[name].shape[1:])
     images, texts = dual.image.metadata.history, dual.text.metadata.history
     history = (*images, *(f"text tower: {line}" for line in texts if line not in images))
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in side.state.items() if keep_text}
@@ -402,9 +343,7 @@ def zero_shot(
 
 
 def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Templates | None = None) -> Ensemble:
-    """The same zero-shot ensemble for other classes, by the text towers it kept.
-
-    Needs no other library than the one for the tokenizer. The calibration does not carry over.
+    """The same zero-shot ensemble for other classes, by the text towers it kept; the calibration does not carry over.
 
     Args:
         ensemble: Made by `zero_shot` with `keep_text`, perhaps pruned, fused, saved and loaded since.
@@ -414,8 +353,7 @@ def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Template
     require_ensemble(ensemble, "retarget")
     side = ensemble.metadata.text_side
     if side is None:
-        advice = "make it again with zero_shot(dual, class_names, keep_text=True)"
-        raise ConfigError(f"this ensemble kept no text towers, so it cannot embed other class names; {advice}")
+        raise ConfigError("this ensemble kept no text towers; make it again with zero_shot(..., keep_text=True)")
     names = checked_names(class_names)
     sentences = side.settings.templates if templates is None else checked_templates(templates)
     side = TextSide(replace(side.settings, templates=sentences), side.state)
@@ -433,18 +371,14 @@ def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Template
 
 
 def _class_state(side: TextSide, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-    """The readout's weights: class embeddings times the logit scale `[G, C, e]`, and the bias of every class `[G, C]`.
-
-    Raises:
-        DataError: No member can tell two of the classes apart.
-    """
+    """The readout's weights: class embeddings times the logit scale `[G, C, e]`, and a bias for each class `[G, C]`."""
     settings = side.settings
     weights = {name: tensor.to(device) for name, tensor in side.part(TOWER).items()}
     tower = built_around(lambda: Ensemble(settings.tower, Metadata(preprocessing=settings.preprocessing)), weights)
     of_projection = {name: tensor.to(device) for name, tensor in side.part(PROJECTION).items()}
     projection = linear(of_projection["weight"], of_projection.get("bias")) if of_projection else None
+    require_distinct(tower, names, settings.templates)
     classes = class_embeddings(tower, projection, names, settings.templates)
-    require_distinct(classes, names)
     dtype = torch.promote_types(classes.dtype, torch.float32)  # the scale is large: half precision would round it
     weight = classes * torch.tensor(settings.logit_scale, dtype=dtype, device=device).exp()[:, None, None]
     if settings.logit_bias is None:
@@ -453,21 +387,19 @@ def _class_state(side: TextSide, names: Sequence[str], device: torch.device) -> 
     return {_CLASSES + "weight": weight, _CLASSES + "bias": bias.expand(weight.shape[:2])}
 
 
-def _config(
-    dual: DualEncoder, projection: GroupedLinear | None, num_classes: int, classes: Mapping[str, Tensor]
-) -> EnsembleConfig:
+def _config(dual: DualEncoder, projection: GroupedLinear | None, classes: Mapping[str, Tensor]) -> EnsembleConfig:
     """The image tower's configuration with as many members as the dual encoder has, and its new readout."""
-    image, members = dual.image.config, dual.num_members
-    shape = projection_config(projection)
+    image, shape, weight = dual.image.config, projection_config(projection), classes[_CLASSES + "weight"]
     cosine = CosineConfig() if shape is None else CosineConfig(shape.outputs, shape.bias)
-    readout = replace(image.readout, num_classes=num_classes, bias=_CLASSES + "bias" in classes, cosine=cosine)
-    once = max(len(classes[_CLASSES + "weight"]), image.copies("readout"), 1 if shape is None else shape.copies) == 1
-    if members == 1:
+    readout = replace(image.readout, num_classes=weight.shape[1], bias=_CLASSES + "bias" in classes, cosine=cosine)
+    if dual.num_members == 1:
         return replace(image, readout=readout)
-    if image.members == members:
+    once = max(weight.shape[0], image.copies("readout"), 1 if shape is None else shape.copies) == 1
+    if image.members == dual.num_members:
         return replace(image, readout=readout, sharing=replace(image.sharing, readout=once))
     all_but_readout = Sharing(stem=True, attention=True, mlp=True, norms=True, readout=once)
-    return replace(image, readout=readout, heads=image.heads * members, sharing=all_but_readout, trunk=0)
+    heads = image.heads * dual.num_members
+    return replace(image, readout=readout, heads=heads, sharing=all_but_readout, trunk=0)
 
 
 def _text_side(dual: DualEncoder, templates: tuple[str, ...]) -> TextSide:
@@ -475,13 +407,7 @@ def _text_side(dual: DualEncoder, templates: tuple[str, ...]) -> TextSide:
     preprocessing, projection = dual.text.metadata.preprocessing, dual.projections.text
     if not isinstance(preprocessing, TextPreprocessing):
         raise DataError("the text tower has no tokenizer; convert the model with processor=")
-    scale, bias = dual.logit_scale, dual.logit_bias
-    settings = TextSettings(
-        tower=dual.text.config,
-        projection=projection_config(projection),
-        logit_scale=tuple(scale.double().tolist()),
-        logit_bias=None if bias is None else tuple(bias.double().tolist()),
-        templates=templates,
-        preprocessing=preprocessing,
-    )
+    scale = tuple(dual.logit_scale.double().tolist())
+    bias = None if dual.logit_bias is None else tuple(dual.logit_bias.double().tolist())
+    settings = TextSettings(dual.text.config, projection_config(projection), scale, bias, templates, preprocessing)
     return TextSide(settings, text_state(dual.text.state_dict(), {} if projection is None else projection.state_dict()))

@@ -1,7 +1,7 @@
 """What a model is made of, as frozen settings that check themselves."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
@@ -89,11 +89,8 @@ class EncoderConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.drop_path and len(self.drop_path) != self.layers:
-            rates = len(self.drop_path)
-            raise ConfigError(
-                f"EncoderConfig.drop_path has {rates} rates; give none, or one for each of {self.layers} layers"
-            )
+        if len(self.drop_path) not in (0, self.layers):
+            raise ConfigError(f"drop_path has {len(self.drop_path)} rates, for {self.layers} layers; give one each")
 
 
 Resample = Literal["bicubic", "bicubic_antialias", "bicubic_align_corners", "bilinear"]
@@ -101,10 +98,9 @@ Resample = Literal["bicubic", "bicubic_antialias", "bicubic_align_corners", "bil
 
 @dataclass(frozen=True)
 class PatchStemConfig(Checked):
-    """Images into tokens: a patch projection, prefix tokens, a position embedding that can be resampled.
+    """Images into tokens: class, distillation, registers, patches.
 
-    Tokens are ordered class, distillation, registers, patches. The first `position_prefix` of the prefix
-    tokens have a position embedding of their own; the others get none.
+    The first `position_prefix` of the tokens before the patches have a position embedding, the others get none.
     """
 
     kind: ClassVar[str] = "patch"
@@ -148,8 +144,7 @@ class PatchStemConfig(Checked):
 class TextStemConfig(Checked):
     """Token ids into embeddings: words, learned positions, optional segments, optional norm and projection.
 
-    `positions_after` is set for models (RoBERTa) that count positions from the padding id and give padding
-    that id itself; otherwise positions are 0, 1, 2, …
+    `positions_after` is the padding id where positions count from it (RoBERTa); otherwise they are 0, 1, 2, …
     """
 
     kind: ClassVar[str] = "text"
@@ -182,13 +177,9 @@ HiddenActivation = Literal["tanh", "relu", "gelu"]
 
 @dataclass(frozen=True)
 class CosineConfig(Checked):
-    """Classes by their embeddings: features are projected, scaled to length one and compared with each of them.
+    """Classes by their embeddings, which have the logit scale in them; features are projected and scaled to length one.
 
-    The class embeddings are stored with the logit scale multiplied in.
-
-    Attributes:
-        width: Width of the embedding that features are projected to; None where the features are the embedding.
-        bias: Whether the projection has a bias.
+    `width` is that of the embedding, None where the features are the embedding and there is no projection.
     """
 
     width: Size | None = None
@@ -202,11 +193,10 @@ class CosineConfig(Checked):
 
 @dataclass(frozen=True)
 class ReadoutConfig(Checked):
-    """Tokens into logits: final norm, pooling, an optional hidden layer (a pooler), a linear classifier.
+    """Tokens into logits: final norm, pooling, an optional hidden layer (a pooler), a classifier.
 
-    `num_classes = 0` means no classifier: the ensemble then answers with its pooled features. `map` pooling
-    (SigLIP) attends from one learned query with `map_heads` heads over all tokens. `cosine` makes the classifier
-    one of class embeddings (zero-shot classification).
+    Without classes the ensemble answers with its pooled features. `map` pooling (SigLIP) attends from one learned query
+    over all tokens. `cosine` makes the classifier one of class embeddings (zero-shot classification).
     """
 
     pool: Pool = "cls"
@@ -226,15 +216,11 @@ class ReadoutConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pool == "map" and not (self.map_heads and self.map_mlp_width):
-            raise ConfigError(
-                f"pool 'map' needs map_heads and map_mlp_width, got {self.map_heads}, {self.map_mlp_width}"
-            )
+            raise ConfigError("pool 'map' needs map_heads and map_mlp_width of at least 1")
         if self.pool == "cls_mean" and self.norm == "pooled":
             raise ConfigError("pool 'cls_mean' gives features twice as wide as a norm; use norm 'tokens' or 'none'")
         if self.cosine is not None and (self.num_classes < 1 or self.pool == "distilled"):
-            raise ConfigError(
-                f"cosine needs classes and one feature vector, got num_classes {self.num_classes}, pool {self.pool!r}"
-            )
+            raise ConfigError(f"cosine needs num_classes and another pool, got {self.num_classes} and {self.pool!r}")
 
 
 Group = Literal["stem", "attention", "mlp", "norms", "readout"]
@@ -319,18 +305,14 @@ class EnsembleConfig:
 
     def differences(self, other: "EnsembleConfig") -> list[str]:
         """Architecture fields in which two ensembles differ, as readable lines; head lists do not count."""
-        lines: list[str] = []
-        for part in ("stem", "encoder", "readout"):
-            mine, theirs = getattr(self, part), getattr(other, part)
-            if type(mine) is not type(theirs):
-                lines.append(f"{part}: {type(mine).__name__} and {type(theirs).__name__}")
-                continue
-            lines += [
-                f"{part}.{field.name}: {getattr(mine, field.name)} and {getattr(theirs, field.name)}"
-                for field in fields(mine)
-                if getattr(mine, field.name) != getattr(theirs, field.name)
-            ]
-        return lines
+        if self.kind != other.kind:
+            return [f"kind: {self.kind} and {other.kind}"]
+        return [
+            f"{part}.{name}: {mine} and {theirs}"
+            for part in ("stem", "encoder", "readout")
+            for name, mine in vars(getattr(self, part)).items()
+            if mine != (theirs := vars(getattr(other, part))[name])
+        ]
 
 
 def all_heads(encoder: EncoderConfig, members: int = 1) -> KeptHeads:
@@ -351,13 +333,8 @@ class ProjectionConfig(Checked):
 class DualEncoderConfig:
     """Two towers with one embedding space.
 
-    Attributes:
-        image: The image tower.
-        text: The text tower.
-        image_projection: From image features to the embedding; None when they are the embedding.
-        text_projection: From text features to the embedding; None when they are the embedding.
-        scale_copies: How many logit scales (and biases) are stored: 1, or one per member.
-        logit_bias: Whether a bias is added to the scaled similarities.
+    A projection is None where a tower's features are the embedding. `scale_copies` says how many logit scales (and
+    biases, where there are any) are stored: 1, or one per member.
     """
 
     image: EnsembleConfig
@@ -372,34 +349,25 @@ class DualEncoderConfig:
         if kinds != ("image", "text"):
             raise ConfigError(f"a dual encoder has a tower for image and one for text, got {' and '.join(kinds)}")
         if self.image.members != self.text.members and 1 not in (self.image.members, self.text.members):
-            raise ConfigError(
-                f"the image tower has {self.image.members} members and the text tower {self.text.members}; "
-                "both must have the same number, or one of them a single member"
-            )
+            counts = f"the image tower has {self.image.members} members and the text tower {self.text.members}"
+            raise ConfigError(f"{counts}; both must have the same number, or one of them a single member")
         widths = self.embedding_of("image"), self.embedding_of("text")
         if widths[0] != widths[1]:
-            raise ConfigError(
-                f"the image tower ends in an embedding of width {widths[0]}, the text tower in one of width "
-                f"{widths[1]}; give projections to a common width (Projections.fresh makes new ones)"
-            )
-        projections = {"image_projection": self.image_projection, "text_projection": self.text_projection}
-        stored = {f"{name}.copies": one.copies for name, one in projections.items() if one is not None}
-        for name, copies in {**stored, "scale_copies": self.scale_copies}.items():
-            if copies not in (1, self.members):
-                raise ConfigError(f"{name} is {copies}, it must be 1 or the number of members, {self.members}")
+            ends = f"the image tower ends in width {widths[0]}, the text tower in width {widths[1]}"
+            raise ConfigError(f"{ends}; give projections to a common width (Projections.fresh makes new ones)")
+        projections = [one for one in (self.image_projection, self.text_projection) if one is not None]
+        copies = [self.scale_copies, *(one.copies for one in projections)]
+        if any(count not in (1, self.members) for count in copies):
+            got = f"scale_copies and projections are there {copies} times"
+            raise ConfigError(f"{got}; it must be once, or once for each of {self.members} members")
 
     @property
     def members(self) -> int:
         """Number of members, M."""
         return max(self.image.members, self.text.members)
 
-    @property
-    def embedding_width(self) -> int:
-        """Width of the embedding that both towers share."""
-        return self.embedding_of("image")
-
     def embedding_of(self, tower: str) -> int:
-        """Width of the embedding one tower ends in."""
+        """Width of the embedding that a tower ends in; both end in the same."""
         projection: ProjectionConfig | None = getattr(self, f"{tower}_projection")
         return output_width(getattr(self, tower)) if projection is None else projection.outputs
 

@@ -3,9 +3,9 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from .._utils import evaluation_mode
 from ..errors import ConfigError, DataError
 from .config import EnsembleConfig, KeptHeads, PatchStemConfig
+
+Name = TypeVar("Name", bound=str)
+Given = Tensor | Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,8 @@ def multiply_adds(config: EnsembleConfig, tokens: int) -> int:
     Layers that all members have in common are counted once. The shortcut of the last block (only the tokens
     that the readout looks at) is left out, so that the figure compares with those of other libraries.
     """
-    encoder, stem, members = config.encoder, config.stem, config.members
-    width, head_dim = encoder.width, encoder.head_dim
-    total = 0
-    branches = config.copies("stem")
+    encoder, stem = config.encoder, config.stem
+    width, total, branches = encoder.width, 0, config.copies("stem")
     if isinstance(stem, PatchStemConfig):
         patches = tokens - stem.prefix_tokens
         total += branches * patches * width * stem.channels * stem.patch_size[0] * stem.patch_size[1]
@@ -77,10 +78,10 @@ def multiply_adds(config: EnsembleConfig, tokens: int) -> int:
     mlp = tokens * width * encoder.mlp_width * (3 if encoder.gated else 2)
     for layer in range(encoder.layers):
         if branches == 1 and config.copies("norms", layer) > 1 and encoder.norm_first:
-            branches = members
+            branches = config.members
         copies = max(branches, config.copies("attention", layer))
         heads = sum(len(config.heads[member][layer]) for member in range(copies))
-        total += heads * (4 * tokens * width * head_dim + 2 * tokens * tokens * head_dim)
+        total += heads * encoder.head_dim * (4 * tokens * width + 2 * tokens * tokens)
         branches = max(copies, config.copies("norms", layer), config.copies("mlp", layer))
         total += branches * mlp
     return total + max(branches, config.copies("readout")) * _readout(config, tokens)
@@ -105,17 +106,12 @@ class Cost:
     """What one model costs.
 
     Attributes:
-        name: The model's name.
         parameters: Stored parameters; None for a function that is not a module.
         multiply_adds: Of one input, as the model describes itself; None where it does not.
-        latency_ms: Median time of a batch.
-        latency_low_ms: First quartile of the times.
-        latency_high_ms: Third quartile.
+        latency_ms: Median time of a batch; `latency_low_ms` and `latency_high_ms` are the quartiles.
         latency_ratio: Median over that of the first model measured.
-        peak_memory_bytes: Weights and the most that a forward pass held beside them; None where the device
-            keeps no such count (a CPU).
+        peak_memory_bytes: Weights and the most that a forward pass held beside them; None on a CPU.
         batch: Inputs a batch.
-        device: Where it was measured.
         repeats: How often each model ran.
     """
 
@@ -133,25 +129,15 @@ class Cost:
 
 
 def measure_costs(
-    models: Mapping[str, Callable[[Any], Any]],
-    inputs: Tensor | Mapping[str, Tensor],
-    *,
-    repeats: int = 20,
-    warmup: int = 3,
-    autocast: torch.dtype | None = None,
+    models: Mapping[str, Callable[[Any], Any]], inputs: Given, *, repeats: int = 20, warmup: int = 3
 ) -> tuple[Cost, ...]:
     """Measure models on one batch of inputs, all of them on the device of the inputs.
 
     Args:
         models: By name; the first one is what the ratios refer to. Modules run in evaluation mode.
-        inputs: One batch: a tensor, or a mapping of tensors. Its device decides where the clock is.
+        inputs: One batch: a tensor, or a mapping of tensors.
         repeats: Timed runs of each model.
         warmup: Runs of each model before the clock starts.
-        autocast: Lower precision to run in, through `torch.autocast`; None for the models' own.
-
-    Raises:
-        ConfigError: There is no model, or nothing would be measured.
-        DataError: Model and inputs are on different devices, or the batch is empty.
     """
     if not models:
         raise ConfigError("got no models to measure; give {name: model}")
@@ -160,73 +146,67 @@ def measure_costs(
     example = inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))
     if not len(example):
         raise DataError("the batch to measure on is empty; give at least one input")
-    device, names = example.device, list(models)
-    modules = [model for model in models.values() if isinstance(model, nn.Module)]
-    for name, model in models.items():
-        own = next(model.parameters(), example) if isinstance(model, nn.Module) else example
-        if own.device != device:
-            raise DataError(f"model {name!r} is on {own.device} and the inputs are on {device}; move one to the other")
-    precision = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
-    clock = _cuda_time if device.type == "cuda" else _wall_time
-    times: dict[str, list[float]] = {name: [] for name in names}
-    with evaluation_mode(*modules), torch.no_grad(), precision:
-        for name in names * warmup:
-            models[name](inputs)
-        for turn in range(repeats):
-            first = turn % len(names)
-            for name in [*names[first:], *names[:first]]:  # in every round another one goes first
-                times[name].append(clock(models[name], inputs))
-        memory = {name: _peak_memory(model, inputs, device) for name, model in models.items()}
-    reference = statistics.median(times[names[0]])
-    return tuple(_cost(name, models[name], times[name], reference, memory[name], example) for name in names)
+    modules = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
+    for name, module in modules.items():
+        own = next(module.parameters(), example).device
+        if own != example.device:
+            raise DataError(f"model {name!r} is on {own} and the inputs are on {example.device}; move one of them")
+    runs = {name: partial(model, inputs) for name, model in models.items()}
+    with evaluation_mode(*modules.values()), torch.no_grad():
+        times_in_turn(runs, warmup, example.device)
+        times = times_in_turn(runs, repeats, example.device)
+        memory = {name: _peak_memory(model, inputs, example.device) for name, model in models.items()}
+    reference = statistics.median(times[next(iter(models))])
+    return tuple(_cost(name, models[name], times[name], reference, memory[name], example) for name in models)
+
+
+def times_in_turn(
+    runs: Mapping[Name, Callable[[], object]], repeats: int, device: torch.device
+) -> dict[Name, list[float]]:
+    """Seconds of each run, `repeats` times.
+
+    They take turns, and in every round another one goes first: a machine that is busy for a while slows all of them.
+    """
+    names = list(runs)
+    times: dict[Name, list[float]] = {name: [] for name in names}
+    for turn in range(repeats):
+        first = turn % len(names)
+        for name in [*names[first:], *names[:first]]:
+            _wait(device)
+            start = time.perf_counter()
+            runs[name]()
+            _wait(device)
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def _wait(device: torch.device) -> None:
+    """Until the device has done what it was asked to."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _cost(
-    name: str, model: object, times: Sequence[float], reference: float, peak: int | None, example: Tensor
+    name: str, model: object, seconds: Sequence[float], reference: float, peak: int | None, example: Tensor
 ) -> Cost:
     describing = getattr(model, "describe", None)
     description = describing() if callable(describing) else None
-    median = statistics.median(times)
-    low, _, high = statistics.quantiles(times, method="inclusive") if len(times) > 1 else (median,) * 3
-    return Cost(
-        name=name,
-        parameters=sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else None,
-        multiply_adds=getattr(description, "multiply_adds", None),
-        latency_ms=median,
-        latency_low_ms=low,
-        latency_high_ms=high,
-        latency_ratio=median / reference if reference else 1.0,
-        peak_memory_bytes=peak,
-        batch=len(example),
-        device=torch.cuda.get_device_name(example.device) if example.is_cuda else example.device.type,
-        repeats=len(times),
-    )
-
-
-def _wall_time(model: Callable[[Any], Any], inputs: Any) -> float:
-    start = time.perf_counter()
-    model(inputs)
-    return (time.perf_counter() - start) * 1e3
-
-
-def _cuda_time(model: Callable[[Any], Any], inputs: Any) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    model(inputs)
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end))
+    median = statistics.median(seconds)
+    low, _, high = statistics.quantiles(seconds, method="inclusive") if len(seconds) > 1 else (median,) * 3
+    latency, ratio = (1e3 * median, 1e3 * low, 1e3 * high), median / reference if reference else 1.0
+    parameters = sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else None
+    device = torch.cuda.get_device_name(example.device) if example.is_cuda else example.device.type
+    counted = getattr(description, "multiply_adds", None)
+    return Cost(name, parameters, counted, *latency, ratio, peak, len(example), device, len(seconds))
 
 
 def _peak_memory(model: Callable[[Any], Any], inputs: Any, device: torch.device) -> int | None:
     """Bytes of the weights, plus the most that one run allocated; other models on the device do not count."""
     if device.type != "cuda":
         return None
-    torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     model(inputs)
-    torch.cuda.synchronize(device)
+    _wait(device)
     tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
     return sum(tensor.nbytes for tensor in tensors) + torch.cuda.max_memory_allocated(device) - before

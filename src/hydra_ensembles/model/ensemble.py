@@ -1,19 +1,31 @@
 """The Ensemble: M members, one forward pass, logits [M, B, C]."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .._utils import evaluation_mode
-from ..checkpoint import ENSEMBLE, Contents, Stored, ensemble_contents, read_ensemble, with_text_side
+from ..batches import Inputs, move, read_batch
+from ..checkpoint import (
+    ENSEMBLE,
+    Contents,
+    Stored,
+    ensemble_contents,
+    open_checkpoint,
+    push_checkpoint,
+    read_ensemble,
+    save_checkpoint,
+    with_text_side,
+)
 from ..errors import ConfigError, DataError
 from ..prediction import Prediction
-from .base import Predictor, Saved, built_around, copied
 from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_width
-from .cost import Description, describe
+from .cost import Description, Given, describe
 from .layers import Encoder, GroupedNorm
 from .members import (
     join_states,
@@ -24,29 +36,108 @@ from .members import (
     require_same_architecture,
     require_same_dtype_and_device,
 )
-from .metadata import Metadata, common_metadata, member_metadata
+from .metadata import Calibration, Metadata, common_metadata, member_metadata
 from .stem_readout import PatchStem, Readout, TextStem, projection_from
 
 if TYPE_CHECKING:
     from ..optimize.runner import OptimizedEnsemble
 
+Model = TypeVar("Model", bound=nn.Module)
+
 NOT_READ = ("position_ids", "inputs_embeds", "head_mask", "bool_masked_pos")
 """Inputs of other libraries' models that change the answer and that an ensemble does not take."""
 
 
-class Ensemble(Saved, Predictor, nn.Module):
+def built_around(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Model:
+    """A model whose parameters are the given tensors, not copies of them; in evaluation mode."""
+    with torch.device("meta"):
+        model = build()
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_(True).eval()
+
+
+def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors, each contiguous."""
+    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
+
+
+class Saved(ABC):
+    """Saving, loading and publishing. What is stored and how it is read back, each kind of model says itself."""
+
+    _kind: str  # of its checkpoints
+
+    @abstractmethod
+    def _contents(self, name: str) -> Contents:
+        """Everything that is written; `name` is how the model card calls the model."""
+
+    @classmethod
+    @abstractmethod
+    def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> Self:
+        """The model that an opened checkpoint holds."""
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `config.json`, `model.safetensors`, for text `tokenizer.json`, and a model card into a folder.
+
+        Files of an earlier save are replaced; a kill in between leaves each of them whole.
+        """
+        save_checkpoint(folder, self._contents(Path(folder).expanduser().resolve().name))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        revision: str | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        token: str | None = None,
+    ) -> Self:
+        """Load what `save_pretrained` or `push_to_hub` wrote, in evaluation mode; no code is run.
+
+        Args:
+            source: Folder, or hub id of the form `owner/name`.
+            revision: Branch, tag or commit on the hub.
+            device: Where the parameters go; None for the CPU.
+            dtype: Floating type to convert to; None keeps the stored one.
+            token: Access token for a private model; None for the one logged in with.
+
+        Raises:
+            CheckpointError: Something is missing, damaged, inconsistent, or was saved by another class.
+        """
+        return cls._restored(open_checkpoint(source, cls._kind, revision=revision, token=token), device, dtype)
+
+    def push_to_hub(
+        self, repo_id: str, *, private: bool | None = None, token: str | None = None, commit_message: str | None = None
+    ) -> str:
+        """Publish on the hub as `owner/name`, in one commit; the address of that commit."""
+        contents = self._contents(repo_id)
+        return push_checkpoint(repo_id, contents, private=private, token=token, commit_message=commit_message)
+
+
+class Ensemble(Saved, nn.Module):
     """A transformer classifier with M members: stem, encoder, readout; `forward` gives `[M, B, C]`.
 
     A single model is an ensemble with one member, a pruned model one with fewer heads, a Deep Ensemble one
     whose members share nothing, a Hydra Ensemble one whose members share stem and MLPs.
+
+    Attributes:
+        config: What it is made of.
+        metadata: Labels, preprocessing, calibration, history.
+        kind: `"image"` or `"text"`.
+        num_members: Number of members, M.
+        num_classes: Number of classes; 0 when there is no classifier.
+        num_layers: Number of transformer blocks.
+        num_heads: Heads per layer before pruning.
+        heads: Original indices of the heads kept, `heads[member][layer]`.
     """
 
     _kind = ENSEMBLE
 
     def __init__(self, config: EnsembleConfig, metadata: Metadata | None = None) -> None:
         super().__init__()
-        self.config = config
-        self.metadata = Metadata() if metadata is None else metadata
+        self.config, self.metadata = config, Metadata() if metadata is None else metadata
+        self.kind, self.num_members, self.num_classes = config.kind, config.members, config.readout.num_classes
+        self.num_layers, self.num_heads, self.heads = config.encoder.layers, config.encoder.heads, config.heads
         width, copies = config.encoder.width, config.copies("stem")
         self.stem: PatchStem | TextStem
         if isinstance(config.stem, PatchStemConfig):
@@ -75,27 +166,20 @@ class Ensemble(Saved, Predictor, nn.Module):
     # --- running -----------------------------------------------------------------------------------------
 
     def forward(
-        self,
-        inputs: Tensor | Mapping[str, Tensor],
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
+        self, inputs: Given, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
         """Member logits `[M, B, C]`.
 
         Args:
-            inputs: Images `[B, 3, H, W]`, token ids `[B, T]`, or a mapping as tokenizers and image
-                processors give it (`pixel_values`, or `input_ids` with `attention_mask` and
-                `token_type_ids`; `labels` are ignored).
+            inputs: Images `[B, 3, H, W]`, token ids `[B, T]`, or a mapping as tokenizers and image processors give it
+                (`pixel_values`, or `input_ids` with `attention_mask` and `token_type_ids`; `labels` are ignored).
             attention_mask: `[B, T]`, 0 at padding.
             token_type_ids: `[B, T]`, the segment of each token.
         """
         return self._per_member(self.readout(*self._encoded(inputs, attention_mask, token_type_ids)))
 
     def features(
-        self,
-        inputs: Tensor | Mapping[str, Tensor],
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
+        self, inputs: Given, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
         """Pooled features `[M, B, d]`, as the classifier (or its hidden layer) sees them."""
         return self._per_member(self.readout.pool(*self._encoded(inputs, attention_mask, token_type_ids)))
@@ -110,10 +194,28 @@ class Ensemble(Saved, Predictor, nn.Module):
             check_finite: Refuse logits that are NaN or infinite. On a GPU this waits for them; nothing else does.
         """
         with evaluation_mode(self):
-            return self._prediction(self(self.prepare(inputs)), check_finite)
+            return self.prediction(self(self.prepare(inputs)), check_finite)
+
+    def prepare(self, inputs: Any) -> Inputs:
+        """What `predict` takes, as inputs for `forward` on the device and in the dtype of the model."""
+        if not isinstance(inputs, Tensor | Mapping):
+            if self.metadata.preprocessing is None:
+                advice = "give tensors, or convert the model with processor="
+                raise DataError(f"got {type(inputs).__name__}, but there is no saved preprocessing; {advice}")
+            raw: Any = [inputs] if isinstance(inputs, tuple) and self.kind == "text" else inputs
+            inputs = self.metadata.preprocessing(raw)
+        return move(read_batch(inputs)[0], self.device, self.dtype)
+
+    def prediction(self, logits: Tensor, check_finite: bool = True) -> Prediction:
+        """What member logits `[M, B, C]` say, with the calibration and the class names of this ensemble."""
+        if not self.num_classes:
+            raise ConfigError("this ensemble has no classifier; convert the model with num_labels=, or use features()")
+        found, labels = self.metadata.calibration or Calibration(), self.metadata.labels or None
+        temperature = found.temperature if len(found.temperature) > 1 else found.temperature[0]
+        return Prediction.from_logits(logits, temperature, found.threshold, found.score, labels, check_finite)
 
     def _encoded(
-        self, inputs: Tensor | Mapping[str, Tensor], attention_mask: Tensor | None, token_type_ids: Tensor | None
+        self, inputs: Given, attention_mask: Tensor | None, token_type_ids: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """What the readout takes: tokens after the last block `[N, B, T', d]`, key mask, main input."""
         main, mask, segments = self.unpack(inputs, attention_mask, token_type_ids)
@@ -135,10 +237,7 @@ class Ensemble(Saved, Predictor, nn.Module):
         return self.stem(inputs, token_type_ids), key_mask
 
     def unpack(
-        self,
-        inputs: Tensor | Mapping[str, Tensor],
-        attention_mask: Tensor | None,
-        token_type_ids: Tensor | None,
+        self, inputs: Given, attention_mask: Tensor | None, token_type_ids: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The main input, mask and segments, whether they come as arguments or in a mapping."""
         if isinstance(inputs, Tensor):
@@ -155,13 +254,11 @@ class Ensemble(Saved, Predictor, nn.Module):
         mask, segments = inputs.get("attention_mask", attention_mask), inputs.get("token_type_ids", token_type_ids)
         return inputs[name], mask, segments
 
-    def optimize(
-        self, example_inputs: Tensor | Mapping[str, Tensor] | None = None, **options: Any
-    ) -> "OptimizedEnsemble":
-        """A frozen, faster runner of this ensemble; see `hydra_ensembles.optimize.optimize` for the options."""
-        from ..optimize.runner import optimize
+    def optimize(self, example_inputs: Given | None = None, **options: Any) -> "OptimizedEnsemble":
+        """A frozen, faster runner of this ensemble; `OptimizedEnsemble` says which options there are."""
+        from ..optimize.runner import OptimizedEnsemble
 
-        return optimize(self, example_inputs, **options)
+        return OptimizedEnsemble(self, example_inputs, **options)
 
     # --- members -----------------------------------------------------------------------------------------
 
@@ -174,11 +271,10 @@ class Ensemble(Saved, Predictor, nn.Module):
         given = listed(members, "Ensemble.stack")
         strange = sorted({type(one).__name__ for one in given if not isinstance(one, Ensemble)})
         if strange:
-            advice = "convert models first: he.convert(model); dual encoders have DualEncoder.stack"
+            advice = "convert models first: he.convert(model); dual encoders are fused"
             raise ConfigError(f"Ensemble.stack takes ensembles, got {strange}; {advice}")
         states, heads, metadata = singles(given)
-        first = given[0].config
-        config = EnsembleConfig(first.stem, first.encoder, first.readout, heads)
+        config = replace(member_config(given[0].config, 0), heads=heads)
         return Ensemble.from_state(config, join_states(config, states), metadata)
 
     def member(self, index: int) -> "Ensemble":
@@ -226,26 +322,6 @@ class Ensemble(Saved, Predictor, nn.Module):
         return cls.from_state(config, own, metadata)
 
     # --- looking at it -----------------------------------------------------------------------------------
-
-    @property
-    def num_layers(self) -> int:
-        """Number of transformer blocks."""
-        return self.config.encoder.layers
-
-    @property
-    def num_heads(self) -> int:
-        """Heads per layer before pruning."""
-        return self.config.encoder.heads
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.config.encoder.head_dim
-
-    @property
-    def heads(self) -> KeptHeads:
-        """Original indices of the heads kept, `heads[member][layer]`."""
-        return self.config.heads
 
     @property
     def device(self) -> torch.device:

@@ -7,6 +7,7 @@ on one axis of length K; members may keep different numbers of them.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -46,8 +47,7 @@ class Block(nn.Module):
         encoder = config.encoder
         self.norm_first = encoder.norm_first
         self.drop_path = encoder.drop_path[layer] if encoder.drop_path else 0.0
-        norms = config.copies("norms", layer)
-        copies = config.copies("attention", layer)
+        norms, copies = config.copies("norms", layer), config.copies("attention", layer)
         self.norm1 = GroupedNorm(norms, encoder.width, encoder.norm_eps, encoder.norm)
         self.attention = Attention(encoder, tuple(len(config.heads[m][layer]) for m in range(copies)))
         self.norm2 = GroupedNorm(norms, encoder.width, encoder.norm_eps, encoder.norm)
@@ -117,12 +117,7 @@ class Attention(nn.Module):
         return len(set(self.sizes)) == 1
 
     def forward(self, x: Tensor, key_mask: Tensor | None, read: slice | None = None) -> Tensor:
-        """Attend within `[N, B, T, d]`.
-
-        Args:
-            x: Normalised activations; N is 1 while the members still agree.
-            key_mask: `[B, T]`, true where a token may be attended to; None when all may.
-            read: Positions whose output is needed; None for all.
+        """Attend within normalised activations `[N, B, T, d]`; arguments as in `Encoder.forward`.
 
         Returns:
             `[max(N, G), B, T', d]`, LayerScale and dropout applied, residual not added.
@@ -181,24 +176,12 @@ class Attention(nn.Module):
             return y.unflatten(2, (-1, *weight.shape[1:3]))
         return into_heads(x, weight, bias, len(self.sizes))
 
-    def extra_repr(self) -> str:
-        """Sizes, for `repr`."""
-        _, _, head_dim, width = self.qkv.shape
-        heads = self.sizes[0] if self.even else list(self.sizes)
-        return f"copies={len(self.sizes)}, heads={heads}, head_dim={head_dim}, width={width}"
-
 
 def into_heads(x: Tensor, weight: Tensor, bias: Tensor | None, members: int) -> Tensor:
     """Input projections of members with inputs of their own and K / M heads each, in one batched product.
 
-    Args:
-        x: `[M, B, T, d]`.
-        weight: `[K, P, d_k, d]`, P of query, key and value.
-        bias: `[K, P, d_k]` or None.
-        members: M.
-
-    Returns:
-        `[M·B, T, K / M, P, d_k]`.
+    `x` is `[M, B, T, d]`, the weight `[K, P, d_k, d]` with P of query, key and value, the bias `[K, P, d_k]` or None;
+    the result is `[M·B, T, K / M, P, d_k]`.
     """
     heads, parts, head_dim, width = weight.shape
     rows = weight.reshape(members, -1, width).transpose(1, 2)  # [M, d, h·P·d_k]
@@ -213,17 +196,8 @@ def attend(
 ) -> Tensor:
     """Attention of every head; the one place where it is computed, and where a backend is chosen.
 
-    Args:
-        q: `[R, T', H, d_k]`.
-        k: `[R, T, H, d_k]`.
-        v: `[R, T, H, d_k]`.
-        key_mask: `[B, T]`, true where a token may be attended to; None when all may.
-        repeats: R = repeats · B.
-        causal: Whether a token attends only to itself and those before it.
-        dropout: Rate at which attention weights are dropped.
-
-    Returns:
-        `[R, T', H, d_k]`.
+    Query `[R, T', H, d_k]`, key and value `[R, T, H, d_k]` give `[R, T', H, d_k]`, where R = repeats · B. The key mask
+    `[B, T]` is true where a token may be attended to; `dropout` is the rate at which attention weights are dropped.
     """
     mask = None
     if key_mask is not None:
@@ -246,11 +220,7 @@ _DIFFERENTIABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, S
 
 
 def _right_gradients(*inputs: Tensor) -> AbstractContextManager[None]:
-    """Leave out cuDNN where a backward pass may follow on a GPU.
-
-    Its gradients are wrong, or NaN, for some layouts of what comes back and for some masks, while its outputs are
-    right; which model is hit changes with the version of torch. Inference keeps it.
-    """
+    """Leave out cuDNN where a backward pass may follow on a GPU: for some layouts and masks its gradients are wrong."""
     if not (inputs[0].is_cuda and torch.is_grad_enabled() and any(one.requires_grad for one in inputs)):
         return nullcontext()
     if torch.compiler.is_compiling():  # traced code cannot ask for the flags
@@ -331,11 +301,6 @@ class GroupedLinear(nn.Module):
             y = y + bias[:, None, :]
         return y.unflatten(1, x.shape[1:-1])  # [M, B, T, out]
 
-    def extra_repr(self) -> str:
-        """Sizes, for `repr`."""
-        copies, outputs, inputs = self.weight.shape
-        return f"copies={copies}, inputs={inputs}, outputs={outputs}, bias={self.bias is not None}"
-
 
 class GroupedNorm(nn.Module):
     """LayerNorm or RMSNorm over the last axis, with one set of weights or one per member."""
@@ -366,10 +331,7 @@ class GroupedNorm(nn.Module):
         return F.layer_norm(x, shape, self.weight[copy], self.bias[copy], self.eps)
 
     def of_heads(self, x: Tensor, sizes: tuple[int, ...], copy: int | None = None) -> Tensor:
-        """Normalise each head of `[R, T, H, d_k]` with the weights of the copy it belongs to.
-
-        `sizes` are the numbers of heads of the copies; `copy` is the one that all of these belong to, or None.
-        """
+        """Normalise each head of `[R, T, H, d_k]` by its copy, which all belong to or which has so many heads."""
         copies = self.weight.shape[0]
         if copies == 1 or copy is not None:
             return self.of_copy(0 if copies == 1 or copy is None else copy, x)
@@ -377,20 +339,10 @@ class GroupedNorm(nn.Module):
             return torch.cat([self.of_copy(one, part) for one, part in enumerate(x.split(sizes, dim=2))], dim=2)
         return self(x.unflatten(0, (copies, -1))).flatten(0, 1)  # copies on the batch axis
 
-    def extra_repr(self) -> str:
-        """Sizes, for `repr`."""
-        copies, width = self.weight.shape
-        return f"copies={copies}, width={width}, eps={self.eps}, kind={self.kind!r}"
-
 
 def empty(*shape: int) -> nn.Parameter:
     """A parameter whose values are still to be filled in, by loading or by `Ensemble.reset_parameters`."""
     return nn.Parameter(torch.empty(*shape))
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation of GELU."""
-    return F.gelu(x, approximate="tanh")
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -400,7 +352,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 ACTIVATIONS: dict[Activation | HiddenActivation, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "quick_gelu": quick_gelu,
     "relu": F.relu,
     "silu": F.silu,

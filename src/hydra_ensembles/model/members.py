@@ -1,6 +1,7 @@
 """Taking members apart and putting them together: configs and states, without a model."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ HEAD_AXIS = ("attention.qkv", "attention.qkv_bias", "attention.out")
 def place_of(parameter: str) -> tuple[Group, int | None]:
     """Group and layer (None outside the encoder) of a parameter, by its name."""
     parts = parameter.split(".")
-    if parts[0] == "encoder":
+    if parts[0] == "encoder":  # encoder.layers.LAYER.PART.…
         groups: dict[str, Group] = {"attention": "attention", "mlp": "mlp"}
         return groups.get(parts[3], "norms"), int(parts[2])
     if parts[0] == "readout":
@@ -51,17 +52,11 @@ def member_state(config: EnsembleConfig, state: Mapping[str, Tensor], member: in
 
 
 def join_states(config: EnsembleConfig, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Parameters of an ensemble whose members have the given single-member states.
-
-    Where `config` stores a parameter once, the first member's is taken; callers that share a group make
-    sure beforehand that the members agree, or average them.
-    """
-    joined: dict[str, Tensor] = {}
-    for name, tensor in states[0].items():
-        group, layer = place_of(name)
-        once = config.copies(group, layer) == 1
-        joined[name] = tensor if once else torch.cat([state[name] for state in states])
-    return joined
+    """Parameters of an ensemble whose members have the given states; the first one's where they are stored once."""
+    return {
+        name: tensor if config.copies(*place_of(name)) == 1 else torch.cat([state[name] for state in states])
+        for name, tensor in states[0].items()
+    }
 
 
 def common_layers(heads: KeptHeads, differing: Sequence[str]) -> int:
@@ -79,23 +74,17 @@ def join_equal(
     No weight is changed. Members that are equal in everything become a single one.
     """
     heads = tuple(config.heads[0] for config in configs)
-    first = configs[0]
     differing = unequal(states)
     groups, trunk = {place_of(name)[0] for name in differing}, common_layers(heads, differing)
-    if not groups and trunk == first.encoder.layers:
-        return first, dict(states[0])
+    if not groups and trunk == configs[0].encoder.layers:
+        return configs[0], dict(states[0])
     sharing = Sharing(**{group: group not in groups for group in GROUPS if group != "attention"})
-    config = EnsembleConfig(first.stem, first.encoder, first.readout, heads, sharing, trunk)
+    config = replace(configs[0], heads=heads, sharing=sharing, trunk=trunk)
     return config, join_states(config, states)
 
 
-def same_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    """Whether two sets of weights are the same, to the last bit, wherever they lie."""
-    return first.keys() == second.keys() and not unequal([first, second])
-
-
 def unequal(states: Sequence[Mapping[str, Tensor]]) -> list[str]:
-    """Names of the parameters that are not the same in all states."""
+    """Names of the parameters that are not the same, to the last bit, in all states, wherever they lie."""
 
     def differs(tensor: Tensor, other: Tensor) -> bool:
         return tensor.shape != other.shape or not torch.equal(tensor, other.to(tensor.device))
@@ -131,10 +120,9 @@ def require_same_dtype_and_device(states: Sequence[Mapping[str, Tensor]]) -> Non
         for name, first in states[0].items():
             other = state.get(name, first)
             if (first.dtype, first.device) != (other.dtype, other.device):
-                raise ConfigError(
-                    f"member 0 has {name} in {first.dtype} on {first.device}, member {index} in {other.dtype} on "
-                    f"{other.device}; convert the members first: member.to({str(first.device)!r}, {first.dtype})"
-                )
+                mine, theirs = f"{first.dtype} on {first.device}", f"{other.dtype} on {other.device}"
+                advice = "convert the members first: member.to(device, dtype)"
+                raise ConfigError(f"member 0 has {name} in {mine}, member {index} in {theirs}; {advice}")
 
 
 def require_same_architecture(configs: Sequence[EnsembleConfig]) -> None:
@@ -142,7 +130,5 @@ def require_same_architecture(configs: Sequence[EnsembleConfig]) -> None:
     for index, config in enumerate(configs[1:], start=1):
         differences = configs[0].differences(config)
         if differences:
-            raise ConfigError(
-                f"member 0 and member {index} do not have the same architecture: {'; '.join(differences[:5])}. "
-                "Members must be copies of one model, pruned or fine-tuned in different ways"
-            )
+            what = f"member 0 and member {index} do not have the same architecture: {'; '.join(differences[:5])}"
+            raise ConfigError(f"{what}. Members must be copies of one model, pruned or fine-tuned in different ways")

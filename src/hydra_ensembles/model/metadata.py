@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ from ..prediction import ScoreName, check_temperature
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..schema import ADDED_LATER
 from .config import EnsembleConfig, ProjectionConfig
-from .members import join_equal, member_config, member_state, same_tensors
+from .members import join_equal, member_config, member_state, unequal
+
+Copied = TypeVar("Copied", Tensor, tuple[float, ...])  # something with one entry for all members, or one for each
 
 
 @dataclass(frozen=True)
@@ -63,19 +65,14 @@ class Metadata:
 
 
 def member_metadata(metadata: Metadata, index: int, members: int) -> Metadata:
-    """Metadata of one of so many members on its own.
-
-    Calibration and metrics are those of all members together, so they are dropped where there are several.
-    """
+    """Metadata of one of so many members on its own; calibration and metrics of several together are not its own."""
     if members > 1:
         metadata = replace(metadata, calibration=None, metrics={})
     return metadata if metadata.text_side is None else replace(metadata, text_side=metadata.text_side.member(index))
 
 
 def common_metadata(members: Sequence[Metadata]) -> Metadata:
-    """Metadata of an ensemble put together from members, each with its own: what they agree on.
-
-    Calibrations do not carry over. Text sides are put together.
+    """Metadata of an ensemble put together from members: what they agree on, without calibration, text sides joined.
 
     Raises:
         ConfigError: Two members have different class names, or the same ones in another order.
@@ -84,18 +81,13 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
     for index, labels in named[1:]:
         start, expected = named[0]
         if labels != expected:  # classes are averaged by position
-            raise ConfigError(
-                f"members {start} and {index} have different class names, or in another order: {_shown(expected)} and "
-                f"{_shown(labels)}. If only the names differ, give both the same with .with_metadata(labels=...)"
-            )
+            names = f"{', '.join(expected[:8])} and {', '.join(labels[:8])}"
+            advice = "if only the names differ, give both the same with .with_metadata(labels=...)"
+            raise ConfigError(f"members {start} and {index} have different class names, {names}; {advice}")
     history = tuple(dict.fromkeys(line for member in members for line in member.history))
     labels = members[0].labels if len(named) == len(members) else ()
     side = join_text_sides([member.text_side for member in members])
     return replace(members[0], labels=labels, calibration=None, history=history, metrics={}, text_side=side)
-
-
-def _shown(labels: tuple[str, ...]) -> str:
-    return ", ".join(labels[:8]) + (", …" if len(labels) > 8 else "") + f" ({len(labels)})"
 
 
 def odd_names(names: Sequence[object]) -> tuple[int | None, list[str]]:
@@ -112,16 +104,7 @@ TOWER, PROJECTION = "tower.", "projection."
 
 @dataclass(frozen=True)
 class TextSettings:
-    """What a text side is made of, without its weights.
-
-    Attributes:
-        tower: The text tower.
-        projection: From its features to the embedding; None when they are the embedding.
-        logit_scale: Logarithm of the scale of the cosines, one number or one per member.
-        logit_bias: Added to the scaled cosines; None for no bias.
-        templates: The sentences in which the class names stood.
-        preprocessing: The tokenizer.
-    """
+    """What a text side is made of, without its weights; `logit_scale` and `logit_bias` as in a dual encoder."""
 
     tower: EnsembleConfig
     projection: ProjectionConfig | None
@@ -131,28 +114,26 @@ class TextSettings:
     preprocessing: TextPreprocessing
 
     def __post_init__(self) -> None:
-        counts = {"tower": self.tower.members, "logit_scale": len(self.logit_scale)}
-        if self.projection is not None:
-            counts["projection"] = self.projection.copies
-        if self.logit_bias is not None:
-            counts["logit_bias"] = len(self.logit_bias)
-        if any(count not in (1, self.members) for count in counts.values()):
-            raise ConfigError(f"each part of a text side is there once or once per member, got {counts}")
+        if any(count not in (1, self.members) for count in self._copies()):
+            raise ConfigError(f"each part of a text side is there once or once per member, got {self._copies()}")
 
     @property
     def members(self) -> int:
         """Number of members that differ in anything; 1 when one text side serves all."""
-        copies = 1 if self.projection is None else self.projection.copies
-        return max(self.tower.members, copies, len(self.logit_scale))
+        return max(self._copies())
+
+    def _copies(self) -> tuple[int, ...]:
+        """How often tower, projection, scale and bias are there."""
+        projection = 1 if self.projection is None else self.projection.copies
+        biases = 1 if self.logit_bias is None else len(self.logit_bias)
+        return self.tower.members, projection, len(self.logit_scale), biases
 
 
 @dataclass(frozen=True, eq=False)
 class TextSide:
     """A text tower with its projection, scale, templates and tokenizer; never changed once it is made.
 
-    Attributes:
-        settings: Everything but the weights.
-        state: The weights: `tower.…` as in an ensemble, and `projection.…`.
+    The weights in `state` are named `tower.…`, as in an ensemble, and `projection.…`.
     """
 
     settings: TextSettings
@@ -161,7 +142,7 @@ class TextSide:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TextSide) or self.settings != other.settings:
             return False
-        return same_tensors(self.state, other.state)
+        return self.state.keys() == other.state.keys() and not unequal([self.state, other.state])
 
     def part(self, prefix: str) -> dict[str, Tensor]:
         """The weights of the tower (`TOWER`) or the projection (`PROJECTION`), by their names in there."""
@@ -172,18 +153,17 @@ class TextSide:
         old = self.settings
         if old.members == 1:
             return self
-        of_tower = index if old.tower.members > 1 else 0
-        projection = self.part(PROJECTION)
-        if old.projection is not None and old.projection.copies > 1:
-            projection = {name: tensor[index : index + 1] for name, tensor in projection.items()}
+        place = min(index, old.tower.members - 1)
+        tower = member_state(old.tower, self.part(TOWER), place)
+        projection = {name: _one(tensor, index) for name, tensor in self.part(PROJECTION).items()}
         settings = replace(
             old,
-            tower=member_config(old.tower, of_tower),
+            tower=member_config(old.tower, place),
             projection=None if old.projection is None else replace(old.projection, copies=1),
             logit_scale=_one(old.logit_scale, index),
             logit_bias=None if old.logit_bias is None else _one(old.logit_bias, index),
         )
-        return TextSide(settings, text_state(member_state(old.tower, self.part(TOWER), of_tower), projection))
+        return TextSide(settings, text_state(tower, projection))
 
 
 def join_text_sides(sides: Sequence[TextSide | None]) -> TextSide | None:
@@ -195,26 +175,19 @@ def join_text_sides(sides: Sequence[TextSide | None]) -> TextSide | None:
     if not present or len(present) < len(sides):
         return None
     settings = [side.settings for side in present]
-    first = settings[0]
+    first, biases = settings[0], [one.logit_bias for one in settings if one.logit_bias is not None]
     for one in settings:
         like_first = replace(one, tower=first.tower, logit_scale=first.logit_scale, logit_bias=first.logit_bias)
-        biased = (one.logit_bias is None) != (first.logit_bias is None)
-        if like_first != first or first.tower.differences(one.tower) or biased:
+        if like_first != first or first.tower.differences(one.tower) or len(biases) not in (0, len(settings)):
             return None
     config, tower = join_equal([one.tower for one in settings], [side.part(TOWER) for side in present])
     projections = [side.part(PROJECTION) for side in present]
     projection, stored = projections[0], first.projection
-    if stored is not None and not all(same_tensors(projection, other) for other in projections[1:]):
+    if stored is not None and unequal(projections):
         projection = {name: torch.cat([one[name] for one in projections]) for name in projection}
         stored = replace(stored, copies=len(present))
-    biases = [one.logit_bias for one in settings if one.logit_bias is not None]
-    joined = replace(
-        first,
-        tower=config,
-        projection=stored,
-        logit_scale=_all([one.logit_scale for one in settings]),
-        logit_bias=_all(biases) if biases else None,
-    )
+    scale, bias = _all([one.logit_scale for one in settings]), _all(biases) if biases else None
+    joined = replace(first, tower=config, projection=stored, logit_scale=scale, logit_bias=bias)
     return TextSide(joined, text_state(tower, projection))
 
 
@@ -224,8 +197,10 @@ def text_state(tower: Mapping[str, Tensor], projection: Mapping[str, Tensor]) ->
     return {prefix + name: tensor for prefix, part in parts for name, tensor in part.items()}
 
 
-def _one(values: tuple[float, ...], index: int) -> tuple[float, ...]:
-    return values if len(values) == 1 else (values[index],)
+def _one(copies: Copied, index: int) -> Copied:
+    """That of one member, where there is one for each; else the only one."""
+    start = min(index, len(copies) - 1)
+    return copies[start : start + 1]
 
 
 def _all(values: Sequence[tuple[float, ...]]) -> tuple[float, ...]:

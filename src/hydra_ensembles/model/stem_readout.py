@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import ConfigError, DataError
+from ..errors import DataError
 from .config import EnsembleConfig, PatchStemConfig, ProjectionConfig, Resample, TextStemConfig
 from .layers import ACTIVATIONS, GroupedLinear, GroupedNorm, attend, empty
 
@@ -58,10 +58,8 @@ class PatchStem(nn.Module):
             raise DataError(f"expected images of shape [batch, {channels}, height, width], got {list(images.shape)}")
         height, width = images.shape[2:]
         if height % patch[0] or width % patch[1] or not height or not width:
-            raise DataError(
-                f"images are {height}x{width}, which the patch size {patch[0]}x{patch[1]} does not divide; "
-                f"resize them, for example to {self.config.image_size[0]}x{self.config.image_size[1]}"
-            )
+            advice = f"resize them, for example to {self.config.image_size}"
+            raise DataError(f"images are {height}x{width}, which the patch size {patch} does not divide; {advice}")
         return height // patch[0], width // patch[1]
 
 
@@ -104,8 +102,9 @@ class TextStem(nn.Module):
         if segments is not None and segments.shape != ids.shape:
             raise DataError(f"segments have shape {list(segments.shape)}, token ids {list(ids.shape)}; give both alike")
         if not 0 < ids.shape[1] <= self.config.max_tokens:
-            accepted = f"at least one token, and positions for {self.config.max_tokens}"
-            raise DataError(f"the sequence has {ids.shape[1]} tokens; there must be {accepted}: truncate the input")
+            raise DataError(
+                f"got {ids.shape[1]} tokens, there may be 1 to {self.config.max_tokens}: truncate the input"
+            )
         x = lookup(self.words, ids) + lookup(self.positions, self._position_ids(ids))
         if self.segments is not None:
             x = x + lookup(self.segments, torch.zeros_like(ids) if segments is None else segments)
@@ -136,18 +135,15 @@ class Readout(nn.Module):
 
     def __init__(self, config: EnsembleConfig) -> None:
         super().__init__()
-        readout, width = config.readout, config.encoder.width
-        copies = config.copies("readout")
+        readout, width, copies = config.readout, config.encoder.width, config.copies("readout")
+        norms, kind = config.copies("norms"), config.encoder.norm
         self.config = readout
         self.prefix = config.stem.prefix_tokens if isinstance(config.stem, PatchStemConfig) else 0
-        norms = config.copies("norms")
-        self.norm = None if readout.norm == "none" else GroupedNorm(norms, width, readout.norm_eps, config.encoder.norm)
+        self.norm = None if readout.norm == "none" else GroupedNorm(norms, width, readout.norm_eps, kind)
         self.map = MapPool(config, copies) if readout.pool == "map" else None
-        features = 2 * width if readout.pool == "cls_mean" else width
-        self.features = features
+        self.features = features = 2 * width if readout.pool == "cls_mean" else width
         self.hidden = GroupedLinear(copies, features, features) if readout.hidden else None
-        self.classifier, self.distillation_classifier = None, None
-        self.projection, self.class_embeddings = None, None
+        self.classifier = self.distillation_classifier = self.projection = self.class_embeddings = None
         if readout.cosine is not None:
             embedding = readout.cosine.width or features
             if readout.cosine.width is not None:
@@ -266,18 +262,20 @@ class Projections(nn.Module):
     def fresh(cls, image_width: int, text_width: int, outputs: int, bias: bool = False) -> "Projections":
         """New maps for both towers, from their feature widths to an embedding of `outputs` numbers."""
         ProjectionConfig(outputs, bias)  # refuses what is no width
-        weights = [torch.randn(1, outputs, width) * width**-0.5 for width in (image_width, text_width)]
         zeros = torch.zeros(1, outputs) if bias else None
-        return cls(*(linear(weight, zeros) for weight in weights))
-
-    @staticmethod
-    def stack(members: "list[Projections]") -> "Projections":
-        """The maps of several members, one after another."""
-        return Projections(_join("image", [one.image for one in members]), _join("text", [one.text for one in members]))
+        widths = (image_width, text_width)
+        return cls(*(linear(torch.randn(1, outputs, width) * width**-0.5, zeros) for width in widths))
 
     def member(self, index: int) -> "Projections":
         """A copy of the maps that one member uses."""
-        return Projections(_take(self.image, index), _take(self.text, index))
+
+        def taken(projection: GroupedLinear | None) -> GroupedLinear | None:
+            if projection is None:
+                return None
+            one = [min(index, projection.weight.shape[0] - 1)]  # the only one, where all share it
+            return linear(projection.weight[one], None if projection.bias is None else projection.bias[one])
+
+        return Projections(taken(self.image), taken(self.text))
 
 
 def projection_from(config: ProjectionConfig | None, inputs: int) -> GroupedLinear | None:
@@ -313,19 +311,3 @@ def compose(inner: GroupedLinear | None, outer: GroupedLinear | None) -> Grouped
         through = (outer.weight @ inner.bias[..., None])[..., 0]
         bias = through if outer.bias is None else through + outer.bias
     return linear(outer.weight @ inner.weight, bias)
-
-
-def _take(projection: GroupedLinear | None, index: int) -> GroupedLinear | None:
-    if projection is None:
-        return None
-    one = [min(index, projection.weight.shape[0] - 1)]  # the only one, where all share it
-    return linear(projection.weight[one], None if projection.bias is None else projection.bias[one])
-
-
-def _join(tower: str, maps: list[GroupedLinear | None]) -> GroupedLinear | None:
-    kinds = {"none" if one is None else one.extra_repr() for one in maps}
-    if len(kinds) > 1:
-        raise ConfigError(f"the members' {tower} projections differ: {sorted(kinds)}; give copies of one model")
-    weights: list[Tensor] = [one.weight for one in maps if one is not None]
-    biases: list[Tensor] = [one.bias for one in maps if one is not None and one.bias is not None]
-    return linear(torch.cat(weights), torch.cat(biases) if biases else None) if weights else None

@@ -1,5 +1,5 @@
 """Fast inference: the same numbers from the plan that suits shape, dtype and device."""
 
-from .runner import Choice, OptimizedEnsemble, RunOptions, optimize
+from .runner import Choice, OptimizedEnsemble
 
-__all__ = ["Choice", "OptimizedEnsemble", "RunOptions", "optimize"]
+__all__ = ["Choice", "OptimizedEnsemble"]

@@ -1,4 +1,4 @@
-"""A frozen ensemble: its weights simplified and laid out for one plan to run it by."""
+"""A frozen ensemble: its weights rewritten for inference, and laid out for one plan to run it by."""
 
 import copy
 from collections.abc import Callable
@@ -10,9 +10,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..model.ensemble import Ensemble
-from ..model.layers import Attention, GroupedLinear, attend, head_ranges, into_heads, out_of_heads, read_tokens
+from ..model.layers import (
+    MLP,
+    Attention,
+    Block,
+    GroupedLinear,
+    GroupedNorm,
+    attend,
+    head_ranges,
+    into_heads,
+    out_of_heads,
+    read_tokens,
+)
+from ..model.members import HEAD_AXIS
 from ..model.stem_readout import PatchStem
-from .simplify import attention_inputs, blocks, fixed, replace_part, simplified
 
 Plan = Literal["batched", "loop", "grouped"]
 """How members with inputs of their own are run: in one batched product, for which they are padded to the widest; one
@@ -54,14 +65,10 @@ class FrozenAttention(nn.Module):
     """Computes what an `Attention` with folded biases computes, by one of the plans.
 
     Attributes:
-        sizes: Number of heads of each copy; K is their sum, G how many copies there are.
         one_input: Whether all heads see one input, or there is one copy of them: then a plain product with all of
             them does, whatever the plan.
         into: Input projections: one with query, key and value; or, in a block that computes few of its tokens,
             one with the query and one with key and value, each contiguous.
-        out: `[K, d_k, d]`.
-        out_bias: `[1 or G, d]` or None.
-        distinct: As in `Attention`.
         head_ends: `[M]` of int32, where each member's heads end on the axis of all heads; for the plan `"grouped"`.
     """
 
@@ -175,10 +182,7 @@ class IntoHeads(nn.Module):
     """Some of query, key and value of all heads: weights `[K, P, d_k, d]`.
 
     A plain product takes its bias along for free. In a batched or grouped product the bias is a pass of its own
-    over the result, so it is added to the parts that have one and to no other.
-
-    Attributes:
-        biased: Places among the P parts whose bias is not zero.
+    over the result, so it is added only to the parts (`biased`) in which it is not zero.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, parts: tuple[int, ...], biased: set[int]) -> None:
@@ -229,14 +233,9 @@ def _padded_heads(tensor: Tensor, sizes: tuple[int, ...]) -> nn.Parameter:
 
 
 class FrozenPatchStem(nn.Module):
-    """A patch stem for images of the size its position embedding was made for; others go the usual way.
+    """A patch stem for images of the size its position embedding was made for; others go the usual way."""
 
-    Attributes:
-        source: The stem it stands for; weights are its own.
-        prefix: `[G, P, d]`, the prefix tokens with their positions, or None.
-    """
-
-    prefix: Tensor | None
+    prefix: Tensor | None  # [G, P, d], the prefix tokens with their positions
 
     def __init__(self, source: PatchStem) -> None:
         super().__init__()
@@ -258,3 +257,185 @@ class FrozenPatchStem(nn.Module):
         if self.prefix is not None:
             x = torch.cat([self.prefix[:, None].expand(-1, x.shape[1], -1, -1), x], dim=2)
         return x if source.norm is None else source.norm(x)
+
+
+# --- rewriting the weights: equal copies merged, constants folded in --------------------------------------
+
+
+@torch.no_grad()
+def simplified(ensemble: Ensemble) -> Ensemble:
+    """A copy with the model's own modules in which equal copies are merged and constants folded into the weights.
+
+    Weights of half precision come back in float32, where folding does not lose digits; the caller converts.
+    """
+    memo = {id(ensemble.metadata): ensemble.metadata}  # never changed, and may hold text towers: not copied
+    result = copy.deepcopy(ensemble, memo).eval().requires_grad_(False)
+    _merge_equal_copies(result)
+    if result.dtype in (torch.bfloat16, torch.float16):
+        result.to(torch.float32)
+    for block in blocks(result):
+        if block.norm_first:
+            _fold_norms(block)
+        _fold_scales(block.attention, block.mlp)
+        _fold_biases(block.attention)
+    _compute_common_heads_once(result)
+    return result
+
+
+def blocks(ensemble: Ensemble) -> list[Block]:
+    """The blocks of the encoder."""
+    return [cast(Block, block) for block in ensemble.encoder.layers]
+
+
+def branching_layer(ensemble: Ensemble) -> int:
+    """The first layer in which activations differ between members; the number of layers if none does."""
+    inputs = attention_inputs(ensemble)
+    branches = (index for index, block in enumerate(blocks(ensemble)) if max(inputs[index], _copies(block)) > 1)
+    return next(branches, len(inputs))
+
+
+def attention_inputs(ensemble: Ensemble) -> list[int]:
+    """How many different inputs the attention of each layer sees: 1, or one for each member."""
+    members = next(ensemble.stem.parameters()).shape[0]
+    counts = []
+    for block in blocks(ensemble):
+        if block.norm_first and isinstance(block.norm1, GroupedNorm):
+            members = max(members, block.norm1.weight.shape[0])
+        counts.append(members)
+        members = max(members, _copies(block))
+    return counts
+
+
+def _copies(block: Block) -> int:
+    """The most copies of anything in a block."""
+    small = [parameter.shape[0] for name, parameter in block.named_parameters() if name not in HEAD_AXIS]
+    return max([len(block.attention.sizes), *small])
+
+
+def _merge_equal_copies(ensemble: Ensemble) -> None:
+    """Keep one copy of every parameter that is equal in all members, in place; they then branch as late as possible."""
+    _merge(*((module, name) for module in ensemble.stem.modules() for name in module._parameters))
+    for module in [*ensemble.encoder.modules(), *ensemble.readout.modules()]:
+        if isinstance(module, GroupedLinear | GroupedNorm):
+            _merge((module, "weight"), (module, "bias"))
+        elif isinstance(module, Block):
+            _merge((module.mlp, "scale"))
+            _merge_attention(module.attention)
+
+
+def _merge(*places: tuple[nn.Module, str]) -> None:
+    """Store these parameters once where all copies of all of them are equal."""
+    found = [(module, name, getattr(module, name)) for module, name in places if getattr(module, name) is not None]
+    if all(_equal_copies(parameter) for _, _, parameter in found):
+        for module, name, parameter in found:
+            setattr(module, name, fixed(parameter[:1].clone()))
+
+
+def _merge_attention(attention: Attention) -> None:
+    """Store the whole sublayer once where all copies are equal; else what can be stored once by itself."""
+    _merge((attention, "scale"))
+    _merge((attention, "out_bias"))
+    if len(attention.sizes) == 1 or not attention.even:
+        return
+    own = {name: parameter for name, parameter in attention.named_parameters() if f"attention.{name}" in HEAD_AXIS}
+    copies = [tensor.unflatten(0, (len(attention.sizes), -1)) for tensor in own.values() if len(tensor)]
+    small = [parameter for name, parameter in attention.named_parameters() if name not in own]
+    if all(_equal_copies(tensor) for tensor in [*copies, *small]):
+        attention.sizes = attention.sizes[:1]
+        for name, tensor in own.items():
+            setattr(attention, name, fixed(tensor[: attention.sizes[0]].clone()))
+
+
+def _equal_copies(parameter: Tensor) -> bool:
+    return all(torch.equal(parameter[0], other) for other in parameter[1:])
+
+
+def _compute_common_heads_once(ensemble: Ensemble) -> None:
+    """Where members see the same input for the last time, keep one of each set of equal heads, to be computed once."""
+    layer = branching_layer(ensemble)
+    if layer == len(blocks(ensemble)) or attention_inputs(ensemble)[layer] > 1:
+        return
+    attention = blocks(ensemble)[layer].attention
+    normed = attention.query_norm is not None and attention.query_norm.weight.shape[0] > 1
+    if normed or len(attention.sizes) == 1 or not len(attention.out):
+        return
+    rows = attention.qkv.flatten(1)
+    if attention.qkv_bias is not None:
+        rows = torch.cat([rows, attention.qkv_bias.flatten(1)], dim=1)
+    alike = [next(other for other, row in enumerate(rows) if torch.equal(row, one)) for one in rows]
+    firsts = sorted(set(alike))
+    if len(firsts) < len(rows):
+        attention.qkv = fixed(attention.qkv[firsts])
+        attention.qkv_bias = None if attention.qkv_bias is None else fixed(attention.qkv_bias[firsts])
+        attention.distinct = torch.tensor([firsts.index(one) for one in alike], device=rows.device)
+
+
+def _fold_norms(block: Block) -> None:
+    """Norms that members have of their own go into the projections after them, where members have these too."""
+    norm, attention = block.norm1, block.attention
+    if 1 < norm.weight.shape[0] == len(attention.sizes):
+        owner = _member_of_each_head(attention)
+        if norm.bias is not None:
+            constant = torch.einsum("kpid,kd->kpi", attention.qkv, norm.bias[owner])  # what β becomes, [K, 3, d_k]
+            attention.qkv_bias = _added(constant, attention.qkv_bias)
+        attention.qkv = fixed(attention.qkv * norm.weight[owner][:, None, None, :])
+        replace_part(block, "norm1", _without_weights(norm))
+    norm, up = block.norm2, block.mlp.up
+    if 1 < norm.weight.shape[0] == up.weight.shape[0]:
+        if norm.bias is not None:
+            up.bias = _added(torch.einsum("god,gd->go", up.weight, norm.bias), up.bias)  # [M, hidden]
+        up.weight = fixed(up.weight * norm.weight[:, None, :])
+        replace_part(block, "norm2", _without_weights(norm))
+
+
+def _without_weights(norm: GroupedNorm) -> nn.Module:
+    """What is left of a norm whose weights are folded: the same for every member."""
+    kind = nn.LayerNorm if norm.kind == "layer" else nn.RMSNorm
+    return kind(norm.weight.shape[1], norm.eps, elementwise_affine=False)
+
+
+def _fold_scales(attention: Attention, mlp: MLP) -> None:
+    """LayerScale goes into the output projection before it."""
+    if (scale := attention.scale) is not None:  # [1 or G, d]
+        of_heads = scale if scale.shape[0] == 1 else scale[_member_of_each_head(attention)]  # [1 or K, d]
+        attention.out = fixed(attention.out * of_heads[:, None, :])
+        attention.out_bias = None if attention.out_bias is None else fixed(attention.out_bias * scale)
+        attention.scale = None
+    if (scale := mlp.scale) is not None and scale.shape[0] in (1, mlp.down.weight.shape[0]):
+        mlp.down.weight = fixed(mlp.down.weight * scale[:, :, None])
+        mlp.down.bias = None if mlp.down.bias is None else fixed(mlp.down.bias * scale)
+        mlp.scale = None
+
+
+def _fold_biases(attention: Attention) -> None:
+    """The bias of the value becomes one of the output, that of the key is dropped: softmax does not see it."""
+    bias = attention.qkv_bias  # [K, 3, d_k]
+    if bias is None or not sum(attention.sizes):
+        return
+    through_heads = torch.einsum("ki,kid->kd", bias[:, 2], attention.out)  # [K, d]
+    constant = through_heads.new_zeros(len(attention.sizes), through_heads.shape[1])
+    constant.index_add_(0, _member_of_each_head(attention), through_heads)  # [G, d]
+    attention.out_bias = _added(constant, attention.out_bias)
+    kept = bias.clone()
+    kept[:, 1 if attention.key_norm is None else 2 :] = 0  # a norm in between sees the bias of the key
+    attention.qkv_bias = fixed(kept)
+
+
+def _member_of_each_head(attention: Attention) -> Tensor:
+    """`[K]`: which copy each head belongs to."""
+    sizes = torch.tensor(attention.sizes, device=attention.out.device)
+    return torch.repeat_interleave(torch.arange(len(attention.sizes), device=sizes.device), sizes)
+
+
+def _added(constant: Tensor, old: Tensor | None) -> nn.Parameter:
+    return fixed(constant if old is None else old + constant)
+
+
+def fixed(tensor: Tensor) -> nn.Parameter:
+    """A parameter that is not trained."""
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def replace_part(module: nn.Module, name: str, part: nn.Module) -> None:
+    """Put another part in the place of one, of a class that the module does not declare."""
+    setattr(module, name, part)

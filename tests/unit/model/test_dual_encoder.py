@@ -1,4 +1,4 @@
-"""Dual encoders: features, logits and gradients equal the originals'; stacked, and put together from two encoders."""
+"""Dual encoders: features, logits and gradients equal the originals'; members, and two encoders put together."""
 
 import copy
 
@@ -27,9 +27,8 @@ VARIED = (
 )
 every_case = pytest.mark.parametrize("case", DUAL_CASES, ids=str)
 varied_cases = pytest.mark.parametrize("case", [case for case in DUAL_CASES if case.name in VARIED], ids=str)
-TWO_LIBRARIES = [case for case in DUAL_CASES if case.name in ("transformers-quickgelu", "open_clip-nonscalar")]
-both_libraries = pytest.mark.parametrize("case", TWO_LIBRARIES, ids=str)
-TRANSFORMERS, OPEN_CLIP = TWO_LIBRARIES
+BY_NAME = {case.name: case for case in DUAL_CASES}
+TRANSFORMERS, OPEN_CLIP = BY_NAME["transformers-quickgelu"], BY_NAME["open_clip-nonscalar"]
 
 
 def three(case: DualCase) -> list[DualEncoder]:
@@ -98,36 +97,34 @@ def test_gradients_equal_the_originals(case: DualCase) -> None:
 
 
 @torch.no_grad()
-def test_one_mapping_with_both_inputs_serves_both_towers() -> None:
-    model = TRANSFORMERS.build()
-    batch = {"pixel_values": TRANSFORMERS.pixels(), **TRANSFORMERS.texts()}
-    assert relative_error(he.convert(model)(batch, batch)[0], model(**batch).logits_per_image) < 1e-5
-
-
-@torch.no_grad()
 def test_it_compiles_and_exports_without_a_graph_break() -> None:
-    dual, pixels, texts = he.convert(TRANSFORMERS.build()), TRANSFORMERS.pixels(), TRANSFORMERS.texts()
-    expected = dual(pixels, texts)
+    model = TRANSFORMERS.build()
+    dual, batch = he.convert(model), {"pixel_values": TRANSFORMERS.pixels(), **TRANSFORMERS.texts()}
+    expected = model(**batch).logits_per_image  # one mapping with both inputs serves both towers
     compiled = torch.compile(dual, backend="eager", fullgraph=True)
-    assert relative_error(compiled(pixels, texts), expected) < 1e-5
-    exported = torch.export.export(dual, (pixels, texts)).module()
-    assert relative_error(exported(pixels, texts), expected) < 1e-5
+    assert relative_error(compiled(batch, batch)[0], expected) < 1e-5
+    exported = torch.export.export(dual, (batch, batch)).module()
+    assert relative_error(exported(batch, batch)[0], expected) < 1e-5
 
 
 # --- members ---------------------------------------------------------------------------------------------
 
 
-@both_libraries
+def fused(members: list[DualEncoder]) -> DualEncoder:
+    """Members that share nothing."""
+    return he.fuse(members, stem="separate", mlp="separate")
+
+
 @torch.no_grad()
-def test_stacked_models_answer_like_the_models_in_turn(case: DualCase) -> None:
-    members, pixels, texts = three(case), case.pixels(), case.texts()
-    stacked = DualEncoder.stack(members)
-    assert (stacked.num_members, stacked.logit_scale.shape) == (3, (3,))
+def test_a_member_taken_out_is_the_member_put_in() -> None:
+    members, pixels, texts = three(OPEN_CLIP), OPEN_CLIP.pixels(), OPEN_CLIP.texts()
+    whole = fused(members)
+    assert (whole.num_members, whole.logit_scale.shape) == (3, (3,))
     expected = torch.cat([member(pixels, texts) for member in members])
-    assert relative_error(stacked(pixels, texts), expected) < 1e-5
+    assert relative_error(whole(pixels, texts), expected) < 1e-5
     assert relative_error(expected[0], expected[1]) > 1e-2
     for index, member in enumerate(members):
-        taken = stacked.member(index - 3)
+        taken = whole.member(index - 3)
         assert taken.config == member.config
         state = member.state_dict()
         assert all(torch.equal(tensor, state[name]) for name, tensor in taken.state_dict().items())
@@ -137,9 +134,7 @@ def test_stacked_models_answer_like_the_models_in_turn(case: DualCase) -> None:
 def test_one_image_tower_serves_three_text_towers() -> None:
     members, pixels, texts = three(OPEN_CLIP), OPEN_CLIP.pixels(), OPEN_CLIP.texts()
     text = he.Ensemble.stack([member.text for member in members])
-    projections = Projections(
-        members[0].projections.image, Projections.stack([member.projections for member in members]).text
-    )
+    projections = Projections(members[0].projections.image, fused(members).projections.text)
     dual = DualEncoder(members[0].image, text, projections, members[0].logit_scale, members[0].logit_bias)
     assert dual.num_members == 3
     assert dual.encode_image(pixels).shape[0] == 3
@@ -147,7 +142,7 @@ def test_one_image_tower_serves_three_text_towers() -> None:
         expected = dual.logits(members[0].encode_image(pixels), member.encode_text(texts))[0]
         assert relative_error(dual(pixels, texts)[index], expected) < 1e-5
         assert relative_error(dual.member(index)(pixels, texts)[0], expected) < 1e-5
-    assert DualEncoder.stack([dual, members[1]]).num_members == 4
+    assert fused([dual, members[1]]).num_members == 4
 
 
 # --- put together from two encoders ----------------------------------------------------------------------
@@ -186,26 +181,20 @@ def test_what_does_not_fit_together_is_refused() -> None:
     image, text = separate_towers()
     projections = Projections.fresh(40, 32, 8)
     for make, token in [
-        (lambda: DualEncoder.stack([]), "at least one"),
-        (lambda: DualEncoder.stack(members).member(3), "member 3"),
-        (lambda: DualEncoder.stack([members[0], he.convert(open_clip_model())]), "logit bias"),
+        (lambda: fused(members).member(3), "member 3"),
+        (lambda: fused([members[0], he.convert(open_clip_model())]), "float32|logit bias|architecture"),
         (lambda: DualEncoder(two, rest, members[0].projections), "2 members and the text tower 3"),
         (lambda: DualEncoder(image, text), "width 40.*width 32"),
         (lambda: DualEncoder(image, text, Projections.fresh(32, 32, 8)), "width 32.* 40"),
         (lambda: DualEncoder(text, image), "text and image"),
         (lambda: DualEncoder(image, text, projections, logit_bias=torch.zeros(2)), "logit_bias 2"),
         (lambda: DualEncoder(image, text, projections, logit_scale=torch.zeros(2)), "scale_copies"),
-        (lambda: Projections.stack([projections, Projections.fresh(40, 32, 9)]), "outputs=9"),
-        (lambda: Projections.stack([projections, Projections()]), "none"),
+        (lambda: fused([DualEncoder(image, text, Projections.fresh(40, 32, width)) for width in (8, 9)]), "shapes"),
     ]:
         with pytest.raises(ConfigError, match=token):
             make()
-    with pytest.raises(DataError, match="preprocessing"):
-        he.convert(open_clip_model()).encode_text(["a photo"])
-
-
-def test_it_describes_itself() -> None:
     dual = he.convert(open_clip_model())
+    with pytest.raises(DataError, match="preprocessing"):
+        dual.encode_text(["a photo"])
     assert repr(dual).startswith("DualEncoder(members=1, embedding=24, image=Ensemble(image, members=1")
     assert dual.describe()["image"].parameters == sum(parameter.numel() for parameter in dual.image.parameters())
-    assert (dual.device.type, dual.dtype) == ("cpu", torch.float32)

@@ -95,7 +95,7 @@ def test_settings_that_cannot_work_are_refused_where_they_are_made(make: Any, to
         (single, torch.zeros(3, 8, 8), r"\[3, 8, 8\]"),
         (single, {"images": torch.zeros(1, 3, 8, 8)}, "pixel_values"),
         (text, IDS.float(), "integers"),
-        (text, IDS[:, :0], "at least one token"),
+        (text, IDS[:, :0], "0 tokens"),
         (text, {"input_ids": IDS, "token_type_ids": IDS[:, :4]}, "segments"),
         (text, {"input_ids": IDS, "attention_mask": IDS[:, :4]}, "attention_mask"),
         (text, torch.ones(1, 1000, dtype=torch.long), "truncate"),

@@ -17,9 +17,8 @@ from architectures_clip import DUAL_CASES, DualCase, open_clip_model
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError
 from hydra_ensembles.model.config import ReadoutConfig
 from hydra_ensembles.model.layers import Block
-from hydra_ensembles.model.metadata import TextSide, join_text_sides
+from hydra_ensembles.model.metadata import join_text_sides
 from hydra_ensembles.model.stem_readout import Projections
-from hydra_ensembles.schema import to_plain
 from json_places import places
 from processes import run_script
 from zero_shot_models import NAMES, OTHER_NAMES, TEMPLATES, WORDS, dual_of, relative_error, tokenizer_for
@@ -92,18 +91,15 @@ def _as_image_tower(dual: he.DualEncoder) -> he.Ensemble:
 @torch.no_grad()
 def test_each_member_has_the_class_embeddings_of_its_own_text_tower() -> None:
     duals, pixels = three(), OPEN_CLIP.pixels()
-    expected = torch.cat([he.zero_shot(dual, NAMES)(pixels) for dual in duals])
+    members = [he.zero_shot(dual, NAMES) for dual in duals]
+    expected = torch.cat([member(pixels) for member in members])
     assert relative_error(expected[0], expected[1]) > 1e-2
-    stacked = he.zero_shot(he.DualEncoder.stack(duals), NAMES)
-    assert relative_error(stacked(pixels), expected) < 1e-5
-    joined = he.Ensemble.stack([he.zero_shot(dual, NAMES) for dual in duals])
-    assert relative_error(joined(pixels), expected) < 1e-5
-    assert isinstance(joined.metadata.text_side, TextSide)
-    for index in range(3):
-        assert relative_error(stacked.member(index)(pixels)[0], expected[index]) < 1e-5
-        for whole in (stacked, joined):
-            again = he.retarget(whole.member(index), NAMES)
-            assert relative_error(again(pixels)[0], expected[index]) < 1e-5
+    fused = he.zero_shot(he.fuse(duals, stem="separate", mlp="separate"), NAMES)
+    joined = he.Ensemble.stack(members)
+    for whole in (fused, joined):
+        assert relative_error(whole(pixels), expected) < 1e-5
+        for index in range(3):
+            assert relative_error(he.retarget(whole.member(index), NAMES)(pixels)[0], expected[index]) < 1e-5
 
 
 @pytest.mark.parametrize("many", ["image", "text"])
@@ -175,13 +171,9 @@ def test_it_is_pruned_fused_optimised_calibrated_evaluated_and_saved(tmp_path: P
 
 
 @torch.no_grad()
-def test_it_compiles_exports_and_runs_in_bfloat16() -> None:
-    pixels = OPEN_CLIP.pixels()
-    ensemble = he.zero_shot(he.fuse([he.prune(dual_of(OPEN_CLIP), [(1, head, "image")]) for head in range(2)]), NAMES)
+def test_it_runs_and_is_re_targeted_in_bfloat16() -> None:
+    ensemble, pixels = he.zero_shot(dual_of(OPEN_CLIP), NAMES), OPEN_CLIP.pixels()
     expected = ensemble(pixels)
-    compiled = torch.compile(ensemble, backend="eager", fullgraph=True)
-    assert relative_error(compiled(pixels), expected) < 1e-5
-    assert relative_error(torch.export.export(ensemble, (pixels,)).module()(pixels), expected) < 1e-5
     half = ensemble.to(torch.bfloat16)
     assert relative_error(half(pixels.bfloat16()).float(), expected) < 0.05
     assert he.retarget(half, NAMES).dtype == torch.bfloat16  # by text towers that are still in float32
@@ -193,10 +185,6 @@ def test_taylor_ranks_the_image_tower_only() -> None:
     assert {head.layer for head in ranking.heads} == {0, 1}
     with pytest.raises(ConfigError, match="one tower"):
         he.taylor(dual, labelled(), budget=2)  # type: ignore[arg-type]
-
-
-def test_an_ordinary_readout_is_written_as_before() -> None:
-    assert "cosine" not in to_plain(ReadoutConfig())
 
 
 # --- refused -----------------------------------------------------------------------------------------------
@@ -222,8 +210,19 @@ def test_names_and_templates_are_checked(names: Any, templates: Any, token: str)
     for make in (lambda: he.zero_shot(dual, names, templates), lambda: he.retarget(ensemble, names, templates)):
         with pytest.raises(DataError, match=token):
             make()
+
+
+def test_a_tokenizer_and_text_towers_are_needed(tmp_path: Path) -> None:
+    dual = dual_of(OPEN_CLIP)
     with pytest.raises(DataError, match="processor="):
         he.zero_shot(he.convert(OPEN_CLIP.build()), NAMES)
+    he.zero_shot(dual, NAMES).save_pretrained(tmp_path / "with")
+    he.zero_shot(dual, NAMES, keep_text=False).save_pretrained(tmp_path / "without")
+    assert not (tmp_path / "without" / "tokenizer.json").exists()
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("with", "without")]
+    assert sizes[0] > 1.4 * sizes[1]
+    with pytest.raises(ConfigError, match="kept no text towers"):
+        he.retarget(he.Ensemble.from_pretrained(tmp_path / "without"), OTHER_NAMES)
 
 
 # --- other classes -----------------------------------------------------------------------------------------
@@ -235,7 +234,7 @@ def hydra(case: DualCase) -> he.DualEncoder:
     return he.fuse([he.prune(dual, heads) for heads in PRUNED])
 
 
-@pytest.mark.parametrize("name", ["transformers-quickgelu", "open_clip-nonscalar", "open_clip-no-text-projection"])
+@pytest.mark.parametrize("name", ["open_clip-nonscalar", "open_clip-no-text-projection"])
 @torch.no_grad()
 def test_it_answers_as_if_it_had_been_made_for_the_new_classes(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -287,18 +286,6 @@ def test_text_sides_that_do_not_belong_together_are_dropped() -> None:
     for second in (other, without):
         assert he.Ensemble.stack([one, second]).metadata.text_side is None
     assert join_text_sides([]) is None
-
-
-def test_without_text_towers_it_is_smaller_and_says_so(tmp_path: Path) -> None:
-    dual = dual_of(OPEN_CLIP)
-    he.zero_shot(dual, NAMES).save_pretrained(tmp_path / "with")
-    bare = he.zero_shot(dual, NAMES, keep_text=False)
-    bare.save_pretrained(tmp_path / "without")
-    assert not (tmp_path / "without" / "tokenizer.json").exists()
-    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("with", "without")]
-    assert sizes[0] > 1.4 * sizes[1]
-    with pytest.raises(ConfigError, match="kept no text towers"):
-        he.retarget(he.Ensemble.from_pretrained(tmp_path / "without"), OTHER_NAMES)
 
 
 # --- without the libraries ---------------------------------------------------------------------------------
@@ -380,7 +367,7 @@ def test_damaged_text_sides_are_refused(change: Any, token: str, saved: tuple[Pa
 
 
 @settings(
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     derandomize=True,
     database=None,
