@@ -79,7 +79,7 @@ def _by_layer(tower: he.Ensemble, gradients: Sequence[Tensor]) -> Tensor:
     """Scores by layer and original index of the head, `[L, H]`."""
     scores = torch.full((tower.num_layers, tower.num_heads), torch.nan, dtype=torch.float64)
     for (layer, weight), gradient in zip(_input_projections(tower).items(), gradients, strict=True):
-        scores[layer, list(tower.heads[0][layer])] = layer_scores(weight, gradient, f"layer {layer}")
+        scores[layer, list(tower.heads[0][layer])] = layer_scores(weight, gradient)
     return scores
 
 

@@ -35,7 +35,6 @@ from hydra_ensembles.heads.members import (
     distinct_taylor,
     random_members,
     sampled_members,
-    taylor_members,
 )
 from hydra_ensembles.metrics import accuracy, auroc
 from hydra_ensembles.schema import to_plain
@@ -254,7 +253,7 @@ class ClassifierRun(SeedRun):
                 return sampled_members(ranking, members.prune, members.pool, count, self.seed)
             case "taylor":
                 drawn = distinct_taylor(lambda draw: self.taylor(members.prune, layers, draw), members.prune, count)
-                return taylor_members([ranking for _, ranking in drawn], members.prune)
+                return tuple(ranking.first(members.prune) for _, ranking in drawn)
             case "circuits":
                 budget = members.prune + SPARE
                 return distinct([self.circuit(one, members.trunk, budget) for one in CIRCUIT_ORDER], members.prune)

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hydra_ensembles._distributed import Ranks
+from hydra_ensembles.circuit.cache import CachedTower, Work, WorkingModel
 from hydra_ensembles.circuit.extract import extract_circuit
-from hydra_ensembles.circuit.scores import Score
-from hydra_ensembles.heads.ranking import HeadRanking
+from hydra_ensembles.circuit.scores import Objective, Score, read_samples
+from hydra_ensembles.circuit.search import Exact, Naive
+from hydra_ensembles.heads.masking import existing_heads, working_copy
+from hydra_ensembles.heads.ranking import Head, HeadRanking
 from hydra_ensembles.model.ensemble import Ensemble
 from random_ensembles import CLASSES, random_ensemble
 
@@ -72,13 +76,18 @@ def batches(model: Ensemble, sizes: tuple[int, ...], seed: int) -> Iterator[tupl
         yield inputs, labels
 
 
+def searches(
+    problem: Problem, score: Score, dtype: torch.dtype = torch.float64, layers: list[int] | None = None
+) -> tuple[Naive, Exact, list[Head]]:
+    """Both methods on one problem, and the heads to choose from."""
+    model = working_copy(problem.model, dtype, torch.device("cpu"))
+    samples = read_samples(model, problem.id_batches, None if score == "acc" else problem.ood_batches, 0)
+    objective, heads = Objective(score, samples.id_count, samples.ood_count), list(existing_heads(model.config, layers))
+    tower = CachedTower(WorkingModel(model, [], Work()), samples, heads, heads, 64, 10**9)
+    return Naive(model, samples, objective, Ranks(), Work(), 64, []), Exact(tower, objective, Ranks()), heads
+
+
 def evidence(ranking: HeadRanking) -> dict[str, object]:
     """What two methods that agree must agree on."""
-    provenance = ranking.provenance
-    return {
-        "heads": [str(head) for head in ranking.heads],
-        "scores": ranking.scores,
-        "errors": provenance["errors"],
-        "discordance": provenance["discordance"],
-        "start": provenance["start"],
-    }
+    made = {name: ranking.provenance[name] for name in ("errors", "discordance", "start")}
+    return {"heads": [str(head) for head in ranking.heads], "scores": ranking.scores, **made}

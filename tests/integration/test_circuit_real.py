@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 import hydra_ensembles as he
 from circuit_models import SCORES, Batches, Problem, evidence
 from hydra_ensembles._distributed import Ranks
+from hydra_ensembles.circuit.cache import Work
 from hydra_ensembles.circuit.scores import Objective, Score, read_samples
 from hydra_ensembles.circuit.search import Naive
-from hydra_ensembles.circuit.working_model import Work
 from hydra_ensembles.heads.masking import existing_heads, working_copy
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.preprocessing import ImagePreprocessing

@@ -1,4 +1,4 @@
-"""What makes exact circuits fast: activations of the model and of its candidates, kept from step to step.
+"""What makes exact circuits fast: a model entered at any block, and activations kept from step to step.
 
 Level l is the input of block l; level 0 is what the stem gives. Of the model as it is, all levels are kept as far as
 memory allows. A candidate (the model without one more head) starts at the block of its head from the level of the
@@ -6,21 +6,180 @@ model; what it computes above is kept too, and is still right after a removal fu
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..heads.masking import working_copy
 from ..heads.ranking import Head
+from ..model.config import EncoderConfig, PatchStemConfig
 from ..model.ensemble import Ensemble
-from .scores import IntArray, SampleGroup, Samples, parts
-from .working_model import WorkingModel, tokens_of
+from ..model.layers import Attention, Block, read_tokens
+from .scores import IntArray, SampleGroup, Samples, parts, to_device
 
+Work = Counter[str]  # "layer_evaluations", blocks run on one sample; "multiply_adds", of the products really needed
 Record = Callable[[IntArray, IntArray, Tensor], None]  # takes logits [P, C] of pairs of candidate and sample number
 
 _ROWS = 1 << 14  # samples whose logits are held at once
+
+# --- the model ---------------------------------------------------------------------------------------------
+
+
+class WorkingModel:
+    """A private copy of a model with one member that can be entered at any block and loses heads for good."""
+
+    def __init__(self, model: Ensemble, off: Sequence[Head], work: Work) -> None:
+        self.ensemble, self.work = working_copy(model, None, None), work  # counts every block that is run
+        self.kept = [list(layer) for layer in model.heads[0]]  # original indices of the heads left, by layer
+        self.blocks, self.layers = cast(Sequence[Block], self.ensemble.encoder.layers), model.num_layers
+        for head in off:
+            self.drop(head)
+
+    def block(self, layer: int, x: Tensor, key_mask: Tensor | None, gates: Tensor | None = None) -> Tensor:
+        """Run one block on `[1, B, T, d]`; after the last, only the tokens the readout looks at are left.
+
+        With gates `[B, heads]`, the output of each head is multiplied by its gate.
+        """
+        self._count(layer, x.shape[2], inputs=x.shape[1], outputs=x.shape[1])
+        z = self._mix(layer, x, key_mask)  # [B, T', H, d_k]
+        if gates is not None:
+            z = z * gates[:, None, :, None].to(z.dtype)
+        return self._finish(layer, self._needed(layer, x), self.blocks[layer].attention.project(z, 1))
+
+    def block_without(
+        self, layer: int, x: Tensor, key_mask: Tensor | None, rows: Tensor, heads: Sequence[tuple[int, slice]]
+    ) -> Tensor:
+        """Run one block P times, each time without one head, on inputs `[1, S, T, d]` that the runs share.
+
+        The attention is computed once for each input; a run takes the part of its head off. `rows` `[P]` is the input
+        of each run; `heads` are original indices with the runs that go without them, and cover all P. Returns
+        `[1, P, T', d]`.
+        """
+        self._count(layer, x.shape[2], inputs=x.shape[1], outputs=len(rows), heads_off=len(rows))
+        attention = self.blocks[layer].attention
+        z = self._mix(layer, x, key_mask)  # [S, T', H, d_k]
+        attended = attention.project(z, 1)[0].index_select(0, rows)  # [S, T', d] -> [P, T', d]
+        for head, runs in heads:
+            position = self.kept[layer].index(head)
+            attended[runs] -= z[:, :, position].index_select(0, rows[runs]) @ attention.out[position]
+        return self._finish(layer, self._needed(layer, x).index_select(1, rows), attended[None])
+
+    def pool(self, x: Tensor, key_mask: Tensor | None, ids: Tensor | None) -> Tensor:
+        """Pooled features `[B, d]` from the tokens after the last block (`[B, 2, d]` where two tokens are read)."""
+        return self.ensemble.readout.pool(x, key_mask, ids)[0]
+
+    def classify(self, features: Tensor) -> Tensor:
+        """From pooled features to logits `[B, C]`."""
+        return self.ensemble.readout.classify(features[None])[0]
+
+    def drop(self, head: Head) -> None:
+        """Take a head out: its rows leave the projections, and later passes cost less."""
+        kept, attention = self.kept[head.layer], self.blocks[head.layer].attention
+        position = kept.index(head.head)
+        del kept[position]
+        rows = torch.tensor([row for row in range(len(kept) + 1) if row != position], dtype=torch.long)
+        for name in ("qkv", "qkv_bias", "out"):
+            tensor = getattr(attention, name)
+            if tensor is not None:
+                left = tensor.detach().index_select(0, rows.to(tensor.device))
+                setattr(attention, name, nn.Parameter(left, requires_grad=False))
+        attention.sizes = (len(kept),)
+
+    def _read(self, layer: int) -> slice | None:
+        """The tokens whose output is needed; None for all, as everywhere below the last block."""
+        return self.ensemble.readout.tokens_read() if layer == self.layers - 1 else None
+
+    def _needed(self, layer: int, x: Tensor) -> Tensor:
+        read = self._read(layer)
+        return x if read is None else x[:, :, read]  # [1, B, T', d]
+
+    def _mix(self, layer: int, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """Outputs of the single heads of a block, `[B, T', H, d_k]`."""
+        block = self.blocks[layer]
+        x = block.attention_input(x)
+        if self._has_few_queries(layer):
+            return few_queries(block.attention, x[0], key_mask, self._needed(layer, x)[0])
+        return block.attention.mix(x, key_mask, self._read(layer))
+
+    def _finish(self, layer: int, residual: Tensor, attended: Tensor) -> Tensor:
+        scale = self.blocks[layer].attention.scale
+        return self.blocks[layer].finish(residual, attended if scale is None else attended * scale[:, None, None, :])
+
+    def _has_few_queries(self, layer: int) -> bool:
+        """Whether the block has queries of one or two tokens, and keys that are linear in its input."""
+        attention = self.blocks[layer].attention
+        linear = not attention.causal and attention.key_norm is None and bool(self.kept[layer])
+        return linear and self._read(layer) is not None
+
+    def _count(self, layer: int, tokens: int, inputs: int, outputs: int, heads_off: int = 0) -> None:
+        """Count a block with attention for `inputs` samples and an MLP for `outputs`."""
+        encoder, queries = self.ensemble.config.encoder, read_tokens(tokens, self._read(layer))
+        few = self._has_few_queries(layer)
+        products = inputs * attention_cost(encoder, len(self.kept[layer]), tokens, queries, few)
+        products += outputs * mlp_cost(encoder, queries)
+        products += heads_off * queries * encoder.head_dim * encoder.width  # the output projection of one head each
+        self.work["layer_evaluations"] += outputs + (inputs if heads_off else 0)
+        self.work["multiply_adds"] += products
+
+
+def few_queries(attention: Attention, x: Tensor, key_mask: Tensor | None, asking: Tensor) -> Tensor:
+    """Attention of the tokens `asking` `[B, T', d]` to all tokens `x` `[B, T, d]`, as `[B, T', H, d_k]`.
+
+    The score of a token is (W_q a) · (W_k x) = (W_kᵀ W_q a) · x, and the mixture of values is W_v applied to a
+    mixture of inputs; so W_k and W_v are applied once for each query, not once for each token. The bias of the
+    keys adds the same to all scores of a query and drops out. The keys have no norm, and nothing is causal.
+    """
+    heads, _, head_dim, _ = attention.qkv.shape
+    to_query, to_key, to_value = attention.qkv.unbind(1)  # each [H, d_k, d]
+    q = torch.einsum("bqd,hkd->bqhk", asking, to_query)
+    if attention.qkv_bias is not None:
+        q = q + attention.qkv_bias[:, 0]
+    probes = torch.einsum("bqhk,hkd->bqhd", q, to_key).flatten(1, 2)  # [B, T'·H, d]
+    scores = probes @ x.transpose(1, 2) * head_dim**-0.5  # [B, T'·H, T]
+    if key_mask is not None:
+        scores = scores.masked_fill(~key_mask[:, None, :], -torch.inf)
+    mixed = (scores.softmax(-1) @ x).unflatten(1, (-1, heads))  # [B, T', H, d]
+    z = torch.einsum("bqhd,hkd->bqhk", mixed, to_value)
+    return z if attention.qkv_bias is None else z + attention.qkv_bias[:, 2]
+
+
+def attention_cost(encoder: EncoderConfig, heads: int, tokens: int, queries: int, few: bool = False) -> int:
+    """Multiply-adds of attention with some heads over all tokens, for some queries; `few`, as `few_queries` does it."""
+    if few:
+        return heads * queries * encoder.width * (4 * encoder.head_dim + 2 * tokens)
+    return 2 * heads * encoder.head_dim * (encoder.width * (queries + tokens) + queries * tokens)
+
+
+def mlp_cost(encoder: EncoderConfig, queries: int) -> int:
+    """Multiply-adds of the MLP on some tokens."""
+    return queries * encoder.width * encoder.mlp_width * (3 if encoder.gated else 2)
+
+
+def forward_cost(model: Ensemble, samples: Samples) -> int:
+    """Multiply-adds of all blocks for all samples; the last block only for the tokens that are read."""
+    encoder, total = model.config.encoder, 0
+    for group in samples.groups:
+        tokens = tokens_of(model, group)
+        queries = [tokens] * (model.num_layers - 1) + [read_tokens(tokens, model.readout.tokens_read())]
+        for kept, count in zip(model.heads[0], queries, strict=True):
+            total += len(group) * (attention_cost(encoder, len(kept), tokens, count) + mlp_cost(encoder, count))
+    return total
+
+
+def tokens_of(model: Ensemble, group: SampleGroup) -> int:
+    """Tokens of the samples of a group, prefix tokens included."""
+    stem, shape = model.config.stem, group.inputs[0].shape
+    if not isinstance(stem, PatchStemConfig):
+        return shape[1]
+    return stem.prefix_tokens + (shape[2] // stem.patch_size[0]) * (shape[3] // stem.patch_size[1])
+
+
+# --- its activations and those of candidates ---------------------------------------------------------------
 
 
 class CachedTower:
@@ -45,11 +204,10 @@ class CachedTower:
         self.index_of = {head: index for index, head in enumerate(candidates)}
         self.layer_of: IntArray = np.array([head.layer for head in candidates], np.int64)
         self.head_of: IntArray = np.array([head.head for head in candidates], np.int64)
-        self.features: list[Tensor] = []  # pooled, [g, d], of the model as it is, by group of samples
         with torch.no_grad():
             self.base = [BaseActivations(model, group, batch_size) for group in samples.groups]
             self._levels, room = plan_memory(max_memory, [group.levels[0] for group in self.base], model.layers)
-            self._refresh([0] * len(self.base))
+            self.features = [base.recompute(0, self._levels, batch_size) for base in self.base]  # pooled, [g, d] each
         kept_for = np.array([head.layer if head in self.own else -1 for head in candidates], np.int64)
         self.kept = [
             CandidateActivations(kept_for, model.layers, group.levels[0], slots if carry else 0)
@@ -90,7 +248,7 @@ class CachedTower:
         order = np.lexsort((self.head_of[candidates], branches, joins))
         candidates, numbers, rows = candidates[order], numbers[order], rows[order]
         branches, joins = branches[order], joins[order]
-        device_rows = torch.from_numpy(rows).to(base.device, non_blocking=True)
+        device_rows = to_device(rows, base.device)
         mask = base.mask(device_rows)
 
         x: Tensor | None = None
@@ -119,35 +277,23 @@ class CachedTower:
         heads, starts = np.unique(self.head_of[candidates], return_index=True)
         ends = [*starts[1:], len(candidates)]
         runs = [(int(head), slice(int(a), int(b))) for head, a, b in zip(heads, starts, ends, strict=True)]
-        inputs, inputs_of = (torch.from_numpy(rows).to(base.device, non_blocking=True) for rows in (distinct, inverse))
+        inputs, inputs_of = to_device(distinct, base.device), to_device(inverse, base.device)
         return self.model.block_without(layer, base.at(layer, inputs), base.mask(inputs), inputs_of, runs)
 
     @torch.no_grad()
     def remove(self, head: Head) -> None:
         """Take a head out: what was computed below it stays right, the rest is brought up to date."""
         self.model.drop(head)
-        known = []  # by group: the highest level that is right
-        for base, kept in zip(self.base, self.kept, strict=True):
-            known.append(head.layer)
-            if head in self.index_of:
-                index = self.index_of[head]
-                for level in sorted(level for level in base.levels if level > head.layer):
-                    if not kept.holds_all(index, level):
-                        break
-                    base.levels[level] = kept.load(level, np.full(len(base), index), np.arange(len(base)))[0]
-                    known[-1] = level
-                kept.forget_candidate(index)
+        for place, (base, kept) in enumerate(zip(self.base, self.kept, strict=True)):
+            index, known = self.index_of[head], head.layer  # the highest level that is right
+            for level in sorted(level for level in base.levels if level > head.layer):
+                if not kept.holds_all(index, level):
+                    break
+                base.levels[level] = kept.load(level, np.full(len(base), index), np.arange(len(base)))[0]
+                known = level
+            kept.forget_candidate(index)
             kept.forget_above(head.layer)
-        self._refresh(known)
-
-    def _refresh(self, known: Sequence[int]) -> None:
-        """Bring activations above the known levels of each group, and the features, up to date."""
-        self.features = [
-            base.recompute(level, self._levels, self.batch_size) for base, level in zip(self.base, known, strict=True)
-        ]
-
-
-# --- what is kept ------------------------------------------------------------------------------------------
+            self.features[place] = base.recompute(known, self._levels, self.batch_size)
 
 
 class BaseActivations:
@@ -206,7 +352,7 @@ class CandidateActivations:
     """Activations of (candidate, level, sample) for one group of samples, in a pool of slots.
 
     `layer_of` `[K]` has the layer of each candidate, -1 for those that are not evaluated here; `like` `[g, T, d]` are
-    activations of the group at some level; `capacity` is how many slots, of one sample at one level, there is room for.
+    activations of the group; `capacity` is how many slots, of one sample at one level, there is room for.
     """
 
     def __init__(self, layer_of: IntArray, layers: int, like: Tensor, capacity: int) -> None:
@@ -221,7 +367,7 @@ class CandidateActivations:
 
     def load(self, level: int, candidates: IntArray, rows: IntArray) -> Tensor:
         """Activations of pairs that are held at a level, `[1, P, T, d]`."""
-        slots = torch.from_numpy(self._slot[candidates, level, rows]).to(self._pool.device, non_blocking=True)
+        slots = to_device(self._slot[candidates, level, rows], self._pool.device)
         return self._pool.index_select(0, slots)[None]
 
     def save(self, level: int, candidates: IntArray, rows: IntArray, x: Tensor) -> None:
@@ -233,7 +379,7 @@ class CandidateActivations:
         candidates, rows = candidates[:count], rows[:count]
         self._slot[candidates, level, rows] = slots
         self.deepest[candidates, rows] = level
-        self._pool.index_copy_(0, torch.from_numpy(slots).to(self._pool.device, non_blocking=True), x[0, :count])
+        self._pool.index_copy_(0, to_device(slots, self._pool.device), x[0, :count])
 
     def holds_all(self, candidate: int, level: int) -> bool:
         """Whether a candidate's activations at a level are held for every sample."""
@@ -259,29 +405,16 @@ class CandidateActivations:
 
 
 def worthwhile_levels(below: Sequence[int], capacity: int) -> list[int]:
-    """Levels to hold so that the next step saves most blocks, within a number of slots for each sample.
+    """Levels to hold within a number of slots for each sample: as many as fit, evenly spaced.
 
-    The head removed next may lie in any layer r, and saves each candidate of a lower layer the blocks up to
-    the highest level held that is at most r. Levels are added greedily by the blocks they save for each slot.
     `below` has, for each level, how many candidates lie in a layer below it (and would be held there).
     """
-    layers, chosen = range(len(below)), list[int]()
-
-    def saved(levels: list[int]) -> int:
-        best = (max((level for level in levels if level <= removed), default=0) for removed in layers)
-        return sum(sum(below[1 : level + 1]) for level in best)  # a candidate of layer l skips l … level-1
-
-    while True:
-        used, before = sum(below[level] for level in chosen), saved(chosen)
-        gains = [
-            ((saved([*chosen, level]) - before) / below[level], level)
-            for level in layers[1:]
-            if level not in chosen and 0 < below[level] <= capacity - used
-        ]
-        gain, level = max(gains, default=(0.0, 0))
-        if gain <= 0:
-            return sorted(chosen)
-        chosen.append(level)
+    useful = [level for level, candidates in enumerate(below) if candidates]
+    for count in range(len(useful), 0, -1):
+        levels = [useful[index * (len(useful) + 1) // (count + 1) - 1] for index in range(1, count + 1)]
+        if sum(below[level] for level in levels) <= capacity:
+            return levels
+    return []
 
 
 # --- memory ------------------------------------------------------------------------------------------------
@@ -312,20 +445,14 @@ def default_max_memory(device: torch.device) -> int:
     return free // 4 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def fitting_batch_size(model: Ensemble, samples: Samples, gradients: bool = False) -> int:
-    """Samples (or pairs of candidate and sample) in a batch: enough to keep the device busy, if they fit.
-
-    For `gradients`, the activations of all blocks are held at once.
-    """
+def fitting_batch_size(model: Ensemble, samples: Samples) -> int:
+    """Samples (or pairs of candidate and sample) in a batch: enough to keep the device busy, if they fit."""
     if model.device.type != "cuda":
         return 64
-    encoder = model.config.encoder
-    hidden = encoder.mlp_width * (2 if encoder.gated else 1)
-    values, most = 32 * hidden, 2048  # numbers for each token, with much to spare
-    if gradients:
-        values, most = 4 * encoder.layers * (12 * encoder.width + 3 * hidden), 512
-    sample = max(tokens_of(model, group) for group in samples.groups) * values * model.dtype.itemsize
-    return max(1, min(most, _free_on_gpu(model.device) // sample))
+    hidden = model.config.encoder.mlp_width * (2 if model.config.encoder.gated else 1)
+    tokens = max(tokens_of(model, group) for group in samples.groups)
+    sample = tokens * 32 * hidden * model.dtype.itemsize  # with much to spare
+    return max(1, min(2048, _free_on_gpu(model.device) // sample))
 
 
 def _free_on_gpu(device: torch.device) -> int:

@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,27 +16,16 @@ from ..batches import Batches
 from ..errors import CheckpointError, ConfigError, DataError, HydraError
 from ..heads.masking import TOWER, checked_layers, off_and_left, towers_of, working_copy
 from ..heads.ranking import Head, HeadLike, HeadRanking, model_fingerprint, require_budget
-from ..model.clip import (
-    DEFAULT_TEMPLATES,
-    DualEncoder,
-    Templates,
-    Tower,
-    checked_names,
-    checked_templates,
-    require_model,
-    zero_shot,
-)
+from ..model import clip
+from ..model.clip import DualEncoder
 from ..model.config import require_whole
 from ..model.ensemble import Ensemble
 from ..schema import from_plain, parse_json, to_plain
-from .cache import CachedTower, default_max_memory, fitting_batch_size
-from .joint import JointExact, Texts, both_without, of_tower, read_texts
+from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_batch_size, forward_cost
+from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
 from .scores import Method, Objective, Samples, Score, read_samples
 from .screened import AFRESH, Screened
 from .search import Exact, Naive
-from .working_model import Work, WorkingModel, forward_cost
-
-Search = Naive | Exact | JointExact | Screened
 
 
 @torch.inference_mode(False)  # a caller's own would leave the gradients of "screened" nothing to work with
@@ -58,11 +46,11 @@ def extract_circuit(
     journal: str | Path | None = None,
     progress: bool = True,
     screen_size: int | None = None,
-    audit_steps: int | None = None,
+    audit_steps: int = 2,
     seed: int = 0,
     class_names: Sequence[str] | None = None,
-    templates: Templates = DEFAULT_TEMPLATES,
-    towers: Sequence[Tower] = ("image", "text"),
+    templates: clip.Templates = clip.DEFAULT_TEMPLATES,
+    towers: Sequence[clip.Tower] = ("image", "text"),
 ) -> HeadRanking:
     """Rank heads by switching them off one after another, each time the one whose loss hurts least.
 
@@ -74,18 +62,14 @@ def extract_circuit(
     The methods:
 
     * `"naive"` runs the whole model for every head. The reference.
-    * `"exact"` makes the same choices with less work: activations below a layer are shared and carried over
-      from step to step, and heads that can no longer win are given up before all samples were looked at. In
-      float64 the result is the naive one. In float32 rounding may decide between heads that are a few
-      integer units apart; `audit_steps` counts how often it does.
-    * `"screened"` remembers what each head does to each sample, from when it was last measured or from a gradient
-      pass, and so estimates all heads without running them; only those that come out best are measured (on a GPU,
-      with float32 products in TF32). For the accuracy nothing is estimated: there it is `"exact"` with TF32 products.
+    * `"exact"` makes the same choices with less work. In float64 the result is the naive one; in float32 rounding
+      may decide between heads that are a few integer units apart.
+    * `"screened"` estimates all heads by what they did to each sample before, and measures only those that come out
+      best (on a GPU, with float32 products in TF32; for the accuracy it is `"exact"` with such products).
       Approximate; audited steps tell how often its choice was as good as that of `"exact"`.
 
     Of a dual encoder, the heads of both towers are candidates together, and images are classified by class names
-    as `zero_shot` does. `"exact"` runs the image tower for heads of the image tower only, and the text tower for
-    heads of the text tower only.
+    as `zero_shot` does.
 
     Under `torchrun` or `accelerate launch` the heads are spread over the ranks, and every rank returns the same
     ranking. Dropout is off. The model is left alone.
@@ -107,183 +91,157 @@ def extract_circuit(
         journal: A file to note every step in. Where it exists, the run goes on after its last step.
         progress: Show a progress bar.
         screen_size: Heads that `"screened"` measures at a step, at most; twice as many at every eighth step, where
-            it starts from nothing. None for a third of the candidates. For the accuracy no head is left out.
-        audit_steps: Steps, spread evenly, at which the choice of `"exact"` is held against that of `"naive"`, or
-            the choice of `"screened"` against that of `"exact"`. None for 0 and 2.
+            it starts from nothing. None for a third of the candidates.
+        audit_steps: Steps of `"screened"`, spread evenly, at which its choice is held against that of `"exact"`.
         seed: Start of PyTorch's random numbers while the batches are read, for loaders that shuffle.
         class_names: Of a dual encoder: the names of the classes, in the order of the labels.
         templates: Of a dual encoder: sentences with `{label}` where a name goes.
         towers: Of a dual encoder: the towers whose heads are candidates.
 
     Returns:
-        The heads in removal order; `scores` are S after each removal. `provenance` holds the integers behind
-        S, the work done (`layer_evaluations`, blocks run on one sample, a part of a block counted as one;
-        `model_forwards`, the multiply-adds in units of one pass of the whole model over all samples),
-        fingerprints, and the audit.
+        The heads in removal order; `scores` are S after each removal. `provenance` holds the integers behind S,
+        fingerprints, the audit, and the work done (`layer_evaluations`, blocks run on one sample; `model_forwards`,
+        the multiply-adds in units of one pass of the whole model over all samples).
 
     Raises:
         HydraError: More than one member, no classifier, a setting, layer or head that does not exist, a budget
             larger than the number of candidates, batches that are missing, empty, or of a single class, labels
             out of range, logits that are not finite, or a journal of another run.
     """
-    require_model(ensemble, "extract_circuit")
+    clip.require_model(ensemble, "extract_circuit")
     names, sentences = _checked_classes(ensemble, class_names, templates)
     chosen, numbered = _checked_places(ensemble, towers, layers)
     off, candidates = off_and_left(ensemble, chosen, numbered, removed)
     require_budget(budget, len(candidates))
-    if audit_steps is None:
-        audit_steps = 2 if method == "screened" else 0
-    room = int(max_memory) if isinstance(max_memory, float) else max_memory  # bytes are written as 2e9
     for name, value, accepted in (("score", score, Score), ("method", method, Method)):
         if value not in get_args(accepted):
             raise ConfigError(f"{name} must be one of {list(get_args(accepted))}, got {value!r}")
     audit_steps, seed = require_whole("audit_steps", audit_steps, 0), require_whole("seed", seed, 0)
+    room = int(max_memory) if isinstance(max_memory, float) else max_memory  # bytes are written as 2e9
     for name, size in (("screen_size", screen_size), ("batch_size", batch_size), ("max_memory", room)):
         if size is not None:
             require_whole(name, size, 1)
     with_text = "text" in {*chosen, *(head.tower for head in off)}  # heads of the text tower are off, or may be
     if method == "screened" and with_text:
-        raise ConfigError(
-            'method="screened" is for one tower; heads of the text tower are cheap to measure: use method="exact", '
-            'or towers=("image",)'
-        )
+        raise ConfigError('method="screened" is for one tower; use method="exact", or towers=("image",)')
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" compares ID with OOD samples; give ood_batches, or use score="acc"')
 
     dtype, place = dtype or ensemble.dtype, local_device(require_device(device) or ensemble.device)
+    audits = min(audit_steps, budget) if method == "screened" else 0
+    settings: dict[str, Any] = {  # that decide which heads are chosen
+        "score": score,
+        "method": method,
+        "layers": None if numbered is None else list(numbered),
+        "removed": [str(head) for head in off],
+        "dtype": str(dtype),
+        "audit_steps": audit_steps if method == "screened" else 0,
+    }
+    if names:
+        prompts = hashlib.sha256(json.dumps([names, sentences]).encode()).hexdigest()
+        settings |= {"towers": list(chosen), "prompts": prompts}
+    if method == "screened":
+        settings["screen_size"] = screen_size
+    if audits:  # which steps are audited depends on the budget; else a larger one continues a smaller one
+        settings["budget"] = budget
     with all_ranks(place) as ranks:
         dual = ensemble if isinstance(ensemble, DualEncoder) else None
-        model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, names, sentences, keep_text=False)
+        model = ensemble if isinstance(ensemble, Ensemble) else clip.zero_shot(ensemble, names, sentences, False)
         model = working_copy(model, dtype, place)
         samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
-        made_from = {"model": model_fingerprint(ensemble), "data": samples.fingerprint}
-        settings: dict[str, Any] = {  # that decide which heads are chosen
-            "score": score,
-            "method": method,
-            "layers": None if numbered is None else list(numbered),
-            "removed": [str(head) for head in off],
-            "dtype": str(dtype),
-            "audit_steps": audit_steps,
-        }
-        if names:
-            prompts = hashlib.sha256(json.dumps([names, sentences]).encode()).hexdigest()
-            settings |= {"towers": list(chosen), "prompts": prompts}
-        if method == "screened":
-            settings["screen_size"] = screen_size
-        if audit_steps:  # which steps are audited depends on the budget; else a larger one continues a smaller one
-            settings["budget"] = budget
-        ranks.require_same((made_from, settings, budget), "model, data or settings")
+        identity = Journal(FORMAT, model_fingerprint(ensemble), samples.fingerprint, settings)
+        ranks.require_same((identity, budget), "model, data or settings")
         run = Extraction(
-            score=score,
             method=method,
             budget=budget,
             removed=off,
             candidates=candidates,
             screen_size=-(-len(candidates) // 3) if screen_size is None else screen_size,
-            audit_steps=audit_steps,
+            audited={index * budget // audits for index in range(audits)},  # spread evenly from the first on
             model=model,
             texts=read_texts(dual, names, sentences, dtype, place) if dual and with_text else None,
             samples=samples,
+            objective=Objective(score, samples.id_count, samples.ood_count),
             ranks=ranks,
             batch_size=batch_size or fitting_batch_size(model, samples),
             max_memory=room,
         )
-        record = open_journal(journal, {**made_from, "settings": settings}, ranks)
-        run.take_steps(record, progress)
+        record = resumed(identity, None if journal is None else Path(journal), ranks)
+        run.take_steps(record, Path(journal) if journal is not None and ranks.rank == 0 else None, progress)
     more = {"seed": seed, "device": place.type, "layers": numbered, "dtype": str(dtype)}
     prompted = {"towers": chosen, "classes": len(names), "templates": sentences} if names else {}
-    return run.ranking(record, {**made_from, **more, **prompted})
+    return run.ranking(record, {**more, **prompted})
 
 
 def _checked_classes(
-    model: Ensemble | DualEncoder, class_names: Sequence[str] | None, templates: Templates
+    model: Ensemble | DualEncoder, class_names: Sequence[str] | None, templates: clip.Templates
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names and sentences of a dual encoder, none of an ensemble; refuses a model that has no answers to score."""
     if model.num_members != 1:
-        raise ConfigError(
-            f"a circuit is extracted from one model, got an ensemble of {model.num_members} members; take one of "
-            "them with ensemble.member(i)"
-        )
+        raise ConfigError(f"a circuit is of one model, got {model.num_members} members; give ensemble.member(i)")
     if isinstance(model, DualEncoder):
         if class_names is None:
             raise ConfigError("a dual encoder answers for classes by their names; give class_names")
-        return checked_names(class_names), checked_templates(templates)
+        return clip.checked_names(class_names), clip.checked_templates(templates)
     if class_names is not None:
         raise ConfigError("class_names are for dual encoders; an ensemble has its classes already")
     if model.num_classes < 2:
-        raise ConfigError(
-            f"a circuit needs answers to score, but this ensemble has {model.num_classes} classes; convert the "
-            "model with num_labels= and train its classifier first"
-        )
+        raise ConfigError(f"a circuit needs answers to score, but this ensemble has {model.num_classes} classes")
     return (), ()
 
 
 def _checked_places(
-    model: Ensemble | DualEncoder, towers: Sequence[Tower], layers: Iterable[int] | None
+    model: Ensemble | DualEncoder, towers: Sequence[clip.Tower], layers: Iterable[int] | None
 ) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
     """Towers and layers whose heads are candidates; the layers are None for all of several towers."""
     chosen: tuple[str, ...] = (TOWER,)
     if isinstance(model, DualEncoder):
-        chosen = tuple(tower for tower in sorted(get_args(Tower)) if tower in towers)
+        chosen = tuple(tower for tower in sorted(get_args(clip.Tower)) if tower in towers)
         if not chosen or len(chosen) < len(towers):
-            raise ConfigError(f"towers must be some of {list(get_args(Tower))}, each once, got {list(towers)}")
+            raise ConfigError(f"towers must be some of {list(get_args(clip.Tower))}, each once, got {list(towers)}")
     if len(chosen) == 1:
         return chosen, checked_layers(towers_of(model)[chosen[0]].config, layers)
     if layers is not None:
-        raise ConfigError(
-            "layers are numbered within one tower, but heads of both are candidates; leave `layers` out, or "
-            'choose one tower with towers=("image",)'
-        )
+        raise ConfigError('layers are numbered within one tower; leave `layers` out, or give towers=("image",)')
     return chosen, None
 
 
 @dataclass(frozen=True, eq=False)
 class Extraction:
-    """The greedy steps of one run; what is not explained here is named as in `extract_circuit`.
+    """The greedy steps of one run; what is not explained here is named as in `extract_circuit`."""
 
-    Attributes:
-        candidates: The heads that could be chosen at the first step.
-        model: A private copy of what classifies.
-        texts: Of a dual encoder, the text tower and its prompts, where any of its heads may be off.
-        work: What was run so far, on this rank.
-    """
-
-    score: Score
     method: Method
     budget: int
     removed: Sequence[Head]
-    candidates: Sequence[Head]
+    candidates: Sequence[Head]  # that could be chosen at the first step
     screen_size: int
-    audit_steps: int
-    model: Ensemble
-    texts: Texts | None
+    audited: set[int]  # steps
+    model: Ensemble  # a private copy of what classifies
+    texts: Texts | None  # of a dual encoder, where heads of the text tower may be off
     samples: Samples
+    objective: Objective
     ranks: Ranks
     batch_size: int
     max_memory: int | None
-    work: Work = field(default_factory=Work)
+    work: Work = field(default_factory=Work)  # what was run so far, on this rank
 
-    @property
-    def objective(self) -> Objective:
-        """What is minimised."""
-        return Objective(self.score, self.samples.id_count, self.samples.ood_count)
-
-    def take_steps(self, journal: "Journal", progress: bool) -> None:
+    def take_steps(self, journal: "Journal", path: Path | None, progress: bool) -> None:
         """Take the greedy steps that the journal does not have yet."""
         done = journal.heads
         if len(done) >= self.budget:
             return
         search = self._start(done)
-        journal.start = journal.start or Start(*search.result[2:])  # naive measures its result when it is asked
+        if journal.start is None:
+            journal.start = dict(zip(("errors", "discordance"), search.result[2:], strict=True))
         left = [head for head in self.candidates if head not in set(done)]
-        audits = min(self.audit_steps, self.budget)
-        audited = {index * self.budget // audits for index in range(audits)}  # spread evenly from the first on
         counted = (0, 0)
-        name, hidden = f"circuit/{self.method} {self.score}", not progress or self.ranks.rank > 0
+        name, hidden = f"circuit/{self.method} {self.objective.score}", not progress or self.ranks.rank > 0
         with tqdm(total=self.budget, initial=len(done), desc=name, unit="head", disable=hidden) as bar:
             for index in range(len(done), self.budget):
-                choice = search.choose(left)
-                excess = self._excess(search, choice.head, left, journal.heads) if index in audited else None
+                choice, excess = search.choose(left), None
+                if isinstance(search, Screened) and index in self.audited:
+                    measured = search.exact.choose([choice.head])
+                    excess = measured.value - search.exact.choose(left, known=measured).value
                 search.remove(choice.head)
                 left.remove(choice.head)
                 if isinstance(search, Screened):  # it chose by estimates; what is left says what it is
@@ -292,25 +250,25 @@ class Extraction:
                 blocks, products = (sum(column) for column in zip(*each, strict=True))  # so far, over all ranks
                 spent, counted = (blocks - counted[0], products - counted[1]), (blocks, products)
                 layer, head, tower = choice.head
-                journal.add(Step(layer, head, choice.errors, choice.discordance, *spent, excess, tower))
+                journal.add(Step(layer, head, choice.errors, choice.discordance, *spent, excess, tower), path)
                 bar.set_postfix(score=f"{self.objective.achieved(choice.errors, choice.discordance):.4f}")
                 bar.update()
 
-    def _start(self, done: Sequence[Head]) -> Search:
+    def _start(self, done: Sequence[Head]) -> Naive | Exact | JointExact | Screened:
         """A search that goes on after some steps. "screened" repeats those since it last started from nothing."""
-        repeats = self.method == "screened" and self.score != "acc"
+        repeats = self.method == "screened" and self.objective.score != "acc"
         skipped = len(done) - (len(done) % AFRESH if repeats else 0)
         off = [*self.removed, *done[:skipped]]
         left = [head for head in self.candidates if head not in done[:skipped]]
         if self.method == "naive":
-            return self._naive(off)
+            common = self.model, self.samples, self.objective, self.ranks, self.work, self.batch_size, off
+            return Naive(*common) if self.texts is None else JointNaive(*common, self.texts)
         if self.texts is not None:  # a quarter of the memory is for the prompts
-            (texts, texts_off), (images, images_off) = (
-                [of_tower(heads, text) for heads in (left, off)] for text in (True, False)
-            )
-            tower = self._cached(self.texts.tower, self.texts.prompts, texts, texts_off, 0.25)
-            pictures = self._cached(self.model, self.samples, images, images_off, 0.75)
-            return JointExact(Exact(pictures, self.objective, self.ranks), self.texts, tower)
+            tower, prompts = self.texts.tower, self.texts.prompts
+            words = self._cached(tower, prompts, of_tower(left, text=True), of_tower(off, text=True), 0.25)
+            left, off = of_tower(left, text=False), of_tower(off, text=False)
+            pictures = self._cached(self.model, self.samples, left, off, 0.75)
+            return JointExact(Exact(pictures, self.objective, self.ranks), self.texts, words)
         cached = self._cached(self.model, self.samples, left, off, carry=self.method == "exact")
         exact = Exact(cached, self.objective, self.ranks)
         if self.method == "exact":
@@ -321,11 +279,6 @@ class Extraction:
             search.remove(head)
             left.remove(head)
         return search
-
-    def _naive(self, off: Sequence[Head]) -> Naive:
-        texts, size = self.texts, self.batch_size
-        without = None if texts is None else partial(both_without, self.model, texts, size, self.work)
-        return Naive(self.model, self.samples, self.objective, self.ranks, self.work, size, off, without)
 
     def _cached(
         self,
@@ -341,36 +294,31 @@ class Extraction:
         own, working = self.ranks.share(candidates), WorkingModel(model, off, self.work)
         return CachedTower(working, samples, candidates, own, self.batch_size, int(share * room), carry)
 
-    def _excess(self, search: Search, head: Head, left: Sequence[Head], done: Sequence[Head]) -> int:
-        """By how many units a choice misses that of the method's reference."""
-        if isinstance(search, Naive):
-            return 0
-        referee = search.exact if isinstance(search, Screened) else self._naive([*self.removed, *done])
-        measured = referee.evaluate(head)
-        return measured.value - referee.choose(left, known=measured).value
-
     def ranking(self, journal: "Journal", provenance: Mapping[str, Any]) -> HeadRanking:
         """What the steps amount to; `provenance` is what else there is to say about it."""
         objective, start, steps = self.objective, journal.start, journal.steps[: self.budget]
         assert start is not None
-        whole_pass = sum(forward_cost(self.model, group) for group in self.samples.groups)
+        whole_pass = forward_cost(self.model, self.samples)
         if self.texts is not None:
-            whole_pass += sum(forward_cost(self.texts.tower, group) for group in self.texts.prompts.groups)
+            whole_pass += forward_cost(self.texts.tower, self.texts.prompts)
         excesses = {index: step.excess for index, step in enumerate(steps) if step.excess is not None}
+        screened = {"screen_size": self.screen_size} if self.method == "screened" else {}
         return HeadRanking(
             heads=tuple(journal.heads[: self.budget]),
             scores=tuple(objective.achieved(step.errors, step.discordance) for step in steps),
             method=f"circuit/{self.method}",
-            score=self.score,
+            score=objective.score,
             provenance={
+                "model": journal.model,
+                "data": journal.data,
                 **provenance,
-                **({"screen_size": self.screen_size} if self.method == "screened" else {}),
+                **screened,
                 "id_samples": objective.id_count,
                 "ood_samples": objective.ood_count,
                 "budget": self.budget,
                 "removed": [list(head[: 2 if head.tower == TOWER else 3]) for head in self.removed],
                 "approximate": self.method == "screened",
-                "start": objective.achieved(start.errors, start.discordance),
+                "start": objective.achieved(**start),
                 "errors": [step.errors for step in steps],
                 "discordance": [step.discordance for step in steps],
                 "layer_evaluations": sum(step.layer_evaluations for step in steps),
@@ -393,8 +341,7 @@ FORMAT = "hydra_ensembles circuit journal 1"
 class Step:
     """One greedy step: the head removed, the integers of the model without it, and the work over all ranks.
 
-    `excess` says, of an audited step, by how many units of the integer that is minimised the choice missed the
-    reference.
+    `excess` says, of an audited step, by how many units of the integer the choice missed the best.
     """
 
     layer: int
@@ -407,70 +354,47 @@ class Step:
     tower: str = TOWER
 
 
-@dataclass(frozen=True)
-class Start:
-    """The integers of the model before the first step."""
+@dataclass
+class Journal:
+    """The steps of a run, as they are stored; `settings` is what choices depend on besides the model and the data."""
 
-    errors: int
-    discordance: int
-
-
-@dataclass(frozen=True)
-class _Content:
     format: str
-    model: str
+    model: str  # fingerprints
     data: str
     settings: Mapping[str, Any]
-    start: Start
-    steps: tuple[Step, ...]
-
-
-class Journal:
-    """The steps of a run, kept in a file where a path is given.
-
-    `identity` has the fingerprints of the `model` and the `data`, and what else the choices depend on, as `settings`; a
-    file of another identity is refused.
-    """
-
-    def __init__(self, path: str | Path | None, identity: Mapping[str, Any]) -> None:
-        self.path, self.identity = None if path is None else Path(path), identity
-        self.start: Start | None = None
-        self.steps: list[Step] = []
-        if self.path is None or not self.path.exists():
-            return
-        try:
-            content = from_plain(_Content, parse_json(self.path.read_bytes(), "the file"), "journal")
-            if content.format != FORMAT:
-                raise CheckpointError(f"its format is {content.format!r}, expected {FORMAT!r}")
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{path} is not a journal of a circuit extraction ({error}); delete the file to start anew, or give "
-                "another path"
-            ) from error
-        theirs = {"model": content.model, "data": content.data, "settings": dict(content.settings)}
-        require_same_run(theirs, identity, self.path, "the journal of a circuit")
-        self.start, self.steps = content.start, list(content.steps)
+    start: Mapping[str, int] | None = None  # `errors` and `discordance` before the first step
+    steps: tuple[Step, ...] = ()
 
     @property
     def heads(self) -> list[Head]:
         """The heads removed so far."""
         return [Head(step.layer, step.head, step.tower) for step in self.steps]
 
-    def add(self, step: Step) -> None:
-        """Append a step and write the file anew, in one piece."""
-        self.steps.append(step)
-        if self.path is not None:
-            content = {"format": FORMAT, **self.identity, "start": to_plain(self.start), "steps": to_plain(self.steps)}
-            write_atomically(self.path, json.dumps(content, indent=1).encode())
+    def add(self, step: Step, path: Path | None) -> None:
+        """Append a step and write the file, where there is one, anew and in one piece."""
+        self.steps = (*self.steps, step)
+        if path is not None:
+            write_atomically(path, json.dumps(to_plain(self), indent=1).encode())
 
 
-def open_journal(path: str | Path | None, identity: Mapping[str, Any], ranks: Ranks) -> Journal:
-    """The journal, read and written by rank 0; the other ranks get its steps, or stop where it is refused."""
-    record, problem = Journal(None, identity), None
-    if ranks.rank == 0:
+def resumed(journal: Journal, path: Path | None, ranks: Ranks) -> Journal:
+    """A journal with the steps of its file, if any, read by rank 0; all ranks stop where that is of another run."""
+    problem = None
+    if path is not None and ranks.rank == 0 and path.exists():
         try:
-            record = Journal(path, identity)
+            stored = _read_journal(path)
+            wanted = {**vars(journal), "start": stored.start, "steps": stored.steps}
+            require_same_run(vars(stored), wanted, path, "the journal of a circuit")
+            journal = stored
         except HydraError as error:
             problem = error
-    record.start, record.steps = ranks.gather((record.start, record.steps), problem)[0]
-    return record
+    return ranks.gather(journal, problem)[0]
+
+
+def _read_journal(path: Path) -> Journal:
+    try:
+        return from_plain(Journal, parse_json(path.read_bytes(), "the file"), "journal")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is not a journal of a circuit extraction ({error}); delete it to start anew, or give another path"
+        ) from error

@@ -5,7 +5,6 @@ multiply with the image embeddings there are. A head of the image tower meets th
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,17 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import ConfigError
-from ..heads.masking import masked, working_copy
+from ..heads.masking import working_copy
 from ..heads.ranking import Head
 from ..model.clip import DualEncoder, average_templates, prompts_of
 from ..model.ensemble import Ensemble
 from ..model.stem_readout import compose
 from .cache import CachedTower
-from .scores import Answers, IntArray, Result, SampleGroup, Samples, parts
-from .search import Exact, run_all, untowered
-from .working_model import Work
-
-_ROWS = 1 << 13  # samples whose logits are held at once
+from .scores import Answers, IntArray, Result, SampleGroup, Samples, to_device
+from .search import Exact, Naive, run_without
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,26 +73,26 @@ def of_tower(heads: Sequence[Head], text: bool) -> list[Head]:
     return [head for head in heads if (head.tower == "text") == text]
 
 
-@contextmanager
-def both_without(model: Ensemble, texts: Texts, batch_size: int, work: Work, heads: Sequence[Head]) -> Iterator[None]:
-    """Both towers without these heads, and the class embeddings computed anew, within a `with` block: for `Naive`."""
-    of_image, of_text = of_tower(heads, text=False), of_tower(heads, text=True)
-    with masked(model, untowered(of_image)), masked(texts.tower, untowered(of_text)):
-        embedded = run_all(texts.tower, texts.prompts, batch_size, work)
-        use_classes(model, texts.classes(torch.cat([embeddings for _, embeddings in embedded])))
-        yield
+@dataclass(eq=False)
+class JointNaive(Naive):
+    """The naive method over both towers: the class embeddings are computed anew each time."""
+
+    texts: Texts
+
+    def logits(self, off: Sequence[Head]) -> Iterator[tuple[IntArray, Tensor]]:
+        """Logits `[B, C]` without some heads of both towers for all samples in batches, with their numbers."""
+        of_text, prompts = of_tower(off, text=True), self.texts.prompts
+        embedded = run_without(self.texts.tower, of_text, prompts, self.batch_size, self.work)
+        use_classes(self.model, self.texts.classes(torch.cat([embeddings for _, embeddings in embedded])))
+        return super().logits(of_tower(off, text=False))
 
 
 class JointExact:
-    """The choices of `Naive` over both towers, by branch and bound in the image tower and in full in the text tower.
-
-    `tower` is the text tower with all heads chosen so far taken out, and its activations on the prompts.
-    """
+    """Branch and bound in the image tower; in the text tower (`tower`, without its removed heads) all candidates."""
 
     def __init__(self, images: Exact, texts: Texts, tower: CachedTower) -> None:
         self.images, self.texts, self.tower = images, texts, tower
         self._classes: dict[Head, Tensor] = {}  # [C, e], that text candidates would leave behind
-        self._embeddings: list[Tensor] = []  # [g, e] of length one, of all images, by group
         self._use_own_classes()
 
     @property
@@ -105,16 +101,15 @@ class JointExact:
         return self.images.result
 
     @torch.no_grad()
-    def choose(self, candidates: Sequence[Head], known: Result | None = None) -> Result:
-        """The candidate whose removal leaves the best score; `known` is one whose result is known already."""
-        texts = of_tower(candidates, text=True)
-        if texts:
-            own = [head for head in texts if head in self.tower.own]
-            for layer in sorted({head.layer for head in own if head not in self._classes}):
-                self._run_prompts([head for head in own if head.layer == layer and head not in self._classes])
-            best = self.images.ranks.smallest(min((self._judge(head) for head in own), default=None))
-            known = best if known is None else min(best, known)
-        return self.images.choose(of_tower(candidates, text=False), known)
+    def choose(self, candidates: Sequence[Head]) -> Result:
+        """The candidate whose removal leaves the best score."""
+        own = [head for head in of_tower(candidates, text=True) if head in self.tower.own]
+        for layer in sorted({head.layer for head in own if head not in self._classes}):
+            self._run_prompts([head for head in own if head.layer == layer and head not in self._classes])
+        found = self.images.ranks.gather(min((self._judge(head) for head in own), default=None))
+        use_classes(self._classifier, self._own)
+        best = min((one for one in found if one is not None), default=None)
+        return self.images.choose(of_tower(candidates, text=False), best)
 
     def remove(self, head: Head) -> None:
         """Take a head out for good; the tower it does not lie in is not run."""
@@ -124,35 +119,32 @@ class JointExact:
             self._use_own_classes()
         else:
             self.images.remove(head)
-            self._embeddings.clear()
+
+    @property
+    def _classifier(self) -> Ensemble:
+        return self.images.tower.model.ensemble
 
     @torch.no_grad()
     def _use_own_classes(self) -> None:
         """Classify by the class embeddings of the text tower as it is."""
-        self._own = self.tower.model.classify(torch.cat(self.tower.features))  # [prompts, e]
-        use_classes(self.images.tower.model.ensemble, self.texts.classes(self._own))
+        self._own = self.texts.classes(self.tower.model.classify(torch.cat(self.tower.features)))  # [C, e]
+        use_classes(self._classifier, self._own)
         self.images.answer()
 
     def _run_prompts(self, heads: Sequence[Head]) -> None:
         """The class embeddings that are left without each of some heads of one layer."""
         count, index = len(self.tower.samples.labels), self.tower.index(heads)  # ascending, as the candidates are
-        table = self._own.new_empty(len(heads), *self._own.shape)  # [heads, prompts, e]
+        table = self._own.new_empty(len(heads), count, self._own.shape[1])  # [heads, prompts, e]
 
         def record(candidates: IntArray, numbers: IntArray, embeddings: Tensor) -> None:
-            rows, columns = map(torch.from_numpy, (np.searchsorted(index, candidates), numbers))
-            table[rows.to(table.device), columns.to(table.device)] = embeddings
+            rows = to_device(np.searchsorted(index, candidates), table.device)
+            table[rows, to_device(numbers, table.device)] = embeddings
 
         self.tower.run(np.repeat(index, count), np.tile(np.arange(count), len(heads)), record)
         self._classes |= {head: self.texts.classes(one) for head, one in zip(heads, table, strict=True)}
 
     def _judge(self, head: Head) -> Result:
-        """The result without a head of the text tower, on all samples."""
-        ensemble, samples = self.images.tower.model.ensemble, self.images.tower.samples
-        if not self._embeddings:
-            self._embeddings = [ensemble.readout.embedding(one[None])[0] for one in self.images.tower.features]
-        bias = ensemble.readout.class_embeddings.bias  # type: ignore[union-attr]
-        return Answers(samples, self.images.objective, [head], ensemble.dtype).result(
-            (group.numbers[rows], embeddings[rows] @ self._classes[head].T + (0 if bias is None else bias[0]))  # [B, C]
-            for embeddings, group in zip(self._embeddings, samples.groups, strict=True)
-            for rows in parts(len(group), _ROWS)
-        )
+        """The result without a head of the text tower, on all samples: the images as they are meet other classes."""
+        use_classes(self._classifier, self._classes[head])
+        tower = self.images.tower
+        return Answers(tower.samples, self.images.objective, [head], self._classifier.dtype).result(tower.logits())

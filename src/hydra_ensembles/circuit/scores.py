@@ -5,7 +5,6 @@ OOD sample is the more confident one, plus the pairs that tie. Integers compare 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
@@ -31,10 +30,7 @@ Inputs = tuple[Tensor, Tensor | None, Tensor | None]  # images or token ids, att
 
 @dataclass(frozen=True, eq=False)
 class SampleGroup:
-    """Samples whose inputs have one shape, so that they can share a batch whatever batches they came in.
-
-    Texts keep the padding they came with: another one would be the same model on other inputs.
-    """
+    """Samples whose inputs have one shape (texts with the padding they came with), so that they can share a batch."""
 
     numbers: IntArray  # [g], which sample each row is
     inputs: Inputs  # images [g, channels, H, W] or token ids [g, T]; mask and token types [g, T] or None
@@ -45,8 +41,7 @@ class SampleGroup:
 
     def take(self, rows: slice) -> Inputs:
         """The inputs of some samples."""
-        main, mask, segments = self.inputs
-        return main[rows], None if mask is None else mask[rows], None if segments is None else segments[rows]
+        return cast(Inputs, tuple(None if part is None else part[rows] for part in self.inputs))
 
 
 @dataclass(eq=False)
@@ -77,18 +72,16 @@ _SOURCES = ("id_batches", "ood_batches")
 def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Batches | None, seed: int) -> Samples:
     """Read all batches, check them, and move them to the device and dtype of the model.
 
-    PyTorch's random numbers and those of the sources start from `seed` meanwhile and are put back afterwards, so a
-    shuffling loader gives the same samples again when an interrupted run is resumed, and on every rank.
+    Random numbers of PyTorch and of the sources start from `seed` meanwhile and are put back afterwards: a shuffling
+    loader gives the same samples again when a run is resumed, and on every rank.
     """
     pieces: dict[tuple[object, ...], list[SampleGroup]] = {}  # by shape of the inputs
     labels: list[Tensor] = []
     origin: list[tuple[int, int]] = []
     id_count, fingerprints = 0, []
-    with torch_seeded(seed, model.device), ExitStack() as sources:
-        for source, batches in enumerate((id_batches, ood_batches)):
-            if batches is None:
-                continue
-            sources.enter_context(borrowed(batches))
+    sources = [id_batches] if ood_batches is None else [id_batches, ood_batches]
+    with torch_seeded(seed, model.device), borrowed(*sources):
+        for source, batches in enumerate(sources):
             begin_epoch(batches, 0, seed)
             fingerprint, before = DataFingerprint(), len(origin)
             for index, (given, answers) in enumerate(iterate(batches, _SOURCES[source], labelled=source == 0)):
@@ -106,10 +99,7 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Batches | No
             fingerprints.append(fingerprint.hexdigest())
     truth = torch.cat(labels)
     if truth[:id_count].min() == truth[:id_count].max():
-        raise DataError(
-            f"all {id_count} samples of id_batches have the label {int(truth[0])}; a circuit needs samples of at least "
-            "two classes"
-        )
+        raise DataError(f"all samples of id_batches have the label {int(truth[0])}; a circuit needs two classes")
     groups = []
     for same in pieces.values():
         columns = zip(*(piece.inputs for piece in same), strict=True)
@@ -118,10 +108,14 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Batches | No
     return Samples(tuple(groups), truth.to(model.device), id_count, np.array(origin, np.int64), "+".join(fingerprints))
 
 
+def to_device(index: IntArray, device: torch.device) -> Tensor:
+    """Numbers of rows as a tensor, without waiting for their way to a GPU."""
+    return torch.from_numpy(index).to(device, non_blocking=True)
+
+
 def parts(count: int, size: int) -> Iterator[slice]:
     """Consecutive slices of at most `size` that cover `count` items."""
-    for start in range(0, count, size):
-        yield slice(start, min(start + size, count))
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 # --- answers -----------------------------------------------------------------------------------------------
@@ -162,10 +156,8 @@ def require_finite(finite: Tensor, samples: Samples, head: Head) -> None:
     if not finite.all():
         source, batch = samples.origin[int((~finite).nonzero()[0, 0])]
         state = "" if head == NO_HEAD else f" with head {head} switched off"
-        raise DataError(
-            f"batch {batch} of {_SOURCES[source]} gives logits that are NaN or infinite{state}; check its inputs, the "
-            "weights of the model, or evaluate in a wider dtype"
-        )
+        where = f"batch {batch} of {_SOURCES[source]}"
+        raise DataError(f"{where} gives logits that are NaN or infinite{state}; check its inputs, or use a wider dtype")
 
 
 NO_HEAD = Head(-1, -1)  # stands for the head of a result with no further head off
@@ -218,10 +210,9 @@ class Objective:
         return auroc if self.score == "ood" else (accuracy + auroc) / 2
 
     def hardest_first(self, wrong: Tensor, confidence: Tensor) -> IntArray:
-        """Sample numbers in the order in which a bound grows fastest, judged by one model's answers `[n]`.
+        """Sample numbers, first those that add most to the integer of a model, by its answers `[n]`.
 
-        Samples come first that add most to the integer of that model; among those that add nothing, ID samples with
-        little confidence and OOD samples with much.
+        Among those that add nothing, ID samples with little confidence come first, and OOD samples with much.
         """
         inside, outside = confidence[: self.id_count], confidence[self.id_count :]
         doubt = torch.cat([-inside, outside]).cpu().numpy()
@@ -237,7 +228,7 @@ class Objective:
     ) -> dict[int, int]:
         """The integers of one model, by its answers `[n]`, on the first so many samples of an order alone."""
         place = torch.empty(self.samples, dtype=torch.int64, device=confidence.device)
-        place[torch.from_numpy(order).to(place.device)] = torch.arange(self.samples, device=place.device)
+        place[to_device(order, place.device)] = torch.arange(self.samples, device=place.device)
         seen = place[None, :] < torch.tensor(counts, device=place.device)[:, None]  # [counts, n]
         known = torch.where(seen, confidence, LEAST_CONFIDENT)
         known[:, : self.id_count].masked_fill_(~seen[:, : self.id_count], MOST_CONFIDENT)
@@ -252,11 +243,10 @@ def _twice_below(values: Tensor, limits: Tensor) -> Tensor:
 
 
 class Answers:
-    """Answers of K models, each without one of `heads` (`NO_HEAD` for none), to n samples.
+    """Answers of K models, each without one of `heads` (`NO_HEAD` for none), to n samples; logits are of `dtype`.
 
     A sample that was not evaluated yet counts as right, as an ID sample as most confident, as an OOD sample as least
-    confident. So the integers of a model never shrink as answers come in: they are lower bounds of its result, and
-    its result once all samples are in. `dtype` is that in which logits are computed.
+    confident. So the integers of a model never shrink as answers come in: they are lower bounds of its result.
     """
 
     def __init__(self, samples: Samples, objective: Objective, heads: Sequence[Head], dtype: torch.dtype) -> None:
@@ -276,9 +266,8 @@ class Answers:
 
     def record(self, models: IntArray, numbers: IntArray, logits: Tensor) -> None:
         """Take in logits `[P, C]` of pairs of model and sample."""
-        rows, columns = (torch.from_numpy(index).to(logits.device, non_blocking=True) for index in (models, numbers))
-        where = rows, columns
-        answers = judge(logits, self.samples.labels[columns], self.step)
+        where = to_device(models, logits.device), to_device(numbers, logits.device)
+        answers = judge(logits, self.samples.labels[where[1]], self.step)
         self.wrong[where], self.confidence[where], self.finite[where] = answers
 
     def result(self, batches: Iterable[tuple[IntArray, Tensor]]) -> Result:
@@ -289,7 +278,7 @@ class Answers:
 
     def results(self, models: IntArray) -> list[Result]:
         """What the answers so far amount to, model by model; an error if one of them was not finite."""
-        rows = torch.from_numpy(models).to(self.wrong.device)
+        rows = to_device(models, self.wrong.device)
         errors, discordance = self.objective.count(self.wrong[rows], self.confidence[rows])
         finite = self.finite[rows].all(-1)
         found = torch.stack([errors, discordance, finite.long()], 1).tolist()  # one transfer

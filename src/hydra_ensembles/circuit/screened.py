@@ -5,22 +5,33 @@ shifts are remembered from step to step. They come from a gradient pass, and fro
 """
 
 import math
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..heads.ranking import Head
-from .cache import CachedTower, fitting_batch_size
-from .scores import IntArray, Result, judge, log_odds, parts, quantum, require_finite
-from .search import Exact, fast_products
+from .cache import CachedTower
+from .scores import IntArray, Result, judge, log_odds, parts, quantum, require_finite, to_device
+from .search import Exact
 
 AFRESH = 8  # steps after which all that is remembered is forgotten; a resumed run repeats at most as many
 _PREDICT_EVERY = 2  # steps after which a gradient corrects what is remembered
 _HARD = 0.5  # share of the samples, hardest first, on which a candidate is measured or predicted again
 _ROUNDS = 3  # in which the candidates of a step are measured, at most
+
+
+@contextmanager
+def fast_products(device: torch.device) -> Iterator[None]:
+    """Let a GPU multiply float32 matrices in TF32 (ten bits of mantissa): for estimates that are compared."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Screened:
@@ -31,12 +42,7 @@ class Screened:
     """
 
     def __init__(self, exact: Exact, size: int, step: int) -> None:
-        self.exact, self.size, self.step = exact, size, step
-
-    @cached_property
-    def shifts(self) -> "Shifts":
-        """What is remembered of all candidates."""
-        return Shifts(self.exact)
+        self.exact, self.size, self.step, self.shifts = exact, size, step, Shifts(exact)
 
     @property
     def result(self) -> Result:
@@ -56,7 +62,7 @@ class Screened:
                 return self.exact.choose(candidates)
             self.shifts.start_step(afresh)
             if predict:
-                predict_shifts(self.shifts, candidates, self._hardest(1.0 if afresh else _HARD))
+                self.shifts.predict(candidates, self._hardest(1.0 if afresh else _HARD))
             size = min(len(candidates), 2 * self.size if afresh else self.size)
             return self._first_measured(candidates, most=size, least=size if afresh else 1)
 
@@ -87,9 +93,9 @@ class Screened:
         if len(own):
             tower.run(np.repeat(own, len(numbers)), np.tile(numbers, len(own)), shifts.record)
         if ranks.size > 1:
-            for rows, known in ranks.gather((own.tolist(), [table[own.tolist()].cpu() for table in shifts.tables])):
-                for table, theirs in zip(shifts.tables, known, strict=True):
-                    table[rows] = theirs.to(table.device)
+            mine = own.tolist()
+            for rows, known, finite in ranks.gather((mine, shifts.known[:, mine].cpu(), shifts.finite[mine].cpu())):
+                shifts.known[:, rows], shifts.finite[rows] = known.to(shifts.device), finite.to(shifts.device)
 
     def _hardest(self, share: float) -> IntArray:
         """Numbers of a share of the samples, the hardest ones."""
@@ -105,83 +111,75 @@ class Shifts:
 
     def __init__(self, exact: Exact) -> None:
         self.exact, self.tower, self.objective = exact, exact.tower, exact.objective
-        self.step = quantum(exact.tower.model.ensemble.dtype)
-        shape, device = (len(self.tower.candidates), self.objective.samples), exact.current.wrong.device
-        self.confidence = torch.zeros(shape, dtype=torch.int64, device=device)  # in grid steps
-        self.margin = torch.zeros(shape, dtype=torch.float64, device=device)
-        self.finite = torch.ones(shape, dtype=torch.bool, device=device)
-        self.tables = (self.confidence, self.margin, self.finite)
-        self._predicted_confidence = torch.zeros_like(self.confidence)
-        self._predicted_margin = torch.zeros_like(self.margin)
-        self._own_margin = torch.zeros(shape[1], dtype=torch.float64, device=device)
-        self.start_step(afresh=True)
+        self.step, self.device = quantum(exact.tower.model.ensemble.dtype), exact.current.wrong.device
+        shape = len(self.tower.candidates), self.objective.samples
+        # of the confidence, in grid steps (integers), and of the margin: what is known, and what a gradient said last
+        self.known, self.predicted = torch.zeros(2, 2, *shape, dtype=torch.float64, device=self.device)
+        self.finite = torch.ones(shape, dtype=torch.bool, device=self.device)
+        self._own_margin = torch.zeros(shape[1], dtype=torch.float64, device=self.device)
 
-    @torch.no_grad()
     def start_step(self, afresh: bool) -> None:
         """Look at the model as it is; `afresh`, forget all measurements and predictions."""
         for numbers, logits in self.tower.logits():
-            columns = torch.from_numpy(numbers).to(logits.device)
+            columns = to_device(numbers, self.device)
             self._own_margin[columns] = margins(logits, self.tower.samples.labels[columns])
         if afresh:
-            for known in (self.confidence, self.margin, self._predicted_confidence, self._predicted_margin):
-                known.zero_()
+            self.known.zero_()
+            self.predicted.zero_()
             self.finite.fill_(True)
 
-    def predict(self, rows: Tensor, numbers: IntArray, confidence: Tensor, margin: Tensor) -> None:
-        """Take in a prediction, `[R, S]`: what is remembered changes by as much as the prediction has changed."""
-        where = rows[:, None], torch.from_numpy(numbers).to(rows.device)
-        steps = (confidence / self.step).round().long()
-        self.confidence[where] += steps - self._predicted_confidence[where]
-        self._predicted_confidence[where] = steps
-        self.margin[where] += margin - self._predicted_margin[where]
-        self._predicted_margin[where] = margin
+    def predict(self, candidates: Sequence[Head], numbers: IntArray) -> None:
+        """Predict the shifts of candidates on some samples, and correct what is known by how predictions changed.
+
+        What is differentiated is a number for each sample by itself: its confidence, and the margin of its label.
+        (The gradient of the summed score alone would not do: whether a sample changes sides depends on how far it
+        is from the edge.) Where the answer is the label, one gradient has to serve for both.
+        """
+        columns = to_device(numbers, self.device)
+        labels = self.tower.samples.labels[columns]
+        again: IntArray = np.empty(0, np.int64)  # places in `numbers` of samples with wrong answers
+        if self.objective.score == "avg":
+            wrong = self.exact.current.wrong[0].cpu().numpy()
+            again = (wrong[numbers] & (numbers < self.objective.id_count)).nonzero()[0]
+        places = to_device(again, self.device)
+        targets = torch.cat([torch.full_like(labels, -1), labels[places]])
+        found = gradient_shifts(self.tower, candidates, np.concatenate([numbers, numbers[again]]), targets)
+        confidence, margin = found[:, : len(numbers)], found[:, : len(numbers)].clone()  # [K, S]
+        margin[:, places] = found[:, len(numbers) :]
+        self.correct(self.tower.index(candidates), numbers, torch.stack([(confidence / self.step).round(), margin]))
+
+    def correct(self, rows: IntArray, numbers: IntArray, values: Tensor) -> None:
+        """Take in predictions `[2, R, S]`: what is known changes by as much as they have changed."""
+        where = slice(None), to_device(rows, self.device)[:, None], to_device(numbers, self.device)
+        self.known[where] += values - self.predicted[where]
+        self.predicted[where] = values
 
     def record(self, candidates: IntArray, numbers: IntArray, logits: Tensor) -> None:
         """Take in logits `[P, C]` of pairs of candidate and sample: a measurement."""
-        rows, columns = (torch.from_numpy(one).to(logits.device, non_blocking=True) for one in (candidates, numbers))
+        rows, columns = to_device(candidates, self.device), to_device(numbers, self.device)
         labels = self.tower.samples.labels[columns]
         _, confidence, finite = judge(logits, labels, self.step)
-        self.confidence[rows, columns] = confidence - self.exact.current.confidence[0, columns]
-        self.margin[rows, columns] = (margins(logits, labels) - self._own_margin[columns]).nan_to_num()
+        self.known[0, rows, columns] = (confidence - self.exact.current.confidence[0, columns]).double()
+        self.known[1, rows, columns] = (margins(logits, labels) - self._own_margin[columns]).nan_to_num()
         self.finite[rows, columns] = finite
 
     def estimates(self, candidates: Sequence[Head]) -> list[Result]:
         """What candidates are expected to amount to, best first; ties go to the one with the larger margins."""
-        rows = torch.from_numpy(self.tower.index(candidates)).to(self.margin.device)
-        margin = (self._own_margin + self.margin[rows])[:, : self.objective.id_count]
-        errors, discordance = self.objective.count(margin < 0, self.exact.current.confidence[0] + self.confidence[rows])
+        index = self.tower.index(candidates)
+        rows = to_device(index, self.device)
+        confidence = self.exact.current.confidence[0] + self.known[0, rows].long()
+        margin = (self._own_margin + self.known[1, rows])[:, : self.objective.id_count]
         softness = 0.1 * margin.std(1).median().clamp(min=1e-6)  # range over which an answer counts by degrees
         nearly = torch.sigmoid(-margin / softness).sum(1)  # errors by degrees
-        finite = self.finite[rows].all(1)
-        columns = [column.tolist() for column in (errors, discordance, nearly, finite)]
+        counts = (*self.objective.count(margin < 0, confidence), nearly, self.finite[rows].all(1))
         found = []
-        for head, wrong, pairs, soft, fine in zip(candidates, *columns, strict=True):
+        for row, head, *numbers in zip(index, candidates, *(column.tolist() for column in counts), strict=True):
+            errors, discordance, soft, fine = numbers
             if not fine:
-                require_finite(self.finite[self.tower.index_of[head]], self.tower.samples, head)
-            result = self.objective.result(head, wrong, pairs)
+                require_finite(self.finite[row], self.tower.samples, head)
+            result = self.objective.result(head, errors, discordance)
             found.append((result.value, round(soft, 6), head, result))
         return [result for *_, result in sorted(found)]
-
-
-def predict_shifts(shifts: Shifts, candidates: Sequence[Head], numbers: IntArray) -> None:
-    """Predict the shifts of candidates on some samples, and correct what is remembered by it.
-
-    What is differentiated is a number for each sample by itself: its confidence, and the margin of its label.
-    (The gradient of the summed score alone would not do: whether a sample changes sides depends on how far it
-    is from the edge.) Where the answer is the label, one gradient has to serve for both.
-    """
-    tower, device = shifts.tower, shifts.margin.device
-    labels = tower.samples.labels[torch.from_numpy(numbers).to(device)]
-    again: IntArray = np.empty(0, np.int64)  # places in `numbers` of samples with wrong answers
-    if shifts.objective.score == "avg":
-        wrong = shifts.exact.current.wrong[0].cpu().numpy()
-        again = (wrong[numbers] & (numbers < shifts.objective.id_count)).nonzero()[0]
-    places = torch.from_numpy(again).to(device)
-    targets = torch.cat([torch.full_like(labels, -1), labels[places]])
-    found = gradient_shifts(tower, candidates, np.concatenate([numbers, numbers[again]]), targets)  # [K, S + wrong]
-    confidence, margin = found[:, : len(numbers)], found[:, : len(numbers)].clone()
-    margin[:, places] = found[:, len(numbers) :]
-    shifts.predict(torch.from_numpy(tower.index(candidates)).to(device), numbers, confidence, margin)
 
 
 def gradient_shifts(tower: CachedTower, candidates: Sequence[Head], numbers: IntArray, targets: Tensor) -> Tensor:
@@ -195,13 +193,13 @@ def gradient_shifts(tower: CachedTower, candidates: Sequence[Head], numbers: Int
     places_of = [int(starts[head.layer]) + model.kept[head.layer].index(head.head) for head in candidates]
     columns = torch.tensor(places_of, device=device)
     found = torch.empty(len(candidates), len(numbers), dtype=torch.float64, device=device)
-    size = tower.batch_size if device.type != "cuda" else fitting_batch_size(model.ensemble, samples, gradients=True)
+    size = max(1, tower.batch_size // (model.layers if device.type == "cuda" else 1))  # all blocks are held at once
     groups, rows = samples.group_of[numbers], samples.row_of[numbers]
     for group in np.unique(groups):
         members = (groups == group).nonzero()[0]
         for part in parts(len(members), size):
-            places = torch.from_numpy(members[part]).to(device)
-            chosen = torch.from_numpy(rows[members[part]]).to(device)
+            places = to_device(members[part], device)
+            chosen = to_device(rows[members[part]], device)
             gradients = _gate_gradients(tower, int(group), chosen, targets[places])
             found[:, places] = -gradients.double().nan_to_num()[:, columns].T
     return found

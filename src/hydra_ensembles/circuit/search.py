@@ -1,7 +1,7 @@
 """Which head goes next: by trying every one, or by branch and bound."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,61 +11,31 @@ from .._distributed import Ranks
 from ..heads.masking import masked
 from ..heads.ranking import Head
 from ..model.ensemble import Ensemble
-from .cache import CachedTower
+from .cache import CachedTower, Work, forward_cost
 from .scores import NO_HEAD, Answers, IntArray, Objective, Result, Samples, parts
-from .working_model import Work, forward_cost
-
-Without = Callable[[Sequence[Head]], AbstractContextManager[object]]
 
 
-@contextmanager
-def fast_products(device: torch.device) -> Iterator[None]:
-    """Let a GPU multiply float32 matrices in TF32 (ten bits of mantissa): for estimates that are compared."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" else before)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def untowered(heads: Sequence[Head]) -> list[Head]:
-    """Heads as the ensemble that is their tower calls them."""
-    return [Head(head.layer, head.head) for head in heads]
-
-
+@dataclass(eq=False)
 class Naive:
-    """Evaluates each candidate from the inputs to the logits, on all samples: the reference.
+    """Evaluates each candidate from the inputs to the logits, on all samples: the reference."""
 
-    Heads `off` stay so; those removed later join them. `without` switches heads off within a `with` block, where there
-    is more to it than masking them in the model.
-    """
-
-    def __init__(
-        self,
-        model: Ensemble,
-        samples: Samples,
-        objective: Objective,
-        ranks: Ranks,
-        work: Work,
-        batch_size: int,
-        off: Sequence[Head] = (),
-        without: Without | None = None,
-    ) -> None:
-        self.model, self.samples, self.objective, self.ranks = model, samples, objective, ranks
-        self.work, self.batch_size, self.off = work, batch_size, list(off)
-        self._without = without or (lambda heads: masked(model, untowered(heads)))
+    model: Ensemble
+    samples: Samples
+    objective: Objective
+    ranks: Ranks
+    work: Work
+    batch_size: int
+    off: list[Head]  # heads removed so far
 
     @property
     def result(self) -> Result:
         """The result of the model as it is."""
         return self.evaluate(NO_HEAD)
 
-    def choose(self, candidates: Sequence[Head], known: Result | None = None) -> Result:
-        """The candidate whose removal leaves the best score; `known` is one whose result is known already."""
-        unknown = [head for head in candidates if known is None or head != known.head]
-        found = [self.evaluate(head) for head in self.ranks.share(unknown)]
-        return self.ranks.smallest(min([*found, *([] if known is None else [known])], default=None))
+    def choose(self, candidates: Sequence[Head]) -> Result:
+        """The candidate whose removal leaves the best score."""
+        found = [self.evaluate(head) for head in self.ranks.share(candidates)]
+        return self.ranks.smallest(min(found, default=None))
 
     def remove(self, head: Head) -> None:
         """Leave a head off from now on."""
@@ -74,18 +44,24 @@ class Naive:
     @torch.no_grad()
     def evaluate(self, head: Head) -> Result:
         """The result with one more head off."""
-        answers = Answers(self.samples, self.objective, [head], self.model.dtype)
-        with self._without([*self.off, *([] if head == NO_HEAD else [head])]):
-            return answers.result(run_all(self.model, self.samples, self.batch_size, self.work))
+        off = [*self.off, *([] if head == NO_HEAD else [head])]
+        return Answers(self.samples, self.objective, [head], self.model.dtype).result(self.logits(off))
+
+    def logits(self, off: Sequence[Head]) -> Iterator[tuple[IntArray, Tensor]]:
+        """Logits `[B, C]` without some heads for all samples in batches, with their numbers."""
+        return run_without(self.model, off, self.samples, self.batch_size, self.work)
 
 
-def run_all(model: Ensemble, samples: Samples, batch_size: int, work: Work) -> Iterator[tuple[IntArray, Tensor]]:
-    """Logits `[B, C]` of a whole model for all samples in batches, with their numbers; the work is counted."""
-    for group in samples.groups:
-        for rows in parts(len(group), batch_size):
-            yield group.numbers[rows], model(*group.take(rows))[0]  # [1, B, C] -> [B, C]
-        work["layer_evaluations"] += len(group) * model.num_layers
-        work["multiply_adds"] += forward_cost(model, group)
+def run_without(
+    model: Ensemble, off: Sequence[Head], samples: Samples, batch_size: int, work: Work
+) -> Iterator[tuple[IntArray, Tensor]]:
+    """Logits `[B, C]` of a whole model without some heads for all samples in batches, with their numbers."""
+    with masked(model, [Head(head.layer, head.head) for head in off]):
+        for group in samples.groups:
+            for rows in parts(len(group), batch_size):
+                yield group.numbers[rows], model(*group.take(rows))[0]  # [1, B, C] -> [B, C]
+    work["layer_evaluations"] += len(samples.labels) * model.num_layers
+    work["multiply_adds"] += forward_cost(model, samples)
 
 
 _CHUNKS = 16  # parts in which a candidate is evaluated
@@ -124,10 +100,6 @@ class Exact:
         self.tower.remove(head)
         self.answer()
 
-    def evaluate(self, head: Head) -> Result:
-        """The result with one more head off."""
-        return self.choose([head])
-
     @torch.no_grad()
     def choose(self, candidates: Sequence[Head], known: Result | None = None) -> Result:
         """The candidate whose removal leaves the best score; `known` is one whose result is known already."""
@@ -148,9 +120,8 @@ class Exact:
     def _next(self, seen: Mapping[Head, int], waiting: Sequence[Result], best: Result | None) -> dict[Head, int]:
         """How many more samples to evaluate for which candidates.
 
-        Those with the smallest bounds go on by a chunk. And the one that looks best by its excess over the model as it
-        is on the same samples is evaluated to the end where it promises to be the best so far: a good result early
-        ends the others early.
+        Those with the smallest bounds go on by a chunk. The one that looks best by its excess over the model as it is
+        on the same samples is evaluated to the end where it promises to be the best so far: that ends others early.
         """
         open_ = [bound for bound in waiting if best is None or bound < best]
         if not open_:

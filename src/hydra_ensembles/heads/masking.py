@@ -1,7 +1,6 @@
 """Finding heads in an ensemble, and switching them off for a while.
 
-Heads are always addressed by the index they had before any pruning. Where such a head lies on the head axis
-of its layer's weights depends on what each member kept; that bookkeeping is here and nowhere else.
+Heads are always addressed by the index they had before any pruning; where one lies in the weights is found out here.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,15 +26,14 @@ Model = TypeVar("Model", Ensemble, DualEncoder)
 def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None) -> Iterator[Model]:
     """Switch heads off within a `with` block, by zeroing their part of the output projection.
 
-    The parameters stay the same objects (optimisers keep working) and are restored to the last bit when the
-    block ends, also by an exception. Blocks may be nested, and may name the same head. Logits computed inside
-    must be differentiated inside: autograd refuses to go back through weights that were restored since.
+    The parameters stay the same objects and are restored to the last bit when the block ends, also by an exception.
+    Blocks may be nested, and may name the same head. Logits computed inside must be differentiated inside.
 
     Args:
         ensemble: An ensemble or a dual encoder; changed in place until the block ends.
         heads: Heads by layer and original index; those of a dual encoder with their tower, `"image"` or `"text"`.
-        member: The member to switch them off in. None means every member that has the head; at least one
-            must. In a layer whose attention the members share, only None is possible.
+        member: The member to switch them off in, where members do not share the attention; None means every member
+            that has the head.
 
     Yields:
         The model itself.
@@ -48,10 +46,7 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
     for head in as_heads(heads):
         tower = tower_of(ensemble, head)
         if member is not None and tower.num_members < ensemble.num_members:
-            raise HeadError(
-                f"one {head.tower} tower serves all {ensemble.num_members} members, so head {head} cannot be switched "
-                f"off in member {member} alone; leave `member` out"
-            )
+            raise HeadError(f"one {head.tower} tower serves all {ensemble.num_members} members; leave `member` out")
         rows = head_rows(tower.config, head, member)
         attention = attention_of(tower, head.layer)
         saved += [(attention, row, attention.out.detach()[row].clone()) for row in rows]
@@ -116,10 +111,7 @@ def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> 
         raise HeadError(f"head {head} does not exist: the layers are 0 to {config.encoder.layers - 1}")
     copies = config.copies("attention", head.layer)
     if member is not None and copies < config.members:
-        raise HeadError(
-            f"all {config.members} members share the attention of layer {head.layer}, so head {head} cannot be "
-            f"switched off in member {member} alone; leave `member` out, or separate the members first"
-        )
+        raise HeadError(f"all members share layer {head.layer} with head {head}; leave `member` out")
     rows, start = [], 0
     for copy in range(copies):
         kept = config.heads[copy][head.layer]
@@ -127,11 +119,10 @@ def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> 
             rows.append(start + kept.index(head.head))
         start += len(kept)
     if not rows:
-        ever = 0 <= head.head < config.encoder.heads
-        problem = "was pruned" if ever else f"does not exist: layers had heads 0 to {config.encoder.heads - 1}"
+        problem = "was pruned" if 0 <= head.head < config.encoder.heads else "does not exist"
         members = range(config.members) if member is None else (member,)
-        kept_by = "; ".join(f"member {index}: {list(config.heads[index][head.layer])}" for index in members)
-        raise HeadError(f"head {head} {problem}. Heads left in layer {head.layer} of {kept_by}")
+        left = "; ".join(f"member {index}: {list(config.heads[index][head.layer])}" for index in members)
+        raise HeadError(f"head {head} {problem}. Heads in layer {head.layer} of {left}")
     return tuple(rows)
 
 
@@ -151,8 +142,5 @@ def checked_layers(config: EnsembleConfig, layers: Iterable[int] | None) -> tupl
     chosen = tuple(layers)
     bad = [layer for layer in chosen if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < count]
     if bad or not chosen or len(set(chosen)) != len(chosen):
-        raise HeadError(
-            f"layers must be distinct numbers from 0 to {count - 1}, at least one, got {list(chosen)}; "
-            "leave `layers` out to take all of them"
-        )
+        raise HeadError(f"layers must be distinct numbers from 0 to {count - 1}, at least one, got {list(chosen)}")
     return tuple(sorted(chosen))

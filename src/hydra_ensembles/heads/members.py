@@ -6,12 +6,14 @@ members would be one model, counted double.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Literal
 
 import numpy as np
 
 from ..errors import ConfigError, HeadError, SameMembersError
 from ..model.clip import DualEncoder
+from ..model.config import require_whole
 from ..model.ensemble import Ensemble
 from .masking import off_and_left, towers_of
 from .ranking import Head, HeadRanking
@@ -37,34 +39,26 @@ def circuit_members(
     """
     _require_counts(prune, members)
     needed = CIRCUIT_ORDER[:members]
-    missing = [score for score in needed if score not in rankings]
-    if missing:
-        raise HeadError(
-            f"{members} circuit members need rankings for {list(needed)}, got {sorted(rankings)}; "
-            f"extract circuits for {missing} too"
-        )
     for score in needed:
+        if score not in rankings:
+            raise HeadError(f"{members} circuit members need rankings for {list(needed)}, got {sorted(rankings)}")
         if rankings[score].score != score:
             raise HeadError(f"rankings[{score!r}] is a ranking for {rankings[score].score!r}; swap them")
-    circuits = {f"the circuit for {score!r}": rankings[score] for score in needed}
-    remedy = "use another `prune`, more or other data for the circuits, or members sampled from one circuit"
-    chosen = _firsts(circuits, prune, remedy)
+    models = {str(rankings[score].provenance.get("model"))[:12] for score in needed} - {"None"}
+    if len(models) > 1:
+        raise HeadError(f"members of one ensemble need rankings of one model, these are of {sorted(models)}")
+    chosen = [rankings[score].first(prune) for score in needed]
+    for (first, one), (second, other) in combinations(zip(needed, chosen, strict=True), 2):
+        if set(one) == set(other):
+            raise SameMembersError(
+                f"the circuits for {first!r} and {second!r} remove the same {prune} heads, so two members would be "
+                "identical; use another `prune`, other data for the circuits, or members sampled from one circuit"
+            )
     if members > len(chosen):
         average = rankings["avg"]
         heads = average.first(len(average) if pool is None else pool)
-        chosen += _draw_distinct(heads, prune, members - len(chosen), seed, chosen, "pool")
+        chosen += _draw_distinct(heads, prune, members - len(chosen), seed, "pool", chosen)
     return tuple(chosen)
-
-
-def taylor_members(rankings: Sequence[HeadRanking], prune: int) -> Members:
-    """One member per Taylor ranking; the rankings were made with different seeds."""
-    _require_counts(prune, len(rankings))
-    named = {}
-    for index, ranking in enumerate(rankings):
-        seed, batches = (ranking.provenance.get(name) for name in ("seed", "calibration_batches"))
-        named[f"ranking {index} (seed {seed}, calibration_batches {batches})"] = ranking
-    remedy = "rank with another seed and fewer `calibration_batches` for each member, or change `prune`"
-    return tuple(_firsts(named, prune, remedy))
 
 
 def distinct_taylor(rank: Callable[[int], HeadRanking], prune: int, members: int) -> list[tuple[int, HeadRanking]]:
@@ -73,14 +67,17 @@ def distinct_taylor(rank: Callable[[int], HeadRanking], prune: int, members: int
     `rank` makes the ranking of a draw, 0, 1, 2, …, each with its own seed. A draw that repeats an earlier member is
     passed over; `TAYLOR_DRAWS` a member without enough different ones raise a `SameMembersError`.
     """
-    rankings: list[HeadRanking] = []
-    kept: dict[frozenset[Head], int] = {}  # the draw that first chose these heads
-    while len(kept) < members:
-        if len(rankings) == members * TAYLOR_DRAWS:
-            taylor_members(rankings, prune)  # some are equal: says which, and what to do about it
-        rankings.append(rank(len(rankings)))
-        kept.setdefault(frozenset(rankings[-1].first(prune)), len(rankings) - 1)
-    return [(draw, rankings[draw]) for draw in kept.values()]
+    _require_counts(prune, members)
+    kept: dict[frozenset[Head], tuple[int, HeadRanking]] = {}
+    for draw in range(members * TAYLOR_DRAWS):
+        ranking = rank(draw)
+        kept.setdefault(frozenset(ranking.first(prune)), (draw, ranking))
+        if len(kept) == members:
+            return list(kept.values())
+    raise SameMembersError(
+        f"{members * TAYLOR_DRAWS} Taylor rankings chose {len(kept)} different sets of {prune} heads for {members} "
+        "members; rank with fewer `calibration_batches`, or change `prune`"
+    )
 
 
 def sampled_members(ranking: HeadRanking, prune: int, pool: int, members: int, seed: int = 0) -> Members:
@@ -94,7 +91,7 @@ def sampled_members(ranking: HeadRanking, prune: int, pool: int, members: int, s
         seed: The pruning seed.
     """
     _require_counts(prune, members)
-    return tuple(_draw_distinct(ranking.first(pool), prune, members, seed, (), "pool"))
+    return tuple(_draw_distinct(ranking.first(pool), prune, members, seed, "pool"))
 
 
 def random_members(
@@ -111,50 +108,27 @@ def random_members(
     """
     _require_counts(prune, members)
     if model.num_members != 1:
-        raise ConfigError(
-            f"random_members draws from the heads of one model, got {model.num_members} members; take one of them "
-            "with model.member(i)"
-        )
+        raise ConfigError(f"random_members takes one model, got {model.num_members} members; give model.member(i)")
     _, heads = off_and_left(model, towers_of(model), layers)
-    return tuple(_draw_distinct(heads, prune, members, seed, (), "layers"))
-
-
-def _firsts(rankings: Mapping[str, HeadRanking], prune: int, remedy: str) -> list[tuple[Head, ...]]:
-    """The first heads of each ranking; refuses rankings of different models, and those that choose the same heads."""
-    models = {ranking.provenance["model"] for ranking in rankings.values() if "model" in ranking.provenance}
-    if len(models) > 1:
-        raise HeadError(
-            f"the rankings were made from {len(models)} different models (fingerprints "
-            f"{sorted(str(model)[:12] for model in models)}); members of one ensemble need rankings of one model"
-        )
-    chosen = {name: ranking.first(prune) for name, ranking in rankings.items()}
-    named: dict[frozenset[Head], str] = {}
-    for name, heads in chosen.items():
-        other = named.setdefault(frozenset(heads), name)
-        if other != name:
-            raise SameMembersError(
-                f"{other} and {name} remove the same {prune} heads, so two members would be identical; {remedy}"
-            )
-    return list(chosen.values())
+    return tuple(_draw_distinct(heads, prune, members, seed, "layers"))
 
 
 def _draw_distinct(
-    heads: Sequence[Head], prune: int, count: int, seed: int, taken: Sequence[tuple[Head, ...]], setting: str
+    heads: Sequence[Head], prune: int, count: int, seed: int, setting: str, taken: Sequence[tuple[Head, ...]] = ()
 ) -> list[tuple[Head, ...]]:
     """Draw `count` different subsets of `prune` heads, none of them in `taken`; a repeated draw is made again.
 
     Each subset keeps the order of `heads`. `setting` is the argument that decides how many heads there are.
     """
-    if seed < 0:
-        raise ConfigError(f"seed must not be negative, got {seed}")
+    require_whole("seed", seed, 0)
     if prune > len(heads):
         raise HeadError(f"prune is {prune}, but there are {len(heads)} heads to draw from; enlarge `{setting}`")
     seen = {frozenset(subset) for subset in taken}
     possible = math.comb(len(heads), prune) - sum(subset <= set(heads) for subset in seen)
     if possible < count:
         raise SameMembersError(
-            f"prune={prune} out of {len(heads)} heads leaves {possible} different choices for {count} more members, "
-            f"so some would be identical; enlarge `{setting}`, change `prune`, or ask for fewer members"
+            f"prune={prune} out of {len(heads)} heads leaves {possible} different choices for {count} more members; "
+            f"enlarge `{setting}`, change `prune`, or ask for fewer members"
         )
     generator = np.random.Generator(np.random.PCG64(seed))
     drawn: list[tuple[Head, ...]] = []

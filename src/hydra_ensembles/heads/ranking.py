@@ -38,8 +38,18 @@ class Head(NamedTuple):
 HeadLike = Head | tuple[int, int] | tuple[int, int, str] | Sequence[int]
 
 
-def as_head(value: HeadLike) -> Head:
-    """Read a head from a `Head`, a tuple `(layer, head)` or `(layer, head, tower)`."""
+def as_heads(values: Iterable[HeadLike]) -> tuple[Head, ...]:
+    """Read heads from `Head`s or tuples, keeping their order; the same head twice is an error."""
+    if not isinstance(values, Iterable):
+        raise HeadError(f"heads are a list of Head(layer, head), as ranking.first(count) gives it, got {values!r}")
+    heads = tuple(_as_head(value) for value in values)
+    twice = [head for head, times in Counter(heads).items() if times > 1]
+    if twice:
+        raise HeadError(f"head {twice[0]} is listed twice")
+    return heads
+
+
+def _as_head(value: HeadLike) -> Head:
     parts = tuple(value) if isinstance(value, list | tuple) else ()
     integers = len(parts) in (2, 3) and all(isinstance(p, Integral) and not isinstance(p, bool) for p in parts[:2])
     if not integers or not all(isinstance(tower, str) for tower in parts[2:]):
@@ -47,31 +57,14 @@ def as_head(value: HeadLike) -> Head:
     return Head(int(parts[0]), int(parts[1]), *parts[2:])  # plain integers also where numpy's were given
 
 
-def as_heads(values: Iterable[HeadLike]) -> tuple[Head, ...]:
-    """Read several heads, keeping their order; the same head twice is an error."""
-    if not isinstance(values, Iterable):
-        raise HeadError(f"heads are a list of Head(layer, head), as ranking.first(count) gives it, got {values!r}")
-    heads = tuple(as_head(value) for value in values)
-    head, times = Counter(heads).most_common(1)[0] if heads else (None, 0)
-    if times > 1:
-        raise HeadError(f"head {head} is listed twice")
-    return heads
-
-
 def require_budget(budget: object, candidates: int) -> None:
     """Refuse to remove a number of heads that is no whole number, or more than there are."""
     if isinstance(budget, bool) or not isinstance(budget, Integral) or not 1 <= int(budget) <= candidates:
-        raise HeadError(
-            f"budget is {budget!r}; with these layers and removed heads there are {candidates} heads to choose from, "
-            "so it must be a whole number between 1 and that"
-        )
+        raise HeadError(f"budget is {budget!r}; there are {candidates} heads to choose from, at least one must go")
 
 
 def model_fingerprint(model: Ensemble | DualEncoder) -> str:
-    """SHA-256 over the configuration and every parameter: same on every device, other in another dtype.
-
-    Metadata (labels, history, calibration) does not count: it changes no logit.
-    """
+    """SHA-256 over the configuration and every parameter in its dtype; device and metadata do not count."""
     digest = hashlib.sha256(json.dumps(to_plain(model.config), sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
@@ -90,8 +83,7 @@ def data_fingerprint(batches: Batches, name: str = "data") -> str:
 class DataFingerprint:
     """The fingerprint of data that is read batch by batch for another purpose anyway.
 
-    Order, values, shapes and dtypes of the samples count. Where the batches are cut does not, as long as
-    that leaves the samples as they are (padding to the longest of a batch does not).
+    Order, values, shapes and dtypes of the samples count; where the batches are cut does not.
     """
 
     def __init__(self) -> None:
@@ -121,8 +113,7 @@ class DataFingerprint:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor in row-major order, whatever its device, dtype and strides."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)
@@ -131,13 +122,11 @@ class HeadRanking:
 
     Attributes:
         heads: The heads, in the order in which they were removed.
-        scores: A number for each removal. For a circuit, the score of the model after it; for Taylor, the
-            importance the head had.
+        scores: For a circuit, the score of the model after each removal; for Taylor, the importance the head had.
         method: How the order was found, such as `"circuit/exact"` or `"taylor/layer"`.
         score: What was scored: `"acc"`, `"ood"`, `"avg"`, or `"taylor"`.
         provenance: Data sizes, seed, model fingerprint, counters, whatever tells two runs apart.
-        only: When set, the ranking is valid as a whole of exactly this many heads and `first` takes no other
-            number (per-layer Taylor: a shorter list would not prune the layers evenly).
+        only: When set, `first` takes this number only (per-layer Taylor: fewer would not prune the layers evenly).
     """
 
     heads: tuple[Head, ...]
@@ -191,26 +180,21 @@ class HeadRanking:
 
 
 def overlap(first: HeadRanking, second: HeadRanking, count: int) -> float:
-    """Share of heads that two rankings have in common among the first `count` of each."""
-    one, other = _firsts(first, second, count)
-    return len(set(one) & set(other)) / count
+    """Share of heads that two rankings have in common among the first `count` of each, at least one."""
+    one, other = (set(ranking.first(require_whole("count", count, 1))) for ranking in (first, second))
+    return len(one & other) / count
 
 
 def jensen_shannon(first: HeadRanking, second: HeadRanking, count: int) -> float:
     """Jensen–Shannon divergence (natural logarithm) between two choices of `count` heads over the layers.
 
-    Each choice is a distribution over (tower, layer): the share of its heads that lie there. It is 0 when
-    both take as many heads from every layer, and at most log 2.
+    Each choice is a distribution over (tower, layer): the share of its heads that lie there. It is 0 when both take
+    as many heads from every layer, and at most log 2.
     """
-    p, q = (Counter((head.tower, head.layer) for head in heads) for heads in _firsts(first, second, count))
+    chosen = [ranking.first(require_whole("count", count, 1)) for ranking in (first, second)]
+    p, q = (Counter((head.tower, head.layer) for head in heads) for heads in chosen)
     divergence = 0.0
     for place in sorted(p.keys() | q.keys()):
         a, b = p[place], q[place]
         divergence += sum(heads * math.log(2 * heads / (a + b)) for heads in (a, b) if heads > 0)
     return min(max(divergence / (2 * count), 0.0), math.log(2))
-
-
-def _firsts(first: HeadRanking, second: HeadRanking, count: int) -> tuple[tuple[Head, ...], tuple[Head, ...]]:
-    if count < 1:
-        raise HeadError(f"a comparison needs at least one head, got count={count}")
-    return first.first(count), second.first(count)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from .._utils import require_device, torch_seeded
 from ..batches import Batches, Inputs, begin_epoch, borrowed, move, read_batch, require_labels
 from ..errors import ConfigError, DataError, HeadError
-from ..model.clip import DualEncoder, require_ensemble
+from ..model.clip import require_ensemble
 from ..model.config import require_whole
 from ..model.ensemble import Ensemble
 from .masking import TOWER, attention_of, checked_layers, head_rows, masked, off_and_left, working_copy
@@ -42,10 +42,9 @@ def taylor(
 ) -> HeadRanking:
     """Rank heads by their first-order Taylor score, least important first.
 
-    `scope="layer"` takes the same number of heads from every layer: layers first to last, the lowest scores
-    of a layer go, and the gradients are computed anew before the next layer. The ranking holds as a whole, so
-    its `first` accepts `budget` only. `scope="global"` compares the heads of all layers after a single
-    gradient pass and ranks every one of them; `first` then takes any number.
+    `scope="layer"` takes the same number of heads from every layer: layers first to last, the lowest scores of a layer
+    go, and the gradients are computed anew before the next layer; `first` of such a ranking accepts `budget` only.
+    `scope="global"` compares the heads of all layers after a single gradient pass and ranks every one of them.
 
     Dropout is off. The ensemble is left alone: weights, gradients, flags and training mode.
 
@@ -58,8 +57,7 @@ def taylor(
         layers: Layers whose heads may be removed; None for all of them.
         removed: Heads that are already off; they are no candidates.
         seed: Draws the calibration batches: this is how the members of a Taylor ensemble come to differ.
-        calibration_batches: How many batches to draw. None uses all of them, and then another seed gives the
-            same ranking.
+        calibration_batches: How many batches to draw. None uses all: then the seed changes nothing.
         dtype: Precision of the passes; None for the ensemble's own. Gradients add up in float32 at least.
         device: Where to compute; None for where the ensemble is.
         progress: Show a progress bar.
@@ -71,7 +69,11 @@ def taylor(
         HydraError: More than one member, no classifier, a budget the layers do not have or cannot share
             evenly, layers or heads that do not exist, no data, wrong labels, a loss that is not finite.
     """
-    _require_single_classifier(ensemble)
+    require_ensemble(ensemble, "taylor")
+    if ensemble.num_members != 1:
+        raise ConfigError(f"taylor ranks one model, got {ensemble.num_members} members; give ensemble.member(i)")
+    if not ensemble.num_classes:
+        raise ConfigError("taylor needs a loss, but this ensemble has no classifier (num_classes is 0)")
     if scope not in get_args(Scope):
         raise ConfigError(f"scope must be one of {list(get_args(Scope))}, got {scope!r}")
     chosen_layers = checked_layers(ensemble.config, layers)
@@ -114,29 +116,20 @@ def taylor(
 def head_importance(
     model: Ensemble, batches: Iterable[tuple[int, Inputs, Tensor]], heads: Sequence[Head]
 ) -> list[float]:
-    """Taylor scores of some heads of a model as it is, after one pass over batches with their positions.
-
-    Which of its parameters require gradients is changed.
-    """
+    """Taylor scores of some heads of a private model as it is, after one pass over batches with their positions."""
     weights = {head.layer: attention_of(model, head.layer).qkv for head in heads}
     gradients = gradients_of_mean_loss(model, batches, list(weights.values()))
     found = zip(weights.items(), gradients, strict=True)
-    scores = {layer: layer_scores(weight, gradient, f"layer {layer}") for (layer, weight), gradient in found}
+    scores = {layer: layer_scores(weight, gradient) for (layer, weight), gradient in found}
     return [float(scores[head.layer][head_rows(model.config, head)[0]]) for head in heads]
 
 
-def layer_scores(weight: Tensor, gradient: Tensor, where: str) -> Tensor:
-    """Scores `[K]` of the heads of a layer, the mean of |W · dL/dW| over query, key and value, `[K, 3, d_k, d]` each.
-
-    `where` is what an error calls the layer.
-    """
+def layer_scores(weight: Tensor, gradient: Tensor) -> Tensor:
+    """Scores `[K]` of the heads of a layer, means of |W · dL/dW| over query, key and value, `[K, 3, d_k, d]` each."""
     sensitivity = (weight.detach().cpu().double() * gradient.cpu().double()).abs()
     scores = sensitivity.mean((2, 3)).mean(1)  # [K, 3] for query, key, value -> [K]
     if not scores.isfinite().all():
-        raise DataError(
-            f"the gradients of {where} are not finite in {weight.dtype}; use dtype=torch.float32 or torch.bfloat16, "
-            "or check the weights"
-        )
+        raise DataError(f"gradients are not finite in {weight.dtype}; use torch.float32, or check the weights")
     return scores
 
 
@@ -158,31 +151,13 @@ def gradients_of_mean_loss(
             logits = model(move(inputs, model.device, model.dtype))[0]  # [1, B, C] -> [B, C]
             loss = F.cross_entropy(logits.to(precise), labels.to(model.device), reduction="sum")
             if not loss.isfinite():
-                raise DataError(
-                    f"batch {index} of {NAME} gives a loss of {float(loss.detach())} in {model.dtype}; "
-                    "check its inputs for NaN or infinite values, and the weights of the model"
-                )
+                value = float(loss.detach())
+                raise DataError(f"batch {index} of {NAME} gives a loss of {value} in {model.dtype}; check its inputs")
             parts = torch.autograd.grad(loss, weights)
         for total, part in zip(totals, parts, strict=True):
             total += part
         samples += len(labels)
     return [total / samples for total in totals]
-
-
-def _require_single_classifier(ensemble: Ensemble | DualEncoder) -> None:
-    if isinstance(ensemble, DualEncoder):
-        raise ConfigError(
-            "taylor ranks the heads of one tower, got a dual encoder, whose towers do not compare. Rank its image "
-            "tower, as taylor(zero_shot(dual, class_names), …); for both towers together use extract_circuit"
-        )
-    require_ensemble(ensemble, "taylor")
-    if ensemble.num_members != 1:
-        raise ConfigError(
-            f"taylor ranks the heads of one model, got an ensemble of {ensemble.num_members} members; "
-            "take one of them with ensemble.member(i)"
-        )
-    if not ensemble.num_classes:
-        raise ConfigError("taylor needs a loss, but this ensemble has no classifier (num_classes is 0)")
 
 
 def _steps(
@@ -193,18 +168,12 @@ def _steps(
     if scope == "global":
         return [(list(candidates), len(candidates))]
     if budget % len(layers):
-        raise HeadError(
-            f'budget {budget} cannot be spread evenly over {len(layers)} layers (scope="layer"); use a multiple '
-            f'of {len(layers)}, or scope="global"'
-        )
+        raise HeadError(f'budget {budget} cannot be spread evenly over {len(layers)} layers; or use scope="global"')
     each, steps = budget // len(layers), []
     for layer in layers:
         heads = [head for head in candidates if head.layer == layer]
         if len(heads) < each:
-            raise HeadError(
-                f"budget {budget} takes {each} heads from each layer, but layer {layer} has only {len(heads)} left; "
-                'lower the budget, leave the layer out of `layers`, or use scope="global"'
-            )
+            raise HeadError(f"budget {budget} takes {each} heads a layer, but layer {layer} has only {len(heads)} left")
         steps.append((heads, each))
     return steps
 
@@ -241,42 +210,30 @@ def drawn(source: Batches, count: int | None, seed: int) -> Iterator[tuple[int, 
     """Position and content of some batches of a source, in its order; None for all of them.
 
     Every batch gets a random key from the seed, and those with the smallest keys are taken; so a list, a loader and a
-    generator of the same batches give the same draw.
+    generator of the same batches give the same draw. Of a loader, the samples of other batches are not read.
     """
-    keys = np.random.Generator(np.random.PCG64(seed))
     if count is None:
         yield from enumerate(source)
-    elif isinstance(source, Sequence):
-        yield from ((index, source[index]) for index in _positions(keys, len(source), count))
-    elif type(source) is DataLoader and not isinstance(source.dataset, IterableDataset) and source.batch_sampler:
-        samples = list(source.batch_sampler)  # which samples make up each batch
-        chosen = _positions(keys, len(samples), count)
-        torch.default_generator.manual_seed(seed)  # what is random about the samples does not depend on the sampler
-        loader = DataLoader(  # of these batches alone, so that the samples of the others need not be read
-            source.dataset,
-            batch_sampler=[samples[index] for index in chosen],
-            num_workers=min(source.num_workers, len(chosen)),
-            collate_fn=source.collate_fn,
-            timeout=source.timeout,
-            worker_init_fn=source.worker_init_fn,
-            multiprocessing_context=source.multiprocessing_context,
-        )
-        yield from zip(chosen, loader, strict=True)
-    else:  # batches can only be read in turn; no more are held than are drawn
-        keyed = ((keys.random(), index, batch) for index, batch in enumerate(source))
-        smallest = heapq.nsmallest(count, keyed, key=itemgetter(0, 1))
-        _require_enough(len(smallest), count)
-        yield from sorted(((index, batch) for _, index, batch in smallest), key=itemgetter(0))
-
-
-def _positions(keys: np.random.Generator, total: int, count: int) -> list[int]:
-    """Positions of the batches with the smallest keys, ascending."""
-    _require_enough(total, count)
-    return sorted(int(index) for index in np.argsort(keys.random(total), kind="stable")[:count])
-
-
-def _require_enough(total: int, count: int) -> None:
-    if 0 < total < count:
-        raise DataError(
-            f"calibration_batches is {count}, but {NAME} has {total} batches; ask for fewer, or make them smaller"
-        )
+        return
+    keys = np.random.Generator(np.random.PCG64(seed))
+    loader = source if type(source) is DataLoader and not isinstance(source.dataset, IterableDataset) else None
+    sampler = None if loader is None else loader.batch_sampler  # which samples make up each batch
+    parts: Iterable[Any] = source if sampler is None else list(sampler)
+    keyed = ((keys.random(), index, part) for index, part in enumerate(parts))
+    smallest = sorted(heapq.nsmallest(count, keyed, key=itemgetter(0, 1)), key=itemgetter(1))
+    if 0 < len(smallest) < count:
+        raise DataError(f"calibration_batches is {count}, but {NAME} has {len(smallest)} batches; ask for fewer")
+    if loader is None or sampler is None:
+        yield from ((index, batch) for _, index, batch in smallest)
+        return
+    torch.default_generator.manual_seed(seed)  # what is random about the samples does not depend on the sampler
+    fewer = DataLoader(
+        loader.dataset,
+        batch_sampler=[samples for _, _, samples in smallest],
+        num_workers=min(loader.num_workers, len(smallest)),
+        collate_fn=loader.collate_fn,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+    )
+    yield from zip((index for _, index, _ in smallest), fewer, strict=True)

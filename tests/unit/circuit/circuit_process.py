@@ -24,8 +24,8 @@ def main(folder: str, methods: str, steps: str = "") -> None:
     torch.set_num_threads(1)
     add = Journal.add
 
-    def add_and_die(journal: Journal, step: Step) -> None:
-        add(journal, step)
+    def add_and_die(journal: Journal, step: Step, path: Path | None) -> None:
+        add(journal, step, path)
         if steps and len(journal.steps) == int(steps):
             os._exit(KILLED)
 

@@ -8,7 +8,7 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from architectures import ArchitectureCase
-from circuit_models import SCORES, Inputs, Problem, evidence, random_problem
+from circuit_models import SCORES, Inputs, Problem, evidence, random_problem, searches
 from contract.all_architectures import ALL_CASES
 from hydra_ensembles.circuit.scores import Score
 from hydra_ensembles.convert.convert import convert
@@ -37,8 +37,7 @@ def plain_score(model: Ensemble, problem: Problem, score: Score) -> float:
     return {"acc": accuracy, "ood": auroc, "avg": (accuracy + auroc) / 2}[score]
 
 
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("shape", ["image-cls", "text-end-of-text"])
+@pytest.mark.parametrize(("shape", "score"), [*(("image-cls", score) for score in SCORES), ("text-end-of-text", "avg")])
 def test_naive_choices_and_scores(shape: str, score: Score) -> None:
     problem = random_problem(shape, id_sizes=(6, 5), ood_sizes=(5, 2))
     ranking = problem.extract(method="naive", score=score, budget=3)
@@ -67,10 +66,9 @@ def assert_same_choices(problem: Problem, **options: object) -> HeadRanking:
     return exact
 
 
-@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("shape", ALL_SHAPES)
-def test_every_shape_of_model(shape: str, score: Score) -> None:
-    assert_same_choices(random_problem(shape, (4, 3), (3, 2)), score=score, budget=3)
+def test_every_shape_of_model(shape: str) -> None:
+    assert_same_choices(random_problem(shape, (4, 3), (3, 2)), score="avg", budget=3)  # it has both integers
 
 
 @pytest.mark.parametrize("case", ALL_CASES, ids=str)
@@ -82,7 +80,7 @@ def test_every_architecture(case: ArchitectureCase) -> None:
     labels[:2] = torch.tensor([0, 1])
     inside, outside = varied(case.inputs(), 8, seed=1), varied(case.inputs(), 6, seed=2)
     batches = [({name: one[part] for name, one in inside.items()}, labels[part]) for part in (slice(5), slice(5, 8))]
-    assert_same_choices(Problem(model, batches, [outside]), score="avg", budget=2)  # it has both integers
+    assert_same_choices(Problem(model, batches, [outside]), score="avg", budget=2)
 
 
 def varied(inputs: Inputs, count: int, seed: int) -> dict[str, Tensor]:
@@ -102,8 +100,7 @@ def varied(inputs: Inputs, count: int, seed: int) -> dict[str, Tensor]:
     return {**many, "input_ids": ids}
 
 
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("shape", ["image-cls", "text-post-norm"])
+@pytest.mark.parametrize(("shape", "score"), [*(("image-cls", score) for score in SCORES), ("text-post-norm", "avg")])
 def test_ties_between_samples_down_to_the_last_head(shape: str, score: Score) -> None:
     problem = random_problem(shape, id_sizes=(3, 2), ood_sizes=(3,), ties=True)
     assert_same_choices(problem, score=score, budget=LAYERS * HEADS)
@@ -122,28 +119,27 @@ def test_ties_between_heads_go_to_the_first(score: Score) -> None:
 
 def test_batches_and_memory_change_the_work_and_nothing_else() -> None:
     problem = random_problem("text-mean-post-norm", id_sizes=(4, 2), ood_sizes=(3,))
-    expected = evidence(problem.extract(method="naive", budget=4))
-    for batch_size in (1, 3, 7):
-        assert evidence(problem.extract(budget=4, batch_size=batch_size)) == expected
+    expected = evidence(problem.extract(method="naive", budget=3))
+    for batch_size in (1, 7):
+        assert evidence(problem.extract(budget=3, batch_size=batch_size)) == expected
     problem = random_problem("image-mean-layerscale", id_sizes=(15,), ood_sizes=(12,))
     (inputs, labels) = problem.id_batches[0]
     expected = evidence(problem.extract(method="naive", budget=6, batch_size=4))
     problem.id_batches[:] = [(inputs[part], labels[part]) for part in (slice(0, 4), slice(4, 5), slice(5, 15))]
-    for max_memory in (1, 3e4, 60_000):
+    for max_memory in (3e4, 60_000):
         assert evidence(problem.extract(budget=6, max_memory=max_memory)) == expected
     poor, rich = (problem.extract(score="ood", budget=6, max_memory=room) for room in (1, 10**9))
     assert rich.provenance["model_forwards"] < 0.9 * poor.provenance["model_forwards"]
     assert len(set(rich.scores)) > 3  # comparisons would be empty if removing heads changed nothing
 
 
-@pytest.mark.parametrize("score", SCORES)
-def test_some_layers_some_heads_off_some_pruned(score: Score) -> None:
+def test_some_layers_some_heads_off_some_pruned() -> None:
     problem = random_problem(seed=5)
     pruned = Problem(prune(problem.model, [(0, 1), (1, 0), (2, 3)]), problem.id_batches, problem.ood_batches)
-    chosen = assert_same_choices(pruned, score=score, budget=4, layers=[2, 0], removed=[(0, 0), (1, 2)]).heads
+    chosen = assert_same_choices(pruned, budget=4, layers=[2, 0], removed=[(0, 0), (1, 2)]).heads
     assert {head.layer for head in chosen} <= {0, 2}
     gone = Problem(prune(pruned.model, [(0, 0), (1, 2)]), problem.id_batches, problem.ood_batches)
-    assert gone.extract(score=score, budget=4, layers=[0, 2]).heads == chosen
+    assert gone.extract(budget=4, layers=[0, 2]).heads == chosen
 
 
 @st.composite
@@ -188,7 +184,7 @@ def test_any_tiny_model(problem: Problem, score: Score, data: st.DataObject) -> 
 
 @pytest.fixture(scope="module")
 def learned() -> Problem:
-    (images, labels), others = id_pictures(64), ood_pictures(64)
+    (images, labels), others = id_pictures(48), ood_pictures(48)
     return Problem(trained_vit(), list(zip(images.split(30), labels.split(30), strict=True)), [others])
 
 
@@ -197,7 +193,7 @@ def test_a_third_of_the_work_is_enough(learned: Problem) -> None:
     passes = 1 + 48 + 47
     for score in SCORES:
         exact = learned.extract(score=score, budget=2)
-        samples = 64 if score == "acc" else 128
+        samples = 48 if score == "acc" else 96
         assert 3 * exact.provenance["layer_evaluations"] <= passes * 6 * samples
         assert 3 * exact.provenance["model_forwards"] <= passes
     assert_same_choices(learned, score="avg", budget=2, layers=[2, 4])
@@ -205,8 +201,10 @@ def test_a_third_of_the_work_is_enough(learned: Problem) -> None:
 
 @pytest.mark.parametrize("score", SCORES)
 def test_in_single_precision_choices_are_within_rounding(learned: Problem, score: Score) -> None:
-    options = {"score": score, "budget": 2, "dtype": torch.float32, "audit_steps": 2, "layers": [1, 3]}
-    audit = learned.extract(**options).provenance["audit"]
-    assert audit["steps"] == [0, 1]
-    assert 0 <= audit["divergences"] <= 2
-    assert audit["largest_excess"] <= 4
+    naive, exact, heads = searches(learned, score, torch.float32, layers=[1, 3])
+    for _ in range(2):
+        chosen = exact.choose(heads).head
+        assert naive.evaluate(chosen).value - naive.choose(heads).value <= 4
+        for search in (naive, exact):
+            search.remove(chosen)
+        heads.remove(chosen)

@@ -15,12 +15,10 @@ from hydra_ensembles.heads.members import (
     distinct_taylor,
     random_members,
     sampled_members,
-    taylor_members,
 )
 from hydra_ensembles.heads.ranking import Head, HeadRanking
-from hydra_ensembles.heads.taylor import taylor
 from hydra_ensembles.model.ensemble import Ensemble
-from random_ensembles import random_batches, random_ensemble, without_heads
+from random_ensembles import random_ensemble, without_heads
 
 EVERY = [Head(layer, head) for layer in range(12) for head in range(12)]
 
@@ -63,7 +61,7 @@ class TestCircuits:
 
     def test_circuits_that_agree(self) -> None:
         rankings = circuits() | {"ood": ranking(EVERY[1::-1] + EVERY[2:], "ood")}  # the first two in other order
-        with pytest.raises(HeadError, match=r"'avg' and .*'ood' remove the same 2 heads"):
+        with pytest.raises(HeadError, match=r"'avg' and 'ood' remove the same 2 heads"):
             circuit_members(rankings, 2, 3)
         assert len(circuit_members(rankings, 1, 3)) == 3
 
@@ -73,7 +71,7 @@ class TestCircuits:
         for given_rankings, members, token in (
             ({"avg": rankings["avg"]}, 4, "'acc', 'ood'"),
             (rankings | {"acc": rankings["ood"]}, 2, "swap"),
-            (other, 2, "2 different models"),
+            (other, 2, "one model"),
         ):
             with pytest.raises(HeadError, match=token):
                 circuit_members(given_rankings, 48, members)
@@ -121,18 +119,6 @@ class TestSampled:
 
 
 class TestTaylor:
-    def test_one_per_seed_and_refusal_of_those_that_agree(self) -> None:
-        ensemble = random_ensemble()
-        batches = random_batches(ensemble, (2,) * 10)
-        rankings = [taylor(ensemble, batches, budget=6, seed=seed, calibration_batches=1) for seed in (0, 2, 2)]
-        assert taylor_members(rankings[:2], 6) == tuple(one.first(6) for one in rankings[:2])
-        with pytest.raises(SameMembersError, match=r"ranking 1 \(seed 2.*ranking 2 \(seed 2.*`calibration_batches`"):
-            taylor_members(rankings, 6)
-        with pytest.raises(HeadError, match="exactly 6"):
-            taylor_members(rankings[:1], 3)
-        with pytest.raises(HeadError, match="members=0"):
-            taylor_members([], 3)
-
     def test_draws_that_repeat_a_member_are_passed_over(self) -> None:
         orders = [EVERY[:3], EVERY[2::-1], EVERY[1:4], EVERY[:3], EVERY[2:5], EVERY[3:6]]
         asked: list[int] = []
@@ -148,9 +134,11 @@ class TestTaylor:
 
     def test_draws_that_never_differ(self) -> None:
         draws = []
-        with pytest.raises(SameMembersError, match=r"ranking 0 .*ranking 1"):
+        with pytest.raises(SameMembersError, match="calibration_batches"):
             distinct_taylor(lambda draw: draws.append(draw) or ranking(EVERY[:3], "taylor"), 3, 2)  # type: ignore
         assert len(draws) == 2 * TAYLOR_DRAWS
+        with pytest.raises(HeadError, match="members=0"):
+            distinct_taylor(lambda _: ranking(EVERY[:3], "taylor"), 3, 0)
 
 
 class TestRandom:

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from hydra_ensembles.errors import ConfigError, DataError, HeadError
+from hydra_ensembles.errors import ConfigError, DataError, HeadError, HydraError
 from hydra_ensembles.heads.ranking import (
     Head,
     HeadRanking,
-    as_head,
     as_heads,
     data_fingerprint,
     jensen_shannon,
@@ -29,24 +28,18 @@ def ranking(*heads: tuple[int, int] | tuple[int, int, str], **changes: Any) -> H
     return HeadRanking(heads=heads, **(fields | changes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [Head(2, 3), (2, 3), [2, 3], (2, 3, "main"), (np.int64(2), np.int32(3))])
+@pytest.mark.parametrize("value", [Head(2, 3), [2, 3], (2, 3, "main"), (np.int64(2), np.int32(3))])
 def test_what_is_a_head(value: Any) -> None:
-    head = as_head(value)
+    (head,) = as_heads([value])
     assert head == Head(2, 3, "main")
     assert [type(part) for part in head] == [int, int, str]
+    assert [str(one) for one in as_heads([(1, 0), (1, 0, "text"), value])] == ["1.0", "text:1.0", "2.3"]
 
 
-@pytest.mark.parametrize("value", [(1,), (1, 2, 3), (1, 2, "a", 4), (1.0, 2), (True, 0), "12", 5, None, ("1", 2)])
+@pytest.mark.parametrize("value", [(1,), (1, 2, 3), (1, 2, "a", 4), (1.0, 2), (True, 0), "12", None, ("1", 2)])
 def test_what_is_no_head(value: Any) -> None:
     with pytest.raises(HeadError, match="a head is"):
-        as_head(value)
-
-
-def test_heads_keep_their_order_and_come_once() -> None:
-    assert as_heads([(1, 0), (0, 5)]) == (Head(1, 0), Head(0, 5))
-    assert [str(head) for head in as_heads([(1, 0), (1, 0, "text")])] == ["1.0", "text:1.0"]
-    with pytest.raises(HeadError, match=r"1\.0"):
-        as_heads([(0, 2), (1, 0), Head(1, 0)])
+        as_heads([value])
 
 
 def test_first() -> None:
@@ -81,87 +74,77 @@ def test_impossible_rankings(heads: list[tuple[int, int]], changes: dict[str, An
         ranking(*heads, **changes)
 
 
-class TestComparison:
-    def test_overlap(self) -> None:
-        first = ranking((0, 0), (1, 1), (2, 2), (0, 3))
-        second = ranking((1, 1), (2, 0), (0, 0), (0, 3, "text"))
-        assert overlap(first, second, 1) == 0.0
-        assert overlap(first, second, 2) == 0.5
-        assert overlap(first, second, 3) == pytest.approx(2 / 3)
-        assert overlap(first, second, 4) == 0.5  # another tower is another head
-        assert overlap(first, first, 4) == 1.0
-
-    def test_divergence_by_hand(self) -> None:
-        # Shares per layer (3/4, 1/4, 0) and (1/4, 1/4, 1/2); their mean is (1/2, 1/4, 1/4).
-        first = ranking((0, 0), (0, 1), (0, 2), (1, 0))
-        second = ranking((2, 0), (1, 3), (2, 1), (0, 0))
-        to_mean = 3 / 4 * math.log(3 / 2)
-        from_mean = 1 / 4 * math.log(1 / 2) + 1 / 2 * math.log(2)
-        assert jensen_shannon(first, second, 4) == pytest.approx((to_mean + from_mean) / 2, rel=1e-12)
-        assert jensen_shannon(first, second, 4) == pytest.approx(0.2386928131, abs=1e-10)
-        assert jensen_shannon(second, first, 4) == jensen_shannon(first, second, 4)
-
-    def test_divergence_at_its_ends(self) -> None:
-        low, high = ranking((0, 0), (0, 1), (0, 2)), ranking((1, 0), (1, 1), (0, 3))
-        assert jensen_shannon(low, high, 2) == math.log(2)
-        assert jensen_shannon(low, ranking((0, 3), (0, 4), (0, 5)), 3) == 0.0  # same layers, other heads
-        assert jensen_shannon(low, ranking((0, 0, "text")), 1) == math.log(2)
-
-    @pytest.mark.parametrize("compare", [overlap, jensen_shannon])
-    @pytest.mark.parametrize("count", [0, -1, 3])
-    def test_counts_that_cannot_be_compared(self, compare: Any, count: int) -> None:
-        with pytest.raises(HeadError):
-            compare(ranking((0, 0), (0, 1)), ranking((0, 0), (0, 1)), count)
+def test_overlap() -> None:
+    first, second = ranking((0, 0), (1, 1), (2, 2), (0, 3)), ranking((1, 1), (2, 0), (0, 0), (0, 3, "text"))
+    found = [overlap(first, second, count) for count in (1, 2, 3, 4)]
+    assert found == pytest.approx([0.0, 0.5, 2 / 3, 0.5])  # another tower is another head
+    assert overlap(first, first, 4) == 1.0
 
 
-class TestFiles:
-    @pytest.mark.parametrize("only", [None, 3])
-    def test_round_trip(self, tmp_path: Path, only: int | None) -> None:
-        provenance = {"seed": 3, "removed": ((0, 0), Head(1, 2)), "nested": {"sizes": (1, 2), "none": None}}
-        scores = (0.1, 1 / 3, 5e-324)
-        made = ranking((2, 1), (0, 0), (1, 3, "text"), scores=scores, provenance=provenance, only=only)
-        path = tmp_path / "deep" / "ranking.json"
-        made.save(str(path))
-        loaded = HeadRanking.load(path)
-        assert loaded == made
-        assert all(isinstance(head, Head) for head in loaded.heads)
-        assert loaded.scores == scores
-        assert loaded.provenance["removed"] == [[0, 0], [1, 2, "main"]]
+def test_divergence() -> None:
+    # Shares per layer (3/4, 1/4, 0) and (1/4, 1/4, 1/2); their mean is (1/2, 1/4, 1/4).
+    first, second = ranking((0, 0), (0, 1), (0, 2), (1, 0)), ranking((2, 0), (1, 3), (2, 1), (0, 0))
+    expected = (3 / 4 * math.log(3 / 2) + 1 / 4 * math.log(1 / 2) + 1 / 2 * math.log(2)) / 2
+    assert jensen_shannon(first, second, 4) == pytest.approx(expected, rel=1e-12)
+    assert jensen_shannon(second, first, 4) == jensen_shannon(first, second, 4)
+    low, high = ranking((0, 0), (0, 1), (0, 2)), ranking((1, 0), (1, 1), (0, 3))
+    assert jensen_shannon(low, high, 2) == math.log(2)
+    assert jensen_shannon(low, ranking((0, 3), (0, 4), (0, 5)), 3) == 0.0  # same layers, other heads
+    assert jensen_shannon(low, ranking((0, 0, "text")), 1) == math.log(2)
 
-    @pytest.mark.parametrize(
-        "change",
-        [
-            *({"heads": heads} for heads in ([[0, 0, "main"]], "0.0", None)),
-            *({"heads": [[0, 0, "main"], [0, head, "main"]]} for head in (0, "1", 1.5, -1)),
-            {"heads": [[0, 0, "main"], [0, 1]]},
-            *({"scores": [0.5, score]} for score in (None, math.nan, 10**400)),
-            *({"method": 3}, {"provenance": []}, {"only": "2"}, {"only": 1}, {"surprise": 1}),
-        ],
-        ids=str,
-    )
-    def test_corrupt_fields(self, tmp_path: Path, change: dict[str, Any]) -> None:
-        path = tmp_path / "ranking.json"
-        ranking((0, 0), (0, 1)).save(path)
-        path.write_text(json.dumps(json.loads(path.read_text()) | change))
-        with pytest.raises(HeadError, match="ranking"):
-            HeadRanking.load(path)
 
-    @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000], ids=len)
-    def test_corrupt_files(self, tmp_path: Path, content: bytes) -> None:
-        path = tmp_path / "ranking.json"
+@pytest.mark.parametrize("compare", [overlap, jensen_shannon])
+@pytest.mark.parametrize("count", [0, 3])
+def test_counts_that_cannot_be_compared(compare: Any, count: int) -> None:
+    with pytest.raises(HydraError, match=r"count|heads"):
+        compare(ranking((0, 0), (0, 1)), ranking((0, 0), (0, 1)), count)
+
+
+# --- files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("only", [None, 3])
+def test_round_trip(tmp_path: Path, only: int | None) -> None:
+    provenance = {"seed": 3, "removed": ((0, 0), Head(1, 2)), "nested": {"sizes": (1, 2), "none": None}}
+    scores = (0.1, 1 / 3, 5e-324)
+    made = ranking((2, 1), (0, 0), (1, 3, "text"), scores=scores, provenance=provenance, only=only)
+    path = tmp_path / "deep" / "ranking.json"
+    made.save(str(path))
+    loaded = HeadRanking.load(path)
+    assert loaded == made
+    assert all(isinstance(head, Head) for head in loaded.heads)
+    assert loaded.scores == scores
+    assert loaded.provenance["removed"] == [[0, 0], [1, 2, "main"]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"heads": heads} for heads in ([[0, 0, "main"]], None)),
+        *({"heads": [[0, 0, "main"], [0, head, "main"]]} for head in (0, "1", -1)),
+        *({"scores": [0.5, score]} for score in (None, math.nan, 10**400)),
+        *({"method": 3}, {"provenance": []}, {"only": 1}, {"surprise": 1}),
+    ],
+    ids=str,
+)
+def test_corrupt_fields(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = tmp_path / "ranking.json"
+    ranking((0, 0), (0, 1)).save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(HeadError, match="ranking"):
+        HeadRanking.load(path)
+
+
+def test_corrupt_files(tmp_path: Path) -> None:
+    path = tmp_path / "ranking.json"
+    ranking((0, 0), (0, 1), provenance={"seed": 1}).save(path)
+    whole = path.read_bytes()
+    for content in (b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, *(whole[:end] for end in range(0, len(whole) - 1, 7))):
         path.write_bytes(content)
-        for place in (path, tmp_path / "none.json"):
-            with pytest.raises(HeadError, match="not a saved head ranking"):
-                HeadRanking.load(place)
-
-    def test_any_truncation_is_refused(self, tmp_path: Path) -> None:
-        path = tmp_path / "ranking.json"
-        ranking((0, 0), (0, 1), provenance={"seed": 1}).save(path)
-        content = path.read_bytes()
-        for length in range(len(content) - 1):
-            path.write_bytes(content[:length])
-            with pytest.raises(HeadError):
-                HeadRanking.load(path)
+        with pytest.raises(HeadError, match="not a saved head ranking"):
+            HeadRanking.load(path)
+    with pytest.raises(HeadError, match="not a saved head ranking"):
+        HeadRanking.load(tmp_path / "none.json")
 
 
 # --- fingerprints ------------------------------------------------------------------------------------------
