@@ -1,5 +1,8 @@
 """Evaluations of made-up methods, for the tests of tables and reports: quick to make, with everything in them."""
 
+from dataclasses import replace
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -15,8 +18,10 @@ CLASS_NAMES = ("ant", "bee", "cat", "dog & <b>fox</b>")
 TARGETS = torch.randint(CLASSES, (160,), generator=torch.Generator().manual_seed(0))
 
 
-def kept_heads(members: int, dropped: int = 2) -> KeptHeads:
+def kept_heads(members: int) -> KeptHeads:
+    """All heads of a single model, three a layer of the others."""
     generator = torch.Generator().manual_seed(members)
+    dropped = 0 if members == 1 else 2
     return tuple(
         tuple(tuple(sorted(torch.randperm(HEADS, generator=generator)[dropped:].tolist())) for _ in range(LAYERS))
         for _ in range(members)
@@ -24,21 +29,21 @@ def kept_heads(members: int, dropped: int = 2) -> KeptHeads:
 
 
 def noise(samples: int, members: int, scale: float, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return scale * torch.randn(members, samples, CLASSES, generator=generator)
+    return scale * torch.randn(members, samples, CLASSES, generator=torch.Generator().manual_seed(seed))
 
 
-def gallery(kind: str = "image") -> list[GalleryItem]:
+def gallery(kind: str = "image") -> tuple[GalleryItem, ...]:
     picture = image_uri(torch.linspace(0, 1, 3 * 16 * 16).reshape(3, 16, 16))
     content = picture if kind == "image" else "a text with <script>alert(1)</script> in it"
-    return [
+    return tuple(
         GalleryItem(data, shelf, index, kind, content, 0.1, 0.9, index, None if data != "own" else label)
         for data in ("own", "close")
         for shelf in (("sure", "unsure", "wrong") if data == "own" else ("sure", "unsure"))
         for index, label in ((0, 0), (3, 1))
-    ]
+    )
 
 
+@cache
 def evaluation(
     name: str = "Single",
     members: int = 1,
@@ -47,42 +52,29 @@ def evaluation(
     *,
     ood: bool = True,
     shift: bool = True,
-    heads: KeptHeads | None = None,
     bootstrap: int = 0,
     threshold: float | None = None,
-    items: list[GalleryItem] | None = None,
+    items: tuple[GalleryItem, ...] = (),
 ) -> Evaluation:
-    one_hot = torch.nn.functional.one_hot(TARGETS, CLASSES)
-    logits = noise(len(TARGETS), members, 1.0, seed) + strength * one_hot
+    logits = noise(len(TARGETS), members, 1.0, seed) + strength * torch.nn.functional.one_hot(TARGETS, CLASSES)
     sets = {
         "near": {"close": noise(90, members, 1.4, seed + 10)},
         "far": {"textures": noise(70, members, 1.0, seed + 11), "digits": noise(80, members, 0.7, seed + 12)},
     }
-    info = ModelInfo(
-        "image",
-        members,
-        CLASSES,
-        CLASS_NAMES,
-        parameters=1_000_000 * (1 + members),
-        multiply_adds=10**9 * members,
-        tokens=17,
-        heads=heads or kept_heads(members, 0 if members == 1 else 2),
-        heads_per_layer=HEADS,
-        source="made for a test",
-        history=("converted", "pruned"),
-    )
-    return evaluate_logits(
+    counts = {"parameters": 1_000_000 * (1 + members), "multiply_adds": 10**9 * members, "tokens": 17}
+    about = {"source": "made for a test", "history": ("converted", "pruned"), "heads_per_layer": HEADS}
+    found = evaluate_logits(
         logits,
         TARGETS,
         sets if ood else None,
         {"fog": (logits + noise(len(TARGETS), members, 1.0, seed + 13), TARGETS)} if shift else None,
         name=name,
         id_name="own",
-        model=info,
+        model=ModelInfo("image", members, CLASSES, CLASS_NAMES, heads=kept_heads(members), **counts, **about),
         bootstrap=bootstrap,
         calibration=Calibration(threshold=threshold),
-        gallery=items or (),
     )
+    return replace(found, gallery=items)
 
 
 def methods() -> list[Evaluation]:

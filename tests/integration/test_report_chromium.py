@@ -33,8 +33,7 @@ def test_every_figure_is_drawn_and_nothing_overflows(chromium: Chromium, report:
     assert (found["images"], found["broken"]) == (10, 0)
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [PHONE, DESK])
+@pytest.mark.parametrize(("width", "dark"), [(PHONE, False), (DESK, True)])
 def test_it_follows_the_colour_scheme_and_logs_no_error(chromium: Chromium, report: Path, tmp_path, width, dark):
     said = chromium.screenshot(report, tmp_path / "page.png", width, 1600, dark)
     assert said == ""

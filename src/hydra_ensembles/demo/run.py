@@ -196,7 +196,7 @@ def run_demo(
         evaluation.save(folder / "evaluations" / f"{'_'.join(re.findall(r'[a-z]+', name.lower()))}.json")
     save_costs(folder / "evaluations" / "costs.json", costs)
     about: dict[str, Any] = {"title": "Hydra Ensembles: the embedded demo", "focus": HYDRA_CIRC, "baseline": SINGLE}
-    write_report(report, evaluations, ensemble=models[HYDRA_CIRC], costs=costs, **about)
+    write_report(report, evaluations, costs=costs, **about)
     seconds["all"] = round(time.perf_counter() - started, 1)
     run.write("results", _results(models, evaluations, costs, settings, sizes(data), seconds))
     shutil.rmtree(folder / "work")  # only an interrupted demo needs it

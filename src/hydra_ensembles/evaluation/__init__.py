@@ -1,17 +1,19 @@
 """Evaluation of any ensemble: one pass over each set, every metric, saved as JSON."""
 
-from .curves import Curve, Figures, Reliability
-from .evaluate import evaluate, evaluate_logits, evaluate_stored
+from .evaluate import evaluate, evaluate_logits
 from .evaluation import (
     Classification,
+    Curve,
     Detection,
     Evaluation,
+    Figures,
     GalleryItem,
     LabelledLogits,
     MemberLogits,
     ModelInfo,
     OodSet,
     Provenance,
+    Reliability,
     Selective,
 )
 
@@ -31,5 +33,4 @@ __all__ = [
     "Selective",
     "evaluate",
     "evaluate_logits",
-    "evaluate_stored",
 ]

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import combinations
 from typing import Any, cast, get_args
 
@@ -21,10 +20,8 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration, Metadata
 from ..optimize.runner import OptimizedEnsemble
 from ..prediction import ScoreName
-from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from .evaluation import (
     Evaluation,
-    GalleryItem,
     LabelledLogits,
     MemberLogits,
     ModelInfo,
@@ -73,8 +70,7 @@ def evaluate(
         id_data: Labelled in-distribution set: batches, as a `DataLoader` gives them, or a data set of
             `hydra_ensembles.data`, which is put in batches with the model's preprocessing.
         ood: OOD sets, `{"near": {name: data}, "far": {...}}` as `Suite.load` gives them, or flat, `{name: data}`,
-            which gives the mean over all sets only. A group `"apart"` is reported, but in no mean. Labels of
-            OOD sets are not read.
+            for the mean over all sets only. A group `"apart"` is in no mean. Labels of OOD sets are not read.
         shift: `{name: data}` of labelled sets under distribution shift, such as corruptions.
         name: What tables call the model.
         id_name: Name of the in-distribution set; that of a data set is known.
@@ -85,23 +81,21 @@ def evaluate(
         preprocess: Turns a list of raw items into inputs; an ensemble brings its own.
         batch_size: For data sets that are not in batches.
         num_workers: Worker processes for such data sets.
-        device: Where to run; a model is moved there and back, one prepared by `optimize` cannot be. None: where it is.
+        device: Where to run, if not where the model is; it is moved back. One prepared by `optimize` cannot be moved.
         bootstrap: Number of resamples for confidence intervals; 0 for none.
-        gallery: How many of the inputs it was most and least sure about to keep, for the report; 0 for none.
-            They become part of the saved evaluation.
+        gallery: How many of the inputs it was most and least sure about to keep in the evaluation, for the report.
         keep_logits: Whether the result keeps the member logits, to be saved beside it.
         progress: Whether to show progress bars.
 
     Raises:
-        DataError: A set is empty, has one class, holds NaN, does not fit the model, or is given twice (as ID and as OOD
-            set, or as two OOD sets, as far as that shows without reading them); the message names it.
+        DataError: A set is empty, has one class, holds NaN, does not fit the model, or is given twice (as far as that
+            shows without reading it); the message names it.
         ConfigError: A setting is not known.
     """
     remembered = getattr(ensemble, "metadata", None)
-    if isinstance(remembered, Metadata):
-        calibration = calibration or remembered.calibration
-        preprocess = preprocess or remembered.preprocessing
-    undone = remembered.preprocessing if isinstance(remembered, Metadata) else preprocess
+    known = remembered if isinstance(remembered, Metadata) else Metadata()
+    calibration = calibration or known.calibration
+    preprocess = preprocess or known.preprocessing
     id_name = id_name or _set_name(id_data)
     applied = calibration or Calibration()
     measure = Measure(name or "model", id_name, score, scores, convention, applied, bootstrap, keep_logits)
@@ -111,21 +105,28 @@ def evaluate(
         raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
     groups = read_groups(ood)
     foreign = {key: data for sets in groups.values() for key, data in sets.items()}
-    given = {f"the in-distribution set {id_name!r}": id_data, **{f"OOD set {key!r}": foreign[key] for key in foreign}}
-    _require_different(given, preprocess)
-    batched = partial(_in_batches, preprocess=preprocess, batch_size=batch_size, num_workers=num_workers)
+    named = {f"OOD set {key!r}": data for key, data in foreign.items()}
+    _require_different({f"the in-distribution set {id_name!r}": id_data, **named}, preprocess)
+
+    def batched(data: Data, key: str) -> Batches:
+        if not isinstance(data, Dataset):
+            return data
+        if preprocess is None:
+            raise ConfigError(f"set {key!r} holds raw items; pass preprocess=, or give batches (a DataLoader)")
+        return make_batches(data, preprocess, batch_size, num_workers=num_workers)
+
     with running(ensemble, require_device(device)) as (place, dtype):
-        known = undone if isinstance(undone, ImagePreprocessing | TextPreprocessing) else None
-        run = Runner(ensemble, place, dtype, measure, gallery, known, progress).run
+        run = Runner(ensemble, place, dtype, measure, gallery, known.preprocessing or preprocess, progress).run
         own = run(batched(id_data, id_name), id_name, labelled=True)
-        others = {key: run(batched(data, key), key, False, own.logits) for key, data in foreign.items()}
-        shifted = {key: run(batched(data, key), key, True, own.logits) for key, data in (shift or {}).items()}
-    members, _, classes = own.logits.shape
+        like = own.answers.logits  # [M, B, C]
+        others = {key: run(batched(data, key), key, False, like) for key, data in foreign.items()}
+        shifted = {key: run(batched(data, key), key, True, like) for key, data in (shift or {}).items()}
+    members, _, classes = like.shape
     return measure.evaluation(
         MemberLogits(
-            LabelledLogits(own.logits, own.labels),
-            {group: {key: others[key].logits for key in sets} for group, sets in groups.items()},
-            {key: LabelledLogits(one.logits, one.labels) for key, one in shifted.items()},
+            own.answers,
+            {group: {key: others[key].answers.logits for key in sets} for group, sets in groups.items()},
+            {key: one.answers for key, one in shifted.items()},
         ),
         model=describe_model(ensemble, members, classes, calibration),
         provenance=provenance_of(place, own.dtype, current_ranks().size),
@@ -149,17 +150,12 @@ def evaluate_logits(
     keep_logits: bool = False,
     model: ModelInfo | None = None,
     provenance: Provenance | None = None,
-    gallery: Sequence[GalleryItem] = (),
 ) -> Evaluation:
     """Every metric from member logits `[M, B, C]` (or `[B, C]` for one member) before any temperature, on the CPU.
 
-    `ood` is nested or flat as in `evaluate`, with logits for data; `shift` is `{name: (logits, labels)}`; the settings
-    from `name` to `keep_logits` are those of `evaluate`. Where more is known than the logits, `model` says what made
-    them, `provenance` where (this machine, if not given), and `gallery` holds inputs to show in the report.
-
-    Raises:
-        DataError: A set is empty, has one class, holds NaN, or does not fit the others; the message names it.
-        ConfigError: A setting is not known.
+    `ood` is nested or flat as in `evaluate`, with logits for data; `shift` is `{name: (logits, labels)}`; settings and
+    errors are those of `evaluate`. Where it is known, `model` says what made the logits, and `provenance` where. Stored
+    logits are given as `evaluate_logits(*kept.id, kept.ood, kept.shift)`.
     """
     calibration = calibration or Calibration()
     measure = Measure(name, id_name, score, scores, convention, calibration, bootstrap, keep_logits)
@@ -169,32 +165,17 @@ def evaluate_logits(
         _, samples, classes = logits.shape
         return LabelledLogits(logits, check_labels(torch.as_tensor(targets).cpu(), samples, classes, key))
 
+    groups = read_groups(ood).items()
     given = MemberLogits(
         labelled(own, labels, id_name),
-        {
-            group: {key: member_logits(one, key, like=own) for key, one in sets.items()}
-            for group, sets in read_groups(ood).items()
-        },
-        {
-            key: labelled(member_logits(one, key, like=own), targets, key)
-            for key, (one, targets) in (shift or {}).items()
-        },
+        {group: {key: member_logits(one, key, like=own) for key, one in sets.items()} for group, sets in groups},
+        {key: labelled(member_logits(one, key, like=own), to, key) for key, (one, to) in (shift or {}).items()},
     )
-    return measure.evaluation(given, model, provenance or provenance_of(None, id_logits.dtype), gallery)
-
-
-def evaluate_stored(logits: MemberLogits, **settings: Any) -> Evaluation:
-    """Make an evaluation again from stored member logits; `settings` are those of `evaluate_logits`."""
-    shift = {name: (labelled.logits, labelled.labels) for name, labelled in logits.shift.items()}
-    return evaluate_logits(logits.id.logits, logits.id.labels, logits.ood, shift, **settings)
+    return measure.evaluation(given, model, provenance or provenance_of(None, id_logits.dtype))
 
 
 def read_groups(ood: Mapping[str, Any] | None) -> dict[OodGroup, dict[str, Any]]:
-    """OOD sets by group and name, from a nested or a flat mapping; `{}` for None.
-
-    Raises:
-        DataError: Groups and sets are mixed, a group is not known, or a name occurs twice.
-    """
+    """OOD sets by group and name, from a nested or a flat mapping; `{}` for None."""
     ood = ood or {}
     nested = [isinstance(value, Mapping) for value in ood.values()]
     if not any(nested):
@@ -202,25 +183,13 @@ def read_groups(ood: Mapping[str, Any] | None) -> dict[OodGroup, dict[str, Any]]
     known = get_args(OodGroup)
     if not all(nested) or not set(ood) <= set(known):
         raise DataError(
-            f"ood has the keys {list(ood)}; give groups of sets, with keys among {list(known)}, or a flat mapping "
-            "from set names to data"
+            f"ood has the keys {list(ood)}; give groups of sets, with keys among {list(known)}, or {{name: data}}"
         )
     counts = Counter(name for sets in ood.values() for name in sets)
     twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
         raise DataError(f"OOD sets {twice} occur in more than one group; give each set one name in one group")
     return {cast(OodGroup, group): dict(sets) for group, sets in ood.items() if sets}
-
-
-def _in_batches(data: Data, name: str, preprocess: Preprocess | None, batch_size: int, num_workers: int) -> Batches:
-    if not isinstance(data, Dataset):
-        return data
-    if preprocess is None:
-        raise ConfigError(
-            f"set {name!r} is a data set of raw items, and this model has no saved preprocessing; "
-            "pass preprocess=, or give batches (a DataLoader)"
-        )
-    return make_batches(data, preprocess, batch_size, num_workers=num_workers)
 
 
 def _require_different(sets: Mapping[str, object], preprocess: Preprocess | None) -> None:
@@ -236,8 +205,7 @@ def _require_different(sets: Mapping[str, object], preprocess: Preprocess | None
             same = my_way == their_way and mine.same_items(theirs)
         if same:
             raise DataError(
-                f"{second} has the same samples as {first}; OOD detection tells different data apart: give each set "
-                "data of its own, or leave it out"
+                f"{second} has the same samples as {first}; OOD detection tells different data apart: leave it out"
             )
 
 

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +19,11 @@ from ..errors import DataError
 from ..metrics.bootstrap import Interval
 from ..metrics.inputs import Convention, at_least_float32
 from ..model.config import KeptHeads
-from ..model.cost import Description
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
 from ..optimize.runner import OptimizedEnsemble
 from ..prediction import ScoreName
 from ..schema import from_plain, to_plain
-from .curves import Figures
 
 OodGroup = Literal["near", "far", "apart", "ungrouped"]
 
@@ -35,13 +33,12 @@ class Classification:
     """How well a labelled set is classified, and how far the stated confidence can be trusted.
 
     Attributes:
-        accuracy: Share of samples whose most probable class is the label.
         brier: Squared error summed over classes, mean over samples.
         nll: Negative log-likelihood of the mean probabilities.
         ece: Expected calibration error, 15 bins of equal width.
         aece: Calibration error over 15 bins of equal count.
-        mutual_information: Mean mutual information of label and member, in nats.
-        disagreement: Mean share of member pairs that predict different classes.
+        mutual_information: Of label and member, in nats, mean over samples.
+        disagreement: Share of member pairs that predict different classes, mean over samples.
         aurc: Area under the risk-coverage curve, ordered by the evaluation's score.
         risk_at_coverage: Error that remains when this share of the samples is answered.
     """
@@ -58,7 +55,7 @@ class Classification:
     risk_at_coverage: Mapping[str, float]
 
     def numbers(self) -> dict[str, float]:
-        """Every metric under a flat name, the counts left out."""
+        """Every metric under a flat name."""
         metrics = {key: value for key, value in vars(self).items() if key not in ("samples", "risk_at_coverage")}
         return metrics | {f"risk@{coverage}": risk for coverage, risk in self.risk_at_coverage.items()}
 
@@ -78,9 +75,7 @@ class OodSet:
 
     Attributes:
         group: `near`, `far`, `apart` (in no mean), or `ungrouped` (in the mean over all sets only).
-        detection: Result of each score.
-        mutual_information: Mean over the set, in nats.
-        disagreement: Mean over the set.
+        detection: Of each score.
         abstained: Share of the set that the calibrated threshold refuses; None without a threshold.
     """
 
@@ -94,11 +89,9 @@ class OodSet:
 
 @dataclass(frozen=True)
 class Selective:
-    """What the calibrated threshold does on the in-distribution set.
+    """What the calibrated threshold of a score does on the in-distribution set.
 
     Attributes:
-        score: The score the threshold is for.
-        threshold: Largest score that is still answered.
         accepted: Share of the samples answered.
         risk: Share of wrong answers among them; None where nothing is answered.
     """
@@ -111,19 +104,13 @@ class Selective:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What was evaluated, as far as it says so itself.
+    """What was evaluated, as far as it says so itself; `parameters` to `heads_per_layer` are those of `describe`.
 
     Attributes:
         kind: `image`, `text`, or `callable` for a model that is not an `Ensemble`.
         class_names: Names in the order of the logits; empty when unknown.
-        parameters: Stored parameters.
-        multiply_adds: Multiply-adds of one input with `tokens` tokens.
-        tokens: Sequence length the multiply-adds refer to.
-        heads: Heads kept, `[member][layer]`.
-        heads_per_layer: Heads per layer before pruning.
         source: Where the model came from.
         history: What was done to it.
-        calibration: Temperature and threshold that were applied.
     """
 
     kind: Literal["image", "text", "callable"]
@@ -145,21 +132,13 @@ class ModelInfo:
         if self.heads is None:
             return None
         kept = [len(layer) for member in self.heads for layer in member]
-        mean = round(sum(kept) / len(kept), 1)
-        text = str(int(mean)) if mean == int(mean) else str(mean)
+        text = f"{round(sum(kept) / len(kept), 1):g}"
         return text if len(self.heads) == 1 else f"{text}x{len(self.heads)}"
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the numbers were made. No clock and no seed: the same run gives the same file.
-
-    Attributes:
-        versions: Version of each library that computed something.
-        hardware: The device the model ran on.
-        dtype: Number format of the model's answers.
-        processes: How many processes shared the work.
-    """
+    """Where the numbers were made, and in which number format. No clock: the same run gives the same file."""
 
     versions: Mapping[str, str]
     hardware: str
@@ -175,14 +154,9 @@ class GalleryItem:
     """One input with what the model said about it.
 
     Attributes:
-        set: Name of the set it is from.
         shelf: Among the most sure, the least sure, or the most sure of the wrong answers.
         index: Its position in the set.
-        kind: Whether `content` is the address (`data:` URI) of an image, or a text.
-        content: The input itself.
-        score: The model's uncertainty.
-        confidence: Probability of the predicted class.
-        predicted: The predicted class.
+        content: The text, or the image as a `data:` address.
         label: The right class; None for OOD inputs, which have none.
     """
 
@@ -197,8 +171,45 @@ class GalleryItem:
     label: int | None
 
 
-@dataclass(frozen=True, eq=False)
-class LabelledLogits:
+@dataclass(frozen=True)
+class Curve:
+    """Points of a line, in drawing order."""
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Equal-width bins of confidence: samples, their mean confidence and accuracy (None in an empty bin)."""
+
+    count: tuple[int, ...]
+    confidence: tuple[float | None, ...]
+    accuracy: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the figures of a report are drawn from.
+
+    Attributes:
+        risk_coverage: Error among the most certain share of the in-distribution set.
+        score_edges: Common bin edges of the score histograms; scores beyond the ends count in the end bins.
+        agreement_id: Share of in-distribution samples on which two members predict the same class, `[M][M]`.
+        agreement_ood: The same, unweighted mean over the OOD sets; None without any.
+    """
+
+    reliability: Reliability
+    risk_coverage: Curve
+    score_edges: tuple[float, ...]
+    id_scores: tuple[int, ...]
+    ood_scores: Mapping[str, tuple[int, ...]]
+    roc: Mapping[str, Curve]
+    agreement_id: tuple[tuple[float, ...], ...]
+    agreement_ood: tuple[tuple[float, ...], ...] | None
+
+
+class LabelledLogits(NamedTuple):
     """Member logits `[M, B, C]` of a set with labels `[B]`."""
 
     logits: Tensor
@@ -207,35 +218,24 @@ class LabelledLogits:
 
 @dataclass(frozen=True, eq=False)
 class MemberLogits:
-    """The member logits of every set of one evaluation, before any temperature.
-
-    Attributes:
-        id: In-distribution set.
-        ood: OOD sets by group and name, each `[M, B, C]`.
-        shift: Labelled sets under distribution shift, by name.
-    """
+    """The member logits of every set of one evaluation, before any temperature; OOD sets by group and name."""
 
     id: LabelledLogits
     ood: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     shift: Mapping[str, LabelledLogits] = field(default_factory=dict)
 
     def save(self, path: str | Path, dtype: torch.dtype = torch.float16) -> None:
-        """Write one safetensors file.
+        """Write one safetensors file, with logits in `dtype`, or as they are where they are too large for it.
 
-        Args:
-            path: Where to.
-            dtype: How logits are stored. Half precision moves a metric in about its fourth digit; logits too
-                large for it are stored as they are.
+        Half precision moves a metric in about its fourth digit.
         """
-        tensors = {"id/logits": _stored(self.id.logits, dtype), "id/labels": self.id.labels}
+        tensors = {"id/logits": self.id.logits, "id/labels": self.id.labels}
         for group, sets in self.ood.items():
-            tensors |= {f"ood/{group}/{name}": _stored(logits, dtype) for name, logits in sets.items()}
-        for name, labelled in self.shift.items():
-            tensors[f"shift/logits/{name}"] = _stored(labelled.logits, dtype)
-            tensors[f"shift/labels/{name}"] = labelled.labels
-        # the format takes contiguous tensors only, and no two that share memory
-        stored = {key: value.cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
-        order = json.dumps(list(stored))  # the format itself keeps no order, and tables should
+            tensors |= {f"ood/{group}/{name}": logits for name, logits in sets.items()}
+        for name, (logits, labels) in self.shift.items():
+            tensors |= {f"shift/logits/{name}": logits, f"shift/labels/{name}": labels}
+        order = json.dumps(list(tensors))  # the format itself keeps no order, and tables should
+        stored = {key: _stored(tensor, dtype) for key, tensor in tensors.items()}
         write_atomically(Path(path), to_bytes(stored, metadata={"order": order}))
 
     @classmethod
@@ -249,28 +249,30 @@ class MemberLogits:
             with safe_open(path, framework="pt") as file:
                 order = json.loads((file.metadata() or {}).get("order", "[]"))
                 keys = sorted(file.keys(), key=lambda key: order.index(key) if key in order else len(order))
-                tensors = {key: file.get_tensor(key) for key in keys}
+                tensors = {key: at_least_float32(file.get_tensor(key)) for key in keys}
         except (OSError, ValueError, SafetensorError) as error:
             raise DataError(f"{path} cannot be read as stored member logits: {error}") from error
         ood: dict[str, dict[str, Tensor]] = {}
         shift: dict[str, LabelledLogits] = {}
         try:
+            own = LabelledLogits(tensors["id/logits"], tensors["id/labels"])
             for key, tensor in tensors.items():
                 part, _, rest = key.partition("/")
                 group, _, name = rest.partition("/")  # a name may hold slashes
                 if part == "ood":
-                    ood.setdefault(group, {})[name] = at_least_float32(tensor)
+                    ood.setdefault(group, {})[name] = tensor
                 elif part == "shift" and group == "logits":
-                    shift[name] = LabelledLogits(at_least_float32(tensor), tensors[f"shift/labels/{name}"])
-            own = LabelledLogits(at_least_float32(tensors["id/logits"]), tensors["id/labels"])
-            return cls(own, ood, shift)
+                    shift[name] = LabelledLogits(tensor, tensors[f"shift/labels/{name}"])
         except KeyError as error:
             raise DataError(f"{path} holds no member logits: {error} is missing; found {sorted(tensors)}") from error
+        return cls(own, ood, shift)
 
 
-def _stored(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    converted = logits.to(dtype)
-    return converted if bool(torch.isfinite(converted).all()) else logits
+def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Logits in `dtype` where it can hold them, and labels; with memory of their own, as the format wants it."""
+    smaller = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    kept = smaller if bool(torch.isfinite(smaller).all()) else tensor
+    return kept.cpu().clone(memory_format=torch.contiguous_format)
 
 
 FORMAT = "hydra_ensembles.evaluation"
@@ -282,17 +284,9 @@ class Evaluation:
     """Every metric of one model on one suite.
 
     Attributes:
-        name: What tables call the model.
-        id_name: Name of the in-distribution set.
         score: The score that detects OOD samples and orders the risk-coverage curve.
-        convention: How AUPR and FPR95 are defined.
-        id: Results on the in-distribution set.
-        ood: Results on each OOD set.
-        means: Unweighted means of the detection results: `near`, `far`, `all`, as far as there are such sets;
-            for each score.
+        means: Unweighted means of the detection results, `near`, `far` and `all`, for each score.
         shift: Results on labelled sets under distribution shift.
-        selective: What the calibrated threshold does; None without one.
-        figures: Curves for the report.
         intervals: Bootstrap intervals, under the names of `numbers`; empty unless asked for.
         gallery: The inputs the model was most and least sure about; empty unless asked for.
         logits: The member logits; None unless asked for. They are saved as a file of their own.
@@ -356,48 +350,42 @@ class Evaluation:
 
     @classmethod
     def from_dict(cls, data: Any, path: str = "evaluation") -> "Evaluation":
-        """Build an evaluation from what `to_dict` gave, checked field by field.
-
-        Raises:
-            DataError: It is not an evaluation, or one of a newer version.
-            ConfigError: A field does not hold what it should.
-        """
+        """Build an evaluation from what `to_dict` gave, checked field by field."""
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise DataError(f'{path} is not a saved evaluation: it lacks "format": "{FORMAT}"')
         if data.get("version") != VERSION:
-            raise DataError(
-                f"{path} has version {data.get('version')!r} and this library reads {VERSION}; "
-                "evaluate again, or install the version that wrote it"
-            )
+            raise DataError(f"{path} has version {data.get('version')!r} and this library reads {VERSION}; update it")
         parts = {key: value for key, value in data.items() if key not in ("format", "version")}
         return from_plain(cls, parts, path)
 
     def save(self, path: str | Path) -> None:
-        """Write a JSON file, and beside it `<name>.logits.safetensors` where member logits were kept.
+        """Write a JSON file, and before it `<name>.logits.safetensors` beside it where member logits were kept.
 
-        The JSON file is written last, so that it never lies there without its logits. An evaluation without logits
-        leaves alone those beside the file: it may have been read without them.
+        An evaluation without logits leaves alone those beside the file: it may have been read without them.
         """
-        path = Path(path)
         text = json.dumps(self.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
         if self.logits is not None:
-            self.logits.save(logits_path(path))
-        write_atomically(path, text.encode())
+            self.logits.save(logits_path(Path(path)))
+        write_atomically(Path(path), text.encode())
 
     @classmethod
     def load(cls, path: str | Path, *, with_logits: bool = False) -> "Evaluation":
         """Read a JSON file that `save` wrote; `with_logits` reads the member logits beside it, too.
 
         Raises:
-            DataError: The file is missing or not an evaluation.
+            DataError: The file is missing, not an evaluation, or one of a newer version.
+            ConfigError: A field does not hold what it should.
         """
-        path = Path(path)
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read as a saved evaluation: {error}") from error
-        evaluation = cls.from_dict(data, str(path))
-        return replace(evaluation, logits=MemberLogits.load(logits_path(path))) if with_logits else evaluation
+        evaluation = cls.from_dict(read_json(path, "a saved evaluation"), str(path))
+        return replace(evaluation, logits=MemberLogits.load(logits_path(Path(path)))) if with_logits else evaluation
+
+
+def read_json(path: str | Path, what: str) -> Any:
+    """What a JSON file holds, or a `DataError` that says what it should have been."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as {what}: {error}") from error
 
 
 def logits_path(path: Path) -> Path:
@@ -406,20 +394,16 @@ def logits_path(path: Path) -> Path:
 
 
 def describe_model(model: object, members: int, classes: int, calibration: Calibration | None) -> ModelInfo:
-    """What is known of a model: everything of an ensemble, counts and parameters of others."""
-    describe = getattr(model, "describe", None)
-    described = (
-        model.description if isinstance(model, OptimizedEnsemble) else describe() if callable(describe) else None
-    )
-    counts = vars(described) if isinstance(described, Description) else {}
-    info = ModelInfo("callable", members, classes, calibration=calibration, **counts)
+    """What is known of a model: everything of an ensemble, the name and parameters of others."""
+    info = ModelInfo("callable", members, classes, calibration=calibration)
     if isinstance(model, Ensemble | OptimizedEnsemble):
+        known, counts = model.metadata, model.describe() if isinstance(model, Ensemble) else model.description
         kind: Literal["image", "text"] = "text" if model.kind == "text" else "image"
-        known = model.metadata
-        return replace(info, kind=kind, class_names=known.labels, source=known.source, history=known.history)
+        info = replace(info, kind=kind, class_names=known.labels, **vars(counts))
+        return replace(info, source=known.source, history=known.history)
     if isinstance(model, nn.Module):
         counted = sum(parameter.numel() for parameter in model.parameters())
-        return replace(info, parameters=info.parameters or counted, source=type(model).__qualname__)
+        return replace(info, parameters=counted, source=type(model).__qualname__)
     return replace(info, source=str(getattr(model, "__name__", type(model).__qualname__)))
 
 
@@ -429,6 +413,5 @@ def provenance_of(device: torch.device | None, dtype: torch.dtype, processes: in
     versions = {"hydra_ensembles": __version__, "python": platform.python_version(), **libraries}
     hardware = f"CPU, {platform.machine()}, {os.cpu_count()} cores"
     if device is not None and device.type != "cpu":
-        gpu = device.type == "cuda"
-        hardware = torch.cuda.get_device_name(device) if gpu else f"{device.type} ({platform.machine()})"
+        hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return Provenance(versions, hardware, str(dtype).removeprefix("torch."), processes)

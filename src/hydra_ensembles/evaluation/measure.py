@@ -1,49 +1,47 @@
-"""Every number of an evaluation, from member logits that are known to be good."""
+"""Every number and every curve of an evaluation, from member logits that are known to be good."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, DataError
 from ..metrics.bootstrap import Interval, bootstrap_metric, bootstrap_ood
-from ..metrics.calibration import at_labels, equal_count_error, equal_width_error, squared_errors
+from ..metrics.calibration import at_labels, equal_count_error, equal_width_bins, equal_width_error, squared_errors
 from ..metrics.inputs import Convention, check_convention, mean, where
-from ..metrics.ood import OodMetric, flagged, of_counts
+from ..metrics.ood import OodMetric, flagged, of_counts, roc_of_counts
 from ..metrics.selective import risk_curve
 from ..model.metadata import Calibration
 from ..prediction import Prediction, ScoreName
-from .curves import make_figures
 from .evaluation import (
     Classification,
+    Curve,
     Detection,
     Evaluation,
+    Figures,
     GalleryItem,
     MemberLogits,
     ModelInfo,
     OodGroup,
     OodSet,
     Provenance,
+    Reliability,
     Selective,
 )
 
-COVERAGES = (0.8, 0.9, 0.95)
-"""Shares of the inputs answered at which the remaining risk is reported."""
-
-MEANS = {"near": ("near",), "far": ("far",), "all": ("near", "far", "ungrouped")}
-"""Groups of OOD sets that each mean is over."""
+COVERAGES = (0.8, 0.9, 0.95)  # shares of the inputs answered at which the remaining risk is reported
+MEANS = {"near": ("near",), "far": ("far",), "all": ("near", "far", "ungrouped")}  # groups that each mean is over
+POINTS = 160  # most that a stored curve has
+HISTOGRAM_BINS = 30
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What is measured: the settings that `evaluate` and `evaluate_logits` share, as described there.
-
-    Raises:
-        ConfigError: A setting is not known.
-    """
+    """What is measured: the settings that `evaluate` and `evaluate_logits` share, as described there."""
 
     name: str
     id_name: str
@@ -77,14 +75,13 @@ class Measure:
         )
 
     def evaluation(
-        self, logits: MemberLogits, model: ModelInfo | None, provenance: Provenance, gallery: Iterable[GalleryItem]
+        self, logits: MemberLogits, model: ModelInfo | None, provenance: Provenance, gallery: Iterable[GalleryItem] = ()
     ) -> Evaluation:
         """Everything that `evaluate` reports."""
         prediction, labels = self.predict(logits.id.logits), logits.id.labels
         answers = {key: self.predict(one) for sets in logits.ood.values() for key, one in sets.items()}
         wanted = tuple(dict.fromkeys((self.score, *self.scores)))
         id_scores = {one: prediction.score(one) for one in wanted}
-        ood_scores = {key: answer.score(self.score) for key, answer in answers.items()}
         ood = {
             key: OodSet(
                 group=cast(OodGroup, group),
@@ -101,7 +98,7 @@ class Measure:
         averaged = {name: keys for name, keys in averaged.items() if keys}
         intervals = {}
         if self.bootstrap:
-            intervals = self._intervals(prediction, labels, id_scores[self.score], ood_scores, averaged)
+            intervals = self._intervals(prediction, labels, answers, averaged)
         return Evaluation(
             name=self.name,
             id_name=self.id_name,
@@ -120,7 +117,7 @@ class Measure:
             selective=_selective(prediction, labels),
             model=model or ModelInfo("callable", prediction.members, prediction.classes, calibration=self.calibration),
             provenance=provenance,
-            figures=make_figures(prediction, labels, id_scores[self.score], answers, ood_scores),
+            figures=self._figures(prediction, labels, answers),
             intervals=intervals,
             gallery=tuple(gallery),
             logits=logits if self.keep_logits else None,
@@ -131,7 +128,7 @@ class Measure:
         if bool((labels == labels[0]).all()):
             raise DataError(
                 f"{where(name)}all {len(labels)} labels are {int(labels[0])}; accuracy and calibration need at least "
-                "two classes: check that sorted data were not cut, or shuffle before taking a part"
+                "two classes: shuffle sorted data before taking a part"
             )
         correct = prediction.label == labels
         curve = risk_curve(prediction.score(self.score), ~correct)
@@ -152,11 +149,12 @@ class Measure:
         self,
         prediction: Prediction,
         labels: Tensor,
-        id_scores: Tensor,
-        ood_scores: Mapping[str, Tensor],
-        averaged: Mapping[str, Sequence[str]],
+        answers: Mapping[str, Prediction],
+        averaged: dict[str, list[str]],
     ) -> dict[str, Interval]:
         """95 % intervals under the names of `Evaluation.numbers`; `averaged` names the sets that each mean is over."""
+        id_scores = prediction.score(self.score)
+        ood_scores = {name: answer.score(self.score) for name, answer in answers.items()}
         correct = prediction.label == labels
         interval = partial(bootstrap_metric, resamples=self.bootstrap)
         found = {key: interval(mean, [values]) for key, values in _per_sample(prediction, labels).items()}
@@ -171,6 +169,35 @@ class Measure:
         for key, scores in sets.items():
             found |= {f"{key}.{metric}": detection(metric, id_scores, scores) for metric in get_args(OodMetric)}
         return found
+
+    def _figures(self, prediction: Prediction, labels: Tensor, answers: Mapping[str, Prediction]) -> Figures:
+        """Every curve of the report; `answers` are those on the OOD sets."""
+        correct, id_scores = prediction.label == labels, prediction.score(self.score)
+        ood_scores = {name: answer.score(self.score) for name, answer in answers.items()}
+        bins, risk = equal_width_bins(prediction.confidence, correct), risk_curve(id_scores, ~correct)
+        stated, right = (  # NaN in an empty bin
+            tuple(value if value == value else None for value in _rounded(values))
+            for values in (bins.confidence, bins.accuracy)
+        )
+        rocs = {name: roc_of_counts(*flagged(id_scores, scores)) for name, scores in ood_scores.items()}
+        everything = torch.cat([id_scores, *ood_scores.values()]).double().numpy()
+        low, high = np.quantile(everything, (0.001, 0.999))  # what lies beyond counts in the end bins
+        edges = np.histogram_bin_edges(everything, HISTOGRAM_BINS, (low, high))
+
+        def histogram(scores: Tensor) -> tuple[int, ...]:
+            return tuple(np.histogram(scores.double().numpy().clip(edges[0], edges[-1]), edges)[0].tolist())
+
+        foreign = [_agreement(answer) for answer in answers.values()]
+        return Figures(
+            reliability=Reliability(tuple(bins.count.tolist()), stated, right),
+            risk_coverage=_thin(risk.coverage, risk.risk),
+            score_edges=_rounded(edges),
+            id_scores=histogram(id_scores),
+            ood_scores={name: histogram(scores) for name, scores in ood_scores.items()},
+            roc={name: _thin(curve.fpr, curve.tpr) for name, curve in rocs.items()},
+            agreement_id=tuple(map(_rounded, _agreement(prediction))),
+            agreement_ood=tuple(map(_rounded, torch.stack(foreign).mean(dim=0))) if foreign else None,
+        )
 
 
 def _per_sample(prediction: Prediction, labels: Tensor) -> dict[str, Tensor]:
@@ -199,3 +226,22 @@ def _selective(prediction: Prediction, labels: Tensor) -> Selective | None:
     wrong = (prediction.label != labels)[accept]
     risk = mean(wrong) if len(wrong) else None
     return Selective(prediction.score_name, prediction.threshold, accepted=mean(accept), risk=risk)
+
+
+def _agreement(prediction: Prediction) -> Tensor:
+    votes = prediction.member_probs.argmax(dim=-1)  # [M, B]
+    return torch.stack([(votes == vote).double().mean(dim=1) for vote in votes])  # [M, M]
+
+
+def _thin(x: Tensor, y: Tensor) -> Curve:
+    """At most `POINTS` of the points, evenly spaced along the curve, the first and last always among them."""
+    if len(x) > POINTS:
+        length = torch.cat([torch.zeros(1).double(), (x.diff().abs() + y.diff().abs()).cumsum(dim=0)])
+        wanted = torch.linspace(0, float(length[-1]), POINTS, dtype=torch.float64)
+        chosen = torch.searchsorted(length, wanted).unique()
+        x, y = x[chosen], y[chosen]
+    return Curve(_rounded(x), _rounded(y))
+
+
+def _rounded(values: Tensor | np.ndarray) -> tuple[float, ...]:
+    return tuple(float(f"{value:.5g}") for value in values.tolist())

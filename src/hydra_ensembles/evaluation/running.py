@@ -4,7 +4,7 @@ import base64
 import io
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, get_args
@@ -20,79 +20,48 @@ from ..errors import ConfigError, DataError
 from ..metrics.inputs import at_least_float32, check_finite, where
 from ..optimize.runner import OptimizedEnsemble
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
-from .evaluation import GalleryItem, Shelf
+from .evaluation import GalleryItem, LabelledLogits, Shelf
 from .measure import Measure
 
-Preprocessing = ImagePreprocessing | TextPreprocessing
-
-THUMBNAIL = 96
-"""Longest side of an embedded image, in pixels."""
-
-TEXT_LENGTH = 280
-"""Most characters of an embedded text."""
+THUMBNAIL = 96  # longest side of an embedded image, in pixels
+TEXT_LENGTH = 280  # most characters of an embedded text
 
 
 class Pass(NamedTuple):
-    """What a pass over one set brought.
+    """What a pass over one set brought: logits and labels (if asked for), the gallery, the dtype of the answers."""
 
-    Attributes:
-        logits: `[M, B, C]`, at least float32, on the CPU.
-        labels: `[B]`; empty where they were not asked for.
-        gallery: The inputs it was most and least sure about.
-        dtype: Number format in which the model answered.
-    """
-
-    logits: Tensor
-    labels: Tensor
+    answers: LabelledLogits
     gallery: list[GalleryItem]
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class Runner:
-    """How a model is run over sets.
-
-    Attributes:
-        model: Gives member logits `[M, B, C]`, or `[B, C]` for one member.
-        device: Where inputs go; None leaves them where they are.
-        dtype: Floating type of the inputs; None leaves it.
-        measure: What predictions are made with, for the gallery.
-        keep: How many inputs of each set to keep for the gallery, at either end.
-        preprocessing: What the inputs went through, undone in the gallery; None where it is not known.
-        progress: Whether to show progress bars.
-    """
+    """How a model is run over sets."""
 
     model: Callable[[Any], Any]
-    device: torch.device | None
-    dtype: torch.dtype | None
-    measure: Measure
-    keep: int
-    preprocessing: Preprocessing | None
+    device: torch.device | None  # where inputs go; None leaves them where they are
+    dtype: torch.dtype | None  # floating type of the inputs; None leaves it
+    measure: Measure  # what predictions are made with, for the gallery
+    keep: int  # how many inputs of each set to keep for the gallery, at either end
+    preprocessing: object  # what the inputs went through; undone in the gallery where it is one of ours
     progress: bool
 
     def run(self, batches: Batches, name: str, labelled: bool, like: Tensor | None = None) -> Pass:
         """Run the model over one set; several processes share its batches.
 
-        Args:
-            batches: The set.
-            name: What error messages call it.
-            labelled: Whether labels are read.
-            like: Member logits of another set, whose members and classes these must have too.
-
-        Raises:
-            DataError: The set is empty, its labels do not fit, or the model's answers cannot be used.
+        A set that is empty, whose labels do not fit, or whose members or classes are not those of `like`, member
+        logits of another set, is a `DataError`.
         """
         check_unsharded(batches, name)
         ranks = current_ranks()
         pieces: list[tuple[int, Tensor, Tensor, torch.dtype]] = []
         gallery: list[GalleryItem] = []
-        error: Exception | None = None
+        first, error = 0, None
         try:
             pairs, quiet = iterate(batches, f"set {name!r}", labelled), not self.progress or ranks.rank > 0
-            first = 0
-            for index, (inputs, targets) in enumerate(
-                tqdm(pairs, name, length_of(batches), leave=False, disable=quiet, unit="batch")
-            ):
+            shown = tqdm(pairs, name, length_of(batches), leave=False, disable=quiet, unit="batch")
+            for index, (inputs, targets) in enumerate(shown):
                 if index % ranks.size == ranks.rank:
                     logits, dtype = self._answer(inputs, name, index)
                     labels = torch.empty(0, dtype=torch.long)
@@ -109,7 +78,7 @@ class Runner:
         _, answers, targets_of, dtypes = zip(*pieces, strict=True)
         for answer in answers:
             require_like(answer, answers[0] if like is None else like, name)
-        return Pass(torch.cat(answers, dim=1), torch.cat(targets_of), gallery, dtypes[0])
+        return Pass(LabelledLogits(torch.cat(answers, dim=1), torch.cat(targets_of)), gallery, dtypes[0])
 
     def _answer(self, inputs: Inputs, name: str, index: int) -> tuple[Tensor, torch.dtype]:
         """Member logits `[M, B, C]` of one batch, and the dtype they came in."""
@@ -124,44 +93,33 @@ class Runner:
         return logits, answer.dtype
 
     def _shelved(
-        self,
-        items: list[GalleryItem],
-        name: str,
-        first: int,
-        inputs: Inputs,
-        logits: Tensor,
-        labels: Tensor | None,
+        self, items: list[GalleryItem], name: str, first: int, inputs: Inputs, logits: Tensor, labels: Tensor | None
     ) -> list[GalleryItem]:
         """The gallery of a set after one more batch, whose first sample has position `first` in the set."""
         prediction = self.measure.predict(logits)
         scores, predicted = prediction.score(self.measure.score), prediction.label
-        order = scores.sort(stable=True).indices.tolist()
-        shelves: dict[Shelf, list[int]] = {
-            "sure": order,
-            "unsure": scores.sort(stable=True, descending=True).indices.tolist(),
-            "wrong": [] if labels is None else [row for row in order if predicted[row] != labels[row]],
-        }
+        order = scores.sort(stable=True).indices
+        shelves: dict[Shelf, Tensor] = {"sure": order, "unsure": scores.sort(stable=True, descending=True).indices}
+        if labels is not None:
+            shelves["wrong"] = order[predicted[order] != labels[order]]
         new = []
         for shelf, rows in shelves.items():
-            kept = [item.score for item in items if item.shelf == shelf]
-            for row in rows[: self.keep]:
-                score = float(scores[row])
-                if len(kept) == self.keep and (score <= kept[-1] if shelf == "unsure" else score >= kept[-1]):
-                    break  # the shelf is full, and neither this one nor those after it are better
-                drawn = shown(changed(inputs, itemgetter(row)), self.preprocessing)
+            for row in rows[: self.keep].tolist():
+                score, sure = float(scores[row]), float(prediction.confidence[row])
                 label = None if labels is None else int(labels[row])
-                sure = float(prediction.confidence[row])
-                new.append(GalleryItem(name, shelf, first + row, *drawn, score, sure, int(predicted[row]), label))
-        return sorted_onto_shelves([*items, *new], self.keep)
+                new.append(GalleryItem(name, shelf, first + row, "text", "", score, sure, int(predicted[row]), label))
+        kept = sorted_onto_shelves([*items, *new], self.keep)
+        for place, item in enumerate(kept):
+            if item.index >= first:
+                kind, content = shown(changed(inputs, itemgetter(item.index - first)), self.preprocessing)
+                kept[place] = replace(item, kind=kind, content=content)
+        return kept
 
 
 def member_logits(answer: Any, name: str, of: str = "", like: Tensor | None = None) -> Tensor:
-    """Member logits `[M, B, C]` from a model or a caller: finite, on the CPU, at least float32.
+    """Member logits `[M, B, C]` from a model or a caller: finite, on the CPU, at least float32, and like others.
 
     This is the one look at every number of an evaluation; what is made of them is not checked again.
-
-    Raises:
-        DataError: They are something else, or do not go with the logits `like`; the message names the set.
     """
     shape = list(answer.shape) if isinstance(answer, Tensor) else []
     if len(shape) not in (2, 3) or 0 in shape or shape[-1] < 2 or not answer.is_floating_point():
@@ -183,28 +141,21 @@ def require_like(logits: Tensor, like: Tensor, name: str) -> None:
     (members, _, classes), (others, _, theirs) = logits.shape, like.shape
     if (members, classes) != (others, theirs):
         raise DataError(
-            f"{where(name)}it has logits of {members} members over {classes} classes, and before there were {others} "
-            f"over {theirs}; all must come from the same model"
+            f"{where(name)}logits of {members} members over {classes} classes, and before there were {others} over "
+            f"{theirs}; all must come from the same model"
         )
 
 
 @contextmanager
 def running(model: object, device: torch.device | None) -> Iterator[tuple[torch.device | None, torch.dtype | None]]:
-    """Evaluation mode, no gradients and the asked-for device, all put back at the end.
-
-    Yields:
-        Where inputs go and their floating type; None for "as they are".
-    """
+    """Evaluation mode, no gradients and the asked-for device; yields where inputs go and their floating type."""
     dtype = None
     with ExitStack() as restoring:
         restoring.enter_context(torch.no_grad())
         if isinstance(model, OptimizedEnsemble):
             own = model.device
             if device is not None and (device.type != own.type or device.index not in (None, own.index)):
-                raise ConfigError(
-                    f"this optimized ensemble runs on {own} and cannot be moved to {device}; leave device out, or move "
-                    "the ensemble and call optimize again"
-                )
+                raise ConfigError(f"this ensemble was optimized for {own}, not for {device}; leave device out")
             device, dtype = own, model.dtype
         elif isinstance(model, nn.Module):
             parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
@@ -224,41 +175,36 @@ def sorted_onto_shelves(items: Iterable[GalleryItem], keep: int) -> list[Gallery
     return [one for shelf in get_args(Shelf) for one in [item for item in ordered if item.shelf == shelf][:keep]]
 
 
-def shown(row: Inputs, preprocessing: Preprocessing | None) -> tuple[Literal["image", "text"], str]:
+def shown(row: Inputs, preprocessing: object) -> tuple[Literal["image", "text"], str]:
     """One input for people: an image as a `data:` address, a text as text."""
     tensor = row if isinstance(row, Tensor) else row.get("pixel_values", row.get("input_ids"))
     if tensor is None:
         return "text", f"inputs: {', '.join(sorted(row))}"
     if tensor.ndim == 3:
-        undone = preprocessing if isinstance(preprocessing, ImagePreprocessing) else None
-        return "image", image_uri(tensor.detach().cpu(), undone)
+        return "image", image_uri(tensor, preprocessing if isinstance(preprocessing, ImagePreprocessing) else None)
     mask = None if isinstance(row, Tensor) else row.get("attention_mask")
     ids = (tensor if mask is None else tensor[mask.bool()]).tolist()
+    text = f"token ids {' '.join(str(token) for token in ids)}"
     if isinstance(preprocessing, TextPreprocessing) and preprocessing.tokenizer:
         tokenizer = require("tokenizers", extra="text").Tokenizer.from_str(preprocessing.tokenizer)
         text = str(tokenizer.decode(ids, skip_special_tokens=True))
-    else:
-        text = f"token ids {' '.join(str(token) for token in ids)}"
     return "text", text if len(text) <= TEXT_LENGTH else text[: TEXT_LENGTH - 1] + "…"
 
 
 def image_uri(pixels: Tensor, preprocessing: ImagePreprocessing | None = None) -> str:
-    """A small image as a `data:` address.
+    """A small image as a `data:` address, from pixels `[channels, H, W]` as the model saw them.
 
-    Args:
-        pixels: `[channels, H, W]` as the model saw it; the first three channels are shown.
-        preprocessing: Its normalisation is undone; without one the values are stretched to the full range.
+    Normalisation is undone; where it is not known, the values are stretched to the full range.
     """
-    image_module = require("PIL.Image", extra="data")
-    pixels = pixels.float()[: 3 if len(pixels) >= 3 else 1]
+    pixels = pixels.detach().cpu().float()[: 3 if len(pixels) >= 3 else 1]
     if preprocessing is not None:
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (preprocessing.mean, preprocessing.std))
         pixels = pixels * std + mean
     else:
         low, high = float(pixels.min()), float(pixels.max())
         pixels = (pixels - low) / ((high - low) or 1.0)
-    levels = (pixels.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()  # [H, W, channels]
-    image = image_module.fromarray(levels.squeeze(-1) if levels.shape[-1] == 1 else levels)
+    levels = (pixels.clamp(0, 1) * 255).round().byte().expand(3, -1, -1).permute(1, 2, 0)  # [H, W, 3]
+    image = require("PIL.Image", extra="data").fromarray(levels.numpy())
     image.thumbnail((THUMBNAIL, THUMBNAIL))
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=82)

@@ -6,13 +6,11 @@ from .compare import (
     COST,
     DIVERSITY,
     OOD,
-    SELECTIVE,
     Cell,
     Column,
     Comparison,
     Row,
     compare,
-    group_runs,
     load_costs,
     save_costs,
     set_columns,
@@ -21,7 +19,7 @@ from .compare import (
     to_markdown,
     to_rich,
 )
-from .html import render_report, write_report
+from .html import write_report
 
 __all__ = [
     "CLASSIFICATION",
@@ -29,15 +27,12 @@ __all__ = [
     "COST",
     "DIVERSITY",
     "OOD",
-    "SELECTIVE",
     "Cell",
     "Column",
     "Comparison",
     "Row",
     "compare",
-    "group_runs",
     "load_costs",
-    "render_report",
     "save_costs",
     "set_columns",
     "to_csv",

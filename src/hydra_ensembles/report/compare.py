@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from .._utils import require, write_atomically
 from ..errors import ConfigError, DataError
-from ..evaluation.evaluation import Evaluation
+from ..evaluation.evaluation import Evaluation, read_json
 from ..model.cost import Cost
 from ..schema import from_plain, to_plain
 
@@ -25,8 +25,7 @@ class Column:
     """One column of a comparison.
 
     Attributes:
-        key: Name of the number in `Evaluation.numbers`; or `heads`, `parameters`, `multiply_adds`, or a field of
-            `Cost`.
+        key: Name of the number in `Evaluation.numbers`, a field of `Cost`, or `heads`.
         title: Heading.
         group: Heading above several columns; empty for none.
         better: Which way is better.
@@ -94,13 +93,6 @@ DIVERSITY = (
 )
 """Mutual information and disagreement, in distribution and out of it."""
 
-SELECTIVE = (
-    Column("aurc", "AURC", better="lower", digits=4),
-    Column("risk@0.80", "Risk at 80 %", better="lower", scale=100),
-    Column("risk@0.90", "Risk at 90 %", better="lower", scale=100),
-)
-"""The error that remains when the most uncertain inputs are given back."""
-
 
 def set_columns(names: list[str]) -> tuple[Column, ...]:
     """Detection columns of single OOD sets, for a table that takes a mean apart."""
@@ -119,7 +111,7 @@ class Cell:
         text: As it is shown; a dash where there is none.
         value: The number; the mean where there are several runs.
         spread: Standard deviation over the runs; None for one run.
-        rank: Whether it is the best or second best of its column, as shown: equal numbers share a rank.
+        rank: Whether it is the best or second best of its column; numbers written alike share a rank.
     """
 
     text: str
@@ -150,13 +142,6 @@ class Comparison:
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
 
-    def column(self, key: str) -> tuple[Column, dict[str, Cell]] | None:
-        """A column by its key, with its cells by method name; None where there is no such column."""
-        position = next((i for i, column in enumerate(self.columns) if column.key == key), None)
-        if position is None:
-            return None
-        return self.columns[position], {row.name: row.cells[position] for row in self.rows}
-
 
 def compare(
     evaluations: Runs,
@@ -181,7 +166,7 @@ def compare(
     methods = group_runs(evaluations)
     notes = _describe(methods, allow_mismatch)
     by_name = {cost.name: cost for cost in costs or ()}
-    shown: list[tuple[Column, list[Cell]]] = []  # the cells of a column are those of the methods, from top to bottom
+    shown: list[tuple[Column, list[Cell]]] = []  # each column with its cells from top to bottom
     for column in columns:
         cells = [_cell(column, runs, by_name.get(name)) for name, runs in methods.items()]
         if any(cell.text != "–" for cell in cells):
@@ -191,11 +176,7 @@ def compare(
 
 
 def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:
-    """Evaluations by method name, in the order given.
-
-    Raises:
-        DataError: There are none.
-    """
+    """Evaluations by method name, in the order given; none at all is a `DataError`."""
     methods: dict[str, list[Evaluation]] = {}
     if isinstance(evaluations, Mapping):
         for name, runs in evaluations.items():
@@ -212,21 +193,24 @@ def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:
 def _cell(column: Column, runs: Sequence[Evaluation], cost: Cost | None) -> Cell:
     if column.key == "heads":
         labels = {run.model.heads_label for run in runs} - {None}
-        return Cell(" / ".join(sorted(str(label) for label in labels)) or "–")
-    measured = getattr(cost, column.key, None)
-    values, varies = [], False
-    for run in runs:
-        numbers = run.numbers()
-        known = measured if measured is not None else getattr(run.model, column.key, None)
-        value = numbers.get(column.key, known)
-        varies |= column.key in numbers
-        values += [float(value)] if isinstance(value, int | float) else []
+        return Cell(" / ".join(sorted(map(str, labels))) or "–")
+    found = [run.numbers().get(column.key) for run in runs]
+    varies = any(value is not None for value in found)  # what a method costs does not vary with the seed
+    if not varies:
+        found = [cost_of(run, cost, column.key) for run in runs]
+    values = [float(value) for value in found if value is not None]
     if not values:
         return Cell("–")
     mean = statistics.fmean(values)
-    # what a method costs does not vary with the seed
     spread = statistics.stdev(values) if len(values) > 1 and (varies or len(set(values)) > 1) else None
     return Cell(column.write(mean, spread), mean, spread)
+
+
+def cost_of(run: Evaluation, cost: Cost | None, key: str) -> float | None:
+    """A cost as it was measured, else as the model knows it; None where nobody does."""
+    measured = getattr(cost, key, None)
+    value = getattr(run.model, key, None) if measured is None else measured
+    return value if isinstance(value, int | float) else None
 
 
 def _rank(cells: list[Cell], column: Column) -> list[Cell]:
@@ -256,7 +240,7 @@ def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool)
                 f"{name!r} with {run.score!r} and {run.convention!r}; their numbers do not compare"
             )
         if run.samples != first.samples:
-            note = f"{name} was evaluated on {_sizes(run)}, {first_name} on {_sizes(first)}"
+            note = f"{name} was evaluated on {run.samples}, {first_name} on {first.samples}"
             if not allow_mismatch:
                 raise DataError(f"{note}; evaluate both on the same data, or allow the mismatch")
             notes.append(f"Not the same data: {note}.")
@@ -267,34 +251,20 @@ def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool)
 
 
 def _data_note(evaluation: Evaluation) -> str:
-    titles = {"near": "near", "far": "far", "ungrouped": "OOD", "apart": "apart"}
-    groups = {
-        title: [name for name, result in evaluation.ood.items() if result.group == group]
-        for group, title in titles.items()
-    }
-    sets = "; ".join(f"{title}: {', '.join(names)}" for title, names in groups.items() if names)
+    groups: dict[str, list[str]] = {}
+    for name, result in evaluation.ood.items():
+        groups.setdefault("OOD" if result.group == "ungrouped" else result.group, []).append(name)
+    sets = "; ".join(f"{group}: {', '.join(names)}" for group, names in groups.items())
     text = f"In distribution: {evaluation.id_name} ({evaluation.id.samples:,} samples)."
     if not sets:
         return text
     return f"{text} Out of distribution, {sets}. Score: {evaluation.score}; convention: {evaluation.convention}."
 
 
-def _sizes(evaluation: Evaluation) -> str:
-    return ", ".join(f"{name}: {count}" for name, count in evaluation.samples.items())
-
-
 _LATEX = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        **{character: rf"\{character}" for character in "&%$#_{}"},
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "±": r"$\pm$",
-        "×": r"$\times$",
-        "↑": r"$\uparrow$",
-        "↓": r"$\downarrow$",
-        "–": "--",
-    }
+    {character: rf"\{character}" for character in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--"}
+    | {"±": r"$\pm$", "×": r"$\times$", "↑": r"$\uparrow$", "↓": r"$\downarrow$"}
 )
 
 
@@ -345,26 +315,27 @@ def to_csv(comparison: Comparison) -> str:
     A column of standard deviations follows each column in which some method has several runs. A name that a
     spreadsheet would take for a formula gets an apostrophe in front.
     """
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    spread = [any(row.cells[i].spread is not None for row in comparison.rows) for i in range(len(comparison.columns))]
-    heading = ["method"]
-    for column, several in zip(comparison.columns, spread, strict=True):
-        heading += [column.key, f"{column.key}_sd"] if several else [column.key]
-    writer.writerow(heading)
+    rows: list[dict[str, Any]] = []
     for row in comparison.rows:
-        values: list[Any] = ["'" + row.name if row.name.startswith(("=", "+", "-", "@", "\t", "\r")) else row.name]
-        for column, cell, several in zip(comparison.columns, row.cells, spread, strict=True):
-            values.append(cell.text if column.key == "heads" else cell.value)
-            values += [cell.spread] if several else []
-        writer.writerow(values)
+        formula = row.name.startswith(("=", "+", "-", "@", "\t", "\r"))
+        rows.append({"method": "'" + row.name if formula else row.name})
+        for column, cell in zip(comparison.columns, row.cells, strict=True):
+            rows[-1][column.key] = cell.text if column.key == "heads" else cell.value
+            if cell.spread is not None:
+                rows[-1][f"{column.key}_sd"] = cell.spread
+    names = [f"{column.key}{end}" for column in comparison.columns for end in ("", "_sd")]
+    buffer = io.StringIO()
+    known = [name for name in names if any(name in row for row in rows)]
+    writer = csv.DictWriter(buffer, ["method", *known], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return buffer.getvalue()
 
 
 def to_rich(comparison: Comparison, title: str | None = None) -> Any:
     """A table for the terminal (for `rich.print`): best bold, second best underlined.
 
-    On a terminal too narrow for all columns the table continues below, headings that belong together together.
+    On a terminal too narrow for all columns the table continues below.
     """
     require("rich", extra="report")
     return _Terminal(comparison, title)
@@ -380,7 +351,7 @@ class _Terminal:
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         text, box, table = (require(f"rich.{name}", extra="report") for name in ("text", "box", "table"))
         styles = {"best": "bold green", "second": "underline", "": ""}
-        for number, positions in enumerate(_blocks(self.comparison, options.max_width)):
+        for number, positions in enumerate(self._blocks(options.max_width)):
             title = self.title if number == 0 else None
             part = table.Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
             part.add_column("Method", no_wrap=True)
@@ -393,23 +364,19 @@ class _Terminal:
             yield part
         yield text.Text("\n".join(self.comparison.notes), style="dim")
 
-
-def _blocks(comparison: Comparison, width: int) -> list[list[int]]:
-    """Positions of the columns of each part of the table, so that no part is wider than the terminal."""
-    room = width - max(len(row.name) for row in comparison.rows) - 2
-    widths = [
-        2 + max(len(column.group), len(column.heading), *(len(row.cells[position].text) for row in comparison.rows))
-        for position, column in enumerate(comparison.columns)
-    ]
-    blocks: list[list[int]] = [[]]
-    for _, members in groupby(range(len(widths)), key=lambda position: comparison.columns[position].group):
-        group = list(members)
-        units = [group] if sum(widths[one] for one in group) <= room else [[one] for one in group]
-        for unit in units:
-            if blocks[-1] and sum(widths[one] for one in (*blocks[-1], *unit)) > room:
+    def _blocks(self, width: int) -> list[list[int]]:
+        """Positions of the columns of each part of the table, so that no part is wider than the terminal."""
+        rows = self.comparison.rows
+        blocks: list[list[int]] = []
+        room = 0
+        for position, column in enumerate(self.comparison.columns):
+            needed = 2 + max(len(column.group), len(column.heading), *(len(row.cells[position].text) for row in rows))
+            if not blocks or needed > room:
                 blocks.append([])
-            blocks[-1] += unit
-    return blocks
+                room = width - max(len(row.name) for row in rows) - 2
+            blocks[-1].append(position)
+            room -= needed
+        return blocks
 
 
 FORMAT = "hydra_ensembles.costs"
@@ -428,10 +395,7 @@ def load_costs(path: str | Path) -> tuple[Cost, ...]:
         DataError: The file is missing or holds something else.
         ConfigError: A field does not hold what it should.
     """
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as a table of costs: {error}") from error
+    data = read_json(path, "a table of costs")
     rows = data.get("costs") if isinstance(data, Mapping) and data.get("format") == FORMAT else None
     if not isinstance(rows, list):
         raise DataError(f'{path} is not a table of costs: it lacks "format": "{FORMAT}", or the list of "costs"')

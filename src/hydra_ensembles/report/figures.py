@@ -3,39 +3,20 @@
 import html
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from xml.etree import ElementTree
 
 from .._utils import require
-from ..evaluation.curves import Curve
-from ..evaluation.evaluation import Evaluation
+from ..evaluation.evaluation import Curve, Evaluation
 
-PALETTE = {  # name of the CSS variable: light, dark
-    "paper": ("#fbfaf7", "#13161b"),
-    "card": ("#ffffff", "#1a1e25"),
-    "ink": ("#1c2330", "#e8eaef"),
-    "soft": ("#475467", "#b6bfcc"),
-    "muted": ("#6b7482", "#8f99a8"),
-    "rule": ("#e3e0d8", "#2a303a"),
-    "empty": ("#eceae4", "#262c35"),
-    "shade": ("#1c23302b", "#00000090"),
-    "good": ("#14765f", "#4fd1b0"),
-    "bad": ("#b3401a", "#ff9d73"),
-    "over": ("#e08a9c", "#b8495f"),
-    "under": ("#a9d5c6", "#2f6d5d"),
-    "c0": ("#2563c9", "#6ea8ff"),
-    "c1": ("#d1571b", "#ff9a5c"),
-    "c2": ("#14866d", "#3ecfaf"),
-    "c3": ("#9a3fb5", "#d18bf0"),
-    "c4": ("#a67c00", "#e6c04a"),
-    "c5": ("#c62f6b", "#ff7fae"),
-    "c6": ("#4f7a1a", "#a5cf5f"),
-    "c7": ("#5c6773", "#aab4c0"),
-}
-_LIGHT = {name: light for name, (light, _) in PALETTE.items()}
+_NAMES = ("ink", "soft", "muted", "rule", "over", "under", *(f"c{series}" for series in range(8)))
+_INK = {name: f"#fe{index:02x}dc" for index, name in enumerate(_NAMES)}
+"""A colour that stands for each variable of the page while matplotlib draws."""
+
 _LEFT, _RIGHT, _TOP = 44, 12, 12  # margins of a plot, in the figure's own units (about pixels on a phone)
+_QUARTERS = (0, 0.25, 0.5, 0.75, 1)
 
 
 @contextmanager
@@ -57,23 +38,23 @@ def colour(index: int) -> str:
 def reliability(name: str, evaluation: Evaluation, series: int) -> str:
     """Accuracy against confidence, with the share of the samples in each bin below."""
     bins, result = evaluation.figures.reliability, evaluation.id
-    width, ink = 1 / len(bins.count), _LIGHT[colour(series)]
+    width, ink = 1 / len(bins.count), _INK[colour(series)]
     figure = _figure(340, 286)
     axes = _axes(figure, 190, "confidence (%)", "accuracy (%)", percent="xy")
-    axes.set(xlim=(0, 1), ylim=(0, 1), xticks=(0, 0.25, 0.5, 0.75, 1), yticks=(0, 0.25, 0.5, 0.75, 1))
+    axes.set(xlim=(0, 1), ylim=(0, 1), xticks=_QUARTERS, yticks=_QUARTERS)
     for index, (stated, right) in enumerate(zip(bins.confidence, bins.accuracy, strict=True)):
         if stated is not None and right is not None:
-            middle, gap = (index + 0.5) * width, _LIGHT["over" if stated > right else "under"]
+            middle, gap = (index + 0.5) * width, _INK["over" if stated > right else "under"]
             axes.bar(middle, min(stated, right), width * 0.88, color=ink, alpha=0.8)
             axes.bar(middle, abs(stated - right), width * 0.88, bottom=min(stated, right), color=gap)
-            axes.hlines(right, middle - 0.44 * width, middle + 0.44 * width, color=_LIGHT["ink"], linewidth=2)
-    axes.plot((0, 1), (0, 1), color=_LIGHT["ink"], linewidth=1.2, linestyle=(0, (4, 4)), alpha=0.7)
+            axes.hlines(right, middle - 0.44 * width, middle + 0.44 * width, color=_INK["ink"], linewidth=2)
+    axes.plot((0, 1), (0, 1), color=_INK["ink"], linewidth=1.2, linestyle=(0, (4, 4)), alpha=0.7)
     strip = _axes(figure, 34, "", "", top=_TOP + 190 + 46)
     strip.grid(visible=False)
     strip.set(xlim=(0, 1), ylim=(0, max(bins.count) or 1), xticks=(), yticks=())
     middles = [(index + 0.5) * width for index in range(len(bins.count))]
     strip.bar(middles, bins.count, width * 0.88, color=ink, alpha=0.55)
-    strip.text(0.012, 0.75, "samples", transform=strip.transAxes, fontsize=10.5, color=_LIGHT["muted"])
+    strip.text(0.012, 0.75, "samples", transform=strip.transAxes, fontsize=10.5, color=_INK["muted"])
     label = f"Reliability diagram of {name} on {evaluation.id_name}: expected calibration error {result.ece:.3f}, "
     return _svg(figure, f"{label}adaptive {result.aece:.3f}, over {result.samples} samples.")
 
@@ -84,12 +65,12 @@ def histogram(name: str, evaluation: Evaluation, set_name: str) -> str:
     figures, result = evaluation.figures, evaluation.ood[set_name]
     figure = _figure(340, 220)
     axes = _axes(figure, 170, f"uncertainty ({evaluation.score})", "share (%)", percent="y")
-    for counts, ink in ((figures.id_scores, _LIGHT["c0"]), (figures.ood_scores[set_name], _LIGHT["c1"])):
+    for counts, ink in ((figures.id_scores, _INK["c0"]), (figures.ood_scores[set_name], _INK["c1"])):
         shares = [count / max(sum(counts), 1) for count in counts]
         axes.stairs(shares, figures.score_edges, fill=True, color=ink, alpha=0.28)
         axes.stairs(shares, figures.score_edges, color=ink, linewidth=1.5)
     axes.set(xlim=(figures.score_edges[0], figures.score_edges[-1]), ylim=(0, None))
-    _few_ticks(axes)
+    axes.locator_params(nbins=5, steps=[1, 2, 2.5, 5, 10])
     label = f"Histogram of the {evaluation.score} score of {name}, in distribution against {set_name} ({result.group})"
     return _svg(figure, f"{label}: AUROC {result.detection[evaluation.score].auroc * 100:.1f} percent.")
 
@@ -99,8 +80,8 @@ def roc(methods: Mapping[str, Evaluation], focus: str, set_name: str) -> str:
     """ROC curves of all methods on one OOD set."""
     figure = _figure(340, 220)
     axes = _axes(figure, 170, "ID flagged (%)", "OOD flagged (%)", percent="xy")
-    axes.set(xlim=(0, 1), ylim=(0, 1), xticks=(0, 0.25, 0.5, 0.75, 1), yticks=(0, 0.25, 0.5, 0.75, 1))
-    axes.plot((0, 1), (0, 1), color=_LIGHT["muted"], linewidth=1, linestyle=(0, (4, 4)), alpha=0.7)
+    axes.set(xlim=(0, 1), ylim=(0, 1), xticks=_QUARTERS, yticks=_QUARTERS)
+    axes.plot((0, 1), (0, 1), color=_INK["muted"], linewidth=1, linestyle=(0, (4, 4)), alpha=0.7)
     _lines(axes, {name: one.figures.roc.get(set_name) for name, one in methods.items()}, focus)
     known = {name: one.ood[set_name].detection[one.score] for name, one in methods.items() if set_name in one.ood}
     listing = ", ".join(f"{name} {result.auroc * 100:.1f}" for name, result in known.items())
@@ -117,7 +98,7 @@ def risk_coverage(methods: Mapping[str, Evaluation], focus: str) -> str:
     figure = _figure(446, 270)
     axes = _axes(figure, 220, "answered (%)", "wrong answers (%)", percent="xy")
     axes.set(xlim=(0, 1), ylim=(0, top), xticks=(0, 0.2, 0.4, 0.6, 0.8, 1))
-    _few_ticks(axes, "y")
+    axes.locator_params("y", nbins=5, steps=[1, 2, 2.5, 5, 10])
     _lines(axes, {name: Curve(one.x, tuple(min(y, top) for y in one.y)) for name, one in curves.items()}, focus)
     listing = ", ".join(f"{name} {one.id.risk_at_coverage['0.80'] * 100:.2f}" for name, one in methods.items())
     label = f"Risk-coverage curves on {methods[focus].id_name}. Wrong answers in percent when 80 percent of the inputs "
@@ -134,22 +115,16 @@ def _axes(figure: Any, height: float, x_label: str, y_label: str, *, percent: st
     bottom, width = 1 - (top + height) / whole_height, (whole_width - _LEFT - _RIGHT) / whole_width
     axes = figure.add_axes((_LEFT / whole_width, bottom, width, height / whole_height))
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(_LIGHT["muted"])
-    axes.grid(axis="y", color=_LIGHT["rule"], linewidth=1)
+    axes.spines["bottom"].set_color(_INK["muted"])
+    axes.grid(axis="y", color=_INK["rule"], linewidth=1)
     axes.set_axisbelow(True)
-    axes.tick_params(length=0, labelsize=10.5, labelcolor=_LIGHT["muted"])
-    axes.set_xlabel(x_label, fontsize=11, color=_LIGHT["soft"])
+    axes.tick_params(length=0, labelsize=10.5, labelcolor=_INK["muted"])
+    axes.set_xlabel(x_label, fontsize=11, color=_INK["soft"])
     figure.text(11 / whole_width, bottom + height / whole_height / 2, y_label, rotation=90, ha="center", va="center",
-                fontsize=11, color=_LIGHT["soft"])  # fmt: skip
+                fontsize=11, color=_INK["soft"])  # fmt: skip
     for name in percent:
         getattr(axes, f"{name}axis").set_major_formatter(lambda share, _: f"{share * 100:g}")
     return axes
-
-
-def _few_ticks(axes: Any, which: str = "xy") -> None:
-    ticker = require("matplotlib.ticker", extra="report")
-    for name in which:
-        getattr(axes, f"{name}axis").set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
 
 
 def _lines(axes: Any, curves: Mapping[str, Curve | None], focus: str) -> None:
@@ -157,8 +132,7 @@ def _lines(axes: Any, curves: Mapping[str, Curve | None], focus: str) -> None:
     for index, (name, curve) in enumerate(curves.items()):
         if curve is not None:
             width, opacity, order = (2.6, 1, 4) if name == focus else (1.5, 0.75, 3)
-            ink = _LIGHT[colour(index)]
-            axes.plot(curve.x, curve.y, color=ink, linewidth=width, alpha=opacity, zorder=order)
+            axes.plot(curve.x, curve.y, color=_INK[colour(index)], linewidth=width, alpha=opacity, zorder=order)
 
 
 def _svg(figure: Any, label: str) -> str:
@@ -166,8 +140,8 @@ def _svg(figure: Any, label: str) -> str:
     for artist in figure.findobj():
         artist.set_clip_on(False)
     buffer = io.StringIO()
-    nothing: Sequence[str] = ("Creator", "Date", "Format", "Type")
-    figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(nothing))
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
     root = ElementTree.fromstring(buffer.getvalue())
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
@@ -176,8 +150,8 @@ def _svg(figure: Any, label: str) -> str:
         root.remove(definitions)
     root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img"}
     text = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", ElementTree.tostring(root, "unicode"))
-    for name, light in _LIGHT.items():
-        text = text.replace(light, f"var(--{name})")
+    for name, ink in _INK.items():
+        text = text.replace(ink, f"var(--{name})")
     head, drawing = text.split(">", 1)  # the label comes last: no number in it is shortened, no name coloured
     words = html.escape(label)
     return f'{head} aria-label="{words}"><title>{words}</title>{drawing}'

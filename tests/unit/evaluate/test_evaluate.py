@@ -1,23 +1,27 @@
-"""Running models over data: what is accepted, what is applied, what is refused."""
+"""Running models over data: what is accepted, what is applied, what is refused; several processes as one."""
 
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier, local
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import CLASSES, HEADS, NAMES, image_batches, text_batches, tiny_ensemble
-from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch import distributed, nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
+from hydra_ensembles._distributed import check_unsharded
 from hydra_ensembles.data.batching import batches
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.evaluation.evaluate import evaluate, evaluate_logits
-from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration
 
 OOD = {"near": {"close": image_batches((5, 6), seed=5)}, "far": {"noise": image_batches((7,), seed=6, scale=5.0)}}
+CALIBRATION = Calibration(temperature=(2.0, 1.0, 0.5), threshold=0.3)
 
 
 def logits_and_labels(model, data):
@@ -25,10 +29,15 @@ def logits_and_labels(model, data):
         return torch.cat([model(x) for x, _ in data], dim=1), torch.cat([y for _, y in data])
 
 
-def test_evaluate_is_evaluate_logits_of_the_models_answers():
+def test_evaluate_is_evaluate_logits_of_the_models_answers(monkeypatch):
     model, data = tiny_ensemble(), image_batches()
     shift = {"blur": image_batches((9,), seed=8)}
+    looked, look = [], torch.isfinite
+    monkeypatch.setattr(torch, "isfinite", lambda values: looked.append(values.shape) or look(values))
     found = evaluate(model, data, OOD, shift, progress=False, scores=("entropy",), keep_logits=True)
+    # every logit is looked at once, and besides only the likelihood of each sample
+    assert sum(shape[1] for shape in looked if len(shape) == 3) == sum(found.samples.values())
+    assert all(len(shape) == 1 for shape in looked if len(shape) != 3)
     expected = evaluate_logits(
         *logits_and_labels(model, data),
         {group: {name: logits_and_labels(model, one)[0] for name, one in sets.items()} for group, sets in OOD.items()},
@@ -48,18 +57,30 @@ def test_evaluate_is_evaluate_logits_of_the_models_answers():
 
 
 def test_saved_calibration_is_applied_and_can_be_replaced():
-    calibration = Calibration(temperature=(2.0, 1.0, 0.5), threshold=0.3)
     plain, data = tiny_ensemble(), image_batches()
-    calibrated = plain.with_metadata(calibration=calibration)
+    calibrated = plain.with_metadata(calibration=CALIBRATION)
     found = evaluate(calibrated, data, OOD, progress=False)
-    assert found.selective is not None
-    assert found.model.calibration == calibration
-    assert found.numbers() == evaluate(plain, data, OOD, progress=False, calibration=calibration).numbers()
+    assert found.model.calibration == CALIBRATION
+    assert found.numbers() == evaluate(plain, data, OOD, progress=False, calibration=CALIBRATION).numbers()
     assert found.id != evaluate(plain, data, OOD, progress=False).id
     prediction = calibrated.predict(torch.cat([x for x, _ in data]))
     assert found.selective.accepted == pytest.approx(prediction.accept.float().mean().item(), abs=1e-6)
     with pytest.raises(DataError, match="temperature"):  # the logits overflow
         evaluate(plain, data, calibration=Calibration(temperature=(1e-38,)), progress=False)
+
+
+def test_an_optimized_ensemble_is_evaluated_as_the_one_it_was_made_from():
+    calibrated, data = tiny_ensemble().with_metadata(calibration=CALIBRATION), image_batches()
+    fast = calibrated.optimize()
+    found, expected = evaluate(fast, data, progress=False, device="cpu"), evaluate(calibrated, data, progress=False)
+    assert found.numbers().keys() == expected.numbers().keys()
+    for name, number in expected.numbers().items():
+        assert found.numbers()[name] == pytest.approx(number, rel=1e-4, abs=1e-6), name
+    assert found.selective is not None
+    assert found.model == expected.model
+    assert found.provenance.hardware == expected.provenance.hardware
+    with pytest.raises(ConfigError, match=r"cpu.*meta"):
+        evaluate(fast, data, progress=False, device=torch.device("meta"))
 
 
 def test_any_callable_with_two_axes_counts_as_one_member():
@@ -73,11 +94,8 @@ def test_any_callable_with_two_axes_counts_as_one_member():
 
 
 def test_texts_come_as_mappings():
-    model = tiny_ensemble("text")
-    found = evaluate(model, text_batches(), {"other": text_batches((4,), seed=3)}, progress=False, gallery=2)
-    assert found.model.kind == "text"
-    assert found.id.samples == 11
-    assert found.gallery[0].kind == "text"
+    found = evaluate(tiny_ensemble("text"), text_batches(), {"other": text_batches((4,), seed=3)}, gallery=2)
+    assert (found.model.kind, found.id.samples, found.gallery[0].kind) == ("text", 11, "text")
     assert found.gallery[0].content.startswith("token ids ")
 
 
@@ -87,8 +105,7 @@ def test_one_pass_over_each_set_and_streams_are_fine(capsys):
             return iter(image_batches())
 
     found = evaluate(tiny_ensemble(), DataLoader(Stream(), batch_size=None), {"gone": iter(OOD["far"]["noise"])})
-    assert found.id.samples == 27
-    assert found.ood["gone"].samples == 7
+    assert found.samples == {"id": 27, "ood.gone": 7}
     assert "id" in capsys.readouterr().err  # the progress bar names the set
 
 
@@ -112,8 +129,7 @@ def test_data_sets_are_put_in_batches_with_the_models_preprocessing():
 
 
 def test_loaders_over_one_data_set_may_read_different_things_but_one_loader_does_not():
-    inputs, labels = (torch.cat(parts) for parts in zip(*image_batches(), strict=True))
-    data = TensorDataset(inputs, labels)
+    data = TensorDataset(*(torch.cat(parts) for parts in zip(*image_batches(), strict=True)))
     loader, other = DataLoader(data, batch_size=9, sampler=range(18)), DataLoader(data, sampler=range(18, 27))
     assert evaluate(tiny_ensemble(), loader, {"rest": other}, progress=False).ood["rest"].samples == 9
     with pytest.raises(DataError, match=r"'b'.*'id'"):
@@ -124,8 +140,7 @@ def test_loaders_over_one_data_set_may_read_different_things_but_one_loader_does
 
 def test_inputs_come_in_the_dtype_of_the_model():
     data = [(images.double(), labels) for images, labels in image_batches()]
-    models = {"bfloat16": tiny_ensemble().to(torch.bfloat16), "float32": tiny_ensemble().optimize()}
-    for dtype, model in models.items():
+    for dtype, model in {"bfloat16": tiny_ensemble().bfloat16(), "float32": tiny_ensemble().optimize()}.items():
         assert evaluate(model, data, progress=False).provenance.dtype == dtype
 
 
@@ -136,28 +151,35 @@ def test_the_gallery_holds_the_extremes():
     labels = torch.cat([y for _, y in data])
     order = prediction.score("msp").sort(stable=True).indices
     shelves = {
-        shelf: [i.index for i in found.gallery if (i.set, i.shelf) == ("id", shelf)]
-        for shelf in ("sure", "unsure", "wrong")
+        "sure": order[:3].tolist(),
+        "unsure": order.flip(0)[:3].tolist(),
+        "wrong": [i for i in order.tolist() if prediction.label[i] != labels[i]][:3],
     }
-    assert shelves["sure"] == order[:3].tolist()
-    assert shelves["unsure"] == order.flip(0)[:3].tolist()
-    assert shelves["wrong"] == [i for i in order.tolist() if prediction.label[i] != labels[i]][:3]
+    for shelf, expected in shelves.items():
+        assert [one.index for one in found.gallery if (one.set, one.shelf) == ("id", shelf)] == expected
     ood_items = [item for item in found.gallery if item.set == "noise"]
     assert {item.shelf for item in ood_items} == {"sure", "unsure"}
     assert all(item.label is None for item in ood_items)
-    assert found.gallery[0].content.startswith("data:image/jpeg;base64,")
+    assert all(item.content.startswith("data:image/jpeg;base64,") for item in found.gallery)
+    assert len({item.content for item in found.gallery}) == len({(item.set, item.index) for item in found.gallery})
     assert found.gallery[0].confidence == pytest.approx(prediction.confidence[order[0]].item(), abs=1e-6)
 
 
-def test_every_logit_is_looked_at_once(monkeypatch):
-    """One finiteness pass over the member logits; what is made of them is trusted."""
-    looked, look = [], torch.isfinite
-    monkeypatch.setattr(torch, "isfinite", lambda values: looked.append(values.shape) or look(values))
-    found = evaluate(tiny_ensemble(), image_batches(), OOD, {"fog": image_batches((9,), seed=8)}, progress=False)
-    members, classes = found.model.members, found.model.classes
-    assert sum(shape[1] for shape in looked if len(shape) == 3) == sum(found.samples.values())
-    assert all(shape[0] == members and shape[2] == classes for shape in looked if len(shape) == 3)
-    assert all(len(shape) == 1 for shape in looked if len(shape) != 3)  # the likelihood of each sample
+def test_labels_of_ood_sets_are_not_read():
+    inputs = OOD["far"]["noise"][0][0]  # [7, 3, 8, 8]
+    names = tuple(f"{row}.png" for row in range(7))
+    forms = {
+        "bare": [inputs],
+        "file names": [(inputs, names)],
+        "floating point": [(inputs, torch.rand(7))],
+        "masks": [(inputs, torch.zeros(7, 8, 8, dtype=torch.long))],
+        "in a mapping": [{"pixel_values": inputs, "label": names}],
+        "none": DataLoader(TensorDataset(inputs), batch_size=7),
+    }
+    found = evaluate(tiny_ensemble(), image_batches(), forms, progress=False, gallery=1)
+    assert len({replace(one, group="near").detection["msp"] for one in found.ood.values()}) == 1
+    with pytest.raises(DataError, match="batch 0 of set 'id'"):
+        evaluate(tiny_ensemble(), forms["file names"], progress=False)
 
 
 def broken(model, batch):
@@ -198,69 +220,80 @@ def test_errors_name_the_set(model, arguments, token):
         evaluate(model or tiny_ensemble(), *arguments, progress=False)
 
 
-def test_labels_of_ood_sets_are_not_read():
-    inputs = OOD["far"]["noise"][0][0]  # [7, 3, 8, 8]
-    names = tuple(f"{row}.png" for row in range(7))
-    expected = evaluate(tiny_ensemble(), image_batches(), {"noise": [inputs]}, progress=False)
-    forms = {
-        "file names": [(inputs, names)],
-        "floating point": [(inputs, torch.rand(7))],
-        "masks": [(inputs, torch.zeros(7, 8, 8, dtype=torch.long))],
-        "in a mapping": [{"pixel_values": inputs, "label": names}],
-        "none": DataLoader(TensorDataset(inputs), batch_size=7),
-    }
-    for form, data in forms.items():
-        found = evaluate(tiny_ensemble(), image_batches(), {"noise": data}, progress=False, gallery=1)
-        assert found.numbers() == expected.numbers(), form
-    with pytest.raises(DataError, match="batch 0 of set 'id'"):
-        evaluate(tiny_ensemble(), forms["file names"], progress=False)
-
-
-def headless() -> Ensemble:
-    model = tiny_ensemble()
-    config = replace(model.config, readout=replace(model.config.readout, num_classes=0))
-    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("readout.classifier.")}
-    return Ensemble.from_state(config, state, model.metadata)
-
-
-def test_an_optimized_ensemble_is_evaluated_as_the_one_it_was_made_from():
-    calibrated, data = (
-        tiny_ensemble().with_metadata(calibration=Calibration(temperature=(2.0, 1.0, 0.5), threshold=0.3)),
-        image_batches(),
-    )
-    found, expected = (evaluate(model, data, progress=False) for model in (calibrated.optimize(), calibrated))
-    assert found.numbers().keys() == expected.numbers().keys()
-    for name, number in expected.numbers().items():
-        assert found.numbers()[name] == pytest.approx(number, rel=1e-4, abs=1e-6), name
-    assert found.selective is not None
-    assert found.model == expected.model
-    assert found.provenance.hardware == expected.provenance.hardware
-
-
 def never(inputs):
     raise AssertionError("the model ran")
 
 
 @pytest.mark.parametrize(
-    ("settings", "token"),
+    ("model", "settings", "token"),
     [
-        ({"score": "doubt"}, "doubt"),
-        ({"scores": ("energy", "doubt")}, "doubt"),
-        ({"scores": "energy"}, "energy"),
-        ({"convention": "mine"}, "convention='mine'"),
-        ({"bootstrap": -1}, "bootstrap=-1"),
-        ({"gallery": -1}, "gallery=-1"),
+        (never, {"score": "doubt"}, "doubt"),
+        (never, {"scores": ("energy", "doubt")}, "doubt"),
+        (never, {"scores": "energy"}, "energy"),
+        (never, {"convention": "mine"}, "convention='mine'"),
+        (never, {"bootstrap": -1}, "bootstrap=-1"),
+        (never, {"gallery": -1}, "gallery=-1"),
+        (tiny_ensemble(classes=0), {}, "no classifier"),
     ],
 )
-def test_unknown_settings_are_refused_before_the_run(settings, token):
+def test_unknown_settings_are_refused_before_the_run(model, settings, token):
     with pytest.raises(ConfigError, match=token):
-        evaluate(never, image_batches(), progress=False, **settings)
+        evaluate(model, image_batches(), progress=False, **settings)
 
 
-def test_another_device_and_a_missing_classifier_are_refused():
-    fast = tiny_ensemble().optimize()
-    assert evaluate(fast, image_batches(), progress=False, device="cpu").model.members == 3
-    with pytest.raises(ConfigError, match=r"cpu.*meta"):
-        evaluate(fast, image_batches(), progress=False, device=torch.device("meta"))
-    with pytest.raises(ConfigError, match="no classifier"):
-        evaluate(headless().optimize(), image_batches(), progress=False)
+@pytest.fixture
+def together(monkeypatch):
+    """Runs a function of the rank in two threads that meet where two processes would; the main thread is alone."""
+    barrier, given, own = Barrier(2, timeout=60), [b"", b""], local()
+
+    def exchange(found, item):
+        given[own.rank] = pickle.dumps(item)
+        barrier.wait()
+        found[:] = [pickle.loads(one) for one in given]
+        barrier.wait()
+
+    monkeypatch.setattr(distributed, "is_initialized", lambda: hasattr(own, "rank"))
+    monkeypatch.setattr(distributed, "get_rank", lambda: own.rank)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "all_gather_object", exchange)
+
+    def run(function):
+        def as_rank(rank):
+            own.rank = rank
+            return function(rank)
+
+        with ThreadPoolExecutor(2) as pool:
+            return [pool.submit(as_rank, rank) for rank in range(2)]
+
+    return run
+
+
+def test_two_processes_give_the_numbers_of_one(together):
+    def run(rank):
+        return evaluate(tiny_ensemble(), image_batches(), OOD, progress=False, gallery=4)
+
+    alone = run(0)
+    for found in (one.result() for one in together(run)):
+        assert found.provenance.processes == 2
+        assert replace(found, provenance=alone.provenance) == alone
+
+
+def test_when_one_process_fails_the_other_stops(together):
+    def run(rank):
+        def failing(inputs):
+            raise RuntimeError("out of memory")
+
+        return evaluate(failing if rank == 1 else tiny_ensemble(), image_batches(), progress=False)
+
+    healthy, failed = (one.exception() for one in together(run))
+    assert isinstance(failed, RuntimeError)
+    assert isinstance(healthy, DataError)
+    assert "out of memory" in str(healthy)
+
+
+def test_a_loader_that_is_split_already_is_refused(together):
+    data = TensorDataset(torch.zeros(4, 2))
+    loader = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))
+    check_unsharded(loader, "alone")  # one process: nothing is split twice
+    for refused in together(lambda rank: check_unsharded(loader, "cifar")):
+        assert isinstance(refused.exception(), ConfigError)

@@ -11,7 +11,7 @@ from sample_logits import CLASSES, id_logits, labels, ood_logits, suite
 
 from hydra_ensembles import metrics
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.evaluation.evaluate import evaluate_logits, evaluate_stored
+from hydra_ensembles.evaluation.evaluate import evaluate_logits
 from hydra_ensembles.evaluation.evaluation import Evaluation, MemberLogits
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.prediction import Prediction
@@ -29,25 +29,25 @@ def evaluation() -> Evaluation:
 def test_every_number_is_that_of_the_metric_functions(evaluation):
     targets = labels()
     prediction = Prediction.from_logits(id_logits(targets))
-    probs = prediction.probs
-    assert evaluation.id.samples == 200
-    assert evaluation.id.accuracy == metrics.accuracy(probs, targets)
-    assert evaluation.id.brier == metrics.brier(probs, targets)
-    assert evaluation.id.nll == pytest.approx(metrics.nll(probs, targets), rel=1e-6)
-    assert evaluation.id.ece == metrics.ece(probs, targets)
-    assert evaluation.id.aece == metrics.adaptive_ece(probs, targets)
-    assert evaluation.id.mutual_information == metrics.mutual_information(prediction.member_probs)
-    assert evaluation.id.disagreement == metrics.disagreement(prediction.member_probs)
-    wrong = prediction.label != targets
-    assert evaluation.id.aurc == metrics.aurc(1 - prediction.confidence, wrong)
-    assert evaluation.id.risk_at_coverage["0.80"] == metrics.risk_at_coverage(1 - prediction.confidence, wrong, 0.8)
-    shifted = Prediction.from_logits(id_logits(targets, strength=1.5, seed=9))
-    assert evaluation.shift["fog"].accuracy == metrics.accuracy(shifted.probs, targets)
+    probs, wrong, unsure = prediction.probs, prediction.label != targets, 1 - prediction.confidence
+    expected = {
+        "accuracy": metrics.accuracy(probs, targets),
+        "brier": metrics.brier(probs, targets),
+        "nll": pytest.approx(metrics.nll(probs, targets), rel=1e-6),
+        "ece": metrics.ece(probs, targets),
+        "aece": metrics.adaptive_ece(probs, targets),
+        "mutual_information": metrics.mutual_information(prediction.member_probs),
+        "disagreement": metrics.disagreement(prediction.member_probs),
+        "aurc": metrics.aurc(unsure, wrong),
+        "risk@0.80": metrics.risk_at_coverage(unsure, wrong, 0.8),
+    }
     numbers = evaluation.numbers()
-    assert numbers["accuracy"] == evaluation.id.accuracy
+    assert {key: numbers[key] for key in expected} == expected
+    shifted = Prediction.from_logits(id_logits(targets, strength=1.5, seed=9))
+    assert numbers["shift.fog.accuracy"] == metrics.accuracy(shifted.probs, targets)
+    assert numbers["shift.fog.risk@0.90"] == evaluation.shift["fog"].risk_at_coverage["0.90"]
     assert numbers["energy:far.fpr95"] == evaluation.means["far"]["energy"].fpr95
     assert numbers["ood.digits.aupr"] == evaluation.ood["digits"].detection["msp"].aupr
-    assert numbers["shift.fog.risk@0.90"] == evaluation.shift["fog"].risk_at_coverage["0.90"]
     assert all(math.isfinite(value) for value in numbers.values())
 
 
@@ -56,13 +56,10 @@ def test_detection_per_set_per_score_and_unweighted_means(evaluation):
     sets = {name: Prediction.from_logits(logits) for group in suite().values() for name, logits in group.items()}
     for score in ("msp", "energy", "mutual_information"):
         for name, answer in sets.items():
-            found = evaluation.ood[name].detection[score]
-            scores = prediction.score(score), answer.score(score)
-            assert found.auroc == metrics.auroc(*scores)
-            assert found.fpr95 == metrics.fpr95(*scores)
+            found, scores = evaluation.ood[name].detection[score], (prediction.score(score), answer.score(score))
+            assert (found.auroc, found.fpr95) == (metrics.auroc(*scores), metrics.fpr95(*scores))
             assert found.aupr == metrics.aupr(*scores)
-        far = [evaluation.ood[name].detection[score].auroc for name in ("textures", "digits")]
-        near = evaluation.ood["close"].detection[score].auroc
+        near, *far = (evaluation.ood[name].detection[score].auroc for name in ("close", "textures", "digits"))
         assert evaluation.means["near"][score].auroc == near
         assert evaluation.means["far"][score].auroc == pytest.approx(sum(far) / 2, abs=1e-15)
         assert evaluation.means["all"][score].auroc == pytest.approx((sum(far) + near) / 3, abs=1e-15)
@@ -102,18 +99,15 @@ def test_temperature_and_threshold_of_the_calibration_are_applied():
     assert (nothing.accepted, nothing.risk) == (0.0, None)
 
 
-def test_no_evaluation_lies_there_without_its_logits(evaluation, tmp_path, monkeypatch):
-    monkeypatch.setattr(MemberLogits, "save", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        evaluation.save(tmp_path / "run.json")
-    assert not list(tmp_path.iterdir())
-
-
-def test_json_round_trip_is_exact(evaluation, tmp_path):
+def test_json_round_trip_is_exact(evaluation, tmp_path, monkeypatch):
     path = tmp_path / "run.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(MemberLogits, "save", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            evaluation.save(path)
+    assert not list(tmp_path.iterdir())  # no evaluation lies there without its logits
     evaluation.save(path)
     assert Evaluation.load(path) == evaluation
-    assert Evaluation.load(path).logits is None
     json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     dataclasses.replace(Evaluation.load(path), name="renamed").save(path)  # read without logits: they stay
     found = Evaluation.load(path, with_logits=True)
@@ -143,13 +137,15 @@ def test_files_of_the_first_version_stay_readable(evaluation):
 def test_stored_logits_rebuild_the_evaluation(evaluation, tmp_path):
     settings = {"scores": ("energy", "mutual_information")}
     evaluation.save(tmp_path / "run.json")
-    again = evaluate_stored(Evaluation.load(tmp_path / "run.json", with_logits=True).logits, **settings)
+    kept = Evaluation.load(tmp_path / "run.json", with_logits=True).logits
+    again = evaluate_logits(*kept.id, kept.ood, kept.shift, **settings)
     assert list(again.ood) == list(evaluation.ood)
     assert [one.group for one in again.ood.values()] == [one.group for one in evaluation.ood.values()]
     for key, value in evaluation.numbers().items():
         assert again.numbers()[key] == pytest.approx(value, abs=0.02), key  # half precision
     evaluation.logits.save(tmp_path / "exact.safetensors", dtype=torch.float32)
-    exact = evaluate_stored(MemberLogits.load(tmp_path / "exact.safetensors"), **settings)
+    kept = MemberLogits.load(tmp_path / "exact.safetensors")
+    exact = evaluate_logits(*kept.id, kept.ood, kept.shift, **settings)
     assert dataclasses.replace(exact, model=evaluation.model) == evaluation
 
 
@@ -286,10 +282,7 @@ def test_files_that_are_no_evaluation_are_refused(tmp_path, evaluation):
     (tmp_path / "run.logits.safetensors").write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"run.logits.safetensors"):
         Evaluation.load(tmp_path / "run.json", with_logits=True)
-
-
-@pytest.mark.parametrize("key", ["head.weight", "ood/near"])
-def test_a_file_of_other_tensors_is_refused(tmp_path, key):
-    save_file({key: torch.zeros(2, 3, 4)}, tmp_path / "other.safetensors")
-    with pytest.raises(DataError, match="id/logits"):
-        MemberLogits.load(tmp_path / "other.safetensors")
+    for key in ("head.weight", "ood/near"):
+        save_file({key: torch.zeros(2, 3, 4)}, tmp_path / "other.safetensors")
+        with pytest.raises(DataError, match="id/logits"):
+            MemberLogits.load(tmp_path / "other.safetensors")

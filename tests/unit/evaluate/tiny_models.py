@@ -21,26 +21,21 @@ HEADS = (((0, 1), (1, 2)), ((0, 2), (0, 1, 2)), ((1,), (2,)))  # [member][layer]
 NAMES = ("ant", "bee", "cat <b>", "dog & fox")
 
 
-def tiny_ensemble(kind: str = "image", seed: int = 0, members: int = 3, **metadata: object) -> Ensemble:
-    stem: PatchStemConfig | TextStemConfig = PatchStemConfig(patch_size=(4, 4), grid=(2, 2))
-    if kind == "text":
-        stem = TextStemConfig(vocabulary=30, positions=8, embedding_width=12)
-    else:
-        metadata = {"preprocessing": ImagePreprocessing((8, 8)), **metadata}
-    config = EnsembleConfig(
-        stem, ENCODER, ReadoutConfig(num_classes=CLASSES), HEADS[:members], Sharing(stem=True, mlp=True)
-    )
-    ensemble = Ensemble(config, Metadata(source="made here", labels=NAMES, history=("made", "tested"), **metadata))
-    generator = torch.Generator().manual_seed(seed)
+def tiny_ensemble(kind: str = "image", classes: int = CLASSES) -> Ensemble:
+    text = TextStemConfig(vocabulary=30, positions=8, embedding_width=12)
+    stem = text if kind == "text" else PatchStemConfig(patch_size=(4, 4), grid=(2, 2))
+    config = EnsembleConfig(stem, ENCODER, ReadoutConfig(num_classes=classes), HEADS, Sharing(stem=True, mlp=True))
+    preprocessing = None if kind == "text" else ImagePreprocessing((8, 8))
+    labels = NAMES[:classes]
+    ensemble = Ensemble(config, Metadata("made here", labels, preprocessing, history=("made", "tested")))
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in ensemble.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5 + (parameter == 1.0))
     return ensemble.eval()
 
 
-def image_batches(
-    sizes: tuple[int, ...] = (8, 8, 8, 3), seed: int = 0, scale: float = 1.0
-) -> list[tuple[Tensor, Tensor]]:
+def image_batches(sizes: tuple[int, ...] = (8, 8, 8, 3), seed: int = 0, scale: float = 1.0) -> list[tuple[Tensor, ...]]:
     generator = torch.Generator().manual_seed(seed)
     return [
         (scale * torch.randn(size, 3, 8, 8, generator=generator), torch.randint(CLASSES, (size,), generator=generator))
@@ -50,14 +45,11 @@ def image_batches(
 
 def text_batches(sizes: tuple[int, ...] = (6, 5), seed: int = 0) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    batches = []
-    for size in sizes:
-        lengths = torch.randint(3, 8, (size, 1), generator=generator)
-        batches.append(
-            {
-                "input_ids": torch.randint(30, (size, 7), generator=generator),
-                "attention_mask": (torch.arange(7)[None] < lengths).long(),
-                "labels": torch.randint(CLASSES, (size,), generator=generator),
-            }
-        )
-    return batches
+    return [
+        {
+            "input_ids": torch.randint(30, (size, 7), generator=generator),
+            "attention_mask": (torch.arange(7)[None] < torch.randint(3, 8, (size, 1), generator=generator)).long(),
+            "labels": torch.randint(CLASSES, (size,), generator=generator),
+        }
+        for size in sizes
+    ]
