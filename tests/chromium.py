@@ -13,17 +13,9 @@ import pytest
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "headless_shell")
 _FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-    "--enable-logging=stderr",
-)
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
+)  # fmt: skip
 _MEASURE = """<script>
 addEventListener("load", () => {
   const box = (element) => element.getBoundingClientRect();

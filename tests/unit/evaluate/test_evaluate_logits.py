@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 from safetensors.torch import save_file
-from sample_logits import CLASSES, id_logits, labels, ood_logits, suite
+from torch import Tensor
+from torch.nn.functional import one_hot
 
 from hydra_ensembles import metrics
 from hydra_ensembles.errors import ConfigError, DataError
@@ -16,19 +17,28 @@ from hydra_ensembles.evaluation.evaluation import Evaluation, MemberLogits
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.prediction import Prediction
 
+CLASSES = 5
+TARGETS = torch.randint(CLASSES, (200,), generator=torch.Generator().manual_seed(0))
+
+
+def noise(samples: int = 150, scale: float = 1.0, seed: int = 2, members: int = 3) -> Tensor:
+    return scale * torch.randn(members, samples, CLASSES, generator=torch.Generator().manual_seed(seed))
+
+
+GOOD = noise(200, seed=1) + 3 * one_hot(TARGETS, CLASSES)  # [M, B, C]
+FOG = noise(200, seed=9) + 1.5 * one_hot(TARGETS, CLASSES)
+FAR = {"textures": noise(100, seed=4), "digits": noise(120, scale=0.6, seed=5)}
+SUITE = {"near": {"close": noise(scale=1.6, seed=3)}, "far": FAR}
+SCORES = ("energy", "mutual_information")
+
 
 @pytest.fixture(scope="module")
 def evaluation() -> Evaluation:
-    targets = labels()
-    shifted = {"fog": (id_logits(targets, strength=1.5, seed=9), targets)}
-    return evaluate_logits(
-        id_logits(targets), targets, suite(), shifted, scores=("energy", "mutual_information"), keep_logits=True
-    )
+    return evaluate_logits(GOOD, TARGETS, SUITE, {"fog": (FOG, TARGETS)}, scores=SCORES, keep_logits=True)
 
 
 def test_every_number_is_that_of_the_metric_functions(evaluation):
-    targets = labels()
-    prediction = Prediction.from_logits(id_logits(targets))
+    targets, prediction = TARGETS, Prediction.from_logits(GOOD)
     probs, wrong, unsure = prediction.probs, prediction.label != targets, 1 - prediction.confidence
     expected = {
         "accuracy": metrics.accuracy(probs, targets),
@@ -43,7 +53,7 @@ def test_every_number_is_that_of_the_metric_functions(evaluation):
     }
     numbers = evaluation.numbers()
     assert {key: numbers[key] for key in expected} == expected
-    shifted = Prediction.from_logits(id_logits(targets, strength=1.5, seed=9))
+    shifted = Prediction.from_logits(FOG)
     assert numbers["shift.fog.accuracy"] == metrics.accuracy(shifted.probs, targets)
     assert numbers["shift.fog.risk@0.90"] == evaluation.shift["fog"].risk_at_coverage["0.90"]
     assert numbers["energy:far.fpr95"] == evaluation.means["far"]["energy"].fpr95
@@ -52,8 +62,8 @@ def test_every_number_is_that_of_the_metric_functions(evaluation):
 
 
 def test_detection_per_set_per_score_and_unweighted_means(evaluation):
-    prediction = Prediction.from_logits(id_logits(labels()))
-    sets = {name: Prediction.from_logits(logits) for group in suite().values() for name, logits in group.items()}
+    prediction = Prediction.from_logits(GOOD)
+    sets = {name: Prediction.from_logits(logits) for group in SUITE.values() for name, logits in group.items()}
     for score in ("msp", "energy", "mutual_information"):
         for name, answer in sets.items():
             found, scores = evaluation.ood[name].detection[score], (prediction.score(score), answer.score(score))
@@ -67,35 +77,29 @@ def test_detection_per_set_per_score_and_unweighted_means(evaluation):
     assert evaluation.ood["digits"].disagreement == metrics.disagreement(sets["digits"].member_probs)
 
 
-def test_flat_sets_give_the_mean_over_all_only_and_apart_is_in_no_mean():
-    targets = labels()
-    flat = evaluate_logits(id_logits(targets), targets, suite()["far"])
-    assert set(flat.means) == {"all"}
-    grouped = evaluate_logits(id_logits(targets), targets, {**suite(), "apart": {"twin": ood_logits(seed=8)}})
+def test_flat_sets_give_the_mean_over_all_only_and_apart_is_in_no_mean(evaluation):
+    assert set(evaluate_logits(GOOD, TARGETS, FAR).means) == {"all"}
+    grouped = evaluate_logits(GOOD, TARGETS, {**SUITE, "apart": {"twin": noise(seed=8)}}, scores=SCORES)
     assert grouped.ood["twin"].group == "apart"
-    ours = evaluate_logits(id_logits(targets), targets, suite())
-    assert grouped.means == ours.means
-    theirs = evaluate_logits(id_logits(targets), targets, suite(), convention="openood")
+    assert grouped.means == evaluation.means
+    ours, theirs = evaluation, evaluate_logits(GOOD, TARGETS, SUITE, convention="openood")
     assert ours.means["all"]["msp"].auroc == theirs.means["all"]["msp"].auroc
     assert ours.means["all"]["msp"].aupr != theirs.means["all"]["msp"].aupr
 
 
 def test_temperature_and_threshold_of_the_calibration_are_applied():
-    targets, logits = labels(), id_logits(labels())
-    calibration = Calibration(temperature=(2.0,), threshold=0.4, score="msp")
-    found = evaluate_logits(logits, targets, suite(), calibration=calibration)
-    plain = evaluate_logits(logits / 2, targets, {g: {n: x / 2 for n, x in s.items()} for g, s in suite().items()})
+    found = evaluate_logits(GOOD, TARGETS, SUITE, calibration=Calibration(temperature=(2.0,), threshold=0.4))
+    plain = evaluate_logits(GOOD / 2, TARGETS, {g: {n: x / 2 for n, x in s.items()} for g, s in SUITE.items()})
     assert found.id == plain.id
     assert found.means == plain.means
-    prediction = Prediction.from_logits(logits, temperature=2.0, threshold=0.4)
-    assert found.selective is not None
+    prediction = Prediction.from_logits(GOOD, temperature=2.0, threshold=0.4)
     assert found.selective.accepted == pytest.approx(prediction.accept.float().mean().item(), abs=1e-6)
-    wrong = (prediction.label != targets)[prediction.accept]
+    wrong = (prediction.label != TARGETS)[prediction.accept]
     assert found.selective.risk == pytest.approx(wrong.float().mean().item(), abs=1e-6)
-    refused = ~Prediction.from_logits(suite()["far"]["digits"], temperature=2.0, threshold=0.4).accept
+    refused = ~Prediction.from_logits(FAR["digits"], temperature=2.0, threshold=0.4).accept
     assert found.ood["digits"].abstained == pytest.approx(refused.float().mean().item(), abs=1e-6)
     assert plain.selective is plain.ood["digits"].abstained is None
-    nothing = evaluate_logits(logits, targets, calibration=Calibration(threshold=-1.0)).selective
+    nothing = evaluate_logits(GOOD, TARGETS, calibration=Calibration(threshold=-1.0)).selective
     assert (nothing.accepted, nothing.risk) == (0.0, None)
 
 
@@ -135,70 +139,64 @@ def test_files_of_the_first_version_stay_readable(evaluation):
 
 
 def test_stored_logits_rebuild_the_evaluation(evaluation, tmp_path):
-    settings = {"scores": ("energy", "mutual_information")}
     evaluation.save(tmp_path / "run.json")
     kept = Evaluation.load(tmp_path / "run.json", with_logits=True).logits
-    again = evaluate_logits(*kept.id, kept.ood, kept.shift, **settings)
+    again = evaluate_logits(*kept.id, kept.ood, kept.shift, scores=SCORES)
     assert list(again.ood) == list(evaluation.ood)
     assert [one.group for one in again.ood.values()] == [one.group for one in evaluation.ood.values()]
     for key, value in evaluation.numbers().items():
         assert again.numbers()[key] == pytest.approx(value, abs=0.02), key  # half precision
     evaluation.logits.save(tmp_path / "exact.safetensors", dtype=torch.float32)
     kept = MemberLogits.load(tmp_path / "exact.safetensors")
-    exact = evaluate_logits(*kept.id, kept.ood, kept.shift, **settings)
+    exact = evaluate_logits(*kept.id, kept.ood, kept.shift, scores=SCORES)
     assert dataclasses.replace(exact, model=evaluation.model) == evaluation
 
 
-MIXED = id_logits(labels()).permute(2, 1, 0).contiguous().permute(2, 1, 0)  # [M, B, C], members last in memory
+MIXED = GOOD.permute(2, 1, 0).contiguous().permute(2, 1, 0)  # [M, B, C], members last in memory
 
 
 @pytest.mark.parametrize(
     ("logits", "other", "dtype"),
     [
-        pytest.param(MIXED, ood_logits()[:, ::2], torch.float16, id="any layout"),
+        pytest.param(MIXED, noise()[:, ::2], torch.float16, id="any layout"),
         pytest.param(MIXED, MIXED, torch.float16, id="shared memory"),
-        pytest.param(MIXED.double() / 3, ood_logits().double(), torch.float64, id="double precision"),
-        pytest.param(MIXED * 1e5, ood_logits() * 1e5, torch.float32, id="too large for half precision"),
+        pytest.param(MIXED.double() / 3, noise().double(), torch.float64, id="double precision"),
+        pytest.param(MIXED * 1e5, noise() * 1e5, torch.float32, id="too large for half precision"),
     ],
 )
 def test_stored_logits_come_back(tmp_path, logits, other, dtype):
-    targets = labels()
-    shift = {"fog/heavy": (other[:, :50], targets[:100:2])}  # names may hold slashes
-    kept = evaluate_logits(logits, targets, {"far": {"a/b": other}}, shift, keep_logits=True).logits
+    shift = {"fog/heavy": (other[:, :50], TARGETS[:100:2])}  # names may hold slashes
+    kept = evaluate_logits(logits, TARGETS, {"far": {"a/b": other}}, shift, keep_logits=True).logits
     kept.save(tmp_path / "kept.safetensors", *([dtype] if dtype == torch.float64 else []))
     loaded = MemberLogits.load(tmp_path / "kept.safetensors")
     back = torch.float64 if dtype == torch.float64 else torch.float32
     for found, given in ((loaded.id.logits, logits), (loaded.ood["far"]["a/b"], other)):
         assert torch.equal(found, given.to(dtype).to(back))
         assert found.dtype == back
-    assert torch.equal(loaded.shift["fog/heavy"].labels, targets[:100:2])
+    assert torch.equal(loaded.shift["fog/heavy"].labels, TARGETS[:100:2])
 
 
 def test_huge_logits_keep_the_likelihood_finite(tmp_path):
-    targets = labels()
-    logits = id_logits(targets)
+    logits = GOOD.clone()
     logits[:, 0] = -3e38
-    logits[:, 0, (targets[0] + 1) % CLASSES] = 3e38
-    found = evaluate_logits(logits, targets)
-    assert math.isfinite(found.id.nll)
-    assert found.id.nll > 1e30
+    logits[:, 0, (TARGETS[0] + 1) % CLASSES] = 3e38
+    found = evaluate_logits(logits, TARGETS)
+    assert 1e30 < found.id.nll < math.inf
     found.save(tmp_path / "run.json")
     assert Evaluation.load(tmp_path / "run.json") == found
 
 
 def test_one_member_has_two_axes_and_no_diversity_and_half_precision_is_raised():
-    targets = labels()
-    logits, noise = id_logits(targets, members=1).half(), ood_logits(members=1)
-    found = evaluate_logits(logits[0], targets, {"noise": noise})
+    logits, other = GOOD[:1].half(), {"noise": noise(members=1)}
+    found = evaluate_logits(logits[0], TARGETS, other)
     assert found.provenance.dtype == "float16"
-    assert found.numbers() == evaluate_logits(logits.float(), targets, {"noise": noise}).numbers()
+    assert found.numbers() == evaluate_logits(logits.float(), TARGETS, other).numbers()
     assert found.id.mutual_information == found.id.disagreement == 0
     assert found.figures.agreement_id == ((1.0,),)
 
 
 def test_bootstrap_intervals_hold_the_numbers():
-    targets = labels()
-    found = evaluate_logits(id_logits(targets), targets, suite(), bootstrap=60)
+    found = evaluate_logits(GOOD, TARGETS, SUITE, bootstrap=60)
     numbers = found.numbers()
     wanted = {"accuracy", "brier", "nll", "ece", "aece", "aurc", "near.auroc", "far.fpr95", "all.aupr"}
     assert wanted <= set(found.intervals)
@@ -225,22 +223,16 @@ def test_figures_describe_the_same_numbers(evaluation):
     assert [value is None for value in figures.reliability.accuracy] == empty
 
 
-def _with(logits: torch.Tensor, value: float) -> torch.Tensor:
-    changed = logits.clone()
-    changed[1, 7, 2] = value
-    return changed
-
-
-TARGETS = labels()
-GOOD = id_logits(TARGETS)
+def good_but(value: float) -> Tensor:
+    return GOOD.index_put((torch.tensor(1), torch.tensor(7), torch.tensor(2)), torch.tensor(value))
 
 
 @pytest.mark.parametrize(
     ("arguments", "token"),
     [
         ((GOOD[:, :0], TARGETS[:0]), "'mine'.*one sample"),
-        ((_with(GOOD, math.nan), TARGETS), "'mine'.*1 of 3000 member logits"),
-        ((_with(GOOD, math.inf), TARGETS), "'mine'.*1 of 3000 member logits"),
+        ((good_but(math.nan), TARGETS), "'mine'.*1 of 3000 member logits"),
+        ((good_but(math.inf), TARGETS), "'mine'.*1 of 3000 member logits"),
         ((GOOD, torch.zeros(200).long()), "'mine'.*200 labels are 0"),
         ((GOOD, TARGETS + 1), "'mine'.*from 1 to 5"),
         ((GOOD, TARGETS - 1), "'mine'.*from -1 to 3"),
@@ -249,7 +241,7 @@ GOOD = id_logits(TARGETS)
         ((GOOD[..., :1], TARGETS), "'mine'.*two classes"),
         ((GOOD.long(), TARGETS), "'mine'.*floating point"),
         ((GOOD, TARGETS, {"empty": GOOD[:, :0]}), "'empty'.*one sample"),
-        ((GOOD, TARGETS, {"nan": _with(GOOD, math.nan)}), "'nan'.*1 of 3000"),
+        ((GOOD, TARGETS, {"nan": good_but(math.nan)}), "'nan'.*1 of 3000"),
         ((GOOD, TARGETS, {"wide": torch.randn(3, 9, 6)}), "'wide'.*6 classes"),
         ((GOOD, TARGETS, {"two": GOOD[:2]}), "'two'.*2 members"),
         ((GOOD, TARGETS, None, {"fog": (GOOD, TARGETS[:5])}), "'fog'.*5 labels"),
