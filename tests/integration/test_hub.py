@@ -39,18 +39,24 @@ def assert_same_model(loaded: Ensemble, saved: Ensemble) -> None:
     assert same_state(loaded, saved)
 
 
-def test_round_trip(hub: Hub) -> None:
-    model = ensemble(text(), torch.bfloat16)
-    address = model.push_to_hub("owner/my-model", token=TOKEN)
-    repository = hub.repositories["owner/my-model"]
-    assert address == f"{hub.address}/owner/my-model/commit/{next(iter(repository.commits))}"
+def test_round_trip_and_a_second_push_is_a_new_revision(hub: Hub) -> None:
+    first, second = ensemble(text(), torch.bfloat16), ensemble(text(), torch.float64)
+    address = first.push_to_hub("owner/model", token=TOKEN)
+    repository = hub.repositories["owner/model"]
+    (commit,) = repository.commits
+    assert address == f"{hub.address}/owner/model/commit/{commit}"
     assert sorted(repository.files) == ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
-    assert b"from_pretrained('owner/my-model')" in repository.files["README.md"]
-    assert repository.messages == ["Upload a Hydra Ensembles model"]
-    assert_same_model(Ensemble.from_pretrained("owner/my-model"), model)
+    assert b"from_pretrained('owner/model')" in repository.files["README.md"]
+    assert_same_model(Ensemble.from_pretrained("owner/model"), first)
+    second.push_to_hub("owner/model", token=TOKEN, commit_message="second")
+    assert repository.messages == ["Upload a Hydra Ensembles model", "second"]
+    assert_same_model(Ensemble.from_pretrained("owner/model"), second)
+    assert_same_model(Ensemble.from_pretrained("owner/model", revision=commit), first)
 
 
-def test_only_our_files_are_downloaded_and_only_once(hub: Hub) -> None:
+def test_only_our_files_are_downloaded_only_once_and_not_where_a_folder_has_that_name(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = ensemble(hydra())
     model.push_to_hub("owner/model", token=TOKEN)
     others = {"setup.py": b"raise SystemExit", "pytorch_model.bin": b"pickle", "sub/config.json": b"{}"}
@@ -58,35 +64,14 @@ def test_only_our_files_are_downloaded_and_only_once(hub: Hub) -> None:
     for _ in range(2):
         assert_same_model(Ensemble.from_pretrained("owner/model"), model)
     assert sorted(hub.downloads) == ["README.md", "config.json", "model.safetensors"]
-
-
-def test_a_second_push_is_a_new_revision(hub: Hub) -> None:
-    first, second = ensemble(hydra()), ensemble(hydra(), torch.float64)
-    first.push_to_hub("owner/model", token=TOKEN, commit_message="first")
-    second.push_to_hub("owner/model", token=TOKEN, commit_message="second")
-    repository = hub.repositories["owner/model"]
-    assert repository.messages == ["first", "second"]
-    assert_same_model(Ensemble.from_pretrained("owner/model"), second)
-    assert_same_model(Ensemble.from_pretrained("owner/model", revision=next(iter(repository.commits))), first)
-
-
-def test_a_private_model_needs_the_token(hub: Hub) -> None:
-    model = ensemble(hydra())
-    model.push_to_hub("owner/secret", private=True, token=TOKEN)
-    with pytest.raises(CheckpointError, match="token"):
-        Ensemble.from_pretrained("owner/secret")
-    assert_same_model(Ensemble.from_pretrained("owner/secret", token=TOKEN), model)
-
-
-def test_a_folder_of_that_name_wins(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ensemble(hydra())
+    hub.downloads.clear()
     model.save_pretrained(tmp_path / "owner/model")
     monkeypatch.chdir(tmp_path)
     assert_same_model(Ensemble.from_pretrained("owner/model"), model)
     assert hub.downloads == []
 
 
-def test_what_the_hub_does_not_have_or_does_not_take(hub: Hub) -> None:
+def test_what_the_hub_does_not_have_or_does_not_take(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ensemble(hydra())
     with pytest.raises(CheckpointError, match="'owner/nothing'"):
         Ensemble.from_pretrained("owner/nothing")
@@ -96,14 +81,14 @@ def test_what_the_hub_does_not_have_or_does_not_take(hub: Hub) -> None:
         with pytest.raises(CheckpointError, match="owner/name"):
             model.push_to_hub(name, token=TOKEN)
     assert hub.repositories == {}
-    model.push_to_hub("owner/model", token=TOKEN)
+    model.push_to_hub("owner/secret", private=True, token=TOKEN)
     with pytest.raises(CheckpointError, match="revision 'v2'"):
-        Ensemble.from_pretrained("owner/model", revision="v2")
-
-
-def test_a_hub_out_of_reach(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        Ensemble.from_pretrained("owner/secret", revision="v2", token=TOKEN)
+    with pytest.raises(CheckpointError, match="token"):
+        Ensemble.from_pretrained("owner/secret")
+    assert_same_model(Ensemble.from_pretrained("owner/secret", token=TOKEN), model)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     with pytest.raises(CheckpointError, match="connection"):
-        Ensemble.from_pretrained("owner/model")
+        Ensemble.from_pretrained("owner/other")
     with pytest.raises(CheckpointError, match="connection"):
-        ensemble(hydra()).push_to_hub("owner/model", token=TOKEN)
+        model.push_to_hub("owner/other", token=TOKEN)

@@ -39,19 +39,13 @@ FLAGS: Mapping[str, tuple[str, ...]] = {  # options that are not called like the
     "columns": ("--column",),
     "scores": ("--also-score",),
 }
-METAVARS: Mapping[str, str] = {
-    **dict.fromkeys(("id", "ood", "train", "validation", "shift"), "DATA"),
-    **dict.fromkeys(("weights", "labels"), "FILE"),
-    **dict.fromkeys(("root", "output"), "PATH"),
-}
-EXCLUDES: Mapping[str, tuple[str, Any]] = {  # settings of a recipe that take each other's place, and what is left then
+EXCLUDES: Mapping[str, tuple[str, Any]] = {  # settings that take the place of others of a preset, and what is left then
     "steps": ("epochs", None),
     "epochs": ("steps", None),
     "learning_rate": ("grid", ()),
     "grid": ("learning_rate", None),
 }
 WIDE = 240  # characters of a table for the terminal that goes to a file
-INSIDE = "__inside"  # ends the name of a parameter that holds single settings inside another, `name=value`
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Config = Annotated[
@@ -113,23 +107,18 @@ def _options(settings: type) -> Iterator[inspect.Parameter]:
     hints, help = get_type_hints(settings), _help(settings)
     for field in fields(settings):
         name, kind = field.name, _without_none(hints[field.name])
-        say: dict[str, Any] = {"help": help.get(name, ""), "metavar": METAVARS.get(name)}
-        flags = FLAGS.get(name, (f"--{name.replace('_', '-')}",))
         if name == "model":
             yield _parameter(name, Annotated[str | None, typer.Argument(metavar="MODEL", help=help[name])])
             continue
-        if is_dataclass(kind):  # a recipe: the name of a preset, and single settings of it
-            yield _parameter(name, Annotated[str | None, typer.Option(*flags, help=help[name], metavar="PRESET")])
-            flags, kind, say["help"] = (f"{flags[0]}-option",), Mapping, f"Setting of the {name}, once for each."
-        origin = get_origin(kind) or kind
-        if origin is Mapping:
-            name, kind, say["metavar"] = name + INSIDE, list[str], "NAME=VALUE"
-        elif origin is tuple:
+        flags, origin = FLAGS.get(name, (f"--{name.replace('_', '-')}",)), get_origin(kind) or kind
+        if is_dataclass(kind):  # a recipe, by the name of a preset
+            kind = str
+        elif origin in (Mapping, tuple):
             kind = list[str]
         elif origin is bool and field.default is not False:
             flags = (f"{flags[0]}/--no-{flags[0][2:]}",)
         shown = field.default not in (MISSING, None, False, "", ()) and str(field.default)
-        yield _parameter(name, Annotated[kind | None, typer.Option(*flags, show_default=shown, **say)])
+        yield _parameter(name, Annotated[kind | None, typer.Option(*flags, show_default=shown, help=help[name])])
 
 
 def _without_none(hint: Any) -> Any:
@@ -168,30 +157,28 @@ def read_settings(
         raise ConfigError(f"{config} holds a {type(merged).__name__}; it must hold settings, a line 'name: value' each")
     others: dict[str, Any] = {}
     for name, value in given.items():
-        if name.endswith(INSIDE):
-            changes = [*(f"{name.removesuffix(INSIDE)}.{pair}" for pair in value or ()), *changes]
-        elif name not in known:
+        if name not in known:
             others[name] = value
+        elif value is not None and known[name].default_factory is dict:
+            changes = [*(f"{name}.{pair}" for pair in value), *changes]
         elif value is not None:
             merged[name] = value
-    chosen: set[str] = set()  # settings of the recipe that these changes give
     for change in changes:
-        _assign(merged, change, chosen)
+        _assign(merged, change)
     for name in merged.keys() - known.keys():
         raise ConfigError(f"there is no setting {name!r}{did_you_mean(str(name), known)}")
     for name, field in known.items():
         if name not in merged and field.default is MISSING and field.default_factory is MISSING:
-            meaning = {one: text for kind in kinds.values() for one, text in _help(kind).items()}[name]
-            raise ConfigError(f"{name} was not given ({meaning}); it has no default")
+            raise ConfigError(f"{name} was not given, and it has no default")
     if "recipe" in known:
-        merged["recipe"] = read_recipe(merged.get("recipe"))
+        merged["recipe"] = _read_recipe(merged.get("recipe"))
     for parameter, kind in kinds.items():
         own = {field.name: merged[field.name] for field in fields(kind) if field.name in merged}
         others[parameter] = from_plain(kind, own)
     return others
 
 
-def read_recipe(value: Any) -> Recipe | None:
+def _read_recipe(value: Any) -> Recipe | None:
     """A recipe from plain data: the name of a preset, `none`, or settings, which may start from a `preset`."""
     if value is None or value == "none":
         return None
@@ -210,11 +197,8 @@ def _parse(text: str | bytes, where: str) -> Any:
         raise ConfigError(f"{where} is not valid YAML: {error}") from error
 
 
-def _assign(settings: dict[str, Any], change: str, chosen: set[str]) -> None:
-    """Put `name.name=value` into nested settings; a preset that was named becomes settings that start from it.
-
-    A setting of a recipe takes the place of its opposite from a file or a preset, not of one that was `chosen` too.
-    """
+def _assign(settings: dict[str, Any], change: str) -> None:
+    """Put `name.name=value` into nested settings; a preset that was named becomes settings that start from it."""
     path, separator, value = change.partition("=")
     *outer, name = path.split(".")
     if not separator or not name:
@@ -223,30 +207,23 @@ def _assign(settings: dict[str, Any], change: str, chosen: set[str]) -> None:
         before = settings.get(part) or {}
         settings[part] = dict(before) if isinstance(before, Mapping) else {"preset": before}
         settings = settings[part]
-    if outer == ["recipe"] and name in EXCLUDES:
-        chosen.add(name)
-        if EXCLUDES[name][0] not in chosen:
-            settings.pop(EXCLUDES[name][0], None)
     settings[name] = _parse(value, change)
 
 
 def write_settings(path: Path, settings: Mapping[str, Any], command: str) -> None:
-    """Write settings as YAML, with the command that repeats the run in the first line."""
+    """Write the settings of a run, with all defaults filled in, as a file for `--config`."""
     text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=100)
     heading = f"# Resolved settings; repeat the run with: hydra-ensembles {command} --config THIS_FILE\n"
     write_atomically(path, (heading + text).encode())
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean a, b?`, or nothing where no known name is like it."""
-    by_lower = {one.lower(): one for one in known}
-    found = [by_lower[one] for one in difflib.get_close_matches(name.lower(), list(by_lower), n=3, cutoff=0.55)]
+def did_you_mean(name: str | Path, known: Iterable[str] = ()) -> str:
+    """`; did you mean a, b?`, or nothing where no known name, or file beside a path, is like it."""
+    if isinstance(name, Path):
+        known = [entry.name for entry in name.parent.iterdir()] if name.parent.is_dir() else []
+        name = name.name
+    found = difflib.get_close_matches(name, list(known), cutoff=0.55)
     return f"; did you mean {', '.join(found)}?" if found else ""
-
-
-def names_beside(path: Path) -> list[str]:
-    """What lies in the folder of a path, to find out what was meant."""
-    return [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
 
 
 def emit(content: str | RenderableType, output: Path | None) -> None:

@@ -1,11 +1,10 @@
 """`hydra-ensembles evaluate`, `compare` and `report`: measure a model, and show what was measured."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -23,19 +22,13 @@ from ..report.compare import COLUMNS, load_costs, set_columns, to_csv, to_latex,
 from ..report.compare import FORMAT as COSTS
 from ..report.compare import compare as compare_evaluations
 from ..report.html import write_report
-from ..schema import to_plain
+from ..schema import parse_json, to_plain
+from . import sources as source
 from .command import command, emit, write_settings
-from .sources import (
-    USUAL_BATCH,
-    DataSettings,
-    ModelSettings,
-    Role,
-    fit_to_model,
-    load_classifier,
-    load_data,
-    require_different,
-)
+from .sources import USUAL_BATCH, DataSettings, ModelSettings
 
+GALLERY = 6  # inputs that the report shows
+GROUPS = ("near", "far", "apart")
 _NAMED = re.compile(r"(?:(?P<group>near|far|apart):)?(?:(?P<name>[^=:/\\]+)=)?(?P<data>.+)", re.DOTALL)
 
 
@@ -54,7 +47,6 @@ class EvaluateSettings(DataSettings, ModelSettings):
         scores: Further score to report, once for each.
         convention: How AUPR and FPR95 count.
         bootstrap: Resamples for confidence intervals; 0 for none.
-        gallery: Inputs to keep for the report.
         keep_logits: Save the member logits too.
     """
 
@@ -68,7 +60,6 @@ class EvaluateSettings(DataSettings, ModelSettings):
     scores: tuple[ScoreName, ...] = ()
     convention: Convention = "torch-uncertainty"
     bootstrap: int = 0
-    gallery: int = 6
     keep_logits: bool = False
 
     def __post_init__(self) -> None:
@@ -77,27 +68,19 @@ class EvaluateSettings(DataSettings, ModelSettings):
         DataSettings.__post_init__(self)
         if self.id is None and self.suite is None:
             raise ConfigError("no data to evaluate on; give id (and ood, as near:NAME=DATA), or a suite")
-        require_different(("id", self.id), *(("ood", data) for _, _, data in read_named(self.ood)))
-
-    @property
-    def title(self) -> str:
-        """What tables call the model."""
-        return self.name or self.own_name
+        source.require_different(("id", self.id), *(("ood", data) for _, _, data in read_named(self.ood)))
 
     @property
     def file(self) -> Path:
         """Where the evaluation is written."""
         path = Path(self.output).expanduser()
-        slug = re.sub(r"[^\w.-]+", "-", self.title.partition(":")[2] or self.title).strip("-").lower() or "model"
+        title = self.name or self.own_name
+        slug = re.sub(r"[^\w.-]+", "-", title.partition(":")[2] or title).strip("-").lower() or "model"
         return path if path.suffix == ".json" else path / f"{slug}.json"
 
 
 def read_named(options: Sequence[str]) -> list[tuple[str, str | None, str]]:
-    """Group, name (None: the data's own) and data of each `[GROUP:][NAME=]DATA`.
-
-    Raises:
-        DataError: Some have a group and others not, or one is empty.
-    """
+    """Group, name (None: the data's own) and data of each `[GROUP:][NAME=]DATA`."""
     found = []
     for option in options:
         match = _NAMED.fullmatch(option)
@@ -126,15 +109,19 @@ def evaluate(
       hydra-ensembles evaluate run --suite paper-cifar100 --root data/
       hydra-ensembles compare evaluations/
     """
-    model = load_classifier(settings)
+    model = source.load_classifier(settings)
 
-    def read(spec: str, role: Role) -> AnyDataset:
-        return fit_to_model(load_data(spec, role, settings), role, model, settings)
+    def read(spec: str, labelled: bool = True) -> AnyDataset:
+        return source.fit_to_model(source.load_data(spec, settings, labelled), model, settings, labelled)
 
-    test = read(f"suite:{settings.suite}" if settings.id is None else settings.id, "test")
+    test = read(f"suite:{settings.suite}:test" if settings.id is None else settings.id)
     groups: dict[str, dict[str, AnyDataset]] = {}
-    for group, name, spec in read_named(settings.ood) or _ood_of_suite(settings.suite):
-        data = read(spec, "ood")
+    wanted = settings.ood
+    if settings.suite is not None and not wanted:
+        references = [(group, ref.name) for group in GROUPS for ref in getattr(suite(settings.suite), group)]
+        wanted = tuple(f"{group}:{name}=suite:{settings.suite}:{name}" for group, name in references)
+    for group, name, spec in read_named(wanted):
+        data = read(spec, labelled=False)
         name = name or data.name
         if any(name in sets for sets in groups.values()):
             raise DataError(f"two OOD sets are called {name!r}; name them apart, as near:NAME=DATA")
@@ -143,15 +130,15 @@ def evaluate(
         model,
         test,
         groups,
-        {name or spec: read(spec, "test") for _, name, spec in read_named(settings.shift)},
-        name=settings.title,
+        {name or spec: read(spec) for _, name, spec in read_named(settings.shift)},
+        name=settings.name or settings.own_name,
         score=settings.score,
         scores=settings.scores,
         convention=settings.convention,
         batch_size=settings.batch_size or USUAL_BATCH,
         num_workers=settings.workers,
         bootstrap=settings.bootstrap,
-        gallery=settings.gallery,
+        gallery=GALLERY,
         keep_logits=settings.keep_logits,
         progress=not quiet,
     )
@@ -168,18 +155,8 @@ def evaluate(
     print(f"wrote {settings.file}")
 
 
-def _ood_of_suite(name: str | None) -> list[tuple[str, str | None, str]]:
-    """Group, name and data of the OOD sets of a suite, as `read_named` gives them."""
-    if name is None:
-        return []
-    found = suite(name)
-    groups = (("near", found.near), ("far", found.far), ("apart", found.apart))
-    return [(group, ref.name, f"suite:{name}:{ref.name}") for group, references in groups for ref in references]
-
-
 TableFormat = Literal["table", "markdown", "latex", "csv"]
 Saved = Annotated[list[Path], typer.Argument(help="Saved evaluations (.json), or folders that hold them.")]
-Mismatch = Annotated[bool, typer.Option(help="Also compare evaluations of different data.")]
 
 
 @command
@@ -187,7 +164,6 @@ def compare(
     paths: Saved,
     format: Annotated[TableFormat, typer.Option("--format", "-f", help="How to write the table.")] = "table",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
-    allow_mismatch: Mismatch = False,
 ) -> None:
     """Show saved evaluations side by side in one table.
 
@@ -199,7 +175,7 @@ def compare(
       hydra-ensembles compare single.json hydra.json --format latex --output table.tex
     """
     evaluations, costs = find_runs(paths)
-    comparison = compare_evaluations(evaluations, costs, allow_mismatch=allow_mismatch)
+    comparison = compare_evaluations(evaluations, costs)
     writers = {"table": to_rich, "markdown": to_markdown, "latex": to_latex, "csv": to_csv}
     emit(writers[format](comparison), output)
 
@@ -211,7 +187,6 @@ def report(
     title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
     focus: Annotated[str | None, typer.Option(help="The method it is about; the last one, if not given.")] = None,
     baseline: Annotated[str | None, typer.Option(help="What that is held against; the first, if not given.")] = None,
-    allow_mismatch: Mismatch = False,
 ) -> None:
     """Write saved evaluations as one HTML page.
 
@@ -220,26 +195,19 @@ def report(
       hydra-ensembles report runs/ --focus "Hydra (Circ)" --baseline Single
     """
     evaluations, costs = find_runs(paths)
-    about: dict[str, Any] = {"title": title, "focus": focus, "baseline": baseline, "allow_mismatch": allow_mismatch}
-    print(f"wrote {write_report(output, evaluations, costs=costs, **about)}")
+    page = write_report(output, evaluations, costs=costs, title=title, focus=focus, baseline=baseline)
+    print(f"wrote {page}")
 
 
 def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
-    """Evaluations and costs in JSON files and folders of them; other JSON files in a folder are passed over.
-
-    Raises:
-        DataError: A path does not exist, is something else, or no evaluation is found.
-    """
+    """Evaluations and costs in JSON files and folders of them; other JSON files in a folder are passed over."""
     evaluations: list[Evaluation] = []
     costs: list[Cost] = []
     for path in paths:
         if not path.exists():
             raise DataError(f"{path} does not exist; give saved evaluations (.json) or folders that hold them")
         for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
-            try:
-                data = json.loads(file.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise DataError(f"{file} is not valid JSON ({error}); it may have been cut off") from error
+            data = parse_json(file.read_bytes(), str(file), foreign=True)
             kind = data.get("format") if isinstance(data, dict) else None
             if kind == EVALUATION:
                 evaluations.append(Evaluation.load(file))

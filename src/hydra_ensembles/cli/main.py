@@ -14,8 +14,7 @@ from ..report.compare import to_rich
 from .build import build
 from .command import Debug, command
 from .evaluations import compare, evaluate, report
-from .inspect import bench, info
-from .predict import predict
+from .use import bench, info, predict
 
 
 def make_app() -> typer.Typer:
@@ -70,18 +69,14 @@ def demo(
     """
     console = Console()
     try:
-        result = run_demo(output, settings, progress=progress, announce=lambda line: console.print(f"[bold]{line}[/]"))
+        table = run_demo(output, settings, progress=progress, announce=lambda line: console.print(f"[bold]{line}[/]"))
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"the same command goes on from here ({output} keeps what is done)") from error
-    console.print()
-    console.print(to_rich(result.comparison, title="One small vision transformer, seven EuroSAT classes"))
-    console.print(f"\nReport    {result.report}\nModel     {result.model}\nNumbers   {result.results}", soft_wrap=True)
-    console.print(
-        f"\n[bold]Try next[/]\n  hydra-ensembles info {result.model}\n"
-        f"  hydra-ensembles predict {result.model} YOUR_IMAGE.jpg\n"
-        f"  hydra-ensembles compare {result.output / 'evaluations'}",
-        soft_wrap=True,
-    )
+    console.print(to_rich(table, title="One small vision transformer, seven EuroSAT classes"))
+    model = output / "model"
+    print(f"\nReport    {output / 'report.html'}\nModel     {model}\nNumbers   {output / 'results.json'}\n\nTry next")
+    print(f"  hydra-ensembles info {model}\n  hydra-ensembles predict {model} YOUR_IMAGE.jpg")
+    print(f"  hydra-ensembles compare {output / 'evaluations'}")
 
 
 def main() -> None:

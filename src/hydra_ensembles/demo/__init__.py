@@ -1,10 +1,9 @@
 """The embedded demo: a small trained vision transformer and a sample of real images, inside the package."""
 
 from .embedded import DemoSample, load_backbone, load_deep_logits, load_sample
-from .run import DemoResult, DemoSettings, run_demo
+from .run import DemoSettings, run_demo
 
 __all__ = [
-    "DemoResult",
     "DemoSample",
     "DemoSettings",
     "load_backbone",

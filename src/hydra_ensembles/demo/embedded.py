@@ -1,25 +1,18 @@
 """What lies inside the package: a trained backbone, images for it, and what two more such backbones say of them."""
 
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from ..data.dataset import ImageDataset, Rows, decode_image
-from ..errors import CheckpointError, DataError
 from ..model.ensemble import Ensemble
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 _HERE = Path(__file__).parent
 BACKBONE = _HERE / "backbone"
@@ -74,10 +67,7 @@ def load_deep_logits() -> dict[str, Tensor]:
 
     The first is the embedded backbone; the weights of the other two are not in the package.
     """
-    try:
-        return {name: logits.float() for name, logits in load_file(DEEP_LOGITS).items()}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{DEEP_LOGITS} cannot be read: {error}; install the package again") from error
+    return {name: logits.float() for name, logits in load_file(DEEP_LOGITS).items()}
 
 
 def read_images(path: Path) -> dict[str, ImageDataset]:
@@ -86,25 +76,18 @@ def read_images(path: Path) -> dict[str, ImageDataset]:
     The file has `class_names`, and for each set `NAME/files` (the bytes of the source's image files, one after
     another), `NAME/ends` (where each file ends), `NAME/labels` (-1 for an image of none of the classes), `NAME/splits`
     and `NAME/rows` (where in the source it came from, so that anyone who has the source can check the selection).
-
-    Raises:
-        DataError: The file is missing or holds something else.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            stored: dict[str, npt.NDArray[np.generic]] = dict(file)
-        class_names = stored.pop("class_names").tolist()
-        names = dict.fromkeys(key.rpartition("/")[0] for key in stored)
-        return {name: _dataset(stored, name, class_names) for name in names}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} cannot be read as sets of images: {error}; make or install it again") from error
+    with np.load(path, allow_pickle=False) as file:
+        stored = dict(file)
+    class_names = stored.pop("class_names").tolist()
+    found: dict[str, ImageDataset] = {}
+    for name in dict.fromkeys(key.rpartition("/")[0] for key in stored):
+        content, ends = stored[f"{name}/files"].tobytes(), stored[f"{name}/ends"].tolist()
+        files = [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        rows = Rows(len(files), partial(_image, files, name))
+        found[name] = ImageDataset(rows, stored[f"{name}/labels"], class_names, name)
+    return found
 
 
-def _dataset(stored: Mapping[str, npt.NDArray[np.generic]], name: str, class_names: list[str]) -> ImageDataset:
-    content, ends = stored[f"{name}/files"].tobytes(), stored[f"{name}/ends"].tolist()
-    files = [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    return ImageDataset(Rows(len(files), partial(_image, files, name)), stored[f"{name}/labels"], class_names, name)
-
-
-def _image(files: list[bytes], name: str, row: int) -> "Image":
+def _image(files: list[bytes], name: str, row: int) -> Any:
     return decode_image(files[row], f"image {row} of {name}")

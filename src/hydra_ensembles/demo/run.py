@@ -3,8 +3,7 @@
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,7 @@ SINGLE, TAYLOR, CIRC_AVG = "Single", "Taylor", "CircAvg"
 HYDRA_TAYLOR, HYDRA_CIRC, DEEP = "Hydra (Taylor)", "Hydra (Circ)", "Deep Ensemble*"
 METHODS = (SINGLE, TAYLOR, CIRC_AVG, HYDRA_TAYLOR, HYDRA_CIRC, DEEP)
 
-SCORES: tuple[ScoreName, ...] = ("entropy", "mutual_information")
-"""Scores reported beside the maximum softmax probability; a single model has no mutual information."""
+SCORES: tuple[ScoreName, ...] = ("entropy", "mutual_information")  # a single model has only the first
 
 COLUMNS = (
     Column("accuracy", "Acc %", better="higher", digits=1, scale=100),
@@ -106,60 +104,33 @@ class DemoSettings:
         }
 
 
-@dataclass(frozen=True)
-class DemoResult:
-    """What a demo found, and where it wrote it.
-
-    Attributes:
-        comparison: The table.
-        output: The folder; saved evaluations, and the cost of each method, are in its folder `evaluations`.
-        report: The HTML report.
-        model: The fused ensemble, for `Ensemble.from_pretrained`.
-        results: Every number, as JSON.
-    """
-
-    comparison: Comparison
-    output: Path
-    report: Path
-    model: Path
-    results: Path
-
-
 def run_demo(
     output: str | Path = "hydra-demo",
     settings: DemoSettings | None = None,
     *,
     progress: bool = True,
-    announce: Callable[[str], None] | None = None,
-) -> DemoResult:
+    announce: Callable[[str], object] = print,
+) -> Comparison:
     """Make a Hydra Ensemble out of the embedded backbone and hold it against five other methods. No network.
 
     Interrupted, it goes on where it stopped when it is called again with the same settings. Called again after it
-    has finished, it does everything anew, with the same numbers.
+    has finished, it does everything anew, with the same numbers. A folder that holds something else is refused.
 
     Args:
-        output: Folder for the report, the fused model, the evaluations and all numbers.
+        output: Folder for `report.html`, the fused ensemble in `model`, saved evaluations with the cost of each method
+            in `evaluations`, and every number in `results.json`.
         settings: How to run it.
         progress: Whether to show progress bars.
         announce: Called with a line at the start of each step.
 
-    Raises:
-        CheckpointError: The folder holds something else.
+    Returns:
+        The table of all methods.
     """
-    settings = settings or DemoSettings()
-    folder, started = Path(output).expanduser(), time.perf_counter()
+    settings, started = settings or DemoSettings(), time.perf_counter()
+    folder, images = Path(output).expanduser(), settings.ranking_images
     identity = {"format": FORMAT, "settings": to_plain(settings), "builds": to_plain(settings.builds)}
-    run, seconds = RunFolder(folder, identity, what="a demo"), {}
-    backbone = load_backbone()
+    run, backbone = RunFolder(folder, identity, what="a demo"), load_backbone()
     data = prepare_data(load_sample(), backbone, settings)
-
-    @contextmanager
-    def step(name: str, line: str) -> Iterator[None]:
-        if announce is not None:
-            announce(line)
-        start = time.perf_counter()
-        yield
-        seconds[name] = round(time.perf_counter() - start, 1)
 
     def built(name: str, id: Sequence[Batch]) -> tuple[Ensemble, Ensemble]:
         """An ensemble, and its first member by itself."""
@@ -168,39 +139,38 @@ def run_demo(
         fused = build(backbone, config, id=id, ood=ood, validation=data["calibration"], output=place, progress=progress)
         return fused, Ensemble.from_pretrained(place / "members" / "0")
 
-    images = settings.ranking_images
-    with step(
-        "circuits",
+    announce(
         f"Extracting circuits ({settings.method}, {images} ID + {images} OOD images): which {settings.prune} of 36 "
-        "heads can each of three members do without?",
-    ):
-        hydra_circ, circ_avg = built("circuit", data["circuit_id"])
-    with step("taylor", "Ranking heads by Taylor scores, for comparison"):
-        hydra_taylor, taylor = built("taylor", data["taylor_id"])
-    with step("evaluation", "Evaluating on EuroSAT, on unknown land use (near-OOD) and on clothes (far-OOD)"):
-        found = (backbone, taylor, circ_avg, hydra_taylor, hydra_circ)
-        # Without a temperature: of the 256 calibration images a model gets about five wrong, too few to fit one to; it
-        # would make the confidences so extreme that they no longer rank OOD images.
-        ready = [calibrate(model, data["calibration"], temperature=False) for model in found]
-        logits = {name: stored[:, : settings.limit] for name, stored in load_deep_logits().items()}
-        ready.append(_deep_ensemble(backbone, logits["calibration"], data["calibration"]))
-        models = dict(zip(METHODS, ready, strict=True))
-        evaluations = _evaluations(models, data, logits, settings, progress)
-    with step("latency", "Measuring the time of a batch"):
-        inputs = torch.cat([images for images, _ in data["test"]])[: settings.latency_batch]
-        costs = measure_costs(models, inputs, repeats=settings.latency_repeats, warmup=1)
+        "heads can each of three members do without?"
+    )
+    hydra_circ, circ_avg = built("circuit", data["circuit_id"])
+    announce("Ranking heads by Taylor scores, for comparison")
+    hydra_taylor, taylor = built("taylor", data["taylor_id"])
+    announce("Evaluating on EuroSAT, on unknown land use (near-OOD) and on clothes (far-OOD)")
+    # Without a temperature: of the 256 calibration images a model gets about five wrong, too few to fit one to; it
+    # would make the confidences so extreme that they no longer rank OOD images.
+    found = (backbone, taylor, circ_avg, hydra_taylor, hydra_circ)
+    models = {
+        name: calibrate(model, data["calibration"], temperature=False)
+        for name, model in zip(METHODS, found, strict=False)
+    }
+    logits = {name: stored[:, : settings.limit] for name, stored in load_deep_logits().items()}
+    models[DEEP] = _deep_ensemble(backbone, logits["calibration"], data["calibration"])
+    evaluations = _evaluations(models, data, logits, settings, progress)
+    announce("Measuring the time of a batch")
+    inputs = torch.cat([inputs for inputs, _ in data["test"]])[: settings.latency_batch]
+    costs = measure_costs(models, inputs, repeats=settings.latency_repeats, warmup=1)
 
-    model, report = folder / "model", folder / "report.html"
-    models[HYDRA_CIRC].save_pretrained(model)
+    models[HYDRA_CIRC].save_pretrained(folder / "model")
     for name, evaluation in evaluations.items():
         evaluation.save(folder / "evaluations" / f"{'_'.join(re.findall(r'[a-z]+', name.lower()))}.json")
     save_costs(folder / "evaluations" / "costs.json", costs)
     about: dict[str, Any] = {"title": "Hydra Ensembles: the embedded demo", "focus": HYDRA_CIRC, "baseline": SINGLE}
-    write_report(report, evaluations, costs=costs, **about)
-    seconds["all"] = round(time.perf_counter() - started, 1)
-    run.write("results", _results(models, evaluations, costs, settings, sizes(data), seconds))
+    write_report(folder / "report.html", evaluations, costs=costs, **about)
+    measured = {"seconds": round(time.perf_counter() - started, 1), "costs": [asdict(cost) for cost in costs]}
+    run.write("results", {**_results(models, evaluations, settings, sizes(data)), "measured": measured})
     shutil.rmtree(folder / "work")  # only an interrupted demo needs it
-    return DemoResult(_table(evaluations, costs, settings), folder, report, model, folder / "results.json")
+    return _table(evaluations, costs, settings)
 
 
 def prepare_data(sample: DemoSample, backbone: Ensemble, settings: DemoSettings) -> dict[str, list[Batch]]:
@@ -244,34 +214,24 @@ def _evaluations(
     settings: DemoSettings,
     progress: bool,
 ) -> dict[str, Evaluation]:
-    """Of every method; a member is read off its ensemble, in which, without fine-tuning, it answers alike."""
+    """Of every method; that of the deep ensemble from its stored logits."""
 
     def groups(sets: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         return {group: {name: sets[name] for name in names} for group, names in (("near", NEAR), ("far", FAR))}
 
-    def common(name: str) -> dict[str, Any]:
-        measured = {"scores": SCORES[: models[name].num_members], "bootstrap": settings.bootstrap}
-        return {"name": name, "id_name": ID_NAME, "keep_logits": True, **measured}
-
-    def from_logits(name: str, like: Evaluation, id_logits: Tensor, ood: Mapping[str, Any]) -> Evaluation:
-        assert like.logits is not None  # kept by `common`
-        model, calibration = models[name], models[name].metadata.calibration
-        described = describe_model(model, model.num_members, model.num_classes, calibration)
-        more: dict[str, Any] = {"model": described, "calibration": calibration, "provenance": like.provenance}
-        return evaluate_logits(id_logits, like.logits.id.labels, ood, **more, **common(name))
-
     found: dict[str, Evaluation] = {}
-    for name in (SINGLE, HYDRA_TAYLOR, HYDRA_CIRC):
-        shown = 4 if name == HYDRA_CIRC else 0
-        found[name] = evaluate(
-            models[name], data["test"], groups(data), gallery=shown, progress=progress, **common(name)
-        )
-    for name, fused in ((TAYLOR, found[HYDRA_TAYLOR]), (CIRC_AVG, found[HYDRA_CIRC])):
-        assert fused.logits is not None
-        ood = {group: {key: one[:1] for key, one in sets.items()} for group, sets in fused.logits.ood.items()}
-        found[name] = from_logits(name, fused, fused.logits.id.logits[:1], ood)
-    found[DEEP] = from_logits(DEEP, found[HYDRA_CIRC], deep["test"], groups(deep))
-    return {name: found[name] for name in METHODS}
+    for name, model in models.items():
+        common: dict[str, Any] = {"name": name, "id_name": ID_NAME, "keep_logits": True}
+        common |= {"scores": SCORES[: model.num_members], "bootstrap": settings.bootstrap}
+        if name == DEEP:
+            labels, calibration = torch.cat([labels for _, labels in data["test"]]), model.metadata.calibration
+            common["model"] = describe_model(model, model.num_members, model.num_classes, calibration)
+            common |= {"calibration": calibration, "provenance": found[SINGLE].provenance}
+            found[name] = evaluate_logits(deep["test"], labels, groups(deep), **common)
+        else:
+            shown = 4 if name == HYDRA_CIRC else 0
+            found[name] = evaluate(model, data["test"], groups(data), gallery=shown, progress=progress, **common)
+    return found
 
 
 def _table(evaluations: Mapping[str, Evaluation], costs: tuple[Cost, ...], settings: DemoSettings) -> Comparison:
@@ -281,9 +241,8 @@ def _table(evaluations: Mapping[str, Evaluation], costs: tuple[Cost, ...], setti
         *shown.notes,
         f"Circuits: {settings.method}, on {images} ID + {images} OOD validation images (PermanentCrop); "
         f"{settings.prune} of 36 heads pruned per member, none in the {settings.shared_layers} layers that all members "
-        "share; no fine-tuning, no temperature.",
-        'AUROC and FPR95 by maximum softmax probability; "by MI": the same AUROC by mutual information between '
-        "members, which a single model does not have.",
+        'share; no fine-tuning, no temperature. AUROC and FPR95 by maximum softmax probability; "by MI": by mutual '
+        "information between members, which a single model does not have.",
         f"{DEEP}: stored logits of three backbones trained from different seeds; its time is that of a stack of three "
         f"models. Time: a batch of {settings.latency_batch} images, against Single.",
     )
@@ -293,12 +252,10 @@ def _table(evaluations: Mapping[str, Evaluation], costs: tuple[Cost, ...], setti
 def _results(
     models: Mapping[str, Ensemble],
     evaluations: Mapping[str, Evaluation],
-    costs: tuple[Cost, ...],
     settings: DemoSettings,
     samples: Mapping[str, int],
-    seconds: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Every number of a run as plain data; what differs from run to run is under `measured` alone."""
+    """Every number of a run that does not differ from run to run, as plain data."""
     first = evaluations[SINGLE]
     return {
         "settings": to_plain(settings),
@@ -320,5 +277,4 @@ def _results(
             }
             for name, found in evaluations.items()
         },
-        "measured": {"seconds": dict(seconds), "costs": [asdict(cost) for cost in costs]},
     }

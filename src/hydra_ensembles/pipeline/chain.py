@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -14,22 +14,21 @@ from torch import nn
 
 from .._distributed import all_ranks
 from .._utils import __version__
-from ..batches import Batches, length_of
+from ..batches import Batches
 from ..calibrate import calibrate
 from ..circuit.extract import extract_circuit
 from ..circuit.scores import Score
-from ..errors import ConfigError, DataError, SameMembersError
+from ..errors import ConfigError, DataError
 from ..fuse import fuse
 from ..heads.members import CIRCUIT_ORDER, circuit_members, distinct_taylor, random_members, sampled_members
 from ..heads.ranking import Head, HeadRanking, model_fingerprint
 from ..heads.taylor import taylor
 from ..model.clip import DEFAULT_TEMPLATES, Templates
 from ..model.ensemble import Ensemble
-from ..schema import from_plain, to_plain
+from ..schema import to_plain
 from ..training.finetune import finetune
-from .given import BuildData, StartingModel, read_data, starting_model
-from .run_folder import RunFolder, read_json, write_json
-from .settings import HydraConfig
+from .run_folder import RunFolder
+from .settings import BuildData, HydraConfig, StartingModel, read_data, starting_model
 
 FORMAT = "hydra_ensembles build 1"
 
@@ -50,12 +49,10 @@ def build(
 ) -> Ensemble:
     """Make a Hydra Ensemble: convert, rank heads, choose members, prune, fine-tune, fuse, calibrate.
 
-    Each stage leaves its product in `output`: `base/`, `rankings/`, `heads.json`, `finetune/` and `members/`,
-    `fused/`, `ensemble/`, `summary.json`. Called again with the same arguments, a build that was stopped at any
-    point goes on there and (on a CPU) ends with the same bits; of a finished one the result is read back. To
-    repeat a stage, delete its product and those after it. The folder of another build is refused. Held-out data are
-    compared sample by sample; of `train` only the length, the first batch, and all labels where the source has them
-    in memory, so use another folder when training inputs change in another way.
+    Each stage leaves its product in `output`. Called again with the same arguments, a build that was stopped at any
+    point goes on there and (on a CPU) ends with the same bits; of a finished one the result is read back. To repeat a
+    stage, delete its product and those after it. The folder of another build is refused: held-out data are compared
+    sample by sample, of `train` the length, the first batch, and all labels where the source has them in memory.
 
     Of a dual encoder (CLIP), heads of both towers are ranked together and pruned, and the members classify images
     by the class names, as `zero_shot` does. For the image tower alone, build from `zero_shot(dual, class_names)`.
@@ -63,8 +60,7 @@ def build(
     Args:
         model: A model that `convert` takes, or an `Ensemble` or a `DualEncoder` with one member. It is not changed.
         config: What to make.
-        train: Labelled training batches that can be read again and again, for fine-tuning and for Taylor
-            rankings.
+        train: Labelled training batches that can be read again and again, for fine-tuning and Taylor rankings.
         id: Held-out labelled in-distribution batches, kept in memory. A half drawn by the seed ranks heads, the
             other half calibrates (and chooses between learning rates), unless `validation` is given.
         ood: Batches unlike the training data, for circuits, kept in memory. Use other data to report results.
@@ -77,7 +73,7 @@ def build(
 
     Raises:
         HydraError: Config, model and data do not go together, which is found before any long work as far as
-            possible; `output` holds another build, or a product that is damaged (the message says what to delete).
+            possible; `output` holds another build or a damaged product.
     """
     if not isinstance(config, HydraConfig):
         raise ConfigError(f"config must be a HydraConfig, got {type(config).__name__}")
@@ -102,21 +98,6 @@ def _identity(config: HydraConfig, start: StartingModel, data: BuildData) -> dic
     return {"format": FORMAT, "config": to_plain(config), "model": model, "data": data.fingerprints()}
 
 
-@dataclass(frozen=True)
-class MemberChoice:
-    """One member: how its heads were chosen, in words, and the heads it loses."""
-
-    origin: str
-    heads: tuple[tuple[int, int, str], ...]
-
-
-@dataclass(frozen=True)
-class MemberChoices:
-    """The content of `heads.json`."""
-
-    members: tuple[MemberChoice, ...]
-
-
 class _Chain:
     """The stages. Each gives its product from the run folder, or makes it from that of the stage before."""
 
@@ -125,6 +106,7 @@ class _Chain:
     ) -> None:
         self.config, self.start, self.data, self.run, self.progress = config, start, data, run, progress
         self.layers = config.layers(start)
+        self.pool = config.pool_size(start.heads(self.layers)) if config.draws_from_pool else None
 
     def finish(self) -> Ensemble:
         """Run what is missing; the result, with its summary written."""
@@ -152,8 +134,8 @@ class _Chain:
 
     def _member(self, index: int) -> Ensemble:
         """One member, pruned and fine-tuned; its history says which member it was and how its heads were chosen."""
-        choice, train, validation = self.choices[index], self.data.train, self.data.validation
-        member = self.start.pruned([Head(*head) for head in choice.heads])
+        (origin, heads), train, validation = self.choices[index], self.data.train, self.data.validation
+        member = self.start.pruned(heads)
         recipe = self.config.member_recipe(member.num_layers)
         if recipe is not None and train is not None:
             place = self.run.place("finetune")
@@ -161,22 +143,17 @@ class _Chain:
         history = member.metadata.history
         pairs = zip(self.start.base.metadata.history, history, strict=False)
         before = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        lines = (f"member {index} ({choice.origin}): {line}" for line in history[before:])
+        lines = (f"member {index} ({origin}): {line}" for line in history[before:])
         return member.with_metadata(history=(*history[:before], *lines))
 
     @cached_property
-    def choices(self) -> tuple[MemberChoice, ...]:
-        """What each member loses, and why."""
+    def choices(self) -> list[tuple[str, list[Head]]]:
+        """Of each member: how its heads were chosen, in words, and the heads it loses."""
+        stored = self.run.json("heads", self._choose)["members"]
+        return [(member["origin"], [Head(*head) for head in member["heads"]]) for member in stored]
 
-        def read(file: Path) -> MemberChoices:
-            return from_plain(MemberChoices, read_json(file), "choices")
-
-        def write(file: Path, choices: MemberChoices) -> None:
-            write_json(file, to_plain(choices))
-
-        return self.run.product("heads.json", self._choose, read, write).members
-
-    def _choose(self) -> MemberChoices:
+    def _choose(self) -> dict[str, Any]:
+        """The content of `heads.json`."""
         config, drawn = self.config, ["drawn from circuit avg"] * self.config.members
         origins = ["random heads"] * config.members
         match config.strategy:
@@ -187,30 +164,22 @@ class _Chain:
                 heads = tuple(ranking.first(config.prune) for _, ranking in draws)
                 origins = [f"taylor, seed {config.seed + draw}" for draw, _ in draws]
             case "sampled":
-                ranking = self._circuit("avg", self._pool)
-                heads = sampled_members(ranking, config.prune, self._pool, config.members, config.seed)
+                pool = self.pool or config.prune
+                heads = sampled_members(self._circuit("avg", pool), config.prune, pool, config.members, config.seed)
                 origins = drawn
             case "circuit":
                 heads = self._circuits()
                 origins = [*(f"circuit {score}" for score in CIRCUIT_ORDER), *drawn][: config.members]
-        return MemberChoices(tuple(MemberChoice(*one) for one in zip(origins, heads, strict=True)))
+        pairs = zip(origins, heads, strict=True)
+        return {"members": [{"origin": origin, "heads": [list(head) for head in lost]} for origin, lost in pairs]}
 
     def _circuits(self) -> tuple[tuple[Head, ...], ...]:
         """One circuit for each of the first members; the ranking that others are drawn from goes further."""
-        config, pool = self.config, None
+        config = self.config
         budgets = dict.fromkeys(CIRCUIT_ORDER[: config.members], config.prune)
-        if config.draws_from_pool:
-            pool = budgets["avg"] = self._pool
+        budgets["avg"] = self.pool or config.prune
         rankings: dict[str, HeadRanking] = {score: self._circuit(score, budgets[score]) for score in budgets}
-        try:
-            return circuit_members(rankings, config.prune, config.members, pool, config.seed)
-        except SameMembersError as error:
-            where = "" if self.run.path is None else f"; the rankings stay in {self.run.path}, so give another output"
-            raise SameMembersError(f"{error}. In HydraConfig: prune, or strategy='sampled'{where}") from error
-
-    @property
-    def _pool(self) -> int:
-        return self.config.pool_size(self.start.heads(self.layers))
+        return circuit_members(rankings, config.prune, config.members, self.pool, config.seed)
 
     def _circuit(self, score: Score, budget: int) -> HeadRanking:
         ranking, start = self.data.ranking, self.start
@@ -251,28 +220,19 @@ class _Chain:
 
     def _summary(self, final: Ensemble) -> dict[str, Any]:
         """Settings, data, members, cost and calibration of a build, as plain data."""
-        base, data = self.start.base, self.data
-        before, after = base.describe(), final.describe()
+        counts = final.describe()
         return {
             "config": to_plain(self.config),
             "versions": {"hydra_ensembles": __version__, "torch": torch.__version__},
-            "model": {"source": base.metadata.source, "kind": base.kind, "parameters": before.parameters},
-            "samples": data.samples(),
-            "train_batches": None if data.train is None else length_of(data.train),
+            "samples": self.data.samples(),
             "members": [
-                {
-                    "origin": choice.origin,
-                    "pruned": [str(Head(*head)) for head in choice.heads],
-                    "heads_kept": [len(layer) for layer in kept],
-                }
-                for choice, kept in zip(self.choices, final.heads, strict=True)
+                {"origin": origin, "pruned": [str(head) for head in lost], "heads_kept": [len(layer) for layer in kept]}
+                for (origin, lost), kept in zip(self.choices, final.heads, strict=True)
             ],
             "trunk": final.config.trunk,
-            "parameters": after.parameters,
-            "multiply_adds": after.multiply_adds,
-            "multiply_adds_of_the_model": before.multiply_adds,
+            "parameters": counts.parameters,
+            "multiply_adds": counts.multiply_adds,
             "calibration": to_plain(final.metadata.calibration),
             "metrics": dict(final.metadata.metrics),
             "history": list(final.metadata.history),
-            "seconds": dict(self.run.seconds),
         }

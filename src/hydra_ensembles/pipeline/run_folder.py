@@ -17,14 +17,13 @@ from .._utils import require_same_run, write_atomically
 from ..errors import CheckpointError
 from ..heads.ranking import HeadRanking
 from ..model.ensemble import Ensemble
+from ..schema import parse_json
 
 T = TypeVar("T")
 
 IDENTITY = "run.json"
 RESULT = "ensemble"  # the finished model of a run
-SECONDS = "seconds.json"
 SETTINGS = "config.yaml"  # what the command line writes beside the products, and before them
-_UNREADABLE = (OSError, ValueError, RecursionError, SafetensorError)
 _NAMED = 6  # entries of a folder that a message lists
 _CPU = torch.device("cpu")
 
@@ -40,7 +39,7 @@ def require_own_folder(path: Path, what: str = "a build") -> None:
     names = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
     foreign = [name for name in names if name not in (IDENTITY, SETTINGS) and not name.startswith(".")]
     if foreign and not (path / IDENTITY).exists():  # asked after the listing: another process may just have written it
-        listed = ", ".join(foreign[:_NAMED]) + (f" and {len(foreign) - _NAMED} more" if len(foreign) > _NAMED else "")
+        listed = ", ".join(foreign[:_NAMED]) + (" and more" if len(foreign) > _NAMED else "")
         raise CheckpointError(
             f"{path} has {listed}, but no {IDENTITY} that says what they belong to; {what} needs a folder of its own: "
             "give a new or an empty one as output"
@@ -51,7 +50,6 @@ class RunFolder:
     """Products by name: each is made once, written in one piece, and read back whenever it is asked for again.
 
     Without a path nothing is kept and everything is made. Of several processes that work together, the first writes.
-    `seconds` is the time each product took, without the products made inside it; over all calls that worked here.
 
     Args:
         path: The folder, or None.
@@ -71,13 +69,10 @@ class RunFolder:
         announce: Callable[[str, float], None] | None = None,
     ) -> None:
         self.path = None if path is None else Path(path).expanduser()
-        self.seconds: dict[str, float] = {}
-        self._what, self._device, self._announce = what, device, announce
-        self._writes = launched_rank() == 0
-        self._timed_here = 0.0
+        self._device, self._announce = device, announce
+        self._writes = self.path is not None and launched_rank() == 0
         if self.path is not None:
-            self._claim(self.path, json.loads(json.dumps(identity)))
-            self.seconds = _read_seconds(self.path / SECONDS)
+            self._claim(self.path, json.loads(json.dumps(identity)), what)
 
     def place(self, name: str) -> Path | None:
         """Where the product of this name lies, or where a stage may keep files of its own; None without a folder."""
@@ -135,55 +130,38 @@ class RunFolder:
         if place is not None and self.has(name):
             try:
                 return read(place)
-            except _UNREADABLE as error:
+            except (OSError, ValueError, SafetensorError) as error:
                 raise CheckpointError(
                     f"{place} cannot be used: {error}. Delete {place} and run this again: it is made anew"
                 ) from error
-        start, inside = time.perf_counter(), self._timed_here
+        start = time.perf_counter()
         product = make()
-        own = time.perf_counter() - start - (self._timed_here - inside)  # without the products that `make` made
-        self._timed_here += own
-        self.seconds[name] = round(own, 3)
         if self._announce is not None:
-            self._announce(name, own)
-        if self.path is not None and place is not None and self._writes:
+            self._announce(name, time.perf_counter() - start)
+        if place is not None and self._writes:
             if place.is_dir():  # what a kill in the middle of writing left
                 shutil.rmtree(place)
             place.parent.mkdir(parents=True, exist_ok=True)
             write(place, product)
-            write_json(self.path / SECONDS, self.seconds)
         return product
 
-    def _claim(self, path: Path, identity: dict[str, Any]) -> None:
+    def _claim(self, path: Path, identity: dict[str, Any], what: str) -> None:
         """Write down what this work is, or refuse a folder that holds something else."""
-        require_own_folder(path, self._what)
-        file = path / IDENTITY
-        if file.exists():
-            try:
-                theirs = read_json(file)
-            except _UNREADABLE as error:
-                raise CheckpointError(f"{file} cannot be read ({error}); delete {path} to start over") from error
-            require_same_run(theirs, identity, path, self._what)
-            if self._writes:  # the folder is ours: take away what writes that a kill cut short have left
-                for leftover in [*path.rglob(".*.tmp"), *path.rglob(".saving-*")]:
-                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
-        elif self._writes:
-            write_json(file, identity)
+        require_own_folder(path, what)
+        if not (path / IDENTITY).exists():
+            self.write(Path(IDENTITY).stem, identity)
+            return
+        require_same_run(read_json(path / IDENTITY), identity, path, what)
+        if self._writes:  # the folder is ours: take away what writes that a kill cut short have left
+            for leftover in [*path.rglob(".*.tmp"), *path.rglob(".saving-*")]:
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
 
 
 def read_json(file: Path) -> Any:
     """Plain data, as `write_json` left them."""
-    return json.loads(file.read_text(encoding="utf-8"))
+    return parse_json(file.read_bytes(), str(file), foreign=True)
 
 
 def write_json(file: Path, content: Any) -> None:
     """Write plain data, at once or not at all."""
     write_atomically(file, (json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode())
-
-
-def _read_seconds(file: Path) -> dict[str, float]:
-    """Times of earlier calls; they are for information, so a damaged file is no reason to stop."""
-    try:
-        return {name: seconds for name, seconds in read_json(file).items() if isinstance(seconds, float)}
-    except (OSError, ValueError, AttributeError):
-        return {}

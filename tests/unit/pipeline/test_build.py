@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from build_cases import (
-    CLASSES,
     HEADS,
     LAYERS,
     batches,
@@ -24,7 +23,8 @@ from build_cases import (
 import hydra_ensembles as he
 from architectures import VISION_CASES
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError, SameMembersError
-from hydra_ensembles.pipeline import chain, given
+from hydra_ensembles.pipeline import chain
+from hydra_ensembles.pipeline import settings as given
 from hydra_ensembles.pipeline.settings import Strategy
 
 STRATEGIES: list[Strategy] = ["circuit", "taylor", "sampled", "random"]
@@ -47,23 +47,16 @@ def test_every_strategy_makes_a_calibrated_ensemble(strategy: Strategy, tmp_path
     assert hydra.metadata.calibration is not None
     assert hydra.metadata.labels == ("red", "green", "blue")
     assert same(hydra, he.Ensemble.from_pretrained(tmp_path / "ensemble"))
-    prediction = hydra.predict(samples(5, seed=9)[0])
-    assert prediction.probs.shape == (5, CLASSES)
-    assert prediction.accept is not None
-    without = he.build(image_model(), config(strategy=strategy), **sets())
-    assert same(hydra, without)
+    assert hydra.predict(samples(5, seed=9)[0]).accept is not None
+    assert same(hydra, he.build(image_model(), config(strategy=strategy), **sets()))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "members"), [*((strategy, 1) for strategy in STRATEGIES), ("circuit", 2), ("circuit", 5)]
-)
+@pytest.mark.parametrize(("strategy", "members"), [("taylor", 1), ("sampled", 1), ("circuit", 1), ("circuit", 5)])
 def test_other_numbers_of_members(strategy: Strategy, members: int, tmp_path: Path) -> None:
     hydra = he.build(image_model(), config(strategy=strategy, members=members), output=tmp_path, **sets())
     assert (hydra.num_members, len(set(hydra.heads)), hydra.config.trunk) == (members, members, 0)
     rankings = {path.stem: len(he.HeadRanking.load(path)) for path in (tmp_path / "rankings").glob("*.json")}
-    expected = {"random": {}, "taylor": {"taylor-0": 3}, "sampled": {"avg": 6}, "circuit": {"avg": 3}}[strategy]
-    if members == 2:
-        expected["acc"] = 3
+    expected = {"taylor": {"taylor-0": 3}, "sampled": {"avg": 6}, "circuit": {"avg": 3}}[strategy]
     if members == 5:  # the pool is 100 / 48 of the heads to prune; the other circuits need no more than those
         expected |= {"avg": 6, "acc": 3, "ood": 3}
         drawn = json.loads((tmp_path / "heads.json").read_text())["members"][3:]
@@ -72,16 +65,17 @@ def test_other_numbers_of_members(strategy: Strategy, members: int, tmp_path: Pa
     assert rankings == expected
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("kind", "shared"), [("image", 1), ("image", 2), ("text", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "kind", "shared"),
+    [("circuit", "image", 1), ("taylor", "image", 2), ("sampled", "image", 2), ("random", "image", 1),
+     ("circuit", "text", 1), ("taylor", "text", 1)],
+)  # fmt: skip
 def test_shared_layers_become_the_trunk(strategy: Strategy, kind: str, shared: int) -> None:
     """Whole, common and frozen, whatever the recipe trains."""
     base = image_model() if kind == "image" else text_model()
     everything = recipe(steps=2, train_groups=("stem", "attention", "mlp", "norms", "readout"))
-    settings = config(
-        strategy=strategy, members=2, prune=2 * (LAYERS - shared), shared_layers=shared, recipe=everything
-    )
-    hydra = he.build(base, settings, **(sets() if kind == "image" else text_sets()))
+    asked = config(strategy=strategy, members=2, prune=2 * (LAYERS - shared), shared_layers=shared, recipe=everything)
+    hydra = he.build(base, asked, **(sets() if kind == "image" else text_sets()))
     assert hydra.config.trunk >= shared
     assert all(len(layer) == HEADS for member in hydra.heads for layer in member[:shared])
     before, moved = base.state_dict(), 0
@@ -118,15 +112,12 @@ def test_the_summary_says_what_was_made(tmp_path: Path) -> None:
     hydra = he.build(image_model(), settings, output=tmp_path, **sets())
     assert he.HeadRanking.load(tmp_path / "rankings" / "avg.json").method == "circuit/screened"
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["config"]["prune"] == 3
-    assert summary["config"]["recipe"]["steps"] == 4
+    assert (summary["config"]["prune"], summary["config"]["recipe"]["steps"]) == (3, 4)
     assert summary["samples"] == {"ranking": 16, "validation": 16, "ood": 16}
-    assert summary["train_batches"] == 10
     assert summary["trunk"] == 1
-    assert summary["parameters"] == sum(parameter.numel() for parameter in hydra.parameters())
-    assert summary["multiply_adds"] == hydra.describe().multiply_adds
-    assert summary["calibration"]["temperature"] == list(hydra.metadata.calibration.temperature)
-    assert summary["metrics"]["validation/accuracy"] == hydra.metadata.metrics["validation/accuracy"]
+    counts = hydra.describe()
+    assert (summary["parameters"], summary["multiply_adds"]) == (counts.parameters, counts.multiply_adds)
+    assert summary["metrics"] == hydra.metadata.metrics
     history = summary["history"]
     assert history[0] == "made"
     assert history[1].startswith("member 0 (circuit avg): pruned 3 heads")
@@ -136,9 +127,6 @@ def test_the_summary_says_what_was_made(tmp_path: Path) -> None:
         assert member["heads_kept"] == [len(layer) for layer in hydra.heads[index]]
         assert len(member["pruned"]) == 3
         assert all(int(head.split(".")[1]) not in hydra.heads[index][int(head[0])] for head in member["pruned"])
-    stages = ["base", "rankings/avg.json", "rankings/acc.json", "heads.json", "members/0", "members/1", "fused"]
-    assert list(summary["seconds"]) == [*stages, "ensemble"]
-    assert set(summary["versions"]) == {"hydra_ensembles", "torch"}
 
 
 def test_a_models_own_library_is_fine_too() -> None:
@@ -181,15 +169,9 @@ def test_circuits_that_agree_are_named_and_kept(tmp_path: Path, monkeypatch: pyt
         return he.HeadRanking(tuple(he.Head(layer, 0) for layer in range(LAYERS)), (0.5,) * LAYERS, "circuit", score)
 
     monkeypatch.setattr(chain, "extract_circuit", same_order)
-    with pytest.raises(SameMembersError, match=r"'avg'.*'acc'.*sampled.*rankings"):
+    with pytest.raises(SameMembersError, match=r"'avg'.*'acc'"):
         he.build(image_model(), config(), output=tmp_path, **sets())
     assert {file.name for file in (tmp_path / "rankings").iterdir()} >= {"avg.json", "acc.json"}
-
-
-def test_calibration_can_be_left_out() -> None:
-    hydra = he.build(image_model(), config(strategy="random", calibrate=False), progress=False)
-    assert hydra.metadata.calibration is None
-    assert hydra.metadata.history[-1].startswith("fused")
 
 
 def bad_labels() -> list[Any]:
@@ -208,7 +190,6 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], type[HydraError], str]] = {
     "taylor, no data": ({"strategy": "taylor"}, {"train": None, "id": None}, DataError, "train= or id="),
     "no train": ({"recipe": recipe()}, {"train": None}, DataError, "train="),
     "nothing to calibrate": ({"strategy": "random"}, {"id": None}, DataError, "calibrate=False"),
-    "ood is train": ({}, {"ood": (train_data := batches(8)), "train": train_data}, DataError, "ood="),
     "ood is id": ({}, {"ood": (same_data := batches(8)), "id": same_data}, DataError, "ood="),
     "too many heads": ({"prune": 13}, {}, ConfigError, "12 heads"),
     "trunk": ({"prune": 5, "shared_layers": 2}, {}, ConfigError, "4 heads above the first 2 layers"),
@@ -219,8 +200,6 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], type[HydraError], str]] = {
     "pool": ({"pool": 13, "strategy": "sampled"}, {}, ConfigError, "pool"),
     "uneven": ({"strategy": "taylor", "prune": 5}, {}, ConfigError, "taylor_scope"),
     "batches": ({"strategy": "taylor", "calibration_batches": 10}, {}, ConfigError, "train has 10 batches"),
-    "batches of id": ({"strategy": "taylor", "calibration_batches": 9}, {"train": None}, ConfigError, "7 batches"),
-    "blocks": ({"recipe": recipe(last_blocks=4)}, {}, ConfigError, "last_blocks"),
     "blocks of a trunk": ({"recipe": recipe(last_blocks=9), "shared_layers": 1}, {}, ConfigError, "last_blocks"),
     "warm-up": ({"recipe": recipe(steps=None, epochs=1, warmup=10)}, {}, ConfigError, "warmup"),
     "nothing trains": ({"recipe": recipe(train_groups=("stem",)), "shared_layers": 1}, {}, ConfigError, "train_groups"),
@@ -250,6 +229,7 @@ def test_bad_input_is_refused_before_any_work(case: str, tmp_path: Path, monkeyp
 
 def test_only_one_classifier_can_be_the_start() -> None:
     settings = config(strategy="random", calibrate=False)
+    assert he.build(image_model(), settings, progress=False).metadata.calibration is None
     headless = VISION_CASES[0].build()
     headless.reset_classifier(0)
     for model, options, token in (

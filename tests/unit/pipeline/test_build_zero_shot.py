@@ -66,10 +66,5 @@ def test_the_image_tower_alone() -> None:
 def test_what_cannot_work_is_refused(config: he.HydraConfig, more: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(dual_of(CASE), config, **more)
-
-
-def test_class_names_are_for_dual_encoders() -> None:
-    with pytest.raises(ConfigError, match="class_names"):
-        build(he.zero_shot(dual_of(CASE), NAMES), class_names=NAMES)
     with pytest.raises(ConfigError, match="2 members"):
-        build(he.fuse([dual_of(CASE)] * 2), class_names=NAMES)
+        build(he.fuse([dual_of(CASE)] * 2), config, class_names=NAMES)

@@ -1,0 +1,357 @@
+"""`hydra-ensembles predict`, `info` and `bench`: what a model answers, what is in it, and what it costs."""
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from ..data.dataset import IMAGE_SUFFIXES, AnyDataset, read_image
+from ..data.loading import TABLE_SUFFIXES, Columns, load
+from ..errors import ConfigError, DataError
+from ..model.config import GROUPS, EnsembleConfig, PatchStemConfig, all_heads
+from ..model.cost import Cost, measure_costs
+from ..model.ensemble import Ensemble
+from ..model.metadata import Calibration
+from ..prediction import Prediction
+from ..preprocessing import TextPreprocessing
+from ..report.compare import save_costs
+from ..schema import from_plain, to_plain
+from .command import command, did_you_mean, emit
+from .sources import USUAL_BATCH, ModelSettings, load_classifier, load_model
+
+NUMBERS = ("confidence", "epistemic", "entropy", "disagreement")
+COLUMNS = ("input", "label", *NUMBERS, "score", "verdict")
+LONGEST = 60  # characters of an input that a table shows
+KEPT, PRUNED = "■", "·"
+SHOWN = 12  # items of a list
+TOKENS = 128  # length of the texts that `bench` runs, as far as the model takes so many
+
+Item = tuple[str, Callable[[], Any]]
+"""One input: what the result calls it, and how its content is read."""
+OutputFormat = Literal["table", "jsonl", "csv"]
+
+
+class Baseline(StrEnum):
+    """What `bench` measures beside a model."""
+
+    SINGLE = "single"
+    DEEP = "deep"
+
+
+# --- predict ---------------------------------------------------------------------------------------------------------
+
+
+@command
+def predict(
+    model: ModelSettings,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="INPUT", help="Images, folders, text files, tables; - for standard input."),
+    ] = None,
+    text: Annotated[list[str] | None, typer.Option("--text", "-t", help="A text to predict, once for each.")] = None,
+    format: Annotated[OutputFormat, typer.Option("--format", "-f", help="How to write it.")] = "table",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Abstain where the score is above this.")] = None,
+    column: Annotated[
+        list[str] | None, typer.Option(help="Column of a table, as text=sentence.", metavar="ROLE=NAME")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples a batch.")] = USUAL_BATCH,
+) -> None:
+    """Label images or texts, or abstain.
+
+    The verdict is accept or abstain, by the threshold that build calibrated and stored with the model (or --threshold).
+    A model without one gives no verdict.
+
+    Examples:
+      hydra-ensembles predict run photo.jpg more-photos/
+      hydra-ensembles predict run photos/ --format jsonl --output predictions.jsonl
+      hydra-ensembles predict my-hydra-bert --text "a fine film" --text "two hours too long"
+      cat reviews.txt | hydra-ensembles predict my-hydra-bert - --format csv
+    """
+    ensemble = load_classifier(model)
+    if threshold is not None:
+        stored = ensemble.metadata.calibration or Calibration()
+        ensemble = ensemble.with_metadata(calibration=replace(stored, threshold=threshold))
+    columns = dict(pair.partition("=")[::2] for pair in column or ())
+    items = find_inputs(ensemble.kind, inputs or (), text or (), columns)
+    answers: list[dict[str, Any]] = []
+    for start in range(0, len(items), batch_size):
+        batch = items[start : start + batch_size]
+        answers += _answers([name for name, _ in batch], ensemble.predict([read() for _, read in batch]))
+    emit(_written(answers, format), output)
+    if answers[0]["verdict"] is None:
+        print("no verdict: this model has no calibrated threshold; build stores one, or give --threshold",
+              file=sys.stderr)  # fmt: skip
+
+
+def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns: Mapping[str, str]) -> list[Item]:
+    """The inputs that arguments name, for a model that reads this kind, in their order; `texts` come last.
+
+    Arguments are files and folders; for text also `-`, the standard input. `columns` are for tables.
+    """
+    if kind == "image" and texts:
+        raise DataError("got a text, but the model reads images; give image files or folders")
+    items: list[Item] = []
+    for argument in inputs:
+        path = Path(argument).expanduser()
+        if argument != "-" and not path.exists():
+            hint = f"; for a text write --text {argument!r}" if kind == "text" else ""
+            raise DataError(f"{path} does not exist{did_you_mean(path)}{hint}")
+        if path.is_file() and path.suffix.lower() in TABLE_SUFFIXES:
+            data = load(path, columns=from_plain(Columns, columns, "columns"), labels="optional")
+            if data.kind != kind:
+                raise DataError(f"{path} holds {data.kind}s, but the model reads {kind}s")
+            items += [(f"{path}:{row}", partial(_content, data, row)) for row in range(len(data))]
+        elif kind == "image":
+            within = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
+            if path.is_dir() and not within:
+                raise DataError(f"{path} has no images in it (suffixes read: {', '.join(IMAGE_SUFFIXES)})")
+            items += [(str(file), partial(read_image, file)) for file in (within if path.is_dir() else [path])]
+        else:
+            items += [(line, partial(str, line)) for line in _texts(argument, path)]
+    items += [(text, partial(str, text)) for text in texts]
+    if not items:
+        wanted = "image files or folders" if kind == "image" else 'texts: --text "...", a file, or - for standard input'
+        raise DataError(f"got nothing to predict; give {wanted}")
+    return items
+
+
+def _content(data: AnyDataset, row: int) -> Any:
+    return data[row][0]
+
+
+def _texts(argument: str, path: Path) -> list[str]:
+    """The lines of a file, or of the standard input."""
+    lines: Iterable[str] = sys.stdin
+    if path.is_dir():
+        raise DataError(f"{path} is a folder, but the model reads text; give a file with one text a line")
+    if argument != "-":
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not text in UTF-8 ({error})") from error
+    found = [line.strip() for line in lines if line.strip()]
+    if not found:
+        raise DataError(f"{'standard input' if argument == '-' else path} has no text; give one text a line")
+    return found
+
+
+def _answers(names: Sequence[str], prediction: Prediction) -> list[dict[str, Any]]:
+    """The columns of the output; a label is a number where the model has no names, uncertainties are in nats."""
+    known, accept = prediction.class_names, prediction.accept
+    columns: dict[str, Sequence[Any]] = {
+        "input": names,
+        "label": [str(label) if known is None else known[label] for label in prediction.label.tolist()],
+        **{name: getattr(prediction, name).tolist() for name in NUMBERS},
+        "score": prediction.score().tolist(),
+        "verdict": [None] * len(names) if accept is None else ["accept" if one else "abstain" for one in accept],
+    }
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _written(answers: Sequence[dict[str, Any]], format: OutputFormat) -> str | Table:
+    if format == "jsonl":
+        return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in answers)
+    if format == "csv":
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(answers)
+        return buffer.getvalue()
+    table = Table(box=SIMPLE, padding=(0, 1), collapse_padding=True)
+    for name in ("input", "label"):
+        table.add_column(name, overflow="fold")
+    for name in NUMBERS:
+        table.add_column("disagree" if name == "disagreement" else name, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for one in answers:
+        numbers = (f"{one[name]:.4f}" for name in NUMBERS)
+        style = "yellow" if one["verdict"] == "abstain" else None
+        table.add_row(escape(_short(one["input"])), escape(one["label"]), *numbers, one["verdict"] or "–", style=style)
+    return table
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST else f"…{text[-LONGEST:]}" if "/" in text else f"{text[:LONGEST]}…"
+
+
+# --- info ------------------------------------------------------------------------------------------------------------
+
+
+@command
+def info(
+    model: ModelSettings,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+) -> None:
+    """Show what is in a model, with a map of its heads.
+
+    Examples:
+      hydra-ensembles info run
+      hydra-ensembles info my-hydra --json
+      hydra-ensembles info timm:vit_base_patch16_224
+    """
+    found = load_model(model)
+    towers = {model.model: found} if isinstance(found, Ensemble) else {"image": found.image, "text": found.text}
+    if as_json:
+        facts = {name: _facts(tower) for name, tower in towers.items()}
+        print(json.dumps(facts if len(towers) > 1 else facts[model.model], indent=1, ensure_ascii=False))
+    else:
+        print("\n\n".join(_described(name, tower) for name, tower in towers.items()))
+
+
+def _facts(ensemble: Ensemble) -> dict[str, Any]:
+    """Everything worth knowing about an ensemble, as plain data."""
+    description, metadata = ensemble.describe(), to_plain(replace(ensemble.metadata, text_side=None))
+    if isinstance(ensemble.metadata.preprocessing, TextPreprocessing):
+        metadata["preprocessing"]["tokenizer"] = bool(metadata["preprocessing"]["tokenizer"])  # not all its words
+    return {
+        "kind": ensemble.kind,
+        "members": ensemble.num_members,
+        "trunk": ensemble.config.trunk,
+        "classes": ensemble.num_classes,
+        "dtype": str(ensemble.dtype).removeprefix("torch."),
+        "parameters": description.parameters,
+        "multiply_adds": description.multiply_adds,
+        **metadata,
+        "config": to_plain(ensemble.config),
+    }
+
+
+def _described(title: str, ensemble: Ensemble) -> str:
+    """The facts in words, and the map of heads."""
+    facts, encoder = _facts(ensemble), ensemble.config.encoder
+    shared = ", ".join(group for group in GROUPS if getattr(ensemble.config.sharing, group))
+    common = f", shared by all members: {shared or 'nothing'}, layers that run once: {ensemble.config.trunk}"
+    counts = f"{_millions(facts['parameters'], 2)} M, {facts['multiply_adds'] / 1e9:,.2f} G multiply-adds"
+    rows = [
+        ("source", facts["source"] or "unknown"),
+        ("members", f"{facts['members']}{common if ensemble.num_members > 1 else ''}"),
+        ("encoder", f"{encoder.layers} layers of {encoder.heads} heads, width {encoder.width}, {facts['dtype']}"),
+        ("classes", f"{facts['classes']}: {_value(facts['labels'] or 'without names')}"),
+        ("parameters", counts),
+        ("preprocessing", _value(facts["preprocessing"] or f"unknown: the model takes {ensemble.kind} tensors only")),
+        ("calibration", _value(facts["calibration"] or "none: predictions come without a verdict")),
+        *(("metric", f"{name} = {value:.4g}") for name, value in facts["metrics"].items()),
+        *(("" if index else "history", line) for index, line in enumerate(facts["history"])),
+    ]
+    kept = sum(len(layer) for member in ensemble.heads for layer in member)
+    heads = f"heads kept: {kept} of {facts['members'] * encoder.layers * encoder.heads} ({KEPT} kept, {PRUNED} pruned)"
+    lines = (f"  {name:<14} {value}" for name, value in rows)
+    return "\n".join([title, *lines, "", heads, *_head_map(ensemble.heads, encoder.heads)])
+
+
+def _value(value: Any) -> str:
+    """Plain data in words; of a long list the first items."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_value(item)}" for name, item in value.items() if name != "kind")
+    if isinstance(value, list):
+        return ", ".join(map(_value, value[:SHOWN])) + (", ..." if len(value) > SHOWN else "")
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _head_map(heads: Sequence[Sequence[Sequence[int]]], per_layer: int) -> list[str]:
+    """Which heads each member keeps, of `[member][layer]` indices: a row a layer, a block a member."""
+    column = max(per_layer, len(f"member {len(heads) - 1}")) + 2
+    lines = ["layer  " + "".join(f"member {member}".ljust(column) for member in range(len(heads)))]
+    for layer, members in enumerate(zip(*heads, strict=True)):
+        cells = ("".join(KEPT if head in kept else PRUNED for head in range(per_layer)) for kept in members)
+        lines.append(f"{layer:>5}  {''.join(cell.ljust(column) for cell in cells)}")
+    return [line.rstrip() for line in lines]
+
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+
+
+@command
+def bench(
+    model: ModelSettings,
+    batch: Annotated[str, typer.Option("--batch", "-b", help="Batch sizes.")] = "1,8",
+    baseline: Annotated[list[Baseline] | None, typer.Option(help="What to measure beside it; single.")] = None,
+    name: Annotated[str | None, typer.Option(help="What the table calls the model.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each model.")] = 20,
+    optimize: Annotated[bool, typer.Option("--optimize", help="Measure the optimized ensemble, too.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the costs as JSON, too.")] = None,
+) -> None:
+    """Measure what a model costs, beside baselines.
+
+    That is latency, throughput, parameters and memory. The baseline single is the same architecture with one member and
+    all heads, deep as many such models as the ensemble has members. All take turns on the same random inputs; the ratio
+    is to the first baseline. compare and report read the file that --output writes, and take its last batch size.
+
+    Examples:
+      hydra-ensembles bench run
+      hydra-ensembles bench run --batch 1,8,32 --baseline single --baseline deep --output evaluations/costs.json
+    """
+    sizes = batch.split(",")
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise ConfigError(f"batch takes whole numbers of at least 1, as 1,8,32; got {batch}")
+    ensemble, title = load_classifier(model), name or model.own_name
+    models: dict[str, Ensemble] = {}
+    for one in baseline or [Baseline.SINGLE]:
+        models[one.value] = _whole(ensemble, 1 if one is Baseline.SINGLE else ensemble.num_members)
+    if title in models:
+        raise ConfigError(f"the model and a baseline are both called {title!r}; give the model another name")
+    measured: dict[str, Callable[[Any], Any]] = {**models, title: ensemble}
+    if optimize:
+        measured[f"{title}, optimized"] = ensemble.optimize()
+    costs: list[Cost] = []
+    for size in sizes:
+        costs += measure_costs(measured, _inputs(ensemble, int(size)), repeats=repeats)
+    Console().print(_cost_table(costs))
+    if output is not None:
+        save_costs(output, costs)
+        print(f"wrote {output}")
+
+
+def _whole(ensemble: Ensemble, members: int) -> Ensemble:
+    """Fresh models of the same architecture with all heads; weights make no difference to what they cost."""
+    config = ensemble.config
+    with torch.random.fork_rng(), torch.device(ensemble.device):
+        heads = all_heads(config.encoder, members)
+        made = Ensemble(EnsembleConfig(config.stem, config.encoder, config.readout, heads))
+    return made.to(ensemble.dtype).eval()
+
+
+def _inputs(ensemble: Ensemble, size: int) -> Tensor:
+    stem, generator = ensemble.config.stem, torch.Generator().manual_seed(0)
+    if isinstance(stem, PatchStemConfig):
+        images = torch.randn(size, stem.channels, *stem.image_size, generator=generator)  # [B, channels, H, W]
+        return images.to(ensemble.device, ensemble.dtype)
+    length = min(TOKENS, stem.max_tokens)
+    return torch.randint(0, stem.vocabulary, (size, length), generator=generator).to(ensemble.device)  # [B, T]
+
+
+def _cost_table(costs: list[Cost]) -> Table:
+    table = Table("model", title=f"on {costs[0].device}, medians of {costs[0].repeats} runs", title_justify="left")
+    for heading in ("batch", "latency (ms)", "ratio", "inputs/s", "params (M)", "peak (MB)"):
+        table.add_column(heading, justify="right")
+    for index, cost in enumerate(costs):
+        table.add_row(
+            cost.name,
+            str(cost.batch),
+            f"{cost.latency_ms:.2f}",
+            f"{cost.latency_ratio:.2f}×",
+            f"{cost.batch / cost.latency_ms * 1e3:,.0f}",
+            _millions(cost.parameters, 2),
+            _millions(cost.peak_memory_bytes, 1),
+            end_section=index + 1 < len(costs) and costs[index + 1].batch != cost.batch,
+        )
+    return table
+
+
+def _millions(value: int | None, digits: int) -> str:
+    return "–" if value is None else f"{value / 1e6:.{digits}f}"

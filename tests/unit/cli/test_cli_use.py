@@ -1,0 +1,135 @@
+"""`hydra-ensembles predict`, `info` and `bench`."""
+
+import csv
+import json
+
+import pytest
+from PIL import Image
+
+import hydra_ensembles as he
+from cli_cases import COLOURS, fail, run, succeed, vit_flags
+from hydra_ensembles.cli.use import KEPT, PRUNED
+from hydra_ensembles.report.compare import load_costs
+
+
+def predicted(*arguments, **settings):
+    lines = succeed("predict", *arguments, "-f", "jsonl", **settings).strip().split("\n")
+    return [json.loads(line) for line in lines]
+
+
+def test_predict_says_what_the_library_says(run_folder, world):
+    file = world / "test" / "red" / "0.png"
+    (row,) = predicted(run_folder, file)
+    expected = he.Ensemble.from_pretrained(run_folder / "ensemble").predict(Image.open(file))
+    assert (row["input"], row["label"]) == (str(file), expected.names()[0])
+    for key in ("confidence", "epistemic", "entropy", "disagreement"):
+        assert row[key] == pytest.approx(getattr(expected, key).item(), abs=1e-6)
+    assert expected.accept is not None
+    assert row["verdict"] == ("accept" if expected.accept.item() else "abstain")
+
+
+def test_predictions_as_a_table_as_csv_and_in_files(run_folder, world, tmp_path):
+    out = succeed("predict", run_folder, world / "test" / "red" / "0.png", world / "dots", env={"COLUMNS": "200"})
+    assert out.count(".png") == 7
+    assert all(name in out for name in ("input", "label", "confidence", "epistemic", "entropy", "disagree", "verdict"))
+    rows = predicted(run_folder, world / "dots", "--batch-size", 5)
+    assert succeed("predict", run_folder, world / "dots", "-f", "csv", "-o", tmp_path / "out" / "p.csv") == ""
+    with (tmp_path / "out" / "p.csv").open() as file:
+        assert [row["label"] for row in csv.DictReader(file)] == [row["label"] for row in rows]
+    succeed("predict", run_folder, world / "dots", "-o", tmp_path / "p.txt")
+    assert "confidence" in (tmp_path / "p.txt").read_text()
+
+
+def test_texts_from_options_files_tables_and_standard_input(text_folder, world, tmp_path):
+    (tmp_path / "other.csv").write_text("sentence\na good film\n")
+    (tmp_path / "one.txt").write_text("good\u2028film\n", encoding="utf-8")  # a line break only to some
+    rows = predicted(text_folder, world / "news.txt", world / "test.jsonl", "--text", "good", "--text", "a dull film")
+    assert [row["input"] for row in rows[:2]] == ["long long film", "the dull plot"]
+    assert rows[2]["input"] == f"{world / 'test.jsonl'}:0"
+    assert [row["input"] for row in rows[22:]] == ["good", "a dull film"]
+    assert {row["label"] for row in rows} <= {"negative", "positive"}
+    assert len(predicted(text_folder, "-", input="good film\n\nbad film\n")) == 2
+    assert len(predicted(text_folder, tmp_path / "one.txt")) == 1
+    assert len(predicted(text_folder, tmp_path / "other.csv", "--column", "text=sentence")) == 1
+
+
+def test_no_threshold_no_verdict(run_folder, world):
+    base, file = run_folder / "base", world / "dots" / "0.png"
+    result = run("predict", base, file, "-f", "jsonl")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["verdict"] is None
+    assert "no verdict: this model has no calibrated threshold" in result.stderr
+    for threshold, verdict in ((0.0, "abstain"), (1.0, "accept")):
+        assert predicted(base, file, "--threshold", threshold)[0]["verdict"] == verdict
+    assert predicted(*vit_flags(world / "mine.safetensors"), file)[0]["label"] in ("0", "1", "2")  # without names
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "says"),
+    [
+        ("image", ["{empty}"], "has no images in it"),
+        ("image", ["--text", "good"], "the model reads images"),
+        ("image", [], "got nothing to predict"),
+        ("image", ["{world}/val.csv"], "holds texts, but the model reads images"),
+        ("image", ["{world}/dots/O.png"], "did you mean"),
+        ("image", ["{world}/news.txt"], "cannot be decoded as an image"),
+        ("text", ["good"], "write --text 'good'"),
+        ("text", ["{world}/dots"], "is a folder, but the model reads text"),
+        ("text", ["{world}/dots/0.png"], "is not text in UTF-8"),
+        ("text", ["-"], "standard input has no text"),
+        ("text", ["{world}/val.csv", "--column", "words=text"], "words"),
+    ],
+)
+def test_what_is_no_input_for_the_model(run_folder, text_folder, world, tmp_path, kind, inputs, says):
+    given = [one.format(world=world, empty=tmp_path) for one in inputs]
+    assert says in fail("predict", run_folder if kind == "image" else text_folder, *given, input="\n")
+
+
+def test_info_of_a_run(run_folder, text_folder):
+    out = succeed("info", run_folder)
+    shown = ("members        3, shared by all members", "3: blue, green, red", "score msp", "heads kept: 24 of 36")
+    assert all(words in out for words in shown)
+    rows = [line.split()[1:] for line in out.splitlines() if KEPT in line and "kept" not in line]
+    assert len(rows) == 3
+    assert [sum(row[member].count(PRUNED) for row in rows) for member in range(3)] == [4, 4, 4]
+    found = json.loads(succeed("info", run_folder, "--json"))
+    hydra = he.Ensemble.from_pretrained(run_folder / "ensemble")
+    assert found["parameters"] == hydra.describe().parameters
+    assert found["config"]["heads"] == [[list(layer) for layer in member] for member in hydra.heads]
+    assert found["labels"] == list(COLOURS)
+    assert found["calibration"]["threshold"] is not None
+    assert json.loads(succeed("info", text_folder, "--json"))["preprocessing"]["tokenizer"] is True
+
+
+def test_info_of_models_that_are_not_ours(world, tmp_path):
+    from architectures_clip import transformers_clip
+
+    assert "3: without names" in succeed("info", *vit_flags(world / "mine.safetensors"))
+    assert "2: negative, positive" in succeed("info", world / "bert")
+    he.convert(transformers_clip({}, {})).save_pretrained(tmp_path / "clip")
+    assert succeed("info", tmp_path / "clip").count("heads kept") == 2
+    assert set(json.loads(succeed("info", tmp_path / "clip", "--json"))) == {"image", "text"}
+    assert "is a dual encoder" in fail("bench", tmp_path / "clip")
+
+
+def test_bench_beside_baselines(run_folder, text_folder, tmp_path):
+    out = succeed("bench", run_folder, "--batch", "1,2", "--baseline", "single", "--baseline", "deep",
+                  "--optimize", "--repeats", 1, "-o", tmp_path / "costs.json")  # fmt: skip
+    assert "inputs/s" in out
+    costs = load_costs(tmp_path / "costs.json")
+    assert [cost.batch for cost in costs] == [1] * 4 + [2] * 4
+    single, deep, hydra, optimized = costs[:4]
+    assert (single.name, deep.name, hydra.name, optimized.name) == ("single", "deep", "run", "run, optimized")
+    base = he.Ensemble.from_pretrained(run_folder / "base").describe().parameters
+    assert (single.parameters, deep.parameters) == (base, 3 * base)
+    assert base < (hydra.parameters or 0) < 3 * base
+    assert single.latency_ratio == 1.0
+    assert "small" in succeed("bench", text_folder, "--name", "small", "--repeats", 1, "--batch", 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [(["--batch", "many"], "whole numbers"), (["--batch", "0"], "at least 1"), (["--name", "single"], "both called")],
+)
+def test_bench_with_wrong_flags(run_folder, flags, says):
+    assert says in fail("bench", run_folder, *flags)
