@@ -12,7 +12,7 @@ from ._utils import evaluation_mode
 from .batches import Batches, iterate, move, require_labels
 from .errors import ConfigError, DataError
 from .metrics.inputs import check_labels
-from .metrics.selective import aurc
+from .metrics.ood import aurc
 from .model.clip import require_ensemble
 from .model.ensemble import Ensemble
 from .model.metadata import Calibration

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError, DataError
-from .metrics.diversity import EntropyParts, disagreement_per_sample, entropy_parts
+from .metrics.probabilities import EntropyParts, disagreement_per_sample, entropy_parts
 
 ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy"]
 Temperature = float | Sequence[float] | Tensor

@@ -5,8 +5,8 @@ from ..training.recipe import RandAugment
 from .batching import Batches, BatchLoader, TrainTransform, batches
 from .corruptions import CORRUPTIONS, SEVERITIES, corrupt, corrupted
 from .dataset import Dataset, ImageDataset, TextDataset, keyed_order, only_classes, split, subset, without_classes
-from .loading import Columns, load, load_image_folder, load_image_list
-from .suites import SUITES, SetRef, Suite, imagenet_validation_split, suite
+from .loading import Columns, load
+from .suites import SUITES, SetRef, Suite, suite
 
 __all__ = [
     "CORRUPTIONS",
@@ -25,11 +25,8 @@ __all__ = [
     "batches",
     "corrupt",
     "corrupted",
-    "imagenet_validation_split",
     "keyed_order",
     "load",
-    "load_image_folder",
-    "load_image_list",
     "only_classes",
     "split",
     "subset",

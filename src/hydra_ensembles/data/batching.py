@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, get_args
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from .._utils import require
 from ..errors import ConfigError, DataError
 from ..preprocessing import ImagePreprocessing, to_rgb
 from ..training.recipe import RandAugment
-from .dataset import hash_key, keyed_order
+from .dataset import Items, hash_key, keyed_order
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -23,27 +23,39 @@ Batch = tuple[Tensor, Tensor] | dict[str, Tensor]
 Preprocess = Callable[[list[Any]], Tensor | Mapping[str, Tensor]]
 
 
-class Labelled(Protocol):
-    """Anything with a length that gives `(item, label)` by position."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> tuple[Any, Any]: ...
-
-
 @dataclass(eq=False)
 class BatchLoader:
-    """Batches of a data set; `batches` makes one and says what the settings mean."""
+    """Batches of a data set: an iterable with a length that yields `(inputs, labels)`, labels `[B]` integers.
 
-    dataset: Labelled
+    Where `preprocess` gives a mapping, that mapping is yielded with `labels` added. It can be iterated any number of
+    times. Every pass over the same epoch is the same, in order and in the random augmentations of `preprocess` (as
+    far as they draw from torch's CPU generator), whatever the number of workers; `set_epoch` moves on. The state of
+    torch's generators is left as it was. Where members are ranked or trained on it, each has orders and augmentations
+    of its own (`set_stream`).
+
+    Attributes:
+        dataset: Gives `(item, label)` by position.
+        preprocess: Turns a list of items into a tensor `[B, ...]` or a mapping of such tensors: a model's
+            preprocessing, a `TrainTransform`, or any function.
+        batch_size: Items a batch; the last one may be smaller.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Decides order and augmentations.
+        num_workers: Worker processes that read and preprocess; 0 does it in this one.
+        drop_last: Leave out a last batch that is not full.
+
+    Raises:
+        DataError: A setting is out of range; while iterating, what `preprocess` gives has the wrong length.
+    """
+
+    dataset: Items[tuple[Any, Any]]
     preprocess: Preprocess
     batch_size: int
     shuffle: bool = False
     seed: int = 0
     num_workers: int = 0
     drop_last: bool = False
-    epoch: int = 0
-    stream: int | None = None
+    epoch: int = field(default=0, init=False)
+    stream: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -70,13 +82,13 @@ class BatchLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Start a pass over the data."""
         seed = self.seed if self.stream is None else hash_key(self.seed, self.stream)
-        count = len(self.dataset)
+        count, size = len(self.dataset), self.batch_size
         order = keyed_order(count, seed, self.epoch).tolist() if self.shuffle else list(range(count))
-        starts = range(0, len(self) * self.batch_size, self.batch_size)
+        positions = [order[start : start + size] for start in range(0, len(self) * size, size)]
         loader: DataLoader[Any] = DataLoader(
-            _WithPosition(self.dataset),  # type: ignore[arg-type]
-            batch_sampler=[order[start : start + self.batch_size] for start in starts],
-            collate_fn=partial(_collate, self.preprocess, (seed, self.epoch)),
+            _Pass(self.dataset, self.preprocess, positions, (seed, self.epoch)),  # type: ignore[arg-type]
+            batch_size=None,
+            collate_fn=_as_it_is,
             num_workers=self.num_workers,
             # the seeds of the workers shall not be drawn from the global generator
             generator=torch.Generator().manual_seed(hash_key(seed, self.epoch)),
@@ -84,74 +96,45 @@ class BatchLoader:
         return iter(loader)
 
 
+batches = BatchLoader
+"""Make batches of a data set; see `BatchLoader`."""
+
 Batches = BatchLoader
 """The name of `BatchLoader` in earlier releases."""
 
 
-def batches(
-    dataset: Labelled,
-    preprocess: Preprocess,
-    batch_size: int,
-    shuffle: bool = False,
-    seed: int = 0,
-    num_workers: int = 0,
-    drop_last: bool = False,
-) -> BatchLoader:
-    """Make batches of a data set.
-
-    The result can be iterated any number of times. Every pass over the same epoch is the same, in order and
-    in the random augmentations of `preprocess` (as far as they draw from torch's CPU generator), whatever the
-    number of workers; `set_epoch` moves on. The state of torch's generators is left as it was. Where members are
-    ranked or trained on it, each has orders and augmentations of its own (`set_stream`).
-
-    Args:
-        dataset: Gives `(item, label)` by position.
-        preprocess: Turns a list of items into a tensor `[B, ...]` or a mapping of such tensors: a model's
-            preprocessing, a `TrainTransform`, or any function.
-        batch_size: Items a batch; the last one may be smaller.
-        shuffle: Whether each epoch has an order of its own.
-        seed: Decides order and augmentations.
-        num_workers: Worker processes that read and preprocess; 0 does it in this one.
-        drop_last: Leave out a last batch that is not full.
-
-    Returns:
-        An iterable with a length that yields `(inputs, labels)`, or, where `preprocess` gives a mapping, that
-        mapping with `labels` added; labels are `[B]` integers.
-
-    Raises:
-        DataError: A setting is out of range; while iterating, what `preprocess` gives has the wrong length.
-    """
-    return BatchLoader(dataset, preprocess, batch_size, shuffle, seed, num_workers, drop_last)
-
-
 @dataclass(frozen=True)
-class _WithPosition:
-    dataset: Labelled
+class _Pass:
+    """The batches of one pass by number."""
 
-    def __getitem__(self, index: int) -> tuple[int, Any, int]:
-        item, label = self.dataset[index]
-        return index, item, int(label)
+    dataset: Items[tuple[Any, Any]]
+    preprocess: Preprocess
+    positions: list[list[int]]
+    key: tuple[int, int]
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, number: int) -> Batch:
+        positions = self.positions[number]
+        items, labels = zip(*(self.dataset[position] for position in positions), strict=True)
+        # Only the CPU generator is seeded and put back: `torch.manual_seed` would also reset the generators
+        # of the GPUs, and with them the dropout of the model that is being trained.
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(hash_key(*self.key, positions[0]))
+        try:
+            inputs = self.preprocess(list(items))
+        finally:
+            torch.set_rng_state(state)
+        targets = torch.tensor([int(label) for label in labels], dtype=torch.int64)  # [B]
+        for tensor in inputs.values() if isinstance(inputs, Mapping) else [inputs]:
+            if len(tensor) != len(targets):
+                raise DataError(f"preprocess made {len(tensor)} rows of {len(targets)} items; it must keep one each")
+        return {**inputs, "labels": targets} if isinstance(inputs, Mapping) else (inputs, targets)
 
 
-def _collate(preprocess: Preprocess, key: tuple[int, int], entries: Sequence[tuple[int, Any, int]]) -> Batch:
-    positions, items, labels = zip(*entries, strict=True)
-    # Only the CPU generator is seeded and put back: `torch.manual_seed` would also reset the generators
-    # of the GPUs, and with them the dropout of the model that is being trained.
-    state = torch.get_rng_state()
-    torch.default_generator.manual_seed(hash_key(*key, positions[0]))
-    try:
-        inputs = preprocess(list(items))
-    finally:
-        torch.set_rng_state(state)
-    targets = torch.tensor(labels, dtype=torch.int64)  # [B]
-    for tensor in inputs.values() if isinstance(inputs, Mapping) else [inputs]:
-        if len(tensor) != len(targets):
-            raise DataError(f"preprocess made {len(tensor)} rows of {len(targets)} items; it must keep one row an item")
-    return {**inputs, "labels": targets} if isinstance(inputs, Mapping) else (inputs, targets)
-
-
-_PAPERS = RandAugment(operations=2, magnitude=12)
-_Resampling = Literal["nearest", "bilinear", "bicubic"]
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 @dataclass(frozen=True)
@@ -166,29 +149,25 @@ class TrainTransform:
         crop_scale: Smallest and largest share of the image's area that a crop may take.
         flip_probability: Probability of mirroring left and right.
         rand_augment: Settings of RandAugment, or `None`.
-        mean: Mean of each channel, subtracted last.
-        std: Standard deviation of each channel, divided by last.
-        interpolation: How the crop is resized.
+        mean, std: Of each channel, subtracted and divided by last.
     """
 
     size: tuple[int, int] = (224, 224)
     crop_scale: tuple[float, float] = (0.08, 1.0)
     flip_probability: float = 0.5
-    rand_augment: RandAugment | None = _PAPERS
+    rand_augment: RandAugment | None = field(default_factory=RandAugment)
     mean: tuple[float, ...] = ImagePreprocessing.mean
     std: tuple[float, ...] = ImagePreprocessing.std
-    interpolation: _Resampling = "bilinear"
 
     def __post_init__(self) -> None:
         """Check every range."""
-        crop, three = self.crop_scale, len(self.mean) == len(self.std) == 3
+        crop = self.crop_scale
         for name, valid, accepted in (
             ("size", len(self.size) == 2 and min(self.size) > 0, "a positive height and width"),
             ("crop_scale", len(crop) == 2 and 0 < crop[0] <= crop[1] <= 1, "0 < smallest <= largest <= 1"),
             ("flip_probability", 0 <= self.flip_probability <= 1, "in [0, 1]"),
-            ("mean", three, "three entries, as std"),
-            ("std", three and min(self.std) > 0, "three positive entries"),
-            ("interpolation", self.interpolation in get_args(_Resampling), f"one of {get_args(_Resampling)}"),
+            ("mean", len(self.mean) == 3, "three entries"),
+            ("std", len(self.std) == 3 and min(self.std) > 0, "three positive entries"),
         ):
             if not valid:
                 raise ConfigError(f"{name} must be {accepted}, got {getattr(self, name)!r}")
@@ -207,11 +186,10 @@ class TrainTransform:
     @cached_property
     def _pipeline(self) -> Any:
         transforms = require("torchvision.transforms.v2", extra="data")
-        mode = transforms.InterpolationMode[self.interpolation.upper()]
         augment = self.rand_augment
         return transforms.Compose(
             [
-                transforms.RandomResizedCrop(self.size, scale=self.crop_scale, interpolation=mode),
+                transforms.RandomResizedCrop(self.size, scale=self.crop_scale),
                 transforms.RandomHorizontalFlip(self.flip_probability),
                 *([] if augment is None else [transforms.RandAugment(augment.operations, augment.magnitude)]),
                 transforms.ToImage(),

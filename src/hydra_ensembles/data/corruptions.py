@@ -3,8 +3,9 @@
 import io
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -18,46 +19,43 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 ParameterSet = Literal["imagenet", "tinyimagenet", "cifar"]
-Bytes = npt.NDArray[np.uint8]
 Pixels = npt.NDArray[np.float64]
 Random = np.random.Generator
-Values = tuple[float, ...]
 Corruption = Callable[..., Pixels]
-Picture = TypeVar("Picture", "Image", Bytes)
+Published = dict[str, dict[ParameterSet, list[list[float]]]]
 
 PARAMETER_SETS: tuple[ParameterSet, ...] = get_args(ParameterSet)
 SEVERITIES = (1, 2, 3, 4, 5)
-FUNCTIONS: dict[str, Corruption] = {}
-PARAMETERS: dict[ParameterSet, dict[str, tuple[Values, ...]]] = {name: {} for name in PARAMETER_SETS}
+
+_pillow = partial(require, "PIL.Image", extra="data")
+_scipy = partial(require, "scipy.ndimage", extra="data")
 
 
-def corrupt(image: Picture, name: str, severity: int, seed: int, parameters: ParameterSet = "imagenet") -> Picture:
-    """Corrupt an image as ImageNet-C does.
+def corrupt(image: "Image", name: str, severity: int, seed: int, parameters: ParameterSet = "imagenet") -> "Image":
+    """Corrupt a PIL image as ImageNet-C does; the result is RGB, of the same size.
 
     Motion blur and snow follow ImageMagick's definition of motion blur, and frost is drawn, not photographed
-    (see `frost`); everything else follows the published code up to the stream of random numbers.
-    Values are truncated to integers, as they were when ImageNet-C was made. ImageNet-C itself was saved once
-    more as JPEG of quality 85, which this does not do.
+    (see `frost`); everything else follows the published code up to the stream of random numbers. Values are truncated
+    to integers, as they were when ImageNet-C was made; it was saved once more as JPEG of quality 85, which this is not.
 
     Args:
-        image: A PIL image of any mode, or an array of bytes `[H, W, 3]` or `[H, W]`, of any size.
+        image: Of any mode and size.
         name: One of `CORRUPTIONS`.
         severity: 1 to 5.
         seed: Same image, same seed, same result (numpy's PCG64). Give each image a seed of its own.
         parameters: Which published set: `"imagenet"` (made for 224 pixels), `"tinyimagenet"` (64), `"cifar"`
             (32). The numbers are in pixels and are not scaled to the image.
 
-    Returns:
-        The corrupted image, RGB, of the same size: a PIL image for a PIL image, else an array `[H, W, 3]`.
-
     Raises:
-        DataError: No such corruption, severity or parameter set, or not an image.
+        DataError: No such corruption, severity or parameter set, or not a PIL image.
     """
     values = _values(name, severity, parameters)
-    pixels, is_pil = _pixels(image)
+    if not hasattr(image, "convert"):
+        raise DataError(f"expected a PIL image, got a {type(image).__name__}; use PIL.Image.fromarray for an array")
     rng = np.random.Generator(np.random.PCG64(seed & ((1 << 64) - 1)))
-    result: Any = np.clip(FUNCTIONS[name](pixels, rng, *values), 0, 255).astype(np.uint8)
-    return require("PIL.Image", extra="data").fromarray(result) if is_pil else result
+    pixels = FUNCTIONS[name](np.asarray(to_rgb(image), dtype=np.float64), rng, *values)
+    corrupted_image: Image = _pillow().fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
+    return corrupted_image
 
 
 def corrupted(
@@ -68,18 +66,11 @@ def corrupted(
     parameters: ParameterSet = "imagenet",
     prepare: "Callable[[Image], Image] | None" = None,
 ) -> ImageDataset:
-    """Give a data set whose images are corrupted when they are read, each with random numbers of its own.
+    """Give a data set whose images are corrupted when they are read, with the settings of `corrupt`.
 
-    The random numbers depend on the seed, the corruption and the row of the image in its source, so subsets
-    see the same corrupted images.
-
-    Args:
-        dataset: Images.
-        name: One of `CORRUPTIONS`.
-        severity: 1 to 5.
-        seed: Same seed, same images.
-        parameters: Which published set; see `corrupt`.
-        prepare: Applied before the corruption, such as resizing to 256 and cropping to 224 for ImageNet-C.
+    The random numbers depend on the seed, the corruption and the row of the image in its source, so each image has its
+    own, and subsets see the same corrupted images. `prepare` is applied before the corruption, such as resizing to 256
+    and cropping to 224 for ImageNet-C.
     """
     _values(name, severity, parameters)
     read = partial(_read_corrupted, dataset, (name, severity, parameters), seed, prepare)
@@ -99,7 +90,7 @@ def _read_corrupted(
     return corrupt(image if prepare is None else prepare(image), name, severity, seed, parameters)
 
 
-def _values(name: str, severity: int, parameters: ParameterSet) -> Values:
+def _values(name: str, severity: int, parameters: ParameterSet) -> list[float]:
     for what, given, known in (
         ("corruption", name, CORRUPTIONS),
         ("severity", severity, SEVERITIES),
@@ -107,55 +98,30 @@ def _values(name: str, severity: int, parameters: ParameterSet) -> Values:
     ):
         if given not in known:
             raise DataError(f"no {what} {given!r}; choose one of {', '.join(map(str, known))}")
-    return PARAMETERS[parameters][name][severity - 1]
+    return published_numbers()[name][parameters][severity - 1]
 
 
-def _pixels(image: Any) -> tuple[Pixels, bool]:
-    """Bring an image to `[H, W, 3]` in 0..255, and say whether it was a PIL image."""
-    is_pil = hasattr(image, "convert")
-    array = np.asarray(to_rgb(image)) if is_pil else image
-    if not isinstance(array, np.ndarray) or array.dtype != np.uint8:
-        kind = f"an array of {array.dtype}" if isinstance(array, np.ndarray) else f"a {type(image).__name__}"
-        raise DataError(f"expected a PIL image or an array of uint8, got {kind}; scale to 0..255 and convert")
-    if array.ndim == 2:
-        array = np.repeat(array[..., None], 3, axis=-1)
-    if array.ndim != 3 or array.shape[-1] != 3 or 0 in array.shape:
-        raise DataError(f"expected an image of shape [H, W, 3] or [H, W], got {list(image.shape)}")
-    return array.astype(np.float64), is_pil
-
-
-def _published(*sets: tuple[float | Values, ...], sides: Values = (1, 1, 1)) -> Callable[[Corruption], Corruption]:
-    """A corruption by its name, with its published numbers: five severities for each of `PARAMETER_SETS`.
-
-    `sides` are the sizes of image that the numbers are shares of, where they are.
-    """
-
-    def register(function: Corruption) -> Corruption:
-        FUNCTIONS[function.__name__] = function
-        for parameters, severities, side in zip(PARAMETER_SETS, sets, sides, strict=True):
-            rows = [values if isinstance(values, tuple) else (values,) for values in severities]
-            PARAMETERS[parameters][function.__name__] = tuple(tuple(side * value for value in row) for row in rows)
-        return function
-
-    return register
+@cache
+def published_numbers() -> Published:
+    """The numbers of every corruption, by parameter set and severity, as `corruptions.yaml` lists them."""
+    file = Path(__file__).with_name("corruptions.yaml")
+    numbers: Published = require("yaml", extra="data").safe_load(file.read_text(encoding="utf-8"))
+    return numbers
 
 
 # --- the corruptions: of pixels [H, W, 3] in 0..255, random numbers, and the numbers of a severity --------------
 
 
-@_published((0.08, 0.12, 0.18, 0.26, 0.38), (0.04, 0.08, 0.12, 0.15, 0.18), (0.04, 0.06, 0.08, 0.09, 0.1))
 def gaussian_noise(image: Pixels, rng: Random, deviation: float) -> Pixels:
     """Noise of low light: a normal deviation on every value."""
     return clip_to_bytes(image / 255.0 + rng.normal(scale=deviation, size=image.shape))
 
 
-@_published((60, 25, 12, 5, 3), (250, 100, 50, 30, 15), (500, 250, 100, 75, 50))
 def shot_noise(image: Pixels, rng: Random, photons: float) -> Pixels:
     """Noise of counting photons: a Poisson count for every value."""
     return clip_to_bytes(rng.poisson(image / 255.0 * photons) / photons)
 
 
-@_published((0.03, 0.06, 0.09, 0.17, 0.27), (0.01, 0.02, 0.05, 0.08, 0.14), (0.01, 0.02, 0.03, 0.05, 0.07))
 def impulse_noise(image: Pixels, rng: Random, share: float) -> Pixels:
     """Salt and pepper: some values become black or white, each with equal probability."""
     replaced = rng.random(image.shape) < share
@@ -163,22 +129,11 @@ def impulse_noise(image: Pixels, rng: Random, share: float) -> Pixels:
     return np.where(replaced, np.where(white, 255.0, 0.0), image)
 
 
-@_published(
-    ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
-    ((0.5, 0.6), (1, 0.1), (1.5, 0.1), (2.5, 0.01), (3, 0.1)),
-    ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),
-)
 def defocus_blur(image: Pixels, rng: Random, radius: float, sigma: float) -> Pixels:
     """Out of focus: every point becomes a disc."""
-    ndimage = require("scipy.ndimage", extra="data")
-    return clip_to_bytes(ndimage.correlate(image / 255.0, _disc(radius, sigma)[..., None], mode="mirror"))
+    return clip_to_bytes(_scipy().correlate(image / 255.0, _disc(radius, sigma)[..., None], mode="mirror"))
 
 
-@_published(
-    ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
-    ((0.1, 1, 1), (0.5, 1, 1), (0.6, 1, 2), (0.7, 2, 1), (0.9, 2, 2)),
-    ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
-)
 def glass_blur(image: Pixels, rng: Random, sigma: float, reach: int, rounds: int) -> Pixels:
     """Frosted glass: blur, scatter pixels locally, blur again.
 
@@ -199,11 +154,6 @@ def glass_blur(image: Pixels, rng: Random, sigma: float, reach: int, rounds: int
     return clip_to_bytes(gaussian_blur(scattered / 255.0, sigma))
 
 
-@_published(
-    ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
-    ((10, 1), (10, 1.5), (10, 2), (10, 2.5), (12, 3)),
-    ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),
-)
 def motion_blur(image: Pixels, rng: Random, radius: float, sigma: float) -> Pixels:
     """The camera moves along a random direction within 45° of the horizontal.
 
@@ -212,11 +162,6 @@ def motion_blur(image: Pixels, rng: Random, radius: float, sigma: float) -> Pixe
     return np.rint(directional_blur(image, radius, sigma, rng.uniform(-45.0, 45.0)))
 
 
-@_published(
-    ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03)),
-    ((1.06, 0.01), (1.11, 0.01), (1.16, 0.01), (1.21, 0.01), (1.26, 0.01)),
-    ((1.06, 0.01), (1.11, 0.01), (1.16, 0.01), (1.21, 0.01), (1.26, 0.01)),
-)
 def zoom_blur(image: Pixels, rng: Random, end: float, step: float) -> Pixels:
     """The camera moves towards the scene: the mean of several enlargements."""
     pixels = image / 255.0
@@ -224,44 +169,12 @@ def zoom_blur(image: Pixels, rng: Random, end: float, step: float) -> Pixels:
     return clip_to_bytes((pixels + sum(zoomed)) / (len(zoomed) + 1))
 
 
-@_published(
-    (
-        (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
-        (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
-        (0.55, 0.3, 4, 0.9, 12, 8, 0.7),
-        (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
-        (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
-    ),
-    (
-        (0.1, 0.2, 1, 0.6, 8, 3, 0.8),
-        (0.1, 0.2, 1, 0.5, 10, 4, 0.8),
-        (0.15, 0.3, 1.75, 0.55, 10, 4, 0.7),
-        (0.25, 0.3, 2.25, 0.6, 12, 6, 0.65),
-        (0.3, 0.3, 1.25, 0.65, 14, 12, 0.6),
-    ),
-    (
-        (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
-        (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
-        (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
-        (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
-        (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
-    ),
-)
-def snow(
-    image: Pixels,
-    rng: Random,
-    mean: float,
-    deviation: float,
-    zoom: float,
-    threshold: float,
-    radius: float,
-    sigma: float,
-    weight: float,
-) -> Pixels:
+def snow(image: Pixels, rng: Random, *numbers: float) -> Pixels:
     """Flakes driven by the wind, over a whitened image.
 
     The original blurs the flakes with ImageMagick; `directional_blur` follows the same definition.
     """
+    mean, deviation, zoom, threshold, radius, sigma, weight = numbers
     pixels = image / 255.0
     flakes = clipped_zoom(rng.normal(mean, deviation, size=image.shape[:2])[..., None], zoom)[..., 0]
     flakes = np.floor(np.clip(np.where(flakes < threshold, 0.0, flakes), 0, 1) * 255.0)
@@ -271,11 +184,6 @@ def snow(
     return clip_to_bytes(whitened + flakes + np.rot90(flakes, k=2))
 
 
-@_published(
-    ((1, 0.4, 1), (0.8, 0.6, 1), (0.7, 0.7, 1), (0.65, 0.7, 1), (0.6, 0.75, 1)),
-    ((1, 0.3, 0.3), (0.9, 0.4, 0.3), (0.8, 0.45, 0.3), (0.75, 0.5, 0.3), (0.7, 0.55, 0.3)),
-    ((1, 0.2, 0.2), (1, 0.3, 0.2), (0.9, 0.4, 0.2), (0.85, 0.4, 0.2), (0.75, 0.45, 0.2)),
-)
 def frost(image: Pixels, rng: Random, image_weight: float, frost_weight: float, scale: float) -> Pixels:
     """Ice crystals on the lens.
 
@@ -287,11 +195,6 @@ def frost(image: Pixels, rng: Random, image_weight: float, frost_weight: float, 
     return np.clip(image_weight * image + frost_weight * overlay, 0, 255)
 
 
-@_published(
-    ((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)),
-    ((0.4, 3), (0.7, 3), (1, 2.5), (1.5, 2), (2, 1.75)),
-    ((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
-)
 def fog(image: Pixels, rng: Random, strength: float, decay: float) -> Pixels:
     """A cloud field added to the image, which is then scaled back to its range."""
     pixels = image / 255.0
@@ -300,7 +203,6 @@ def fog(image: Pixels, rng: Random, strength: float, decay: float) -> Pixels:
     return clip_to_bytes((pixels + strength * clouds) * brightest / (brightest + strength))
 
 
-@_published((0.1, 0.2, 0.3, 0.4, 0.5), (0.1, 0.2, 0.3, 0.4, 0.5), (0.05, 0.1, 0.15, 0.2, 0.3))
 def brightness(image: Pixels, rng: Random, added: float) -> Pixels:
     """Add to the value of HSV, at constant hue and saturation.
 
@@ -313,7 +215,6 @@ def brightness(image: Pixels, rng: Random, added: float) -> Pixels:
     return clip_to_bytes(np.where(value > 0, pixels * (brighter / np.where(value > 0, value, 1.0)), brighter))
 
 
-@_published((0.4, 0.3, 0.2, 0.1, 0.05), (0.4, 0.3, 0.2, 0.1, 0.05), (0.75, 0.5, 0.4, 0.3, 0.15))
 def contrast(image: Pixels, rng: Random, factor: float) -> Pixels:
     """Draw every channel towards its mean over the image."""
     pixels = image / 255.0
@@ -321,17 +222,13 @@ def contrast(image: Pixels, rng: Random, factor: float) -> Pixels:
     return clip_to_bytes((pixels - means) * factor + means)
 
 
-@_published(
-    ((2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02)),
-    ((0, 0, 0.08), (0.05, 0.3, 0.06), (0.1, 0.08, 0.06), (0.1, 0.03, 0.03), (0.16, 0.03, 0.02)),
-    ((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)),
-    sides=(244, 64, 32),  # 244 is a slip for 224 that is part of the published data
-)
-def elastic_transform(image: Pixels, rng: Random, reach: float, sigma: float, corner_shift: float) -> Pixels:
+def elastic_transform(image: Pixels, rng: Random, *shares: float) -> Pixels:
     """Stretch: a random affine map, then a smooth random displacement of every pixel.
 
     Interpolation is exact where the original's rounds the affine map to 1/32 of a pixel.
     """
+    *numbers, size = shares
+    reach, sigma, corner_shift = (size * share for share in numbers)
     pixels = image / 255.0
     height, width = image.shape[:2]
     centre = np.array([width // 2, height // 2], dtype=np.float64)
@@ -348,23 +245,19 @@ def elastic_transform(image: Pixels, rng: Random, reach: float, sigma: float, co
     return clip_to_bytes(_sample(warped, rows + shift_y, columns + shift_x, mode="reflect"))
 
 
-@_published((0.6, 0.5, 0.4, 0.3, 0.25), (0.9, 0.8, 0.7, 0.6, 0.5), (0.95, 0.9, 0.85, 0.75, 0.65))
 def pixelate(image: Pixels, rng: Random, scale: float) -> Pixels:
     """Reduce to fewer pixels and enlarge again, both with a box filter."""
-    image_module = require("PIL.Image", extra="data")
     height, width = image.shape[:2]
     small = (max(1, int(width * scale)), max(1, int(height * scale)))
-    picture = image_module.fromarray(image.astype(np.uint8)).resize(small, image_module.Resampling.BOX)
-    return np.asarray(picture.resize((width, height), image_module.Resampling.BOX), dtype=np.float64)
+    picture = _pillow().fromarray(image.astype(np.uint8)).resize(small, _pillow().Resampling.BOX)
+    return np.asarray(picture.resize((width, height), _pillow().Resampling.BOX), dtype=np.float64)
 
 
-@_published((25, 18, 15, 10, 7), (65, 58, 50, 40, 25), (80, 65, 58, 50, 40))
 def jpeg_compression(image: Pixels, rng: Random, quality: int) -> Pixels:
     """Save as JPEG and read again."""
-    image_module = require("PIL.Image", extra="data")
     stored = io.BytesIO()
-    image_module.fromarray(image.astype(np.uint8)).save(stored, "JPEG", quality=quality)
-    return np.asarray(image_module.open(stored), dtype=np.float64)
+    _pillow().fromarray(image.astype(np.uint8)).save(stored, "JPEG", quality=quality)
+    return np.asarray(_pillow().open(stored), dtype=np.float64)
 
 
 # --- what they are made of ----------------------------------------------------------------------------------
@@ -377,8 +270,7 @@ def clip_to_bytes(pixels: Pixels) -> Pixels:
 
 def gaussian_blur(image: Pixels, sigma: float, mode: str = "nearest", truncate: float = 4.0) -> Pixels:
     """Blur the two leading axes; a third (the channels) is left alone."""
-    ndimage = require("scipy.ndimage", extra="data")
-    return np.asarray(ndimage.gaussian_filter(image, (sigma, sigma, 0)[: image.ndim], mode=mode, truncate=truncate))
+    return np.asarray(_scipy().gaussian_filter(image, (sigma, sigma, 0)[: image.ndim], mode=mode, truncate=truncate))
 
 
 def directional_blur(image: Pixels, radius: float, sigma: float, angle: float) -> Pixels:
@@ -404,12 +296,11 @@ def directional_blur(image: Pixels, radius: float, sigma: float, angle: float) -
 
 def clipped_zoom(image: Pixels, factor: float) -> Pixels:
     """Enlarge the middle of an image `[H, W, C]` linearly so that it fills the same size."""
-    ndimage = require("scipy.ndimage", extra="data")
     sizes = image.shape[:2]
     crops = [math.ceil(size / factor) for size in sizes]
     starts = [(size - crop) // 2 for size, crop in zip(sizes, crops, strict=True)]
     middle = image[starts[0] : starts[0] + crops[0], starts[1] : starts[1] + crops[1]]
-    zoomed = ndimage.zoom(middle, (factor, factor, 1), order=1)
+    zoomed = _scipy().zoom(middle, (factor, factor, 1), order=1)
     trims = [(grown - size) // 2 for grown, size in zip(zoomed.shape, sizes, strict=False)]
     return np.asarray(zoomed[trims[0] : trims[0] + sizes[0], trims[1] : trims[1] + sizes[1]])
 
@@ -457,8 +348,7 @@ def ice(height: int, width: int, scale: float, rng: Random) -> Pixels:
     picture: Pixels = _ICE_DARK + np.clip(light, 0, 1)[..., None] * (_ICE_LIGHT - _ICE_DARK)
     if (rows, columns) == (height, width):
         return picture
-    image_module = require("PIL.Image", extra="data")
-    reduced = image_module.fromarray(picture.astype(np.uint8)).resize((width, height), image_module.Resampling.BILINEAR)
+    reduced = _pillow().fromarray(picture.astype(np.uint8)).resize((width, height), _pillow().Resampling.BILINEAR)
     return np.asarray(reduced, dtype=np.float64)
 
 
@@ -480,7 +370,6 @@ def _needles(rows: int, columns: int, density: float, length: int, first_angle: 
 
 def _disc(radius: float, sigma: float) -> Pixels:
     """Disc of ones with a softened rim; sums to one."""
-    ndimage = require("scipy.ndimage", extra="data")
     reach, rim = (8, 1) if radius <= 8 else (int(radius), 2)
     places = np.arange(-reach, reach + 1)
     disc = (places[:, None] ** 2 + places[None, :] ** 2 <= radius**2).astype(np.float64)
@@ -488,18 +377,23 @@ def _disc(radius: float, sigma: float) -> Pixels:
     rim_weights = np.exp(-(np.arange(-rim, rim + 1) ** 2) / (2.0 * sigma**2))
     rim_weights /= rim_weights.sum()
     for axis in (0, 1):
-        disc = ndimage.correlate1d(disc, rim_weights, axis=axis, mode="mirror")
+        disc = _scipy().correlate1d(disc, rim_weights, axis=axis, mode="mirror")
     return disc
 
 
 def _sample(image: Pixels, rows: Pixels, columns: Pixels, mode: str) -> Pixels:
     """Read an image between its pixels, linearly."""
-    ndimage = require("scipy.ndimage", extra="data")
     channels = np.moveaxis(image, -1, 0)  # [C, H, W]
-    return np.stack([ndimage.map_coordinates(one, (rows, columns), order=1, mode=mode) for one in channels], axis=-1)
+    return np.stack([_scipy().map_coordinates(one, (rows, columns), order=1, mode=mode) for one in channels], axis=-1)
 
 
 _LUMA = np.array([0.299, 0.587, 0.114])
 _ICE_DARK = np.array([38.0, 58.0, 88.0])
 _ICE_LIGHT = np.array([232.0, 243.0, 255.0])
+_NOISE = (gaussian_noise, shot_noise, impulse_noise)
+_BLUR = (defocus_blur, glass_blur, motion_blur, zoom_blur)
+_WEATHER = (snow, frost, fog, brightness)
+_DIGITAL = (contrast, elastic_transform, pixelate, jpeg_compression)
+FUNCTIONS: dict[str, Corruption] = {one.__name__: one for one in (*_NOISE, *_BLUR, *_WEATHER, *_DIGITAL)}
 CORRUPTIONS: tuple[str, ...] = tuple(FUNCTIONS)
+"""Names of the corruptions; seeds depend on their order."""

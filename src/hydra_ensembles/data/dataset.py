@@ -31,7 +31,7 @@ UNLABELLED = -1
 
 
 class Items(Protocol[Item_co]):
-    """Where the items of a data set come from: a list will do."""
+    """Anything with a length that gives an item by position: a list will do."""
 
     def __len__(self) -> int: ...
 
@@ -82,14 +82,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         name: str = "data",
         rows: npt.ArrayLike | None = None,
     ) -> None:
-        """Wrap a source.
-
-        Args:
-            source: Gives an item for each of its rows.
-            labels: One integer for each row of the source (not of `rows`).
-            class_names: Names in label order.
-            name: What reports and error messages call the data set.
-            rows: Rows to show, in this order; all of them if not given.
+        """Wrap a source, with a label for each of its rows, and show the `rows` given, in their order (or all).
 
         Raises:
             DataError: The labels do not fit the source or the class names.
@@ -148,23 +141,19 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
     def _positions(self, given: npt.ArrayLike | Iterable[int], count: int) -> Labels:
         positions = np.array(given, dtype=np.int64).reshape(-1)
         if len(positions) and not 0 <= positions.min() <= positions.max() < count:
-            raise DataError(
-                f"{self.name} has {count} items; positions must lie in 0..{count - 1}, "
-                f"got {positions.min()}..{positions.max()}"
-            )
+            got = f"{positions.min()}..{positions.max()}"
+            raise DataError(f"{self.name} has {count} items; positions must lie in 0..{count - 1}, got {got}")
         return positions
 
     def _check_labels(self) -> None:
-        labels, names, count = self._source_labels, self.class_names, len(self._source)
+        labels, classes, count = self._source_labels, len(self.class_names), len(self._source)
         if len(labels) != count:
             raise DataError(f"{self.name}: {count} items but {len(labels)} labels; give one label an item")
         if count and labels.min() < UNLABELLED:
             raise DataError(f"{self.name}: label {labels.min()} in row {int(labels.argmin())}; labels start at 0")
-        if count and names and labels.max() >= len(names):
-            raise DataError(
-                f"{self.name}: label {labels.max()} in row {int(labels.argmax())}, but there are only "
-                f"{len(names)} class names (labels 0..{len(names) - 1}); check the class names"
-            )
+        if count and classes and labels.max() >= classes:
+            row = f"label {labels.max()} in row {int(labels.argmax())}"
+            raise DataError(f"{self.name}: {row}, but there are only {classes} class names; check the class names")
 
 
 class ImageDataset(Dataset[Picture]):
@@ -190,9 +179,8 @@ def decode_image(content: bytes, where: str) -> "Image":
         image.load()  # Pillow reads lazily; a truncated file must fail here, where its place is known
         return to_rgb(image)
     except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
-        raise DataError(
-            f"{where} cannot be decoded as an image ({len(content)} bytes): {error}; repair or remove it"
-        ) from error
+        size = f"{len(content)} bytes"
+        raise DataError(f"{where} cannot be decoded as an image ({size}): {error}; repair or remove it") from error
 
 
 def read_image(path: Path, where: str | None = None) -> "Image":
@@ -208,16 +196,10 @@ def read_image(path: Path, where: str | None = None) -> "Image":
 
 
 def subset(dataset: SomeDataset, n: int, seed: int, stratified: bool = False) -> SomeDataset:
-    """Draw `n` items without replacement; they keep their order.
+    """Draw `n` items without replacement; they keep their order, and the same seed draws the same items.
 
-    Args:
-        dataset: What to draw from.
-        n: How many items.
-        seed: Same seed, same items.
-        stratified: Keep the class proportions (the remainder goes to the classes that it was taken from most).
-
-    Raises:
-        DataError: There are fewer than `n` items.
+    `stratified` keeps the class proportions (the remainder goes to the classes that it was taken from most). A
+    `DataError` where there are fewer than `n` items.
     """
     if not 0 <= n <= len(dataset):
         raise DataError(f"cannot draw {n} items from {dataset.name}, which has {len(dataset)}; lower n")
@@ -234,13 +216,13 @@ def subset(dataset: SomeDataset, n: int, seed: int, stratified: bool = False) ->
 def split(
     dataset: SomeDataset, fractions: float | Sequence[float], seed: int, stratified: bool = False
 ) -> tuple[SomeDataset, ...]:
-    """Split into disjoint parts; the items of each keep their order.
+    """Split into disjoint parts; the items of each keep their order, and the same seed gives the same parts.
 
     Args:
         dataset: What to split.
         fractions: One fraction gives two parts, that one and the rest; several give a part each, and must not
             add up to more than one.
-        seed: Same seed, same parts.
+        seed: Decides which items go where.
         stratified: Split every class in these proportions.
 
     Raises:
@@ -269,8 +251,9 @@ def without_classes(dataset: SomeDataset, classes: Collection[str | int], relabe
     Labels and class names stay as they are, unless `relabel` numbers the remaining classes from zero.
     """
     left_out = _class_numbers(dataset, classes)
+    chosen = dataset.select(np.flatnonzero(~np.isin(dataset.labels, left_out)))
     kept = [number for number in _all_classes(dataset) if number not in left_out]
-    return _with_classes(dataset, ~np.isin(dataset.labels, left_out), kept, relabel)
+    return _renumbered(chosen, kept) if relabel else chosen
 
 
 def only_classes(dataset: SomeDataset, classes: Sequence[str | int], relabel: bool = False) -> SomeDataset:
@@ -279,7 +262,8 @@ def only_classes(dataset: SomeDataset, classes: Sequence[str | int], relabel: bo
     Labels and class names stay as they are, unless `relabel` numbers the kept classes in the order given.
     """
     kept = _class_numbers(dataset, classes)
-    return _with_classes(dataset, np.isin(dataset.labels, kept), kept, relabel)
+    chosen = dataset.select(np.flatnonzero(np.isin(dataset.labels, kept)))
+    return _renumbered(chosen, kept) if relabel else chosen
 
 
 def keyed_order(count: int, *key: int) -> Labels:
@@ -326,27 +310,20 @@ def _joined(dataset: SomeDataset, groups: list[Labels]) -> SomeDataset:
     return dataset.select(np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *groups])))
 
 
-def _with_classes(dataset: SomeDataset, mask: npt.NDArray[np.bool_], kept: list[int], relabel: bool) -> SomeDataset:
-    chosen = dataset.select(np.flatnonzero(mask))
-    if not relabel:
-        return chosen
+def _renumbered(dataset: SomeDataset, kept: list[int]) -> SomeDataset:
     names = [dataset.class_names[number] if dataset.class_names else str(number) for number in kept]
-    return chosen.relabel({old: new for new, old in enumerate(kept)}, names)
+    return dataset.relabel({old: new for new, old in enumerate(kept)}, names)
 
 
 def _all_classes(dataset: Dataset[Any]) -> list[int]:
-    return list(range(len(dataset.class_names))) or sorted(set(dataset.labels[dataset.labels >= 0].tolist()))
+    return list(range(len(dataset.class_names))) or np.unique(dataset.labels[dataset.labels >= 0]).tolist()
 
 
 def _class_numbers(dataset: Dataset[Any], classes: Collection[str | int]) -> list[int]:
     if isinstance(classes, str):
         raise DataError(f"classes must be a collection of names or numbers, got the string {classes!r}")
-    numbers, names = _all_classes(dataset), dataset.class_names
-    known: dict[str | int, int] = {
-        **dict(zip(numbers, numbers, strict=True)),
-        **{name: i for i, name in enumerate(names)},
-    }
-    unknown = [entry for entry in classes if entry not in known]
+    known: dict[str | int, int] = {number: number for number in _all_classes(dataset)}
+    unknown = [entry for entry in classes if entry not in known and entry not in dataset.class_names]
     if unknown:
-        raise DataError(f"{dataset.name} has no classes {unknown}; it has {list(names) or numbers}")
-    return [known[entry] for entry in classes]
+        raise DataError(f"{dataset.name} has no classes {unknown}; it has {list(dataset.class_names) or list(known)}")
+    return [known[entry] if entry in known else dataset.class_names.index(str(entry)) for entry in classes]

@@ -4,18 +4,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from .._utils import require
 from ..errors import DataError
 from ..schema import from_plain
-from .dataset import AnyDataset, SomeDataset, cut_position, keyed_order, split, without_classes
+from .dataset import AnyDataset, SomeDataset, cut_position, keyed_order, without_classes
 from .loading import Columns, LabelPolicy, load
 
 SHARE_SEED = 0
-"""Seed of the order in which `SetRef.share` cuts a data set."""
+"""Seed of the order in which `SetRef.share` cuts a data set, so that everybody has the same parts."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +88,9 @@ class Suite:
     """A task with its near and far OOD sets.
 
     Attributes:
-        name: What `suite` calls it.
         id: Test set of the task.
         circuit_ood: OOD set on which circuits are chosen; never one of the reported sets.
-        near: OOD sets close to the task.
-        far: OOD sets far from it.
         notes: What a reader of the results must know.
-        train: Training set, if the suite has one.
-        validation: Validation set of the task, if the suite has one.
         apart: Further OOD sets, reported by themselves and in no mean.
         tasks: Further classification tasks (zero-shot suites), without OOD sets of their own.
     """
@@ -139,16 +133,6 @@ def suite(name: str) -> Suite:
     return SUITES[name]
 
 
-def imagenet_validation_split(dataset: SomeDataset) -> tuple[SomeDataset, SomeDataset]:
-    """Split the ImageNet validation set into 1 % for validation and 99 % for testing, as the paper does.
-
-    The paper does not say which images; here they are drawn once for good (`SHARE_SEED`), so that everybody
-    has the same 500 and 49,500.
-    """
-    validation, test = split(dataset, 0.01, SHARE_SEED)
-    return validation, test
-
-
 class _Suites(Mapping[str, Suite]):
     """The suites of `suites.yaml`, read on first use: importing this library reads no file."""
 
@@ -156,7 +140,7 @@ class _Suites(Mapping[str, Suite]):
     def _read(self) -> dict[str, Suite]:
         file = Path(__file__).with_name("suites.yaml")
         declared = require("yaml", extra="data").safe_load(file.read_text(encoding="utf-8"))
-        return {name: from_plain(Suite, {"name": name, **_named(plain)}, name) for name, plain in declared.items()}
+        return {name: from_plain(Suite, {"name": name, **plain}, name) for name, plain in declared.items()}
 
     def __getitem__(self, name: str) -> Suite:
         return self._read[name]
@@ -166,16 +150,6 @@ class _Suites(Mapping[str, Suite]):
 
     def __len__(self) -> int:
         return len(self._read)
-
-
-def _named(plain: Any) -> Any:
-    """Declarations in which every set has a name: its own, or the last part of its source."""
-    if isinstance(plain, list):
-        return [_named(one) for one in plain]
-    if not isinstance(plain, dict):
-        return plain
-    name = {"name": plain["source"].rpartition("/")[2]} if "source" in plain else {}
-    return {**name, **{key: _named(value) for key, value in plain.items()}}
 
 
 SUITES: Mapping[str, Suite] = _Suites()

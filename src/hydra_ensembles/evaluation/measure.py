@@ -11,10 +11,15 @@ from torch import Tensor
 
 from ..errors import ConfigError, DataError
 from ..metrics.bootstrap import Interval, bootstrap_metric, bootstrap_ood
-from ..metrics.calibration import at_labels, equal_count_error, equal_width_bins, equal_width_error, squared_errors
 from ..metrics.inputs import Convention, check_convention, mean, where
-from ..metrics.ood import OodMetric, flagged, of_counts, roc_of_counts
-from ..metrics.selective import risk_curve
+from ..metrics.ood import OodMetric, flagged, of_counts, risk_curve, roc_curve
+from ..metrics.probabilities import (
+    adaptive_ece_of_confidence,
+    at_labels,
+    brier_per_sample,
+    ece_of_confidence,
+    reliability_bins,
+)
 from ..model.metadata import Calibration
 from ..prediction import Prediction, ScoreName
 from .evaluation import (
@@ -135,8 +140,8 @@ class Measure:
         return Classification(
             samples=len(prediction),
             **{key: mean(values) for key, values in _per_sample(prediction, labels).items()},
-            ece=equal_width_error(prediction.confidence, correct),
-            aece=equal_count_error(prediction.confidence, correct),
+            ece=ece_of_confidence(prediction.confidence, correct),
+            aece=adaptive_ece_of_confidence(prediction.confidence, correct),
             aurc=curve.area,
             risk_at_coverage={f"{coverage:.2f}": curve.at(coverage) for coverage in COVERAGES},
         )
@@ -159,8 +164,8 @@ class Measure:
         interval = partial(bootstrap_metric, resamples=self.bootstrap)
         found = {key: interval(mean, [values]) for key, values in _per_sample(prediction, labels).items()}
         found |= {
-            "ece": interval(equal_width_error, [prediction.confidence, correct]),
-            "aece": interval(equal_count_error, [prediction.confidence, correct]),
+            "ece": interval(ece_of_confidence, [prediction.confidence, correct]),
+            "aece": interval(adaptive_ece_of_confidence, [prediction.confidence, correct]),
             "aurc": interval(lambda scores, wrong: risk_curve(scores, wrong).area, [id_scores, ~correct]),
         }
         sets = {f"ood.{name}": [scores] for name, scores in ood_scores.items()}
@@ -174,12 +179,12 @@ class Measure:
         """Every curve of the report; `answers` are those on the OOD sets."""
         correct, id_scores = prediction.label == labels, prediction.score(self.score)
         ood_scores = {name: answer.score(self.score) for name, answer in answers.items()}
-        bins, risk = equal_width_bins(prediction.confidence, correct), risk_curve(id_scores, ~correct)
+        bins, risk = reliability_bins(prediction.confidence, correct), risk_curve(id_scores, ~correct)
         stated, right = (  # NaN in an empty bin
             tuple(value if value == value else None for value in _rounded(values))
             for values in (bins.confidence, bins.accuracy)
         )
-        rocs = {name: roc_of_counts(*flagged(id_scores, scores)) for name, scores in ood_scores.items()}
+        rocs = {name: roc_curve(id_scores, scores) for name, scores in ood_scores.items()}
         everything = torch.cat([id_scores, *ood_scores.values()]).double().numpy()
         low, high = np.quantile(everything, (0.001, 0.999))  # what lies beyond counts in the end bins
         edges = np.histogram_bin_edges(everything, HISTOGRAM_BINS, (low, high))
@@ -194,7 +199,7 @@ class Measure:
             score_edges=_rounded(edges),
             id_scores=histogram(id_scores),
             ood_scores={name: histogram(scores) for name, scores in ood_scores.items()},
-            roc={name: _thin(curve.fpr, curve.tpr) for name, curve in rocs.items()},
+            roc={name: _thin(fpr, tpr) for name, (fpr, tpr, _) in rocs.items()},
             agreement_id=tuple(map(_rounded, _agreement(prediction))),
             agreement_ood=tuple(map(_rounded, torch.stack(foreign).mean(dim=0))) if foreign else None,
         )
@@ -207,7 +212,7 @@ def _per_sample(prediction: Prediction, labels: Tensor) -> dict[str, Tensor]:
         nll = -at_labels(Prediction(prediction.member_logits.double()).log_probs, labels)
     return {
         "accuracy": prediction.label == labels,
-        "brier": squared_errors(prediction.probs, labels),
+        "brier": brier_per_sample(prediction.probs, labels),
         "nll": nll,
         "mutual_information": prediction.epistemic,
         "disagreement": prediction.disagreement,

@@ -1,52 +1,38 @@
 """Metrics of a classifier's evidence: pure functions on tensors that know nothing of models."""
 
-from .bootstrap import Interval, bootstrap_difference, bootstrap_metric, bootstrap_ood, bootstrap_ood_difference
-from .calibration import (
-    ReliabilityBins,
+from .bootstrap import Interval, bootstrap_metric, bootstrap_ood
+from .inputs import Convention
+from .ood import OodMetric, aupr, aurc, auroc, discordance, fpr95, risk_at_coverage, risk_coverage, roc_curve
+from .probabilities import (
     accuracy,
     adaptive_ece,
     adaptive_ece_of_confidence,
     brier,
     brier_per_sample,
+    disagreement,
+    disagreement_per_sample,
     ece,
     ece_of_confidence,
+    entropy_parts,
+    mutual_information,
     nll,
-    nll_of_log_probs,
     nll_per_sample,
     reliability_bins,
     top_label,
 )
-from .diversity import (
-    EntropyParts,
-    disagreement,
-    disagreement_per_sample,
-    entropy_parts,
-    mutual_information,
-    variation_ratio,
-    variation_ratio_per_sample,
-)
-from .inputs import Convention
-from .ood import OodMetric, RocCurve, aupr, auroc, discordance, fpr95, roc_curve
-from .selective import RiskCoverage, aurc, risk_at_coverage, risk_coverage
 
 __all__ = [
     "Convention",
-    "EntropyParts",
     "Interval",
     "OodMetric",
-    "ReliabilityBins",
-    "RiskCoverage",
-    "RocCurve",
     "accuracy",
     "adaptive_ece",
     "adaptive_ece_of_confidence",
     "aupr",
     "aurc",
     "auroc",
-    "bootstrap_difference",
     "bootstrap_metric",
     "bootstrap_ood",
-    "bootstrap_ood_difference",
     "brier",
     "brier_per_sample",
     "disagreement",
@@ -58,13 +44,10 @@ __all__ = [
     "fpr95",
     "mutual_information",
     "nll",
-    "nll_of_log_probs",
     "nll_per_sample",
     "reliability_bins",
     "risk_at_coverage",
     "risk_coverage",
     "roc_curve",
     "top_label",
-    "variation_ratio",
-    "variation_ratio_per_sample",
 ]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, DataError
-from .inputs import Convention, check_convention, check_same_length, check_scores, where
+from .inputs import Convention, check_convention, check_same_length, check_scores
 from .ood import OodMetric, cumulative_counts, joint_ranks, of_counts
 
 # Draws held in memory at once; a thousand resamples of ten thousand samples are cut into pieces of this size.
@@ -24,15 +24,7 @@ _DRAWS_AT_ONCE = 4_000_000
 
 @dataclass(frozen=True)
 class Interval:
-    """A number with its bootstrap confidence interval.
-
-    Attributes:
-        value: The metric on the samples themselves.
-        low: Lower end of the interval.
-        high: Upper end of the interval.
-        level: Share of the replicates between the ends.
-        resamples: Number of replicates.
-    """
+    """A number with its bootstrap confidence interval, which holds the share `level` of so many replicates."""
 
     value: float
     low: float
@@ -48,10 +40,10 @@ def bootstrap_metric(
     metric: Callable[..., float],
     samples: Sequence[Tensor],
     *,
+    minus: Sequence[Tensor] | None = None,
     resamples: int = 1000,
     level: float = 0.95,
     seed: int = 0,
-    name: str | None = None,
 ) -> Interval:
     """Interval of `metric(*samples)`, a function of arrays with one row a sample.
 
@@ -61,31 +53,27 @@ def bootstrap_metric(
     Args:
         metric: Called with the drawn rows of each array.
         samples: Arrays `[B, ...]`, all of one length.
+        minus: Arrays of another method, of which row i is the same sample: a paired interval of the difference
+            `metric(*samples) - metric(*minus)`.
         resamples: Number of resamples.
         level: Share of the replicates the interval holds.
         seed: Seed of the draws.
-        name: Name of the set, for error messages.
     """
-    _check_settings(resamples, level)
-    return _interval(*_replicates(metric, samples, resamples, seed, name), level)
+    _check_resamples(resamples)
+    if not samples:
+        raise DataError("got no arrays to draw samples from; give at least one")
+    arrays = [*samples, *(minus or ())]
+    count = check_same_length({f"rows in array {i}": len(array) for i, array in enumerate(arrays)})
 
+    def measured(drawn: Sequence[Tensor]) -> float:
+        own, others = drawn[: len(samples)], drawn[len(samples) :]
+        return float(metric(*own)) - (float(metric(*others)) if others else 0.0)
 
-def bootstrap_difference(
-    metric: Callable[..., float],
-    first: Sequence[Tensor],
-    second: Sequence[Tensor],
-    *,
-    resamples: int = 1000,
-    level: float = 0.95,
-    seed: int = 0,
-    name: str | None = None,
-) -> Interval:
-    """Paired interval of `metric(*first) - metric(*second)`; row i is the same sample in both."""
-    _check_settings(resamples, level)
-    _sample_count([*first, *second], name)
-    value, replicates = _replicates(metric, first, resamples, seed, name)
-    other, others = _replicates(metric, second, resamples, seed, name)  # the same draws
-    return _interval(value - other, replicates - others, level)
+    generator, replicates = np.random.default_rng(seed), []
+    for _ in range(resamples):
+        rows = torch.from_numpy(generator.integers(count, size=count))
+        replicates.append(measured([array[rows.to(array.device)] for array in arrays]))
+    return _interval(measured(arrays), np.array(replicates), level)
 
 
 def bootstrap_ood(
@@ -93,43 +81,29 @@ def bootstrap_ood(
     id_scores: Tensor,
     ood_scores: Tensor | Sequence[Tensor],
     *,
+    minus: tuple[Tensor, Tensor | Sequence[Tensor]] | None = None,
     convention: Convention = "torch-uncertainty",
     resamples: int = 1000,
     level: float = 0.95,
     seed: int = 0,
-    name: str | None = None,
 ) -> Interval:
     """Interval of an OOD metric of scores `[n]` and `[m]`, or of its unweighted mean over several OOD sets.
 
-    Scores and `convention` are as in `hydra_ensembles.metrics.ood`, the other settings as in `bootstrap_metric`.
+    Scores and `convention` are as in `hydra_ensembles.metrics.ood`, the other settings as in `bootstrap_metric`;
+    `minus` is `(id_scores, ood_scores)` of another method on the same samples, for a paired difference.
     """
-    _check_settings(resamples, level)
-    return _interval(*ood_replicates(metric, id_scores, ood_scores, convention, resamples, seed, name), level)
-
-
-def bootstrap_ood_difference(
-    metric: OodMetric,
-    first: tuple[Tensor, Tensor | Sequence[Tensor]],
-    second: tuple[Tensor, Tensor | Sequence[Tensor]],
-    *,
-    convention: Convention = "torch-uncertainty",
-    resamples: int = 1000,
-    level: float = 0.95,
-    seed: int = 0,
-    name: str | None = None,
-) -> Interval:
-    """Paired interval of first minus second, each given as `(id_scores, ood_scores)` on the same samples."""
-    _check_settings(resamples, level)
-    for role, one, two in zip(("ID", "OOD"), first, second, strict=True):
-        lengths, theirs = ([len(scores) for scores in _as_list(given)] for given in (one, two))
+    value, replicates = ood_replicates(metric, id_scores, ood_scores, convention, resamples, seed)
+    if minus is not None:
+        lengths, theirs = (
+            [len(one) for side in pair for one in _as_list(side)] for pair in ((id_scores, ood_scores), minus)
+        )
         if lengths != theirs:
             raise DataError(
-                f"{where(name)}the first method has {lengths} {role} scores and the second {theirs}; "
-                "a paired difference needs both methods on the same samples, in the same order"
+                f"the methods have {lengths} and {theirs} scores; a paired difference needs the same samples"
             )
-    value, replicates = ood_replicates(metric, *first, convention, resamples, seed, name)
-    other, others = ood_replicates(metric, *second, convention, resamples, seed, name)
-    return _interval(value - other, replicates - others, level)
+        other, others = ood_replicates(metric, *minus, convention, resamples, seed)
+        value, replicates = value - other, replicates - others
+    return _interval(value, replicates, level)
 
 
 def ood_replicates(
@@ -139,26 +113,25 @@ def ood_replicates(
     convention: Convention = "torch-uncertainty",
     resamples: int = 1000,
     seed: int = 0,
-    name: str | None = None,
 ) -> tuple[float, np.ndarray]:
     """The metric, and its value on every resample `[R]`, averaged over the OOD sets.
 
     The draws depend on the seed and the numbers of samples alone, so replicates of methods on the same samples
     are paired, and differences of many methods can be put together.
     """
-    _check_settings(resamples)
+    _check_resamples(resamples)
     check_convention(convention)
     if metric not in get_args(OodMetric):
         raise ConfigError(f"metric={metric!r} is not known; choose one of {', '.join(get_args(OodMetric))}")
     ood_sets = _as_list(ood_scores)
     if not ood_sets:
-        raise DataError(f"{where(name)}got no OOD set; at least one is needed")
-    id_scores = check_scores(id_scores, "ID scores", name)
+        raise DataError("got no OOD set; at least one is needed")
+    id_scores = check_scores(id_scores, "ID scores")
     values, replicates = [], []
     # the ID stream comes first and each set has its own: more sets do not change the draws of the others
     id_stream, *ood_streams = np.random.SeedSequence(seed).spawn(1 + len(ood_sets))
     for scores, stream in zip(ood_sets, ood_streams, strict=True):
-        ranks = joint_ranks(id_scores, check_scores(scores, "OOD scores", name))
+        ranks = joint_ranks(id_scores, check_scores(scores, "OOD scores"))
         id_ranks, ood_ranks, distinct = (tensor.cpu() for tensor in ranks)
 
         def measured(*drawn: Tensor, thresholds: int = len(distinct)) -> Tensor:
@@ -183,31 +156,13 @@ def _as_list(scores: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return [scores] if isinstance(scores, Tensor) else list(scores)
 
 
-def _replicates(
-    metric: Callable[..., float], samples: Sequence[Tensor], resamples: int, seed: int, name: str | None
-) -> tuple[float, np.ndarray]:
-    """The metric, and its value on every resample `[R]`."""
-    count, generator = _sample_count(samples, name), np.random.default_rng(seed)
-    replicates = []
-    for _ in range(resamples):
-        rows = torch.from_numpy(generator.integers(count, size=count))
-        replicates.append(float(metric(*(sample[rows.to(sample.device)] for sample in samples))))
-    return float(metric(*samples)), np.array(replicates)
-
-
-def _sample_count(samples: Sequence[Tensor], name: str | None) -> int:
-    if not samples:
-        raise DataError(f"{where(name)}got no arrays to draw samples from; give at least one")
-    return check_same_length({f"rows in array {i}": len(sample) for i, sample in enumerate(samples)}, name)
-
-
-def _check_settings(resamples: int, level: float = 0.95) -> None:
+def _check_resamples(resamples: int) -> None:
     if resamples < 1:
         raise ConfigError(f"resamples={resamples} draws nothing; use 1 or more (1000 is the custom)")
-    if not 0 < level < 1:
-        raise ConfigError(f"level={level} is not a share of the replicates; use a number in (0, 1), as 0.95")
 
 
 def _interval(value: float, replicates: np.ndarray, level: float) -> Interval:
+    if not 0 < level < 1:
+        raise ConfigError(f"level={level} is not a share of the replicates; use a number in (0, 1), as 0.95")
     low, high = np.quantile(replicates, [(1 - level) / 2, (1 + level) / 2])
     return Interval(value, float(low), float(high), level, len(replicates))

@@ -31,11 +31,10 @@ def mean(values: Tensor) -> float:
 def check_convention(convention: str) -> None:
     """Refuse a convention that is not one of `Convention`."""
     if convention not in get_args(Convention):
-        accepted = ", ".join(repr(choice) for choice in get_args(Convention))
-        raise ConfigError(f"convention={convention!r} is not known; choose one of {accepted}")
+        raise ConfigError(f"convention={convention!r} is not known; choose one of {', '.join(get_args(Convention))}")
 
 
-def check_finite(values: Tensor, what: str, name: str | None) -> None:
+def check_finite(values: Tensor, what: str, name: str | None = None) -> None:
     """Refuse NaN and infinity, saying how many there are and where the first one is."""
     finite = torch.isfinite(values)
     if bool(finite.all()):
@@ -48,41 +47,36 @@ def check_finite(values: Tensor, what: str, name: str | None) -> None:
     )
 
 
-def check_same_length(lengths: dict[str, int], name: str | None) -> int:
+def check_same_length(lengths: dict[str, int], name: str | None = None) -> int:
     """Refuse arrays of different length, and empty ones; returns the common length."""
-    if len(set(lengths.values())) > 1:
+    length, *others = lengths.values()
+    if any(other != length for other in others):
         listing = ", ".join(f"{length} {what}" for what, length in lengths.items())
         raise DataError(f"{where(name)}got {listing}; every sample needs one of each, in the same order")
-    length = next(iter(lengths.values()))
     if length == 0:
         raise DataError(f"{where(name)}got no samples; at least one is needed: check how the set was loaded")
     return length
 
 
-def check_scores(scores: Tensor, what: str, name: str | None) -> Tensor:
+def check_scores(scores: Tensor, what: str) -> Tensor:
     """One score a sample, `[B]`, at least one, no NaN. Infinite scores have a rank and are accepted."""
     if scores.ndim != 1 or scores.is_complex():
         got = f"{scores.dtype} {list(scores.shape)}"
-        raise DataError(f"{where(name)}{what} must be a vector [B] of real numbers, one a sample, but are {got}")
+        raise DataError(f"{what} must be a vector [B] of real numbers, one a sample, but are {got}")
     if scores.numel() == 0:
-        raise DataError(f"{where(name)}there are no {what}; at least one is needed: check how the set was loaded")
-    missing = torch.isnan(scores)
-    if bool(missing.any()):
-        first = int(missing.nonzero()[0])
-        raise DataError(
-            f"{where(name)}{int(missing.sum())} of {scores.numel()} {what} are NaN, the first at index {first}; "
-            "a NaN cannot be ranked: look for overflow in what produced the scores"
-        )
+        raise DataError(f"got no {what}; at least one is needed: check how the set was loaded")
+    bad = scores.isnan()
+    if bool(bad.any()):
+        first = int(bad.int().argmax())
+        raise DataError(f"{int(bad.sum())} of {len(scores)} {what} are NaN, the first at index {first}")
     return scores.detach()
 
 
-def check_labels(labels: Tensor, samples: int, classes: int, name: str | None) -> Tensor:
+def check_labels(labels: Tensor, samples: int, classes: int, name: str | None = None) -> Tensor:
     """Class indices `[B]`, one for each of so many samples, as int64."""
     if labels.ndim != 1 or labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
-        raise DataError(
-            f"{where(name)}labels must be whole numbers [B], one class index a sample, but are {labels.dtype} "
-            f"{list(labels.shape)}"
-        )
+        got = f"{labels.dtype} {list(labels.shape)}"
+        raise DataError(f"{where(name)}labels must be whole numbers [B], one class index a sample, but are {got}")
     check_same_length({"samples": samples, "labels": len(labels)}, name)
     lowest, highest = int(labels.min()), int(labels.max())
     if lowest < 0 or highest >= classes:
@@ -93,37 +87,37 @@ def check_labels(labels: Tensor, samples: int, classes: int, name: str | None) -
     return labels.detach().long()
 
 
-def check_probs(probs: Tensor, labels: Tensor, name: str | None) -> tuple[Tensor, Tensor]:
+def check_probs(probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Probabilities `[B, C]` in at least float32, clamped to [0, 1], and class indices `[B]`, on one device."""
     if probs.ndim != 2:
-        raise DataError(f"{where(name)}probabilities must have shape [B, C], but have {list(probs.shape)}")
-    labels = check_labels(labels, samples=probs.shape[0], classes=probs.shape[1], name=name)
-    return _probability_rows(probs, name), labels.to(probs.device)
+        raise DataError(f"probabilities must have shape [B, C], but have {list(probs.shape)}")
+    labels = check_labels(labels, samples=probs.shape[0], classes=probs.shape[1])
+    return _probability_rows(probs), labels.to(probs.device)
 
 
-def check_member_probs(member_probs: Tensor, name: str | None) -> Tensor:
+def check_member_probs(member_probs: Tensor) -> Tensor:
     """Member probabilities `[M, B, C]`, at least one sample, in at least float32, clamped to [0, 1]."""
     if member_probs.ndim != 3 or member_probs.shape[0] == 0 or member_probs.shape[1] == 0:
         raise DataError(
-            f"{where(name)}member probabilities must have shape [M, B, C], members first, with at least one member and "
-            f"one sample, but have {list(member_probs.shape)}"
+            "member probabilities must have shape [M, B, C], members first, with at least one member and one sample, "
+            f"but have {list(member_probs.shape)}"
         )
-    return _probability_rows(member_probs, name)
+    return _probability_rows(member_probs)
 
 
-def _probability_rows(probs: Tensor, name: str | None) -> Tensor:
+def _probability_rows(probs: Tensor) -> Tensor:
     if probs.shape[-1] < 2 or not probs.is_floating_point():
         raise DataError(
-            f"{where(name)}probabilities must be floating point over two classes or more, but are {probs.dtype} over "
+            f"probabilities must be floating point over two classes or more, but are {probs.dtype} over "
             f"{probs.shape[-1]}; give a binary problem as two columns, 1 - p and p"
         )
-    check_finite(probs, "probabilities", name)
+    check_finite(probs, "probabilities")
     tolerance = _ROW_SUM_TOLERANCE.get(probs.dtype, 1e-3)
     probs = at_least_float32(probs.detach())
     lowest, off = probs.min().item(), (probs.sum(-1) - 1).abs().max().item()
     if lowest < -tolerance or off > tolerance:
         raise DataError(
-            f"{where(name)}rows must be probabilities that sum to one, but the smallest entry is {lowest:.4g} and a "
-            f"row sum is off by {off:.4g}; apply a softmax first if these are logits"
+            f"rows must be probabilities that sum to one, but the smallest entry is {lowest:.4g} and a row sum is off "
+            f"by {off:.4g}; apply a softmax first if these are logits"
         )
     return probs.clamp(0, 1)

@@ -1,7 +1,7 @@
-"""Out-of-distribution detection: AUROC, AUPR, FPR95 and the ROC curve.
+"""What a score of uncertainty is worth: out-of-distribution detection and selective prediction.
 
-OOD is the positive class and a score is higher the more uncertain the model is. The libraries of the field
-disagree on AUPR and FPR95, so the convention has a name:
+A score is higher the more uncertain the model is, and OOD is the positive class. The libraries of the field disagree on
+AUPR and FPR95, so the convention has a name:
 
 * `"torch-uncertainty"` (version 0.12.1, the default): AUPR is the step-wise average precision; FPR95 is taken
   at the threshold whose recall is nearest 95 %, even where that is below 95 %.
@@ -10,87 +10,130 @@ disagree on AUPR and FPR95, so the convention has a name:
   scikit-learn drop points between two others on a line first, which can only matter for scores with ties.
 
 All of them are read off two integer counts, how many ID and how many OOD samples each distinct score flags, for one
-set of scores or for a thousand resamples of it at once. Scores only enter by their order: nothing squashes them
-(torchmetrics passes scores outside [0, 1] through a sigmoid, batch by batch, which ties or reorders them), half
-precision loses nothing, and infinite scores are allowed. torchmetrics, scikit-learn and torch-uncertainty are the
-referees, in the tests.
+set of scores or for a thousand resamples of it at once. Scores only enter by their order: nothing squashes them, half
+precision loses nothing, and infinite scores are allowed. In selective prediction, samples with equal scores are
+answered in the order of the data. torchmetrics, scikit-learn and torch-uncertainty are the referees, in the tests.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .inputs import Convention, at_least_float32, check_convention, check_scores
+from ..errors import ConfigError, DataError
+from .inputs import Convention, check_convention, check_finite, check_same_length, check_scores
 
 OodMetric = Literal["auroc", "aupr", "fpr95"]
 
 
 @dataclass(frozen=True, eq=False)
-class RocCurve:
-    """Points of a ROC curve, from the strictest threshold to the loosest, in float64 on the CPU.
+class RiskCoverage:
+    """A risk-coverage curve in float64 on the CPU: the k most certain samples, for k from 1 to B."""
 
-    Attributes:
-        fpr: Share of ID samples flagged.
-        tpr: Share of OOD samples flagged.
-        thresholds: Samples with a score at or above it are flagged; the first is infinite and flags none.
-    """
+    coverage: Tensor  # [B], share of samples answered
+    risk: Tensor  # [B], mean error among them
 
-    fpr: Tensor
-    tpr: Tensor
-    thresholds: Tensor
+    @property
+    def area(self) -> float:
+        """Area under the curve by trapezoids, divided by the width it spans; of one sample, its risk."""
+        if len(self.risk) == 1:
+            return self.risk.item()
+        return torch.trapezoid(self.risk, self.coverage).item() / (1 - 1 / len(self.risk))
+
+    def at(self, coverage: float) -> float:
+        """Mean error when at least this share of the samples is answered, the most certain ones."""
+        if not 0 < coverage <= 1:
+            raise ConfigError(f"coverage={coverage} is not a share of the samples; use a number in (0, 1]")
+        answered = math.ceil(round(len(self.risk) * coverage, 9))  # 100 * 0.07 is 7 samples, not 8
+        return self.risk[max(answered, 1) - 1].item()
 
 
-def discordance(id_scores: Tensor, ood_scores: Tensor, *, name: str | None = None) -> int:
+# --- selective prediction -----------------------------------------------------------------------------------
+
+
+def risk_coverage(scores: Tensor, errors: Tensor) -> RiskCoverage:
+    """Risk at every coverage, from scores `[B]` and whether (bool) or how much (any number) each answer is wrong."""
+    scores = check_scores(scores, "scores")
+    if errors.ndim != 1:
+        raise DataError(f"errors must be a vector [B], but have shape {list(errors.shape)}")
+    check_same_length({"scores": len(scores), "errors": len(errors)})
+    check_finite(errors, "errors")
+    return risk_curve(scores, errors)
+
+
+def aurc(scores: Tensor, errors: Tensor) -> float:
+    """Area under the risk-coverage curve, as `RiskCoverage.area` defines it."""
+    return risk_coverage(scores, errors).area
+
+
+def risk_at_coverage(scores: Tensor, errors: Tensor, coverage: float = 0.8) -> float:
+    """Mean error when at least this share of the samples is answered, the most certain ones."""
+    return risk_coverage(scores, errors).at(coverage)
+
+
+def risk_curve(scores: Tensor, errors: Tensor) -> RiskCoverage:
+    """`risk_coverage` of values known to be good."""
+    ordered = errors.detach().cpu().double()[scores.cpu().sort(stable=True).indices]
+    answered = torch.arange(1, len(ordered) + 1, dtype=torch.float64)
+    return RiskCoverage(coverage=answered / len(ordered), risk=ordered.cumsum(dim=0) / answered)
+
+
+# --- detection ----------------------------------------------------------------------------------------------
+
+
+def discordance(id_scores: Tensor, ood_scores: Tensor) -> int:
     """Twice the number of (ID, OOD) pairs in the wrong order, plus the number of tied pairs.
 
     An integer, so that two candidates compare exactly: AUROC = 1 - discordance / (2 · ID · OOD). Scores `[n]` and
     `[m]` may have any real dtype. Runs on the device of the ID scores, and takes O(n log n).
     """
-    fp, tp, _ = flagged(*_checked(id_scores, ood_scores, name))
+    fp, tp, _ = flagged(*_checked(id_scores, ood_scores))
     return 2 * len(id_scores) * len(ood_scores) - int(_concordant_twice(fp, tp))
 
 
-def auroc(
-    id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch-uncertainty", *, name: str | None = None
-) -> float:
+def auroc(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch-uncertainty") -> float:
     """Probability that an OOD sample scores higher than an ID sample, ties counting one half.
 
     The same exact number as `discordance`; both conventions agree on it.
     """
-    return _measured("auroc", id_scores, ood_scores, convention, name)
+    return _measured("auroc", id_scores, ood_scores, convention)
 
 
-def aupr(
-    id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch-uncertainty", *, name: str | None = None
-) -> float:
+def aupr(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch-uncertainty") -> float:
     """Area under the precision-recall curve with OOD as the positive class."""
-    return _measured("aupr", id_scores, ood_scores, convention, name)
+    return _measured("aupr", id_scores, ood_scores, convention)
 
 
-def fpr95(
-    id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch-uncertainty", *, name: str | None = None
-) -> float:
+def fpr95(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch-uncertainty") -> float:
     """Share of ID samples flagged at the threshold that flags 95 % of the OOD samples."""
-    return _measured("fpr95", id_scores, ood_scores, convention, name)
+    return _measured("fpr95", id_scores, ood_scores, convention)
 
 
-def roc_curve(id_scores: Tensor, ood_scores: Tensor, *, name: str | None = None) -> RocCurve:
-    """The ROC curve for a figure; points between two others on a straight line are left out."""
-    return roc_of_counts(*flagged(*_checked(id_scores, ood_scores, name)))
+def roc_curve(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The ROC curve for a figure: shares of ID and of OOD samples flagged, and the thresholds, strictest first.
+
+    A sample at or above a threshold is flagged; the first one is infinite. Points between two others on a straight line
+    are left out. In float64 on the CPU.
+    """
+    fp, tp, thresholds = (one.cpu().double().flatten() for one in flagged(*_checked(id_scores, ood_scores)))
+    if len(fp) > 2:
+        bends = (fp.diff(n=2) != 0) | (tp.diff(n=2) != 0)
+        kept = torch.cat([torch.ones(1), bends, torch.ones(1)]).bool()
+        fp, tp, thresholds = fp[kept], tp[kept], thresholds[kept]
+    none = torch.zeros(1).double()
+    return torch.cat([none, fp / fp[-1]]), torch.cat([none, tp / tp[-1]]), torch.cat([none + torch.inf, thresholds])
 
 
-def _measured(
-    metric: OodMetric, id_scores: Tensor, ood_scores: Tensor, convention: Convention, name: str | None
-) -> float:
+def _measured(metric: OodMetric, id_scores: Tensor, ood_scores: Tensor, convention: Convention) -> float:
     check_convention(convention)
-    fp, tp, _ = flagged(*_checked(id_scores, ood_scores, name))
+    fp, tp, _ = flagged(*_checked(id_scores, ood_scores))
     return of_counts(metric, fp.cpu(), tp.cpu(), convention).item()  # in float64, which not every device has
 
 
-def _checked(id_scores: Tensor, ood_scores: Tensor, name: str | None) -> tuple[Tensor, Tensor]:
-    return check_scores(id_scores, "ID scores", name), check_scores(ood_scores, "OOD scores", name)
+def _checked(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor]:
+    return check_scores(id_scores, "ID scores"), check_scores(ood_scores, "OOD scores")
 
 
 def flagged(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,17 +144,10 @@ def flagged(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def joint_ranks(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Dense ranks of both sets among all their scores: equal scores share a rank, infinity has one too.
-
-    Returns:
-        Ranks of the ID scores, ranks of the OOD scores, and the distinct scores in ascending order.
-    """
-    dtypes = (id_scores.dtype, ood_scores.dtype)
-    if all(dtype.is_floating_point for dtype in dtypes):
-        id_scores, ood_scores = at_least_float32(id_scores), at_least_float32(ood_scores)
-        dtype = torch.promote_types(id_scores.dtype, ood_scores.dtype)
-    else:
-        dtype = torch.float64 if any(dtype.is_floating_point for dtype in dtypes) else torch.int64
+    """Dense ranks of both sets among all their scores (equal scores share one), and the distinct scores, ascending."""
+    dtype = torch.promote_types(id_scores.dtype, ood_scores.dtype)
+    if id_scores.is_floating_point() != ood_scores.is_floating_point():
+        dtype = torch.float64  # holds every integer that can be told apart from its neighbours
     both = torch.cat([id_scores.to(dtype), ood_scores.to(id_scores.device, dtype)])
     distinct, ranks = torch.unique(both, return_inverse=True)
     return ranks[: len(id_scores)], ranks[len(id_scores) :], distinct
@@ -130,21 +166,6 @@ def of_counts(metric: OodMetric, fp: Tensor, tp: Tensor, convention: Convention)
     if metric == "auroc":
         return _concordant_twice(fp, tp).double() / (2 * fp[:, -1] * tp[:, -1]).double()
     return _aupr(fp, tp, convention) if metric == "aupr" else _fpr95(fp, tp, convention)
-
-
-def roc_of_counts(fp: Tensor, tp: Tensor, thresholds: Tensor) -> RocCurve:
-    """`roc_curve` from what `flagged` returns."""
-    fp, tp, thresholds = fp[0].cpu(), tp[0].cpu(), thresholds.cpu().double()
-    if len(fp) > 2:
-        bends = (fp.diff(n=2) != 0) | (tp.diff(n=2) != 0)
-        kept = torch.cat([torch.ones(1), bends, torch.ones(1)]).bool()
-        fp, tp, thresholds = fp[kept], tp[kept], thresholds[kept]
-    none = torch.zeros(1).double()
-    return RocCurve(
-        fpr=torch.cat([none, fp.double() / fp[-1]]),
-        tpr=torch.cat([none, tp.double() / tp[-1]]),
-        thresholds=torch.cat([none + torch.inf, thresholds]),
-    )
 
 
 def _concordant_twice(fp: Tensor, tp: Tensor) -> Tensor:

@@ -73,27 +73,22 @@ def test_passes_repeat_and_epochs_differ(numbers: TextDataset) -> None:
 
 def test_streams_have_orders_and_augmentations_of_their_own(numbers: TextDataset) -> None:
     made = batches(numbers, noisy, batch_size=5, shuffle=True, seed=5)
-    alone = joined(made)
-    streams = []
-    for stream in (7, 8, 7):
+    passes = []
+    for stream in (None, 7, 8, 7, None):
         made.set_stream(stream)
-        streams.append(joined(made))
-    assert torch.equal(streams[0], streams[2])
-    orders = {tuple(inputs.floor().tolist()) for inputs in (alone, *streams)}
+        passes.append(joined(made))
+    assert torch.equal(passes[0], passes[4])
+    assert torch.equal(passes[1], passes[3])
+    orders = {tuple(inputs.floor().tolist()) for inputs in passes}
     assert len(orders) == 3
     assert all(sorted(order) == list(range(10)) for order in orders)
-    assert len({tuple((inputs - inputs.floor()).tolist()) for inputs in (alone, *streams[:2])}) == 3
-    made.set_stream(None)
-    assert torch.equal(alone, joined(made))
+    assert len({tuple((inputs - inputs.floor()).tolist()) for inputs in passes}) == 3
 
 
-def test_the_order_of_a_seed_stays_what_it_was(numbers: TextDataset) -> None:
+def test_the_order_of_a_seed_stays_what_it_was_and_workers_change_nothing(numbers: TextDataset) -> None:
     made = batches(numbers, noisy, batch_size=10, shuffle=True, seed=5)
     made.set_epoch(1)
     assert order_of(made) == [1, 9, 7, 6, 3, 2, 5, 0, 8, 4]
-
-
-def test_workers_change_nothing(numbers: TextDataset) -> None:
     alone, helped = (joined(batches(numbers, noisy, 3, True, 2, workers)) for workers in (0, 2))
     assert torch.equal(alone, helped)
 
@@ -109,7 +104,6 @@ def test_the_generator_is_left_alone(numbers: TextDataset) -> None:
 def test_the_last_batch_can_be_dropped(numbers: TextDataset) -> None:
     made = batches(numbers, noisy, 4, drop_last=True)
     assert len(made) == len(list(made)) == 2
-    assert len(batches(numbers, noisy, 5, drop_last=True)) == 2
     assert list(batches(numbers.select([]), noisy, 5)) == []
 
 
@@ -130,16 +124,13 @@ def plain(**changes: Any) -> TrainTransform:
     return TrainTransform(**{**settings, **changes})
 
 
-def test_without_randomness_only_normalisation_remains() -> None:
+def test_without_randomness_only_normalisation_and_flips_remain() -> None:
     image, std = picture(1), torch.tensor([0.25, 0.5, 1.0]).view(3, 1, 1)
     expected = (torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 - 0.5) / std
     transform = plain(mean=(0.5, 0.5, 0.5), std=(0.25, 0.5, 1.0))
     torch.testing.assert_close(transform(image), expected[None])
     torch.testing.assert_close(transform([image, image])[1], expected)
-
-
-def test_flip_mirrors_left_and_right() -> None:
-    torch.testing.assert_close(plain(flip_probability=1.0)(picture(2)), plain()(picture(2)).flip(-1))
+    torch.testing.assert_close(plain(flip_probability=1.0)(image), plain()(image).flip(-1))
 
 
 def test_training_transforms_repeat_in_batches_and_draw_for_each_image() -> None:
@@ -172,7 +163,6 @@ def test_crops_keep_to_their_scale() -> None:
         ("crop_scale", (0.9, 0.5)),
         ("flip_probability", 1.5),
         ("std", (1.0, 0.0, 1.0)),
-        ("interpolation", "lanczos"),
     ],
 )
 def test_training_transforms_check_themselves(name: str, value: Any) -> None:

@@ -1,11 +1,12 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from stand_ins import WriteParquet, encoded, picture
 
 from hydra_ensembles.data.dataset import TextDataset
-from hydra_ensembles.data.suites import SUITES, SetRef, Suite, imagenet_validation_split, suite
+from hydra_ensembles.data.suites import SUITES, SetRef, Suite, suite
 from hydra_ensembles.errors import DataError
 
 
@@ -61,16 +62,17 @@ def test_a_suite_checks_itself() -> None:
 def test_sets_load_their_part(tmp_path: Path, write_parquet: WriteParquet) -> None:
     columns = {"text": [str(row) for row in range(100)], "label": [row % 4 for row in range(100)]}
     write_parquet(tmp_path / "text" / "numbers" / "test.parquet", columns, ["a", "b", "c", "d"])
-    whole = SetRef("numbers", "text/numbers", "test")
-    assert whole.load(tmp_path).name == "numbers"
-    first = SetRef("first", "text/numbers", "test", rows=(None, 30), without=("b", "d"))
-    assert first.load(tmp_path).rows.tolist() == list(range(0, 30, 2))
-    last = SetRef("last", "text/numbers", "test", rows=(-5, None))
-    assert last.load(tmp_path).rows.tolist() == [95, 96, 97, 98, 99]
-    small = SetRef("small", "text/numbers", "test", share=(0.0, 0.1)).load(tmp_path)
-    large = SetRef("large", "text/numbers", "test", share=(0.1, 1.0)).load(tmp_path)
+
+    def rows(**part: Any) -> list[int]:
+        loaded = SetRef("part", "text/numbers", "test", **part).load(tmp_path)
+        assert loaded.name == "part"
+        return loaded.rows.tolist()
+
+    assert rows(rows=(None, 30), without=("b", "d")) == list(range(0, 30, 2))
+    assert rows(rows=(-5, None)) == [95, 96, 97, 98, 99]
+    small, large = rows(share=(0.0, 0.1)), rows(share=(0.1, 1.0))
     assert (len(small), len(large)) == (10, 90)
-    assert set(small.rows) | set(large.rows) == set(range(100))
+    assert {*small, *large} == set(range(100))
 
 
 def test_a_suite_loads_near_and_far(tmp_path: Path, write_parquet: WriteParquet) -> None:
@@ -103,13 +105,10 @@ def test_the_papers_image_suites_read_an_openood_folder(tmp_path: Path) -> None:
     assert chosen.id.load(tmp_path).labels.tolist() == [7]
 
 
-def test_the_imagenet_validation_set_is_split_once_for_good() -> None:
+def test_the_imagenet_validation_set_is_cut_once_for_good() -> None:
     data = TextDataset(range(50_000), np.arange(50_000) // 50)  # type: ignore[arg-type]
-    validation, test = imagenet_validation_split(data)
+    refs = (suite("paper-imagenet").validation, suite("paper-imagenet").id)
+    validation, test = (ref.part_of(data) for ref in refs if ref is not None)
     assert (len(validation), len(test)) == (500, 49_500)
     assert not set(validation.rows) & set(test.rows)
     assert validation.rows[:5].tolist() == [281, 315, 462, 591, 731]
-    shares = [suite("paper-imagenet").validation, suite("paper-imagenet").id]
-    assert [ref.share for ref in shares if ref is not None] == [(0.0, 0.01), (0.01, 1.0)]
-    same = SetRef("imagenet", "x", share=(0.01, 1.0)).part_of(data)
-    assert np.array_equal(same.rows, test.rows)

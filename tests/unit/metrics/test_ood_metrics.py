@@ -1,14 +1,23 @@
-"""AUROC, AUPR, FPR95: hand-computed conventions, referees, and bad input."""
+"""AUROC, AUPR, FPR95 and the risk-coverage curve: hand-computed conventions, referees, and bad input."""
 
 import numpy as np
 import pytest
 import torch
-from cases import random_scores, updated
+from cases import random_probs, random_scores, updated
 from sklearn import metrics as sklearn_metrics
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.metrics.ood import aupr, auroc, discordance, fpr95, roc_curve
+from hydra_ensembles.metrics.ood import (
+    aupr,
+    aurc,
+    auroc,
+    discordance,
+    fpr95,
+    risk_at_coverage,
+    risk_coverage,
+    roc_curve,
+)
 
 T = torch.tensor
 
@@ -36,13 +45,10 @@ def openood(id_scores, ood_scores):
 ID, OOD = T([0.8, 0.6, 0.5]), T([0.9, 0.7])
 
 
-def test_auroc_by_hand():
+def test_auroc_and_aupr_by_hand():
     assert auroc(ID, OOD) == 5 / 6  # of six pairs only (0.8, 0.7) is in the wrong order
     assert auroc(OOD, ID) == 1 / 6
     assert auroc(T([0.5]), T([0.5])) == 0.5
-
-
-def test_aupr_by_hand():
     # precision 1 at recall 1/2, 2/3 at recall 1
     assert aupr(ID, OOD) == pytest.approx(0.5 * 1 + 0.5 * (2 / 3))
     # trapezoids: from (0, 1) to (1/2, 1), drop to (1/2, 1/2), up to (1, 2/3)
@@ -56,12 +62,9 @@ def test_fpr95_takes_the_nearest_recall_or_the_first_sufficient_one():
     assert fpr95(id_scores, ood_scores, "openood") == 0.5  # recall 1, one of two ID samples flagged
     assert fpr95(id_scores, ood_scores, "torch-uncertainty") == 0.5  # recall 0.947, below the ID run
     assert fpr95(T([0.05, 0.04]), ood_scores) == 0.0
-
-
-def test_fpr95_torch_uncertainty_counts_the_id_run_that_follows():
     ood_scores = torch.cat([torch.linspace(0.8, 0.9, 19), T([0.1])])  # recall 0.95 exactly after 19
     id_scores = T([0.5, 0.4, 0.3, 0.05])
-    assert fpr95(id_scores, ood_scores, "torch-uncertainty") == 0.75
+    assert fpr95(id_scores, ood_scores, "torch-uncertainty") == 0.75  # it counts the ID run that follows
     assert fpr95(id_scores, ood_scores, "openood") == 0.0
 
 
@@ -69,7 +72,7 @@ def test_fpr95_torch_uncertainty_counts_the_id_run_that_follows():
 
 
 def test_torch_uncertainty_convention_equals_its_referee(referee, quiet):
-    for seed in range(250):
+    for seed in range(120):
         id_scores, ood_scores = random_scores(seed)
         scores, is_ood = joined(id_scores, ood_scores)
         expected = updated(referee.FPR95(pos_label=1), scores, is_ood)
@@ -80,7 +83,7 @@ def test_torch_uncertainty_convention_equals_its_referee(referee, quiet):
 
 
 def test_openood_convention_equals_its_definition():
-    for seed in range(150):
+    for seed in range(80):
         id_scores, ood_scores = random_scores(seed)
         expected = openood(id_scores, ood_scores)
         assert auroc(id_scores, ood_scores, "openood") == pytest.approx(expected["auroc"], abs=1e-12)
@@ -89,7 +92,7 @@ def test_openood_convention_equals_its_definition():
 
 
 def test_discordance_counts_pairs():
-    for seed in range(100):
+    for seed in range(60):
         id_scores, ood_scores = random_scores(seed)
         difference = id_scores.double()[:, None] - ood_scores.double()[None, :]
         assert discordance(id_scores, ood_scores) == 2 * int((difference > 0).sum()) + int((difference == 0).sum())
@@ -124,31 +127,80 @@ def test_mixed_dtypes_and_infinite_scores():
     assert auroc(T([-0.0]), T([0.0])) == 0.5
 
 
-def test_half_precision_counts_beyond_its_integers():
+def test_half_precision_counts_beyond_its_integers_and_gradients_are_left_behind():
     id_scores, ood_scores = torch.zeros(5000).half(), torch.ones(4000).half()
     id_scores[:1250] = 2
     assert auroc(id_scores, ood_scores) == 0.75
     assert fpr95(id_scores, ood_scores) == 0.25
-
-
-def test_scores_that_carry_gradients():
     scores = torch.rand(5, requires_grad=True)
-    assert auroc(scores, scores + 1) == 1
-    assert aupr(scores, scores + 1) == 1
+    assert auroc(scores, scores + 1) == aupr(scores, scores + 1) == 1
 
 
 def test_roc_curve_points():
-    curve = roc_curve(ID, OOD)
-    assert curve.fpr.tolist() == pytest.approx([0, 0, 1 / 3, 1 / 3, 1])
-    assert curve.tpr.tolist() == pytest.approx([0, 0.5, 0.5, 1, 1])
-    assert curve.thresholds.tolist() == pytest.approx([torch.inf, 0.9, 0.8, 0.7, 0.5])
-    for seed in range(50):
+    fpr, tpr, thresholds = roc_curve(ID, OOD)
+    assert fpr.tolist() == pytest.approx([0, 0, 1 / 3, 1 / 3, 1])
+    assert tpr.tolist() == pytest.approx([0, 0.5, 0.5, 1, 1])
+    assert thresholds.tolist() == pytest.approx([torch.inf, 0.9, 0.8, 0.7, 0.5])
+    for seed in range(25):
         id_scores, ood_scores = random_scores(seed)
-        curve = roc_curve(id_scores, ood_scores)
         scores, is_ood = joined(id_scores, ood_scores)
         expected = sklearn_metrics.roc_curve(is_ood, scores.double())
-        for found, points in zip((curve.fpr, curve.tpr, curve.thresholds), expected, strict=True):
+        for found, points in zip(roc_curve(id_scores, ood_scores), expected, strict=True):
             np.testing.assert_allclose(found, points, atol=1e-15)
+
+
+# --- selective prediction -----------------------------------------------------------------------------------
+
+
+def test_risk_coverage_by_hand():
+    scores, errors = T([0.3, 0.1, 0.2, 0.4]), T([True, False, False, True])
+    curve = risk_coverage(scores, errors)
+    assert curve.coverage.tolist() == [0.25, 0.5, 0.75, 1]
+    assert curve.risk.tolist() == pytest.approx([0, 0, 1 / 3, 1 / 2])
+    assert aurc(scores, errors) == pytest.approx((0 + 1 / 6 + 5 / 12) * 0.25 / 0.75)
+    for coverage, risk in ((0.5, 0), (0.51, 1 / 3), (1.0, 0.5)):
+        assert risk_at_coverage(scores, errors, coverage) == pytest.approx(risk)
+    assert aurc(T([0.5]), T([True])) == risk_at_coverage(T([0.5]), T([True]), 0.1) == 1  # one sample
+    errors = torch.zeros(100)
+    errors[7] = 1  # the eighth sample
+    assert 100 * 0.07 > 7  # coverage is not lost to rounding
+    assert risk_at_coverage(torch.arange(100.0), errors, 0.07) == 0
+
+
+def test_risk_coverage_equals_the_referee(referee, quiet):
+    for seed in range(80):
+        probs, labels = random_probs(seed)
+        confidence, predicted = probs.max(-1)
+        if len(labels) < 2 or len(confidence.unique()) < len(labels):
+            continue  # with equal confidences the order of the referee's sort is not defined
+        errors = predicted != labels
+        assert aurc(-confidence, errors) == pytest.approx(updated(referee.AURC(), probs, labels), abs=1e-5), seed
+        for coverage in (0.25, 0.8, 1.0):
+            expected = updated(referee.RiskAtxCov(coverage), probs, labels)
+            assert risk_at_coverage(-confidence, errors, coverage) == pytest.approx(expected, abs=1e-6), seed
+
+
+def test_tied_scores_equal_the_referee_under_a_stable_sort(referee, quiet, monkeypatch):
+    unstable = torch.Tensor.argsort
+    monkeypatch.setattr(
+        torch.Tensor, "argsort", lambda scores, descending: unstable(scores, descending=descending, stable=True)
+    )
+    for seed in range(50):
+        g = torch.Generator().manual_seed(seed)
+        first = torch.randint(0, 9, (int(torch.randint(2, 70, (), generator=g)),), generator=g) / 8
+        probs = torch.stack([first, 1 - first], dim=1)
+        labels = torch.randint(0, 2, (len(first),), generator=g)
+        confidence, predicted = probs.max(-1)
+        expected = updated(referee.AURC(), probs, labels)
+        assert aurc(-confidence, predicted != labels) == pytest.approx(expected, abs=1e-5), seed
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_scores_and_errors(dtype):
+    g = torch.Generator().manual_seed(0)
+    scores = torch.rand(5000, generator=g).to(dtype)
+    errors = torch.rand(5000, generator=g) < 0.5
+    assert aurc(scores, errors.to(dtype)) == aurc(scores.float(), errors)
 
 
 # --- bad input ----------------------------------------------------------------------------------------------
@@ -164,10 +216,29 @@ def test_roc_curve_points():
         (T([1.0 + 1j]), T([1.0]), "ID scores.*real"),
     ],
 )
-def test_bad_scores_are_named(id_scores, ood_scores, token):
+def test_bad_detection_scores_are_refused(id_scores, ood_scores, token):
     for metric in (auroc, aupr, fpr95, discordance, roc_curve):
-        with pytest.raises(DataError, match=f"set 'textures'.*{token}"):
-            metric(id_scores, ood_scores, name="textures")
+        with pytest.raises(DataError, match=token):
+            metric(id_scores, ood_scores)
     for metric in (auroc, aupr, fpr95):
         with pytest.raises(ConfigError, match=r"0\.13"):
             metric(ID, OOD, "0.13")
+
+
+@pytest.mark.parametrize(
+    ("scores", "errors", "token"),
+    [
+        (T([]), T([]), "no scores"),
+        (T([0.1, 0.2]), T([True]), "2 scores, 1 errors"),
+        (T([0.1, torch.nan]), T([True, False]), "1 of 2 scores are NaN"),
+        (T([0.1, 0.2]), T([torch.nan, 0]), "1 of 2 errors are NaN"),
+        (T([0.1, 0.2]), T([[1, 0]]), "vector"),
+    ],
+)
+def test_bad_scores_and_errors_are_refused(scores, errors, token):
+    for metric in (risk_coverage, aurc, risk_at_coverage):
+        with pytest.raises(DataError, match=token):
+            metric(scores, errors)
+    for coverage in (0.0, 1.5, float("nan")):
+        with pytest.raises(ConfigError, match="coverage="):
+            risk_at_coverage(T([0.1]), T([True]), coverage)

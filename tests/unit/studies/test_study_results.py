@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from hydra_ensembles import Prediction
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.metrics import bootstrap_ood_difference
+from hydra_ensembles.metrics import bootstrap_ood
 from studies.__main__ import app
 from studies.documents import RESULTS, draw_figures, study_blocks
 from studies.methods import DEEP, DEEP_CLASSIFIERS, DUAL_METHODS, HYDRA, HYDRA_PAPER, HYDRA_TRUNK, SINGLE, TEMPERATURE
@@ -130,7 +130,7 @@ def test_differences_are_those_of_the_paired_bootstrap(classifiers: Finished) ->
         inside, outside = (results.columns(method, 0, "cifar10", name)["msp"] for name in ("cifar10", "cifar100"))
         return inside, outside
 
-    wanted = bootstrap_ood_difference("auroc", scores(HYDRA_PAPER), scores(SINGLE), resamples=50, level=LEVEL)
+    wanted = bootstrap_ood("auroc", *scores(HYDRA_PAPER), minus=scores(SINGLE), resamples=50, level=LEVEL)
     assert np.allclose(found, [wanted.value, wanted.low, wanted.high])
 
 

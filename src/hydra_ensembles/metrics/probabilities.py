@@ -1,0 +1,191 @@
+"""Accuracy and calibration of class probabilities `[B, C]`, and diversity of member probabilities `[M, B, C]`.
+
+Half precision is raised to float32 before anything is counted, and sums over samples are taken in float64.
+`reliability_bins` and what ends in `_per_sample`, `_parts` or `_of_confidence` is the bare arithmetic, without a look
+at the values, for a caller that made them itself or resamples them a thousand times; the others check them.
+torchmetrics and torch-uncertainty are the referees of these numbers (in the tests).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from .inputs import at_least_float32, check_member_probs, check_probs, mean
+
+BINS = 15
+
+
+@dataclass(frozen=True, eq=False)
+class ReliabilityBins:
+    """Equal-width bins of confidence for a reliability diagram, in float64 on the CPU.
+
+    Mean confidence and accuracy are NaN in an empty bin.
+    """
+
+    edges: Tensor  # [bins + 1], from 0 to 1
+    count: Tensor  # [bins]
+    confidence: Tensor  # [bins]
+    accuracy: Tensor  # [bins]
+
+
+class EntropyParts(NamedTuple):
+    """Entropy of the mean prediction in nats, and where it comes from; each `[B]`.
+
+    Attributes:
+        total: Entropy of the mean probabilities; the sum of the two others.
+        aleatoric: Mean entropy of the members: what each of them is unsure about.
+        epistemic: Mutual information of label and member: what they are unsure about together only.
+    """
+
+    total: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
+
+
+# --- accuracy and calibration -------------------------------------------------------------------------------
+
+
+def accuracy(probs: Tensor, labels: Tensor) -> float:
+    """Share of samples whose most probable class is the label, divided once, so that 9 of 10 is 0.9."""
+    return mean(top_label(probs, labels)[1])
+
+
+def brier(probs: Tensor, labels: Tensor) -> float:
+    """Brier score: squared error summed over the classes, mean over the samples (0 best, 2 worst)."""
+    return mean(brier_per_sample(*check_probs(probs, labels)))
+
+
+def nll(probs: Tensor, labels: Tensor) -> float:
+    """Negative log-likelihood of the label, mean over the samples.
+
+    Infinite as soon as one label has probability zero, as in torch-uncertainty; scikit-learn would clip.
+    """
+    return mean(nll_per_sample(*check_probs(probs, labels)))
+
+
+def ece(probs: Tensor, labels: Tensor, *, bins: int = BINS) -> float:
+    """Expected calibration error: equal-width bins of top-1 confidence, L1, as torchmetrics defines it.
+
+    Like there, a confidence of exactly 1 has a bin of its own.
+    """
+    return ece_of_confidence(*top_label(probs, labels), bins=bins)
+
+
+def adaptive_ece(probs: Tensor, labels: Tensor, *, bins: int = BINS) -> float:
+    """Calibration error over bins of equal count, L1 weighted by count.
+
+    torch-uncertainty's is NaN with fewer samples than bins, where here the empty bins are dropped. Equal confidences
+    keep the order of the data.
+    """
+    return adaptive_ece_of_confidence(*top_label(probs, labels), bins=bins)
+
+
+def top_label(probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Confidence of the most probable class and whether it is the label: `[B]` and `[B]` of bool."""
+    probs, labels = check_probs(probs, labels)
+    confidence, predicted = probs.max(dim=1)
+    return confidence, predicted == labels
+
+
+def brier_per_sample(probs: Tensor, labels: Tensor) -> Tensor:
+    """Squared error of each sample, summed over the classes: `[B]`."""
+    error = at_least_float32(probs.clone())
+    error[torch.arange(len(labels), device=probs.device), labels] -= 1
+    return error.square().sum(dim=-1)
+
+
+def nll_per_sample(probs: Tensor, labels: Tensor) -> Tensor:
+    """Negative log-likelihood of each sample's label: `[B]`."""
+    return -at_labels(at_least_float32(probs), labels).log()
+
+
+def at_labels(values: Tensor, labels: Tensor) -> Tensor:
+    """The value of each sample's label: `[B, C] -> [B]`."""
+    return values.gather(1, labels.unsqueeze(1)).squeeze(1)
+
+
+def ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> float:
+    """`ece` from what `top_label` returns."""
+    return _weighted_gap(_equal_width_groups(confidence, bins), confidence, correct, bins + 1)
+
+
+def adaptive_ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> float:
+    """`adaptive_ece` from what `top_label` returns."""
+    order = confidence.sort(stable=True).indices
+    size, larger = divmod(len(order), _checked(bins))  # the first `larger` bins hold one sample more
+    sizes = torch.tensor([size + 1] * larger + [size] * (bins - larger))
+    groups = torch.repeat_interleave(torch.arange(bins), sizes)
+    return _weighted_gap(groups, confidence[order], correct[order], bins)
+
+
+def reliability_bins(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> ReliabilityBins:
+    """The bins of `ece` from what `top_label` returns; a confidence of exactly 1 is shown in the last bin."""
+    groups = _equal_width_groups(confidence, bins).clamp(max=bins - 1)
+    count = torch.bincount(groups, minlength=bins)
+    return ReliabilityBins(
+        edges=torch.linspace(0, 1, bins + 1, dtype=torch.float64),
+        count=count,
+        confidence=torch.bincount(groups, weights=confidence.cpu().double(), minlength=bins) / count,
+        accuracy=torch.bincount(groups, weights=correct.cpu().double(), minlength=bins) / count,
+    )
+
+
+def _equal_width_groups(confidence: Tensor, bins: int) -> Tensor:
+    """The bin of each sample, `bins` being that of a confidence of exactly one.
+
+    Bins are found in float32, where torchmetrics finds them, so that a confidence on an edge lands alike.
+    """
+    edges = torch.linspace(0, 1, _checked(bins) + 1, dtype=torch.float32)
+    return torch.bucketize(confidence.cpu().float(), edges, right=True) - 1
+
+
+def _weighted_gap(groups: Tensor, confidence: Tensor, correct: Tensor, bins: int) -> float:
+    """Sum over bins of |correct - confidence|, over the number of samples: an empty bin adds nothing."""
+    gap = torch.bincount(groups, weights=correct.cpu().double() - confidence.cpu().double(), minlength=bins)
+    return gap.abs().sum().item() / len(groups)
+
+
+def _checked(bins: int) -> int:
+    if bins < 1:
+        raise ConfigError(f"bins={bins} cannot hold samples; use at least 1 ({BINS} is the custom)")
+    return bins
+
+
+# --- diversity of members -----------------------------------------------------------------------------------
+
+
+def mutual_information(member_probs: Tensor) -> float:
+    """Mutual information of label and member in nats, mean over samples; zero for one member."""
+    return mean(entropy_parts(check_member_probs(member_probs)).epistemic)
+
+
+def disagreement(member_probs: Tensor) -> float:
+    """Share of member pairs that predict different classes, mean over samples; zero for one member."""
+    return mean(disagreement_per_sample(check_member_probs(member_probs)))
+
+
+def entropy_parts(member_probs: Tensor) -> EntropyParts:
+    """Entropy of the mean probabilities, split into aleatoric and epistemic: `[M, B, C] -> [B]` each.
+
+    Entropy is concave, so the total is never below the mean of the members, except by rounding; taking the
+    larger of the two keeps every part non-negative and their sum exact.
+    """
+    member_probs = at_least_float32(member_probs)
+    aleatoric = torch.special.entr(member_probs).sum(dim=-1).mean(dim=0)  # [M, B, C] -> [B]
+    total = torch.special.entr(member_probs.mean(dim=0)).sum(dim=-1)  # [B, C] -> [B]
+    total = torch.maximum(total, aleatoric)
+    return EntropyParts(total, aleatoric, total - aleatoric)
+
+
+def disagreement_per_sample(member_probs: Tensor) -> Tensor:
+    """One minus the share of member pairs that agree on the class: `[M, B, C] -> [B]`."""
+    votes = member_probs.argmax(dim=-1)  # [M, B]
+    members = len(votes)
+    differing = torch.zeros_like(votes[0])
+    for member in range(1, members):  # pairs (earlier, member), without an [M, M, B] table
+        differing += (votes[:member] != votes[member]).sum(dim=0)
+    pairs = max(members * (members - 1) // 2, 1)
+    return differing.to(at_least_float32(member_probs).dtype) / pairs
