@@ -185,8 +185,8 @@ def tokens_of(model: Ensemble, group: SampleGroup) -> int:
 class CachedTower:
     """A transformer that loses heads, its activations on all samples, and those of candidates.
 
-    `candidates` may be removed over the whole run; `own` are those evaluated here, and not on another rank. Beside
-    what the stem gives, `max_memory` bytes of activations are kept; of candidates only with `carry`.
+    `own` are the candidates evaluated here, and not on another rank. Beside what the stem gives, `max_memory` bytes of
+    activations are kept; of candidates only with `carry`.
     """
 
     def __init__(
@@ -237,9 +237,8 @@ class CachedTower:
     def _walk(self, index: int, candidates: IntArray, numbers: IntArray, rows: IntArray, record: Record) -> None:
         """Walk up the blocks with a batch that pairs join on the way.
 
-        A pair joins in one of two ways: at the block of its candidate, where it branches off the model (whose
-        attention is computed once for all candidates of the layer); or at a later level that was kept. From there
-        on it is one more row of the batch.
+        A pair joins at the block of its candidate, where it branches off the model (whose attention is computed once
+        for all candidates of the layer), or at a later level that was kept.
         """
         base, kept, last = self.base[index], self.kept[index], self.model.layers
         known = kept.deepest[candidates, rows]
@@ -291,8 +290,7 @@ class CachedTower:
                     break
                 base.levels[level] = kept.load(level, np.full(len(base), index), np.arange(len(base)))[0]
                 known = level
-            kept.forget_candidate(index)
-            kept.forget_above(head.layer)
+            kept.forget(index, head.layer)
             self.features[place] = base.recompute(known, self._levels, self.batch_size)
 
 
@@ -385,23 +383,16 @@ class CandidateActivations:
         """Whether a candidate's activations at a level are held for every sample."""
         return bool((self._slot[candidate, level] >= 0).all())
 
-    def forget_candidate(self, candidate: int) -> None:
-        """Give the room of a candidate back."""
-        self._release(np.s_[candidate : candidate + 1])
-        self.deepest[candidate] = 0
-
-    def forget_above(self, level: int) -> None:
-        """Give back what lies above a level; what lies at it or below is still right."""
-        if len(self._free) == len(self._pool):
-            return  # nothing is held
-        self._release(np.s_[:, level + 1 :])
-        held = self._slot[:, : level + 1] >= 0  # [K, levels, rows]
-        self.deepest = np.where(held.any(1), level - held[:, ::-1].argmax(1), 0)
-
-    def _release(self, where: slice | tuple[slice, ...]) -> None:
-        slots = self._slot[where]
-        self._free = np.concatenate([self._free, slots[slots >= 0]])
-        self._slot[where] = -1
+    def forget(self, candidate: int, above: int) -> None:
+        """Give the room of a candidate back, and of all others what lies above a level."""
+        if not self.levels:
+            return
+        for where in (np.s_[candidate : candidate + 1], np.s_[:, above + 1 :]):
+            slots = self._slot[where]
+            self._free = np.concatenate([self._free, slots[slots >= 0]])
+            self._slot[where] = -1
+        held = self._slot[:, : above + 1] >= 0  # [K, levels, rows]
+        self.deepest = np.where(held.any(1), above - held[:, ::-1].argmax(1), 0)
 
 
 def worthwhile_levels(below: Sequence[int], capacity: int) -> list[int]:

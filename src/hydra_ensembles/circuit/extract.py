@@ -54,12 +54,9 @@ def extract_circuit(
 ) -> HeadRanking:
     """Rank heads by switching them off one after another, each time the one whose loss hurts least.
 
-    This is Algorithm 1 of the paper. At every step, each head that is left is switched off on its own, the
-    score S is measured, and the head with the highest S is switched off for good; ties go to the first (layer,
-    head). S is the accuracy on ID data (`"acc"`), the AUROC of the maximum softmax probability between ID and
-    OOD data (`"ood"`, ties count half), or their mean (`"avg"`).
-
-    The methods:
+    This is Algorithm 1 of the paper: at every step, the head without which the score S is highest is switched off for
+    good; ties go to the first (layer, head). S is the accuracy on ID data (`"acc"`), the AUROC of the maximum softmax
+    probability between ID and OOD data (`"ood"`, ties count half), or their mean (`"avg"`).
 
     * `"naive"` runs the whole model for every head. The reference.
     * `"exact"` makes the same choices with less work. In float64 the result is the naive one; in float32 rounding
@@ -69,10 +66,8 @@ def extract_circuit(
       Approximate; audited steps tell how often its choice was as good as that of `"exact"`.
 
     Of a dual encoder, the heads of both towers are candidates together, and images are classified by class names
-    as `zero_shot` does.
-
-    Under `torchrun` or `accelerate launch` the heads are spread over the ranks, and every rank returns the same
-    ranking. Dropout is off. The model is left alone.
+    as `zero_shot` does. Under `torchrun` or `accelerate launch` the heads are spread over the ranks, and every rank
+    returns the same ranking. Dropout is off. The model is left alone.
 
     Args:
         ensemble: An ensemble with a classifier, or a dual encoder; one member. Heads pruned before are no candidates.
@@ -104,9 +99,8 @@ def extract_circuit(
         the multiply-adds in units of one pass of the whole model over all samples).
 
     Raises:
-        HydraError: More than one member, no classifier, a setting, layer or head that does not exist, a budget
-            larger than the number of candidates, batches that are missing, empty, or of a single class, labels
-            out of range, logits that are not finite, or a journal of another run.
+        HydraError: A model, setting, layer or head that does not fit, a budget larger than the number of candidates,
+            data that is missing, empty, of a single class or not finite, or a journal of another run.
     """
     clip.require_model(ensemble, "extract_circuit")
     names, sentences = _checked_classes(ensemble, class_names, templates)
@@ -269,8 +263,7 @@ class Extraction:
             left, off = of_tower(left, text=False), of_tower(off, text=False)
             pictures = self._cached(self.model, self.samples, left, off, 0.75)
             return JointExact(Exact(pictures, self.objective, self.ranks), self.texts, words)
-        cached = self._cached(self.model, self.samples, left, off, carry=self.method == "exact")
-        exact = Exact(cached, self.objective, self.ranks)
+        exact = Exact(self._cached(self.model, self.samples, left, off), self.objective, self.ranks)
         if self.method == "exact":
             return exact
         search = Screened(exact, self.screen_size, skipped)
@@ -281,18 +274,12 @@ class Extraction:
         return search
 
     def _cached(
-        self,
-        model: Ensemble,
-        samples: Samples,
-        candidates: Sequence[Head],
-        off: Sequence[Head],
-        share: float = 1.0,
-        carry: bool = True,
+        self, model: Ensemble, samples: Samples, left: Sequence[Head], off: Sequence[Head], share: float = 1.0
     ) -> CachedTower:
         """A copy of its own without some heads, and a share of the memory for its activations."""
         room = default_max_memory(model.device) if self.max_memory is None else self.max_memory
-        own, working = self.ranks.share(candidates), WorkingModel(model, off, self.work)
-        return CachedTower(working, samples, candidates, own, self.batch_size, int(share * room), carry)
+        own, working, carry = self.ranks.share(left), WorkingModel(model, off, self.work), self.method == "exact"
+        return CachedTower(working, samples, left, own, self.batch_size, int(share * room), carry)
 
     def ranking(self, journal: "Journal", provenance: Mapping[str, Any]) -> HeadRanking:
         """What the steps amount to; `provenance` is what else there is to say about it."""

@@ -223,18 +223,6 @@ class Objective:
             added = torch.cat([added, _twice_below(inside, outside)])
         return np.lexsort((-doubt, -added.cpu().numpy()))
 
-    def values_on_first(
-        self, wrong: Tensor, confidence: Tensor, order: IntArray, counts: Sequence[int]
-    ) -> dict[int, int]:
-        """The integers of one model, by its answers `[n]`, on the first so many samples of an order alone."""
-        place = torch.empty(self.samples, dtype=torch.int64, device=confidence.device)
-        place[to_device(order, place.device)] = torch.arange(self.samples, device=place.device)
-        seen = place[None, :] < torch.tensor(counts, device=place.device)[:, None]  # [counts, n]
-        known = torch.where(seen, confidence, LEAST_CONFIDENT)
-        known[:, : self.id_count].masked_fill_(~seen[:, : self.id_count], MOST_CONFIDENT)
-        found = zip(*(column.tolist() for column in self.count(wrong & seen, known)), strict=True)
-        return {count: self.result(NO_HEAD, *one).value for count, one in zip(counts, found, strict=True)}
-
 
 def _twice_below(values: Tensor, limits: Tensor) -> Tensor:
     """For each limit, twice the number of values below it, plus those equal to it."""

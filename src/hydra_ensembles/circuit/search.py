@@ -25,7 +25,7 @@ class Naive:
     ranks: Ranks
     work: Work
     batch_size: int
-    off: list[Head]  # heads removed so far
+    off: Sequence[Head]  # removed so far
 
     @property
     def result(self) -> Result:
@@ -39,7 +39,7 @@ class Naive:
 
     def remove(self, head: Head) -> None:
         """Leave a head off from now on."""
-        self.off.append(head)
+        self.off = [*self.off, head]
 
     @torch.no_grad()
     def evaluate(self, head: Head) -> Result:
@@ -68,7 +68,6 @@ _CHUNKS = 16  # parts in which a candidate is evaluated
 _LARGEST_CHUNK = 128
 _TOGETHER = {"cuda": 16, "cpu": 4}  # candidates advanced at once, at least
 _PAIRS = {"cuda": 1024, "cpu": 32}  # pairs of candidate and sample that are worth a sweep
-_TRUST = 0.9  # share of the model's own integer from which on the samples seen say how a candidate will do
 
 
 class Exact:
@@ -93,7 +92,6 @@ class Exact:
         """Answer all samples anew from the features of the model as it is; no block is run."""
         self.result = self.current.result(self.tower.logits())
         self.hardest_first = self.objective.hardest_first(self.current.wrong[0], self.current.confidence[0])
-        self._own_values: dict[int, int] = {}
 
     def remove(self, head: Head) -> None:
         """Take a head out for good."""
@@ -115,37 +113,17 @@ class Exact:
             best = min((one for one in (known, *(done for done, _ in everywhere)) if one is not None), default=None)
             if best is not None and not any(bound is not None and bound < best for _, bound in everywhere):
                 return best
-            self._advance(seen, bounds, self._next(seen, sorted(waiting), best))
+            self._advance(seen, bounds, self._next(sorted(waiting), best))
 
-    def _next(self, seen: Mapping[Head, int], waiting: Sequence[Result], best: Result | None) -> dict[Head, int]:
-        """How many more samples to evaluate for which candidates.
+    def _next(self, waiting: Sequence[Result], best: Result | None) -> dict[Head, int]:
+        """How many more samples to evaluate for which candidates, given their bounds, the smallest first.
 
-        Those with the smallest bounds go on by a chunk. The one that looks best by its excess over the model as it is
-        on the same samples is evaluated to the end where it promises to be the best so far: that ends others early.
+        The first goes to its end: a good result early ends the others early. Then the smallest bounds go on by chunks.
         """
-        open_ = [bound for bound in waiting if best is None or bound < best]
-        if not open_:
-            return {}
-        own, outlooks, amounts = self._values_so_far(), [], {}
-        for bound in open_:
-            on_same = own[seen[bound.head]]
-            if on_same >= _TRUST * self.result.value:
-                outlooks.append((self.result.value + bound.value - on_same, bound.head))
-        if best is not None or not outlooks:
-            smallest = open_[: self._together]
-            amounts = {bound.head: self._chunk * max(1, self._together // len(smallest)) for bound in smallest}
-        if outlooks and (best is None or min(outlooks)[0] < best.value):
-            amounts[min(outlooks)[1]] = self.objective.samples
-        return amounts
-
-    def _values_so_far(self) -> dict[int, int]:
-        """The integers of the model as it is on one chunk of its hardest samples, on two, … on all."""
-        if not self._own_values:
-            total = self.objective.samples
-            counts = [*range(self._chunk, total, self._chunk), total]
-            answers = self.current.wrong[0], self.current.confidence[0]
-            self._own_values = self.objective.values_on_first(*answers, self.hardest_first, counts)
-        return self._own_values
+        if best is None:
+            return {bound.head: self.objective.samples for bound in waiting[:1]}
+        smallest = [bound for bound in waiting if bound < best][: self._together]
+        return {bound.head: self._chunk * max(1, self._together // len(smallest)) for bound in smallest}
 
     def _advance(self, seen: dict[Head, int], bounds: dict[Head, Result], amounts: Mapping[Head, int]) -> None:
         """Evaluate candidates on that many more samples each, all of them together."""

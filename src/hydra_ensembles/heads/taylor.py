@@ -23,6 +23,7 @@ from .masking import TOWER, attention_of, checked_layers, head_rows, masked, off
 from .ranking import DataFingerprint, Head, HeadLike, HeadRanking, model_fingerprint, require_budget
 
 Scope = Literal["layer", "global"]
+LabelledBatches = Iterable[tuple[int, Inputs, Tensor]]  # position in the source, inputs and labels
 NAME = "the calibration data"
 
 
@@ -113,10 +114,8 @@ def taylor(
     )
 
 
-def head_importance(
-    model: Ensemble, batches: Iterable[tuple[int, Inputs, Tensor]], heads: Sequence[Head]
-) -> list[float]:
-    """Taylor scores of some heads of a private model as it is, after one pass over batches with their positions."""
+def head_importance(model: Ensemble, batches: LabelledBatches, heads: Sequence[Head]) -> list[float]:
+    """Taylor scores of some heads of a private model as it is, after one pass over the batches."""
     weights = {head.layer: attention_of(model, head.layer).qkv for head in heads}
     gradients = gradients_of_mean_loss(model, batches, list(weights.values()))
     found = zip(weights.items(), gradients, strict=True)
@@ -133,9 +132,7 @@ def layer_scores(weight: Tensor, gradient: Tensor) -> Tensor:
     return scores
 
 
-def gradients_of_mean_loss(
-    model: Ensemble, batches: Iterable[tuple[int, Inputs, Tensor]], weights: Sequence[Tensor]
-) -> list[Tensor]:
+def gradients_of_mean_loss(model: Ensemble, batches: LabelledBatches, weights: Sequence[Tensor]) -> list[Tensor]:
     """Gradient of the mean cross-entropy over all samples, for some parameters of a model with one member.
 
     No other parameters require gradients afterwards, so that nothing below the first is recorded for the way back.
@@ -160,13 +157,11 @@ def gradients_of_mean_loss(
     return [total / samples for total in totals]
 
 
-def _steps(
-    candidates: Sequence[Head], layers: Sequence[int], budget: int, scope: Scope
-) -> list[tuple[list[Head], int]]:
+def _steps(candidates: list[Head], layers: Sequence[int], budget: int, scope: Scope) -> list[tuple[list[Head], int]]:
     """One entry for each gradient pass: the heads it scores, and how many of them it ranks."""
     require_budget(budget, len(candidates))
     if scope == "global":
-        return [(list(candidates), len(candidates))]
+        return [(candidates, len(candidates))]
     if budget % len(layers):
         raise HeadError(f'budget {budget} cannot be spread evenly over {len(layers)} layers; or use scope="global"')
     each, steps = budget // len(layers), []

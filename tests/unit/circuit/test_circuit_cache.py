@@ -35,10 +35,8 @@ def test_what_is_saved_is_loaded_until_it_is_forgotten() -> None:
     store.save(3, *pairs([2], [1]))
     assert store.deepest[[0, 1, 1, 2], [2, 0, 1, 1]].tolist() == [3, 3, 0, 3]
     assert store.load(2, np.array([1, 0]), np.array([0, 2]))[0, :, 0, 0].tolist() == [10.0, 2.0]
-    store.forget_above(2)  # a head of layer 2 goes
-    assert store.deepest[[0, 1, 1, 2], [2, 0, 1, 1]].tolist() == [2, 2, 0, 0]
-    store.forget_candidate(0)
-    assert store.deepest[[0, 1], [2, 0]].tolist() == [0, 2]
+    store.forget(0, above=2)
+    assert store.deepest[[0, 1, 1, 2], [2, 0, 1, 1]].tolist() == [0, 2, 0, 0]
 
 
 def test_room_that_is_given_back_is_used_again() -> None:
@@ -49,7 +47,7 @@ def test_room_that_is_given_back_is_used_again() -> None:
         store.save(2, *pairs([3], [0]))  # what does not fit is left out
         assert [store.holds_all(candidate, 2) for candidate in range(4)] == [True, True, True, False]
         for candidate in range(3):
-            store.forget_candidate(candidate)
+            store.forget(candidate, above=3)
 
 
 def test_memory_is_divided() -> None:

@@ -78,19 +78,19 @@ def test_scores_from_integers() -> None:
 @given(seed=st.integers(0, 10_000))
 def test_integers_only_grow_as_samples_come_in(score: Score, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    inside, outside = 7, 0 if score == "acc" else 5
-    objective = Objective(score, inside, outside)
-    wrong = torch.randint(2, (inside,), generator=generator).bool()
-    confidence = torch.randint(6, (inside + outside,), generator=generator)
-    wrong = torch.cat([wrong, torch.ones(outside, dtype=torch.bool)])  # what OOD samples have there does not count
-    order = objective.hardest_first(wrong, confidence)
-    assert sorted(order) == list(range(objective.samples))
-    found = objective.values_on_first(wrong, confidence, order, range(objective.samples + 1))
-    values = list(found.values())
+    table = answers(7, 0 if score == "acc" else 5, score)
+    logits = torch.randint(4, (table.objective.samples, 3), generator=generator).double()
+    wrong, confidence, _ = judge(logits, table.samples.labels, STEP)
+    order = table.objective.hardest_first(wrong, confidence)
+    assert sorted(order) == list(range(table.objective.samples))
+    values = [table.results(np.array([0]))[0].value]
+    for number in order:
+        table.record(np.array([0]), np.array([number]), logits[[number]])
+        values.append(table.results(np.array([0]))[0].value)
     assert values[0] == 0
     assert values == sorted(values)
-    counts = map(int, objective.count(wrong[None], confidence[None]))
-    assert values[-1] == objective.result(NO_HEAD, *counts).value
+    counts = map(int, table.objective.count(wrong[None], confidence[None]))
+    assert values[-1] == table.objective.result(NO_HEAD, *counts).value
 
 
 def test_hardest_samples_come_first() -> None:
@@ -100,10 +100,10 @@ def test_hardest_samples_come_first() -> None:
     assert order.tolist() == [4, 0, 2, 3, 1]
 
 
-def answers(inside: int, outside: int) -> Answers:
+def answers(inside: int, outside: int, score: Score = "avg") -> Answers:
     labels = torch.cat([torch.zeros(inside, dtype=torch.long), torch.full((outside,), -1)])
     samples = Samples((), labels, inside, np.zeros((len(labels), 2), np.int64), "")
-    return Answers(samples, Objective("avg", inside, outside), [Head(0, 0), Head(0, 1)], torch.float64)
+    return Answers(samples, Objective(score, inside, outside), [Head(0, 0), Head(0, 1)], torch.float64)
 
 
 def test_integers_beyond_forty_bits_are_right() -> None:

@@ -196,11 +196,10 @@ class TestCalibrationData:
         assert rank(1).provenance["data"] != first.provenance["data"]
 
     @pytest.mark.parametrize("scope", SCOPES)
-    @pytest.mark.parametrize("spoil", ["labels", "inputs"])
-    def test_random_numbers_are_put_back_after_an_error(self, scope: Any, spoil: str) -> None:
+    def test_random_numbers_are_put_back_after_an_error(self, scope: Any) -> None:
         ensemble = random_ensemble()
         ((images, labels),) = random_batches(ensemble, (30,))
-        bad = (images * torch.nan, labels) if spoil == "inputs" else (images, labels + 100)
+        bad = (images, labels + 100)
         generator = torch.Generator().manual_seed(3)
         source = DataLoader(TensorDataset(*bad), batch_size=4, shuffle=True, generator=generator)  # type: ignore
         states = torch.get_rng_state(), generator.get_state()
