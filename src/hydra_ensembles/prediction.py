@@ -186,7 +186,7 @@ class Prediction:
 
     def __getitem__(self, index: SupportsIndex | slice | Sequence[int] | Tensor) -> "Prediction":
         if index is None:
-            raise DataError("a prediction has no sample None; where this was `accept`, calibrate the ensemble first")
+            raise DataError("there is no sample None; where this was `accept`, calibrate the ensemble first")
         if isinstance(index, slice):
             return self._with(self.member_logits[:, index])
         rows = torch.as_tensor(index)

@@ -23,9 +23,9 @@ TENSORS = ["member_logits", *(name for name in DERIVED if name[0] != "_" and nam
 
 
 @st.composite
-def member_logits(draw, min_members=1):
+def member_logits(draw):
     """Logits of any floating dtype, from all equal to saturated at the largest float16."""
-    members = draw(st.integers(min_members, 8))
+    members = draw(st.integers(1, 8))
     samples = draw(st.integers(1, 5))
     classes = draw(st.sampled_from([2, 3, 10, 1000]))
     dtype = draw(st.sampled_from(DTYPES))
@@ -77,19 +77,6 @@ def test_uncertainty_identities(logits):
     assert ((p.disagreement >= 0) & (p.disagreement <= 1)).all()
     for name in SCORES:
         assert p.score(name).isfinite().all()
-
-
-@settings(max_examples=40, deadline=None)
-@given(member_logits(min_members=2), st.randoms(use_true_random=False))
-def test_the_order_of_members_does_not_matter(logits, random):
-    order = random.sample(range(len(logits)), len(logits))
-    p, q = Prediction.from_logits(logits), Prediction.from_logits(logits[order])
-    clear = p.probs.topk(2).values.diff().abs().squeeze(-1) > 1e-5  # rounding may swap equal classes
-    assert torch.equal(p.label[clear], q.label[clear])
-    for name in ("probs", "confidence", "entropy", "aleatoric", "epistemic", "disagreement"):
-        torch.testing.assert_close(getattr(p, name), getattr(q, name), atol=1e-5, rtol=1e-5)
-    for name in SCORES:
-        torch.testing.assert_close(p.score(name), q.score(name), atol=1e-4, rtol=1e-4)
 
 
 @settings(max_examples=30, deadline=None)
@@ -299,11 +286,8 @@ def test_what_is_not_known_says_how_to_make_it_known() -> None:
 def test_msp_tells_nearly_certain_samples_apart() -> None:
     logits = torch.zeros(1, 3, 4)
     logits[0, :, 0] = torch.tensor([20.0, 30.0, 40.0])  # 1 - p is 0 in float32 for the last two
-    scores = Prediction.from_logits(logits).score()
-    assert scores.tolist() == sorted(scores.tolist(), reverse=True)
-    assert len(set(scores.tolist())) == 3
     expected = 3 * torch.exp(torch.tensor([-20.0, -30.0, -40.0]))
-    assert torch.allclose(scores, expected, rtol=1e-5)
+    assert torch.allclose(Prediction.from_logits(logits).score(), expected, rtol=1e-5, atol=0)
 
 
 def test_a_prediction_does_not_follow_the_callers_buffer():

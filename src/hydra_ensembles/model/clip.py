@@ -52,15 +52,14 @@ class DualEncoder(Saved, nn.Module):
         """Put two towers together; they become part of the dual encoder, nothing is copied.
 
         Args:
-            image: The tower for images; its forward pass gives its features.
-            text: The tower for texts, likewise.
+            image: The tower for images.
+            text: The tower for texts.
             projections: Linear maps into the embedding; None where the features are the embedding.
             logit_scale: Logarithm of the scale, one number or one per member.
             logit_bias: Added to the scaled cosines, as many numbers as `logit_scale`; None for no bias.
         """
         super().__init__()
-        self.image = image
-        self.text = text
+        self.image, self.text = image, text
         self.projections = Projections() if projections is None else projections
         self.logit_scale = _numbers(logit_scale, image)  # [1] or [M]
         self.logit_bias = None if logit_bias is None else _numbers(logit_bias, image)
@@ -72,14 +71,9 @@ class DualEncoder(Saved, nn.Module):
             if takes not in (None, gives):
                 what = f"a projection takes features of width {takes}"
                 raise ConfigError(f"{what}, the {tower.kind} tower before it gives {gives}")
-        self.config = DualEncoderConfig(
-            image=image.config,
-            text=text.config,
-            image_projection=projection_config(self.projections.image),
-            text_projection=projection_config(self.projections.text),
-            scale_copies=self.logit_scale.numel(),
-            logit_bias=self.logit_bias is not None,
-        )
+        maps = projection_config(self.projections.image), projection_config(self.projections.text)
+        scales = self.logit_scale.numel(), self.logit_bias is not None
+        self.config = DualEncoderConfig(image.config, text.config, *maps, *scales)
         self.num_members, self.embedding_width = self.config.members, self.config.embedding_of("image")
 
     # --- running -----------------------------------------------------------------------------------------
@@ -128,26 +122,18 @@ class DualEncoder(Saved, nn.Module):
         return DualEncoder(image, text, self.projections.member(index), self.logit_scale[one], bias).eval()
 
     @classmethod
-    def from_config(
-        cls, config: DualEncoderConfig, image: Metadata | None = None, text: Metadata | None = None
-    ) -> "DualEncoder":
-        """A dual encoder of this configuration, its towers freshly initialised, its projections still empty."""
-        ends = (config.image_projection, config.image), (config.text_projection, config.text)
-        projections = Projections(*(projection_from(map_of, output_width(tower)) for map_of, tower in ends))
-        scale = torch.full((config.scale_copies,), INITIAL_SCALE)
-        bias = torch.zeros(config.scale_copies) if config.logit_bias else None
-        return cls(Ensemble(config.image, image), Ensemble(config.text, text), projections, scale, bias)
-
-    @classmethod
     def from_state(
-        cls,
-        config: DualEncoderConfig,
-        state: Mapping[str, Tensor],
-        image: Metadata | None = None,
-        text: Metadata | None = None,
+        cls, config: DualEncoderConfig, state: Mapping[str, Tensor], image: Metadata, text: Metadata
     ) -> "DualEncoder":
         """Build a dual encoder around copies of the given tensors, keeping their dtype and device."""
-        return built_around(lambda: cls.from_config(config, image, text), copied(state))
+        return built_around(lambda: cls._empty(config, image, text), copied(state))
+
+    @classmethod
+    def _empty(cls, config: DualEncoderConfig, image: Metadata, text: Metadata) -> "DualEncoder":
+        maps = (config.image_projection, config.image), (config.text_projection, config.text)
+        projections = Projections(*(projection_from(one, output_width(tower)) for one, tower in maps))
+        scale, towers = torch.zeros(config.scale_copies), (Ensemble(config.image, image), Ensemble(config.text, text))
+        return cls(*towers, projections, scale, scale if config.logit_bias else None)
 
     # --- saving and loading ------------------------------------------------------------------------------
 
@@ -158,7 +144,7 @@ class DualEncoder(Saved, nn.Module):
     def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> "DualEncoder":
         config, image, text = read_dual_encoder(stored)
         layers = config.image.encoder.layers + config.text.encoder.layers
-        state = stored.tensors(lambda: cls.from_config(config), device, dtype, at_least=layers)
+        state = stored.tensors(lambda: cls._empty(config, image, text), device, dtype, at_least=layers)
         return cls.from_state(config, state, image, text)
 
     # --- looking at it -----------------------------------------------------------------------------------
@@ -238,8 +224,7 @@ def checked_names(class_names: Sequence[str]) -> tuple[str, ...]:
     if blank is not None:
         raise DataError(f"class_names[{blank}] is {names[blank]!r}; every class needs a name")
     if len(names) < 2 or twice:
-        problem = f"lists {twice[:5]} twice" if twice else f"has {len(names)} names"
-        raise DataError(f"class_names {problem}; give at least two names, all different")
+        raise DataError(f"class_names has {len(names)} names, twice {twice[:5]}; give at least two, all different")
     return names
 
 

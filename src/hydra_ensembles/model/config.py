@@ -135,7 +135,7 @@ class PatchStemConfig(Checked):
         return self.patch_size[0] * self.grid[0], self.patch_size[1] * self.grid[1]
 
     @property
-    def tokens(self) -> int:
+    def max_tokens(self) -> int:
         """Sequence length at `image_size`."""
         return self.prefix_tokens + self.grid[0] * self.grid[1]
 

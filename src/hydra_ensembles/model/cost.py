@@ -24,9 +24,8 @@ class Description:
 
     Attributes:
         parameters: Stored parameters, shared ones counted once.
-        multiply_adds: Multiply-adds of one forward pass of one input with `tokens` tokens: every matrix
-            product and the patch convolution; biases, norms, softmax and activations are not counted.
-        tokens: Sequence length the multiply-adds refer to.
+        multiply_adds: Of one forward pass of one input with `tokens` tokens: every matrix product and the patch
+            convolution; biases, norms, softmax and activations are not counted.
         heads: Original indices of the heads kept, `[member][layer]`.
         heads_per_layer: Heads per layer before pruning.
     """
@@ -37,28 +36,21 @@ class Description:
     heads: KeptHeads
     heads_per_layer: int
 
-    @property
-    def heads_kept(self) -> list[list[int]]:
-        """How many heads are kept, a row per layer and a column per member."""
-        return [[len(heads) for heads in layer] for layer in zip(*self.heads, strict=True)]
-
     def __str__(self) -> str:
-        titles = [f"member {member}" for member in range(len(self.heads))]
         lines = [
             f"parameters     {self.parameters / 1e6:,.2f} M",
             f"multiply-adds  {self.multiply_adds / 1e9:,.2f} G  ({self.tokens} tokens)",
             f"heads kept     of {self.heads_per_layer} per layer",
-            "  ".join(["layer", *titles]),
+            "layer" + "".join(f"{f'member {member}':>10}" for member in range(len(self.heads))),
         ]
-        for layer, counts in enumerate(self.heads_kept):
-            cells = [f"{count:>{len(title)}}" for title, count in zip(titles, counts, strict=True)]
-            lines.append("  ".join([f"{layer:>5}", *cells]))
+        for layer, kept in enumerate(zip(*self.heads, strict=True)):
+            lines.append(f"{layer:>5}" + "".join(f"{len(heads):>10}" for heads in kept))
         return "\n".join(lines)
 
 
 def describe(config: EnsembleConfig, parameters: int) -> Description:
     """Describe an ensemble of this configuration that stores `parameters` parameters."""
-    tokens = config.stem.tokens if isinstance(config.stem, PatchStemConfig) else config.stem.max_tokens
+    tokens = config.stem.max_tokens
     return Description(parameters, multiply_adds(config, tokens), tokens, config.heads, config.encoder.heads)
 
 

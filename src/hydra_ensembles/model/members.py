@@ -69,10 +69,7 @@ def common_layers(heads: KeptHeads, differing: Sequence[str]) -> int:
 def join_equal(
     configs: Sequence[EnsembleConfig], states: Sequence[Mapping[str, Tensor]]
 ) -> tuple[EnsembleConfig, dict[str, Tensor]]:
-    """Members, each given by itself, in one configuration that stores whatever is equal in all of them once.
-
-    No weight is changed. Members that are equal in everything become a single one.
-    """
+    """Members, each given by itself, in one configuration that stores once whatever is equal; all equal become one."""
     heads = tuple(config.heads[0] for config in configs)
     differing = unequal(states)
     groups, trunk = {place_of(name)[0] for name in differing}, common_layers(heads, differing)
@@ -106,11 +103,10 @@ def are_several(members: object) -> TypeGuard[Iterable[Any]]:
 
 def listed(members: Iterable[T], caller: str) -> list[T]:
     """Members from any iterable, at least one; `caller` is the function that takes them."""
-    if not are_several(members):
-        raise ConfigError(f"{caller} takes a list of members, got a single {type(members).__name__}; give [model, ...]")
-    given = list(members)
+    given = list(members) if are_several(members) else []
     if not given:
-        raise ConfigError(f"{caller} needs at least one member, got none")
+        what = "none" if are_several(members) else f"a single {type(members).__name__}"
+        raise ConfigError(f"{caller} takes a list of at least one member, got {what}; give [model, ...]")
     return given
 
 

@@ -102,15 +102,11 @@ class TextStem(nn.Module):
         if segments is not None and segments.shape != ids.shape:
             raise DataError(f"segments have shape {list(segments.shape)}, token ids {list(ids.shape)}; give both alike")
         if not 0 < ids.shape[1] <= self.config.max_tokens:
-            raise DataError(
-                f"got {ids.shape[1]} tokens, there may be 1 to {self.config.max_tokens}: truncate the input"
-            )
+            raise DataError(f"got {ids.shape[1]} tokens, there may be 1 to {self.config.max_tokens}; truncate them")
         x = lookup(self.words, ids) + lookup(self.positions, self._position_ids(ids))
         if self.segments is not None:
             x = x + lookup(self.segments, torch.zeros_like(ids) if segments is None else segments)
-        if self.norm is not None:
-            x = self.norm(x)
-        x = self.dropout(x)
+        x = self.dropout(x if self.norm is None else self.norm(x))
         return x if self.project is None else self.project(x)
 
     def _position_ids(self, ids: Tensor) -> Tensor:

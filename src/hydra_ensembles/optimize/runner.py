@@ -109,11 +109,9 @@ class OptimizedEnsemble:
         return self._model.prediction(self(self._model.prepare(inputs)), check_finite)
 
     @torch.inference_mode()
-    def choice_for(
-        self, inputs: Given, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
-    ) -> "Choice":
+    def choice_for(self, inputs: Given) -> "Choice":
         """How inputs of this shape are run; measured if need be."""
-        return self._choice(self._arguments(inputs, attention_mask, token_type_ids))
+        return self._choice(self._arguments(inputs, None, None))
 
     def module(self, plan: Plan) -> Ensemble:
         """The rewritten ensemble as it runs by a plan: uncompiled, without graphs."""
@@ -134,16 +132,14 @@ class OptimizedEnsemble:
 
     def describe(self) -> str:
         """Settings, memory, and for every input shape seen so far the plan and the times it was chosen by."""
-        shapes = [" and ".join(str(list(one[0])) for one in key if one is not None) for key in self.choices]
-        seen = zip(shapes, self.choices.values(), strict=True)
-        return "\n".join([repr(self), *(f"  {shape}: {choice}" for shape, choice in seen)])
+        lines = [repr(self)]
+        for key, choice in self.choices.items():
+            lines.append(f"  {' and '.join(str(list(one[0])) for one in key if one is not None)}: {choice}")
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return (
-            f"OptimizedEnsemble(plans={list(self._modules)}, compile={self._compile}, graphs={self._graphed}, "
-            f"dtype={str(self.dtype).removeprefix('torch.')}, memory={self.memory_bytes / 1e6:.1f} MB, "
-            f"shapes seen={len(self.choices)})"
-        )
+        settings = f"plans={list(self._modules)}, compile={self._compile}, graphs={self._graphed}, dtype={self.dtype}"
+        return f"OptimizedEnsemble({settings}, memory={self.memory_bytes / 1e6:.1f} MB, shapes={len(self.choices)})"
 
     def _arguments(self, inputs: Given, attention_mask: Tensor | None, token_type_ids: Tensor | None) -> Arguments:
         main, mask, segments = self._model.unpack(inputs, attention_mask, token_type_ids)
@@ -162,15 +158,15 @@ class OptimizedEnsemble:
         else:
             choice = fastest(self._plain, arguments, self.device)
         if self._compile:
-            choice = self._with_compilation(choice)
+            choice = self._with_compilation(choice, arguments)
         for plan, run in self._plain.items():
             if isinstance(run, GraphCache) and (choice.compiled or plan != choice.plan):
                 run.forget(key)
         self.choices[key] = choice
         return choice
 
-    def _with_compilation(self, choice: "Choice") -> "Choice":
-        """The choice as it is run: compiled, or with the reason why not."""
+    def _with_compilation(self, choice: "Choice", arguments: Arguments) -> "Choice":
+        """The choice with code compiled for these arguments, or with the reason why not."""
         compiled = sum(other.compiled for other in self.choices.values())
         if compiled >= self._compiled_shapes and not self._dynamic:
             return replace(choice, note=f"code is compiled for {compiled} other shapes, the most allowed")
@@ -183,6 +179,7 @@ class OptimizedEnsemble:
                     return cast(Tensor, code(*arguments))
 
             self._compiled[choice.plan] = self._with_graphs(run)
+        self._compiled[choice.plan](*arguments)
         return replace(choice, compiled=True)
 
     def _with_graphs(self, function: Run) -> Run:

@@ -27,6 +27,7 @@ from hydra_ensembles.model.metadata import Calibration
 
 IDS = torch.ones(2, 5, dtype=torch.long)
 PIXELS = np.zeros((10, 10, 3), np.uint8)
+IMAGES, TEXTS = he.ImagePreprocessing((8, 8)), he.TextPreprocessing(8)
 SIZES = {"width": 8, "layers": 2, "heads": 2, "head_dim": 4, "mlp_width": 16}
 ENCODER, STEM, TEXT = EncoderConfig(**SIZES), PatchStemConfig((4, 4), (2, 2)), TextStemConfig(9, 8, 8)
 
@@ -113,33 +114,28 @@ def test_inputs_that_are_not_read_may_be_there_without_a_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "token"),
+    ("config", "preprocessing", "inputs", "token"),
     [
-        (PIXELS, r"ndarray.*PIL\.Image\.fromarray"),
-        ([PIXELS], r"PIL\.Image\.fromarray"),
-        ([torch.zeros(3, 8, 8)], r"one tensor \[B, channels, H, W\]"),
-        ((torch.zeros(2, 3, 8, 8), torch.zeros(2)), "the images alone"),
-        ("cat.png", r"PIL\.Image\.open"),
-        ([Path("cat.png")], r"PIL\.Image\.open"),
-        (None, "NoneType"),
+        (single, IMAGES, PIXELS, r"ndarray.*PIL\.Image\.fromarray"),
+        (single, IMAGES, [torch.zeros(3, 8, 8)], r"one tensor \[B, channels, H, W\]"),
+        (single, IMAGES, (torch.zeros(2, 3, 8, 8), torch.zeros(2)), "the images alone"),
+        (single, IMAGES, [Path("cat.png")], r"PIL\.Image\.open"),
+        (text, TEXTS, [IDS], r"token ids as one tensor \[B, T\]"),
+        (text, TEXTS, (IDS, torch.zeros(2)), "the inputs alone"),
+        (single, None, "cat.png", "processor="),
     ],
 )
-def test_what_is_no_image_is_told_how_to_become_one(inputs: Any, token: str) -> None:
-    model = ensemble(single()).with_metadata(preprocessing=he.ImagePreprocessing((8, 8)))
+def test_what_is_no_raw_input_is_told_how_to_become_one(
+    config: Any, preprocessing: Any, inputs: Any, token: str
+) -> None:
+    model = ensemble(config()).with_metadata(preprocessing=preprocessing)
     for predictor in (model, he.mc_dropout(model, 0.1, 2)):
         with pytest.raises(DataError, match=token):
             predictor.predict(inputs)
 
 
-@pytest.mark.parametrize("inputs", [[IDS], (IDS, torch.zeros(2)), IDS.numpy(), 3])
-def test_what_is_no_text_is_told_how_to_give_token_ids(inputs: Any) -> None:
-    model = ensemble(text()).with_metadata(preprocessing=he.TextPreprocessing(8))
-    with pytest.raises(DataError, match=r"token ids as one tensor \[B, T\].*the inputs alone"):
-        model.predict(inputs)
-
-
 def test_a_column_of_images_is_a_list_of_them() -> None:
-    model = ensemble(single()).with_metadata(preprocessing=he.ImagePreprocessing((8, 8)))
+    model = ensemble(single()).with_metadata(preprocessing=IMAGES)
     column = np.empty(2, dtype=object)
     column[:] = [Image.fromarray(PIXELS), Image.fromarray(PIXELS + 90)]
     assert torch.equal(model.predict(column).probs, model.predict(list(column)).probs)
