@@ -55,16 +55,7 @@ class Ranks:
 
     def rows(self, own: Tensor) -> list[Tensor]:
         """The tensor of every rank; they may differ in the number of rows."""
-        if self.size == 1:
-            return [own]
-        counts = torch.zeros(self.size, dtype=torch.long, device=own.device)
-        counts[self.rank] = len(own)
-        counts = self.total(counts)
-        padded = own.new_zeros(int(counts.max()), *own.shape[1:])
-        padded[: len(own)] = own
-        found = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(found, padded)
-        return [part[:count] for part, count in zip(found, counts.tolist(), strict=True)]
+        return [own] if self.size == 1 else [part.to(own.device) for part in self.gather(own.cpu())]
 
     def wait(self) -> None:
         """Go on when all ranks have come this far."""
@@ -103,11 +94,8 @@ def launched() -> bool:
 
 def current_ranks() -> Ranks:
     """The ranks of the process group, where one exists; else this process alone."""
-    return Ranks(dist.get_rank(), dist.get_world_size()) if _has_group() else ALONE
-
-
-def _has_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    has_group = dist.is_available() and dist.is_initialized()
+    return Ranks(dist.get_rank(), dist.get_world_size()) if has_group else ALONE
 
 
 def local_device(device: torch.device) -> torch.device:
@@ -129,7 +117,7 @@ def _rendezvous() -> tuple[Any, int, int]:
 @contextmanager
 def all_ranks(device: torch.device) -> Iterator[Ranks]:
     """The ranks of this run: of the process group where one exists, else of one started for the `with` block."""
-    if not launched() or _has_group():
+    if not launched() or dist.is_initialized():
         yield current_ranks()
         return
     if device.type == "cuda":

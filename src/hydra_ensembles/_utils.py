@@ -51,11 +51,9 @@ def require_device(device: torch.device | str | None) -> torch.device | None:
         # counted, not tried: a process must not take memory of a GPU that another one was given
         if found.type != "cuda" or (found.index or 0) < gpus:
             return found
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError, ImportError) as error:
+    except (RuntimeError, AssertionError, TypeError, ImportError) as error:
         cause = error
-    names = ["cpu", *(f"cuda:{index}" for index in range(gpus)), *["mps"] * torch.backends.mps.is_available()]
-    why = " (PyTorch finds no GPU for cuda)" if not gpus and str(device).startswith("cuda") else ""
-    raise ConfigError(f"device {str(device)!r} cannot be used here; available: {', '.join(names)}{why}") from cause
+    raise ConfigError(f"device {str(device)!r} cannot be used here; PyTorch finds the CPU and {gpus} GPUs") from cause
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -121,14 +119,10 @@ def require_same_run(theirs: Any, ours: Any, place: Path, what: str) -> None:
     """Refuse to go on with work (`what`, stored at `place`) that was begun with `theirs` where `ours` is asked for."""
     lines = list(_differences(theirs, ours))
     if lines:
-        more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         raise CheckpointError(
-            f"{place} holds {what} of another run: {'; '.join(lines[:_SHOWN])}{more}. Give another place, or delete "
-            "this one to start over"
+            f"{place} holds {what} of another run: {'; '.join(lines[:5])}{'; …' if len(lines) > 5 else ''}. "
+            "Give another place, or delete this one to start over"
         )
-
-
-_SHOWN = 5  # differences named in an error
 
 
 def _differences(theirs: Any, ours: Any, path: str = "") -> Iterator[str]:

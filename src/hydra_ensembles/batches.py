@@ -1,12 +1,15 @@
-"""What a batch is, and the order in which batches are read."""
+"""What a batch is, the order in which batches are read, and how a source of batches is known again."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from ._utils import all_seeded, derive_seed
 from .errors import DataError
@@ -17,19 +20,15 @@ Batches = Iterable[Any]
 _INNER = ("base_dataloader", "batches", "sampler", "batch_sampler", "dataset")
 _KEPT = ("epoch", "stream", "generator")
 _FORMS = "(inputs, labels), (inputs,), a mapping with 'labels', or a tensor"
+_SOME_BATCHES, _SOME_ROWS = 8, 64  # of a list and of a tensor: how many are looked at, from the first to the last
 
 
 def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = True) -> tuple[Inputs, Tensor | None]:
     """Split one batch into inputs and labels (None when there are none); another form is a `DataError`.
 
     Accepted are `(inputs, labels)`, `(inputs,)`, a mapping with or without `labels`, and a bare tensor of inputs. What
-    a mapping holds besides tensors (file names, texts) is left out: no model reads it.
-
-    Args:
-        batch: What a loader gave.
-        name: What an error message calls the data.
-        index: Position of the batch, for error messages.
-        labelled: Whether labels are wanted. If not, what stands in their place (file names, masks) is not looked at.
+    a mapping holds besides tensors (file names, texts) is left out: no model reads it. `name` and `index` are for
+    messages. Where labels are not wanted, what stands in their place (file names, masks) is not looked at.
     """
     where = f"batch {index} of {name}"
     labels: Any = None
@@ -38,25 +37,34 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
         labels = batch.get("labels", batch.get("label"))
     elif isinstance(batch, list | tuple) and len(batch) in (1, 2):
         inputs, labels = (*batch, None)[:2]
-        inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     elif isinstance(batch, Tensor):
         inputs = batch
     else:
         got = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
         raise DataError(f"{where} is a {got}; expected {_FORMS}")
-    if isinstance(inputs, dict):
-        kinds = {key: type(value).__name__ for key, value in inputs.items()}
-        inputs = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
-        if not inputs:
+    if isinstance(inputs, Mapping):
+        tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
+        if not tensors:
             raise DataError(
-                f"{where} is a mapping without tensors: {kinds}; from it no model reads anything (let the loader's "
-                "collate function preprocess the inputs)"
+                f"{where} is a mapping without tensors, with {sorted(inputs)}; from it no model reads anything (let "
+                "the loader's collate function preprocess the inputs)"
             )
+        inputs = tensors
     elif not isinstance(inputs, Tensor):
         raise DataError(f"the inputs in {where} are a {type(inputs).__name__}; expected tensors, in {_FORMS}")
     if labels is None or not labelled:
         return inputs, None
-    return inputs, _read_labels(labels, inputs, where)
+    try:
+        read = torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError) as error:
+        got = type(labels).__name__
+        raise DataError(f"labels in {where} must be whole numbers [B] from 0, got a {got} ({error})") from error
+    if read.dim() != 1 or read.is_floating_point() or len(read) != size_of(inputs):
+        raise DataError(
+            f"labels in {where} must be whole numbers, one for each of its {size_of(inputs)} inputs; got {read.dtype} "
+            f"{list(read.shape)}"
+        )
+    return inputs, read
 
 
 def iterate(batches: Batches, name: str = "data", labelled: bool = True) -> Iterator[tuple[Inputs, Tensor | None]]:
@@ -102,19 +110,6 @@ def require_labels(labels: Tensor | None, classes: int, name: str = "data", inde
     return labels.long()
 
 
-def _read_labels(labels: Any, inputs: Inputs, where: str) -> Tensor:
-    try:
-        read = torch.as_tensor(labels)
-    except (TypeError, ValueError, RuntimeError) as error:
-        got = type(labels).__name__
-        raise DataError(f"labels in {where} must be whole numbers [B] from 0, got a {got} ({error})") from error
-    if read.dim() != 1 or read.is_floating_point():
-        raise DataError(f"labels in {where} must be whole numbers [B], got {read.dtype} {list(read.shape)}")
-    if len(read) != size_of(inputs):
-        raise DataError(f"{where} has {size_of(inputs)} inputs and {len(read)} labels")
-    return read
-
-
 def require_rereadable(batches: Batches, name: str) -> None:
     """Refuse a one-shot iterator: training reads its data once per epoch, and again to resume."""
     if isinstance(batches, Iterator):
@@ -129,6 +124,9 @@ def length_of(batches: Batches) -> int | None:
         return len(batches)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+# --- the order -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -180,3 +178,92 @@ def parts_of(batches: Batches | None) -> list[Any]:
         found.append(part)
         waiting += [getattr(part, name, None) for name in _INNER]
     return found
+
+
+# --- known again -----------------------------------------------------------------------------------------------------
+
+
+def fingerprint(batches: Batches, name: str, seed: int) -> str:
+    """A short name for a data source, from what can be had without reading an epoch; the source is left as it was.
+
+    That is its length, the first batch in the order of the seed, and of what lies in memory: all labels and row
+    numbers of its data set, some rows of a `TensorDataset`, all labels and some batches of a list. Sources that agree
+    in all of this have the same name.
+    """
+    digest = hashlib.sha256(f"{length_of(batches)}".encode())
+    with borrowed(batches), epoch_of(batches, 0, seed, torch.device("cpu")):
+        at_hand = dict(_at_hand(batches))
+        first = next(iter(batches), None)
+    if first is None:
+        raise DataError(f"{name} has no batches; check the loader")
+    _take_in(digest, _content(first))
+    if type(batches) in (list, tuple):  # a class made from one may do something when it is read
+        every = list(map(_content, batches))
+        for index in _spread(len(every), _SOME_BATCHES):
+            _take_in(digest, every[index])
+        at_hand |= {f"batch {index}": one["labels"] for index, one in enumerate(every) if "labels" in one}
+    _take_in(digest, at_hand)
+    return digest.hexdigest()[:16]
+
+
+def _content(batch: Any) -> dict[str, Tensor]:
+    """What a batch holds, by name: inputs, texts and labels, or the tensors of a mapping; not checked."""
+    named: dict[str, Any] = {"inputs": batch}
+    if isinstance(batch, Mapping):
+        named = {"inputs": batch, "labels": batch.get("labels", batch.get("label"))}
+    elif isinstance(batch, list | tuple):
+        names = ("inputs", "texts", "labels") if len(batch) == 3 else ("inputs", "labels")
+        named = dict(zip(names, batch, strict=False))
+    found = {}
+    for name, value in named.items():
+        if isinstance(value, Mapping):
+            found |= {str(key): one for key, one in value.items() if isinstance(one, Tensor) and key != "label"}
+        elif (tensor := _as_tensor(value)) is not None:
+            found[name] = tensor
+    return found
+
+
+def _at_hand(batches: Batches) -> Iterator[tuple[str, Tensor]]:
+    """What a source holds in memory that tells its items apart, by name."""
+    parts: list[Any] = []
+    for part in parts_of(batches):
+        joined = getattr(part, "datasets", None)  # of a `ConcatDataset`
+        parts += [part, *(joined if isinstance(joined, list | tuple) else ())]
+    for number, part in enumerate(parts):
+        for attribute in ("labels", "targets", "rows", "indices"):
+            values = _as_tensor(getattr(part, attribute, None))
+            if values is not None:
+                yield f"{attribute} {number}", values
+        if isinstance(part, TensorDataset):
+            for column, tensor in enumerate(part.tensors):
+                rows = tensor if tensor.dim() == 1 else tensor[_spread(len(tensor), _SOME_ROWS)]
+                yield f"column {number} {column}", rows
+
+
+def _as_tensor(values: Any) -> Tensor | None:
+    """Numbers, strings or pictures of one size in a tensor; None for anything else."""
+    if isinstance(values, Tensor) or not isinstance(values, np.ndarray | list | tuple | range):
+        return values if isinstance(values, Tensor) else None
+    if isinstance(values, list | tuple) and values and isinstance(values[0], str):
+        values = np.frombuffer("\x1f".join(map(str, values)).encode(), np.uint8)
+    try:
+        return torch.from_numpy(np.array(values))
+    except (TypeError, ValueError):  # objects, lists of different lengths
+        return None
+
+
+def _spread(count: int, some: int) -> list[int]:
+    """At most `some` positions out of `count`, evenly from the first to the last."""
+    return sorted({round(position) for position in np.linspace(0, max(count - 1, 0), min(count, some)).tolist()})
+
+
+def _take_in(digest: Any, tensors: Mapping[str, Tensor]) -> None:
+    for key, tensor in sorted(tensors.items()):
+        digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor_bytes(tensor))
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in row-major order, whatever its device, dtype and strides."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data

@@ -20,30 +20,26 @@ from .prediction import Prediction, ScoreName, scale_logits
 
 COLDEST, HOTTEST = 0.05, 20.0  # temperatures searched
 _GRID = 24
-_PRECISION = 1e-5  # of the logarithm of a temperature
-_AT_BOUND = 1e-3  # logarithms of temperatures that close to a bound have stopped there
+_PRECISION, _AT_BOUND = 1e-5, 1e-3  # of logarithms of temperatures: how well found, how close to a bound is at it
 _WORTHWHILE = 1e-6  # a gain in NLL below this is rounding, and 1 stays
 _SWEEPS = 20  # over the members, when each has a temperature of its own
 _ROWS = 8192  # samples whose logits are raised to float64 at a time
+_AT_COLDEST = "the model gets all of these samples right; unless the task is easy, calibrate on more held-out data"
+_AT_HOTTEST = "the labels do not fit the answers; check that data and model number the classes alike"
 
 
 @dataclass(frozen=True)
 class CalibrationFit:
-    """A calibration (temperature and threshold), and what it does to the samples it was fitted on.
-
-    `accuracy` and the negative log-likelihoods, without and with the temperature, are those of the mean probabilities;
-    `accepted` is the share of the samples that the threshold accepts, `risk` the share of wrong answers among those,
-    `aurc` the area under the risk-coverage curve of the score.
-    """
+    """A calibration (temperature and threshold), and what it does to the samples it was fitted on."""
 
     calibration: Calibration
     samples: int
-    accuracy: float
+    accuracy: float  # this and the negative log-likelihoods are those of the mean probabilities
     nll_before: float
     nll_after: float
-    accepted: float
-    risk: float
-    aurc: float
+    accepted: float  # share of the samples that the threshold accepts
+    risk: float  # share of wrong answers among those
+    aurc: float  # area under the risk-coverage curve of the score
 
 
 def calibrate(
@@ -69,14 +65,8 @@ def calibrate(
         for index, (inputs, targets) in enumerate(iterate(validation, "validation")):
             labels.append(require_labels(targets, ensemble.num_classes, "validation", index).cpu())
             logits.append(ensemble(move(inputs, ensemble.device, ensemble.dtype)).cpu())  # [M, B, C]
-    fit = fit_calibration(
-        torch.cat(logits, dim=1),
-        torch.cat(labels),
-        share=share,
-        score=score,
-        per_member=per_member,
-        temperature=temperature,
-    )
+    together = torch.cat(logits, dim=1), torch.cat(labels)
+    fit = fit_calibration(*together, share=share, score=score, per_member=per_member, temperature=temperature)
     metrics = {
         "validation/accuracy": fit.accuracy,
         "validation/nll_uncalibrated": fit.nll_before,
@@ -162,21 +152,21 @@ def _fit_temperature(
     member_logits: Tensor, labels: Tensor, per_member: bool, before: float
 ) -> tuple[tuple[float, ...], float]:
     """The temperature (or one per member) with the lowest NLL, and that NLL; 1 unless another is better."""
-    members = range(len(member_logits))
     # logarithms of the temperatures to search: the colder ones must not make the largest logit infinite
     largest = member_logits.abs().max().item() / torch.finfo(member_logits.dtype).max
     low, high = math.log(max(COLDEST, 2.0 * largest)), math.log(HOTTEST)
     common, nll = _lowest(lambda value: _nll(_label_log_probs(member_logits, labels, value)), low, high)
     if before - nll <= _WORTHWHILE:
         common, nll = 1.0, before
-    if not per_member or len(members) == 1:
+    if not per_member or len(member_logits) == 1:
         if common != 1.0:  # a member may well stop at a bound: others cover its errors
             _warn_at_bounds(common, low, high)
         return (common,), nll
-    chosen, parts = [common for _ in members], _label_log_probs(member_logits, labels, common)  # [M, B]
+    parts = _label_log_probs(member_logits, labels, common)  # [M, B]
+    chosen = [common] * len(parts)
     for _ in range(_SWEEPS):  # one member at a time, until no change of a single one helps
-        improved = False
-        for member in members:
+        at_start = nll
+        for member in range(len(parts)):
 
             def with_member(value: float, member: int = member) -> float:
                 own = _label_log_probs(member_logits[member : member + 1], labels, value)
@@ -184,18 +174,16 @@ def _fit_temperature(
 
             value, lower = _lowest(with_member, low, high)
             if nll - lower > _WORTHWHILE:
-                chosen[member], nll, improved = value, lower, True
+                chosen[member], nll = value, lower
                 parts[member] = _label_log_probs(member_logits[member : member + 1], labels, value)[0]
-        if not improved:
+        if nll == at_start:
             break
     return tuple(chosen), nll
 
 
 def _warn_at_bounds(temperature: float, low: float, high: float) -> None:
     """Warn about a temperature that would have gone on beyond the range searched, given by its logarithms."""
-    coldest = "the model gets all of these samples right; unless the task is easy, calibrate on more held-out data"
-    hottest = "the labels do not fit the answers; check that data and model number the classes alike"
-    for bound, cause in ((low, coldest), (high, hottest)):
+    for bound, cause in ((low, _AT_COLDEST), (high, _AT_HOTTEST)):
         if abs(math.log(temperature) - bound) < _AT_BOUND:
             line = f"the temperature {temperature:.4g} stopped at the bound {math.exp(bound):.4g}: {cause}"
             warnings.warn(line, stacklevel=4)
@@ -206,26 +194,27 @@ def _lowest(function: Callable[[float], float], low: float, high: float) -> tupl
 
     The grid is there because the NLL of a mean over members may have more than one valley.
     """
-    step = (high - low) / (_GRID - 1)
-    grid = [low + index * step for index in range(_GRID)]
-    values = [function(math.exp(point)) for point in grid]
-    best = min(range(_GRID), key=values.__getitem__)
+    found: dict[float, float] = {}  # values by the logarithm of the temperature
+
+    def value(point: float) -> float:
+        key = round(point, 7)  # golden section comes back to its points, up to rounding
+        if key not in found:
+            found[key] = function(math.exp(key))
+        return found[key]
+
+    grid = [low + index * (high - low) / (_GRID - 1) for index in range(_GRID)]
+    best = min(range(_GRID), key=lambda index: value(grid[index]))
     left, right = grid[max(best - 1, 0)], grid[min(best + 1, _GRID - 1)]
     golden = (math.sqrt(5.0) - 1.0) / 2.0
-    inner = [right - golden * (right - left), left + golden * (right - left)]
-    found = [function(math.exp(point)) for point in inner]
     while right - left > _PRECISION:
-        if found[0] <= found[1]:
-            right, inner[1], found[1] = inner[1], inner[0], found[0]
-            inner[0] = right - golden * (right - left)
-            found[0] = function(math.exp(inner[0]))
+        step = golden * (right - left)
+        first, second = right - step, left + step
+        if value(first) <= value(second):
+            right = second
         else:
-            left, inner[0], found[0] = inner[0], inner[1], found[1]
-            inner[1] = left + golden * (right - left)
-            found[1] = function(math.exp(inner[1]))
-    candidates = [(values[best], grid[best]), *zip(found, inner, strict=True)]
-    value, point = min(candidates)
-    return math.exp(point), value
+            left = first
+    lowest = min(found, key=value)
+    return math.exp(lowest), found[lowest]
 
 
 def _nll(label_log_probs: Tensor) -> float:
@@ -235,8 +224,8 @@ def _nll(label_log_probs: Tensor) -> float:
 
 def _label_log_probs(member_logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """Log-probability `[M, B]` of each label under each member's logits `[M, B, C]`, in float64."""
-    pieces = [
-        (rows.double() / temperature).log_softmax(-1).gather(2, wanted.expand(len(rows), -1)[..., None])[..., 0]
-        for rows, wanted in zip(member_logits.split(_ROWS, dim=1), labels.split(_ROWS), strict=True)
-    ]
+    pieces = []
+    for rows, wanted in zip(member_logits.split(_ROWS, dim=1), labels.split(_ROWS), strict=True):
+        log_probs = (rows.double() / temperature).log_softmax(-1)  # [M, some, C]
+        pieces.append(log_probs.gather(2, wanted.expand(len(rows), -1)[..., None])[..., 0])  # [M, some]
     return torch.cat(pieces, dim=1)

@@ -1,14 +1,16 @@
-"""Reading batches: the forms users have them in, labels that are wanted and labels that are not."""
+"""Batches: the forms users have them in, labels that are wanted and labels that are not, sources known again."""
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from hydra_ensembles.batches import borrowed, iterate, move, read_batch
+from hydra_ensembles.batches import borrowed, fingerprint, iterate, move, read_batch
+from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import DataError
 
 X, Y = torch.randn(4, 3, 2, 2), torch.arange(4)
@@ -23,17 +25,12 @@ NO_LABELS = {
 
 
 @pytest.mark.parametrize("beside", NO_LABELS.values(), ids=NO_LABELS.keys())
-@pytest.mark.parametrize("form", ["pair", "list", "mapping"])
-def test_labels_that_are_not_wanted_are_not_read(beside: Any, form: str) -> None:
-    batch = {"pair": (X, beside), "list": [X, beside], "mapping": {"pixel_values": X, "label": beside}}[form]
-    inputs, labels = read_batch(batch, labelled=False)
-    assert labels is None
-    assert (inputs["pixel_values"] if isinstance(inputs, dict) else inputs) is X
-    assert not isinstance(inputs, dict) or list(inputs) == ["pixel_values"]
-
-
-@pytest.mark.parametrize("beside", NO_LABELS.values(), ids=NO_LABELS.keys())
-def test_the_same_is_an_error_that_names_the_batch_where_labels_are_wanted(beside: Any) -> None:
+def test_labels_that_are_not_wanted_are_not_read(beside: Any) -> None:
+    for batch in ((X, beside), [X, beside], {"pixel_values": X, "label": beside}):
+        inputs, labels = read_batch(batch, labelled=False)
+        assert labels is None
+        assert (inputs["pixel_values"] if isinstance(inputs, dict) else inputs) is X
+        assert not isinstance(inputs, dict) or list(inputs) == ["pixel_values"]
     with pytest.raises(DataError, match="batch 2 of val"):
         read_batch((X, beside), "val", 2)
 
@@ -51,7 +48,7 @@ def test_other_forms_are_refused(batch: Any, labelled: bool) -> None:
         read_batch(batch, "some data", 1, labelled)
 
 
-@pytest.mark.parametrize(("device", "waits"), [("cuda", False), ("cuda:1", False), ("cpu", True), ("mps", True)])
+@pytest.mark.parametrize(("device", "waits"), [("cuda:1", False), ("cpu", True), ("mps", True)])
 def test_only_copies_towards_the_gpu_are_not_waited_for(device: str, waits: bool) -> None:
     tensor = Mock(spec=Tensor)
     move({"pixel_values": tensor}, torch.device(device))
@@ -67,13 +64,94 @@ def test_what_no_model_reads_is_left_out_of_a_mapping() -> None:
         read_batch({"text": ["one", "two"], "labels": [0, 1]})
 
 
-def test_a_generator_that_is_not_torchs_is_left_alone():
+def test_a_generator_that_is_not_torchs_is_left_alone() -> None:
     class Own(TensorDataset):
         @property
-        def generator(self):
+        def generator(self) -> object:
             return object()  # another one each time, and no way to set it
 
     data = Own(X, Y)
     with borrowed(data):
         assert len(data) == 4
     assert "generator" not in vars(data)
+
+
+IMAGES = torch.randn(48, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(48) % 3
+LATE = LABELS.clone()  # labels that differ outside the first batch
+LATE[20] = 0
+
+
+class Pictures(Dataset[Any]):
+    """A data set with its labels at hand, under the name that torchvision uses or under ours."""
+
+    def __init__(self, labels: Tensor, name: str) -> None:
+        self.read = 0
+        setattr(self, name, labels.tolist())
+        self.given = labels
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.read += 1
+        return IMAGES[index], int(self.given[index])
+
+
+def split(images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(images.split(4), labels.split(4), strict=True))
+
+
+SOURCES: dict[str, Callable[[Tensor], Any]] = {
+    "list": lambda labels: split(IMAGES, labels),
+    "mappings": lambda labels: [{"pixel_values": x, "labels": y} for x, y in split(IMAGES, labels)],
+    "pairs": lambda labels: [(x, ["a text"] * 4, y) for x, y in split(IMAGES, labels)],
+    "tensors": lambda labels: DataLoader(TensorDataset(IMAGES, labels), 4),
+    "targets": lambda labels: DataLoader(Pictures(labels, "targets"), 4),
+    "labels": lambda labels: data_batches(Pictures(labels, "labels"), torch.stack, 4),
+    "subset": lambda labels: DataLoader(Subset(Pictures(labels, "labels"), range(48)), 4),
+    "joined": lambda labels: DataLoader(ConcatDataset([Pictures(labels, "targets"), Pictures(labels, "targets")]), 4),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_labels_at_hand_count_and_nothing_else_is_read(kind: str) -> None:
+    first, again, other = (SOURCES[kind](labels) for labels in (LABELS, LABELS, LATE))
+    assert fingerprint(first, "train", 0) == fingerprint(again, "train", 0) == fingerprint(first, "train", 0)
+    assert fingerprint(first, "train", 0) != fingerprint(other, "train", 0)
+    data = getattr(other, "dataset", None)
+    assert not isinstance(data, Pictures) or data.read == 4
+
+
+def test_inputs_in_memory_rows_of_a_subset_and_texts_count() -> None:
+    image = pytest.importorskip("PIL.Image")
+    changed = IMAGES.clone()
+    changed[40:] = 0
+    data = TensorDataset(torch.zeros(9, 3), torch.zeros(9, dtype=torch.long))
+    red, blue = (image.new("RGB", (4, 4), colour) for colour in ("red", "blue"))
+    different = [
+        [split(IMAGES, LABELS), split(changed, LABELS)],
+        [DataLoader(TensorDataset(images, LABELS), 4) for images in (IMAGES, changed)],
+        [DataLoader(Subset(data, rows), 2) for rows in ([0, 1, 2], [0, 1, 3])],
+        [[(X, ["a", "b", "c", "d"])], [(X, ["a", "b", "c", "e"])]],
+        [[([red], ["a"])], [([blue], ["a"])]],
+    ]
+    for one, other in different:
+        assert fingerprint(one, "train", 0) != fingerprint(other, "train", 0)
+
+
+def test_what_a_source_happens_to_hold_does_no_harm() -> None:
+    class Odd(list[Any]):
+        labels = ("cat", "dog")
+        targets = (object(), object())
+        rows = ([1], [2, 3])
+        indices = "none"
+        generator = 5
+
+    assert fingerprint(Odd(split(IMAGES, LABELS)), "train", 0) == fingerprint(Odd(split(IMAGES, LABELS)), "train", 0)
+
+
+def test_fingerprints_of_before_are_still_those() -> None:
+    """A run that was begun by an earlier release goes on."""
+    data = [(torch.arange(12.0).view(3, 4) + shift, torch.tensor([0, 1, 2])) for shift in range(3)]
+    assert fingerprint(data, "train", 0) == "05c84beaac4ebfe2"

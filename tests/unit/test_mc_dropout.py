@@ -1,6 +1,6 @@
 """MC Dropout: passes are members, the answer depends on the seed alone, the ensemble is untouched."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,19 +57,19 @@ def test_many_passes_average_to_the_deterministic_model():
     torch.testing.assert_close(many, expected, atol=0.05, rtol=0.05)
 
 
-def test_the_answer_depends_on_the_seed_only():
-    ensemble = tiny()
+def test_the_answer_depends_on_the_seed_only_and_gradients_flow():
+    ensemble, images = tiny(), IMAGES.clone().requires_grad_(True)
     torch.manual_seed(1)
     state = torch.get_rng_state()
     first = mc_dropout(ensemble, 0.3, 4, seed=7)
-    answer = first(IMAGES)
+    answer = first(images)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
-    assert torch.equal(first(IMAGES), answer)
-    assert torch.equal(first.train()(IMAGES), answer)
-    assert torch.equal(first.eval()(IMAGES), answer)
-    assert torch.equal(mc_dropout(ensemble, 0.3, 4, seed=7)(IMAGES), answer)
-    assert not torch.equal(mc_dropout(ensemble, 0.3, 4, seed=8)(IMAGES), answer)
+    for again in (first, first.train(), first.eval(), mc_dropout(ensemble, 0.3, 4, seed=7)):
+        assert torch.equal(again(images), answer)
+    assert not torch.equal(mc_dropout(ensemble, 0.3, 4, seed=8)(images), answer)
+    answer.sum().backward()
+    assert images.grad.abs().sum() > 0
 
 
 def test_the_ensemble_is_untouched_and_its_weights_are_shared():
@@ -95,25 +95,22 @@ def test_dropout_sits_where_the_baseline_and_the_model_have_it():
     config = view.model.config
     assert (config.encoder.attention_dropout, config.encoder.drop_path) == (0.0, ())
     assert (config.readout.dropout, config.readout.hidden_dropout) == (0.0, 0.0)
-    encoder = dataclasses.replace(ENCODER, attention_dropout=0.1)
-    config = MCDropout(tiny(encoder=encoder, dropout=0.1), p=0.3, passes=2).model.config
+    trained = tiny(encoder=replace(ENCODER, attention_dropout=0.1), dropout=0.1)
+    config = MCDropout(trained, p=0.3, passes=2).model.config
     assert (config.encoder.attention_dropout, config.readout.dropout) == (0.3, 0.3)
 
 
 def test_text_repeats_masks_and_segments_too():
-    ensemble = tiny(text=True)
     ids = torch.randint(1, 20, (3, 6), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(3, 6, dtype=torch.long)
     mask[1:, 4:] = 0
-    segments = torch.zeros(3, 6, dtype=torch.long)
-    view = mc_dropout(ensemble, 0.2, 3)
-    apart = view(ids, mask, segments)
-    together = view({"input_ids": ids, "attention_mask": mask, "token_type_ids": segments})
-    assert apart.shape == (3, 3, 4)
-    assert torch.equal(apart, together)
+    inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
+    view = mc_dropout(tiny(text=True), 0.2, 3)
+    answer = view(inputs)
+    assert answer.shape == (3, 3, 4)
     changed = ids.clone()
     changed[1:, 4:] = 0  # behind the mask
-    torch.testing.assert_close(view(changed, mask, segments), apart)
+    torch.testing.assert_close(view({**inputs, "input_ids": changed}), answer)
 
 
 def test_predict_gives_uncertainty_and_no_foreign_calibration():
@@ -124,13 +121,6 @@ def test_predict_gives_uncertainty_and_no_foreign_calibration():
     assert prediction.class_names == ("a", "b", "c", "d")
     with pytest.raises(DataError, match="preprocessing"):
         mc_dropout(tiny(), 0.3, 8).predict("text")
-
-
-def test_gradients_flow_to_the_inputs():
-    images = IMAGES.clone().requires_grad_(True)
-    mc_dropout(tiny(), 0.1, 2)(images).sum().backward()
-    assert images.grad is not None
-    assert images.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize(

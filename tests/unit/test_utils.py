@@ -13,7 +13,7 @@ import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from hydra_ensembles._utils import evaluation_mode, write_atomically
 from hydra_ensembles.evaluation.evaluate import evaluate
-from hydra_ensembles.training.text import image_features, text_features
+from hydra_ensembles.training.text import image_features
 from unit.test_calibrate import tiny, validation
 from zero_shot_models import NAMES, dual_of
 
@@ -58,7 +58,6 @@ def test_frozen_parts_of_towers_stay_frozen() -> None:
     dual = dual_of(DUAL_CASES[0])
     with partly_frozen(dual, dual.text.encoder, dual.image.stem):
         he.zero_shot(dual, NAMES)
-        text_features(dual, ["a photo of a cat ."])
         image_features(dual, [torch.zeros_like(DUAL_CASES[0].pixels())])
 
 

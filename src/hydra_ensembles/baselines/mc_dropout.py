@@ -11,7 +11,7 @@ from .._utils import torch_seeded
 from ..batches import changed
 from ..model.clip import require_ensemble
 from ..model.config import EnsembleConfig, require_number, require_whole
-from ..model.ensemble import Ensemble
+from ..model.ensemble import Ensemble, built_around
 from ..prediction import Prediction
 
 
@@ -26,9 +26,9 @@ def mc_dropout(ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> "MCD
 class MCDropout(nn.Module):
     """A view of an ensemble in which every pass is a member; `forward` gives `[M·passes, B, C]`.
 
-    Dropout sits where vision and text transformers have it in training: on the embedded tokens and, in each layer,
-    after the attention projection, the MLP activation and the MLP output. Attention weights and the input of the
-    classifier get it too where the model itself was trained so. Stochastic depth stays off.
+    Dropout sits where transformers have it in training: on the embedded tokens and, in each layer, after the attention
+    projection, the MLP activation and the MLP output; on attention weights and the input of the classifier where the
+    model itself was trained so. The ensemble's calibration does not apply: it was made for other probabilities.
 
     The same inputs get the same answer every time, in training and in evaluation mode alike: the seed starts
     afresh with each call, so batches of one size are seen through the same masks.
@@ -39,9 +39,10 @@ class MCDropout(nn.Module):
         require_ensemble(ensemble, "mc_dropout")
         require_number("MCDropout.p", p, 0.0, 1.0)
         self.p, self.passes, self.seed = p, require_whole("passes", passes, 1), require_whole("seed", seed, 0)
-        with torch.device("meta"):
-            self.model = Ensemble(_with_dropout(ensemble.config, p), replace(ensemble.metadata, calibration=None))
-        self.model.load_state_dict(ensemble.state_dict(), assign=True)  # the same storage, seen twice
+        config, metadata = _with_dropout(ensemble.config, p), replace(ensemble.metadata, calibration=None)
+        self.model = built_around(lambda: Ensemble(config, metadata), ensemble.state_dict())  # the weights, not copies
+        self.kind, self.num_members = ensemble.kind, self.passes * ensemble.num_members
+        self.num_classes = ensemble.num_classes
         self.eval()
 
     def train(self, mode: bool = True) -> "MCDropout":
@@ -50,44 +51,22 @@ class MCDropout(nn.Module):
         self.model.train(True)
         return self
 
-    def forward(
-        self,
-        inputs: Tensor | Mapping[str, Tensor],
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Member logits `[M·passes, B, C]` for what `Ensemble.forward` takes; the passes of a member lie together."""
-        given = (inputs, attention_mask, token_type_ids)
+    def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
+        """Member logits `[M·passes, B, C]` for a batch of inputs; the passes of a member lie together."""
         if self.p == 0.0:  # every pass is the same
-            return cast(Tensor, self.model(*given)).repeat_interleave(self.passes, dim=0)
-        many = [None if one is None else changed(one, self._repeat) for one in given]
+            return cast(Tensor, self.model(inputs)).repeat_interleave(self.passes, dim=0)
         with torch_seeded(self.seed, self.device):
-            logits = cast(Tensor, self.model(*many))  # [M, passes·B, C]
+            logits = cast(Tensor, self.model(changed(inputs, self._repeat)))  # [M, passes·B, C]
         return logits.unflatten(1, (self.passes, -1)).flatten(0, 1)  # [M·passes, B, C]
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Prediction:
-        """As `Ensemble.predict`, without the ensemble's calibration: it was made for other probabilities."""
+        """As `Ensemble.predict`, uncalibrated."""
         return Prediction.from_logits(self(self.model.prepare(inputs)), class_names=self.model.metadata.labels or None)
 
     def _repeat(self, tensor: Tensor) -> Tensor:
         """`[B, …]` to `[passes·B, …]`, pass after pass."""
         return tensor.repeat(self.passes, *(1,) * (tensor.dim() - 1))
-
-    @property
-    def kind(self) -> str:
-        """`"image"` or `"text"`."""
-        return self.model.kind
-
-    @property
-    def num_members(self) -> int:
-        """Number of members: passes, times the members of the ensemble."""
-        return self.passes * self.model.num_members
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes; 0 when there is no classifier."""
-        return self.model.num_classes
 
     @property
     def device(self) -> torch.device:
@@ -98,10 +77,6 @@ class MCDropout(nn.Module):
     def dtype(self) -> torch.dtype:
         """Dtype of the parameters."""
         return self.model.dtype
-
-    def __repr__(self) -> str:
-        """One line: rate, passes, and the ensemble."""
-        return f"MCDropout(p={self.p}, passes={self.passes}, seed={self.seed}, of={self.model!r})"
 
 
 def _with_dropout(config: EnsembleConfig, p: float) -> EnsembleConfig:

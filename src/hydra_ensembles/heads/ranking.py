@@ -10,11 +10,10 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .._utils import write_atomically
-from ..batches import Batches, Inputs, iterate
+from ..batches import Batches, Inputs, iterate, tensor_bytes
 from ..errors import HeadError
 from ..model.clip import DualEncoder
 from ..model.config import require_whole
@@ -109,11 +108,6 @@ class DataFingerprint:
         """The fingerprint of everything taken in so far."""
         parts = [[key, self._digests[key].hexdigest()] for key in sorted(self._digests)]
         return hashlib.sha256(json.dumps([self.samples, parts]).encode()).hexdigest()
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in row-major order, whatever its device, dtype and strides."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)

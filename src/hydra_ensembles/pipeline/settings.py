@@ -18,6 +18,7 @@ from ..batches import (
     borrowed,
     changed,
     epoch_of,
+    fingerprint,
     iterate,
     length_of,
     move,
@@ -38,7 +39,6 @@ from ..model.ensemble import Ensemble
 from ..prune import prune
 from ..schema import require_types
 from ..training.recipe import Recipe
-from ..training.reproducible import fingerprint
 
 Strategy = Literal["circuit", "taylor", "sampled", "random"]
 Batch = tuple[Inputs, Tensor | None]

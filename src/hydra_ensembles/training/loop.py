@@ -1,34 +1,41 @@
 """One training loop: updates, validation, checkpoints that resume, one process or several."""
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from .._distributed import ALONE, Ranks, all_ranks, is_sharded, launched, local_device
-from .._utils import derive_seed, require_device
-from ..batches import Batches, epoch_of, length_of, require_rereadable
-from ..errors import ConfigError, DataError
+from .._utils import derive_seed, require_device, require_same_run, write_atomically
+from ..batches import Batches, borrowed, epoch_of, fingerprint, length_of, require_rereadable
+from ..errors import CheckpointError, ConfigError, DataError
+from ..heads.ranking import model_fingerprint
+from ..model.clip import DualEncoder
 from ..model.config import require_whole
 from ..model.ensemble import Ensemble
-from ..schema import to_plain
+from ..schema import from_plain, to_plain
 from .recipe import Recipe, make_optimizer
-from .reproducible import Checkpoints, Position, RunState, Validation
 
 BatchT = TypeVar("BatchT")
-_LOADING = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-_LOADING_TOO = ("generator", "prefetch_factor", "persistent_workers")
+FORMAT = "hydra-ensembles fine-tuning 1"
+INDEX = "checkpoint.json"
+_LOADING = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "prefetch_factor", "persistent_workers"),
+)
 _AUTOCAST: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -39,14 +46,6 @@ class Runtime:
     device: torch.device
     ranks: Ranks = ALONE
 
-    def wrap(self, model: Ensemble) -> nn.Module:
-        """The model as it is called in training."""
-        if self.ranks.size == 1:
-            return model
-        headless = any(not any(heads) for heads in zip(*model.heads, strict=True))  # its norm gets no gradient
-        places = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=places, find_unused_parameters=headless)
-
     def share(self, train: Batches) -> Batches:
         """The batches this rank reads: every n-th, as many for each; a loader that is split already is left alone."""
         rank, size = self.ranks.rank, self.ranks.size
@@ -56,29 +55,23 @@ class Runtime:
         if loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
             return EveryNth(train, rank, size)
         sampler: Any = EveryNth(loader.batch_sampler, rank, size)
-        settings = {name: getattr(loader, name) for name in (*_LOADING, *_LOADING_TOO)}
+        settings = {name: getattr(loader, name) for name in _LOADING}
         return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
 
 
 class EveryNth:
     """Items number `start`, `start + step`, … of a source, as many for every `start`."""
 
-    def __init__(self, batches: Batches, start: int, step: int) -> None:
+    def __init__(self, batches: Any, start: int, step: int) -> None:
         self.batches, self.start, self.step = batches, start, step
 
     def __len__(self) -> int:
-        length = length_of(self.batches)
-        if length is None:
-            raise TypeError("the source has no length")
-        return length // self.step
+        return len(self.batches) // self.step  # a source without a length makes one without a length
 
     def __iter__(self) -> Iterator[Any]:
-        kept: Any = None
-        for index, batch in enumerate(self.batches):
-            if index % self.step == self.start:
-                kept = batch
-            if index % self.step == self.step - 1:
-                yield kept
+        source = iter(self.batches)
+        for turn in zip(*[source] * self.step, strict=False):  # one item for each rank; what is left over is dropped
+            yield turn[self.start]
 
 
 @contextmanager
@@ -90,18 +83,6 @@ def training_runtime(device: torch.device | str | None, fallback: torch.device) 
         place = local_device(torch.device("cuda")) if on_gpu else torch.device("cpu")
     with all_ranks(place) as ranks:
         yield Runtime(place, ranks)
-
-
-class NotFiniteError(ArithmeticError):
-    """A loss or a gradient that is not finite: what it is, and its place among the batches of the update."""
-
-
-def require_finite_loss(loss: Tensor, batch: int) -> float:
-    """The loss as a number, or an error that says which batch of the update it came from."""
-    value = loss.item()
-    if not math.isfinite(value):
-        raise NotFiniteError(f"the loss is {value}", batch)
-    return value
 
 
 class Learner(ABC, Generic[BatchT]):
@@ -128,7 +109,7 @@ class Learner(ABC, Generic[BatchT]):
         """A batch of the training data, checked; `index` is its number, for messages."""
 
     @abstractmethod
-    def backward(self, group: list[BatchT], seed: int) -> float:
+    def backward(self, group: list[BatchT], seed: int) -> Tensor:
         """Leave the scaled gradients of batches that count as one in the parameters; gives their mean loss.
 
         The seed is that of the dropout of this update; every rank draws its own.
@@ -144,15 +125,20 @@ class Learner(ABC, Generic[BatchT]):
         return torch.autocast(self.runtime.device.type, dtype=dtype, enabled=dtype is not None)
 
     def update(self, group: list[BatchT], rate: float, seed: int) -> float:
-        """One step of the optimizer on one or more batches at once; gives the mean loss over their samples."""
+        """One step of the optimizer on one or more batches at once; gives the mean loss over their samples.
+
+        Raises:
+            FloatingPointError: The loss or the gradient is not finite; the weights are as before.
+        """
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = rate * parameters["share"]
-        loss = self.backward(group, seed)
+        loss = self.backward(group, seed).item()
         self.scaler.unscale_(self.optimizer)
         gradients = [parameter.grad for parameter in self.trained.values() if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
-        if not self.scaler.is_enabled() and not math.isfinite(norm.item()):  # the scaler skips such steps itself
-            raise NotFiniteError(f"the gradient has norm {norm.item()}", 0)
+        finite = self.scaler.is_enabled() or math.isfinite(norm.item())  # the scaler skips such steps itself
+        if not math.isfinite(loss) or not finite:
+            raise FloatingPointError(f"the loss is {loss} and the norm of the gradient {norm.item()}")
         if self.recipe.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self.trained.values(), self.recipe.clip_norm, norm)
         self.scaler.step(self.optimizer)
@@ -194,27 +180,116 @@ class Learner(ABC, Generic[BatchT]):
 
 
 @dataclass(frozen=True)
+class Validation:
+    """Accuracy and negative log-likelihood on validation data, and when they were measured."""
+
+    step: int
+    epoch: int
+    accuracy: float
+    nll: float
+
+    @property
+    def merit(self) -> tuple[float, float]:
+        """Larger is better: higher accuracy; where equal, lower NLL."""
+        return self.accuracy, -self.nll
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run is: updates made, epochs finished, batches read of the present epoch."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Everything a run needs to go on, besides tensors: the content of `checkpoint.json`."""
+
+    fingerprint: Mapping[str, Any]  # what the run was started with; a checkpoint serves only the same
+    position: Position = Position()
+    evaluations: tuple[Validation, ...] = ()  # the journal of the run
+    best: Validation | None = None  # the one whose weights are kept; of equal ones, the first
+    waited: int = 0  # validations in a row that brought no improvement over `reference`
+    reference: float | None = None  # the last accuracy that did; None before the first validation
+    finished: bool = False  # whether the result is final
+    files: Mapping[str, str] = field(default_factory=dict)  # of tensors, by what they hold
+    format: str = FORMAT
+
+    def after(self, found: Validation, min_delta: float) -> "RunState":
+        """The state after one more validation; only a rise by more than `min_delta` counts as improvement."""
+        improved = self.reference is None or found.accuracy - min_delta > self.reference
+        return replace(
+            self,
+            evaluations=(*self.evaluations, found),
+            best=found if self.best is None or found.merit > self.best.merit else self.best,
+            waited=0 if improved else self.waited + 1,
+            reference=found.accuracy if improved else self.reference,
+        )
+
+
+def read_state(folder: Path, fingerprint: Mapping[str, Any]) -> RunState | None:
+    """The saved state of a run, or None when there is none; a state of another run is refused."""
+    path = folder / INDEX
+    if not path.exists():
+        return None
+    try:
+        state = from_plain(RunState, json.loads(path.read_text(encoding="utf-8")), path.name)
+    except ValueError as error:  # no JSON, no text, or not a state
+        raise CheckpointError(f"{path} cannot be read ({error}); delete its folder to start afresh") from error
+    if state.format != FORMAT:
+        raise CheckpointError(f"{path} has format {state.format!r}, this version reads {FORMAT!r}")
+    require_same_run(dict(state.fingerprint), json.loads(json.dumps(to_plain(fingerprint))), folder, "the training")
+    return state
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file that a state names."""
+    try:
+        return load(path.read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); delete its folder to start afresh") from error
+
+
+def write_state(folder: Path, state: RunState, tensors: Mapping[str, Mapping[str, Tensor]]) -> RunState:
+    """Save a state with its tensors, and give it back with their files; those not given anew stay in use."""
+    files = dict(state.files)
+    for what, named in tensors.items():
+        files[what] = f"{what}-{state.position.step}-{state.position.epoch}.safetensors"
+        content = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+        write_atomically(folder / files[what], save(content))
+    state = replace(state, files=files)
+    write_atomically(folder / INDEX, json.dumps(to_plain(state), indent=2).encode())
+    for path in folder.glob("*.safetensors"):
+        if path.name not in files.values():
+            path.unlink(missing_ok=True)
+    return state
+
+
+@dataclass(frozen=True)
 class Job:
-    """What is to be trained, whatever the learning rate."""
+    """What is to be trained, whatever the learning rate; what cannot be is refused."""
 
     recipe: Recipe
-    train: Batches  # that this process reads
+    train: Batches
     validation: Batches | None
-    index: int  # of the member; its random numbers are derived from it
     folder: Path | None  # of the checkpoints
-    identity: Mapping[str, Any]  # what the run depends on besides recipe, rate, member and processes, as plain data
     checkpoint_every: int
     progress: bool
+    index: int = 0  # of the member; its random numbers are derived from it
+    identity: Mapping[str, Any] = field(default_factory=dict)  # what else the run depends on, as plain data
 
-
-def check_job(train: Batches, validation: Batches | None, recipe: object, checkpoint_every: int) -> None:
-    """What `finetune` and `tune_text` ask of their arguments alike, besides `Recipe.check`."""
-    if not isinstance(recipe, Recipe):
-        raise ConfigError(f"recipe must be a Recipe, such as Recipe.preset('sst2'), got {type(recipe).__name__}")
-    require_rereadable(train, "train")
-    if validation is not None:
-        require_rereadable(validation, "validation")
-    require_whole("checkpoint_every", checkpoint_every, 1)
+    def __post_init__(self) -> None:
+        """Check what `Recipe.check` does not."""
+        recipe: object = self.recipe
+        if not isinstance(recipe, Recipe):
+            raise ConfigError(f"recipe must be a Recipe, such as Recipe.preset('sst2'), got {type(recipe).__name__}")
+        require_rereadable(self.train, "train")
+        if self.validation is not None:
+            require_rereadable(self.validation, "validation")
+        require_whole("checkpoint_every", self.checkpoint_every, 1)
+        require_whole("index", self.index, 0)
 
 
 @dataclass(frozen=True)
@@ -245,119 +320,108 @@ class RunResult:
         )
 
 
-def train_best(make_learner: Callable[[], Learner[BatchT]], job: Job, runtime: Runtime) -> RunResult:
-    """Train once per learning rate of the recipe, smallest first; the best result."""
-    first, *others = (Run(make_learner, job, rate, runtime).finish() for rate in sorted(job.recipe.rates))
-    best = first
-    for result in others:
-        if result.best is not None and result.best.better_than(best.best):
-            best = result
-    return best
+def train_best(
+    make_learner: Callable[[Runtime], Learner[BatchT]],
+    start: Ensemble | DualEncoder,
+    job: Job,
+    device: torch.device | str | None,
+) -> RunResult:
+    """Train copies of `start`, one per learning rate of the recipe; the best result, of equal ones the slowest."""
+    if job.folder is not None:
+        seed, sources = derive_seed(job.recipe.seed, "fingerprint"), {"train": job.train, "validation": job.validation}
+        data = {name: None if one is None else fingerprint(one, name, seed) for name, one in sources.items()}
+        job = replace(job, identity={**job.identity, **data, "model": model_fingerprint(start)})
+    with borrowed(job.train, job.validation), training_runtime(device, start.device) as runtime:
+        own = replace(job, train=runtime.share(job.train))
+        results = [Run(make_learner(runtime), own, rate, runtime).finish() for rate in sorted(job.recipe.rates)]
+    return max(results, key=lambda result: () if result.best is None else result.best.merit)
 
 
 class Run(Generic[BatchT]):
     """The state of a run at one learning rate, and the loop that moves it on."""
 
-    def __init__(self, make_learner: Callable[[], Learner[BatchT]], job: Job, rate: float, runtime: Runtime) -> None:
-        self.job, self.recipe, self.rate, self.runtime = job, job.recipe, rate, runtime
-        self.store = Checkpoints(None if job.folder is None else job.folder / f"rate-{rate!r}")
+    def __init__(self, learner: Learner[BatchT], job: Job, rate: float, runtime: Runtime) -> None:
+        self.learner, self.job, self.recipe, self.rate, self.runtime = learner, job, job.recipe, rate, runtime
+        self.folder = None if job.folder is None else job.folder / f"rate-{rate!r}"
         self.seed = derive_seed(job.recipe.seed, "member", job.index)
         self.total, self.warmup = job.recipe.plan(length_of(job.train))
-        self.learner = make_learner()
         self.best_weights: dict[str, Tensor] = {}
         own = {"recipe": to_plain(job.recipe), "rate": rate, "member": job.index, "processes": runtime.ranks.size}
         self.state = RunState({**job.identity, **own})
 
     def finish(self) -> RunResult:
         """Train until the budget is spent or patience runs out, and give the best weights (or the last)."""
-        saved = self.store.read(self.state.fingerprint)
-        if saved is not None and saved.finished:
-            return RunResult(self.store.tensors(saved, "result"), saved.best, saved.position.step, self.rate)
-        if saved is not None:
+        saved = None if self.folder is None else read_state(self.folder, self.state.fingerprint)
+        if saved is not None and self.folder is not None:
+            kept = {what: read_tensors(self.folder / Path(name).name) for what, name in saved.files.items()}
+            if saved.finished:
+                return RunResult(kept["result"], saved.best, saved.position.step, self.rate)
             self.state = saved
-            self.learner.restore(self.store.tensors(saved, "current"))
-            best = {} if saved.best is None else self.store.tensors(saved, "best")
+            self.learner.restore(kept["current"])
+            best = kept.get("best", {})
             self.best_weights = {name: tensor.to(self.runtime.device) for name, tensor in best.items()}
-        first = self.runtime.ranks.rank == 0
         with tqdm(
             total=self.total,
             initial=self.state.position.step,
             desc=f"member {self.job.index}, learning rate {self.rate:g}",
             unit="step",
-            disable=not (self.job.progress and first),
+            disable=not self.job.progress or self.runtime.ranks.rank > 0,
         ) as bar:
             while not self._done():
-                self._run_epoch(bar)
+                with epoch_of(self.job.train, self.state.position.epoch, self.seed, self.runtime.device):
+                    self._run_epoch(bar)
         weights = self.best_weights or self.learner.weights()
-        if first:
-            self.store.write(replace(self.state, finished=True, files={}), {"result": weights})
-        self.runtime.ranks.wait()
+        self.state = replace(self.state, finished=True, files={})
+        self._write({"result": weights})
         return RunResult(weights, self.state.best, self.state.position.step, self.rate)
 
     def _done(self) -> bool:
-        patience, position = self.recipe.patience, self.state.position
-        if patience is not None and self.state.waited >= patience:
-            return True
-        if self.recipe.epochs is not None:
-            return position.epoch >= self.recipe.epochs
-        return position.step >= self.total
+        patience, epochs, position = self.recipe.patience, self.recipe.epochs, self.state.position
+        spent = position.step >= self.total if epochs is None else position.epoch >= epochs
+        return spent or (patience is not None and self.state.waited >= patience)
 
     def _run_epoch(self, bar: "tqdm[Any]") -> None:
         """Train from the present position to the end of the epoch, or of the run."""
-        with epoch_of(self.job.train, self.state.position.epoch, self.seed, self.runtime.device):
-            if self._run_batches(bar):
-                position = self.state.position
-                self.state = replace(self.state, position=Position(position.step, position.epoch + 1, 0))
-            if self.recipe.evaluate_every is None or self._done():
-                self._validate()
-            self._save()
-
-    def _run_batches(self, bar: "tqdm[Any]") -> bool:
-        """Update until the batches of the epoch or the run end; whether it was the batches that ended."""
-        skipped = self.state.position.batch
-        batches = self._batches()
+        every, skipped = self.recipe.evaluate_every, self.state.position.batch
+        batches = (self.learner.read(raw, index) for index, raw in enumerate(self.job.train))
         next(islice(batches, skipped, skipped), None)  # read and drop what was trained on before the checkpoint
         while not self._done():
             group = list(islice(batches, self.recipe.gradient_accumulation))
             if not group:
-                return True
+                self._end_epoch()
+                break
             self._update(group, bar)
-            step, every = self.state.position.step, self.recipe.evaluate_every
+            step = self.state.position.step
             if every is not None and step % every == 0:
                 self._validate()
                 self._save()
             elif step % self.job.checkpoint_every == 0 and not self._done():  # the end is validated first
                 self._save()
-        return False
+        if every is None or self._done():
+            self._validate()
+        self._save()
 
-    def _batches(self) -> Iterator[BatchT]:
-        """Checked batches of this epoch, still where the loader put them."""
-        empty = True
-        for index, raw in enumerate(self.job.train):
-            empty = False
-            yield self.learner.read(raw, index)
-        if empty:
-            epoch = self.state.position.epoch
+    def _end_epoch(self) -> None:
+        step, epoch, batch = self.state.position.step, self.state.position.epoch, self.state.position.batch
+        if batch == 0:
             raise DataError(f"train has no batches in epoch {epoch}; every process needs one, check the loader")
+        self.state = replace(self.state, position=Position(step, epoch + 1, 0))
 
     def _update(self, group: list[BatchT], bar: "tqdm[Any]") -> None:
         """One step on the batches of the group."""
-        position = self.state.position
-        rate = self.rate * self.recipe.rate_factor(position.step, self.total, self.warmup)
+        step, epoch, batch = self.state.position.step, self.state.position.epoch, self.state.position.batch
+        rate = self.rate * self.recipe.rate_factor(step, self.total, self.warmup)
         try:
-            loss = self.learner.update(group, rate, derive_seed(self.seed, "dropout", position.step))
-        except NotFiniteError as error:
-            what, batch = error.args
-            kept = "" if self.store.folder is None else f"; the last checkpoint stays in {self.store.folder}"
+            loss = self.learner.update(group, rate, derive_seed(self.seed, "dropout", step))
+        except FloatingPointError as error:
+            read = ", ".join(str(batch + number) for number in range(len(group)))
+            kept = "" if self.folder is None else f"; the last checkpoint stays in {self.folder}"
             raise DataError(
-                f"{what} at step {position.step} (batch {position.batch + batch} of epoch {position.epoch}, member "
-                f"{self.job.index}, learning rate {self.rate:g}): look for bad values in that batch, lower the rate, "
-                f"clip the gradient, or use a wider precision{kept}"
+                f"{error} at step {step} (batch {read} of epoch {epoch}, member {self.job.index}, learning rate "
+                f"{self.rate:g}): look for bad values there, lower the rate, clip, or use a wider precision{kept}"
             ) from error
-        moved = Position(position.step + 1, position.epoch, position.batch + len(group))
-        self.state = replace(self.state, position=moved)
-        best = {} if self.state.best is None else {"best": f"{self.state.best.accuracy:.4f}"}
-        bar.set_postfix({"loss": f"{loss:.4f}", "lr": f"{rate:.2e}", **best}, refresh=False)
+        self.state = replace(self.state, position=Position(step + 1, epoch, batch + len(group)))
+        bar.set_postfix({"loss": f"{loss:.4f}", "lr": f"{rate:.2e}"}, refresh=False)
         bar.update()
 
     def _validate(self) -> None:
@@ -372,9 +436,10 @@ class Run(Generic[BatchT]):
             self.best_weights = self.learner.weights()
 
     def _save(self) -> None:
-        if self.runtime.ranks.rank == 0 and self.store.folder is not None:
-            tensors: dict[str, Mapping[str, Tensor]] = {"current": self.learner.tensors()}
-            if self.state.best is not None and self.state.best.step == self.state.position.step:
-                tensors["best"] = self.best_weights
-            self.state = self.store.write(self.state, tensors)
+        new = self.state.best is not None and self.state.best.step == self.state.position.step
+        self._write({"current": self.learner.tensors(), **({"best": self.best_weights} if new else {})})
+
+    def _write(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        if self.folder is not None and self.runtime.ranks.rank == 0:
+            self.state = write_state(self.folder, self.state, tensors)
         self.runtime.ranks.wait()

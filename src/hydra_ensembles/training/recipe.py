@@ -1,13 +1,16 @@
-"""How a model is trained: settings, presets of the paper, schedule, which parameters at which rate."""
+"""How a model is trained: settings, schedule, which parameters at which rate; `presets.yaml` has the paper's."""
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from .._utils import require
 from ..batches import Batches, length_of
 from ..errors import ConfigError
 from ..model.config import GROUPS, EnsembleConfig, Group
@@ -19,76 +22,13 @@ OptimizerName = Literal["sgd", "adamw"]
 Precision = Literal["float32", "bf16", "fp16"]
 Schedule = Literal["cosine", "linear", "constant"]
 
-_ENCODER_AND_READOUT = ["attention", "mlp", "norms", "readout"]
 
-_IMAGE_BASE: Mapping[str, Any] = {  # here and below, what is not named has the default of `Recipe`
-    "optimizer": "sgd",
-    "dropout": 0.0,
-    "warmup": 500,
-    "reinit_classifier": "zeros",
-    "patience": 5,
-    "batch_size": 512,
-    # The classifier is new, but how it starts is open; so is when validation counts as converged.
-    "ours": ["floor", "reinit_classifier", "patience", "evaluate_every", "batch_size"],
-}
-
-_IMAGE_PRUNED: Mapping[str, Any] = {
-    "optimizer": "sgd",
-    "floor": 1e-5,
-    "label_smoothing": 0.1,
-    "batch_size": 512,
-    "ours": ["momentum", "weight_decay", "evaluate_every", "batch_size"],
-}
-
-_CIFAR100_PRUNED: Mapping[str, Any] = {
-    **_IMAGE_PRUNED,
-    "grid": [0.001, 0.003, 0.01, 0.03],
-    "warmup": 500,
-    "steps": 10_000,
-    "reinit_classifier": "zeros",
-    "evaluate_every": 500,
-}
-
-_TEXT: Mapping[str, Any] = {
-    "weight_decay": 0.01,
-    "warmup": 0.1,
-    "schedule": "linear",
-    "clip_norm": 1.0,
-    "epochs": 7,
-    "patience": 2,
-    "min_delta": 5e-4,
-    "batch_size": 32,
-}
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # C.1.2. The 20,000 steps are read as the whole budget, warm-up included.
-    "imagenet-base": {**_IMAGE_BASE, "grid": [0.003, 0.01, 0.03, 0.06], "steps": 20_000, "evaluate_every": 1_000},
-    # C.1.3, read the same way.
-    "cifar100-base": {**_IMAGE_BASE, "grid": [0.001, 0.003, 0.01, 0.03], "steps": 10_000, "evaluate_every": 500},
-    # C.2.
-    "sst2-base": {**_TEXT, "learning_rate": 8e-6, "ours": ["betas", "batch_size"]},
-    # D.2, ImageNet-1K.
-    "imagenet": {
-        **_IMAGE_PRUNED,
-        "grid": [0.003, 0.01, 0.03, 0.06],
-        "warmup": 5_000,
-        "steps": 120_000,
-        "dropout": 0.1,
-        "train_groups": _ENCODER_AND_READOUT,
-        "evaluate_every": 5_000,
-        "rand_augment": {"operations": 2, "magnitude": 12},
-    },
-    # D.2, CIFAR-100: the text says both "the last five blocks" and "only the classifier"; here are both.
-    "cifar100-last5": {**_CIFAR100_PRUNED, "train_groups": _ENCODER_AND_READOUT, "last_blocks": 5},
-    "cifar100-classifier": {**_CIFAR100_PRUNED, "train_groups": ["readout"]},
-    # D.2, SST-2. How long to train is open, so it trains and stops as the base recipe does.
-    "sst2": {
-        **_TEXT,
-        "learning_rate": 1e-5,
-        "train_groups": _ENCODER_AND_READOUT,
-        "ours": ["betas", "weight_decay", "no_decay_on_bias_and_norm", "epochs", "patience", "min_delta", "batch_size"],
-    },
-}
+@cache
+def presets() -> Mapping[str, Mapping[str, Any]]:
+    """The settings of the paper's recipes by name, from `presets.yaml`, which is read on first use."""
+    text = Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8")
+    declared: dict[str, dict[str, Any]] = require("yaml", extra="data").safe_load(text)
+    return declared["presets"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +39,7 @@ class RandAugment:
     magnitude: int = 12
 
     def __post_init__(self) -> None:
-        """Check the ranges; torchvision's scale of 31 magnitudes is the custom."""
+        """Check the ranges; torchvision has 31 magnitudes."""
         require_types(self)
         if self.operations < 1 or not 0 <= self.magnitude <= 30:
             raise ConfigError(f"RandAugment needs operations of 1 or more and a magnitude from 0 to 30, got {self}")
@@ -114,27 +54,24 @@ class Recipe:
     Attributes:
         optimizer: `"sgd"` or `"adamw"` (decoupled weight decay).
         learning_rate: Peak learning rate.
-        classifier_rate: Learning rate of the classifier over that of all else. A new classifier on a pretrained model
-            has far to go, at a rate that would wear the model down. Not for the class embeddings of a zero-shot
-            ensemble.
+        classifier_rate: Learning rate of the classifier over that of all else; a new one has far to go. Not for the
+            class embeddings of a zero-shot ensemble.
         grid: Peak learning rates to try; the one with the best validation accuracy wins.
         steps: Updates in all.
         epochs: Passes over the training data.
         momentum: Of SGD.
         betas: Of AdamW.
         weight_decay: As the optimizer applies it.
-        no_decay_on_bias_and_norm: Whether biases and norm weights are spared from weight decay.
+        no_decay_on_bias_and_norm: Whether biases and norm weights are spared from it.
         warmup: Updates (a whole number), or a fraction of all updates (a float below 1).
         schedule: How the rate falls after the warm-up.
         floor: Where it falls to, as a fraction of the peak.
         label_smoothing: Of the cross-entropy.
-        dropout: Rate after attention projection, MLP activation and MLP output of every layer while
-            training. 0 switches every dropout of the model off, stochastic depth included; None leaves the model's
-            own.
+        dropout: Rate after attention projection, MLP activation and MLP output of every layer while training. 0
+            switches every dropout off, stochastic depth included; None leaves the model's own.
         clip_norm: Largest norm of the whole gradient; None for no clipping.
         train_groups: Parameter groups that train; the others stay as they are, bit for bit.
-        last_blocks: Only this many blocks at the end train, with what comes after them; the stem and the
-            blocks before stay as they are. None for all blocks.
+        last_blocks: Only this many blocks at the end train, with what comes after them; None for all.
         reinit_classifier: `"zeros"` starts the classifier at zero; not for class embeddings, either.
         patience: Evaluations without improvement after which training stops; None never stops early.
         min_delta: Validation accuracy must rise by more than this to count as an improvement.
@@ -142,9 +79,8 @@ class Recipe:
         precision: `"bf16"` and `"fp16"` compute in mixed precision; the weights stay in float32.
         gradient_accumulation: Batches per update.
         seed: Of the order of the data, random augmentation and dropout.
-        batch_size: Samples per update that the recipe is meant for. Batches come from the caller's loader, so
-            this is information, as is `rand_augment`.
-        rand_augment: Augmentation that the recipe is meant for.
+        batch_size: Samples per update that the recipe is meant for; batches come from the caller's loader.
+        rand_augment: Augmentation that the recipe is meant for; likewise.
         ours: Names of the settings whose value the paper does not state.
     """
 
@@ -190,15 +126,10 @@ class Recipe:
         if not self.train_groups or len(set(self.train_groups)) != len(self.train_groups):
             raise ConfigError(f"Recipe.train_groups must name some of {GROUPS}, each once; got {self.train_groups}")
         if self.reinit_classifier and "readout" not in self.train_groups:
-            raise ConfigError(
-                f"Recipe.reinit_classifier is {self.reinit_classifier!r}, but the new one would never learn; add "
-                "'readout' to train_groups, or leave the classifier as it is"
-            )
+            raise ConfigError("Recipe.reinit_classifier needs 'readout' in train_groups, or it would never learn")
         if self.steps is not None:
             self.plan(None)
-        known = {field.name for field in fields(self)}
-        if not known.issuperset(self.ours):
-            raise ConfigError(f"Recipe.ours names {sorted(set(self.ours) - known)}, which are no settings of a recipe")
+        _require_settings(self.ours)
 
     def _check_numbers(self) -> None:
         """Every number is in its range: at least the first bound, below the second."""
@@ -226,12 +157,10 @@ class Recipe:
 
         To run a grid recipe at one rate: `Recipe.preset("imagenet", grid=(), learning_rate=0.01)`.
         """
-        if name not in PRESETS:
-            raise ConfigError(f"there is no recipe {name!r}; choose one of {', '.join(sorted(PRESETS))}")
-        recipe = from_plain(cls, PRESETS[name], f"preset {name!r}")
-        unknown = sorted(changes.keys() - {field.name for field in fields(cls)})
-        if unknown:
-            raise ConfigError(f"Recipe has no settings {unknown}; it has {[field.name for field in fields(cls)]}")
+        if name not in presets():
+            raise ConfigError(f"there is no recipe {name!r}; choose one of {', '.join(sorted(presets()))}")
+        recipe = from_plain(cls, presets()[name], f"preset {name!r}")
+        _require_settings(changes)
         ours = tuple(setting for setting in recipe.ours if setting not in changes)
         return replace(recipe, **{"ours": ours, **changes})
 
@@ -247,10 +176,7 @@ class Recipe:
         elif batches is not None and self.epochs is not None:
             total = self.epochs * math.ceil(batches / self.gradient_accumulation)
         else:
-            raise ConfigError(
-                f"the recipe trains for {self.epochs} epochs, but the training data has no length; give steps instead, "
-                "or a loader with a length"
-            )
+            raise ConfigError(f"{self.epochs} epochs of training data that has no length; give steps instead")
         # a fraction is rounded up, but 0.07 · 100 is 7, not 8
         warmup = self.warmup if isinstance(self.warmup, int) else math.ceil(round(self.warmup * total, 9))
         if warmup >= max(total, 1):
@@ -262,40 +188,33 @@ class Recipe:
         if train is not None:
             self.plan(length_of(train))
         if validation is None and (len(self.grid) > 1 or self.patience is not None):
-            raise ConfigError(
-                f"grid {self.grid} and patience {self.patience} of the recipe need validation data; give some, or one "
-                "learning_rate and patience=None"
-            )
+            raise ConfigError(f"grid {self.grid} and patience {self.patience} of the recipe need validation data")
         if self.last_blocks is not None and self.last_blocks > model.num_layers:
             raise ConfigError(f"Recipe.last_blocks is {self.last_blocks}, but the model has {model.num_layers} blocks")
-        if (self.reinit_classifier or self.classifier_rate != 1.0) and (
-            not model.num_classes or model.config.readout.cosine is not None
-        ):
+        has_classifier = model.num_classes and model.config.readout.cosine is None  # not class embeddings
+        if not has_classifier and (self.reinit_classifier or self.classifier_rate != 1.0):
             raise ConfigError(
                 f"Recipe.reinit_classifier is {self.reinit_classifier!r} and classifier_rate {self.classifier_rate}, "
-                "but this model has no classifier, or class embeddings in place of one; leave them at None and 1.0"
+                "but this model has no classifier; leave them at None and 1.0"
             )
         parts = (name for name, _ in model.named_parameters())
         if model.num_classes and not any(self.trains(name, model.num_layers) for name in parts):
             raise ConfigError(
-                f"the recipe trains {list(self.train_groups)}, of which the last {self.last_blocks} blocks have "
-                "nothing; add groups to Recipe.train_groups, or train more blocks (share fewer layers)"
+                f"the last {self.last_blocks} blocks have nothing of Recipe.train_groups {list(self.train_groups)}; "
+                "add groups, or train more blocks (share fewer layers)"
             )
 
     def trains(self, name: str, layers: int) -> bool:
         """Whether the parameter of this name trains in a model with `layers` blocks."""
         group, layer = place_of(name)
-        if group not in self.train_groups:
-            return False
-        if self.last_blocks is None:
-            return True
-        return group != "stem" and (layer is None or layer >= layers - self.last_blocks)
+        if group not in self.train_groups or self.last_blocks is None:
+            return group in self.train_groups
+        return group != "stem" if layer is None else layer >= layers - self.last_blocks
 
     def rate_factor(self, update: int, total: int, warmup: int) -> float:
         """Share of the peak learning rate that update number `update` (from 0) uses; see `plan`.
 
-        Warm-up is linear: the k-th of W warm-up updates uses k / W, so none is wasted on a rate of zero. Then the
-        rate falls from the peak to the floor, which it reaches when the budget of `total` updates is spent.
+        The k-th of W warm-up updates uses k / W. Then the rate falls to the floor, reached after `total` updates.
         """
         if update < warmup:
             return (update + 1) / warmup
@@ -321,6 +240,13 @@ class Recipe:
         )
 
 
+def _require_settings(names: Iterable[str]) -> None:
+    known = [field.name for field in fields(Recipe)]
+    unknown = sorted(set(names).difference(known))
+    if unknown:
+        raise ConfigError(f"Recipe has no settings {unknown} (of `ours`, or to change); it has {known}")
+
+
 def trainable_state(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """The weights to train, on a device; half precision is too coarse for small updates and becomes float32."""
     half = (torch.float16, torch.bfloat16)
@@ -335,21 +261,17 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """The recipe's optimizer over parameters by name; it is given a learning rate before every update.
 
-    Args:
-        trained: The parameters.
-        recipe: How to train them.
-        shares: Learning rates over the recipe's, where they are not 1.
-        spared: Parameters without weight decay, besides those that the recipe spares.
+    `shares` are learning rates over the recipe's, where they are not 1; `spared` are parameters without weight decay,
+    besides those that the recipe spares.
     """
-    found: dict[tuple[float, float], list[nn.Parameter]] = {}  # by share of the rate, and weight decay
+    groups: dict[tuple[float, float], dict[str, Any]] = {}  # by share of the rate, and weight decay
     for name, parameter in trained.items():
         module, _, leaf = name.rpartition(".")
         bias_or_norm = leaf.endswith("bias") or "norm" in module.rpartition(".")[2]
         free = name in spared or (recipe.no_decay_on_bias_and_norm and bias_or_norm)
-        found.setdefault((shares.get(name, 1.0), 0.0 if free else recipe.weight_decay), []).append(parameter)
-    groups = [
-        {"params": parameters, "weight_decay": decay, "share": share} for (share, decay), parameters in found.items()
-    ]
+        share, decay = shares.get(name, 1.0), 0.0 if free else recipe.weight_decay
+        group = groups.setdefault((share, decay), {"params": [], "weight_decay": decay, "share": share})
+        group["params"].append(parameter)
     if recipe.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=recipe.momentum)
-    return torch.optim.AdamW(groups, lr=0.0, betas=recipe.betas)
+        return torch.optim.SGD(groups.values(), lr=0.0, momentum=recipe.momentum)
+    return torch.optim.AdamW(groups.values(), lr=0.0, betas=recipe.betas)

@@ -1,7 +1,5 @@
 """Tuning the text tower of a dual encoder while the image tower is locked."""
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,67 +12,45 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import derive_seed, evaluation_mode, torch_seeded
-from ..batches import Batches, Inputs, borrowed
+from ..batches import Batches, Inputs
 from ..errors import ConfigError, DataError
-from ..heads.ranking import model_fingerprint
 from ..model.clip import DualEncoder
 from ..model.config import output_width
 from ..model.ensemble import Ensemble
-from .loop import Job, Learner, Runtime, check_job, require_finite_loss, train_best, training_runtime
+from .loop import Job, Learner, Runtime, train_best
 from .recipe import Recipe, trainable_state
-from .reproducible import data_identity
 
-TEXTS_AT_ONCE = 256
+LARGEST_SCALE = 4.605170185988092  # log(100): where open_clip stops the logit scale
+ROWS_AT_ONCE = 1024
+
+Pairs = tuple[Any, Any, Tensor | None]  # images (or features), texts, perhaps classes; where the loader put them
+Embeddings = tuple[Tensor, Tensor]  # of images and of texts, [B, e] each, of length one
 
 
 @torch.no_grad()
 def image_features(dual: DualEncoder, batches: Batches) -> Tensor:
     """What the image projection of a dual encoder with one member takes, `[N, d]`, on the encoder's device.
 
-    Batches are what `encode_image` takes, alone or first in a pair; the tower runs in evaluation mode.
+    Batches are what `encode_image` takes, without texts and labels; the tower runs in evaluation mode.
     """
-    return _all_features(dual.image, (_images(batch) for batch in batches))
-
-
-@torch.no_grad()
-def text_features(dual: DualEncoder, texts: list[str]) -> Tensor:
-    """What the text projection of a dual encoder with one member takes, `[N, d]`, on the encoder's device."""
-    starts = range(0, len(texts), TEXTS_AT_ONCE)
-    return _all_features(dual.text, (texts[start : start + TEXTS_AT_ONCE] for start in starts))
-
-
-def given_features(inputs: Any) -> bool:
-    """Whether these are features `[B, d]` rather than what a tower takes."""
-    return isinstance(inputs, Tensor) and inputs.dim() == 2 and inputs.is_floating_point()
-
-
-def features_of(tower: Ensemble, inputs: Any, where: str) -> Tensor:
-    """Features `[B, d]` of what a tower takes, or the features themselves where they were computed before."""
-    if not given_features(inputs):
-        return cast(Tensor, tower(tower.prepare(inputs)))[0]  # [1, B, d] to [B, d]
-    width = output_width(tower.config)
-    if inputs.shape[1] != width:
-        raise DataError(
-            f"the {tower.kind} features of {where} have shape {list(inputs.shape)}, the {tower.kind} tower gives "
-            f"{width} numbers each; compute them with {tower.kind}_features and this dual encoder"
-        )
-    return cast(Tensor, inputs.to(tower.device, tower.dtype))
-
-
-def _all_features(tower: Ensemble, batches: Batches) -> Tensor:
-    with evaluation_mode(tower):
-        parts = [features_of(tower, batch, f"batch {index}") for index, batch in enumerate(batches)]
+    with evaluation_mode(dual.image):
+        parts = [_features(dual.image, images, f"batch {index}") for index, images in enumerate(batches)]
     if not parts:
-        raise DataError(f"there is nothing to compute {tower.kind} features of; check the data")
+        raise DataError("there are no batches to compute image features of; check the data")
     return torch.cat(parts)
 
 
-def _images(batch: Any) -> Any:
-    alone = isinstance(batch, Tensor | Mapping) or not isinstance(batch[0], Tensor | Mapping | list | tuple)
-    return batch if alone else batch[0]
-
-
-LARGEST_SCALE = 4.605170185988092  # log(100): where open_clip stops the logit scale
+def _features(tower: Ensemble, images: Any, where: str) -> Tensor:
+    """Features `[B, d]` of what a tower takes, or the features themselves where they were computed before."""
+    if not (isinstance(images, Tensor) and images.dim() == 2):
+        return cast(Tensor, tower(tower.prepare(images)))[0]  # [1, B, d] to [B, d]
+    width = output_width(tower.config)
+    if images.shape[1] != width:
+        raise DataError(
+            f"the image features of {where} have shape {list(images.shape)}, the image tower gives {width} numbers "
+            "each; compute them with image_features and this dual encoder"
+        )
+    return images.to(tower.device, tower.dtype)
 
 
 def contrastive_loss(
@@ -100,7 +76,22 @@ def contrastive_loss(
     return (of_images + of_texts) / 2
 
 
-Pairs = tuple[Any, Any, Tensor | None]  # images (or features), texts, perhaps classes; where the loader put them
+@torch.no_grad()
+def retrieval(images: Tensor, texts: Tensor, logit_scale: Tensor, labels: Tensor | None) -> tuple[float, float]:
+    """Share of images whose nearest text is of their class, and the mean NLL of all texts of their class.
+
+    The arguments are those of `contrastive_loss`.
+    """
+    classes = torch.arange(len(images), device=images.device) if labels is None else labels
+    right, nll = 0, 0.0
+    for rows in torch.arange(len(images), device=images.device).split(ROWS_AT_ONCE):
+        log_probs = (logit_scale.exp() * (images[rows] @ texts.T)).double().log_softmax(1)  # [rows, N]
+        same = classes[rows, None] == classes[None, :]
+        right += int(same.gather(1, log_probs.argmax(1, keepdim=True)).sum())
+        nll -= float(log_probs.masked_fill(~same, -math.inf).logsumexp(1).sum())
+    if not math.isfinite(nll):
+        raise DataError(f"validation has a negative log-likelihood of {nll}; look for bad values in its pairs")
+    return right / len(images), nll / len(images)
 
 
 def read_pairs(raw: Any, name: str, index: int = 0) -> Pairs:
@@ -123,53 +114,6 @@ def read_pairs(raw: Any, name: str, index: int = 0) -> Pairs:
     return images, texts, labels
 
 
-def pair_content(raw: Any, name: str, index: int = 0) -> dict[str, Tensor]:
-    """The tensors of a batch by name, for its fingerprint; strings as their bytes, pictures as a hash of theirs."""
-    images, texts, labels = read_pairs(raw, name, index)
-    content: dict[str, Tensor] = {} if labels is None else {"labels": labels}
-    for side, values in (("images", images), ("texts", texts)):
-        if isinstance(values, Tensor):
-            content[side] = values
-        elif isinstance(values, Mapping):
-            content |= {f"{side}.{key}": value for key, value in values.items()}
-        else:
-            parts = [value if isinstance(value, str) else _described(value) for value in values]
-            content[side] = torch.frombuffer(bytearray(json.dumps(parts).encode()), dtype=torch.uint8)
-    return content
-
-
-def _described(picture: Any) -> list[Any]:
-    """What tells a PIL image from others; of anything else, which no model reads, its type."""
-    if not callable(getattr(picture, "tobytes", None)):
-        return [type(picture).__name__]
-    size, mode = getattr(picture, "size", None), getattr(picture, "mode", None)
-    return [str(size), str(mode), hashlib.sha256(picture.tobytes()).hexdigest()]
-
-
-ROWS_AT_ONCE = 1024
-
-
-@torch.no_grad()
-def retrieval(images: Tensor, texts: Tensor, logit_scale: Tensor, labels: Tensor | None) -> tuple[float, float]:
-    """Share of images whose nearest text is of their class, and the mean NLL of all texts of their class.
-
-    The arguments are those of `contrastive_loss`.
-    """
-    classes = torch.arange(len(images), device=images.device) if labels is None else labels
-    right, nll = 0, 0.0
-    for rows in torch.arange(len(images), device=images.device).split(ROWS_AT_ONCE):
-        log_probs = (logit_scale.exp() * (images[rows] @ texts.T)).double().log_softmax(1)  # [rows, N]
-        same = classes[rows, None] == classes[None, :]
-        right += int(same.gather(1, log_probs.argmax(1, keepdim=True)).sum())
-        nll -= float(log_probs.masked_fill(~same, -math.inf).logsumexp(1).sum())
-    if not math.isfinite(nll):
-        raise DataError(f"validation has a negative log-likelihood of {nll}; look for bad values in its pairs")
-    return right / len(images), nll / len(images)
-
-
-Embeddings = tuple[Tensor, Tensor]  # of images and of texts, [B, e] each, of length one
-
-
 class TextLearner(Learner[Pairs]):
     """A copy of a dual encoder in training: in float32 (or float64), all but what learns is frozen.
 
@@ -178,7 +122,7 @@ class TextLearner(Learner[Pairs]):
     """
 
     def __init__(
-        self, start: DualEncoder, recipe: Recipe, runtime: Runtime, image_projection: bool, projection_rate: float
+        self, start: DualEncoder, recipe: Recipe, image_projection: bool, projection_rate: float, runtime: Runtime
     ) -> None:
         config = replace(start.config, text=recipe.with_dropout(start.config.text))
         metadata = start.image.metadata, start.text.metadata
@@ -195,17 +139,16 @@ class TextLearner(Learner[Pairs]):
                 others[name] = projection_rate
             parameter.requires_grad_(learns)
         super().__init__(self.model, recipe, runtime, others, spared=("logit_scale",))
-        self.tower_learns = any(name.startswith("text.") for name in self.trained)
         self.model.eval()
-        self.model.text.train(self.tower_learns)  # a tower that does not learn stays in evaluation mode
+        self.model.text.train(any(name.startswith("text.") for name in self.trained))  # frozen: no dropout
 
     def read(self, raw: Any, index: int) -> Pairs:
         """Images, texts and perhaps labels."""
         return read_pairs(raw, "train", index)
 
-    def backward(self, group: list[Pairs], seed: int) -> float:
+    def backward(self, group: list[Pairs], seed: int) -> Tensor:
         """The gradients of the loss over the pairs of all batches of all ranks together."""
-        sides = [self._inputs(batch, index) for index, batch in enumerate(group)]
+        sides = [self._inputs(batch, f"batch {index} of the update") for index, batch in enumerate(group)]
         seeds = [derive_seed(seed, index, self.runtime.ranks.rank) for index in range(len(group))]
         with torch.set_grad_enabled(len(group) == 1):  # one batch is run once, with its gradients
             found = [self._embed(*side, one) for side, one in zip(sides, seeds, strict=True)]
@@ -232,36 +175,28 @@ class TextLearner(Learner[Pairs]):
         with evaluation_mode(self.model):
             for index, raw in enumerate(validation):
                 batch = read_pairs(raw, "validation", index)
-                found.append(self._embed(*self._inputs(batch, index, "validation"), seed=0))
+                found.append(self._embed(*self._inputs(batch, f"batch {index} of validation"), seed=0))
                 classes.append(batch[2])
         if not found:
             raise DataError("validation has no batches; check the loader, or that it was not consumed before")
         images, texts = (torch.cat(side) for side in zip(*found, strict=True))  # [N, e] each
         return retrieval(images, texts, self.model.logit_scale, _joined(classes, Runtime(self.runtime.device)))
 
-    def _inputs(self, batch: Pairs, index: int, name: str = "train") -> tuple[Tensor, Inputs]:
-        """Features of the images `[B, d]` and prepared texts, or their features where the tower does not learn."""
-        (images, texts, _), where = batch, f"batch {index} of {name}"
-        if given_features(texts) and self.tower_learns:
-            raise DataError(
-                f"the texts of {where} are features, but the text tower is to learn; give texts, or train the "
-                "projections alone: Recipe(train_groups=('readout',))"
-            )
+    def _inputs(self, batch: Pairs, where: str) -> tuple[Tensor, Inputs]:
+        """Features of the images `[B, d]`, and prepared texts."""
         with torch.no_grad(), self.autocast():
-            images = features_of(self.model.image, images, where)
-            given = features_of(self.model.text, texts, where) if given_features(texts) else None
-        return images, self.model.text.prepare(texts) if given is None else given
+            return _features(self.model.image, batch[0], where), self.model.text.prepare(batch[1])
 
     def _embed(self, images: Tensor, texts: Inputs, seed: int) -> Embeddings:
         projections, dtype = self.model.projections, self.model.dtype
         with torch_seeded(seed, self.runtime.device), self.autocast():
-            features = images, features_of(self.model.text, texts, "a batch")
+            features = images[None], self.model.text(texts)  # [1, B, d] each
             maps = projections.image, projections.text
-            sides = [x[None] if one is None else one(x[None]) for x, one in zip(features, maps, strict=True)]
+            sides = [x if one is None else one(x) for x, one in zip(features, maps, strict=True)]
         image, text = (F.normalize(side[0].to(dtype), dim=-1) for side in sides)  # [1, B, e] to [B, e]
         return image, text
 
-    def _loss(self, found: list[Embeddings], labels: Tensor | None) -> tuple[float, list[Embeddings]]:
+    def _loss(self, found: list[Embeddings], labels: Tensor | None) -> tuple[Tensor, list[Embeddings]]:
         """The loss over everything, and the gradients of this process's embeddings, batch by batch."""
         ranks, sizes = self.runtime.ranks, [len(image) for image, _ in found]
         leaves, start = [], 0
@@ -271,24 +206,17 @@ class TextLearner(Learner[Pairs]):
             leaves.append(torch.cat(parts).requires_grad_())  # [N, e]
         labels = None if labels is None else torch.cat(ranks.rows(labels))
         loss = contrastive_loss(leaves[0], leaves[1], self.model.logit_scale, labels, self.recipe.label_smoothing)
-        bad = (index for index, pair in enumerate(found) if not all(bool(one.isfinite().all()) for one in pair))
-        value = require_finite_loss(loss, 0 if loss.isfinite() else next(bad, 0))
         self.scaler.scale(loss).backward()
         own = slice(start, start + sum(sizes))
         images, texts = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
-        return value, list(zip(images[own].split(sizes), texts[own].split(sizes), strict=True))
+        return loss.detach(), list(zip(images[own].split(sizes), texts[own].split(sizes), strict=True))
 
     def _exchange(self) -> None:
         """Sum the gradients over all processes; that of the scale is whole in each of them."""
-        ranks = self.runtime.ranks
-        if ranks.size == 1:
-            return
-        gradients = [parameter.grad for parameter in self.trained.values() if parameter.grad is not None]
-        if self.model.logit_scale.grad is not None:
-            self.model.logit_scale.grad /= ranks.size
-        total = ranks.total(torch.cat([gradient.flatten() for gradient in gradients]))
-        for gradient, summed in zip(gradients, total.split([one.numel() for one in gradients]), strict=True):
-            gradient.copy_(summed.view_as(gradient))
+        for name, parameter in self.trained.items():
+            if parameter.grad is not None:
+                total = self.runtime.ranks.total(parameter.grad)
+                parameter.grad = total / self.runtime.ranks.size if name == "logit_scale" else total
 
 
 def _joined(labels: list[Tensor | None], runtime: Runtime) -> Tensor | None:
@@ -324,22 +252,17 @@ def tune_text(
     The image tower is locked: it gets no gradient and ends with the bits it had. The loss is CLIP's, over all pairs of
     an update; pairs of one class are positives of each other. `Recipe.gradient_accumulation` batches, from every
     process that accelerate or torchrun started, count as one large batch: every image is compared with every text of
-    all of them. The logit scale (a logarithm, as CLIP has it) is trained and kept between 0 and log(100); the first
-    update moves one from outside to the nearer end.
+    all of them. The logit scale (a logarithm, as CLIP has it) is trained and kept between 0 and log(100).
 
     `Recipe.train_groups` and `last_blocks` speak of the text tower; the text projection belongs to the group
     `readout`. With `validation`, the weights are kept with which the text nearest to an image is most often of its
-    class; a grid of learning rates is decided in the same way.
-
-    With `output`, a run that was killed goes on where it was when called again with the same arguments, and ends
-    (on a CPU) with the same bits; see `finetune`.
+    class; a grid of learning rates is decided in the same way. With `output`, a run resumes as that of `finetune`.
 
     Args:
         dual: One member, perhaps pruned in either tower. Tune members one by one and fuse them afterwards.
         train: Batches `(images, texts, labels)` that can be read again and again. Images as `encode_image` takes them,
-            or features `[B, d]` computed once by `image_features`; texts as `encode_text` takes them,
-            or, where the text tower does not learn, features by `text_features`; labels `[B]` or None, or
-            left out: then each pair stands alone.
+            or features `[B, d]` computed once by `image_features`; texts as `encode_text` takes them; labels `[B]`
+            or None, or left out: then each pair stands alone.
         recipe: How to train.
         validation: Held-out batches of the same kind.
         train_image_projection: Whether the image projection learns, too; for one that is new.
@@ -355,28 +278,19 @@ def tune_text(
         CheckpointError: A checkpoint in `output` that belongs to another recipe, model or data.
     """
     if not isinstance(dual, DualEncoder):
-        raise ConfigError(
-            f"tune_text takes a DualEncoder, got a {type(dual).__name__}; finetune is for ensembles with a classifier"
-        )
+        raise ConfigError(f"tune_text takes a DualEncoder, got a {type(dual).__name__}; finetune takes an Ensemble")
     if dual.num_members > 1:
-        raise ConfigError(
-            f"this dual encoder has {dual.num_members} members; tune each dual.member(index) and fuse the results"
-        )
+        raise ConfigError(f"got {dual.num_members} members; tune each dual.member(index) and fuse the results")
     if train_image_projection and dual.projections.image is None:
         raise ConfigError("train_image_projection is true, but this dual encoder has no image projection to train")
     if not projection_rate > 0:
         raise ConfigError(f"projection_rate must be positive, got {projection_rate}")
-    check_job(train, validation, recipe, checkpoint_every)
+    own = {"image_projection": train_image_projection, "projection_rate": projection_rate, "task": "text tuning"}
+    folder = None if output is None else Path(output)
+    job = Job(recipe, train, validation, folder, checkpoint_every, progress, identity=own)
     recipe.check(dual.text, train, validation)
-    identity: dict[str, Any] = {"image_projection": train_image_projection, "projection_rate": projection_rate}
-    if output is not None:
-        data = data_identity(train, validation, recipe.seed, pair_content)
-        identity |= {"task": "text tuning", **data, "model": model_fingerprint(dual)}
-    with borrowed(train, validation), training_runtime(device, dual.device) as runtime:
-        folder = None if output is None else Path(output)
-        job = Job(recipe, runtime.share(train), validation, 0, folder, identity, checkpoint_every, progress)
-        learner = partial(TextLearner, dual, recipe, runtime, train_image_projection, projection_rate)
-        result = train_best(learner, job, runtime)
+    learner = partial(TextLearner, dual, recipe, train_image_projection, projection_rate)
+    result = train_best(learner, dual, job, device)
     also = " and the image projection" if train_image_projection else ""
     line = f"tuned the text side{also} to the locked image tower: {result.described(recipe)}"
     text = replace(dual.text.metadata, history=(*dual.text.metadata.history, line))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from training_cases import batches, own_batches, pairs, shuffled, tiny, tiny_dual
+from training_cases import batches, pairs, shuffled, tiny, tiny_dual
 
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.training.finetune import finetune
@@ -18,7 +18,7 @@ from hydra_ensembles.training.text import tune_text
 TEXT = Recipe(
     optimizer="sgd", learning_rate=0.05, epochs=2, schedule="constant", gradient_accumulation=2, clip_norm=1.0
 )
-RECIPE = dataclasses.replace(TEXT, epochs=None, steps=4, evaluate_every=2)
+RECIPE = dataclasses.replace(TEXT, epochs=None, steps=3, evaluate_every=2)
 
 
 def uneven(labelled: bool = True):
@@ -35,8 +35,8 @@ def tune(labelled: bool = True):
 
 def train_all(folder: Path) -> None:
     rank = os.environ["RANK"]
-    for name, source in (("list", batches(64, 4)), ("loader", shuffled(64, 4)), ("own", own_batches(64, 4))):
-        trained = finetune(tiny(), source, RECIPE, batches(40, 7), output=folder / name, device="cpu", progress=False)
+    for name, source in (("list", batches(32, 4)), ("loader", shuffled(32, 4))):
+        trained = finetune(tiny(), source, RECIPE, batches(20, 7), output=folder / name, device="cpu", progress=False)
         save_file(trained.state_dict(), folder / f"{name}-{rank}.safetensors")
         (folder / f"{name}-{rank}.txt").write_text(repr(dict(trained.metadata.metrics)))
     save_file(tune().state_dict(), folder / f"text-{rank}.safetensors")

@@ -1,8 +1,8 @@
 """Fine-tuning: what is learned, what moves, how members and random numbers go together."""
 
 import copy
-import dataclasses
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,11 +26,16 @@ def train(member, data=None, recipe=RECIPE, validation=None, **options):
     return finetune(member, batches() if data is None else data, recipe, validation, progress=False, **options)
 
 
+def assert_close(found, expected, **tolerance):
+    for name, tensor in found.state_dict().items():
+        torch.testing.assert_close(tensor, expected.state_dict()[name], **tolerance)
+
+
 def test_training_learns_and_leaves_the_input_alone():
     member, data = tiny(), batches(96)
     before = copy.deepcopy(member)
     images, labels = samples(96)
-    recipe = dataclasses.replace(RECIPE, optimizer="adamw", learning_rate=0.01, steps=None, epochs=5)
+    recipe = replace(RECIPE, optimizer="adamw", learning_rate=0.01, steps=None, epochs=5)
     trained = train(member, data, recipe, validation=data)
     assert same(member, before)
     assert not trained.training
@@ -44,102 +49,85 @@ def test_training_learns_and_leaves_the_input_alone():
     assert trained.metadata.metrics["validation/accuracy"] == pytest.approx(accuracy)
 
 
-def test_one_plain_step_equals_torch_by_hand():
+def test_plain_steps_equal_torch_by_hand():
     member, (images, labels) = tiny(), samples(8)
-    recipe = Recipe(
-        optimizer="sgd", learning_rate=0.1, steps=3, schedule="constant", label_smoothing=0.1, weight_decay=0.01
-    )
-    trained = train(member, [(images, labels)], recipe)
+    recipe = replace(RECIPE, learning_rate=0.1, steps=3, label_smoothing=0.1, weight_decay=0.01)
     reference = copy.deepcopy(member).train()
     spared = [p for n, p in reference.named_parameters() if n.endswith("bias") or "norm" in n]
     rest = [p for n, p in reference.named_parameters() if not (n.endswith("bias") or "norm" in n)]
-    optimizer = torch.optim.SGD(
-        [{"params": rest, "weight_decay": 0.01}, {"params": spared, "weight_decay": 0.0}], lr=0.1, momentum=0.9
-    )
+    groups = [{"params": rest, "weight_decay": 0.01}, {"params": spared, "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     for _ in range(3):
         loss = nn.CrossEntropyLoss(label_smoothing=0.1)(reference(images)[0], labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    expected = reference.state_dict()
-    for name, tensor in trained.state_dict().items():
-        torch.testing.assert_close(tensor, expected[name])
+    assert_close(train(member, [(images, labels)], recipe), reference)
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_only_the_chosen_group_moves(group):
     member = tiny()
-    found = moved(member, train(member, recipe=dataclasses.replace(RECIPE, train_groups=(group,))))
-    assert found
+    found = moved(member, train(member, recipe=replace(RECIPE, train_groups=(group,), steps=1)))
     assert {place_of(name)[0] for name in found} == {group}
 
 
 def test_last_blocks_freeze_everything_before_them():
     member = tiny()
-    found = moved(member, train(member, recipe=dataclasses.replace(RECIPE, last_blocks=1)))
-    assert {place_of(name)[1] for name in found} == {None, LAYERS - 1}
-    assert {place_of(name)[0] for name in found} == {"attention", "mlp", "norms", "readout"}
+    places = {place_of(name) for name in moved(member, train(member, recipe=replace(RECIPE, last_blocks=1)))}
+    assert {layer for _, layer in places} == {None, LAYERS - 1}
+    assert {group for group, _ in places} == {"attention", "mlp", "norms", "readout"}
 
 
-def test_the_classifier_starts_at_zero():
+def test_the_classifier_starts_at_zero_and_dropout_applies_while_training():
     member = tiny()
-    recipe = dataclasses.replace(RECIPE, reinit_classifier="zeros", train_groups=("readout",))
-    model = EnsembleLearner(member, recipe, Runtime(torch.device("cpu"))).model
-    assert not model(samples(4)[0]).any()
-    assert member.readout.classifier.weight.any()  # type: ignore[union-attr]
-
-
-def test_dropout_of_the_recipe_applies_only_while_training():
-    member, recipe = tiny(), dataclasses.replace(RECIPE, dropout=0.1)
-    assert train(member, recipe=recipe).config == member.config
-    assert not same(train(member), train(member, recipe=recipe))
+    recipe = replace(RECIPE, reinit_classifier="zeros", train_groups=("readout",))
+    assert not EnsembleLearner(member, recipe, Runtime(torch.device("cpu"))).model(samples(4)[0]).any()
+    assert member.readout.classifier.weight.any()
+    dropped = train(member, recipe=replace(RECIPE, dropout=0.1))
+    assert dropped.config == member.config
+    assert not same(train(member), dropped)
 
 
 def test_a_classifier_learns_at_a_rate_of_its_own():
     member = tiny()
-    slow = dataclasses.replace(RECIPE, momentum=0.0, learning_rate=1e-3, steps=1)
-    fast = dataclasses.replace(slow, classifier_rate=8.0)
+    slow = replace(RECIPE, momentum=0.0, learning_rate=1e-3, steps=1)
+    fast = replace(slow, classifier_rate=8.0)
     once, faster = (train(member, recipe=recipe).state_dict() for recipe in (slow, fast))
-    start = member.state_dict()
-    for name, tensor in start.items():
+    for name, tensor in member.state_dict().items():
         share = 8.0 if name.startswith("readout.classifier.") else 1.0
         torch.testing.assert_close(faster[name] - tensor, share * (once[name] - tensor), rtol=1e-3, atol=1e-7)
-    assert not torch.equal(start["readout.classifier.weight"], once["readout.classifier.weight"])
+    assert "readout.classifier.weight" in moved(member, train(member, recipe=slow))
 
 
 def test_accumulation_equals_one_large_batch():
     member, (images, labels) = tiny(), samples(20)
     uneven = list(zip(images.split(8), labels.split(8), strict=True))  # 8 + 8 + 4
-    recipe = dataclasses.replace(RECIPE, gradient_accumulation=3, clip_norm=0.5)
-    grouped = train(member, uneven, recipe).state_dict()
-    whole = train(member, [(images, labels)], dataclasses.replace(recipe, gradient_accumulation=1)).state_dict()
-    for name, tensor in grouped.items():
-        torch.testing.assert_close(tensor, whole[name], rtol=1e-4, atol=1e-6)
+    recipe = replace(RECIPE, gradient_accumulation=3, clip_norm=0.5)
+    whole = train(member, [(images, labels)], replace(recipe, gradient_accumulation=1))
+    assert_close(train(member, uneven, recipe), whole, rtol=1e-4, atol=1e-6)
 
 
 def test_clipping_bounds_the_update():
-    member, data = tiny(), batches(8)
-    recipe = Recipe(optimizer="sgd", learning_rate=1.0, momentum=0.0, steps=1, schedule="constant", clip_norm=1e-3)
-    trained = train(member, data, recipe).state_dict()
+    member = tiny()
+    recipe = replace(RECIPE, learning_rate=1.0, momentum=0.0, steps=1, clip_norm=1e-3)
+    trained = train(member, batches(8), recipe).state_dict()
     moves = torch.cat([(trained[name] - tensor).flatten() for name, tensor in member.state_dict().items()])
     assert moves.norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize(("precision", "members"), [("bf16", 1), ("bf16", 2), ("fp16", 2)])
 def test_mixed_precision_is_near_float32(precision, members):
     member = tiny(members=members)
-    recipe = dataclasses.replace(RECIPE, precision=precision)
-    mixed, full = train(member, recipe=recipe), train(member)
+    mixed, full = train(member, recipe=replace(RECIPE, precision=precision)), train(member)
     assert mixed.dtype == torch.float32
     assert not same(mixed, full)
-    for name, tensor in mixed.state_dict().items():
-        torch.testing.assert_close(tensor, full.state_dict()[name], rtol=0.1, atol=5e-3)
+    assert_close(mixed, full, rtol=0.1, atol=5e-3)
 
 
 def test_half_precision_ensembles_come_back_in_half_precision():
     member = tiny().to(torch.bfloat16)
-    trained = train(member, recipe=dataclasses.replace(RECIPE, train_groups=("readout",)))
+    trained = train(member, recipe=replace(RECIPE, train_groups=("readout",)))
     assert trained.dtype == torch.bfloat16
     assert moved(member, trained) == {"readout.classifier.weight", "readout.classifier.bias"}
 
@@ -148,46 +136,31 @@ def test_members_of_one_ensemble_train_as_they_would_alone_when_nothing_is_share
     first, second = tiny(seed=1), tiny(seed=2)
     together = train(Ensemble.stack([first, second]))
     for index, alone in enumerate((first, second)):
-        expected = train(alone).state_dict()
-        for name, tensor in together.member(index).state_dict().items():
-            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
+        assert_close(together.member(index), train(alone), rtol=1e-4, atol=1e-5)
 
 
 def test_shared_groups_a_trunk_and_class_embeddings_train_too():
     member = tiny(members=2, sharing=Sharing(stem=True, mlp=True), trunk=1)
     assert moved(member, train(member)) == set(member.state_dict())
     config = tiny().config
-    zero_shot = Ensemble(
-        dataclasses.replace(config, readout=dataclasses.replace(config.readout, cosine=CosineConfig()))
-    )
+    zero_shot = Ensemble(replace(config, readout=replace(config.readout, cosine=CosineConfig())))
     assert "readout.class_embeddings.weight" in moved(zero_shot, train(zero_shot))
 
 
-def test_members_do_not_depend_on_how_they_are_scheduled():
-    members = [tiny(seed=seed, dropout=0.2) for seed in range(3)]
-    data = shuffled()
-    together = train(members, data)
-    assert isinstance(together, list)
-    torch.manual_seed(123)  # whatever happened before does not matter
-    for index in (2, 0, 1):
-        assert same(train(members[index], data, index=index), together[index])
-    assert not same(train(members[2], data, index=1), together[2])  # another member, other random numbers
-
-
-def test_the_random_state_of_the_caller_is_untouched():
-    loader = DataLoader(
-        TensorDataset(*samples()), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(5)
-    )
+def test_random_numbers_are_those_of_seed_and_index_and_the_callers_are_untouched():
+    data = TensorDataset(*samples())
+    loader = DataLoader(data, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(5))
     torch.manual_seed(1)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), loader.generator.get_state()
-    first = train(tiny(dropout=0.1), loader, validation=loader)
+    first = train(tiny(dropout=0.1), loader, validation=loader, index=2)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert np.random.get_state()[1].tolist() == states[2]
     assert torch.equal(loader.generator.get_state(), states[3])
-    torch.manual_seed(2)
+    torch.manual_seed(2)  # whatever happened before does not matter
     loader.generator.manual_seed(6)
-    assert same(first, train(tiny(dropout=0.1), loader, validation=loader))
+    assert same(first, train(tiny(dropout=0.1), loader, validation=loader, index=2))
+    assert not same(first, train(tiny(dropout=0.1), loader, validation=loader, index=1))
 
 
 def test_text_trains_with_masks_in_a_mapping():
@@ -196,8 +169,7 @@ def test_text_trains_with_masks_in_a_mapping():
     mask[:, 4:] = 0
     data = [{"input_ids": ids, "attention_mask": mask, "labels": (ids[:, 0] > 9).long()}]
     member = tiny_text()
-    recipe = Recipe.preset("sst2", learning_rate=1e-3, patience=None, epochs=3)
-    found = moved(member, train(member, data, recipe))
+    found = moved(member, train(member, data, Recipe.preset("sst2", learning_rate=1e-3, patience=None, epochs=3)))
     assert found
     assert all(place_of(name)[0] != "stem" for name in found)
 
@@ -210,10 +182,9 @@ def test_text_trains_with_masks_in_a_mapping():
         ({"data": [samples(4)[0]]}, DataError, "batch 0 of train"),
         ({"data": [(samples(4)[0], torch.tensor([0, 1, 2, 3]))]}, DataError, f"{CLASSES} classes"),
         ({"validation": []}, DataError, "validation"),
-        ({"recipe": dataclasses.replace(RECIPE, patience=1)}, ConfigError, "patience"),
+        ({"recipe": replace(RECIPE, patience=1)}, ConfigError, "patience"),
         ({"recipe": "sst2"}, ConfigError, "Recipe"),
-        ({"member": []}, ConfigError, "empty"),
-        ({"member": [nn.Linear(2, 2)]}, ConfigError, "Linear"),
+        ({"member": [tiny()]}, ConfigError, "list"),
         ({"member": tiny(classes=0)}, ConfigError, "classifier"),
         ({"checkpoint_every": 0}, ConfigError, "checkpoint_every"),
         ({"index": -1}, ConfigError, "index"),
@@ -236,17 +207,17 @@ def test_gradients_are_there_whatever_the_caller_switched_off(mode):
     assert not any(parameter.is_inference() for parameter in trained.parameters())
 
 
-def test_a_loss_that_is_not_finite_names_the_step_and_the_batch():
+def test_a_loss_that_is_not_finite_names_the_step_and_the_batches():
     data = batches()
     data[2][0][0, 0, 0, 0] = float("nan")
-    with pytest.raises(DataError, match=r"the loss is nan at step 2 \(batch 2 of epoch 0, member 0"):
+    with pytest.raises(DataError, match=r"the loss is nan .* at step 2 \(batch 2 of epoch 0, member 0"):
         train(tiny(), data)
-    with pytest.raises(DataError, match=r"at step 1 \(batch 2 of epoch 0"):
-        train(tiny(), data, dataclasses.replace(RECIPE, gradient_accumulation=2))
+    with pytest.raises(DataError, match=r"at step 1 \(batch 2, 3 of epoch 0"):
+        train(tiny(), data, replace(RECIPE, gradient_accumulation=2))
 
 
 def test_progress_is_shown_when_asked(capsys):
-    finetune(tiny(), batches(), RECIPE, batches())
+    finetune(tiny(), shuffled(), RECIPE)
     shown = capsys.readouterr().err
     assert "member 0, learning rate 0.05" in shown
     assert "4/4" in shown

@@ -1,13 +1,27 @@
-"""The loop: validation decides, a run that was stopped goes on with the same bits, another run is refused."""
+"""The loop: validation decides, orders are those of the member, a stopped run goes on with the same bits."""
 
-import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from training_cases import ShuffledPairs, Stopping, batches, pairs, same, shuffled, tiny, tiny_dual
+from torch.utils.data import DataLoader, TensorDataset
+from training_cases import (
+    ShuffledPairs,
+    Stopping,
+    batches,
+    own_batches,
+    pairs,
+    same,
+    samples,
+    shuffled,
+    tiny,
+    tiny_dual,
+)
 
+from hydra_ensembles.batches import begin_epoch, borrowed
+from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import CheckpointError, DataError
 from hydra_ensembles.training.finetune import EnsembleLearner, finetune
 from hydra_ensembles.training.loop import Runtime
@@ -30,6 +44,10 @@ HARD = Recipe(  # everything that a checkpoint must remember
 )
 
 
+def train(source, recipe=RECIPE, validation=None, member=None, **options):
+    return finetune(tiny() if member is None else member, source, recipe, validation, progress=False, **options)
+
+
 def journal(folder, rate="0.05", member=0):
     return json.loads((folder / f"member-{member}" / f"rate-{rate}" / "checkpoint.json").read_text())
 
@@ -43,9 +61,8 @@ def scripted(monkeypatch, results):
 def test_the_best_weights_are_returned(monkeypatch):
     data = batches()
     scripted(monkeypatch, [(0.5, 1.0), (0.8, 0.9), (0.8, 0.95), (0.6, 0.5)])
-    chosen = finetune(tiny(), data, RECIPE, data, progress=False)
-    two_epochs = finetune(tiny(), data, dataclasses.replace(RECIPE, epochs=2), progress=False)
-    assert same(chosen, two_epochs)
+    chosen = train(data, RECIPE, data)
+    assert same(chosen, train(data, replace(RECIPE, epochs=2)))
     assert chosen.metadata.metrics == {"validation/accuracy": 0.8, "validation/nll": 0.9}
     assert "validation accuracy 0.8000 at step 12" in chosen.metadata.history[-1]
 
@@ -53,34 +70,30 @@ def test_the_best_weights_are_returned(monkeypatch):
 def test_training_stops_when_patience_runs_out(monkeypatch, tmp_path):
     data = batches()
     scripted(monkeypatch, [(0.5, 1.0), (0.5004, 1.0), (0.5006, 1.0), (0.5006, 1.0), (0.5008, 1.0), (0.9, 1.0)])
-    recipe = dataclasses.replace(RECIPE, epochs=10, patience=2, min_delta=5e-4)
-    trained = finetune(tiny(), data, recipe, data, output=tmp_path, progress=False)
+    trained = train(data, replace(RECIPE, epochs=10, patience=2, min_delta=5e-4), data, output=tmp_path)
     assert [one["step"] for one in journal(tmp_path)["evaluations"]] == [6, 12, 18, 24, 30]
     assert trained.metadata.metrics["validation/accuracy"] == 0.5008  # the best, though no improvement by delta
     assert journal(tmp_path)["reference"] == 0.5006
 
 
 def test_evaluations_come_every_so_many_steps_and_at_the_end(tmp_path):
-    data = batches()
-    recipe = Recipe(optimizer="sgd", learning_rate=0.05, steps=10, evaluate_every=4)
-    finetune(tiny(), data, recipe, data, output=tmp_path, progress=False)
+    train(batches(), replace(PLAIN, steps=10, evaluate_every=4), batches(), output=tmp_path)
     assert [(one["step"], one["epoch"]) for one in journal(tmp_path)["evaluations"]] == [(4, 0), (8, 1), (10, 1)]
 
 
 def test_evaluating_more_often_does_not_change_the_training(monkeypatch):
-    recipe = Recipe(optimizer="sgd", learning_rate=0.05, steps=9, dropout=0.1)
-    plain = finetune(tiny(), shuffled(), recipe, progress=False)
+    recipe = replace(PLAIN, steps=9, dropout=0.1)
+    plain = train(shuffled(), recipe)
     for every in (1, 3):
         rising = iter(range(100))  # accuracy that only rises: the last weights are the best
         read = lambda learner, validation, rising=rising: (len(list(validation)) and next(rising) / 100, 1.0)  # noqa: E731
         monkeypatch.setattr(EnsembleLearner, "measure", read)
-        asked = dataclasses.replace(recipe, evaluate_every=every)
-        assert same(plain, finetune(tiny(), shuffled(), asked, shuffled(seed=3), progress=False))
+        assert same(plain, train(shuffled(), replace(recipe, evaluate_every=every), shuffled(seed=3)))
 
 
 def test_the_measure_is_accuracy_and_nll_of_the_mean_probabilities():
-    member, data = tiny(members=3), batches(20)
-    trained = finetune(member, data, dataclasses.replace(RECIPE, epochs=1), data, progress=False)
+    data = batches(20)
+    trained = train(data, replace(RECIPE, epochs=1), data, tiny(members=3))
     images, labels = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
     probs = trained(images).double().softmax(-1).mean(0)
     metrics = trained.metadata.metrics
@@ -90,19 +103,16 @@ def test_the_measure_is_accuracy_and_nll_of_the_mean_probabilities():
 
 
 def test_the_grid_is_decided_on_validation(monkeypatch, tmp_path):
-    data = batches()
+    data = batches(16)
     recipe = Recipe(optimizer="sgd", grid=(0.1, 0.001, 0.01), epochs=1, schedule="constant")
     # rates are tried from the smallest: equal accuracy goes to the lower NLL, then to the smaller rate
     scripted(monkeypatch, [(0.5, 1.0), (0.7, 0.8), (0.7, 0.8)])
-    chosen = finetune(tiny(), data, recipe, data, output=tmp_path, progress=False)
+    chosen = train(data, recipe, data, output=tmp_path)
     assert "learning rate 0.01, chosen of 3" in chosen.metadata.history[-1]
-    alone = finetune(tiny(), data, dataclasses.replace(recipe, grid=(), learning_rate=0.01), progress=False)
-    assert same(chosen, alone)
-    folders = {path.name for path in (tmp_path / "member-0").iterdir()}
-    assert folders == {"rate-0.1", "rate-0.001", "rate-0.01"}
+    assert same(chosen, train(data, replace(recipe, grid=(), learning_rate=0.01)))
+    assert {path.name for path in (tmp_path / "member-0").iterdir()} == {"rate-0.1", "rate-0.001", "rate-0.01"}
     scripted(monkeypatch, [(0.5, 1.0), (0.7, 0.8), (0.7, 0.7)])
-    better = finetune(tiny(), data, recipe, data, progress=False)
-    assert "learning rate 0.1, chosen of 3" in better.metadata.history[-1]
+    assert "learning rate 0.1, chosen of 3" in train(data, recipe, data).metadata.history[-1]
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -114,7 +124,7 @@ def test_validation_leaves_every_part_in_its_mode(kind, broken):
         learner, data = EnsembleLearner(tiny(), RECIPE, runtime), batches()
         frozen = learner.model.stem
     else:
-        learner, data = TextLearner(tiny_dual(), RECIPE, runtime, False, 1.0), pairs()
+        learner, data = TextLearner(tiny_dual(), RECIPE, False, 1.0, runtime), pairs()
         frozen = learner.model.text.stem
     frozen.eval()
     before = {name: module.training for name, module in learner.model.named_modules()}
@@ -127,22 +137,78 @@ def test_validation_leaves_every_part_in_its_mode(kind, broken):
     assert {name: module.training for name, module in learner.model.named_modules()} == before
 
 
-def test_a_killed_process_is_resumed(tmp_path):
-    """Ended in the middle of an epoch of the second member, and started again."""
-    expected = hard_run(None)
-    ended = run_script(Path(__file__).with_name("killed_training.py"), tmp_path, 27)
-    assert ended.returncode == 9, ended.stderr
-    assert not journal(tmp_path, "0.001", 1)["finished"]
-    resumed = hard_run(tmp_path)
-    assert all(same(one, other) for one, other in zip(expected, resumed, strict=True))
-    assert [one.metadata for one in expected] == [one.metadata for one in resumed]
+# --- orders ----------------------------------------------------------------------------------------------------------
+
+TWICE = replace(RECIPE, epochs=2)
+
+
+def noisy(images):
+    return torch.stack(images) + torch.rand(len(images), 1, 1, 1)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "augmented"])
+def test_members_and_seeds_differ_on_the_batches_of_the_library(kind):
+    pictures = list(zip(*samples(24), strict=True))
+    same_order = data_batches(pictures, noisy, 8)  # with other augmentation
+    source = own_batches(24) if kind == "shuffled" else same_order
+    first, second = train(source, TWICE), train(source, TWICE, index=1)
+    assert not same(first, second)
+    assert not same(first, train(source, replace(TWICE, seed=7)))
+    assert same(second, train(source, TWICE, index=1))
+
+
+class Told(TensorDataset):
+    """A data set that is told the epoch."""
+
+    epoch = 4
+    told: tuple[int, ...] = ()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.told = epoch, (*self.told, epoch)
+
+
+def test_what_was_set_before_makes_no_difference_and_is_put_back():
+    source = own_batches()
+    expected = train(source, TWICE)
+    source.set_epoch(5)
+    source.set_stream(11)
+    assert same(expected, train(source, TWICE, validation=source))
+    with borrowed(source):
+        begin_epoch(source, 3, 4)
+        assert (source.epoch, source.stream) == (3, 4)
+    assert (source.epoch, source.stream) == (5, 11)
+    data = Told(*samples())
+    train(DataLoader(data, batch_size=8), TWICE)
+    assert (data.told, data.epoch) == ((0, 1, 4), 4)
+
+
+def test_a_generator_of_the_loader_is_seeded_also_behind_a_wrapper():
+    def loader(seed):
+        source = Stopping(shuffled())
+        source.batches.generator = source.batches.sampler.generator = torch.Generator().manual_seed(seed)
+        return source
+
+    assert same(train(loader(10), TWICE), train(loader(15), TWICE))
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
 
 
 def hard_run(folder, source=None):
     """The training that is killed; also run by `killed_training.py`."""
     source = Stopping(shuffled(count=40)) if source is None else source
-    held_out = shuffled(count=16, seed=9)
-    return finetune([tiny(), tiny(1)], source, HARD, held_out, output=folder, progress=False, checkpoint_every=2)
+    return train(source, HARD, shuffled(count=16, seed=9), output=folder, checkpoint_every=2, index=1)
+
+
+def test_a_killed_process_is_resumed(tmp_path):
+    """Ended in the middle of the second epoch at the second learning rate, and started again."""
+    ended = run_script(Path(__file__).with_name("killed_training.py"), tmp_path, 18)
+    assert ended.returncode == 9, ended.stderr
+    assert journal(tmp_path, "0.001", 1)["finished"]
+    assert not journal(tmp_path, "0.01", 1)["finished"]
+    expected, resumed = hard_run(None), hard_run(tmp_path)
+    assert same(expected, resumed)
+    assert expected.metadata == resumed.metadata
 
 
 @pytest.mark.parametrize(
@@ -150,44 +216,65 @@ def hard_run(folder, source=None):
     [(1, "float32"), (3, "float32"), (6, "float32"), (7, "float32"), (8, "float32"), (12, "float32"), (9, "fp16")],
 )
 def test_wherever_a_run_stops_it_goes_on_exactly(tmp_path, fatal, precision):
-    data = batches(24)  # 3 batches
-    recipe = dataclasses.replace(RECIPE, schedule="cosine", dropout=0.1, patience=3, precision=precision)
-    expected = finetune(tiny(), data, recipe, data, progress=False)
-    options = {"output": tmp_path, "progress": False, "checkpoint_every": 2}
+    data = batches(12, 4)  # 3 batches
+    recipe = replace(RECIPE, schedule="cosine", dropout=0.1, patience=3, precision=precision)
+    options = {"output": tmp_path, "checkpoint_every": 2}
     with pytest.raises(KeyboardInterrupt):
-        finetune(tiny(), Stopping(data, fatal), recipe, data, **options)
-    resumed = finetune(tiny(), Stopping(data), recipe, data, **options)
+        train(Stopping(data, fatal), recipe, data, **options)
+    expected, resumed = train(data, recipe, data), train(Stopping(data), recipe, data, **options)
     assert same(expected, resumed)
     assert expected.metadata == resumed.metadata
 
 
+def test_a_run_on_the_batches_of_the_library_resumes_with_the_same_bits(tmp_path):
+    left = 8 * 11  # samples: the batch of the fingerprint, one epoch of six, and four batches of the next
+
+    def counted(images):
+        nonlocal left
+        left -= len(images)
+        if left < 0:
+            raise KeyboardInterrupt
+        return noisy(images)
+
+    source = data_batches(list(zip(*samples(), strict=True)), counted, 8, shuffle=True)
+    with pytest.raises(KeyboardInterrupt):
+        train(source, TWICE, output=tmp_path, checkpoint_every=1)
+    assert (source.epoch, source.stream) == (0, None)
+    left = 10_000
+    assert same(train(source, TWICE), train(source, TWICE, output=tmp_path, checkpoint_every=1))
+
+
 def text_run(folder, fatal=-1, **changes):
-    recipe = dataclasses.replace(HARD, grid=(), learning_rate=0.01, epochs=3, evaluate_every=None)
-    source, held_out = Stopping(ShuffledPairs(count=40), fatal), pairs(8, 4, seed=5)
+    recipe = replace(HARD, grid=(), learning_rate=0.01, epochs=3, evaluate_every=None)
+    source, held_out = Stopping(ShuffledPairs(count=20, size=4), fatal), pairs(8, 4, seed=5)
     options = {"output": folder, "progress": False, "checkpoint_every": 1, "train_image_projection": True, **changes}
     return tune_text(tiny_dual(), source, recipe, validation=held_out, **options)
 
 
+@pytest.fixture(scope="module")
+def whole_text_run():
+    return text_run(None)
+
+
 @pytest.mark.parametrize("fatal", [1, 4, 6, 13])
-def test_wherever_text_tuning_stops_it_goes_on_exactly(tmp_path, fatal):
+def test_wherever_text_tuning_stops_it_goes_on_exactly(tmp_path, fatal, whole_text_run):
     with pytest.raises(KeyboardInterrupt):
         text_run(tmp_path, fatal)
-    expected, resumed = text_run(None), text_run(tmp_path)
-    assert same(expected, resumed)
-    assert expected.text.metadata == resumed.text.metadata
-    assert same(expected, text_run(tmp_path, fatal=1))  # finished: only the fingerprint reads a batch
+    resumed = text_run(tmp_path)
+    assert same(whole_text_run, resumed)
+    assert whole_text_run.text.metadata == resumed.text.metadata
+    assert same(resumed, text_run(tmp_path, fatal=1))  # finished: only the fingerprint reads a batch
     with pytest.raises(CheckpointError, match="image_projection"):
         text_run(tmp_path, train_image_projection=False)
 
 
 def test_a_stop_during_validation_loses_nothing(tmp_path):
     data = batches(24)  # 3 batches: validations read 1 (fingerprint), 2 to 4, 5 to 7, 8 to 10
-    recipe = Recipe(optimizer="sgd", learning_rate=0.05, steps=8, evaluate_every=3)
-    expected = finetune(tiny(), data, recipe, data, progress=False)
+    recipe = replace(PLAIN, steps=8, evaluate_every=3)
     for fatal in (5, 6):
         with pytest.raises(KeyboardInterrupt):
-            finetune(tiny(), data, recipe, Stopping(data, fatal), output=tmp_path, progress=False)
-    assert same(expected, finetune(tiny(), data, recipe, Stopping(data), output=tmp_path, progress=False))
+            train(data, recipe, Stopping(data, fatal), output=tmp_path)
+    assert same(train(data, recipe, data), train(data, recipe, Stopping(data), output=tmp_path))
 
 
 def files(folder: Path) -> set[str]:
@@ -196,10 +283,10 @@ def files(folder: Path) -> set[str]:
 
 def test_a_finished_run_is_read_back(tmp_path):
     data = batches()
-    first = finetune(tiny(), Stopping(data), PLAIN, data, output=tmp_path, progress=False)
+    first = train(Stopping(data), PLAIN, data, output=tmp_path)
     untouched = files(tmp_path)
     reread = Stopping(data, 1)  # the fingerprint reads one batch, training would read more
-    assert same(first, finetune(tiny(), reread, PLAIN, data, output=tmp_path, progress=False))
+    assert same(first, train(reread, PLAIN, data, output=tmp_path))
     assert files(tmp_path) == untouched
     assert untouched == {"member-0/rate-0.05/checkpoint.json", "member-0/rate-0.05/result-6-0.safetensors"}
 
@@ -208,7 +295,7 @@ def test_a_finished_run_is_read_back(tmp_path):
 def stopped(tmp_path):
     """The folder of a run that was stopped after four updates; JSON and safetensors only."""
     with pytest.raises(KeyboardInterrupt):
-        finetune(tiny(), Stopping(batches(), 5), PLAIN, output=tmp_path, progress=False, checkpoint_every=1)
+        train(Stopping(batches(), 5), PLAIN, output=tmp_path, checkpoint_every=1)
     assert {Path(name).suffix for name in files(tmp_path)} == {".json", ".safetensors"}
     assert journal(tmp_path)["position"] == {"step": 4, "epoch": 0, "batch": 4}
     assert not journal(tmp_path)["finished"]
@@ -218,17 +305,16 @@ def stopped(tmp_path):
 @pytest.mark.parametrize(
     ("change", "token"),
     [
-        ({"recipe": dataclasses.replace(PLAIN, momentum=0.5)}, "recipe.momentum was 0.9 and is 0.5"),
+        ({"recipe": replace(PLAIN, momentum=0.5)}, "recipe.momentum was 0.9 and is 0.5"),
         ({"member": tiny(seed=5)}, "model"),
-        ({"train": Stopping(batches(seed=7))}, "train"),
-        ({"train": Stopping(batches(40))}, "train"),
+        ({"source": Stopping(batches(seed=7))}, "train"),
+        ({"source": Stopping(batches(40))}, "train"),
         ({"validation": batches(seed=8)}, "validation"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(stopped, change, token):
-    asked = {"member": tiny(), "train": Stopping(batches()), "recipe": PLAIN, "validation": None, **change}
     with pytest.raises(CheckpointError, match=token):
-        finetune(**asked, output=stopped, progress=False)
+        train(**{"source": Stopping(batches()), "recipe": PLAIN, **change}, output=stopped)
 
 
 def test_a_damaged_checkpoint_is_named(stopped):
@@ -236,20 +322,20 @@ def test_a_damaged_checkpoint_is_named(stopped):
     tensors = next(folder.glob("current-*.safetensors"))
     tensors.write_bytes(tensors.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r"current-4-0\.safetensors"):
-        finetune(tiny(), Stopping(batches()), PLAIN, output=stopped, progress=False)
+        train(Stopping(batches()), PLAIN, output=stopped)
     (folder / "checkpoint.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"checkpoint\.json"):
-        finetune(tiny(), Stopping(batches()), PLAIN, output=stopped, progress=False)
+        train(Stopping(batches()), PLAIN, output=stopped)
 
 
 def test_the_last_checkpoint_survives_a_loss_that_is_not_finite(tmp_path):
     data = batches()
     data[4][0].fill_(float("inf"))
     with pytest.raises(DataError, match=r"step 4 .*checkpoint stays in"):
-        finetune(tiny(), data, PLAIN, output=tmp_path, progress=False, checkpoint_every=2)
+        train(data, PLAIN, output=tmp_path, checkpoint_every=2)
     assert journal(tmp_path)["position"]["step"] == 4
     held = pairs(32, 8)
     held[3][0].fill_(float("nan"))
-    recipe = dataclasses.replace(PLAIN, gradient_accumulation=2)
-    with pytest.raises(DataError, match=r"step 1 \(batch 3 of epoch 0.*checkpoint stays in"):
+    recipe = replace(PLAIN, gradient_accumulation=2)
+    with pytest.raises(DataError, match=r"step 1 \(batch 2, 3 of epoch 0.*checkpoint stays in"):
         tune_text(tiny_dual(), held, recipe, output=tmp_path / "text", progress=False, checkpoint_every=1)
