@@ -66,10 +66,6 @@ class Ranks:
         """The smallest item of all ranks; None stands for none."""
         return min(one for one in self.gather(item) if one is not None)  # type: ignore[type-var]
 
-    def from_first(self, item: T) -> T:
-        """What rank 0 has."""
-        return self.gather(item)[0]
-
     def require_same(self, item: object, what: str) -> None:
         """Refuse to go on where ranks disagree."""
         items = self.gather(item)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,18 +31,8 @@ def require(module: str, extra: str) -> ModuleType:
         ) from error
 
 
-@overload
-def require_device(device: torch.device | str) -> torch.device: ...
-
-
-@overload
-def require_device(device: torch.device | str | None) -> torch.device | None: ...
-
-
-def require_device(device: torch.device | str | None) -> torch.device | None:
-    """The device of a name, provided it can be used here; None stays None."""
-    if device is None:
-        return None
+def require_device(device: torch.device | str) -> torch.device:
+    """The device of a name, provided it can be used here."""
     gpus, cause = torch.cuda.device_count(), None
     try:
         found = torch.device(device)

@@ -126,9 +126,6 @@ def length_of(batches: Batches) -> int | None:
         return None
 
 
-# --- the order -------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def borrowed(*sources: Batches | None) -> Iterator[None]:
     """Give data sources back as they came: generators, and where they can be read, `epoch` and `stream`."""
@@ -180,9 +177,6 @@ def parts_of(batches: Batches | None) -> list[Any]:
     return found
 
 
-# --- known again -----------------------------------------------------------------------------------------------------
-
-
 def fingerprint(batches: Batches, name: str, seed: int) -> str:
     """A short name for a data source, from what can be had without reading an epoch; the source is left as it was.
 
@@ -214,7 +208,7 @@ def _content(batch: Any) -> dict[str, Tensor]:
     elif isinstance(batch, list | tuple):
         names = ("inputs", "texts", "labels") if len(batch) == 3 else ("inputs", "labels")
         named = dict(zip(names, batch, strict=False))
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, value in named.items():
         if isinstance(value, Mapping):
             found |= {str(key): one for key, one in value.items() if isinstance(one, Tensor) and key != "label"}

@@ -143,9 +143,7 @@ def fit_calibration(
 
 def _require_members_for(score: ScoreName, members: int) -> None:
     if score == "mutual_information" and members == 1:
-        raise ConfigError(
-            "score is mutual_information, which is 0 for a single member; use msp, entropy, max_logit or energy"
-        )
+        raise ConfigError("score is mutual_information, which is 0 for a single member; use another, such as msp")
 
 
 def _fit_temperature(
@@ -159,8 +157,10 @@ def _fit_temperature(
     if before - nll <= _WORTHWHILE:
         common, nll = 1.0, before
     if not per_member or len(member_logits) == 1:
-        if common != 1.0:  # a member may well stop at a bound: others cover its errors
-            _warn_at_bounds(common, low, high)
+        for bound, cause in ((low, _AT_COLDEST), (high, _AT_HOTTEST)):  # a single member may well stop there
+            if common != 1.0 and abs(math.log(common) - bound) < _AT_BOUND:
+                line = f"the temperature {common:.4g} stopped at the bound {math.exp(bound):.4g}: {cause}"
+                warnings.warn(line, stacklevel=3)
         return (common,), nll
     parts = _label_log_probs(member_logits, labels, common)  # [M, B]
     chosen = [common] * len(parts)
@@ -179,14 +179,6 @@ def _fit_temperature(
         if nll == at_start:
             break
     return tuple(chosen), nll
-
-
-def _warn_at_bounds(temperature: float, low: float, high: float) -> None:
-    """Warn about a temperature that would have gone on beyond the range searched, given by its logarithms."""
-    for bound, cause in ((low, _AT_COLDEST), (high, _AT_HOTTEST)):
-        if abs(math.log(temperature) - bound) < _AT_BOUND:
-            line = f"the temperature {temperature:.4g} stopped at the bound {math.exp(bound):.4g}: {cause}"
-            warnings.warn(line, stacklevel=4)
 
 
 def _lowest(function: Callable[[float], float], low: float, high: float) -> tuple[float, float]:

@@ -362,7 +362,7 @@ class Stored:
             Tensors by name. On the CPU they may still lie in the mapped file: copy them before they are used, as
             `Ensemble.from_state` does.
         """
-        place, path = require_device(device), self.folder / WEIGHTS
+        place, path = None if device is None else require_device(device), self.folder / WEIGHTS
         if dtype is not None and dtype not in DTYPES.values():
             raise ConfigError(f"dtype is {dtype}; accepted are {ACCEPTED}, or None for the stored one")
         with _reading(path):

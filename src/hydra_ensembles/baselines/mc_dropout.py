@@ -55,18 +55,15 @@ class MCDropout(nn.Module):
         """Member logits `[M·passes, B, C]` for a batch of inputs; the passes of a member lie together."""
         if self.p == 0.0:  # every pass is the same
             return cast(Tensor, self.model(inputs)).repeat_interleave(self.passes, dim=0)
+        many = changed(inputs, lambda tensor: torch.cat([tensor] * self.passes))  # [passes·B, …], pass after pass
         with torch_seeded(self.seed, self.device):
-            logits = cast(Tensor, self.model(changed(inputs, self._repeat)))  # [M, passes·B, C]
+            logits = cast(Tensor, self.model(many))  # [M, passes·B, C]
         return logits.unflatten(1, (self.passes, -1)).flatten(0, 1)  # [M·passes, B, C]
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Prediction:
         """As `Ensemble.predict`, uncalibrated."""
         return Prediction.from_logits(self(self.model.prepare(inputs)), class_names=self.model.metadata.labels or None)
-
-    def _repeat(self, tensor: Tensor) -> Tensor:
-        """`[B, …]` to `[passes·B, …]`, pass after pass."""
-        return tensor.repeat(self.passes, *(1,) * (tensor.dim() - 1))
 
     @property
     def device(self) -> torch.device:

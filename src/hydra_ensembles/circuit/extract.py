@@ -121,7 +121,7 @@ def extract_circuit(
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" compares ID with OOD samples; give ood_batches, or use score="acc"')
 
-    dtype, place = dtype or ensemble.dtype, local_device(require_device(device) or ensemble.device)
+    dtype, place = dtype or ensemble.dtype, local_device(require_device(device or ensemble.device))
     audits = min(audit_steps, budget) if method == "screened" else 0
     settings: dict[str, Any] = {  # that decide which heads are chosen
         "score": score,

@@ -73,7 +73,7 @@ class Screened:
         measured: set[Head] = set()  # on the harder half
         finished: set[Head] = set()  # on all samples
         while True:
-            ordered = self.exact.ranks.from_first(self.shifts.estimates(candidates))
+            ordered = self.exact.ranks.gather(self.shifts.estimates(candidates))[0]
             if len(measured) < least or (ordered[0].head not in measured and len(measured) < most):
                 promising = [one.head for one in ordered if one.head not in measured]
                 chosen = promising[: min(together, most - len(measured))]

@@ -115,7 +115,7 @@ def evaluate(
             raise ConfigError(f"set {key!r} holds raw items; pass preprocess=, or give batches (a DataLoader)")
         return make_batches(data, preprocess, batch_size, num_workers=num_workers)
 
-    with running(ensemble, require_device(device)) as (place, dtype):
+    with running(ensemble, None if device is None else require_device(device)) as (place, dtype):
         run = Runner(ensemble, place, dtype, measure, gallery, known.preprocessing or preprocess, progress).run
         own = run(batched(id_data, id_name), id_name, labelled=True)
         like = own.answers.logits  # [M, B, C]

@@ -84,7 +84,7 @@ def taylor(
     seed = require_whole("seed", seed, 0)
     order: list[tuple[float, Head]] = []
     with torch.inference_mode(False), torch_seeded(seed, torch.device("cpu")), borrowed(batches), ExitStack() as masks:
-        model = working_copy(ensemble, dtype, require_device(device))
+        model = working_copy(ensemble, dtype, None if device is None else require_device(device))
         data = CalibrationBatches(batches, count, seed, ensemble.num_classes)
         samples = list(data) if len(steps) > 1 else data
         masks.enter_context(masked(model, off))

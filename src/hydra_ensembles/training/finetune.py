@@ -61,8 +61,10 @@ class EnsembleLearner(Learner[Batch]):
             wrapped, last = self.parallel, index + 1 == len(group)
             kept = nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()
             with kept, torch_seeded(derive_seed(seed, index, self.runtime.ranks.rank), device):  # exchanged at the last
+                own = move(inputs, device, self.model.dtype)
+                own = changed(own, lambda x: x.clone() if x.is_inference() else x)  # or they would give no gradients
                 with self.autocast():
-                    logits = wrapped(changed(move(inputs, device, self.model.dtype), _for_gradients))  # [M, B, C]
+                    logits = wrapped(own)  # [M, B, C]
                 logits = logits if logits.dtype == torch.float64 else logits.float()
                 flat, targets = logits.flatten(0, 1), labels.to(device).repeat(len(logits))  # [M·B, C], [M·B]
                 loss = F.cross_entropy(flat, targets, label_smoothing=self.recipe.label_smoothing) * len(logits)
@@ -96,11 +98,6 @@ class EnsembleLearner(Learner[Batch]):
         return correct_sum / samples, nll_sum / samples
 
 
-def _for_gradients(tensor: Tensor) -> Tensor:
-    """A tensor that gradients can be taken through: a copy of one that was made in inference mode."""
-    return tensor.clone() if tensor.is_inference() else tensor
-
-
 @torch.inference_mode(False)
 @torch.enable_grad()
 def finetune(
@@ -126,12 +123,10 @@ def finetune(
     smaller rate).
 
     With `output`, a run that was killed goes on where it was when called again with the same arguments, and ends
-    (on a CPU) with the same bits. A finished run is read back instead of repeated. Data are known again by their
-    length, their first batch, and all labels where the source has them in memory (`labels` or `targets` of a data
-    set, a `TensorDataset`, a list); after other changes of the data, give another `output`.
+    (on a CPU) with the same bits; a finished one is read back. Data are known again by their length, first batch, and
+    all labels that the source has in memory; after other changes of the data, give another `output`.
 
-    Started in several processes (accelerate launch, torchrun), they share the batches and average gradients. It
-    may be called inside `torch.no_grad()` and `torch.inference_mode()`.
+    Started in several processes (accelerate launch, torchrun), they share the batches and average gradients.
 
     Args:
         member: An ensemble with a classifier.
@@ -154,11 +149,11 @@ def finetune(
     """
     require_ensemble(member, "finetune")
     folder = None if output is None else Path(output) / f"member-{index}"
-    job = Job(recipe, train, validation, folder, checkpoint_every, progress, index)
+    job = Job(recipe, train, validation, folder, checkpoint_every, progress, device, index)
     if not member.num_classes:
         raise ConfigError("fine-tuning needs a classifier, but this ensemble has none (num_classes is 0)")
     recipe.check(member, train, validation)
-    result = train_best(partial(EnsembleLearner, member, recipe), member, job, device)
+    result = train_best(partial(EnsembleLearner, member, recipe), member, job)
     best = result.best
     metadata = replace(
         member.metadata,

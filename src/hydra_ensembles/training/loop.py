@@ -3,12 +3,12 @@
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -30,7 +30,6 @@ from ..schema import from_plain, to_plain
 from .recipe import Recipe, make_optimizer
 
 BatchT = TypeVar("BatchT")
-FORMAT = "hydra-ensembles fine-tuning 1"
 INDEX = "checkpoint.json"
 _LOADING = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
@@ -77,7 +76,7 @@ class EveryNth:
 @contextmanager
 def training_runtime(device: torch.device | str | None, fallback: torch.device) -> Iterator[Runtime]:
     """Where this process trains: on `device` or `fallback`; one of several, on a GPU of its own where there are any."""
-    place = require_device(device) or fallback
+    place = require_device(device or fallback)
     if launched():
         on_gpu = torch.cuda.is_available() if device is None else place.type == "cuda"
         place = local_device(torch.device("cuda")) if on_gpu else torch.device("cpu")
@@ -86,22 +85,15 @@ def training_runtime(device: torch.device | str | None, fallback: torch.device) 
 
 
 class Learner(ABC, Generic[BatchT]):
-    """A model in training, in which `requires_grad` says what trains; `shares` and `spared` as for `make_optimizer`.
+    """A model in training, in which `requires_grad` says what trains; `shares` as for `make_optimizer`.
 
     Subclasses say what a batch is, what its gradients are, and how the model is measured.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        recipe: Recipe,
-        runtime: Runtime,
-        shares: Mapping[str, float],
-        spared: Container[str] = (),
-    ) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, runtime: Runtime, shares: Mapping[str, float]) -> None:
         self.recipe, self.runtime = recipe, runtime
         self.trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.optimizer = make_optimizer(self.trained, recipe, shares, spared)
+        self.optimizer = make_optimizer(self.trained, recipe, shares)
         self.scaler = GradScaler(runtime.device.type, enabled=recipe.precision == "fp16")
 
     @abstractmethod
@@ -125,11 +117,7 @@ class Learner(ABC, Generic[BatchT]):
         return torch.autocast(self.runtime.device.type, dtype=dtype, enabled=dtype is not None)
 
     def update(self, group: list[BatchT], rate: float, seed: int) -> float:
-        """One step of the optimizer on one or more batches at once; gives the mean loss over their samples.
-
-        Raises:
-            FloatingPointError: The loss or the gradient is not finite; the weights are as before.
-        """
+        """One step on batches that count as one; gives their mean loss, or a `FloatingPointError` without a step."""
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = rate * parameters["share"]
         loss = self.backward(group, seed).item()
@@ -215,7 +203,7 @@ class RunState:
     reference: float | None = None  # the last accuracy that did; None before the first validation
     finished: bool = False  # whether the result is final
     files: Mapping[str, str] = field(default_factory=dict)  # of tensors, by what they hold
-    format: str = FORMAT
+    format: Literal["hydra-ensembles fine-tuning 1"] = "hydra-ensembles fine-tuning 1"
 
     def after(self, found: Validation, min_delta: float) -> "RunState":
         """The state after one more validation; only a rise by more than `min_delta` counts as improvement."""
@@ -236,10 +224,8 @@ def read_state(folder: Path, fingerprint: Mapping[str, Any]) -> RunState | None:
         return None
     try:
         state = from_plain(RunState, json.loads(path.read_text(encoding="utf-8")), path.name)
-    except ValueError as error:  # no JSON, no text, or not a state
+    except ValueError as error:  # no JSON, no text, no state, or one of another format
         raise CheckpointError(f"{path} cannot be read ({error}); delete its folder to start afresh") from error
-    if state.format != FORMAT:
-        raise CheckpointError(f"{path} has format {state.format!r}, this version reads {FORMAT!r}")
     require_same_run(dict(state.fingerprint), json.loads(json.dumps(to_plain(fingerprint))), folder, "the training")
     return state
 
@@ -277,6 +263,7 @@ class Job:
     folder: Path | None  # of the checkpoints
     checkpoint_every: int
     progress: bool
+    device: torch.device | str | None  # None for that of the model
     index: int = 0  # of the member; its random numbers are derived from it
     identity: Mapping[str, Any] = field(default_factory=dict)  # what else the run depends on, as plain data
 
@@ -321,17 +308,14 @@ class RunResult:
 
 
 def train_best(
-    make_learner: Callable[[Runtime], Learner[BatchT]],
-    start: Ensemble | DualEncoder,
-    job: Job,
-    device: torch.device | str | None,
+    make_learner: Callable[[Runtime], Learner[BatchT]], start: Ensemble | DualEncoder, job: Job
 ) -> RunResult:
     """Train copies of `start`, one per learning rate of the recipe; the best result, of equal ones the slowest."""
     if job.folder is not None:
         seed, sources = derive_seed(job.recipe.seed, "fingerprint"), {"train": job.train, "validation": job.validation}
         data = {name: None if one is None else fingerprint(one, name, seed) for name, one in sources.items()}
         job = replace(job, identity={**job.identity, **data, "model": model_fingerprint(start)})
-    with borrowed(job.train, job.validation), training_runtime(device, start.device) as runtime:
+    with borrowed(job.train, job.validation), training_runtime(job.device, start.device) as runtime:
         own = replace(job, train=runtime.share(job.train))
         results = [Run(make_learner(runtime), own, rate, runtime).finish() for rate in sorted(job.recipe.rates)]
     return max(results, key=lambda result: () if result.best is None else result.best.merit)
@@ -388,7 +372,10 @@ class Run(Generic[BatchT]):
         while not self._done():
             group = list(islice(batches, self.recipe.gradient_accumulation))
             if not group:
-                self._end_epoch()
+                if self.state.position.batch == 0:
+                    raise DataError("train has no batches in an epoch; every process needs one, check the loader")
+                step, epoch = self.state.position.step, self.state.position.epoch
+                self.state = replace(self.state, position=Position(step, epoch + 1, 0))
                 break
             self._update(group, bar)
             step = self.state.position.step
@@ -400,12 +387,6 @@ class Run(Generic[BatchT]):
         if every is None or self._done():
             self._validate()
         self._save()
-
-    def _end_epoch(self) -> None:
-        step, epoch, batch = self.state.position.step, self.state.position.epoch, self.state.position.batch
-        if batch == 0:
-            raise DataError(f"train has no batches in epoch {epoch}; every process needs one, check the loader")
-        self.state = replace(self.state, position=Position(step, epoch + 1, 0))
 
     def _update(self, group: list[BatchT], bar: "tqdm[Any]") -> None:
         """One step on the batches of the group."""

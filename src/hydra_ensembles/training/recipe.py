@@ -1,7 +1,7 @@
 """How a model is trained: settings, schedule, which parameters at which rate; `presets.yaml` has the paper's."""
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -49,15 +49,12 @@ class RandAugment:
 class Recipe:
     """One way to fine-tune. Give exactly one of `learning_rate` and `grid`, and one of `steps` and `epochs`.
 
-    A step is one update of the weights; with gradient accumulation it reads several batches.
-
     Attributes:
         optimizer: `"sgd"` or `"adamw"` (decoupled weight decay).
         learning_rate: Peak learning rate.
-        classifier_rate: Learning rate of the classifier over that of all else; a new one has far to go. Not for the
-            class embeddings of a zero-shot ensemble.
+        classifier_rate: Learning rate of the classifier over that of all else; not for class embeddings.
         grid: Peak learning rates to try; the one with the best validation accuracy wins.
-        steps: Updates in all.
+        steps: Updates of the weights in all; with gradient accumulation each reads several batches.
         epochs: Passes over the training data.
         momentum: Of SGD.
         betas: Of AdamW.
@@ -137,10 +134,9 @@ class Recipe:
         ranges: dict[str, tuple[float, float]] = {
             **dict.fromkeys(("learning_rate", "grid", "classifier_rate", "clip_norm"), positive),
             **dict.fromkeys(("momentum", "betas", "min_delta", "label_smoothing", "dropout"), share),
-            "weight_decay": (0.0, math.inf),
+            **dict.fromkeys(("weight_decay", "seed"), (0, math.inf)),
             "floor": (0.0, math.nextafter(1.0, 2.0)),
             "warmup": (0, math.inf) if isinstance(self.warmup, int) else share,
-            "seed": (0, math.inf),
             **dict.fromkeys(("steps", "epochs", "patience", "evaluate_every", "batch_size"), (1, math.inf)),
             **dict.fromkeys(("last_blocks", "gradient_accumulation"), (1, math.inf)),
         }
@@ -257,18 +253,17 @@ def trainable_state(model: nn.Module, device: torch.device) -> dict[str, Tensor]
 
 
 def make_optimizer(
-    trained: Mapping[str, nn.Parameter], recipe: Recipe, shares: Mapping[str, float], spared: Container[str] = ()
+    trained: Mapping[str, nn.Parameter], recipe: Recipe, shares: Mapping[str, float]
 ) -> torch.optim.Optimizer:
     """The recipe's optimizer over parameters by name; it is given a learning rate before every update.
 
-    `shares` are learning rates over the recipe's, where they are not 1; `spared` are parameters without weight decay,
-    besides those that the recipe spares.
+    `shares` are learning rates over the recipe's, where they are not 1. A logit scale never decays.
     """
     groups: dict[tuple[float, float], dict[str, Any]] = {}  # by share of the rate, and weight decay
     for name, parameter in trained.items():
         module, _, leaf = name.rpartition(".")
         bias_or_norm = leaf.endswith("bias") or "norm" in module.rpartition(".")[2]
-        free = name in spared or (recipe.no_decay_on_bias_and_norm and bias_or_norm)
+        free = name == "logit_scale" or (recipe.no_decay_on_bias_and_norm and bias_or_norm)
         share, decay = shares.get(name, 1.0), 0.0 if free else recipe.weight_decay
         group = groups.setdefault((share, decay), {"params": [], "weight_decay": decay, "share": share})
         group["params"].append(parameter)

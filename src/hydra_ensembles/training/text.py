@@ -78,10 +78,7 @@ def contrastive_loss(
 
 @torch.no_grad()
 def retrieval(images: Tensor, texts: Tensor, logit_scale: Tensor, labels: Tensor | None) -> tuple[float, float]:
-    """Share of images whose nearest text is of their class, and the mean NLL of all texts of their class.
-
-    The arguments are those of `contrastive_loss`.
-    """
+    """Share of images whose nearest text is of their class, and the mean NLL of all texts of their class."""
     classes = torch.arange(len(images), device=images.device) if labels is None else labels
     right, nll = 0, 0.0
     for rows in torch.arange(len(images), device=images.device).split(ROWS_AT_ONCE):
@@ -138,7 +135,7 @@ class TextLearner(Learner[Pairs]):
                 learns = name == "logit_scale" or (image_projection and side == "projections")
                 others[name] = projection_rate
             parameter.requires_grad_(learns)
-        super().__init__(self.model, recipe, runtime, others, spared=("logit_scale",))
+        super().__init__(self.model, recipe, runtime, others)
         self.model.eval()
         self.model.text.train(any(name.startswith("text.") for name in self.trained))  # frozen: no dropout
 
@@ -287,10 +284,10 @@ def tune_text(
         raise ConfigError(f"projection_rate must be positive, got {projection_rate}")
     own = {"image_projection": train_image_projection, "projection_rate": projection_rate, "task": "text tuning"}
     folder = None if output is None else Path(output)
-    job = Job(recipe, train, validation, folder, checkpoint_every, progress, identity=own)
+    job = Job(recipe, train, validation, folder, checkpoint_every, progress, device, identity=own)
     recipe.check(dual.text, train, validation)
     learner = partial(TextLearner, dual, recipe, train_image_projection, projection_rate)
-    result = train_best(learner, dual, job, device)
+    result = train_best(learner, dual, job)
     also = " and the image projection" if train_image_projection else ""
     line = f"tuned the text side{also} to the locked image tower: {result.described(recipe)}"
     text = replace(dual.text.metadata, history=(*dual.text.metadata.history, line))

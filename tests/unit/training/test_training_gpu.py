@@ -31,7 +31,7 @@ def test_a_gpu_trains_like_the_cpu(precision):
     torch.testing.assert_close(on_gpu(images), on_cpu(images), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["float32", "fp16"])
 def test_a_run_on_a_gpu_is_repeatable_resumable_and_leaves_no_trace(tmp_path, precision):
     member = tiny(dropout=0.2).to("cuda")
     recipe = dataclasses.replace(RECIPE, precision=precision)
