@@ -93,9 +93,9 @@ def test_a_known_temperature_is_found():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 20_000, 5, generator=generator, dtype=torch.float64) * 2
     labels = torch.multinomial(logits[0].softmax(-1), 1, generator=generator)[:, 0]
-    assert fit_calibration(logits, labels).calibration.temperature[0] == pytest.approx(1.0, abs=0.05)
-    assert fit_calibration(logits * 3, labels).calibration.temperature[0] == pytest.approx(3.0, rel=0.05)
-    assert fit_calibration(logits / 4, labels).calibration.temperature[0] == pytest.approx(0.25, rel=0.05)
+    for scale in (1.0, 3.0, 0.25):
+        found = fit_calibration(logits * scale, labels).calibration.temperature[0]
+        assert found == pytest.approx(scale, rel=0.05)
 
 
 def test_the_found_temperature_is_the_minimum():
@@ -150,13 +150,6 @@ def test_equal_scores_are_accepted_together():
     assert fit_calibration(logits, labels, share=0.8).accepted == 1.0
 
 
-def test_half_precision_logits_are_accepted():
-    logits, labels = sample(2, 60, 3, 5.0, seed=4)
-    fit = fit_calibration(logits.to(torch.bfloat16), labels)
-    assert fit.nll_after < fit.nll_before
-    assert fit.accepted == 0.95
-
-
 LOGITS, LABELS = sample(2, 10, 3, 1.0, seed=5)
 
 
@@ -189,30 +182,25 @@ def validation(count: int = 40) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("per_member", [False, True])
 def test_a_calibrated_ensemble_predicts_and_abstains(tmp_path, per_member):
-    ensemble, data = tiny(), validation()
-    ensemble.train()
+    ensemble, data = tiny().train(), validation()
+    labels = torch.cat([target for _, target in data])
     calibrated = calibrate(ensemble, data, share=0.8, score="entropy", per_member=per_member)
     assert ensemble.training
     assert ensemble.metadata.calibration is None
     assert not calibrated.training
-    calibration = calibrated.metadata.calibration
-    assert calibration is not None
+    calibration, metrics = calibrated.metadata.calibration, calibrated.metadata.metrics
     assert (calibration.score, calibration.accepted_share) == ("entropy", 0.8)
     assert len(calibration.temperature) == (2 if per_member else 1)
     again = calibrate(calibrated, data, share=0.8, score="entropy", per_member=per_member)
     assert again.metadata.calibration == calibration  # replaced, not stacked
-    metrics = calibrated.metadata.metrics
-    assert metrics["kept"] == 1.0
+    assert (metrics["kept"], metrics["validation/accepted_share"]) == (1.0, 0.8)
     assert metrics["validation/nll"] <= metrics["validation/nll_uncalibrated"]
-    assert metrics["validation/accepted_share"] == 0.8
     assert "calibrated on 40 samples" in calibrated.metadata.history[-1]
     calibrated.save_pretrained(tmp_path)
-    loaded = Ensemble.from_pretrained(tmp_path)
-    assert loaded.metadata.calibration == calibration
-    for model in (calibrated, loaded):
+    for model in (calibrated, Ensemble.from_pretrained(tmp_path)):
+        assert model.metadata.calibration == calibration
         predictions = Prediction.concat([model.predict(images) for images, _ in data])
         assert int(predictions.accept.sum()) == 32
-        labels = torch.cat([target for _, target in data])
         found = F.nll_loss(predictions.log_probs, labels).item()
         assert found == pytest.approx(metrics["validation/nll"], rel=1e-5)
         wrong = (predictions.label != labels)[predictions.accept].double().mean().item()

@@ -99,7 +99,10 @@ def test_fine_tuning_is_what_the_parts_do_by_hand() -> None:
         for member in heads
     ]
     pruned = [he.prune(base, list(member)) for member in gone]
-    tuned = he.finetune(pruned, data["train"], recipe(), data["validation"], progress=False)
+    tuned = [
+        he.finetune(one, data["train"], recipe(), data["validation"], progress=False, index=index)
+        for index, one in enumerate(pruned)
+    ]
     fused = he.fuse(tuned, mlp="separate", norms="mean")
     expected = he.calibrate(fused, data["validation"])
     assert expected.config == hydra.config
