@@ -12,7 +12,6 @@ With `--against`, a process for each checkout extracts the same circuits, in tur
 """
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -153,24 +152,14 @@ def timed(
 ) -> tuple[float, he.HeadRanking]:
     """Seconds of an extraction, from the call to its result, reading of the batches included."""
     settings: dict[str, Any] = {"score": score, "method": method, "budget": budget, "seed": options.seed}
-    settings |= {"layers": case.layers, "batch_size": options.batch_size, "progress": False}
+    settings |= {"layers": case.layers, "progress": False}
     if method == "screened":
-        settings |= {"screen_size": options.screen_size, "audit_steps": 0}  # an audit is work of the exact method
+        settings["audit_steps"] = 0  # an audit is work of the exact method
     synchronize(options.device)
     start = time.perf_counter()
     ranking = he.extract_circuit(case.model, case.id_batches, case.ood_batches, **settings | more)
     synchronize(options.device)
     return time.perf_counter() - start, ranking
-
-
-def merged(path: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """A report with the rows of an earlier one of the same machine and versions for cases and scores it has not."""
-    earlier = json.loads(path.read_text()) if path.exists() else {}
-    if any(earlier.get(key) != value for key, value in report.items() if key != "results"):
-        return report
-    new = {(row["case"], row["score"]) for row in report["results"]}
-    rows = [row for row in earlier["results"] if (row["case"], row["score"]) not in new] + report["results"]
-    return report | {"results": sorted(rows, key=lambda row: (row["case"], SCORES.index(row["score"])))}
 
 
 def lines_of(rows: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
@@ -251,11 +240,9 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--naive-steps", type=int, help="measure so many naive steps (at least 2) and extrapolate; 0: all")
     add("--naive-heads", type=int, help="and only so many heads (at least 3); 0: all")
     add("--image-size", type=int, default=112, help="of --scaling and --random")
-    add("--screen-size", type=int, help="default: a third of the heads")
-    add("--batch-size", type=int)
     add("--seed", type=int, default=0)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--output", type=Path, help="JSON file; rows of other cases and scores of the same machine and versions stay")
+    add("--output", type=Path, help="JSON file")
     add("--against", type=Path, help="folder of another checkout, to be timed side by side with this one")
     add("--turns", type=int, default=3, help="of each checkout")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -302,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "results": rows,
         }
-        store(options.output, merged(options.output, report))
+        store(options.output, report)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from proposition1 import proposition_table
 from tower_scores import tower_table
 
 from hydra_ensembles.demo.run import COLUMNS
-from studies.documents import study_blocks
+from studies.tables import study_blocks
 
 
 def tables() -> dict[str, str]:
@@ -31,7 +31,7 @@ def tables() -> dict[str, str]:
         "tower_scores": tower_table(load("zero_shot_tower_scores.json")),
         "demo": demo_table(),
         **inference_report.tables(),
-        **{name: make() for name, make in study_blocks(RESULTS / "studies").items()},
+        **study_blocks(RESULTS / "studies"),
     }
 
 

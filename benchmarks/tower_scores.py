@@ -24,7 +24,7 @@ from hydra_ensembles.data.dataset import subset
 from hydra_ensembles.heads.masking import attention_of
 from hydra_ensembles.heads.taylor import CalibrationBatches, gradients_of_mean_loss, layer_scores
 from hydra_ensembles.model.clip import DEFAULT_TEMPLATES, average_templates, prompts_of
-from studies.samples import PreparedImages, SampleBatches
+from studies.samples import Prepared, SampleBatches
 from studies.sets import DataFolder, label_names, suite
 from studies.weights import load_dual
 
@@ -89,8 +89,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     validation: Any = suite("zero-shot").validation
     data = DataFolder(options.data).images(validation)
     if options.images is not None:
-        data = subset(data, options.images, options.seed, stratified=True)
-    batches = SampleBatches(PreparedImages(data, dual.image), options.batch_size)
+        data = subset(data, options.images, 0, stratified=True)
+    batches = SampleBatches(Prepared(data, dual.image.prepare), 100)
     scores = taylor_scores(dual, label_names(TINYIMAGENET, data.class_names), batches)
     towers: dict[str, Any] = {}
     for name, tower in (("image", dual.image), ("text", dual.text)):
@@ -98,14 +98,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         towers[name] = {**sizes, "scores": scores[name].tolist()}
     return {
         "benchmark": "tower_scores",
-        "model": options.name or Path(options.model).name,
+        "model": Path(options.model).name,
         "towers": towers,
         "data": f"{TINYIMAGENET} validation",
         "images": len(data),
         "classes": len(data.class_names),
         "templates": list(DEFAULT_TEMPLATES),
         "dtype": str(dual.dtype).removeprefix("torch."),
-        "seed": options.seed,
+        "seed": 0,  # drew the images
         "versions": versions(),
         "hardware": hardware(options.device),
     }
@@ -166,11 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or checkpoint of a dual encoder")
     parser.add_argument("--data", type=Path, required=True, help="folder with data/images/tinyimagenet")
-    parser.add_argument("--name", help="what the results call the model; default: the last part of --model")
     parser.add_argument("--images", type=int, help="default: all validation images")
-    parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=0, help="draws the images")
     parser.add_argument("--output", type=Path, default=RESULTS / RESULT)
     options = parser.parse_args(arguments)
     store(options.output, run(options))

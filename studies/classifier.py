@@ -8,22 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from hydra_ensembles import (
-    Ensemble,
-    HeadRanking,
-    Prediction,
-    Recipe,
-    extract_circuit,
-    finetune,
-    fuse,
-    mc_dropout,
-    prune,
-)
+from hydra_ensembles import Ensemble, HeadRanking, Prediction, Recipe, finetune, fuse, mc_dropout, prune
 from hydra_ensembles import taylor as rank_by_taylor
 from hydra_ensembles.data.dataset import AnyDataset, ImageDataset
 from hydra_ensembles.data.suites import SetRef
@@ -39,7 +29,7 @@ from hydra_ensembles.heads.members import (
 from hydra_ensembles.metrics import accuracy, auroc
 from hydra_ensembles.schema import to_plain
 
-from .engine import CIRCUIT_BATCH, SPARE, Group, SeedRun, StudySet, answered, distinct
+from .engine import SPARE, Group, SeedRun, StudySet, answered, distinct
 from .methods import (
     AVERAGED,
     CLASSIFIERS,
@@ -59,12 +49,11 @@ from .methods import (
 )
 from .recipe import ClassifierRecipe, MemberSet, derived_seed, digest_of
 from .results import HELD_OUT, HELD_OUT_OOD
-from .samples import ImageSamples, SampleBatches, Samples, TextSamples
+from .samples import ImageSamples, Prepared, SampleBatches, Samples
 from .sets import DataFolder, at_most, class_halves, given, halves, suite
 from .weights import fresh_classifier, pretrained, tokenizer, with_trunk
 
 BATCH = {"image": 512, "text": 256}
-PARTS = ("train", "member_train", "rank_id", "rank_ood", "choose_id", "choose_ood")
 Part = Literal["train", "member_train", "rank_id", "rank_ood", "choose_id", "choose_ood"]
 Measured = dict[str, dict[str, float]]  # "method|setting|score" -> accuracy, auroc, cost
 
@@ -79,18 +68,15 @@ class ClassifierData:
 
     def part(self, name: Part) -> Samples:
         """Training data of backbones or of pruned members; ID or OOD data that rank heads (half A) or choose (B)."""
+        counts, (use, _, which) = self.recipe.counts, name.partition("_")
+        if name == "member_train" and counts.member_train == counts.train:
+            return self.part("train")
         if name not in self._parts:
-            counts = self.recipe.counts
-            dataset: AnyDataset
-            match name:
-                case "train" | "member_train":
-                    dataset, limit = self._train_set, counts.train if name == "train" else counts.member_train
-                    if name == "member_train" and limit == counts.train:
-                        return self.part("train")
-                case "rank_id" | "rank_ood":
-                    dataset, limit = self._halves[name.removeprefix("rank_")][0], counts.circuits
-                case "choose_id" | "choose_ood":
-                    dataset, limit = self._halves[name.removeprefix("choose_")][1], counts.choose
+            if name in ("train", "member_train"):
+                dataset, limit = self._train_set, counts.train if name == "train" else counts.member_train
+            else:
+                first, second = self._halves[which]
+                dataset, limit = (first, counts.circuits) if use == "rank" else (second, counts.choose)
             self._parts[name] = self.samples(dataset, limit)
         return self._parts[name]
 
@@ -99,7 +85,7 @@ class ClassifierData:
         part = at_most(dataset, limit)
         if isinstance(part, ImageDataset):
             return ImageSamples.read(part, self.recipe.input_size, self.device)
-        return TextSamples.read(part, tokenizer(self.source.root, self.recipe.input_size), self.device)
+        return Prepared(part, tokenizer(self.source.root, self.recipe.input_size))
 
     def pretrained(self) -> Ensemble:
         """The pretrained model."""
@@ -117,10 +103,8 @@ class ClassifierData:
     @cached_property
     def _halves(self) -> Mapping[str, tuple[AnyDataset, AnyDataset]]:
         cut = halves if self.recipe.ood_halves == "images" else class_halves
-        return {
-            "id": halves(self.source.load(given(self.suite, "validation"))),
-            "ood": cut(self.source.load(self.suite.circuit_ood)),
-        }
+        inside = self.source.load(given(self.suite, "validation"))
+        return {"id": halves(inside), "ood": cut(self.source.load(self.suite.circuit_ood))}
 
 
 class ClassifierRun(SeedRun):
@@ -149,6 +133,10 @@ class ClassifierRun(SeedRun):
 
     def methods(self) -> Mapping[str, Units]:
         return all_methods(self.recipe, self.record())
+
+    @property
+    def calibrates(self) -> Sequence[str]:
+        return list(self.methods())
 
     @cached_property
     def held_out(self) -> Sequence[StudySet]:
@@ -181,7 +169,7 @@ class ClassifierRun(SeedRun):
         shared = {
             "decision": {"digest": digest_of(decision), "decision": to_plain(decision)},
             "scores": dict(decision.scores),
-            "samples": {name: len(self.data.part(name)) for name in PARTS},  # type: ignore[arg-type]
+            "samples": {name: len(self.data.part(name)) for name in get_args(Part)},
         }
         return shared, {}
 
@@ -265,20 +253,14 @@ class ClassifierRun(SeedRun):
         return range(max(trunk, lowest), self.base.num_layers)
 
     def circuit(self, score: Score, trunk: int, budget: int) -> HeadRanking:
-        """A circuit on half A above the trunk; a longer one goes on where a shorter one ended."""
-        budget = min(budget, sum(len(self.base.heads[0][layer]) for layer in self.layers(trunk)))
-        return self.folder.ranking(
-            f"rankings/{score}-trunk{trunk}-{budget}",
-            lambda: extract_circuit(
-                self.base,
-                SampleBatches(self.data.part("rank_id"), CIRCUIT_BATCH),
-                SampleBatches(self.data.part("rank_ood"), CIRCUIT_BATCH),
-                score=score,
-                budget=budget,
-                layers=self.layers(trunk),
-                journal=self.folder.place(f"rankings/{score}-trunk{trunk}.journal"),
-                progress=False,
-            ),
+        """A circuit on half A above the trunk."""
+        layers, part = self.layers(trunk), self.data.part
+        budget = min(budget, sum(len(self.base.heads[0][layer]) for layer in layers))
+        return self.extracted(
+            f"{score}-trunk{trunk}",
+            score,
+            budget,
+            lambda: (self.base, part("rank_id"), part("rank_ood"), {"layers": layers}),
         )
 
     def taylor(self, count: int, layers: range, draw: int) -> HeadRanking:
@@ -338,11 +320,7 @@ class ClassifierRun(SeedRun):
         }
 
     def choose(self) -> None:
-        """Seal the decision, once every explored seed has been measured; other seeds make what needs no decision.
-
-        Raises:
-            DataError: A seed has not been explored yet.
-        """
+        """Seal the decision, once every explored seed has been measured; other seeds make what needs no decision."""
         if self.seed not in self.recipe.explore_seeds:
             for unit in all_units(fixed_methods(self.recipe)):
                 self.half_b(unit)
@@ -364,13 +342,13 @@ def candidates(recipe: ClassifierRecipe) -> list[tuple[str, Chosen]]:
 
 
 def decide(recipe: ClassifierRecipe, measured: list[Measured]) -> Decision:
-    """Choose settings and scores by the weighted mean of ID accuracy and OOD AUROC, over the explored seeds."""
+    """Choose settings and scores by the mean of ID accuracy and OOD AUROC, over the explored seeds."""
     compared: dict[str, list[Candidate]] = {}
     for key in measured[0]:
         method, model, score = key.split("|")
         right, apart = (sum(one[key][name] for one in measured) / len(measured) for name in ("accuracy", "auroc"))
-        value = recipe.accuracy_weight * right + (1 - recipe.accuracy_weight) * apart
-        found = Candidate(method, model, score, right, apart, value, measured[0][key].get("cost"))  # type: ignore[arg-type]
+        cost = measured[0][key].get("cost")
+        found = Candidate(method, model, score, right, apart, 0.5 * right + 0.5 * apart, cost)  # type: ignore[arg-type]
         compared.setdefault(method, []).append(found)
     trunks = compared[HYDRA_TRUNK]  # those that are cheap enough, or the cheapest
     most = max(recipe.trunk_cost, min(one.cost or 0.0 for one in trunks))

@@ -4,7 +4,6 @@ What differs between kinds of studies is one subclass of `SeedRun` each: which m
 read. Whatever takes long is a product of the run folder of its seed.
 """
 
-import json
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +15,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from hydra_ensembles import Ensemble, HeadRanking, __version__, fit_calibration
+from hydra_ensembles import Ensemble, HeadRanking, __version__, extract_circuit, fit_calibration
 from hydra_ensembles.batches import move, read_batch
 from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.heads.members import Members, Score
 from hydra_ensembles.heads.ranking import Head
 from hydra_ensembles.model.cost import measure_costs
-from hydra_ensembles.pipeline.run_folder import RunFolder, write_json
+from hydra_ensembles.pipeline.run_folder import RunFolder, read_json, write_json
 from hydra_ensembles.schema import from_plain, to_plain
 
 from .methods import CALIBRATED, SINGLE, Units, all_units
@@ -37,21 +37,14 @@ EVALUATED, COLUMNS, COSTS = "evaluated", "columns.npz", "costs"
 
 @dataclass(frozen=True, eq=False)
 class StudySet:
-    """A set that methods are held against.
+    """A set that methods are held against."""
 
-    Attributes:
-        task: The task whose classes it is asked for; the test set of a task has its name.
-        group: What it is reported in; `apart` is in no mean.
-        classes: What the classes of the task are called.
-        domain: Of zero-shot tasks: `seen` or `unseen`.
-    """
-
-    task: str
+    task: str  # whose classes it is asked for; the test set of a task has its name
     name: str
-    group: Group
+    group: Group  # what it is reported in; `apart` is in no mean
     samples: Samples
-    classes: tuple[str, ...]
-    domain: str | None = None
+    classes: tuple[str, ...]  # what those of the task are called
+    domain: str | None = None  # of zero-shot tasks: `seen` or `unseen`
 
     @property
     def place(self) -> str:
@@ -62,23 +55,20 @@ class StudySet:
 class SeedRun(ABC):
     """One seed of a study: its models and data, made when they are first needed."""
 
-    RECORD: ClassVar[type[Any]]
-    """What is sealed before test sets are opened."""
-    RECORD_STAGE: ClassVar[str]
-    """The stage that seals it."""
+    RECORD: ClassVar[type[Any]]  # what is sealed before test sets are opened
+    RECORD_STAGE: ClassVar[str]  # the stage that seals it
 
     def __init__(self, recipe: StudyRecipe, seed: int, output: Path, device: torch.device) -> None:
         self.seed, self.device, self.study = seed, device, output / recipe.name
         self.digest, self.cost_batch = digest_of(recipe), recipe.cost_batch
         self.kind, self.known = recipe.KIND, recipe.STAGES
-        label = f"{recipe.name} seed {seed}"
         self.path = self.study / f"seed-{seed}"
         self.folder = RunFolder(
             self.path,
             {"study": recipe.name, "seed": seed, "recipe": to_plain(recipe)},
             what=f"the study {recipe.name}",
             device=device,
-            announce=lambda name, seconds: print(f"{label}: {name} {seconds:.2f} s", flush=True),
+            announce=lambda name, seconds: print(f"{recipe.name} seed {seed}: {name} {seconds:.2f} s", flush=True),
         )
 
     @property
@@ -94,6 +84,11 @@ class SeedRun(ABC):
     @abstractmethod
     def methods(self) -> Mapping[str, Units]:
         """Every method with its units, once the record is sealed."""
+
+    @property
+    @abstractmethod
+    def calibrates(self) -> Sequence[str]:
+        """Methods that get a temperature."""
 
     @property
     @abstractmethod
@@ -116,24 +111,15 @@ class SeedRun(ABC):
     def facts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What results say beside columns: facts that all seeds share, and those of this seed."""
 
-    @property
-    def calibrates(self) -> Sequence[str]:
-        """Methods that get a temperature."""
-        return list(self.methods())
-
     def seal(self, record: Any) -> None:
         """Write down a frozen dataclass of choices with its digest, so that nobody changes it unnoticed."""
         write_json(self.record_path, {"digest": digest_of(record), "record": to_plain(record)})
 
     def record(self) -> Any:
-        """What was sealed.
-
-        Raises:
-            DataError: Nothing was, or it was changed since.
-        """
+        """What was sealed; refused where nothing was, or where it was changed since."""
         path, stage = self.record_path, self.RECORD_STAGE
         try:
-            plain = json.loads(path.read_text(encoding="utf-8"))
+            plain = read_json(path)
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{path} cannot be read ({error}); run the stage `{stage}` first: test sets are opened only after "
@@ -171,14 +157,23 @@ class SeedRun(ABC):
 
         return dict(self.folder.json("temperatures", make))
 
+    def extracted(self, name: str, score: Score, budget: int, ready: Callable[[], tuple[Any, ...]]) -> HeadRanking:
+        """A circuit; a longer one goes on where a shorter one of the same name ended.
+
+        `ready` gives what it is extracted from: the model, ID samples, OOD samples, and further options.
+        """
+
+        def make() -> HeadRanking:
+            model, *data, options = ready()
+            inside, outside = (SampleBatches(samples, CIRCUIT_BATCH) for samples in data)
+            options |= {"score": score, "budget": budget, "journal": self.folder.place(f"rankings/{name}.journal")}
+            return extract_circuit(model, inside, outside, progress=False, **options)
+
+        return self.folder.ranking(f"rankings/{name}-{budget}", make)
+
 
 def run_stages(runs: Sequence[SeedRun], stages: Sequence[str] = ()) -> None:
-    """Run stages (all of them by default), each for all seeds; what is in the run folders already is not made again.
-
-    Raises:
-        ConfigError: A stage does not exist.
-        DataError: Data are missing, or a stage comes before one that it needs.
-    """
+    """Run stages (all of them by default), each for all seeds; what is in the run folders already is not made again."""
     known = runs[0].known
     unknown = [stage for stage in stages if stage not in known]
     if unknown:
@@ -199,9 +194,6 @@ def open_test_sets(run: SeedRun, record: Any) -> Sequence[StudySet]:
     """Read every set that is reported. The stage `evaluate` is the only caller.
 
     Whoever calls shows the record that fixed all settings; one made for another recipe does not count.
-
-    Raises:
-        DataError: The record belongs to another recipe, or a set is missing.
     """
     if record.recipe != run.digest:
         raise DataError(
@@ -260,17 +252,13 @@ def evaluate(run: SeedRun) -> None:
 def require_own_record(run: SeedRun) -> None:
     """Refuse a seed whose numbers were made under another sealed record than it holds now."""
     file = run.path / f"{EVALUATED}.json"
-    if file.exists() and json.loads(file.read_text(encoding="utf-8"))["seed"]["record"] != digest_of(run.record()):
+    if file.exists() and read_json(file)["seed"]["record"] != digest_of(run.record()):
         raise DataError(f"{run.path} was evaluated by another record; delete it and run the seed again")
 
 
 @torch.no_grad()
 def answered(ask: Callable[[Any], Tensor], samples: Samples, batch_size: int, device: torch.device) -> Tensor:
-    """What a model says `[M, N, …]` batch by batch; in float32 on every device, so that numbers do not depend on it.
-
-    Raises:
-        DataError: The model was not trained well enough to answer with numbers.
-    """
+    """What a model says `[M, N, …]` batch by batch; in float32 on every device, so that numbers do not depend on it."""
     pieces = []
     for batch in SampleBatches(samples, batch_size):
         inputs, _ = read_batch(batch)
@@ -321,17 +309,13 @@ def device_name(device: torch.device) -> str:
 
 
 def collect(recipe: StudyRecipe, output: Path) -> Results:
-    """The seeds of a run folder as one study, still without tables.
-
-    Raises:
-        DataError: A seed of the recipe is not finished, or the seeds do not belong together.
-    """
+    """The seeds of a run folder as one study, still without tables; all must be finished, with the same facts."""
     folders = {seed: output / recipe.name / f"seed-{seed}" for seed in recipe.seeds}
     found: dict[int, Any] = {}
     arrays: dict[str, Array] = {}
     for seed, folder in folders.items():
         try:
-            found[seed] = json.loads((folder / f"{EVALUATED}.json").read_text(encoding="utf-8"))
+            found[seed] = read_json(folder / f"{EVALUATED}.json")
         except (OSError, ValueError) as error:
             raise DataError(f"seed {seed} of {recipe.name} is not finished ({error}); run `evaluate`") from error
         arrays |= {f"{seed}/{key}": array for key, array in read_arrays(folder / COLUMNS).items()}
@@ -341,7 +325,6 @@ def collect(recipe: StudyRecipe, output: Path) -> Results:
     if differ:
         raise DataError(f"the seeds of {recipe.name} differ in {differ}; run them again with the same data and machine")
     costs = [folder / f"{COSTS}.json" for folder in folders.values()]
-    measured = [json.loads(path.read_text(encoding="utf-8")) for path in costs if path.exists()]
     facts = {
         "format": FORMAT,
         "study": recipe.name,
@@ -349,20 +332,19 @@ def collect(recipe: StudyRecipe, output: Path) -> Results:
         "recipe": to_plain(recipe),
         **first["study"],
         **{key: {str(seed): one["seed"][key] for seed, one in found.items()} for key in first["seed"]},
-        "costs": measured[0] if measured else None,
+        "costs": next((read_json(path) for path in costs if path.exists()), None),
     }
     return Results(facts, arrays)
 
 
-def distinct(rankings: Sequence[HeadRanking], count: int) -> tuple[tuple[Head, ...], ...]:
+def distinct(rankings: Sequence[HeadRanking], count: int) -> Members:
     """The first heads of each ranking; one that would repeat an earlier member goes a head further for its last."""
     chosen: list[tuple[Head, ...]] = []
     for ranking in rankings:
-        for last in range(count - 1, len(ranking)):
-            heads = (*ranking.heads[: count - 1], ranking.heads[last])
-            if all(set(heads) != set(other) for other in chosen):
-                chosen.append(heads)
-                break
-        else:
+        options = [(*ranking.heads[: count - 1], last) for last in ranking.heads[count - 1 :]]
+        new = (heads for heads in options if all(set(heads) != set(other) for other in chosen))
+        heads = next(new, None)
+        if heads is None:
             raise ConfigError(f"the circuits remove the same {count} heads of {len(ranking)}; prune another number")
+        chosen.append(heads)
     return tuple(chosen)

@@ -28,13 +28,18 @@ HYDRA_APART = "Hydra (Circ), paper's setting, MLPs apart"
 HYDRA_TAYLOR = "Hydra (Taylor)"
 HYDRA_RANDOM = "Hydra (random heads)"
 HYDRA_TEMPERATURE = "Hydra (Circ) + Temperature Scaling"
-HYDRA_MORE = "Hydra (Circ), six more heads pruned"
-HYDRA_IMAGE = "Hydra (Circ), image tower only"
-HYDRA_IMAGE_TUNED = "Hydra (Circ), image tower only, text fine-tuned"
-HYDRA_TUNED = "Hydra (Circ), text fine-tuned"
+CALIBRATED = (TEMPERATURE, HYDRA_TEMPERATURE)  # their main numbers are those after calibration; others' stand beside
 AVERAGED, CLASSIFIERS = "averaged", "classifiers"  # units: backbones with averaged MLPs; classifiers on one backbone
 
 Units = tuple[str, ...]
+
+
+def all_units(methods: Mapping[str, Units]) -> list[str]:
+    """Every unit once, in the order of the methods."""
+    return list(dict.fromkeys(unit for units in methods.values() for unit in units))
+
+
+# --- classifiers -----------------------------------------------------------------------------------------------------
 
 
 def backbone(index: int) -> str:
@@ -67,45 +72,28 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One setting and score as measured on half B, mean over the explored seeds.
+    """One setting and score as measured on half B, mean over the explored seeds."""
 
-    Attributes:
-        method: The method it might become, or the method it is.
-        model: Name of the setting.
-        accuracy: On ID half B.
-        auroc: ID against OOD half B.
-        value: What was compared: the weighted mean of the two.
-        cost: Multiply-adds over those of the single model.
-    """
-
-    method: str
-    model: str
+    method: str  # that it might become, or is
+    model: str  # name of the setting
     score: ScoreName
-    accuracy: float
-    auroc: float
-    value: float
-    cost: float | None
+    accuracy: float  # on ID half B
+    auroc: float  # ID against OOD half B
+    value: float  # what was compared: the mean of the two
+    cost: float | None  # multiply-adds over those of the single model
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was chosen on half B, and what it was chosen from; sealed before any test set of a classifier is opened.
+    """What was chosen on half B, and what it was chosen from; sealed before any test set of a classifier is opened."""
 
-    Attributes:
-        recipe: Digest of the recipe.
-        seeds: Seeds whose half B was looked at.
-        dropout: The rate of MC Dropout.
-        scores: The OOD score of every method.
-        candidates: All that was compared.
-    """
-
-    recipe: str
-    seeds: tuple[int, ...]
+    recipe: str  # digest
+    seeds: tuple[int, ...]  # whose half B was looked at
     hydra: Chosen
     trunk: Chosen
-    dropout: float
-    scores: Mapping[str, ScoreName]
-    candidates: tuple[Candidate, ...]
+    dropout: float  # rate
+    scores: Mapping[str, ScoreName]  # of every method, for OOD
+    candidates: tuple[Candidate, ...]  # all that was compared
 
 
 def fixed_methods(recipe: ClassifierRecipe) -> dict[str, Units]:
@@ -146,21 +134,20 @@ def all_methods(recipe: ClassifierRecipe, decision: Decision) -> dict[str, Units
     }
 
 
+# --- dual encoders ---------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Family:
-    """Members of dual encoders that belong together.
+    """Members of dual encoders that belong together: how their heads are chosen, and what is trained after pruning.
 
-    Attributes:
-        name: Its name in files.
-        heads: How their heads are chosen: none lost, by Taylor scores, by circuits of both towers (or with more heads
-            lost), by circuits of the image tower, at random.
-        tuned: Whether their text sides are trained after pruning.
+    Circuits are those of both towers; `more` loses more heads by them, `image` goes by circuits of the image tower.
     """
 
-    name: str
+    name: str  # in files
     heads: Literal["none", "taylor", "circuits", "more", "image", "random"]
     members: int = 3
-    tuned: bool = False
+    tuned: bool = False  # text sides are trained
 
     @property
     def units(self) -> Units:
@@ -181,15 +168,12 @@ DUAL_METHODS: Mapping[str, Units] = {
     HYDRA_RANDOM: RANDOM.units,
     HYDRA: BOTH.units,
     HYDRA_TEMPERATURE: BOTH.units,
-    HYDRA_MORE: MORE.units,
-    HYDRA_IMAGE: IMAGE.units,
-    HYDRA_IMAGE_TUNED: IMAGE_TUNED.units,
-    HYDRA_TUNED: BOTH_TUNED.units,
+    "Hydra (Circ), six more heads pruned": MORE.units,
+    "Hydra (Circ), image tower only": IMAGE.units,
+    "Hydra (Circ), image tower only, text fine-tuned": IMAGE_TUNED.units,
+    "Hydra (Circ), text fine-tuned": BOTH_TUNED.units,
 }
 """Every row of a zero-shot study, in the order of the tables."""
-
-CALIBRATED = (TEMPERATURE, HYDRA_TEMPERATURE)
-"""Methods whose main numbers are those after calibration; for all others they stand beside."""
 
 
 def family_of(unit: str) -> tuple[Family, int]:
@@ -201,8 +185,3 @@ def family_of(unit: str) -> tuple[Family, int]:
 def dual_methods(trains_text: bool) -> dict[str, Units]:
     """The rows of a zero-shot study; without those whose text sides are trained where there is nothing to train on."""
     return {name: units for name, units in DUAL_METHODS.items() if trains_text or not family_of(units[0])[0].tuned}
-
-
-def all_units(methods: Mapping[str, Units]) -> list[str]:
-    """Every unit once, in the order of the methods."""
-    return list(dict.fromkeys(unit for units in methods.values() for unit in units))

@@ -46,11 +46,7 @@ def tables_of(results: Results, resamples: int | None = None) -> dict[str, Any]:
 
 
 def require_same(results: Results, made: Mapping[str, Any]) -> None:
-    """Hold tables that were made again against the stored ones.
-
-    Raises:
-        DataError: Rows, verdicts or anything else in them differ by more than the rounding of stored logits.
-    """
+    """Refuse tables, made again, that differ from the stored ones by more than the rounding of stored logits."""
     stored = results.facts
     gap = max(largest_gap(made[key], stored.get(key, {})) for key in ("rows", "contrasts") if key in made)
     verdicts = [[one["verdict"] for one in claims] for claims in (made["claims"], stored["claims"])]
@@ -126,16 +122,18 @@ def _dual_numbers(results: Results, method: str, seed: int) -> dict[str, float]:
     return found
 
 
+def mean_of(column: Tensor) -> float:
+    """The mean of a column."""
+    return float(column.double().mean())
+
+
 def classification(columns: Columns, prefix: str = "") -> dict[str, float]:
     """Accuracy, likelihood and calibration from the columns of a test set that have a prefix."""
     confidence, correct = columns[f"{prefix}confidence"], columns[f"{prefix}correct"]
-    return {
-        "accuracy": mean_of(correct),
-        "brier": mean_of(columns[f"{prefix}brier"]),
-        "nll": mean_of(columns[f"{prefix}nll"]),
-        "ece": ece_of_confidence(confidence, correct),
-        "aece": adaptive_ece_of_confidence(confidence, correct),
-    }
+    means = {name: mean_of(columns[f"{prefix}{name}"]) for name in ("brier", "nll")}
+    calibration = {"ece": ece_of_confidence, "aece": adaptive_ece_of_confidence}
+    errors = {name: measured(confidence, correct) for name, measured in calibration.items()}
+    return {"accuracy": mean_of(correct), **means, **errors}
 
 
 def detection(results: Results, method: str, seed: int, task: str, score: ScoreName) -> dict[str, float]:
@@ -153,16 +151,8 @@ def detection(results: Results, method: str, seed: int, task: str, score: ScoreN
     return found | means
 
 
-def mean_of(column: Tensor) -> float:
-    """The mean of a column."""
-    return float(column.double().mean())
-
-
 def counted_tasks(results: Results, rows: Rows) -> dict[str, list[str]]:
-    """The tasks of each domain that count in its mean: the single model is several times better than chance there.
-
-    The rule stands in the recipe. Where no task of a domain is left, the domain has no mean.
-    """
+    """The tasks of each domain that count in its mean, by the rule of the recipe; no domain without such tasks."""
     least = float(results.facts["recipe"]["least_over_chance"])
 
     def counts(task: str) -> bool:
@@ -273,8 +263,7 @@ def verdict(paper: float, low: float, high: float) -> str:
 def contrasts(results: Results, replicates: Replicates) -> Rows:
     """Hydra (Circ), its trunk and the controls against the methods that matter, each with its own score.
 
-    Returns:
-        `contrasts[first][f"{metric} − {second}"] = [difference, low, high]`, mean over seeds.
+    By first method and `METRIC − SECOND`: difference, low and high end, mean over seeds.
     """
     controls = [one["name"] for one in results.facts["recipe"].get("controls", ())]
     found: Rows = {}

@@ -38,10 +38,7 @@ def read_csv(name: str) -> Sequence[Mapping[str, str]]:
 
 
 def paper_numbers(kind: str, task: str) -> dict[str, dict[str, float]]:
-    """Numbers by method of one task: `ImageNet-1K`, `CIFAR-100`, `SST-2`; of zero-shot studies also `average`.
-
-    An empty cell is a number that the paper does not give.
-    """
+    """Numbers by method of one task (`ImageNet-1K`, `SST-2`, of zero-shot studies `average`); no empty cells."""
     name, shares = FILES[kind]
     return {
         row["method"]: {

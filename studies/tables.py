@@ -1,16 +1,34 @@
-"""The tables of a study in Markdown, from its results file alone; the paper's numbers stand in italics below ours."""
+"""What the documents show of the studies: tables in Markdown, from results files alone, and figures.
+
+The paper's numbers stand in italics below ours.
+"""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from .methods import DEEP, HYDRA, HYDRA_TRUNK, SINGLE
+import matplotlib
+import torch
+
+from hydra_ensembles.pipeline.run_folder import read_json
+
+from .methods import DEEP, HYDRA, HYDRA_TEMPERATURE, HYDRA_TRUNK, SINGLE, TEMPERATURE
 from .paper import Numbers, paper_rows, read_csv
+from .recipe import CLASSIFIERS, STUDIES, ZERO_SHOT
+from .results import Results
+from .sets import read_yaml
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
 
 Facts = Mapping[str, Any]
 Table = Callable[[Facts], str]
 
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results" / "studies"
+FIGURES = ROOT / "docs" / "figures"
 SHARES = ("accuracy", "auroc", "fpr95", "aupr", "ece", "aece", "aurc")  # shown in percent
 CLASSIFICATION = {"accuracy": "Acc ↑", "brier": "Brier ↓", "nll": "NLL ↓", "ece": "ECE ↓", "aece": "aECE ↓"}
 DETECTION = {"auroc": "AUROC ↑", "fpr95": "FPR95 ↓", "aupr": "AUPR ↑"}
@@ -19,9 +37,13 @@ GROUPS = ("near", "far", "all")
 OPEN = "–"  # a number that is not there
 SUMMARY = (SINGLE, DEEP, HYDRA, HYDRA_TRUNK)
 SETTINGS = {"paper": "as in the paper", "chosen": "chosen on half B"}
+RELIABILITY = "study_zero_shot_reliability.svg"
+BINS = 15  # of confidence
+MARKS = {SINGLE: "s", DEEP: "D", HYDRA: "*", HYDRA_TRUNK: "P"}  # the four to look at; others are dots
+COLOURS = {SINGLE: "black", DEEP: "tab:blue", HYDRA: "tab:red", HYDRA_TRUNK: "tab:orange"}
 
 
-# Numbers and lines, as all tables show them.
+# --- numbers and lines, as all tables show them ----------------------------------------------------------------------
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], note: str = "", left: int = 1) -> str:
@@ -76,7 +98,7 @@ def paper_line(numbers: Numbers, keys: Iterable[str], after: int = 0) -> list[li
     return [["*paper*", *given, *[""] * after]] if any(given) else []
 
 
-# The tables.
+# --- the tables ------------------------------------------------------------------------------------------------------
 
 
 def main_table(facts: Facts) -> str:
@@ -94,7 +116,7 @@ def main_table(facts: Facts) -> str:
         own = [] if dual else [facts["scores"][method].replace("_", " ")]
         lines += [[method, *cells, *own, ratio(facts, method)], *paper_line(paper.get(method, {}), keys, len(own) + 1)]
     head = ["Method", *keys.values(), *([] if dual else ["own score"]), "cost"]
-    return markdown(head, lines, _how_dual(facts) if dual else _how_classifiers(facts))
+    return markdown(head, lines, _how(facts))
 
 
 def sets_table(facts: Facts, position: int = 0) -> str:
@@ -177,40 +199,17 @@ def contrasts_table(facts: Facts) -> str:
     return markdown(["method", "metric", *(f"− {second}" for second in seconds)], named, note, left=2)
 
 
-def _how_classifiers(facts: Facts) -> str:
-    counts, tests = facts["samples"], next(iter(facts["tasks"].values()))["samples"]
-    return (
-        f"{facts['device']}, torch {facts['versions']['torch']}, seeds {facts['seeds']}; {counts['train']} training "
-        f"samples, circuits on {counts['rank_id']} + {counts['rank_ood']} of half A, settings chosen on "
-        f"{counts['choose_id']} + {counts['choose_ood']} of half B, {tests} test samples. AUROC, FPR95 and AUPR: "
-        f"maximum softmax probability, mean over OOD sets.{_costs(facts)} From `results/studies/{facts['study']}.json`."
-    )
-
-
-def _how_dual(facts: Facts) -> str:
-    recipe, circuits = facts["recipe"], next(iter(facts["circuits"].values()))
-    both, image = circuits["avg image+text"], circuits["avg image"]
-    most = [
-        "all" if recipe["counts"][name] is None else f"{recipe['counts'][name]:,}" for name in ("test", "detection")
-    ]
-    prompts = {"paper": "`A photo of a {label}.`", "ensemble": "many sentences, averaged"}[recipe["templates"]]
-    return (
-        f"**{facts['model']['name']}.** {facts['model']['description']}\n\n"
-        f"{facts['device']}, torch {facts['versions']['torch']}, seeds {facts['seeds']}. Circuits of both towers on "
-        f"{both['id_samples']} + {both['ood_samples']} images, {recipe['prune']} heads pruned; of the image tower "
-        f"alone on {image['id_samples']} + {image['ood_samples']}, {recipe['image_prune']} heads. Temperatures on "
-        f"{facts['calibrated_on']} images (the paper: 5,000). At most {most[0]} images of a task and {most[1]} of an "
-        f"OOD set. Prompts: {prompts}. Classification: mean over unseen tasks. {_left_out(facts)} OOD: maximum softmax "
-        f"probability, {facts['detections'][0]} as ID data, mean over all sets.{_costs(facts)} From "
-        f"`results/studies/{facts['study']}.json`."
-    )
-
-
-def _costs(facts: Facts) -> str:
-    costs = facts["costs"]
-    if costs is None:
-        return ""
-    return f" Cost: latency of a batch of {costs['batch']} in {costs['dtype']}, over Single's."
+def _how(facts: Facts) -> str:
+    """How the numbers of the main table were made."""
+    texts, kind = read_yaml("texts"), facts["kind"]
+    more: dict[str, Any] = {"cost": "" if facts["costs"] is None else texts["cost"].format_map(facts["costs"])}
+    if kind == "classifier":
+        more["tests"] = next(iter(facts["tasks"].values()))["samples"]
+    else:
+        circuits, counts = next(iter(facts["circuits"].values())), facts["recipe"]["counts"]
+        more |= {"both": circuits["avg image+text"], "image": circuits["avg image"], "left_out": _left_out(facts)}
+        more |= {name: "all" if counts[name] is None else f"{counts[name]:,}" for name in ("test", "detection")}
+    return str(texts[kind].format_map({**facts, **more}))
 
 
 def _left_out(facts: Facts) -> str:
@@ -273,3 +272,100 @@ def summary_table(studies: Sequence[Facts]) -> str:
         "GPU, over that of the single model. From `results/studies/`."
     )
     return markdown(["study", "method", *keys.values(), "latency"], lines, note, left=2)
+
+
+# --- blocks of docs/results.md ---------------------------------------------------------------------------------------
+
+
+def study_blocks(folder: Path = RESULTS) -> dict[str, str]:
+    """Every block by name: `study_<task>_<table>`, `study_<task>_plot`, `study_summary`, …."""
+    found = {study: read(folder, study) for study in STUDIES}
+    blocks = {
+        "study_not_testable": not_testable_table("classifier"),
+        "study_zero_shot_not_testable": not_testable_table("dual"),
+        "study_zero_shot_reliability": f"![Confidence against accuracy on unseen tasks](figures/{RELIABILITY})",
+        "study_summary": summary_table([facts for facts in map(found.get, CLASSIFIERS) if facts]),
+    }
+    for study, facts in found.items():
+        task, missing = task_of(study), f"*Not measured yet: `python -m studies run {study}`.*"
+        for name, table in TABLES["dual" if study == ZERO_SHOT else "classifier"].items():
+            blocks[f"study_{task}_{name}"] = missing if facts is None else table(facts)
+        text = "OOD AUROC of every method against its latency, over that of one model"
+        blocks[f"study_{task}_plot"] = f"![{text}](figures/study_{task}.svg)"
+    return blocks
+
+
+def task_of(study: str) -> str:
+    """The short name of a study's task."""
+    return "zero_shot" if study == ZERO_SHOT else study.rpartition("-")[2]
+
+
+def read(folder: Path, study: str) -> Facts | None:
+    """What the results file of a study says; None where it was not run."""
+    path = folder / f"{study}.json"
+    return read_json(path) if path.exists() else None
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def draw_figures(results: Results, folder: Path = FIGURES) -> list[Path]:
+    """The figures of a study: OOD AUROC against cost where that was measured, and reliability of dual encoders."""
+    facts, drawn = results.facts, []
+    folder.mkdir(parents=True, exist_ok=True)
+    if facts["costs"] is not None:
+        metric, axis = "chosen.all.auroc", "OOD AUROC (%), mean over sets, score chosen on half B"
+        if not results.classifies:
+            task = results.detections()[0]
+            metric, axis = f"{task}.all.auroc", f"OOD AUROC (%), {task} as ID, mean over sets"
+        drawn.append(_draw_costs(facts, folder / f"study_{task_of(results.name)}.svg", metric, axis))
+    unseen = [] if results.classifies else [one for one in results.tasks("unseen") if one not in facts["left_out"]]
+    if unseen:
+        drawn.append(_draw_reliability(results, unseen, folder / RELIABILITY))
+    return drawn
+
+
+def _draw_costs(facts: Facts, path: Path, metric: str, axis: str) -> Path:
+    """One point a method: mean over seeds, a bar of one standard deviation."""
+    canvas, axes = _axes(7, 4.2, "latency of a batch, over that of one model", axis)
+    muted: Any = pyplot.get_cmap("tab20b")
+    for index, (name, cost) in enumerate(facts["costs"]["costs"].items()):
+        values = [100 * value for value in facts["rows"][name][metric]]
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        place = (cost["latency_ratio"], statistics.mean(values))
+        mark, size = MARKS.get(name, "o"), 9 if name in MARKS else 4
+        colour = COLOURS.get(name, muted.colors[7 * index % len(muted.colors)])  # neighbours differ in hue
+        axes.errorbar(*place, yerr=spread, fmt=mark, color=colour, markersize=size, capsize=2, label=name)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=7, frameon=False)
+    axes.set_title(f"{facts['study']}: {facts['costs']['device']}, {facts['costs']['dtype']}")
+    return _saved(canvas, path)
+
+
+def _draw_reliability(results: Results, tasks: Sequence[str], path: Path) -> Path:
+    """Accuracy in bins of confidence, all unseen tasks that count and all seeds together."""
+    canvas, axes = _axes(4.6, 4.2, "confidence", "accuracy")
+    axes.plot([0, 1], [0, 1], color="0.6", linewidth=1)
+    for method in (SINGLE, TEMPERATURE, HYDRA, HYDRA_TEMPERATURE):
+        found = [results.columns(method, seed, task, task) for task in tasks for seed in results.seeds]
+        confidence, correct = (torch.cat([one[key] for one in found]).double() for key in ("confidence", "correct"))
+        bins = (confidence * BINS).long().clamp_max(BINS - 1)
+        counts = bins.bincount(minlength=BINS)
+        there = counts > 0
+        points = [bins.bincount(column, BINS)[there] / counts[there] for column in (confidence, correct)]
+        axes.plot(*points, marker=".", label=method)
+    axes.legend(fontsize=7, frameon=False)
+    return _saved(canvas, path)
+
+
+def _axes(width: float, height: float, across: str, up: str) -> tuple[Any, Any]:
+    matplotlib.rcParams.update({"svg.hashsalt": "studies", "svg.fonttype": "none", "font.size": 9})
+    canvas, axes = pyplot.subplots(figsize=(width, height))
+    axes.set(xlabel=across, ylabel=up)
+    axes.grid(alpha=0.3)
+    return canvas, axes
+
+
+def _saved(canvas: Any, path: Path) -> Path:
+    canvas.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+    pyplot.close(canvas)
+    return path

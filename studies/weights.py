@@ -1,6 +1,5 @@
 """Where models come from: DINOv2 and MiniLM of the shared folder, and dual encoders that a user has."""
 
-import json
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 from hydra_ensembles import DualEncoder, Ensemble, ImagePreprocessing, Projections, TextPreprocessing, convert
-from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError
+from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.model.config import ReadoutConfig, output_width
 from hydra_ensembles.model.members import place_of
 from hydra_ensembles.model.stem_readout import linear
@@ -108,8 +107,6 @@ def dual_of(image: Ensemble, text: Ensemble, seed: int) -> DualEncoder:
 
 def mean_pooled(text: Ensemble) -> Ensemble:
     """A text encoder that answers with the mean of its tokens, padding left out, as sentence-transformers pools."""
-    if text.kind != "text" or text.num_classes:
-        raise ConfigError(f"expected a text encoder without classifier, got {text!r}")
     config = replace(text.config, readout=ReadoutConfig(pool="mean", norm="none"))
     state = {name: tensor for name, tensor in text.state_dict().items() if not name.startswith("readout.hidden")}
     return Ensemble.from_state(config, state, text.metadata)
@@ -119,29 +116,19 @@ def load_dual(source: str) -> DualEncoder:
     """A dual encoder of the user's own, with its image preprocessing and its tokenizer.
 
     Args:
-        source: `open_clip:NAME/WEIGHTS`, with a tag of open_clip or a file for the weights; a folder that
-            `DualEncoder.save_pretrained` or transformers wrote; or the id of a CLIP of transformers on the hub.
-
-    Raises:
-        HydraError: There is no such model, it is no dual encoder, or it cannot read raw images and texts.
+        source: `open_clip:NAME/WEIGHTS`, with a tag of open_clip or a file for the weights; or what
+            `DualEncoder.save_pretrained` wrote, a folder or an id of the hub. Other models are converted and saved.
     """
-    folder = Path(source).expanduser()
-    try:
-        if source.startswith(OPEN_CLIP):
-            dual = _of_open_clip(source.removeprefix(OPEN_CLIP))
-        elif folder.is_dir() and _format(folder) == "hydra_ensembles":
-            dual = DualEncoder.from_pretrained(folder)
-        else:
-            dual = _of_transformers(str(folder) if folder.is_dir() else source)
-    except HydraError:
-        raise
-    except Exception as error:  # the libraries raise whatever they, the hub client or the HTTP library meet
-        raise CheckpointError(
-            f"{source} is neither a folder of a saved dual encoder, nor a CLIP that transformers can load with its "
-            f"tokenizer and image processor, nor open_clip:NAME/WEIGHTS: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(dual, DualEncoder):
-        raise CheckpointError(f"{source} is a {type(dual).__name__}, not a dual encoder")
+    if source.startswith(OPEN_CLIP):
+        architecture, _, weights = source.removeprefix(OPEN_CLIP).partition("/")
+        if not weights:
+            raise ConfigError(f"{source} does not say which weights; write open_clip:NAME/WEIGHTS, as {EXAMPLE}")
+        import open_clip
+
+        model = open_clip.create_model_from_pretrained(architecture, weights, return_transform=False)
+        dual: DualEncoder = convert(model.eval())
+    else:
+        dual = DualEncoder.from_pretrained(source)
     for name, tower in (("image", dual.image), ("text", dual.text)):
         if tower.metadata.preprocessing is None:
             raise CheckpointError(
@@ -149,26 +136,3 @@ def load_dual(source: str) -> DualEncoder:
                 "with save_pretrained, and give that folder"
             )
     return dual.eval()
-
-
-def _of_open_clip(name: str) -> Any:
-    architecture, _, weights = name.partition("/")
-    if not weights:
-        raise ConfigError(f"{OPEN_CLIP}{name} does not say which weights; write open_clip:NAME/WEIGHTS, as {EXAMPLE}")
-    import open_clip
-
-    return convert(open_clip.create_model_from_pretrained(architecture, weights, return_transform=False).eval())
-
-
-def _of_transformers(source: str) -> Any:
-    model = transformers.CLIPModel.from_pretrained(source).eval()
-    kinds = (transformers.AutoTokenizer, transformers.AutoImageProcessor)
-    return convert(model, processor=[kind.from_pretrained(source) for kind in kinds])
-
-
-def _format(folder: Path) -> Any:
-    """What `config.json` of a folder says of its format; None where there is none that can be read."""
-    try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("format")
-    except (OSError, ValueError, AttributeError):
-        return None

@@ -44,11 +44,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The fields of `config.json`.
-
-    `files` holds the SHA-256 of every other file that loading reads, so that a mixture of two saves, a truncated
-    download or a changed file is noticed before anything is built from it.
-    """
+    """The fields of `config.json`; `files` has the SHA-256 of every other file that loading reads."""
 
     format: Literal["hydra_ensembles"] = "hydra_ensembles"
     format_version: Literal[1] = 1
@@ -74,7 +70,7 @@ class Contents:
 
 
 def ensemble_contents(name: str, config: EnsembleConfig, metadata: Metadata, state: Mapping[str, Tensor]) -> Contents:
-    """Everything that `save_pretrained` writes of an ensemble; `name` is how the model card calls it."""
+    """What `save_pretrained` writes of an ensemble; `name` is how the model card calls it."""
     plain, tensors, side = _plain_metadata(config, metadata), dict(state), metadata.text_side
     if side is not None:
         plain[TEXT_SIDE] = to_plain(side.settings)
@@ -85,7 +81,7 @@ def ensemble_contents(name: str, config: EnsembleConfig, metadata: Metadata, sta
 def dual_encoder_contents(
     name: str, config: DualEncoderConfig, image: Metadata, text: Metadata, state: Mapping[str, Tensor]
 ) -> Contents:
-    """Everything that `save_pretrained` writes of a dual encoder; `name` is how the model card calls it."""
+    """What `save_pretrained` writes of a dual encoder; `name` is how the model card calls it."""
     plain = {"image": _plain_metadata(config.image, image), "text": _plain_metadata(config.text, text)}
     card = dual_model_card(name, config, image, text, state)
     return Contents(DUAL_ENCODER, to_plain(config), plain, state, card)
@@ -99,8 +95,7 @@ def read_ensemble(stored: "Stored") -> tuple[EnsembleConfig, Metadata, TextSetti
         if TEXT_SIDE in data:
             texts = from_plain(TextSettings, data.pop(TEXT_SIDE), f"config.metadata.{TEXT_SIDE}", complete=True)
             _check_text_side(config, texts)
-        metadata = _read_metadata(config, data, "config.metadata")
-    return config, metadata, texts
+        return config, _read_metadata(config, data, "config.metadata"), texts
 
 
 def read_dual_encoder(stored: "Stored") -> tuple[DualEncoderConfig, Metadata, Metadata]:
@@ -111,8 +106,7 @@ def read_dual_encoder(stored: "Stored") -> tuple[DualEncoderConfig, Metadata, Me
         if data.keys() != {"image", "text"}:
             raise CheckpointError(f"config.metadata has the fields {sorted(data)}, expected ['image', 'text']")
         image = _read_metadata(config.image, data["image"], "config.metadata.image")
-        text = _read_metadata(config.text, data["text"], "config.metadata.text")
-    return config, image, text
+        return config, image, _read_metadata(config.text, data["text"], "config.metadata.text")
 
 
 def with_text_side(
@@ -129,9 +123,9 @@ def with_text_side(
 
 def _text_preprocessing(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Where tokenizers belong in plain metadata: of a model, its text side, or its towers."""
-    parts = [part for part in (metadata, *metadata.values()) if isinstance(part, Mapping)]
-    places = [part["preprocessing"] for part in parts if isinstance(part.get("preprocessing"), dict)]
-    return [place for place in places if place.get("kind") == "text"]
+    parts = (part for part in (metadata, *metadata.values()) if isinstance(part, Mapping))
+    places = (part.get("preprocessing") for part in parts)
+    return [place for place in places if isinstance(place, dict) and place.get("kind") == "text"]
 
 
 def _plain_metadata(config: EnsembleConfig, metadata: Metadata) -> dict[str, Any]:
@@ -152,11 +146,9 @@ def _read_metadata(config: EnsembleConfig, data: Any, path: str) -> Metadata:
     classes, labels = config.readout.num_classes, len(metadata.labels)
     if classes and labels not in (0, classes):
         raise CheckpointError(f"{path}: {labels} labels for {classes} classes; give one label per class, or none")
-    temperatures = 1 if metadata.calibration is None else len(metadata.calibration.temperature)
-    if temperatures not in (1, config.members):
-        raise CheckpointError(
-            f"{path}: {temperatures} temperatures for {config.members} members; give one, or one each"
-        )
+    count = 1 if metadata.calibration is None else len(metadata.calibration.temperature)
+    if count not in (1, config.members):
+        raise CheckpointError(f"{path}: {count} temperatures for {config.members} members; give one, or one each")
     given = metadata.preprocessing
     if given is not None and isinstance(given, TextPreprocessing) != isinstance(config.stem, TextStemConfig):
         raise CheckpointError(f"{path}: preprocessing is {type(given).__name__} for a model of {config.kind}s")
@@ -183,17 +175,12 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
     Everything is written to a temporary folder inside `folder` and flushed to disk before the first file is renamed
     into place; `config.json`, which knows the checksums of the others, comes last. So a kill leaves each file either
     old or new, never half written, and loading recognises the moment between two renames.
-
-    Raises:
-        CheckpointError: `folder` is a file, or holds the `config.json` of something else.
     """
     folder = Path(folder).expanduser()
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"cannot save to {folder}: it is a file; name a folder, it is made if it does not exist")
-    if (folder / CONFIG).exists() and not _is_ours(folder / CONFIG):
-        raise CheckpointError(
-            f"cannot save to {folder}: its {CONFIG} is not of this library; name another folder, or delete its files"
-        )
+    if (folder / CONFIG).exists():
+        _own_config(folder / CONFIG)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temporary:
         staging = Path(temporary)
@@ -211,14 +198,6 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _is_ours(config: Path) -> bool:
-    try:
-        found = parse_json(config.read_bytes(), CONFIG)
-    except (OSError, CheckpointError):
-        return False
-    return isinstance(found, dict) and found.get("format") == FORMAT
-
-
 def _write(folder: Path, contents: Contents) -> list[str]:
     """Write all files into `folder`; their names, in the order in which they are to be renamed."""
     _write_weights(folder / WEIGHTS, contents.tensors)
@@ -231,9 +210,8 @@ def _write(folder: Path, contents: Contents) -> list[str]:
         (folder / TOKENIZER).write_bytes(content)
         covered.append(TOKENIZER)
     files = {name: checksum(folder / name) for name in covered}
-    record = Record(
-        library_version=__version__, kind=contents.kind, model=contents.model, metadata=metadata, files=files
-    )
+    known: dict[str, Any] = {"kind": contents.kind, "model": contents.model, "metadata": metadata, "files": files}
+    record = Record(library_version=__version__, **known)
     (folder / CONFIG).write_bytes(json_bytes(to_plain(record), CONFIG))
     (folder / CARD).write_bytes(contents.card.encode("utf-8", errors="replace"))  # a folder may have any name
     shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # the safetensors library makes it private
@@ -275,17 +253,9 @@ def _flush(path: Path) -> None:
 
 
 def push_checkpoint(
-    repo_id: str,
-    contents: Contents,
-    *,
-    private: bool | None = None,
-    token: str | None = None,
-    commit_message: str | None = None,
+    repo_id: str, contents: Contents, *, private: bool | None, token: str | None, commit_message: str | None
 ) -> str:
-    """Publish a checkpoint, making the repository if need be; the address of the commit.
-
-    All files go into one commit, so nobody can download half of an update.
-    """
+    """Publish a checkpoint in one commit, making the repository if need be; the address of the commit."""
     if not HUB_ID.fullmatch(repo_id):
         raise CheckpointError(f"{repo_id!r} is not a hub id; it has the form 'owner/name'")
     with tempfile.TemporaryDirectory() as temporary:
@@ -296,17 +266,15 @@ def push_checkpoint(
             commit = api.upload_folder(repo_id=repo_id, folder_path=temporary, commit_message=message)
         except Exception as error:  # the hub client raises whatever its HTTP library does
             raise CheckpointError(
-                f"the hub did not take {repo_id!r}: {_first_line(error)}. Check the name, the connection and that the "
-                "token may write there (log in with: hf auth login)"
+                f"the hub did not take {repo_id!r}: {_first_line(error)}. Check the name, the connection and the token"
             ) from error
     return str(commit.commit_url)
 
 
 def locate(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
-    """The folder a checkpoint lies in: `source` itself, or the hub's cache after downloading `source`.
+    """The folder a checkpoint lies in: `source` itself, or the hub's cache after downloading its files.
 
-    A folder that exists wins. Otherwise a string like `owner/name` is a hub id; from the hub come only the files of a
-    checkpoint, whatever else the repository holds.
+    A folder that exists wins. Otherwise a string like `owner/name` is a hub id.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
@@ -315,16 +283,14 @@ def locate(source: str | Path, revision: str | None = None, token: str | None = 
         return folder
     if isinstance(source, Path) or not HUB_ID.fullmatch(source):
         what = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise CheckpointError(
-            f"{source} {what}; give the folder that save_pretrained wrote, or a hub id of the form 'owner/name'"
-        )
+        raise CheckpointError(f"{source} {what}; give the folder that save_pretrained wrote, or a hub id 'owner/name'")
     files = [CONFIG, WEIGHTS, TOKENIZER, CARD]
     try:
         return Path(huggingface_hub.snapshot_download(source, revision=revision, token=token, allow_patterns=files))
     except Exception as error:  # as above
         raise CheckpointError(
-            f"{source!r} is no folder here, and the hub did not give it as a model (revision {revision or 'main'!r}): "
-            f"{_first_line(error)}. Check the name, the connection and, for a private model, the token"
+            f"{source!r} is no folder here, and the hub did not give it: {_first_line(error)}. Check the name, the "
+            "revision, the connection and, for a private model, the token"
         ) from error
 
 
@@ -352,15 +318,13 @@ class Stored:
     ) -> dict[str, Tensor]:
         """Read the tensors that a model needs, no more and no less.
 
+        On the CPU they may still lie in the mapped file: copy them before they are used, as `Ensemble.from_state` does.
+
         Args:
             build: Makes the model; called under the meta device, to learn names and shapes without memory.
             device: Where the tensors go; None for the CPU.
             dtype: Floating type to convert to; None keeps what is stored.
             at_least: Number of tensors below which `build` is not even tried.
-
-        Returns:
-            Tensors by name. On the CPU they may still lie in the mapped file: copy them before they are used, as
-            `Ensemble.from_state` does.
         """
         place, path = None if device is None else require_device(device), self.folder / WEIGHTS
         if dtype is not None and dtype not in DTYPES.values():
@@ -373,7 +337,7 @@ class Stored:
                     raise CheckpointError(f"it holds {len(names)} tensors, the configuration needs at least {at_least}")
                 slices = {name: file.get_slice(name) for name in names}
                 stored = {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
-                _compare(stored, _shapes(build))
+                _compare(stored, build)
                 _verify(path, self.record)  # after the cheap checks: it reads the whole file
                 return {name: file.get_tensor(name).to(device=place, dtype=dtype) for name in names}
 
@@ -381,27 +345,16 @@ class Stored:
 def open_checkpoint(source: str | Path, kind: str, *, revision: str | None = None, token: str | None = None) -> Stored:
     """Open the checkpoint of a model of the given kind; arguments as of `from_pretrained`."""
     folder = locate(source, revision, token)
+    data = _own_config(folder / CONFIG)
     with _reading(folder / CONFIG):
-        data = parse_json(_read_file(folder / CONFIG), CONFIG)
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise CheckpointError(
-                f'it was not written by hydra_ensembles (it has no "format": "{FORMAT}"); load the model with the '
-                "library it comes from and give it to hydra_ensembles.convert"
-            )
         version = data.get("format_version")
         if type(version) is not int or version != FORMAT_VERSION:
-            raise CheckpointError(
-                f"format version {short(version)}, this hydra_ensembles reads version {FORMAT_VERSION}; for a newer "
-                "one, update hydra_ensembles"
-            )
+            raise CheckpointError(f"format version {short(version)}; this library reads {FORMAT_VERSION}: update it")
         record = from_plain(Record, data, "config")
         if record.kind != kind:
             raise CheckpointError(f"a model of kind {record.kind!r}, expected {kind!r}; load it with its own class")
         if not {WEIGHTS} <= record.files.keys() <= {WEIGHTS, TOKENIZER}:
-            raise CheckpointError(
-                f"it has checksums of {short(sorted(record.files))}; {WEIGHTS} is needed, {TOKENIZER} accepted, and no "
-                "other file is read: save the model again"
-            )
+            raise CheckpointError(f"checksums are of {sorted(record.files)}; {WEIGHTS} and {TOKENIZER} are read")
         texts = _text_preprocessing(record.metadata)
         if any("tokenizer" in place for place in texts):
             raise CheckpointError("preprocessing has the unknown field 'tokenizer'; a tokenizer is its own file")
@@ -416,6 +369,18 @@ def open_checkpoint(source: str | Path, kind: str, *, revision: str | None = Non
     return Stored(folder, record)
 
 
+def _own_config(path: Path) -> dict[str, Any]:
+    """The content of a `config.json` that this library wrote; another one is neither read nor written over."""
+    with _reading(path):
+        data = parse_json(_read_file(path), CONFIG)
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise CheckpointError(
+                f'it was not written by hydra_ensembles (it has no "format": "{FORMAT}"); load such a model with its '
+                "own library and hydra_ensembles.convert, and save to a folder of its own"
+            )
+        return data
+
+
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
     """Whatever is wrong with a file becomes a `CheckpointError` that names it."""
@@ -424,9 +389,7 @@ def _reading(path: Path) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error}); check its permissions and the disk") from error
     except SafetensorError as error:
-        raise CheckpointError(
-            f"{path} is not a valid safetensors file ({error}); it is damaged or incomplete, save or download it again"
-        ) from error
+        raise CheckpointError(f"{path} is damaged or incomplete ({error}); save or download it again") from error
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -434,22 +397,19 @@ def _reading(path: Path) -> Iterator[None]:
 def _verify(path: Path, record: Record) -> None:
     if checksum(path) != record.files[path.name]:
         raise CheckpointError(
-            f"it is not the file that {CONFIG} was saved with (its SHA-256 differs): it was changed or cut off, or a "
-            "save was interrupted; save or download the model again"
+            f"its SHA-256 is not the one in {CONFIG}: it was changed or cut off, or a save was interrupted; save or "
+            "download the model again"
         )
 
 
 def _read_file(path: Path, most: int = MAX_BYTES) -> bytes:
-    """The first bytes of a plain file that lies in its folder, one more than `most` so that the limit is noticed.
-
-    In the cache of the hub client, snapshots are links into the `blobs` folders beside them; these count as inside.
-    """
+    """The first bytes of a plain file that lies in its folder, one more than `most` so that the limit is noticed."""
     try:
         real, root = path.resolve(strict=True), path.parent.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # missing, or links in a circle
         raise CheckpointError(_missing(path.parent, path.name)) from error
     roots = [root]
-    if root.parent.name == "snapshots":
+    if root.parent.name == "snapshots":  # the hub client's cache has links into the folders `blobs` beside it
         roots += [above / "blobs" for above in root.parents[1:3]]
     if not any(real.is_relative_to(allowed) for allowed in roots):
         raise CheckpointError(f"it is a link to {real}, outside of its folder; copy the file into the folder")
@@ -463,29 +423,20 @@ def _read_file(path: Path, most: int = MAX_BYTES) -> bytes:
 
 
 def _missing(folder: Path, name: str) -> str:
-    found = sorted(path.name for path in folder.iterdir())
-    pickles = [other for other in found if other.endswith(PICKLES)]
-    inside = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG}"))
-    if name == WEIGHTS and pickles:
-        return (
-            f"there is no {name}, but {pickles[:5]}: pickles can run code and are never read. Load the model with the "
-            "library it comes from, convert it, and save it with save_pretrained"
-        )
-    remedy = f"such as {inside[0]}" if name == CONFIG and inside else "as save_pretrained wrote it"
-    return f"there is no {name} (the folder has {found[:8] or 'no files'}); give a folder that has one, {remedy}"
+    """What to say of a file that is not there."""
+    found, remedy = sorted(path.name for path in folder.iterdir()), "give a folder that save_pretrained wrote"
+    if name == WEIGHTS and any(other.endswith(PICKLES) for other in found):
+        remedy = "pickles can run code and are never read: load the model with its own library, convert and save it"
+    return f"there is no {name} (the folder has {found[:8] or 'no files'}); {remedy}"
 
 
-def _shapes(build: Callable[[], nn.Module]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model's parameters, without allocating any of them."""
+def _compare(stored: Mapping[str, tuple[tuple[int, ...], str]], build: Callable[[], nn.Module]) -> None:
+    """Hold names, shapes and types of tensors against the model that `build` makes, without allocating any of it."""
     try:
         with torch.device("meta"):
-            model = build()
+            expected = {name: tuple(tensor.shape) for name, tensor in build().state_dict().items()}
     except (RuntimeError, OverflowError, TypeError) as error:  # sizes whose product no tensor can have
         raise CheckpointError(f"its configuration describes an impossible model: {_first_line(error)}") from error
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def _compare(stored: Mapping[str, tuple[tuple[int, ...], str]], expected: Mapping[str, tuple[int, ...]]) -> None:
     problems = [f"lacks {name!r}" for name in sorted(expected.keys() - stored.keys())]
     problems += [f"has the unknown {name!r}" for name in sorted(stored.keys() - expected.keys())]
     for name in sorted(expected.keys() & stored.keys()):
@@ -496,7 +447,4 @@ def _compare(stored: Mapping[str, tuple[tuple[int, ...], str]], expected: Mappin
             problems.append(f"has {name!r} as {dtype}; accepted are {ACCEPTED}")
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise CheckpointError(
-            f"it does not fit its configuration: it {'; it '.join(problems[:5])}{more}. "
-            "Save the model again with save_pretrained; the two files must come from one save"
-        )
+        raise CheckpointError(f"it does not fit its configuration: it {'; it '.join(problems[:5])}{more}")

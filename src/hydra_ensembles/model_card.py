@@ -13,18 +13,13 @@ State = Mapping[str, Tensor]
 
 
 def model_card(name: str, config: EnsembleConfig, metadata: Metadata, state: State) -> str:
-    """Text of the card: what the model is, what was pruned, how to load it, what was measured.
-
-    `name` is a hub id or folder, as it is to be given to `from_pretrained`; parameters are only counted.
-    """
+    """Text of the card: what the model is, what was pruned, how to load it (as `name`), what was measured."""
     image, classifies = config.kind == "image", config.readout.num_classes > 0
     task = f"{config.kind}-classification" if classifies else f"{'image-' if image else ''}feature-extraction"
     summary = f"An ensemble with one member{_origin(metadata)}"
     if config.members > 1:
-        summary = (
-            f"{config.members} transformers{_origin(metadata)} that answer in one forward pass, with the logits of "
-            "every member, so that each prediction comes with its uncertainty"
-        )
+        summary = f"{config.members} transformers{_origin(metadata)} that answer in one forward pass, with the logits "
+        summary += "of every member, so that each prediction comes with its uncertainty"
     call = f"{'predict' if classifies else 'features'}({config.kind}s)"
     return _card(name, "Ensemble", call, task, summary, _sections("model", "", config, metadata, state))
 
@@ -115,13 +110,11 @@ def _heads(config: EnsembleConfig) -> str:
 
 
 def _calibration(metadata: Metadata) -> str:
-    calibration = metadata.calibration
-    if calibration is None:
+    found = metadata.calibration
+    if found is None:
         return ""
-    text = f"Temperature: {', '.join(f'{temperature:.4g}' for temperature in calibration.temperature)}."
-    if calibration.threshold is None:
-        return text
-    return (
-        f"{text} Abstain where the score `{calibration.score}` is above {calibration.threshold:.4g}; this accepted "
-        f"{100 * calibration.accepted_share:.4g} % of the in-distribution validation data."
-    )
+    text = f"Temperature: {', '.join(f'{temperature:.4g}' for temperature in found.temperature)}."
+    if found.threshold is not None:
+        text += f" Abstain where the score `{found.score}` is above {found.threshold:.4g}; this accepted "
+        text += f"{100 * found.accepted_share:.4g} % of the in-distribution validation data."
+    return text

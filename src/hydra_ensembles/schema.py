@@ -19,9 +19,7 @@ T = TypeVar("T")
 ADDED_LATER: Mapping[str, bool] = types.MappingProxyType({"added_later": True})
 """Metadata of a dataclass field that files of earlier releases do not have; its default says what they meant."""
 
-MAX_BYTES = 64 << 20  # of a JSON file
-MAX_DEPTH = 32
-LINE = 100  # longest list or object that is written on one line
+MAX_BYTES, MAX_DEPTH = 64 << 20, 32  # of a JSON file
 
 
 def short(value: object) -> str:
@@ -31,10 +29,10 @@ def short(value: object) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """Turn a (nested) dataclass into dictionaries, lists, strings and numbers.
+    """Turn a (nested) dataclass into dictionaries, lists, strings and numbers of Python.
 
     A dataclass with a `kind` class variable writes it down, so that a union of dataclasses can be read back. A field
-    that is `ADDED_LATER` is written where it differs from its default. Numbers of other libraries become Python's.
+    that is `ADDED_LATER` is written where it differs from its default.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = getattr(type(value), "kind", None)
@@ -62,8 +60,7 @@ def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool 
         cls: The dataclass; its annotations say what is accepted.
         data: Plain data, as JSON gives it.
         path: Name of `data` in error messages.
-        complete: Accept no default in place of a field that is not given, here and in nested dataclasses, except
-            for fields that are `ADDED_LATER`.
+        complete: Accept no default for a field, here and in nested dataclasses, unless it is `ADDED_LATER`.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path} must be an object with named fields, got {short(data)}")
@@ -79,10 +76,7 @@ def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool 
     known = [field.name for field in fields]
     unknown, missing = sorted(map(str, given.keys() - known)), [name for name in needed if name not in given]
     if unknown:
-        raise ConfigError(
-            f"{path} has unknown fields {unknown}; known are {sorted(known)}. "
-            "A file written by a newer version needs a newer hydra_ensembles"
-        )
+        raise ConfigError(f"{path} has unknown fields {unknown} (of a newer version?); known are {sorted(known)}")
     if missing:
         raise ConfigError(f"{path} lacks the fields {missing}; the file is incomplete")
     return cls(**{name: _read(hints[name], item, f"{path}.{name}", complete) for name, item in given.items()})
@@ -103,9 +97,9 @@ def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any or (value is None and type(None) in args):
         return value
-    if origin is Literal and not (isinstance(value, str | int | type(None)) and value in args):
-        raise ConfigError(f"{path} must be one of {list(args)}, got {short(value)}")
     if origin is Literal:
+        if not (isinstance(value, str | int | type(None)) and value in args):
+            raise ConfigError(f"{path} must be one of {list(args)}, got {short(value)}")
         return value
     if origin in (Union, types.UnionType):
         return _read_union([one for one in args if one is not type(None)], value, path, complete)
@@ -174,9 +168,9 @@ def parse_json(content: bytes, name: str, *, foreign: bool = False) -> Any:
 
 
 def json_bytes(value: Any, name: str) -> bytes:
-    """JSON text of plain data, with short lists on one line; refuses what `parse_json` would refuse."""
+    """JSON text of plain data; refuses what `parse_json` would refuse."""
     try:
-        content = (_text(value, 0) + "\n").encode("utf-8")
+        content = (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{name} cannot be written as JSON: {error}") from error
     parse_json(content, name)
@@ -184,11 +178,10 @@ def json_bytes(value: Any, name: str) -> bytes:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        keys = [key for key, _ in pairs]
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
         raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
-    return result
+    return dict(pairs)
 
 
 def _refuse(name: str) -> NoReturn:
@@ -202,18 +195,3 @@ def _check(value: Any, depth: int) -> None:
         value.encode("utf-8")  # half of a surrogate pair is not text
     for inner in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check(inner, depth + 1)
-
-
-def _text(value: Any, indent: int) -> str:
-    if not isinstance(value, dict | list) or not value:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    parts = [_text(item, indent + 2) for item in (value.values() if isinstance(value, dict) else value)]
-    opening, closing = "[]"
-    if isinstance(value, dict):
-        parts = [f"{_text(key, 0)}: {part}" for key, part in zip(value, parts, strict=True)]
-        opening, closing = "{}"
-    line = ", ".join(parts)
-    if len(line) <= LINE and "\n" not in line and indent > 0:
-        return opening + line + closing
-    space = "\n" + " " * indent
-    return opening + ",".join(f"{space}  {part}" for part in parts) + space + closing

@@ -10,11 +10,10 @@ from typer.testing import CliRunner
 from hydra_ensembles.errors import DataError
 from shared_paths import shared
 from studies.__main__ import app
-from studies.documents import RESULTS
-from studies.dual_sets import SharedSets
 from studies.recipe import STUDIES, ZERO_SHOT, DualRecipe, load_recipe
 from studies.results import Results
-from studies.sets import DataFolder, overlapping, suite
+from studies.sets import DataFolder, SharedSets, overlapping, suite
+from studies.tables import RESULTS
 
 
 @pytest.fixture

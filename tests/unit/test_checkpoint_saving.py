@@ -113,15 +113,6 @@ def test_the_tokenizer_is_a_file_of_its_own(tmp_path: Path) -> None:
     assert preprocessing("hello wörld")["input_ids"].tolist() == [[1, 2]]
 
 
-def test_saving_over_another_model_replaces_it(tmp_path: Path) -> None:
-    ensemble(text()).save_pretrained(tmp_path)
-    model = ensemble(hydra())
-    model.save_pretrained(tmp_path)
-    loaded = Ensemble.from_pretrained(tmp_path)
-    assert_same_model(loaded, model)
-    assert loaded.metadata == model.metadata  # the old tokenizer.json is not listed, so it is not read
-
-
 @pytest.mark.parametrize(
     ("changes", "token"),
     [
@@ -160,7 +151,7 @@ def test_parameters_and_folders_that_cannot_be_saved(tmp_path: Path) -> None:
 def test_a_folder_of_another_library_is_left_alone(tmp_path: Path, content: str) -> None:
     for name in ("config.json", "README.md"):
         (tmp_path / name).write_text(content)
-    with pytest.raises(CheckpointError, match="not of this library"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         ensemble(single()).save_pretrained(tmp_path)
     assert [path.read_text() for path in tmp_path.iterdir()] == [content] * 2
     (tmp_path / "config.json").unlink()

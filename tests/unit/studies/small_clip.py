@@ -8,8 +8,6 @@ from typing import Any
 import torch
 
 from architectures import perturbed
-from architectures_clip import CONTEXT, END, transformers_clip
-from zero_shot_models import word_tokenizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of libraries that open_clip imports
@@ -34,20 +32,3 @@ def small_open_clip(folder: Path) -> tuple[str, Any]:
     weights = folder / "weights.pt"
     torch.save(model.state_dict(), weights)
     return f"open_clip:{SMALL}/{weights}", model.eval()
-
-
-def small_transformers_clip(folder: Path) -> Any:
-    """A CLIP with tokenizer and image processor, as `save_pretrained` leaves them."""
-    import tokenizers
-    import transformers
-
-    model = transformers_clip({}, {})
-    model.save_pretrained(folder)  # type: ignore[operator]
-    tokenizer = tokenizers.Tokenizer.from_str(word_tokenizer(END, 1).tokenizer)
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[UNK]", eos_token="[END]", model_max_length=CONTEXT
-    )
-    fast.save_pretrained(folder)
-    size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-    transformers.CLIPImageProcessor(size={"shortest_edge": IMAGE_SIZE}, crop_size=size).save_pretrained(folder)
-    return model

@@ -18,9 +18,8 @@ from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchSte
 from hydra_ensembles.model.metadata import Metadata
 from studies.classifier import ClassifierData, ClassifierRun
 from studies.dual import DualModels, DualRun
-from studies.dual_sets import SharedSets
 from studies.recipe import ClassifierRecipe, DualRecipe, load_recipe
-from studies.sets import DataFolder, overlapping
+from studies.sets import DataFolder, SharedSets, overlapping
 from zero_shot_models import WORDS, word_tokenizer
 
 CPU = torch.device("cpu")

@@ -185,7 +185,7 @@ def test_costs_are_ratios_to_the_single_model(classifiers: Finished) -> None:
     assert "Temperature Scaling" not in costs
 
 
-def test_numbers_made_under_another_record_are_refused(tmp_path):
+def test_numbers_made_under_another_record_are_refused(tmp_path: Path) -> None:
     run = SimpleNamespace(path=tmp_path, record=lambda: {"chosen": 1})
     require_own_record(run)  # nothing is evaluated yet
     (tmp_path / f"{EVALUATED}.json").write_text(json.dumps({"seed": {"record": digest_of({"chosen": 1})}}))

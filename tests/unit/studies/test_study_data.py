@@ -13,12 +13,13 @@ from torch.nn import functional as F
 
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import DataError
-from studies.dual_sets import NamedImages, SharedSets
 from studies.recipe import CLASSIFIERS, load_recipe
-from studies.samples import MEAN, STD, ImageSamples, SampleBatches, TextSamples, augmented
+from studies.samples import MEAN, STD, ImageSamples, SampleBatches
 from studies.sets import (
     NPM_LABELS,
     DataFolder,
+    NamedImages,
+    SharedSets,
     at_most,
     class_halves,
     halves,
@@ -66,7 +67,6 @@ def test_cifar10_is_read_from_the_npm_package(tmp_path: Path) -> None:
     whole = load_npm_cifar10(package)
     assert (len(whole), whole.class_names[0]) == (20, "airplane")
     assert np.array_equal(np.asarray(whole[6][0]), pixels[1, 2].reshape(32, 32, 3))
-    assert len(load_npm_cifar10(package, "train-1")) == 4
     cut = suite("cifar10").train
     assert cut is not None
     assert data.load(replace(cut, rows=(None, -5))).labels.tolist() == [row % 10 for row in range(15)]
@@ -111,12 +111,11 @@ def test_names_say_what_is_shown(dataset: str, name: str, expected: str) -> None
     assert label_names(dataset, [name]) == (expected,)
 
 
-def test_names_are_one_for_each_class() -> None:
-    images = ImageDataset(Pictures(np.array([0, 1]), 0), [0, 1], ("a", "b"), "some")
+def test_zero_shot_names_are_one_for_each_class(pictures: ImageDataset) -> None:
     with pytest.raises(DataError, match="same name"):
-        NamedImages(images, ("a", "a"))
+        NamedImages(pictures, ("a", "a", "b"))
     with pytest.raises(DataError, match="every label"):
-        NamedImages(images, ("a",))
+        NamedImages(pictures, ("a",))
 
 
 def test_zero_shot_circuits_see_both_tasks_once_and_nothing_reported() -> None:
@@ -163,32 +162,3 @@ def test_training_batches_are_shuffled_whole_and_repeatable(pictures: ImageDatas
     assert torch.equal(passes[0], passes[1])
     assert not torch.equal(passes[0], passes[2])
     assert [len(labels) for _, labels in SampleBatches(samples, 64, training=True)] == [30]
-
-
-def test_a_crop_stays_inside_the_image() -> None:
-    torch.manual_seed(0)
-    crops = augmented(torch.linspace(0, 1, 32).expand(64, 3, 32, 32), 24)
-    assert crops.shape == (64, 3, 24, 24)
-    assert crops.min() > -0.02
-    assert crops.max() < 1.02
-    slope = crops[:, 0, 12, -1] - crops[:, 0, 12, 0]
-    assert (slope > 0).any()  # as it was
-    assert (slope < 0).any()  # mirrored
-
-
-def test_texts_come_in_batches_as_long_as_their_longest() -> None:
-    lengths = torch.arange(50) % 7 + 2
-    ids = torch.arange(50)[:, None].expand(50, 9).int() + 100
-    samples = TextSamples(ids, torch.zeros_like(ids), lengths, torch.arange(50) % 2)
-    for batch in SampleBatches(samples, 4):
-        rows = batch["input_ids"][:, 0] - 100
-        assert batch["input_ids"].shape[1] == int(lengths[rows].max())
-        assert torch.equal(batch["attention_mask"].sum(1), lengths[rows])
-        assert torch.equal(batch["labels"], rows % 2)
-    torch.manual_seed(0)
-    batches = list(SampleBatches(samples, 8, training=True))
-    rows = torch.cat([batch["input_ids"][:, 0] - 100 for batch in batches])
-    assert sorted(rows.tolist()) == list(range(50))
-    assert rows.tolist() != list(range(50))
-    spread = [int(batch["attention_mask"].sum(1).max() - batch["attention_mask"].sum(1).min()) for batch in batches]
-    assert max(spread) <= 2  # with their like

@@ -15,10 +15,9 @@ from small_studies import CPU
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import DataError
 from studies.__main__ import seed_runs
-from studies.dual_sets import NamedImages, PaperSets
 from studies.engine import collect, run_stages
 from studies.recipe import DualCounts, DualRecipe, load_recipe
-from studies.sets import DataFolder, suite
+from studies.sets import DataFolder, NamedImages, PaperSets, suite
 from studies.tables import written
 
 NINE = ["imagenet", "cifar100", "cifar10", "food101", "sun397", "pets", "dtd", "eurosat", "caltech101"]

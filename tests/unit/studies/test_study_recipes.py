@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from small_studies import classifier_recipe, dual_recipe
+from small_studies import classifier_recipe
 
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.heads.ranking import Head, HeadRanking
@@ -84,7 +84,6 @@ def test_member_sets_check_themselves(changes: dict[str, Any], token: str) -> No
         ({"explore": (MemberSet("circuits", 24, training="none"),)}, "none"),
         ({"paper": MemberSet("circuits", 24, trunk=3)}, "trunk"),
         ({"paper": MemberSet("circuits", 24, training=None)}, "trained"),
-        ({"accuracy_weight": 2.0}, "accuracy_weight"),
         ({"controls": (RECIPE.controls[-1],) * 2}, "names of their own"),
     ],
 )
@@ -93,19 +92,11 @@ def test_recipes_check_themselves(changes: dict[str, Any], token: str) -> None:
         replace(RECIPE, **changes)
 
 
-@pytest.mark.parametrize("changes", [{"prune": 0}, {"members": 2}, {"least_over_chance": 0.5}, {"dual": None}])
-def test_zero_shot_recipes_check_themselves(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        dual_recipe(**changes)
-
-
 def test_controls_are_rows_with_names_of_their_own() -> None:
     averaged = RECIPE.controls[-1]
     assert fixed_methods(RECIPE)[averaged.name] == ("averaged",)
     with pytest.raises(ConfigError, match="Single"):
         fixed_methods(replace(RECIPE, controls=(replace(averaged, name="Single"),)))
-    with pytest.raises(ConfigError, match="MLPs apart"):
-        replace(averaged, mlp="separate")
 
 
 def measured(**better: float) -> dict[str, dict[str, float]]:
