@@ -29,24 +29,9 @@ from hydra_ensembles.heads.members import (
 from hydra_ensembles.metrics import accuracy, auroc
 from hydra_ensembles.schema import to_plain
 
+from . import methods
 from .engine import SPARE, Group, SeedRun, StudySet, answered, distinct
-from .methods import (
-    AVERAGED,
-    CLASSIFIERS,
-    DEEP,
-    HYDRA,
-    HYDRA_TRUNK,
-    MC_DROPOUT,
-    Candidate,
-    Chosen,
-    Decision,
-    Units,
-    all_methods,
-    all_units,
-    dropout,
-    fixed_methods,
-    rate_name,
-)
+from .methods import HYDRA, HYDRA_TRUNK, MC_DROPOUT, Candidate, Chosen, Decision, Units, dropout, rate_name
 from .recipe import ClassifierRecipe, MemberSet, derived_seed, digest_of
 from .results import HELD_OUT, HELD_OUT_OOD
 from .samples import ImageSamples, Prepared, SampleBatches, Samples
@@ -132,7 +117,7 @@ class ClassifierRun(SeedRun):
         return self.study / "decision.json"  # one for all seeds
 
     def methods(self) -> Mapping[str, Units]:
-        return all_methods(self.recipe, self.record())
+        return methods.all_methods(self.recipe, self.record())
 
     @property
     def calibrates(self) -> Sequence[str]:
@@ -162,7 +147,7 @@ class ClassifierRun(SeedRun):
         members = [self.model(unit) for unit in units]
         if len(members) == 1:
             return members[0]
-        return Ensemble.stack(members) if method == DEEP else fuse(members, mlp="separate")
+        return Ensemble.stack(members) if method == methods.DEEP else fuse(members, mlp="separate")
 
     def facts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         decision = self.record()
@@ -187,8 +172,8 @@ class ClassifierRun(SeedRun):
                 return self.member(self._sets[key], int(index))
             case "fused":
                 return fuse([self.member(self._sets[rest], index) for index in count])
-        assert unit in (AVERAGED, CLASSIFIERS)
-        if unit == AVERAGED:
+        assert unit in (methods.AVERAGED, methods.CLASSIFIERS)
+        if unit == methods.AVERAGED:
             return fuse([self.backbone(index) for index in count], stem="separate")
         return fuse([self._fresh("classifier", index) for index in count], mlp="separate")
 
@@ -296,7 +281,7 @@ class ClassifierRun(SeedRun):
         def make() -> Measured:
             recipe = self.recipe
             found: Measured = {}
-            for method, units in fixed_methods(recipe).items():
+            for method, units in methods.fixed_methods(recipe).items():
                 found |= self._measured(f"{method}|", units, {})
             for rate in recipe.dropout.rates:
                 found |= self._measured(f"{MC_DROPOUT}|{rate_name(rate)}", (dropout(rate),), {})
@@ -322,7 +307,7 @@ class ClassifierRun(SeedRun):
     def choose(self) -> None:
         """Seal the decision, once every explored seed has been measured; other seeds make what needs no decision."""
         if self.seed not in self.recipe.explore_seeds:
-            for unit in all_units(fixed_methods(self.recipe)):
+            for unit in methods.all_units(methods.fixed_methods(self.recipe)):
                 self.half_b(unit)
         if self.record_path.exists():
             return

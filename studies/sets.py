@@ -24,18 +24,9 @@ import yaml
 from PIL import Image
 from torch.utils.data import ConcatDataset
 
-from hydra_ensembles.data.dataset import (
-    AnyDataset,
-    ImageDataset,
-    Rows,
-    SomeDataset,
-    only_classes,
-    split,
-    subset,
-    without_classes,
-)
-from hydra_ensembles.data.suites import SetRef, Suite
-from hydra_ensembles.data.suites import suite as library_suite
+from hydra_ensembles.data import ImageDataset, SetRef, Suite, only_classes, split, subset, without_classes
+from hydra_ensembles.data import suite as library_suite
+from hydra_ensembles.data.dataset import AnyDataset, Rows, SomeDataset
 from hydra_ensembles.errors import DataError
 
 from .recipe import DualCounts

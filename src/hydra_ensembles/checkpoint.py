@@ -206,8 +206,7 @@ def _write(folder: Path, contents: Contents) -> list[str]:
     tokenizer = next(filter(None, tokenizers), None)
     if tokenizer is not None:
         content = tokenizer.encode("utf-8", errors="surrogatepass")  # half characters are refused in the text
-        _check_tokenizer(content)
-        (folder / TOKENIZER).write_bytes(content)
+        (folder / TOKENIZER).write_bytes(_tokenizer(content))
         covered.append(TOKENIZER)
     files = {name: checksum(folder / name) for name in covered}
     known: dict[str, Any] = {"kind": contents.kind, "model": contents.model, "metadata": metadata, "files": files}
@@ -233,9 +232,10 @@ def _write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file(owned, path, metadata={"format": "pt"})
 
 
-def _check_tokenizer(content: bytes) -> None:
+def _tokenizer(content: bytes) -> bytes:
     if not isinstance(parse_json(content, TOKENIZER, foreign=True), dict):
         raise CheckpointError(f"{TOKENIZER} is not a JSON object; save or download it again")
+    return content
 
 
 def _flush(path: Path) -> None:
@@ -289,8 +289,8 @@ def locate(source: str | Path, revision: str | None = None, token: str | None = 
         return Path(huggingface_hub.snapshot_download(source, revision=revision, token=token, allow_patterns=files))
     except Exception as error:  # as above
         raise CheckpointError(
-            f"{source!r} is no folder here, and the hub did not give it: {_first_line(error)}. Check the name, the "
-            "revision, the connection and, for a private model, the token"
+            f"{source!r} is no folder here, and the hub did not give revision {revision or 'main'!r}: "
+            f"{_first_line(error)}. Check the name, the connection and, for a private model, the token"
         ) from error
 
 
@@ -364,8 +364,7 @@ def open_checkpoint(source: str | Path, kind: str, *, revision: str | None = Non
         with _reading(folder / TOKENIZER):
             content = _read_file(folder / TOKENIZER)
             _verify(folder / TOKENIZER, record)
-            _check_tokenizer(content)
-        texts[0]["tokenizer"] = content.decode("utf-8")
+            texts[0]["tokenizer"] = _tokenizer(content).decode("utf-8")
     return Stored(folder, record)
 
 

@@ -1,7 +1,6 @@
 """Every error this library raises on purpose.
 
-All of them are also a `ValueError`, so code that guards against bad values keeps working, and all of them
-follow one rule: the message says what was received, what is accepted, and what to do about it.
+All are also a `ValueError`; the message says what was received, what is accepted, and what to do about it.
 """
 
 

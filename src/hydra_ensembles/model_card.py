@@ -74,11 +74,10 @@ def _sections(title: str, which: str, config: EnsembleConfig, metadata: Metadata
 
 
 def _facts(config: EnsembleConfig, metadata: Metadata, state: State) -> str:
-    encoder, rows = config.encoder, [("", ""), ("source", metadata.source or "unknown")]
-    cost = describe(config, sum(tensor.numel() for tensor in state.values()))
+    encoder, cost = config.encoder, describe(config, sum(tensor.numel() for tensor in state.values()))
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in state.values()})
     sizes = f"{encoder.layers} layers, width {encoder.width}, {encoder.heads} heads of {encoder.head_dim}"
-    rows += [("members", str(config.members)), ("encoder", sizes)]
+    rows = [("", ""), ("source", metadata.source or "unknown"), ("members", str(config.members)), ("encoder", sizes)]
     rows += [("parameters", f"{cost.parameters:,} ({', '.join(dtypes)})")]
     rows += [("multiply-adds", f"{cost.multiply_adds:,} for one input of {cost.tokens} tokens")]
     if config.members > 1:

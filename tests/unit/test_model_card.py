@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard
 
 import hydra_ensembles as he
 from architectures_clip import open_clip_model
-from checkpoint_models import CONFIGS, ensemble, hydra, map_pooled, single, text
+from checkpoint_models import CONFIGS, ensemble, hydra, map_pooled, single
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Metadata
 from hydra_ensembles.model_card import dual_model_card, model_card, one_line
@@ -39,25 +39,6 @@ def test_the_card_tells_what_was_pruned_and_shared() -> None:
     assert "| shared trunk | first 1 of 3 layers |" in card
     assert f"| parameters | {ensemble(hydra()).describe().parameters:,} (float32) |" in card
     assert "Nothing was pruned: every member keeps all 4 heads" in card_of(ensemble(single()))
-
-
-def test_the_card_tells_what_is_known_beside_the_weights() -> None:
-    card = card_of(ensemble(text()))
-    for line in (
-        "| source | timm VisionTransformer \\| vit_tiny |",
-        "Temperature: 0.5, 0.5, 0.5. Abstain where the score `entropy` is above 0.1; this accepted 95 %",
-        "| accuracy | 0.3 |",
-        "2. pruned 4 heads with taylor",
-        "class 0 “ü”, class 1 “ü”",
-        "TextPreprocessing(max_length=9",
-    ):
-        assert line in card
-    assert '"vocab"' not in card  # the tokenizer itself has no place here
-    bare = card_of(ensemble(text(), metadata=Metadata()))
-    for title in ("Metrics", "Calibration", "Labels", "History", "preprocessing"):
-        assert title in card
-        assert title not in bare
-    assert "| source | unknown |" in bare
 
 
 def test_the_code_on_the_card_loads_the_model(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from finished_studies import Finished
 from small_studies import LAYERS, SmallFolder, classifier_recipe, classifier_runs
 
 import studies
-from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
+from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.model.members import place_of
 from studies.engine import EVALUATED, evaluate, open_test_sets, require_own_record, run_stages
 from studies.methods import all_methods, all_units
@@ -169,20 +169,6 @@ def test_stages_before_their_time_and_unknown_ones_are_named(tmp_path: Path, sta
     recipe = classifier_recipe(seeds=(0,))
     with pytest.raises((DataError, ConfigError), match="explored" if stages == ["choose"] else "train"):
         run_stages(classifier_runs(tmp_path, recipe), stages)
-
-
-def test_the_folder_of_another_recipe_is_refused(classifiers: Finished) -> None:
-    with pytest.raises(CheckpointError, match="trunk_cost"):
-        classifier_runs(classifiers.output, classifier_recipe(trunk_cost=2.0))
-
-
-def test_costs_are_ratios_to_the_single_model(classifiers: Finished) -> None:
-    costs = classifiers.results.facts["costs"]["costs"]
-    assert next(iter(costs)) == "Single"
-    assert costs["Single"]["latency_ratio"] == 1.0
-    assert costs["Deep Ensembles"]["multiply_adds"] == 3 * costs["Single"]["multiply_adds"]
-    assert costs["Hydra (Circ), shared trunk"]["multiply_adds"] < 2 * costs["Single"]["multiply_adds"]
-    assert "Temperature Scaling" not in costs
 
 
 def test_numbers_made_under_another_record_are_refused(tmp_path: Path) -> None:
