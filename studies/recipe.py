@@ -38,21 +38,17 @@ def _require(*rules: tuple[object, str]) -> None:
 class MemberSet:
     """Members of one ensemble: how their heads are chosen and how they are trained.
 
-    Attributes:
-        heads: `circuits` (CircAvg, CircAcc, CircOOD), `sampled` (drawn from the first `pool` heads of CircAvg),
-            `taylor` (one ranking for each member, on other batches), `random` (the control).
-        prune: Heads each member loses.
-        trunk: Layers at the start that stay whole and common.
-        training: Name of a training of the recipe; None leaves the members as pruned.
-        start: What the heads are pruned from. `finetuned`: the single model, and the training recovers. `pretrained`:
-            the pretrained model with a new classifier for each member, and the training is a whole fine-tuning, on
-            all training data; which heads go is still read off the single model, and a trunk is the single model's.
+    Heads: `circuits` (CircAvg, CircAcc, CircOOD), `sampled` (drawn from the first `pool` heads of CircAvg), `taylor`
+    (one ranking for each member, on other batches), `random` (the control). `finetuned` members are pruned from the
+    single model, and the training recovers. `pretrained` ones are the pretrained model with a classifier of their own,
+    pruned where the single model says so, and the training is a whole fine-tuning on all training data; a trunk is
+    still the single model's.
     """
 
     heads: Literal["circuits", "sampled", "taylor", "random"]
-    prune: int
-    trunk: int = 0
-    training: str | None = "standard"
+    prune: int  # heads each member loses
+    trunk: int = 0  # layers at the start that stay whole and common
+    training: str | None = "standard"  # of the recipe; None leaves the members as pruned
     pool: int | None = None
     start: Literal["finetuned", "pretrained"] = "finetuned"
 
