@@ -48,7 +48,8 @@ def test_every_contender_answers_as_it_should(shape: str, tmp_path: Path) -> Non
     for name, row in rows.items():
         assert row["members"] == (1 if name in inference_models.ONE_MEMBER else 3)
         assert row["error"] is None if name == "mc-dropout" else row["error"] < 1e-5
-        assert row["peak_memory_bytes"] > row["weight_bytes"] >= 4 * 0.9 * row["parameters"]
+        # plans are chosen by the clock; one of them stores heads that untrained members have in common once
+        assert row["peak_memory_bytes"] > row["weight_bytes"] >= 4 * 0.8 * row["parameters"]
         assert row["ratio_to_single"] == pytest.approx(row["latency_ms"] / row["single_ms"])
         assert row["ratio_to_ours"] == pytest.approx(row["ratio_to_single"] / rows["ours"]["ratio_to_single"])
     assert rows["deep-in-turn"]["limit"] == 3.0

@@ -60,8 +60,8 @@ def test_columns_are_those_of_the_logits(classes: int, tmp_path: Path) -> None:
     Results(facts, {f"0/task/task/{key}": array for key, array in stored.items()}).save(tmp_path)
     results = Results.load("made-up", tmp_path)
     exact = {"rtol": 0, "atol": 0} if classes > FEW_CLASSES else {"rtol": 1e-2, "atol": 1e-2}  # float16 logits
-    for method, members, temperature in ((SINGLE, 1, None), (TEMPERATURE, 1, 2.0), (HYDRA, 3, None)):
-        prediction = Prediction.from_logits(logits[:members], temperature=temperature)
+    for method, count, temperature in ((SINGLE, 1, None), (TEMPERATURE, 1, 2.0), (HYDRA, 3, None)):
+        prediction = Prediction.from_logits(logits[:count], temperature=temperature)
         columns = results.columns(method, 0, "task", "task")
         for score in ("msp", "entropy", "mutual_information", "energy", "max_logit"):
             torch.testing.assert_close(columns[score], prediction.score(score), **exact)
@@ -70,7 +70,7 @@ def test_columns_are_those_of_the_logits(classes: int, tmp_path: Path) -> None:
         torch.testing.assert_close(
             columns["nll"].exp(), 1 / prediction.probs[torch.arange(40), labels], rtol=2e-2, atol=0
         )
-        after = Prediction.from_logits(members, temperature=temperatures[method])
+        after = Prediction.from_logits(logits[:count], temperature=temperatures[method])
         torch.testing.assert_close(columns["calibrated.confidence"], after.confidence, **exact)
     if classes > FEW_CLASSES:
         columns = results.columns(HYDRA, 0, "task", "task")
