@@ -59,8 +59,7 @@ def build(
     """Make a Hydra Ensemble from one trained model.
 
     Ranks heads, prunes a copy per member, fine-tunes if asked, fuses, calibrates. Every stage leaves its product in the
-    run folder, together with config.yaml. A build that was interrupted goes on where it stopped when the same command
-    is given again.
+    run folder; a build that was interrupted goes on where it stopped when the same command is given again.
 
     MODEL is a folder, timm:NAME or hub:OWNER/NAME. Data are a folder of images with a sub-folder per class, a Parquet,
     CSV or JSONL file, hub:NAME:SPLIT or suite:NAME:SET. The circuit strategies need --ood; taylor and random do not.

@@ -114,9 +114,7 @@ def _from_hub(name: str, settings: ModelSettings) -> Ensemble | DualEncoder:
     try:
         path = Path(hub.hf_hub_download(name, "config.json"))
     except Exception as error:  # the hub client raises whatever its HTTP library does
-        raise CheckpointError(
-            f"the hub did not give the model {name!r}: {error!r}; check the name and the connection"
-        ) from error
+        raise CheckpointError(f"the hub did not give {name!r}: {error!r}; check name and connection") from error
     return _by_config(name, "hf-hub", path, settings)
 
 
@@ -142,7 +140,10 @@ def _load_timm(name: str, settings: ModelSettings) -> Ensemble:
     timm = require("timm", extra="timm")
     if ":" not in name and name.partition(".")[0] not in timm.list_models():  # without the tag of pretrained weights
         raise CheckpointError(f"timm has no model {name!r}{did_you_mean(name, timm.list_models())}")
-    state = None if settings.weights is None else _read_weights(Path(settings.weights).expanduser())
+    try:
+        state = None if settings.weights is None else load_file(Path(settings.weights).expanduser())
+    except (OSError, SafetensorError) as error:  # files of other kinds can run code
+        raise CheckpointError(f"the weights {settings.weights} cannot be read as safetensors: {error}") from error
     classes = (len(state[key]) for key in ("head.weight", "head.fc.weight") if state is not None and key in state)
     options = {"num_classes": next(classes, None), **settings.model_options}
     try:
@@ -155,23 +156,10 @@ def _load_timm(name: str, settings: ModelSettings) -> Ensemble:
             model.load_state_dict(state)
         except RuntimeError as error:
             raise CheckpointError(
-                f"the weights {settings.weights} do not fit timm:{name}; check the name and model_options (img_size, "
-                f"patch_size, ...): {str(error)[:400]}"
+                f"the weights {settings.weights} do not fit timm:{name} with these model_options: {str(error)[:400]}"
             ) from error
     converted: Ensemble = convert(model)
     return converted
-
-
-def _read_weights(path: Path) -> dict[str, torch.Tensor]:
-    if path.suffix != ".safetensors":
-        raise CheckpointError(
-            f"the weights {path} are not a .safetensors file; others can run code: save them again with "
-            "safetensors.torch.save_file(model.state_dict(), 'model.safetensors')"
-        )
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"the weights {path} cannot be read: {error}") from error
 
 
 def _load_transformers(source: str, config: Mapping[str, Any]) -> Ensemble:
@@ -180,10 +168,7 @@ def _load_transformers(source: str, config: Mapping[str, Any]) -> Ensemble:
     names = [str(name) for name in config.get("architectures") or ()]
     chosen = next((name for name in names if name.endswith(TRANSFORMERS) and hasattr(transformers, name)), None)
     if chosen is None:
-        raise ConversionError(
-            f"{source} is a {' or '.join(names) or config['model_type']}, which has no trained classifier; give a "
-            "model for image or sequence classification"
-        )
+        raise ConversionError(f"{source} is a {' or '.join(names) or config['model_type']}: no trained classifier")
     try:
         transformers.utils.logging.disable_progress_bar()  # loading a local file takes no time worth a bar
         model = getattr(transformers, chosen).from_pretrained(source).eval()
@@ -313,10 +298,8 @@ def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labe
     if data.kind != model.kind:
         raise DataError(f"{data.name} holds {data.kind}s, but the model reads {model.kind}s; give it {model.kind}s")
     if model.metadata.preprocessing is None:
-        raise DataError(
-            f"the model does not know how {model.kind} inputs are preprocessed; for a model of transformers, save its "
-            f"{'tokenizer' if model.kind == 'text' else 'image processor'} into the same folder"
-        )
+        missing = "tokenizer" if model.kind == "text" else "image processor"
+        raise DataError(f"the model has no preprocessing; save its {missing} into the same folder")
     if not labelled:
         return data
     present = np.unique(data.labels).tolist()

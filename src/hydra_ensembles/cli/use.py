@@ -34,7 +34,6 @@ from .command import command, did_you_mean, emit
 from .sources import USUAL_BATCH, ModelSettings, load_classifier, load_model
 
 NUMBERS = ("confidence", "epistemic", "entropy", "disagreement")
-COLUMNS = ("input", "label", *NUMBERS, "score", "verdict")
 LONGEST = 60  # characters of an input that a table shows
 KEPT, PRUNED = "■", "·"
 SHOWN = 12  # items of a list
@@ -168,7 +167,7 @@ def _written(answers: Sequence[dict[str, Any]], format: OutputFormat) -> str | T
         return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in answers)
     if format == "csv":
         buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(buffer, answers[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(answers)
         return buffer.getvalue()

@@ -168,7 +168,7 @@ def run_demo(
     about: dict[str, Any] = {"title": "Hydra Ensembles: the embedded demo", "focus": HYDRA_CIRC, "baseline": SINGLE}
     write_report(folder / "report.html", evaluations, costs=costs, **about)
     measured = {"seconds": round(time.perf_counter() - started, 1), "costs": [asdict(cost) for cost in costs]}
-    run.write("results", {**_results(models, evaluations, settings, sizes(data)), "measured": measured})
+    run.write("results", {**_results(models, evaluations, settings, data), "measured": measured})
     shutil.rmtree(folder / "work")  # only an interrupted demo needs it
     return _table(evaluations, costs, settings)
 
@@ -192,12 +192,6 @@ def prepare_data(sample: DemoSample, backbone: Ensemble, settings: DemoSettings)
         "circuit_ood": read(circuit_ood),
         **{name: read(images.select(range(len(images))[: settings.limit])) for name, images in others.items()},
     }
-
-
-def sizes(data: Mapping[str, Sequence[Batch]]) -> dict[str, int]:
-    """Images of each set that the demo reads."""
-    counted = {name: sum(len(labels) for _, labels in found) for name, found in data.items()}
-    return {name: count for name, count in counted.items() if name != "taylor_id"}
 
 
 def _deep_ensemble(backbone: Ensemble, logits: Tensor, calibration: Sequence[Batch]) -> Ensemble:
@@ -253,15 +247,16 @@ def _results(
     models: Mapping[str, Ensemble],
     evaluations: Mapping[str, Evaluation],
     settings: DemoSettings,
-    samples: Mapping[str, int],
+    data: Mapping[str, Sequence[Batch]],
 ) -> dict[str, Any]:
     """Every number of a run that does not differ from run to run, as plain data."""
     first = evaluations[SINGLE]
+    samples = {name: sum(len(labels) for _, labels in found) for name, found in data.items() if name != "taylor_id"}
     return {
         "settings": to_plain(settings),
         "versions": dict(first.provenance.versions),
         "hardware": first.provenance.hardware,
-        "samples": dict(samples),
+        "samples": samples,
         "score": first.score,
         "convention": first.convention,
         "methods": {

@@ -84,32 +84,19 @@ def test_models_that_cannot_be_had(world, monkeypatch, arguments, says):
     assert says in fail("info", *(argument.format(world=world) for argument in arguments))
 
 
-def test_a_model_of_the_hub(monkeypatch):
-    download = Mock(side_effect=ConnectionError("offline"))
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    assert "offline" in fail("info", "hub:someone/something")
-    download.assert_called_once_with("someone/something", "config.json")
-
-
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
+def test_folders_that_are_no_model_or_no_classifier(tmp_path):
+    for config, says in (
         ("{", "not valid JSON"),
         ("{}", "is not that of a model"),
         (json.dumps({"model_type": "bert", "architectures": ["BertModel"]}), "no trained classifier"),
         (json.dumps({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}), "could not load"),
-    ],
-)
-def test_folders_that_are_no_model(tmp_path, config, says):
-    (tmp_path / "config.json").write_text(config)
-    assert says in fail("info", tmp_path)
-
-
-def test_a_model_without_a_classifier(tmp_path):
+    ):
+        (tmp_path / "config.json").write_text(config)
+        assert says in fail("info", tmp_path)
     headless = small_vit()
     headless.reset_classifier(0)
-    he.convert(headless).save_pretrained(tmp_path)
-    assert "has no classifier" in fail("bench", tmp_path)
+    he.convert(headless).save_pretrained(tmp_path / "headless")
+    assert "has no classifier" in fail("bench", tmp_path / "headless")
 
 
 def test_without_a_library_its_extra_is_named(world, monkeypatch):
@@ -140,6 +127,10 @@ def test_a_split_is_written_behind_a_path(tmp_path):
 
 
 def test_the_hub_by_name_configuration_and_split(monkeypatch):
+    download = Mock(side_effect=ConnectionError("offline"))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert "offline" in fail("info", "hub:someone/something")
+    download.assert_called_once_with("someone/something", "config.json")
     asked = Mock(side_effect=FileNotFoundError("nothing there"))
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=asked))
     for spec in ("hub:owner/name", "hub:owner/name:test", "hub:glue:sst2:validation"):
@@ -177,15 +168,12 @@ def test_labels_beyond_the_model_and_labels_by_name(text_folder, tmp_path):
     assert Evaluation.load(tmp_path / "text-run.json").id.samples == 2
 
 
-@pytest.mark.parametrize(
-    ("colours", "says"), [(["red"], "at least two classes"), (["green", "red"], r"\(green, red\), the model 3 without")]
-)
-def test_classes_that_do_not_fit(world, tmp_path, colours, says):
-    for colour in colours:
-        shutil.copytree(world / "val" / colour, tmp_path / colour)
+def test_classes_that_do_not_fit(world, tmp_path):
     model = load_classifier(ModelSettings("timm:test_vit", str(world / "mine.safetensors"), VIT_OPTIONS))
-    with pytest.raises(DataError, match=says):
-        fit_to_model(load_data(str(tmp_path), DataSettings()), model, DataSettings())
+    for colour, says in (("red", "at least two classes"), ("green", r"\(green, red\), the model 3 without")):
+        shutil.copytree(world / "val" / colour, tmp_path / colour)
+        with pytest.raises(DataError, match=says):
+            fit_to_model(load_data(str(tmp_path), DataSettings()), model, DataSettings())
 
 
 def test_folders_called_by_numbers_are_those_numbers(world, tmp_path):

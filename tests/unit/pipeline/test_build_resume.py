@@ -163,26 +163,19 @@ def test_the_folder_of_another_build_is_refused(folder: Path) -> None:
     run(folder)  # and nothing happened to it
 
 
-@pytest.mark.parametrize(
-    ("damaged", "gone"),
-    [
-        ("ensemble/config.json", []),
-        ("members/1/model.safetensors", ["ensemble", "fused"]),
-        ("heads.json", ["ensemble", "fused", "members"]),
-        ("rankings/acc.journal", ["ensemble", "fused", "members", "heads.json", "rankings/acc.json"]),
-        ("finetune/member-0/rate-0.05/checkpoint.json", ["ensemble", "fused", "members"]),
-    ],
-)
-def test_a_damaged_product_is_named_and_made_anew_when_deleted(
-    folder: Path, expected: he.Ensemble, damaged: str, gone: list[str]
-) -> None:
-    delete(folder, *gone)
-    content = (folder / damaged).read_bytes()
-    (folder / damaged).write_bytes(content[: len(content) // 2])
-    place = Path(damaged)
-    if place.name in ("config.json", "model.safetensors", "checkpoint.json"):
-        place = place.parent  # the folder is the product
-    with pytest.raises(HydraError, match=f"{re.escape(str(folder / place))}.*[Dd]elete"):
-        run(folder)
-    delete(folder, str(place))
-    assert same(run(folder), expected)
+def test_a_damaged_product_is_named_and_made_anew_when_deleted(folder: Path, expected: he.Ensemble) -> None:
+    """From the last to the first; what comes after each is gone."""
+    for damaged, product, gone in (
+        ("ensemble/config.json", "ensemble", []),
+        ("members/1/model.safetensors", "members/1", ["ensemble", "fused"]),
+        ("heads.json", "heads.json", ["ensemble", "fused", "members"]),
+        ("rankings/acc.journal", "rankings/acc.journal", [*FUSED, "members", "heads.json", "rankings/acc.json"]),
+        ("finetune/member-0/rate-0.05/checkpoint.json", "finetune/member-0/rate-0.05", [*FUSED, "members"]),
+    ):
+        delete(folder, *gone)
+        content = (folder / damaged).read_bytes()
+        (folder / damaged).write_bytes(content[: len(content) // 2])
+        with pytest.raises(HydraError, match=f"{re.escape(str(folder / product))}.*[Dd]elete"):
+            run(folder)
+        delete(folder, product)
+        assert same(run(folder), expected)
