@@ -6,7 +6,7 @@ import torch
 
 from hydra_ensembles.data.batching import batches
 from hydra_ensembles.data.corruptions import corrupted
-from hydra_ensembles.data.dataset import ImageDataset, TextDataset, split, subset
+from hydra_ensembles.data.dataset import ImageDataset, TextDataset, subset
 from hydra_ensembles.data.loading import load
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from shared_paths import shared
@@ -51,13 +51,16 @@ def test_every_set(name: str) -> None:
             assert all(isinstance(text, kind) and all(text) for text, _ in some)
 
 
-def test_a_known_image_and_known_texts() -> None:
+def test_a_known_image_and_the_papers_sst2_split() -> None:
     cifar = load(shared("data/images/cifar10"), "test")
     assert cifar.class_names == CIFAR10_CLASSES
     assert np.bincount(cifar.labels).tolist() == [1000] * 10
     assert cifar[0][0].size == (32, 32)
-    sst2 = load(shared("data/text/sst2"), "train")
+    sst2, chosen = load(shared("data/text/sst2"), "train"), suite("sst2")
     assert sst2[0] == ("hide new secretions from the parental units", 0)
+    for ref, rows in ((chosen.validation, range(3000)), (chosen.train, range(3000, 67_349))):
+        assert ref is not None
+        assert ref.part_of(sst2).rows.tolist() == list(rows)
 
 
 @pytest.mark.parametrize(
@@ -100,22 +103,6 @@ def test_suites(name: str, id_count: int, circuit_count: int, near: list[int], f
     assert [len(data) for data in loaded["far"].values()] == far
     for ref in (*chosen.apart, *chosen.tasks):
         assert len(ref.load(root)) > 0
-
-
-def test_the_papers_sst2_split() -> None:
-    root, chosen = shared("data"), suite("sst2")
-    assert chosen.train is not None
-    assert chosen.validation is not None
-    assert chosen.validation.load(root).rows.tolist() == list(range(3000))
-    assert chosen.train.load(root).rows.tolist() == list(range(3000, 67_349))
-
-
-def test_halves_of_the_circuit_set_are_disjoint_and_balanced() -> None:
-    data = suite("cifar10").circuit_ood.load(shared("data"))
-    ranking, choosing = split(data, 0.5, seed=0, stratified=True)
-    assert not set(ranking.rows) & set(choosing.rows)
-    assert np.bincount(ranking.labels).max() == np.bincount(choosing.labels).max() == 5
-    assert len(ranking) == len(choosing) == 880
 
 
 def test_batches_and_corruptions_of_real_images() -> None:

@@ -6,12 +6,11 @@ from .batching import Batches, BatchLoader, TrainTransform, batches
 from .corruptions import CORRUPTIONS, SEVERITIES, corrupt, corrupted
 from .dataset import Dataset, ImageDataset, TextDataset, keyed_order, only_classes, split, subset, without_classes
 from .loading import Columns, load
-from .suites import SUITES, SetRef, Suite, suite
+from .suites import SetRef, Suite, all_suites, suite
 
 __all__ = [
     "CORRUPTIONS",
     "SEVERITIES",
-    "SUITES",
     "BatchLoader",
     "Batches",
     "Columns",
@@ -22,6 +21,7 @@ __all__ = [
     "Suite",
     "TextDataset",
     "TrainTransform",
+    "all_suites",
     "batches",
     "corrupt",
     "corrupted",

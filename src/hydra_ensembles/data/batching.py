@@ -30,14 +30,13 @@ class BatchLoader:
     Where `preprocess` gives a mapping, that mapping is yielded with `labels` added. It can be iterated any number of
     times. Every pass over the same epoch is the same, in order and in the random augmentations of `preprocess` (as
     far as they draw from torch's CPU generator), whatever the number of workers; `set_epoch` moves on. The state of
-    torch's generators is left as it was. Where members are ranked or trained on it, each has orders and augmentations
-    of its own (`set_stream`).
+    torch's generators is left as it was. Members that are ranked or trained on it have orders and augmentations of
+    their own (`set_stream`).
 
     Attributes:
         dataset: Gives `(item, label)` by position.
         preprocess: Turns a list of items into a tensor `[B, ...]` or a mapping of such tensors: a model's
             preprocessing, a `TrainTransform`, or any function.
-        batch_size: Items a batch; the last one may be smaller.
         shuffle: Whether each epoch has an order of its own.
         seed: Decides order and augmentations.
         num_workers: Worker processes that read and preprocess; 0 does it in this one.
@@ -58,7 +57,6 @@ class BatchLoader:
     stream: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if self.batch_size < 1 or self.num_workers < 0:
             got = f"{self.batch_size} and {self.num_workers}"
             raise DataError(f"batch_size must be at least 1, num_workers 0 (none) or more; got {got}")
@@ -72,15 +70,10 @@ class BatchLoader:
         self.epoch = epoch
 
     def set_stream(self, stream: int | None) -> None:
-        """Choose one of many sequences of epochs, each with orders and random augmentations of its own.
-
-        This is how members that train on the same object come to see different batches: `finetune` gives each a
-        stream, made of the recipe's seed and the member's number. None is the sequence of `seed` alone.
-        """
+        """Choose one of many sequences of epochs, one for each member that trains; None is that of `seed` alone."""
         self.stream = stream
 
     def __iter__(self) -> Iterator[Batch]:
-        """Start a pass over the data."""
         seed = self.seed if self.stream is None else hash_key(self.seed, self.stream)
         count, size = len(self.dataset), self.batch_size
         order = keyed_order(count, seed, self.epoch).tolist() if self.shuffle else list(range(count))
@@ -160,7 +153,6 @@ class TrainTransform:
     std: tuple[float, ...] = ImagePreprocessing.std
 
     def __post_init__(self) -> None:
-        """Check every range."""
         crop = self.crop_scale
         for name, valid, accepted in (
             ("size", len(self.size) == 2 and min(self.size) > 0, "a positive height and width"),

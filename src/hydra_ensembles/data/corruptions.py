@@ -34,9 +34,9 @@ _scipy = partial(require, "scipy.ndimage", extra="data")
 def corrupt(image: "Image", name: str, severity: int, seed: int, parameters: ParameterSet = "imagenet") -> "Image":
     """Corrupt a PIL image as ImageNet-C does; the result is RGB, of the same size.
 
-    Motion blur and snow follow ImageMagick's definition of motion blur, and frost is drawn, not photographed
-    (see `frost`); everything else follows the published code up to the stream of random numbers. Values are truncated
-    to integers, as they were when ImageNet-C was made; it was saved once more as JPEG of quality 85, which this is not.
+    Motion blur and snow follow ImageMagick's definition of motion blur, as the original calls ImageMagick, and frost is
+    drawn, not photographed; everything else follows the published code up to the stream of random numbers. Values are
+    truncated to integers, as in ImageNet-C, which was saved once more as JPEG of quality 85.
 
     Args:
         image: Of any mode and size.
@@ -137,8 +137,7 @@ def defocus_blur(image: Pixels, rng: Random, radius: float, sigma: float) -> Pix
 def glass_blur(image: Pixels, rng: Random, sigma: float, reach: int, rounds: int) -> Pixels:
     """Frosted glass: blur, scatter pixels locally, blur again.
 
-    The published code means to swap two pixels, but swaps views of one array, which copies the second pixel
-    over the first and leaves it in place. ImageNet-C holds the result of that, so this copies as well.
+    The published code means to swap two pixels, but copies one over the other, and so does this.
     """
     height, width = image.shape[:2]
     blurred = np.floor(gaussian_blur(image / 255.0, sigma) * 255.0)
@@ -155,10 +154,7 @@ def glass_blur(image: Pixels, rng: Random, sigma: float, reach: int, rounds: int
 
 
 def motion_blur(image: Pixels, rng: Random, radius: float, sigma: float) -> Pixels:
-    """The camera moves along a random direction within 45° of the horizontal.
-
-    The original calls ImageMagick; `directional_blur` follows the same definition.
-    """
+    """The camera moves along a random direction within 45° of the horizontal."""
     return np.rint(directional_blur(image, radius, sigma, rng.uniform(-45.0, 45.0)))
 
 
@@ -170,10 +166,7 @@ def zoom_blur(image: Pixels, rng: Random, end: float, step: float) -> Pixels:
 
 
 def snow(image: Pixels, rng: Random, *numbers: float) -> Pixels:
-    """Flakes driven by the wind, over a whitened image.
-
-    The original blurs the flakes with ImageMagick; `directional_blur` follows the same definition.
-    """
+    """Flakes driven by the wind, over a whitened image."""
     mean, deviation, zoom, threshold, radius, sigma, weight = numbers
     pixels = image / 255.0
     flakes = clipped_zoom(rng.normal(mean, deviation, size=image.shape[:2])[..., None], zoom)[..., 0]
@@ -185,14 +178,11 @@ def snow(image: Pixels, rng: Random, *numbers: float) -> Pixels:
 
 
 def frost(image: Pixels, rng: Random, image_weight: float, frost_weight: float, scale: float) -> Pixels:
-    """Ice crystals on the lens.
+    """Ice crystals on the lens: drawn by `ice`, where the original lays photographs of frost over the image.
 
-    The original lays random crops of five photographs of frost over the image. No photograph is shipped here:
-    `ice` draws a picture of ice instead, laid over with the published weights and reduced to the published
-    scale. Severities compare with one another, but not number for number with ImageNet-C.
+    Severities compare with one another, but not number for number with ImageNet-C.
     """
-    overlay = ice(image.shape[0], image.shape[1], scale, rng)
-    return np.clip(image_weight * image + frost_weight * overlay, 0, 255)
+    return np.clip(image_weight * image + frost_weight * ice(image.shape[0], image.shape[1], scale, rng), 0, 255)
 
 
 def fog(image: Pixels, rng: Random, strength: float, decay: float) -> Pixels:
@@ -204,11 +194,7 @@ def fog(image: Pixels, rng: Random, strength: float, decay: float) -> Pixels:
 
 
 def brightness(image: Pixels, rng: Random, added: float) -> Pixels:
-    """Add to the value of HSV, at constant hue and saturation.
-
-    At constant hue and saturation the colour is proportional to the value, so no conversion is needed: the
-    colour is scaled by new value / old value (black has no hue and becomes grey).
-    """
+    """Add to the value of HSV at constant hue and saturation: the colour is scaled, and black becomes grey."""
     pixels = image / 255.0
     value = pixels.max(axis=-1, keepdims=True)
     brighter = np.minimum(value + added, 1.0)
@@ -223,10 +209,7 @@ def contrast(image: Pixels, rng: Random, factor: float) -> Pixels:
 
 
 def elastic_transform(image: Pixels, rng: Random, *shares: float) -> Pixels:
-    """Stretch: a random affine map, then a smooth random displacement of every pixel.
-
-    Interpolation is exact where the original's rounds the affine map to 1/32 of a pixel.
-    """
+    """Stretch: a random affine map, then a smooth random displacement of every pixel."""
     *numbers, size = shares
     reach, sigma, corner_shift = (size * share for share in numbers)
     pixels = image / 255.0
@@ -276,9 +259,8 @@ def gaussian_blur(image: Pixels, sigma: float, mode: str = "nearest", truncate: 
 def directional_blur(image: Pixels, radius: float, sigma: float, angle: float) -> Pixels:
     """Blur along a line, as ImageMagick's `MotionBlurImage` does.
 
-    Each pixel becomes a weighted mean of the `2·radius + 1` pixels that start at it and lie in the direction
-    of the angle (in degrees), on the nearest whole pixels; weights fall off as one half of a Gaussian. Beyond
-    the border the edge repeats.
+    Each pixel becomes a mean of the `2·radius + 1` pixels that start at it in the direction of the angle (in degrees),
+    weighted by one half of a Gaussian. Beyond the border the edge repeats.
     """
     width = 2 * math.ceil(radius) + 1
     weights = np.exp(-(np.arange(width) ** 2) / (2.0 * sigma**2))
@@ -308,9 +290,7 @@ def clipped_zoom(image: Pixels, factor: float) -> Pixels:
 def plasma(height: int, width: int, decay: float, rng: Random) -> Pixels:
     """Random cloud-like field in [0, 1], by the diamond–square algorithm on a torus.
 
-    Each level halves the grid: first the centres of the squares, then the centres of the diamonds, become the
-    mean of their four neighbours plus a uniform deviation. The deviation starts at 100² and shrinks by
-    `decay²` a level, so a higher decay gives a smoother field.
+    The deviation starts at 100² and shrinks by `decay²` a level, so a higher decay gives a smoother field.
     """
     side = max(2, 1 << (max(height, width) - 1).bit_length())
     field = np.zeros((side, side))
@@ -331,9 +311,8 @@ def plasma(height: int, width: int, decay: float, rng: Random) -> Pixels:
 def ice(height: int, width: int, scale: float, rng: Random) -> Pixels:
     """Draw a picture of frost, `[height, width, 3]` in 0..255.
 
-    Long needles with short branches, along axes about 60 degrees apart, grow where a rough cloud field says
-    that the ice is thick; the rest is nearly clear. The light is coloured from dark blue glass to white.
-    `scale` below one draws a larger picture and reduces it, for small images.
+    Needles along axes about 60 degrees apart grow where a rough cloud field says that the ice is thick. `scale` below
+    one draws a larger picture and reduces it, for small images.
     """
     rows, columns = math.ceil(height / scale), math.ceil(width / scale)
     thickness = plasma(rows, columns, 1.7, rng)

@@ -40,17 +40,11 @@ class Items(Protocol[Item_co]):
 
 @dataclass(frozen=True)
 class Rows(Generic[Item]):
-    """A source that reads an item when it is asked for.
-
-    Attributes:
-        count: Number of rows.
-        read: Gives the item of a row.
-        place: Files and columns that are read; two sources of the same place give the same items.
-    """
+    """A source that reads an item when it is asked for."""
 
     count: int
     read: Callable[[int], Item]
-    place: tuple[str, ...] = ()
+    place: tuple[str, ...] = ()  # files and columns that are read: two sources of the same place give the same items
 
     def __len__(self) -> int:
         return self.count
@@ -108,7 +102,6 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         return self._source[int(self.rows[position])], int(self.labels[position])
 
     def __iter__(self) -> Iterator[tuple[Item, int]]:
-        """Go through the items in order."""
         return (self[index] for index in range(len(self)))
 
     def __repr__(self) -> str:
@@ -198,8 +191,7 @@ def read_image(path: Path, where: str | None = None) -> "Image":
 def subset(dataset: SomeDataset, n: int, seed: int, stratified: bool = False) -> SomeDataset:
     """Draw `n` items without replacement; they keep their order, and the same seed draws the same items.
 
-    `stratified` keeps the class proportions (the remainder goes to the classes that it was taken from most). A
-    `DataError` where there are fewer than `n` items.
+    `stratified` keeps the class proportions. A `DataError` where there are fewer than `n` items.
     """
     if not 0 <= n <= len(dataset):
         raise DataError(f"cannot draw {n} items from {dataset.name}, which has {len(dataset)}; lower n")
@@ -218,15 +210,8 @@ def split(
 ) -> tuple[SomeDataset, ...]:
     """Split into disjoint parts; the items of each keep their order, and the same seed gives the same parts.
 
-    Args:
-        dataset: What to split.
-        fractions: One fraction gives two parts, that one and the rest; several give a part each, and must not
-            add up to more than one.
-        seed: Decides which items go where.
-        stratified: Split every class in these proportions.
-
-    Raises:
-        DataError: The fractions are not fractions.
+    One fraction gives two parts, that one and the rest; several give a part each, and must not add up to more than one
+    (a `DataError`). `stratified` splits every class in these proportions.
     """
     shares = [fractions, 1.0 - fractions] if isinstance(fractions, int | float) else list(fractions)
     if not shares or min(shares) < 0 or math.fsum(shares) > 1.0 + 1e-9:

@@ -170,19 +170,16 @@ class _Table:
             return decode_image(content, where)
         if path:
             return read_image(self.folder / path, f"{where} ({path})")
-        raise DataError(
-            f"{where} has no image in column {column!r} (a {type(cell).__name__}, expected bytes or {{bytes, path}}); "
-            "remove the row or fill it, or name the image column with columns=Columns(image=...)"
-        )
+        what = f"{where} has no image in column {column!r} (a {type(cell).__name__}, expected bytes or {{bytes, path}})"
+        raise DataError(f"{what}; remove or fill it, or name the column with columns=Columns(image=...)")
 
     def text(self, columns: tuple[str, ...], row: int) -> Text:
         """Read a cell as a string, or two as a pair."""
         cells = [self.cell(column, row) for column in columns]
         for column, cell in zip(columns, cells, strict=True):
             if not isinstance(cell, str):
-                raise DataError(
-                    f"row {row} of {self.where} has no text in column {column!r} (got {cell!r}); remove or fill it"
-                )
+                where = f"row {row} of {self.where}"
+                raise DataError(f"{where} has no text in column {column!r} (got {cell!r}); remove or fill it")
         return cells[0] if len(cells) == 1 else (cells[0], cells[1])
 
 
@@ -207,8 +204,7 @@ def _table_splits(folder: Path) -> dict[str, list[Path]]:
 def _read_tables(files: Sequence[Path], title: str, columns: Columns) -> _Table:
     """Read one split: a file, or its shards in order."""
     arrow = require("pyarrow", extra="data")
-    where = str(files[0]) if len(files) == 1 else f"{files[0]} (and {len(files) - 1} more shards)"
-    suffix = files[0].suffix.lower()
+    where, suffix = str(files[0]), files[0].suffix.lower()
     if suffix not in TABLE_SUFFIXES:
         raise DataError(f"{files[0]} is not of a known kind; accepted suffixes: {', '.join((*TABLE_SUFFIXES, '.txt'))}")
     try:
@@ -283,10 +279,8 @@ def _from_table(table: _Table, columns: Columns, policy: LabelPolicy, class_name
     if not len(table):
         raise DataError(f"{table.where} has no rows")
     if not table.has(columns.image) and not table.has(columns.text):
-        raise DataError(
-            f"{table.where} has no column {columns.image!r} or {columns.text!r}; it has {table.data.column_names}. "
-            "Name the right ones with columns=Columns(image=..., text=..., label=...)"
-        )
+        what = f"{table.where} has no column {columns.image!r} or {columns.text!r}; it has {table.data.column_names}"
+        raise DataError(f"{what}. Name the right ones with columns=Columns(image=..., text=..., label=...)")
     labels, names = _read_labels(table, columns.label, policy, class_names)
     place = (table.where, str(table.folder))
     if table.has(columns.image):
@@ -299,18 +293,15 @@ def _from_table(table: _Table, columns: Columns, policy: LabelPolicy, class_name
 def _read_labels(
     table: _Table, column: str, policy: LabelPolicy, class_names: Sequence[str] | None
 ) -> tuple[Labels, tuple[str, ...]]:
-    """Read a label column as integers, with the class names.
+    """Read a label column as integers, with the class names: those given, else the table's, else the labels themselves.
 
-    Whole numbers are taken as they are, strings are numbered in the order of the class names; an empty cell or NaN is
-    no label. Names come from the argument, else from the table, else they are the labels themselves.
+    Whole numbers are taken as they are, strings are numbered in the order of the names; an empty cell or NaN is none.
     """
     if not table.has(column):
         if policy == "optional":
             return np.full(len(table), UNLABELLED, dtype=np.int64), tuple(class_names or ())
-        raise DataError(
-            f"{table.where} has no label column {column!r}; it has {table.data.column_names}. Name it with "
-            "columns=Columns(label=...), or pass labels='optional' if the labels are not needed (OOD data)"
-        )
+        what = f"{table.where} has no label column {column!r}; it has {table.data.column_names}"
+        raise DataError(f"{what}. Name it with columns=Columns(label=...), or pass labels='optional' for OOD data")
     values = table.column(column)
     names = tuple(class_names) if class_names is not None else table.class_names(column)
     strings = {value for value in values if isinstance(value, str) and value}
@@ -321,10 +312,8 @@ def _read_labels(
     numbers = np.maximum(np.array(found, dtype=np.int64), UNLABELLED)
     if policy == "required" and (numbers < 0).any():
         row = int((numbers < 0).argmax())
-        raise DataError(
-            f"row {row} of {table.where} has no label (got {values[row]!r}), nor have {int((numbers < 0).sum())} rows "
-            "in all; use another split, or pass labels='optional' if the labels are not needed (OOD data)"
-        )
+        what = f"row {row} of {table.where} has no label (got {values[row]!r}), nor have {(numbers < 0).sum()} in all"
+        raise DataError(f"{what}; use another split, or pass labels='optional' for OOD data")
     if names is None:
         names = tuple(str(label) for label in range(int(numbers.max()) + 1))
     return numbers, names
@@ -338,20 +327,15 @@ def _label(value: Any, known: dict[str, int], where: str) -> int:
         return known[value]
     if isinstance(value, int | float | Decimal) and math.isfinite(value) and int(value) == value:
         return int(value)
-    raise DataError(
-        f"{where} has the label {value!r}; labels must be whole numbers or class names"
-        f"{f' ({list(known)})' if known else ''}: name the right column with columns=Columns(label=...)"
-    )
+    accepted = f"whole numbers or class names{f' ({list(known)})' if known else ''}"
+    raise DataError(f"{where} has the label {value!r}; labels must be {accepted}: see columns=Columns(label=...)")
 
 
 # --- folders and lists of images: tables of paths and labels -----------------------------------------------
 
 
 def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_names: Sequence[str] | None) -> _Table:
-    """List a folder, or a split below it, with one subfolder a class, searched to any depth.
-
-    Hidden subfolders and `__MACOSX`, which archives leave, are passed over.
-    """
+    """List a folder, or a split below it, with one subfolder a class, searched to any depth; litter is passed over."""
     title = folder.name
     below = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     splits = [entry for entry in below if entry in SPLIT_NAMES]
@@ -366,20 +350,14 @@ def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_nam
     images = {class_name: _images_in((folder / class_name).rglob("*")) for class_name in names}
     empty = [class_name for class_name in names if not images[class_name]]
     if policy == "required" and class_names is None and 0 < len(empty) < len(names):
-        raise DataError(
-            f"{folder} has subfolders without images: {empty}. Each subfolder is a class: move these elsewhere, or "
-            "pass class_names= if they are classes without an image here"
-        )
+        raise DataError(f"{folder} has subfolders without images: {empty}; move them, or pass class_names= with them")
     listed: list[tuple[Path, str | None]] = [(file, one) for one in names for file in images[one]]
     loose = _images_in(entries)
     if policy == "optional":
         listed += [(file, None) for file in loose]
     if not listed:
         hint = f"; {len(loose)} images lie in it without a class: pass labels='optional'" if loose else ""
-        raise DataError(
-            f"{folder} has no images in class subfolders (subfolders {found}, "
-            f"suffixes read: {', '.join(IMAGE_SUFFIXES)}){hint}"
-        )
+        raise DataError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) in its subfolders {found}{hint}")
     return _table_of_files([(str(file.relative_to(folder)), label) for file, label in listed], folder, title, folder)
 
 
@@ -395,10 +373,8 @@ def _read_list(list_file: Path, images: Path) -> _Table:
     if not listed:
         raise DataError(f"{list_file} lists no images")
     if not (images / listed[0][0]).exists():
-        raise DataError(
-            f"{images / listed[0][0]}, the first image of {list_file}, does not exist; each line must be 'path label', "
-            "and images= must name the folder that the paths are relative to"
-        )
+        first = f"{images / listed[0][0]}, the first image of {list_file},"
+        raise DataError(f"{first} does not exist; lines are 'path label', relative to the folder images=")
     return _table_of_files(listed, list_file, list_file.stem, images)
 
 
@@ -431,13 +407,10 @@ def _load_torchvision(name: str, split: str | None, root: Path, download: bool) 
     try:
         data: Any = factory(**settings)
     except (RuntimeError, ValueError, FileNotFoundError) as error:
-        raise DataError(
-            f"torchvision:{name} (split {split!r}) cannot be loaded from {root}: {error}. "
-            "Check root= and split=, or pass download=True"
-        ) from error
+        where = f"torchvision:{name} (split {split!r})"
+        raise DataError(f"{where} cannot be loaded from {root}: {error}. Check root=, or pass download=True") from error
     labels = next((getattr(data, key) for key in _LABEL_ATTRIBUTES if hasattr(data, key)), None)
-    if labels is None:
-        labels = [data[row][1] for row in range(len(data))]
+    labels = [data[row][1] for row in range(len(data))] if labels is None else labels
     names = next((getattr(data, key) for key in _NAME_ATTRIBUTES if hasattr(data, key)), ())
     class_names = tuple(", ".join(entry) if isinstance(entry, tuple) else str(entry) for entry in names)
     images = Rows(len(data), partial(_torchvision_image, data))

@@ -1,8 +1,7 @@
 """Near and far OOD sets that belong together; the paper's are declared in `suites.yaml`."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -48,9 +47,6 @@ class SetRef:
     class_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check what can be checked without the data."""
-        if not self.name or not self.source:
-            raise DataError(f"a set needs a name and a source, got {self.name!r} and {self.source!r}")
         if self.share is not None and not 0 <= self.share[0] < self.share[1] <= 1:
             raise DataError(f"{self.name}: share must be 0 <= start < end <= 1, got {self.share}")
 
@@ -107,16 +103,13 @@ class Suite:
     tasks: tuple[SetRef, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check that every reported set has a name of its own and none chooses the circuits."""
         reported = (*self.near, *self.far, *self.apart)
         names = sorted(ref.name for ref in reported)
         if len(set(names)) != len(names):
             raise DataError(f"suite {self.name!r} names a set twice: {names}")
         sealed = [ref.name for ref in reported if ref.part == self.circuit_ood.part]
         if sealed:
-            raise DataError(
-                f"suite {self.name!r} reports {sealed}, on which its circuits are chosen; report other rows"
-            )
+            raise DataError(f"suite {self.name!r} reports {sealed}, on which its circuits are chosen; report others")
         if not self.near or not self.far:
             raise DataError(f"suite {self.name!r} needs at least one near and one far set")
 
@@ -128,29 +121,15 @@ class Suite:
 
 def suite(name: str) -> Suite:
     """Give a suite by its name; the `DataError` for one that does not exist lists those there are."""
-    if name not in SUITES:
-        raise DataError(f"no suite {name!r}; choose one of {', '.join(SUITES)}")
-    return SUITES[name]
+    known = all_suites()
+    if name not in known:
+        raise DataError(f"no suite {name!r}; choose one of {', '.join(known)}")
+    return known[name]
 
 
-class _Suites(Mapping[str, Suite]):
-    """The suites of `suites.yaml`, read on first use: importing this library reads no file."""
-
-    @cached_property
-    def _read(self) -> dict[str, Suite]:
-        file = Path(__file__).with_name("suites.yaml")
-        declared = require("yaml", extra="data").safe_load(file.read_text(encoding="utf-8"))
-        return {name: from_plain(Suite, {"name": name, **plain}, name) for name, plain in declared.items()}
-
-    def __getitem__(self, name: str) -> Suite:
-        return self._read[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read)
-
-    def __len__(self) -> int:
-        return len(self._read)
-
-
-SUITES: Mapping[str, Suite] = _Suites()
-"""The suites by name."""
+@cache
+def all_suites() -> dict[str, Suite]:
+    """The suites of `suites.yaml` by name."""
+    file = Path(__file__).with_name("suites.yaml")
+    declared = require("yaml", extra="data").safe_load(file.read_text(encoding="utf-8"))
+    return {name: from_plain(Suite, {"name": name, **plain}, name) for name, plain in declared.items()}

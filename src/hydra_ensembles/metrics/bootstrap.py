@@ -55,9 +55,9 @@ def bootstrap_metric(
         samples: Arrays `[B, ...]`, all of one length.
         minus: Arrays of another method, of which row i is the same sample: a paired interval of the difference
             `metric(*samples) - metric(*minus)`.
-        resamples: Number of resamples.
+        resamples: How often samples are drawn.
         level: Share of the replicates the interval holds.
-        seed: Seed of the draws.
+        seed: Decides the draws.
     """
     _check_resamples(resamples)
     if not samples:

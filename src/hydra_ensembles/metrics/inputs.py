@@ -80,10 +80,8 @@ def check_labels(labels: Tensor, samples: int, classes: int, name: str | None = 
     check_same_length({"samples": samples, "labels": len(labels)}, name)
     lowest, highest = int(labels.min()), int(labels.max())
     if lowest < 0 or highest >= classes:
-        raise DataError(
-            f"{where(name)}labels run from {lowest} to {highest}, but there are {classes} classes (0 to "
-            f"{classes - 1}); check that model and set have the same classes"
-        )
+        range_ = f"{where(name)}labels run from {lowest} to {highest}, but there are {classes} classes"
+        raise DataError(f"{range_} (0 to {classes - 1}); check that model and set have the same classes")
     return labels.detach().long()
 
 
@@ -98,26 +96,20 @@ def check_probs(probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def check_member_probs(member_probs: Tensor) -> Tensor:
     """Member probabilities `[M, B, C]`, at least one sample, in at least float32, clamped to [0, 1]."""
     if member_probs.ndim != 3 or member_probs.shape[0] == 0 or member_probs.shape[1] == 0:
-        raise DataError(
-            "member probabilities must have shape [M, B, C], members first, with at least one member and one sample, "
-            f"but have {list(member_probs.shape)}"
-        )
+        got = list(member_probs.shape)
+        raise DataError(f"member probabilities must be [M, B, C], at least one member and one sample, but are {got}")
     return _probability_rows(member_probs)
 
 
 def _probability_rows(probs: Tensor) -> Tensor:
     if probs.shape[-1] < 2 or not probs.is_floating_point():
-        raise DataError(
-            f"probabilities must be floating point over two classes or more, but are {probs.dtype} over "
-            f"{probs.shape[-1]}; give a binary problem as two columns, 1 - p and p"
-        )
+        got = f"{probs.dtype} over {probs.shape[-1]}"
+        raise DataError(f"probabilities must be floating point over two classes or more (1 - p and p), but are {got}")
     check_finite(probs, "probabilities")
     tolerance = _ROW_SUM_TOLERANCE.get(probs.dtype, 1e-3)
     probs = at_least_float32(probs.detach())
     lowest, off = probs.min().item(), (probs.sum(-1) - 1).abs().max().item()
     if lowest < -tolerance or off > tolerance:
-        raise DataError(
-            f"rows must be probabilities that sum to one, but the smallest entry is {lowest:.4g} and a row sum is off "
-            f"by {off:.4g}; apply a softmax first if these are logits"
-        )
+        got = f"the smallest entry is {lowest:.4g} and a row sum is off by {off:.4g}"
+        raise DataError(f"rows must sum to one, but {got}; apply a softmax first if these are logits")
     return probs.clamp(0, 1)

@@ -89,7 +89,7 @@ def discordance(id_scores: Tensor, ood_scores: Tensor) -> int:
     An integer, so that two candidates compare exactly: AUROC = 1 - discordance / (2 · ID · OOD). Scores `[n]` and
     `[m]` may have any real dtype. Runs on the device of the ID scores, and takes O(n log n).
     """
-    fp, tp, _ = flagged(*_checked(id_scores, ood_scores))
+    fp, tp, _ = flagged(id_scores, ood_scores)
     return 2 * len(id_scores) * len(ood_scores) - int(_concordant_twice(fp, tp))
 
 
@@ -112,12 +112,11 @@ def fpr95(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch
 
 
 def roc_curve(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The ROC curve for a figure: shares of ID and of OOD samples flagged, and the thresholds, strictest first.
+    """Shares of ID and of OOD samples flagged (at or above a threshold), and the thresholds, from infinity down.
 
-    A sample at or above a threshold is flagged; the first one is infinite. Points between two others on a straight line
-    are left out. In float64 on the CPU.
+    Points between two others on a straight line are left out. In float64 on the CPU.
     """
-    fp, tp, thresholds = (one.cpu().double().flatten() for one in flagged(*_checked(id_scores, ood_scores)))
+    fp, tp, thresholds = (one.cpu().double().flatten() for one in flagged(id_scores, ood_scores))
     if len(fp) > 2:
         bends = (fp.diff(n=2) != 0) | (tp.diff(n=2) != 0)
         kept = torch.cat([torch.ones(1), bends, torch.ones(1)]).bool()
@@ -128,17 +127,14 @@ def roc_curve(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Te
 
 def _measured(metric: OodMetric, id_scores: Tensor, ood_scores: Tensor, convention: Convention) -> float:
     check_convention(convention)
-    fp, tp, _ = flagged(*_checked(id_scores, ood_scores))
+    fp, tp, _ = flagged(id_scores, ood_scores)
     return of_counts(metric, fp.cpu(), tp.cpu(), convention).item()  # in float64, which not every device has
-
-
-def _checked(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor]:
-    return check_scores(id_scores, "ID scores"), check_scores(ood_scores, "OOD scores")
 
 
 def flagged(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """How many ID and OOD samples each threshold flags, `[1, K]` each, and the thresholds `[K]`, strictest first."""
-    id_ranks, ood_ranks, distinct = joint_ranks(id_scores, ood_scores)
+    scores = check_scores(id_scores, "ID scores"), check_scores(ood_scores, "OOD scores")
+    id_ranks, ood_ranks, distinct = joint_ranks(*scores)
     fp, tp = (cumulative_counts(ranks.unsqueeze(0), len(distinct)) for ranks in (id_ranks, ood_ranks))
     return fp, tp, distinct.flip(0)
 

@@ -32,17 +32,11 @@ class ReliabilityBins:
 
 
 class EntropyParts(NamedTuple):
-    """Entropy of the mean prediction in nats, and where it comes from; each `[B]`.
+    """Entropy of the mean prediction in nats, and where it comes from; each `[B]`."""
 
-    Attributes:
-        total: Entropy of the mean probabilities; the sum of the two others.
-        aleatoric: Mean entropy of the members: what each of them is unsure about.
-        epistemic: Mutual information of label and member: what they are unsure about together only.
-    """
-
-    total: Tensor
-    aleatoric: Tensor
-    epistemic: Tensor
+    total: Tensor  # of the mean probabilities; the sum of the two others
+    aleatoric: Tensor  # mean entropy of the members: what each of them is unsure about
+    epistemic: Tensor  # mutual information of label and member: what they are unsure about together only
 
 
 # --- accuracy and calibration -------------------------------------------------------------------------------

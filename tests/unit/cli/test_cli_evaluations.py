@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from cli_cases import fail, save_images, succeed, vit_flags
-from hydra_ensembles.data.suites import SUITES, SetRef, Suite
+from hydra_ensembles.data.suites import SetRef, Suite, all_suites
 from hydra_ensembles.evaluation.evaluation import Evaluation
 from hydra_ensembles.report.compare import save_costs
 from sample_evaluations import costs, evaluation, methods
@@ -82,8 +82,8 @@ def test_a_suite(run_folder, world, tmp_path, monkeypatch):
         far=(SetRef("stripes", "stripes", rows=(9, None), labels="optional"),),
         notes="",
     )
-    known = {**SUITES, "colours": suite}
-    monkeypatch.setattr("hydra_ensembles.data.suites.SUITES", known)
+    known = {**all_suites(), "colours": suite}
+    monkeypatch.setattr("hydra_ensembles.data.suites.all_suites", lambda: known)
     common = ["--root", world, "-q"]
     out = succeed("evaluate", run_folder, "--suite", "colours", "-o", tmp_path / "e", *common)
     assert "colours (12 samples)" in out

@@ -82,7 +82,7 @@ def test_what_is_missing_or_broken_is_said(image_folder: Path, path: str, split:
     [
         ({"picture": [b"x"], "label": [0]}, r"'image' or 'text'; it has \['picture', 'label'\]"),
         ({"text": ["x"], "class": [0]}, r"label column 'label'; it has \['text', 'class'\]"),
-        ({"text": list("abc"), "label": [0, -1, None]}, r"row 1 of .*\(got -1\), nor have 2 rows"),
+        ({"text": list("abc"), "label": [0, -1, None]}, r"row 1 of .*\(got -1\), nor have 2 in all"),
         ({"text": list("abc"), "label": [1.0, math.nan, 0.0]}, r"row 1 of .*\(got nan\)"),
         ({"text": list("ab"), "label": [0.0, 0.5]}, "row 1 of .* label 0.5"),
         ({"text": list("ab"), "label": [[1], [2]]}, "row 0 of .* label"),
