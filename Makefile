@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test slow docs lint format clean
+.PHONY: demo test slow attack docs lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,6 +20,10 @@ test: $(STAMP)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+# Damaged files, bad inputs, kills, counted; writes results/attack.json and fails where a single case ends as none may.
+attack: $(STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m attack
 
 # The site goes to site/; strict: a warning is an error.
 docs: $(STAMP)

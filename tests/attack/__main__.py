@@ -1,0 +1,85 @@
+"""Run the attack, print what became of every case, and write it down.
+
+PYTHONPATH=tests python -m attack                          # everything; results/attack.json
+PYTHONPATH=tests python -m attack --share 0.1 --only files --output found.json
+"""
+
+import argparse
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import numpy
+import safetensors
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import hydra_ensembles as he
+
+from .counting import FAILURES, OUTCOMES, Row, plain
+
+PARTS: tuple[ModuleType, ...] = ()
+"""Modules with `CASES`, as many as a whole run has, and `run(cases, seed) -> list[Row]`, which runs about so many."""
+
+RESULT = Path(__file__).resolve().parents[2] / "results" / "attack.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--share", type=float, default=1.0, help="of the cases of a whole run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=[_name(part) for part in PARTS], action="append", help="one part, or more")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    given = parser.parse_args()
+    rows: list[Row] = []
+    begun = time.monotonic()
+    for part in PARTS:
+        if given.only is None or _name(part) in given.only:
+            rows += part.run(max(1, round(part.CASES * given.share)), given.seed)
+    show(rows)
+    found = {
+        "rows": [plain(row) for row in rows],
+        "failures": {name: sum(getattr(row, name) for row in rows) for name in FAILURES},
+        "seed": given.seed,
+        "share": given.share,
+        "minutes": round((time.monotonic() - begun) / 60, 1),
+        "versions": {
+            "hydra_ensembles": he.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "safetensors": safetensors.__version__,
+            "numpy": numpy.__version__,
+        },
+        "hardware": f"{platform.system()} {platform.machine()}, CPU",
+    }
+    given.output.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    sys.exit(1 if any(row.failures for row in rows) else 0)
+
+
+def show(rows: list[Row]) -> None:
+    """The table, and below it the first failures of each row."""
+    console, table = Console(), Table("what", "cases", *OUTCOMES)
+    total = Row("all", sum(row.cases for row in rows), *(sum(getattr(row, name) for row in rows) for name in OUTCOMES))
+    for row in (*rows, total):
+        numbers = [getattr(row, name) for name in OUTCOMES]
+        marked = [
+            f"[red]{number}" if number and name in FAILURES else str(number)
+            for name, number in zip(OUTCOMES, numbers, strict=True)
+        ]
+        table.add_row(row.what, str(row.cases), *marked, end_section=rows[-1:] == [row])
+    console.print(table)
+    for row in rows:
+        for example in row.examples:
+            console.print(f"{row.what}: {example}", markup=False, highlight=False)
+
+
+def _name(part: ModuleType) -> str:
+    return part.__name__.rpartition(".")[2]
+
+
+if __name__ == "__main__":
+    main()
