@@ -98,7 +98,7 @@ def trained(
         torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None),
         nullcontext() if backend is None else sdpa_kernel(backend),
     ):
-        logits = (run or model)(inputs_of(model))
+        logits = (model if run is None else run)(inputs_of(model))
     labels = torch.arange(logits.shape[1], device="cuda") % logits.shape[2]
     torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.repeat(len(logits))).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
