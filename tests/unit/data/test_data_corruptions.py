@@ -12,10 +12,8 @@ from hydra_ensembles.data.corruptions import (
     CORRUPTIONS,
     PARAMETER_SETS,
     SEVERITIES,
-    clipped_zoom,
     corrupted,
     directional_blur,
-    plasma,
     published_numbers,
 )
 from hydra_ensembles.data.dataset import ImageDataset
@@ -148,22 +146,6 @@ def test_motion_blur_follows_the_line() -> None:
     upright = directional_blur(image, radius=3, sigma=2, angle=-90)
     assert upright[10:17, 10] == pytest.approx(weights)
     assert directional_blur(np.full((5, 9), 3.0), 10, 4, 33) == pytest.approx(np.full((5, 9), 3.0))
-
-
-def test_zooming_by_one_changes_nothing_and_by_two_keeps_the_middle() -> None:
-    image = scene(16, 24).astype(float)
-    assert clipped_zoom(image, 1.0) == pytest.approx(image)
-    zoomed = clipped_zoom(image, 2.0)
-    assert zoomed.shape == image.shape
-    assert zoomed[0, 0] == pytest.approx(image[4, 6])
-    assert zoomed[-1, -1] == pytest.approx(image[11, 17])
-
-
-def test_plasma_fills_the_unit_interval_and_smoother_means_smoother() -> None:
-    smooth, rough = (plasma(64, 64, decay, np.random.default_rng(0)) for decay in (3.0, 1.4))
-    for field in (smooth, rough):
-        assert (field.min(), field.max()) == (0, 1)
-    assert np.abs(np.diff(smooth)).mean() < 0.5 * np.abs(np.diff(rough)).mean()
 
 
 def test_glass_blur_moves_pixels_no_further_than_it_says() -> None:

@@ -73,18 +73,6 @@ def test_sets_load_their_part(tmp_path: Path, write_parquet: WriteParquet) -> No
     assert {*small, *large} == set(range(100))
 
 
-def test_a_suite_loads_near_and_far(tmp_path: Path, write_parquet: WriteParquet) -> None:
-    for name in "abc":
-        write_parquet(tmp_path / name / "test.parquet", {"text": [name], "label": [0]})
-    refs = {name: SetRef(name, name, "test") for name in "abcd"}
-    made = Suite("x", refs["a"], SetRef("e", "e"), near=(refs["b"],), far=(refs["c"],), notes="")
-    loaded = made.load(tmp_path)
-    assert {group: list(sets) for group, sets in loaded.items()} == {"near": ["b"], "far": ["c"]}
-    assert loaded["far"]["c"][0] == ("c", 0)
-    with pytest.raises(DataError, match="does not exist"):
-        Suite("x", refs["a"], SetRef("e", "e"), near=(refs["b"],), far=(refs["d"],), notes="").load(tmp_path)
-
-
 def test_the_papers_image_suites_read_an_openood_folder(tmp_path: Path) -> None:
     """Stand-in for the folder of OpenOOD 1.5: lists, and images below two folders."""
     chosen = suite("paper-cifar100")
@@ -101,6 +89,9 @@ def test_the_papers_image_suites_read_an_openood_folder(tmp_path: Path) -> None:
     assert loaded["far"]["svhn"].labels.tolist() == [-1]
     assert np.array_equal(np.asarray(loaded["far"]["svhn"][0][0]), np.asarray(picture(2)))
     assert chosen.id.load(tmp_path).labels.tolist() == [7]
+    (tmp_path / chosen.far[0].source).unlink()
+    with pytest.raises(DataError, match="does not exist"):
+        chosen.load(tmp_path)
 
 
 def test_the_imagenet_validation_set_is_cut_once_for_good() -> None:
