@@ -37,6 +37,7 @@ class WorkingModel:
         self.ensemble, self.work = working_copy(model, None, None), work  # counts every block that is run
         self.kept = [list(layer) for layer in model.heads[0]]  # original indices of the heads left, by layer
         self.blocks, self.layers = cast(Sequence[Block], self.ensemble.encoder.layers), model.num_layers
+        self._last_read = model.readout.tokens_read()
         for head in off:
             self.drop(head)
 
@@ -92,7 +93,7 @@ class WorkingModel:
 
     def _read(self, layer: int) -> slice | None:
         """The tokens whose output is needed; None for all, as everywhere below the last block."""
-        return self.ensemble.readout.tokens_read() if layer == self.layers - 1 else None
+        return self._last_read if layer == self.layers - 1 else None
 
     def _needed(self, layer: int, x: Tensor) -> Tensor:
         read = self._read(layer)
