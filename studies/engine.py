@@ -18,10 +18,11 @@ from torch import Tensor
 from hydra_ensembles import Ensemble, HeadRanking, __version__, extract_circuit, fit_calibration
 from hydra_ensembles.batches import move, read_batch
 from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.files import read_json, write_json
 from hydra_ensembles.heads.members import Members, Score
 from hydra_ensembles.heads.ranking import Head
 from hydra_ensembles.model.cost import measure_costs
-from hydra_ensembles.pipeline.run_folder import RunFolder, read_json, write_json
+from hydra_ensembles.pipeline.run_folder import RunFolder
 from hydra_ensembles.schema import from_plain, to_plain
 
 from .methods import CALIBRATED, SINGLE, Units, all_units

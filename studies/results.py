@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from hydra_ensembles.errors import DataError
+from hydra_ensembles.files import read_json, write_json
 from hydra_ensembles.metrics import brier_per_sample, nll_per_sample
-from hydra_ensembles.pipeline.run_folder import read_json, write_json
 from hydra_ensembles.prediction import Prediction, ScoreName
 
 FORMAT = "hydra_ensembles.study 2"

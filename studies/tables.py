@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib
 import torch
 
-from hydra_ensembles.pipeline.run_folder import read_json
+from hydra_ensembles.files import read_json
 
 from .methods import DEEP, HYDRA, HYDRA_TEMPERATURE, HYDRA_TRUNK, SINGLE, TEMPERATURE
 from .paper import Numbers, paper_rows, read_csv

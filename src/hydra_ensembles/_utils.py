@@ -1,10 +1,8 @@
-"""Small things that many rooms need: the version, optional libraries, devices, seeds, files, flags."""
+"""Small things that many rooms need: the version, optional libraries, devices, seeds, flags."""
 
 import hashlib
 import importlib
-import os
 import random
-import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,21 +42,6 @@ def require_device(device: torch.device | str) -> torch.device:
     except (RuntimeError, AssertionError, TypeError, ImportError) as error:
         cause = error
     raise ConfigError(f"device {str(device)!r} cannot be used here; PyTorch finds the CPU and {gpus} GPUs") from cause
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write to a temporary name in the same folder, flush to disk, then rename; the umask is respected."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("xb") as file:  # as any file is made: mkstemp would give it to its owner alone
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -5,7 +5,6 @@ so every kind of model goes through the same files and the same checks.
 """
 
 import copy
-import hashlib
 import os
 import re
 import shutil
@@ -24,11 +23,12 @@ from torch import Tensor, nn
 
 from ._utils import __version__, require_device
 from .errors import CheckpointError, ConfigError
+from .files import MAX_BYTES, checksum, flush, json_bytes, parse_json
 from .model.config import DualEncoderConfig, EnsembleConfig, TextStemConfig, output_width
 from .model.metadata import Metadata, TextSettings, TextSide
 from .model_card import dual_model_card, model_card
 from .preprocessing import TextPreprocessing
-from .schema import MAX_BYTES, from_plain, json_bytes, parse_json, short, to_plain
+from .schema import from_plain, short, to_plain
 
 CONFIG, WEIGHTS, TOKENIZER, CARD = "config.json", "model.safetensors", "tokenizer.json", "README.md"
 FORMAT, FORMAT_VERSION = "hydra_ensembles", 1
@@ -186,16 +186,10 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
         staging = Path(temporary)
         names = _write(staging, contents)
         for name in names:
-            _flush(staging / name)
+            flush(staging / name)
         for name in names:
             os.replace(staging / name, folder / name)
-    _flush(folder)
-
-
-def checksum(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    flush(folder)
 
 
 def _write(folder: Path, contents: Contents) -> list[str]:
@@ -236,17 +230,6 @@ def _tokenizer(content: bytes) -> bytes:
     if not isinstance(parse_json(content, TOKENIZER, foreign=True), dict):
         raise CheckpointError(f"{TOKENIZER} is not a JSON object; save or download it again")
     return content
-
-
-def _flush(path: Path) -> None:
-    """Make sure that a file, or the names in a folder, survive a power cut."""
-    if os.name == "nt" and path.is_dir():  # Windows cannot open folders
-        return
-    handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # --- the hub ---------------------------------------------------------------------------------------------------------

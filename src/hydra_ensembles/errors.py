@@ -20,6 +20,10 @@ class CheckpointError(HydraError):
     """A saved ensemble that is incomplete, inconsistent, or not ours."""
 
 
+class StorageError(HydraError, OSError):
+    """A file or folder that the disk does not take, or that another process works in."""
+
+
 class HeadError(HydraError):
     """A head address or a set of heads that does not exist in this ensemble."""
 

@@ -1,25 +1,22 @@
-"""Frozen dataclasses to plain JSON data and back, checked field by field; and JSON text, read strictly.
+"""Frozen dataclasses to plain JSON data and back, checked field by field.
 
 What comes from a file is not trusted: every value is held against the annotation of the field it is meant for, and
 whatever does not fit is refused with the path that leads to it.
 """
 
 import dataclasses
-import json
 import numbers
 import sys
 import types
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from .errors import CheckpointError, ConfigError
+from .errors import ConfigError
 
 T = TypeVar("T")
 
 ADDED_LATER: Mapping[str, bool] = types.MappingProxyType({"added_later": True})
 """Metadata of a dataclass field that files of earlier releases do not have; its default says what they meant."""
-
-MAX_BYTES, MAX_DEPTH = 64 << 20, 32  # of a JSON file
 
 
 def short(value: object) -> str:
@@ -144,54 +141,3 @@ def _read_union(choices: list[Any], value: Any, path: str, complete: bool) -> An
         except ConfigError as error:
             problems.append(str(error))
     raise ConfigError("; or ".join(problems))
-
-
-# --- JSON text -------------------------------------------------------------------------------------------------------
-
-
-def parse_json(content: bytes, name: str, *, foreign: bool = False) -> Any:
-    """Read the JSON of the file `name`: UTF-8, no key twice, no NaN, nothing nested deeply, no half characters.
-
-    Of a `foreign` file, one of another library, only what `json` itself may stumble over is checked.
-    """
-    if len(content) > MAX_BYTES:
-        raise CheckpointError(f"{name} has {len(content)} bytes; at most {MAX_BYTES} are accepted")
-    try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
-        if not foreign:
-            _check(value, 0)
-    except RecursionError as error:
-        raise CheckpointError(f"{name} is nested too deeply; at most {MAX_DEPTH} levels are accepted") from error
-    except ValueError as error:  # those of Unicode too
-        raise CheckpointError(f"{name} is not valid JSON: {error}") from error
-    return value
-
-
-def json_bytes(value: Any, name: str) -> bytes:
-    """JSON text of plain data; refuses what `parse_json` would refuse."""
-    try:
-        content = (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name} cannot be written as JSON: {error}") from error
-    parse_json(content, name)
-    return content
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) < len(keys):
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
-    return dict(pairs)
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _check(value: Any, depth: int) -> None:
-    if depth > MAX_DEPTH:
-        raise RecursionError
-    if isinstance(value, str):
-        value.encode("utf-8")  # half of a surrogate pair is not text
-    for inner in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check(inner, depth + 1)

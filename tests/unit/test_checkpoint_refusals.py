@@ -24,8 +24,9 @@ from safetensors.torch import load_file, save_file
 import hydra_ensembles as he
 from architectures_clip import open_clip_model
 from checkpoint_models import ensemble, inputs_for, same_bits, same_state, text, tiny
-from hydra_ensembles.checkpoint import DTYPES, checksum
+from hydra_ensembles.checkpoint import DTYPES
 from hydra_ensembles.errors import CheckpointError, HydraError
+from hydra_ensembles.files import checksum
 from hydra_ensembles.model.clip import DualEncoder
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.schema import to_plain

@@ -1,9 +1,7 @@
-"""Small helpers: modules are left in the mode they were in, files appear in one piece."""
+"""Small helpers: modules are left in the mode they were in."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from torch import nn
 
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
-from hydra_ensembles._utils import evaluation_mode, write_atomically
+from hydra_ensembles._utils import evaluation_mode
 from hydra_ensembles.evaluation.evaluate import evaluate
 from hydra_ensembles.training.text import image_features
 from unit.test_calibrate import tiny, validation
@@ -59,14 +57,3 @@ def test_frozen_parts_of_towers_stay_frozen() -> None:
     with partly_frozen(dual, dual.text.encoder, dual.image.stem):
         he.zero_shot(dual, NAMES)
         image_features(dual, [torch.zeros_like(DUAL_CASES[0].pixels())])
-
-
-@pytest.mark.parametrize(("mask", "expected"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
-def test_files_respect_the_umask(tmp_path: Path, mask: int, expected: int) -> None:
-    before = os.umask(mask)
-    try:
-        write_atomically(tmp_path / "private" / "file", b"content")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "private" / "file").stat().st_mode & 0o777 == expected
-    assert [path.name for path in (tmp_path / "private").iterdir()] == ["file"]

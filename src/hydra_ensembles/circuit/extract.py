@@ -11,16 +11,17 @@ import torch
 from tqdm import tqdm
 
 from .._distributed import Ranks, all_ranks, local_device
-from .._utils import require_device, require_same_run, write_atomically
+from .._utils import require_device, require_same_run
 from ..batches import Batches
 from ..errors import CheckpointError, ConfigError, DataError, HydraError
+from ..files import parse_json, write_atomically
 from ..heads.masking import TOWER, checked_layers, off_and_left, towers_of, working_copy
 from ..heads.ranking import Head, HeadLike, HeadRanking, model_fingerprint, require_budget
 from ..model import clip
 from ..model.clip import DualEncoder
 from ..model.config import require_whole
 from ..model.ensemble import Ensemble
-from ..schema import from_plain, parse_json, to_plain
+from ..schema import from_plain, to_plain
 from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_batch_size, forward_cost
 from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
 from .scores import Method, Objective, Samples, Score, read_samples

@@ -26,8 +26,8 @@ import typer
 import yaml
 from rich.console import Console, RenderableType
 
-from .._utils import write_atomically
 from ..errors import ConfigError, HydraError
+from ..files import write_atomically
 from ..schema import from_plain
 from ..training.recipe import Recipe
 

@@ -15,6 +15,7 @@ from ..errors import ConfigError, DataError
 from ..evaluation.evaluate import evaluate as evaluate_model
 from ..evaluation.evaluation import FORMAT as EVALUATION
 from ..evaluation.evaluation import Evaluation, logits_path
+from ..files import parse_json
 from ..metrics.inputs import Convention
 from ..model.cost import Cost
 from ..prediction import ScoreName
@@ -22,7 +23,7 @@ from ..report.compare import COLUMNS, load_costs, set_columns, to_csv, to_latex,
 from ..report.compare import FORMAT as COSTS
 from ..report.compare import compare as compare_evaluations
 from ..report.html import write_report
-from ..schema import parse_json, to_plain
+from ..schema import to_plain
 from . import sources as source
 from .command import command, emit, write_settings
 from .sources import USUAL_BATCH, DataSettings, ModelSettings

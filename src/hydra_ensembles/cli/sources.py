@@ -16,10 +16,11 @@ from ..data.dataset import AnyDataset, subset
 from ..data.loading import Columns, load
 from ..data.suites import SetRef, suite
 from ..errors import CheckpointError, ConfigError, ConversionError, DataError
+from ..files import parse_json
 from ..model.clip import DualEncoder
 from ..model.ensemble import Ensemble
 from ..pipeline.run_folder import IDENTITY, RESULT
-from ..schema import from_plain, parse_json
+from ..schema import from_plain
 from .command import did_you_mean
 
 TIMM, HUB, TORCHVISION, SUITE = "timm:", "hub:", "torchvision:", "suite:"

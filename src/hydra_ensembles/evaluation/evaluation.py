@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
-from .._utils import __version__, write_atomically
+from .._utils import __version__
 from ..errors import DataError
+from ..files import write_atomically
 from ..metrics.bootstrap import Interval
 from ..metrics.inputs import Convention, at_least_float32
 from ..model.config import KeptHeads

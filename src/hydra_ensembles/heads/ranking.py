@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._utils import write_atomically
 from ..batches import Batches, Inputs, iterate, tensor_bytes
 from ..errors import HeadError
+from ..files import parse_json, write_atomically
 from ..model.clip import DualEncoder
 from ..model.config import require_whole
 from ..model.ensemble import Ensemble
-from ..schema import from_plain, parse_json, to_plain
+from ..schema import from_plain, to_plain
 
 
 class Head(NamedTuple):

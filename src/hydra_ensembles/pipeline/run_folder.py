@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from .._distributed import launched_rank
-from .._utils import require_same_run, write_atomically
+from .._utils import require_same_run
 from ..errors import CheckpointError
+from ..files import read_json, write_atomically, write_json
 from ..heads.ranking import HeadRanking
 from ..model.ensemble import Ensemble
-from ..schema import parse_json
 
 T = TypeVar("T")
 
@@ -155,13 +155,3 @@ class RunFolder:
         if self._writes:  # the folder is ours: take away what writes that a kill cut short have left
             for leftover in [*path.rglob(".*.tmp"), *path.rglob(".saving-*")]:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
-
-
-def read_json(file: Path) -> Any:
-    """Plain data, as `write_json` left them."""
-    return parse_json(file.read_bytes(), str(file), foreign=True)
-
-
-def write_json(file: Path, content: Any) -> None:
-    """Write plain data, at once or not at all."""
-    write_atomically(file, (json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode())

@@ -11,9 +11,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from .._utils import require, write_atomically
+from .._utils import require
 from ..errors import ConfigError, DataError
 from ..evaluation.evaluation import Evaluation, read_json
+from ..files import write_atomically
 from ..model.cost import Cost
 from ..schema import from_plain, to_plain
 

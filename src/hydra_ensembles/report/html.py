@@ -8,9 +8,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from .._utils import __version__, require, write_atomically
+from .._utils import __version__, require
 from ..errors import ConfigError
 from ..evaluation.evaluation import Evaluation
+from ..files import write_atomically
 from ..model.cost import Cost
 from . import figures
 from .compare import Column, Comparison, Runs, compare, cost_of, group_runs, set_columns

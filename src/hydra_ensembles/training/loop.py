@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from .._distributed import ALONE, Ranks, all_ranks, is_sharded, launched, local_device
-from .._utils import derive_seed, require_device, require_same_run, write_atomically
+from .._utils import derive_seed, require_device, require_same_run
 from ..batches import Batches, borrowed, epoch_of, fingerprint, length_of, require_rereadable
 from ..errors import CheckpointError, ConfigError, DataError
+from ..files import write_atomically
 from ..heads.ranking import model_fingerprint
 from ..model.clip import DualEncoder
 from ..model.config import require_whole

@@ -1,0 +1,292 @@
+"""Files: written whole or not at all, JSON read strictly and known by its digest, one worker at a time in a folder.
+
+Every file that this library writes goes through `write_atomically` or `writing`; what it reads back is not trusted.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from safetensors import SafetensorError
+
+from .errors import CheckpointError, StorageError
+
+if sys.platform != "win32":
+    import fcntl
+
+MAX_BYTES, MAX_DEPTH = 64 << 20, 32  # of a JSON file
+DIGEST = "digest"  # where a JSON object keeps the digest of the rest of itself
+LOCK = ".lock"
+
+_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT} if sys.platform != "win32" else {errno.ENOSPC, errno.EFBIG}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+_VANISHED = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write to a temporary name in the same folder, flush to disk, then rename; the umask is respected.
+
+    Raises:
+        StorageError: The disk does not take it; what was there before is untouched.
+    """
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            with temporary.open("xb") as file:  # as any file is made: mkstemp would give it to its owner alone
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def writing(place: Path, safe: str = "what was there before is untouched") -> Iterator[None]:
+    """Whatever the disk refuses inside becomes a `StorageError` that says what is `safe` and what to do."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except (OSError, SafetensorError) as error:  # the safetensors library wraps what the disk said
+        number, reason = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)
+        remedy = "check the space and the permissions there, or give another place"
+        if number in _FULL:
+            remedy = "free some space (or raise the limit on the size of files), or give another place"
+        elif number in _FORBIDDEN:
+            remedy = "allow writing there, or give another place"
+        elif number in _VANISHED:
+            remedy = "something else was moved, removed or put there: look, then run this again"
+        raise StorageError(f"{place} cannot be written ({reason or error}); {safe}. To go on, {remedy}") from error
+
+
+def flush(path: Path) -> None:
+    """Make sure that a file, or the names in a folder, survive a power cut."""
+    if os.name == "nt" and path.is_dir():  # Windows cannot open folders
+        return
+    handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# --- one worker in a folder ------------------------------------------------------------------------------------------
+
+_held: set[int] = set()  # file descriptors of locks
+
+
+@contextmanager
+def locked(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
+    """Work alone in `folder`, which is made if need be; where systems have no such locks (Windows), without one.
+
+    The system lets go when the process ends, however it ends. Leftovers of killed work may be removed inside.
+
+    Args:
+        folder: Where the work is done; the lock is its file `.lock`, which goes when the work ends.
+        what: The work in words, for whoever comes second: `"build"`.
+        wait: Wait for the other to end instead of raising.
+
+    Raises:
+        StorageError: Another one works there, or the folder cannot be written.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = _lock(folder / LOCK, wait)
+    if handle is None:
+        raise StorageError(
+            f"another {what} works in {folder}{_holder(folder / LOCK)}; wait until it has ended, or give another folder"
+        )
+    _held.add(handle)
+    try:
+        yield
+    finally:
+        _held.discard(handle)
+        with writing(folder, "the work itself is done"):
+            (folder / LOCK).unlink(missing_ok=True)  # while it is held: whoever waits for it looks at the name again
+            _unlock(handle)
+
+
+def _lock(path: Path, wait: bool) -> int | None:
+    """The open, locked file, or None if another one has it."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if sys.platform != "win32":
+                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+                os.ftruncate(handle, 0)
+                os.write(handle, str(os.getpid()).encode())
+                return handle
+        except BlockingIOError:
+            os.close(handle)
+            return None
+        except FileNotFoundError:
+            pass  # its owner has just ended, as where the name is that of another file by now
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _unlock(handle: int) -> None:
+    if sys.platform != "win32":
+        fcntl.flock(handle, fcntl.LOCK_UN)  # also where a child process still has it open
+    os.close(handle)
+
+
+def _holder(path: Path) -> str:
+    try:
+        process = path.read_text(encoding="ascii", errors="replace")[:20].strip()
+    except OSError:
+        process = ""
+    return f" (process {process})" if process.isdigit() else ""
+
+
+def _close_in_child() -> None:
+    """A child must not keep the lock of a parent that was killed."""
+    for handle in _held:
+        os.close(handle)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
+    """The content of a plain file of at most so many bytes."""
+    try:
+        if path.exists() and not path.is_file():  # opening a named pipe would wait for ever
+            raise CheckpointError(f"{path} is not a plain file; move it away, or give another path")
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"{path} cannot be read ({reason}); check the path and its permissions") from error
+    if len(content) > most:
+        raise CheckpointError(f"{path} has more than {most} bytes, which is the limit for such a file")
+    return content
+
+
+def read_json(path: Path, most: int = MAX_BYTES) -> Any:
+    """The plain data in a JSON file, by the rules of `parse_json`."""
+    return parse_json(read_file(path, most), str(path), most=most)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write plain data as JSON, at once or not at all."""
+    write_atomically(path, json_bytes(value, str(path)))
+
+
+def parse_json(content: bytes, name: str, *, most: int = MAX_BYTES, foreign: bool = False) -> Any:
+    """Read the JSON of the file `name`: UTF-8, no key twice, no NaN, nothing nested deeply, no half characters.
+
+    Of a `foreign` file, one of another library, only what `json` itself may stumble over is checked.
+    """
+    if len(content) > most:
+        raise CheckpointError(f"{name} has {len(content)} bytes; at most {most} are accepted")
+    try:
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
+        if not foreign:
+            _check(value)
+    except RecursionError as error:
+        raise CheckpointError(f"{name} is nested too deeply; at most {MAX_DEPTH} levels are accepted") from error
+    except ValueError as error:  # those of Unicode too
+        raise CheckpointError(f"{name} is not valid JSON: {error}") from error
+    return value
+
+
+def json_bytes(value: Any, name: str, *, most: int = MAX_BYTES) -> bytes:
+    """JSON text of plain data; refuses what `parse_json` would refuse."""
+    try:
+        content = (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name} cannot be written as JSON: {error}") from error
+    parse_json(content, name, most=most)
+    return content
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+    return dict(pairs)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _check(value: Any) -> None:
+    """Refuse deep nesting, half of a surrogate pair, which is not text, and numbers too large for a float."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, str):
+                one.encode("utf-8")
+            elif isinstance(one, float) and one in (float("inf"), float("-inf")):
+                raise ValueError("a number is too large")
+            elif isinstance(one, dict):
+                inner += (*one, *one.values())
+            elif isinstance(one, list):
+                inner += one
+        if not inner:
+            return
+        level = inner
+    raise RecursionError
+
+
+# --- digests ---------------------------------------------------------------------------------------------------------
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_of(value: Any) -> str:
+    """SHA-256 of plain data, whatever the layout of their text and the order of their keys."""
+    try:
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the data have no digest: {error}; JSON has finite numbers, texts and lists") from error
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sealed(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object with the digest of its content in it, so that any later change is noticed."""
+    return {**plain, DIGEST: digest_of(plain)}
+
+
+def unsealed(plain: Mapping[str, Any], name: str, *, required: bool = True) -> dict[str, Any]:
+    """The content of a `sealed` object; one without digest passes where it is not `required` (files of before).
+
+    Raises:
+        CheckpointError: The content is not what was written.
+    """
+    content = dict(plain)
+    found = content.pop(DIGEST, None)
+    if (found is not None or required) and found != digest_of(content):
+        raise CheckpointError(
+            f"{name} was changed after it was written: its content has not the digest it gives; restore it, or make it "
+            "anew"
+        )
+    return content

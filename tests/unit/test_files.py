@@ -1,0 +1,213 @@
+"""Files appear in one piece, JSON is read strictly, and one worker at a time is in a folder, whatever ends it."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hydra_ensembles.errors import CheckpointError, HydraError, StorageError
+from hydra_ensembles.files import (
+    digest_of,
+    json_bytes,
+    locked,
+    parse_json,
+    read_json,
+    sealed,
+    unsealed,
+    write_atomically,
+    write_json,
+    writing,
+)
+from processes import environment
+
+
+@pytest.mark.parametrize(("mask", "expected"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
+def test_files_respect_the_umask(tmp_path: Path, mask: int, expected: int) -> None:
+    before = os.umask(mask)
+    try:
+        write_atomically(tmp_path / "private" / "file", b"content")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "private" / "file").stat().st_mode & 0o777 == expected
+    assert [path.name for path in (tmp_path / "private").iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("number", "token"),
+    [
+        (errno.ENOSPC, "free some space"),
+        (errno.EFBIG, "free some space"),
+        (errno.EROFS, "allow writing"),
+        (errno.EACCES, "allow writing"),
+        (errno.ENOENT, "look"),
+        (errno.EIO, "another place"),
+    ],
+)
+def test_what_the_disk_refuses_is_an_error_of_ours(
+    number: int, token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(handle: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "file").write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(StorageError, match=token) as caught:
+        write_atomically(tmp_path / "file", b"new")
+    assert isinstance(caught.value, HydraError)
+    assert str(tmp_path / "file") in str(caught.value)
+    assert os.strerror(number) in str(caught.value)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from hydra_ensembles.errors import StorageError
+from hydra_ensembles.files import write_atomically
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+try:
+    write_atomically(Path(sys.argv[1]), b"x" * 1000)
+except StorageError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    command = [sys.executable, "-c", FULL, str(tmp_path / "file")]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    assert "untouched" in ended.stdout
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
+
+
+def test_a_file_in_the_way_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="file"):
+        write_atomically(tmp_path / "file/inside", b"")
+    with pytest.raises(StorageError, match="file"):
+        locked(tmp_path / "file", "build").__enter__()
+    with pytest.raises(StorageError, match="the rest is safe"), writing(tmp_path, "the rest is safe"):
+        (tmp_path / "nothing").rmdir()
+
+
+# --- one worker ------------------------------------------------------------------------------------------------------
+
+
+def test_the_second_worker_is_told_and_the_lock_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "a/b"
+    with locked(folder, "build"):
+        for _ in range(2):
+            with pytest.raises(StorageError, match=f"another build works in .*process {os.getpid()}"):
+                locked(folder, "build").__enter__()
+    with pytest.raises(KeyboardInterrupt), locked(folder, "build"):
+        raise KeyboardInterrupt
+    with locked(folder, "build", wait=True), locked(tmp_path, "build"):
+        assert (folder / ".lock").is_file()
+    assert not list(folder.iterdir())
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from hydra_ensembles.files import locked
+with locked(Path(sys.argv[1]), "build"):
+    if os.fork() == 0:  # a child, as loaders of data have them, that outlives its killed parent
+        os.read(0, 1)
+        os._exit(0)
+    os._exit(9)
+"""
+
+
+def test_a_killed_worker_holds_nothing_even_if_its_child_lives(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE) as killed:
+        assert killed.wait() == 9
+        assert (tmp_path / ".lock").exists()
+        with locked(tmp_path, "build"):
+            pass
+    assert not list(tmp_path.iterdir())  # leaving the block closed the pipe, so that the grandchild has ended
+
+
+CONTENDERS = """
+import sys
+from pathlib import Path
+from hydra_ensembles.files import locked
+folder = Path(sys.argv[1])
+for _ in range(200):
+    with locked(folder, "save", wait=True):
+        count = int((folder / "count").read_text())
+        (folder / "count").write_text(str(count + 1))
+"""
+
+
+def test_those_who_wait_come_one_at_a_time(tmp_path: Path) -> None:
+    (tmp_path / "count").write_text("0")
+    command = [sys.executable, "-c", CONTENDERS, str(tmp_path)]
+    running = [subprocess.Popen(command, env=environment()) for _ in range(2)]
+    assert [process.wait() for process in running] == [0, 0]
+    assert (tmp_path / "count").read_text() == "400"
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "token"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe{}", "utf-8"),
+        (b"\xef\xbb\xbf{}", "BOM"),
+        (b"[" * 100_000, "too deeply"),
+        (b"[" * 500 + b"]" * 500, "too deeply"),
+        (b'{"a": 1, "a": 2}', "twice"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"a": 1e999}', "too large"),
+        (b'{"a": -Infinity}', "Infinity"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b'{"a": "\\ud800"}', "surrogates"),
+        (b'{"\\udfff": 1}', "surrogates"),
+    ],
+)
+def test_text_that_is_not_strictly_json(content: bytes, token: str) -> None:
+    with pytest.raises(CheckpointError, match=token):
+        parse_json(content, "file")
+
+
+def test_json_text_is_readable_and_comes_back() -> None:
+    value = {"lists": [[0, 1], [], [3]], "empty": {}, "deep": {"words": ["word " * 12] * 3}, "ü": None}
+    content = json_bytes(value, "file")
+    assert parse_json(content, "file") == value
+    for bad in (float("nan"), {1, 2}, "\ud800"):
+        with pytest.raises(CheckpointError, match="file"):
+            json_bytes([bad], "file")
+
+
+def test_json_files_are_read_within_limits(tmp_path: Path) -> None:
+    path = tmp_path / "new/file.json"
+    write_json(path, {"a": [1]})
+    assert read_json(path) == {"a": [1]}
+    for wrong, most in ((path, 4), (tmp_path / "new", 99), (tmp_path / "none.json", 99), (Path("/dev/zero"), 99)):
+        with pytest.raises(CheckpointError, match=wrong.name):
+            read_json(wrong, most)
+    with pytest.raises(CheckpointError, match="JSON"):
+        write_json(path, {"a": float("nan")})
+    assert read_json(path) == {"a": [1]}
+
+
+def test_a_seal_shows_every_change_of_content_and_none_of_layout() -> None:
+    plain = {"a": 1.5, "b": [1, None, "ü"], "c": {"d": True}}
+    seal = sealed(plain)
+    assert unsealed(dict(reversed(seal.items())), "file") == plain
+    assert unsealed(plain, "file", required=False) == plain
+    changes: list[dict[str, object]] = [{"a": 1.25}, {"b": [1, "ü"]}, {"c": {"d": 1}}, {"digest": "0"}, {"e": 0}]
+    for changed in (plain, *({**seal, **change} for change in changes), {k: v for k, v in seal.items() if k != "c"}):
+        with pytest.raises(CheckpointError, match="digest"):
+            unsealed(changed, "file")
+    with pytest.raises(CheckpointError, match="digest"):
+        unsealed({**seal, "a": 2}, "file", required=False)
+    for bad in (float("inf"), {1}, object()):
+        with pytest.raises(CheckpointError, match="digest"):
+            digest_of([bad])
