@@ -21,7 +21,6 @@ PUBLIC = (
     "hydra_ensembles.optimize",
     "hydra_ensembles.pipeline",
     "hydra_ensembles.report",
-    "hydra_ensembles.training",
 )
 
 
