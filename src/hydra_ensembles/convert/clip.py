@@ -7,7 +7,7 @@ encoder takes it off again.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .._utils import require
 from ..model.config import (
@@ -24,6 +24,7 @@ from ..preprocessing import ImagePreprocessing
 from . import timm
 from .core import (
     Architecture,
+    Inputs,
     Weights,
     activation_of,
     attention,
@@ -31,11 +32,15 @@ from .core import (
     copied,
     dropout_rate,
     either,
+    first_of,
     is_identity,
+    norm_eps,
     number_of_classes,
     pair,
     qualified_name,
     refuse,
+    require_usual_scale,
+    run,
     transposed,
 )
 from .processors import read_open_clip_tokenizer
@@ -140,11 +145,23 @@ def _hf_readout(projection: nn.Linear | None, found: Any, num_labels: int | None
     )
 
 
+def _hf_answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
+    output = run(model, **inputs)
+    answers = (getattr(output, name, None) for name in ("logits", "image_embeds", "text_embeds", "pooler_output"))
+    return next(answer for answer in answers if answer is not None)
+
+
+def _hf_dual_answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
+    output = model.get_image_features(**inputs) if "pixel_values" in inputs else model.get_text_features(**inputs)
+    return output if isinstance(output, Tensor) else output.pooler_output  # releases of transformers 5 differ
+
+
 _HF_IMAGES = Architecture(
     name=_HF_IMAGE,
     classes=(f"{_MODULE}.CLIPVisionModel", f"{_MODULE}.CLIPVisionModelWithProjection"),
     config=_hf_image_config,
     weights=_HF_IMAGE_WEIGHTS,
+    answer=_hf_answer,
 )
 _HF_CLASSIFIER = Architecture(
     name=f"{_HF_IMAGE} with classifier",
@@ -153,12 +170,14 @@ _HF_CLASSIFIER = Architecture(
     weights=_HF_IMAGE_WEIGHTS,
     ignored=("vision_model.post_layernorm",),
     metadata=metadata_of_classifier,
+    answer=_hf_answer,
 )
 _HF_TEXTS = Architecture(
     name=_HF_TEXT,
     classes=(f"{_MODULE}.CLIPTextModel", f"{_MODULE}.CLIPTextModelWithProjection"),
     config=_hf_text_config,
     weights=_HF_TEXT_WEIGHTS,
+    answer=_hf_answer,
 )
 # In the dual encoder the two towers lie side by side; each ignores what belongs to the other.
 _HF_CLASSES = (f"{_MODULE}.CLIPModel",)
@@ -167,8 +186,8 @@ _HF_UNREAD_BY_TEXTS = ("vision_model.", "visual_projection.", "logit_scale", "te
 _HF_DUAL = DualArchitecture(
     name="transformers CLIP",
     classes=_HF_CLASSES,
-    image=(("", replace(_HF_IMAGES, classes=_HF_CLASSES, ignored=_HF_UNREAD_BY_IMAGES)),),
-    text=(("", replace(_HF_TEXTS, classes=_HF_CLASSES, ignored=_HF_UNREAD_BY_TEXTS)),),
+    image=(("", replace(_HF_IMAGES, classes=_HF_CLASSES, ignored=_HF_UNREAD_BY_IMAGES, answer=_hf_dual_answer)),),
+    text=(("", replace(_HF_TEXTS, classes=_HF_CLASSES, ignored=_HF_UNREAD_BY_TEXTS, answer=_hf_dual_answer)),),
 )
 
 
@@ -298,19 +317,16 @@ def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
 
 def _encoder(transformer: Any, name: str, causal: bool) -> EncoderConfig:
     blocks = list(transformer.resblocks)
-    first = blocks[0]
-    for block in blocks:
-        if type(block).__name__ not in ("ResidualAttentionBlock", "CustomResidualAttentionBlock"):
-            raise refuse(name, f"a block is a {type(block).__name__}")
-        if not is_identity(getattr(block, "ln_attn", None)) or not is_identity(getattr(block.mlp, "ln", None)):
-            raise refuse(name, "attention or MLP has a norm of its own (scale_attn, scale_fc)")
-        extras = ("ln_inner", "head_scale", "logit_scale")
-        if not all(is_identity(getattr(block.attn, extra, None)) for extra in extras):
-            raise refuse(name, "its attention is scaled (scaled_cosine_attn, scale_heads, scale_attn_inner)")
+    first = first_of(blocks, name)  # the others are known to be like it
+    if not is_identity(getattr(first, "ln_attn", None)) or not is_identity(getattr(first.mlp, "ln", None)):
+        raise refuse(name, "attention or MLP has a norm of its own (scale_attn, scale_fc)")
+    extras = ("ln_inner", "head_scale", "logit_scale")
+    if not all(is_identity(getattr(first.attn, extra, None)) for extra in extras):
+        raise refuse(name, "its attention is scaled (scaled_cosine_attn, scale_heads, scale_attn_inner)")
+    if hasattr(first.attn, "scale"):
+        require_usual_scale(first.attn, name)
     mlp = first.mlp
     query_norm: Any = getattr(first.attn, "ln_q", None)
-    if not is_identity(query_norm) and query_norm.eps != first.ln_1.eps:
-        raise refuse(name, f"its norms differ in eps ({query_norm.eps} and {first.ln_1.eps})")
     return EncoderConfig(
         width=int(mlp.c_fc.in_features),
         layers=len(blocks),
@@ -318,7 +334,7 @@ def _encoder(transformer: Any, name: str, causal: bool) -> EncoderConfig:
         head_dim=int(first.attn.head_dim),
         mlp_width=int(mlp.c_fc.out_features),
         activation=activation_of(mlp.gelu, name),
-        norm_eps=float(first.ln_1.eps),
+        norm_eps=norm_eps(first, name),
         qk_norm=not is_identity(query_norm),
         layer_scale=not is_identity(first.ls_1),
         causal=causal,
@@ -372,7 +388,12 @@ _TEXTS = Architecture(
     weights=_TEXT_WEIGHTS,
     metadata=_text_metadata,
 )
-_TEXTS_IN_CLIP = replace(_TEXTS, classes=("open_clip.model.CLIP",), ignored=("visual.", "logit_scale", "logit_bias"))
+_TEXTS_IN_CLIP = replace(
+    _TEXTS,
+    classes=("open_clip.model.CLIP",),
+    ignored=("visual.", "logit_scale", "logit_bias"),
+    answer=lambda model, inputs, fresh: model.encode_text(inputs["input_ids"]),  # type: ignore[operator]
+)
 _DUAL = DualArchitecture(
     name="open_clip CLIP",
     classes=("open_clip.model.CLIP", "open_clip.model.CustomTextCLIP"),

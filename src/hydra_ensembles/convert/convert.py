@@ -14,8 +14,10 @@ from ..model.layers import GroupedLinear
 from ..model.metadata import Metadata, odd_names
 from ..model.stem_readout import Projections, linear
 from . import clip, timm, torchvision, transformers
+from .altered import require_known_parts, require_unaltered
 from .clip import DUAL_ARCHITECTURES, DualArchitecture
-from .core import Architecture, qualified_name, require_finite, require_nothing_left, require_unaltered, translate
+from .core import Architecture, qualified_name, require_finite, require_nothing_left, translate
+from .probe import require_same_answers
 from .processors import is_for_images, read_processor
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -33,11 +35,12 @@ def convert(
     num_labels: int | None = None,
     labels: Sequence[str] | None = None,
     processor: Any = None,
+    probe: bool = True,
 ) -> Any:
     """Translate a model of timm, torchvision, transformers or open_clip into one of ours, with one member.
 
-    The predictions do not change. The result is a copy, in evaluation mode, and independent of the library
-    the model came from.
+    The predictions do not change: every part of the model is read, and in the end both models answer the same small
+    random batch. The result is a copy, in evaluation mode, and independent of the library the model came from.
 
     Args:
         model: A live model; wrappers of `torch.compile` and of data parallelism are looked through.
@@ -46,13 +49,16 @@ def convert(
         processor: What turns raw inputs into tensors: a tokenizer or image processor of transformers, or an
             `ImagePreprocessing` / `TextPreprocessing`. Saved with the ensemble. For a dual encoder also a
             processor of both, open_clip's tokenizer, or a list of processors.
+        probe: Compare the answers of both models. False leaves the comparison out, for a model that cannot be run
+            here or whose difference is known and meant.
 
     Returns:
         An `Ensemble`; for a dual encoder (CLIP), whose features stay the same instead, a `DualEncoder`.
 
     Raises:
-        ConversionError: The architecture, or this variant of it, is not supported: forward hooks, a replaced
-            `forward`, several labels per input, and weights that are not finite among others.
+        ConversionError: The architecture, or this variant of it, is not supported: forward hooks, replaced methods
+            and parts, blocks that differ, several labels per input, and weights that are not finite among others; or
+            the answers differ, and then it names the first layer where they part.
     """
     given, model = model, _unwrapped(model)
     architecture = _find_architecture(model)
@@ -60,7 +66,8 @@ def convert(
     if isinstance(architecture, DualArchitecture):
         if num_labels is not None or labels is not None:
             raise ConversionError(f"{architecture.name} has no classifier; leave num_labels and labels out")
-        return _convert_dual(architecture, model, processor)
+        return _convert_dual(architecture, model, processor, probe)
+    require_known_parts(model, architecture.name)
     config = architecture.config(model, num_labels)
     known = architecture.metadata(model)
     metadata = replace(
@@ -70,8 +77,11 @@ def convert(
         preprocessing=known.preprocessing if processor is None else read_processor(processor, config.stem),
         history=(f"converted from {architecture.name}",),
     )
-    state = translate(architecture, model, config, fresh=num_labels is not None)
-    return Ensemble.from_state(config, state, metadata)
+    state, fresh = translate(architecture, model, config, may_be_fresh=num_labels is not None)
+    ensemble = Ensemble.from_state(config, state, metadata)
+    if probe:
+        require_same_answers(architecture, model, ensemble, fresh)
+    return ensemble
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -121,7 +131,7 @@ def _labels(given: Sequence[str] | None, known: Metadata, classes: int) -> tuple
 # --- dual encoders -------------------------------------------------------------------------------------------
 
 
-def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any) -> DualEncoder:
+def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any, probe: bool) -> DualEncoder:
     """Both towers with their projections, scale and bias."""
     found = _find_tower(dual, "image", model), _find_tower(dual, "text", model)
     places = tuple(f"{place}." for place, _, _ in found if place)
@@ -139,7 +149,13 @@ def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any) -> D
     (image, image_projection), (text, text_projection) = (
         _convert_tower(architecture, tower, origin, processors) for _, tower, architecture in found
     )
-    return DualEncoder(image, text, Projections(image_projection, text_projection), scale, bias).eval()
+    encoder = DualEncoder(image, text, Projections(image_projection, text_projection), scale, bias).eval()
+    if probe:
+        for (_, tower, architecture), ours, projection in zip(
+            found, (image, text), (image_projection, text_projection), strict=True
+        ):
+            require_same_answers(architecture, tower, ours, projection=projection)
+    return encoder
 
 
 def _find_tower(dual: DualArchitecture, kind: str, model: nn.Module) -> tuple[str, nn.Module, Architecture]:
@@ -161,18 +177,13 @@ def _convert_tower(
     architecture: Architecture, tower: nn.Module, origin: Metadata, processors: Sequence[Any]
 ) -> tuple[Ensemble, GroupedLinear | None]:
     """One tower without classifier, and the projection that its declaration calls one."""
+    require_known_parts(tower, architecture.name)
     config = architecture.config(tower, None)
     for_images = isinstance(config.stem, PatchStemConfig)
     processor = next((one for one in processors if is_for_images(one) in (for_images, None)), None)
     known = architecture.metadata(tower).preprocessing
     metadata = replace(origin, preprocessing=known if processor is None else read_processor(processor, config.stem))
-    state = translate(architecture, tower, config)
-    dtypes = sorted({str(tensor.dtype) for tensor in state.values()})
-    if len(dtypes) > 1:
-        raise ConversionError(
-            f"{architecture.name}: the parameters have different types {dtypes}; convert the model to one of them "
-            "first, for example model.float() or model.bfloat16()"
-        )
+    state, _ = translate(architecture, tower, config)
     weight, bias = (state.pop(f"readout.classifier.{leaf}", None) for leaf in ("weight", "bias"))
     config = replace(config, readout=replace(config.readout, num_classes=0, bias=True))
     return Ensemble.from_state(config, state, metadata), None if weight is None else linear(weight, bias)

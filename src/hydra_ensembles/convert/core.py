@@ -1,9 +1,8 @@
-"""How any library's model becomes an Ensemble: declarations, their translation, refusal of altered models."""
+"""How any library's model becomes an Ensemble: declarations, and their translation."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ class Source:
     read: Callable[[Sequence[Tensor], torch.Size], Tensor]
 
 
+Inputs = Mapping[str, Tensor]  # `pixel_values`, or `input_ids` with `attention_mask` and `token_type_ids`
 Entry = str | Source
 Weights = Mapping[str, Entry | tuple[Entry, ...]]
 
@@ -81,6 +81,16 @@ def _reshaped(tensor: Tensor, shape: torch.Size) -> Tensor:
     return tensor.reshape(shape)
 
 
+def run(model: Any, *arguments: Any, **named: Any) -> Any:
+    """What the class of a model computes: no wrapper around the forward of the object, such as one for autocast."""
+    return type(model).forward(model, *arguments, **named)
+
+
+def plain_answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
+    """The answer of a model that takes one tensor and gives one."""
+    return run(model, next(iter(inputs.values())))
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One foreign architecture, declared.
@@ -94,6 +104,7 @@ class Architecture:
             tuple, the first that the foreign model has.
         ignored: Prefixes of foreign tensors that take no part in the logits.
         metadata: Labels and preprocessing the live model knows about itself.
+        answer: What the live model answers, `[B, C]`; the pooled features where the classifier is a fresh one (True).
     """
 
     name: str
@@ -102,6 +113,7 @@ class Architecture:
     weights: Weights
     ignored: tuple[str, ...] = ()
     metadata: Callable[[nn.Module], Metadata] = lambda model: Metadata()
+    answer: Callable[[nn.Module, Inputs, bool], Tensor] = plain_answer
 
 
 def below(prefix: str, weights: Weights) -> Weights:
@@ -136,22 +148,25 @@ _FRESH = ("readout.hidden", "readout.classifier", "readout.distillation_classifi
 
 
 def translate(
-    architecture: Architecture, model: nn.Module, config: EnsembleConfig, fresh: bool = False
-) -> dict[str, Tensor]:
-    """The tensors of the canonical ensemble, each from the place its declaration names; they may share memory with it.
+    architecture: Architecture, model: nn.Module, config: EnsembleConfig, may_be_fresh: bool = False
+) -> tuple[dict[str, Tensor], bool]:
+    """The tensors of the canonical ensemble, each from its declared place, and whether its classifier is a fresh one.
 
-    Every canonical parameter must be found, and every foreign tensor must be used or be declared as ignored:
-    whatever a model has that this library does not know is an error, never a silent difference.
+    The tensors may share memory with the model. Every canonical parameter must be found, and every foreign tensor must
+    be used or be declared as ignored: whatever a model has that this library does not know is an error, never a silent
+    difference.
     """
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in Ensemble(config).named_parameters()}
     foreign = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     used: set[str] = set()
     state: dict[str, Tensor] = {}
+    fresh = False
     for name, shape in shapes.items():
         source = _source_of(architecture.weights, name, foreign)
         if source is None or not foreign.keys() >= set(source.names):
-            if fresh and name.startswith(_FRESH):
+            if may_be_fresh and name.startswith(_FRESH):
+                fresh |= name.startswith("readout.classifier")
                 state[name] = _fresh(name, shape, next(iter(foreign.values())))
                 continue
             missing = name if source is None else sorted(set(source.names) - foreign.keys())
@@ -171,7 +186,20 @@ def translate(
             ) from error
     left = [name for name in foreign if name not in used and not name.startswith(architecture.ignored)]
     require_nothing_left(left, architecture.name)
-    return state
+    dtypes = sorted({str(tensor.dtype) for tensor in state.values()})
+    if len(dtypes) > 1:
+        raise ConversionError(
+            f"{architecture.name}: the parameters have different types {dtypes}; convert the model to one of them "
+            "first, for example model.float() or model.bfloat16()"
+        )
+    return state, fresh
+
+
+def block_name(architecture: Architecture, model: nn.Module, layer: int) -> str:
+    """Where a block lies in the foreign model."""
+    source = _source_of(architecture.weights, f"encoder.layers.{layer}.norm1.weight", model.state_dict())
+    found = None if source is None else re.match(rf"(.+?[._]{layer})\.", source.names[0])
+    return "" if found is None else found[1]
 
 
 def require_nothing_left(names: Sequence[str], architecture: str) -> None:
@@ -214,59 +242,10 @@ def _fresh(name: str, shape: torch.Size, like: Tensor) -> Tensor:
     return tensor if name.endswith("bias") else nn.init.trunc_normal_(tensor, std=0.02)
 
 
-# --- models that compute something else than their class says ----------------------------------------------
-
-# These attach hooks that move tensors between devices, collect outputs or switch gradients on.
-_HARMLESS_HOOKS = ("accelerate.", "transformers.", "torch.nn.parallel.", "timm.models._features")
-# These wrap a forward to compile it, to move tensors or to choose the precision.
-_HARMLESS_WRAPPERS = ("accelerate.", "torch.")
-
-
-def require_unaltered(wrapped: nn.Module, model: nn.Module, architecture: str) -> None:
-    """Refuse a model, as it was given and as it lies inside wrappers, that a hook or a replaced forward may change."""
-    for name, module in wrapped.named_modules():
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            if not _origin(hook).startswith(_HARMLESS_HOOKS):
-                raise ConversionError(
-                    f"{architecture}: {name or 'the model'} ({type(module).__name__}) has the forward hook "
-                    f"{getattr(hook, '__qualname__', hook)} of {_origin(hook)}, which a converted model would not run; "
-                    "remove it first with the remove() of the handle that registering it returned"
-                )
-    for name, module in model.named_modules():
-        forward = vars(module).get("forward")
-        if forward is not None and not _is_forward_of_class(forward, module):
-            raise ConversionError(
-                f"{architecture}: the forward of {name or 'the model'} ({type(module).__name__}) was replaced on the "
-                "object, and a converted model would compute what its class does; delete it first (del module.forward)"
-            )
-
-
-def _is_forward_of_class(forward: Any, module: nn.Module) -> bool:
-    """Whether a forward on the object is the one of its class, perhaps in the wrappers of known libraries."""
-    while forward is not None:
-        if getattr(forward, "__func__", forward) is type(module).forward:
-            return True
-        if not _origin(forward).startswith(_HARMLESS_WRAPPERS):
-            return False
-        inner = getattr(forward, "_torchdynamo_orig_callable", None)
-        forward = inner or getattr(forward, "__wrapped__", None)
-    return False
-
-
-def _origin(function: Callable[..., Any]) -> str:
-    """The module a function was written in; `functools.wraps` cannot disguise it."""
-    if isinstance(function, partial):
-        return _origin(function.func)
-    if isinstance(function, MethodType):
-        return _origin(function.__func__)
-    namespace = getattr(function, "__globals__", None)
-    return str(type(function).__module__ if namespace is None else namespace["__name__"])
-
-
 # --- readings that declarations share ----------------------------------------------------------------------
 
 # As modules and functions are called, and as the configurations of transformers name them.
-_ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
+ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
     "gelu": ("GELU", "GELUActivation", "gelu", "gelu_python"),
     "gelu_tanh": (
         *("GELUTanh", "PytorchGELUTanh", "GELUTanhActivation", "NewGELUActivation", "FastGELUActivation"),
@@ -283,10 +262,10 @@ def activation_of(found: Any, architecture: str) -> Activation:
     name = found if isinstance(found, str) else getattr(found, "__name__", type(found).__name__)
     if name == "GELU" and getattr(found, "approximate", "none") == "tanh":
         return "gelu_tanh"
-    for activation, names in _ACTIVATIONS.items():
+    for activation, names in ACTIVATIONS.items():
         if name in names:
             return activation
-    raise ConversionError(f"{architecture}: the activation {name!r} is not supported; supported are {_ACTIVATIONS}")
+    raise ConversionError(f"{architecture}: the activation {name!r} is not supported; supported are {ACTIVATIONS}")
 
 
 def dropout_rate(module: Any) -> float:
@@ -296,7 +275,28 @@ def dropout_rate(module: Any) -> float:
 
 def is_identity(module: Any) -> bool:
     """Whether a module does nothing."""
-    return module is None or isinstance(module, nn.Identity)
+    return module is None or type(module) is nn.Identity
+
+
+def first_of(blocks: Sequence[Any], architecture: str) -> Any:
+    """The block that stands for all."""
+    if not blocks:
+        raise refuse(architecture, "it has no blocks")
+    return blocks[0]
+
+
+def norm_eps(block: nn.Module, architecture: str) -> float:
+    """The epsilon of all norms of a block."""
+    found = {name: float(module.eps) for name, module in block.named_modules() if hasattr(module, "eps")}
+    if len(set(found.values())) != 1:
+        raise refuse(architecture, f"the norms of a block differ in eps ({found})")
+    return next(iter(found.values()))
+
+
+def require_usual_scale(attention: Any, architecture: str) -> None:
+    """Refuse attention whose scores are not divided by the root of the width of a head."""
+    if abs(float(attention.scale) * float(attention.head_dim) ** 0.5 - 1) > 1e-6:
+        raise refuse(architecture, f"its attention has scale {attention.scale} for heads of width {attention.head_dim}")
 
 
 def pair(size: Any) -> tuple[int, int]:
@@ -313,7 +313,7 @@ def read_classifier(module: Any, num_labels: int | None, architecture: str) -> t
     """Number of classes and whether they have a bias, of a linear classifier, or of the fresh one in place of none."""
     if is_identity(module):
         return number_of_classes(0, num_labels, architecture), True
-    if not isinstance(module, nn.Linear):
+    if type(module) is not nn.Linear:
         raise refuse(architecture, f"the classifier is a {type(module).__name__}, not a linear layer")
     return number_of_classes(module.out_features, num_labels, architecture), module.bias is not None
 

@@ -14,11 +14,14 @@ from .core import (
     attention,
     below,
     dropout_rate,
+    first_of,
     is_identity,
     joined,
+    norm_eps,
     pair,
     read_classifier,
     refuse,
+    require_usual_scale,
 )
 
 _VIT = "timm VisionTransformer"
@@ -70,10 +73,18 @@ def _config(model: Any, num_labels: int | None, name: str = _VIT, distilled: boo
         raise refuse(name, "pooling includes the prefix tokens")
     heads = (model.head, model.head_dist) if distilled else (model.head,)
     (classes, bias), *_ = [read_classifier(head, num_labels, name) for head in heads]
-    norm = next((n for n in (model.norm, model.fc_norm) if not is_identity(n)), None)
-    pool = model.attn_pool
+    if distilled and not classes:
+        raise refuse(name, "it has two classifiers without classes")
+    norms = [norm for norm in (model.norm, model.fc_norm) if not is_identity(norm)]
+    if len(norms) > 1:
+        raise refuse(name, "it has a norm before and one after pooling")
+    norm, pool = norms[0] if norms else None, model.attn_pool
     if pool is not None and (pool.pos_embed is not None or pool.latent_len != 1 or not is_identity(pool.q_norm)):
         raise refuse(name, "its attention pooling has positions, several queries or a query norm")
+    if pool is not None and (norm is None or pool.norm.eps != norm.eps):
+        raise refuse(name, "the norms of its attention pooling and before it differ in eps")
+    if pool is not None:
+        require_usual_scale(pool, name)
     readout = ReadoutConfig(
         pool=pools[model.global_pool],  # type: ignore[arg-type]
         num_classes=classes,
@@ -114,22 +125,23 @@ def _stem(model: Any, name: str, distilled: bool) -> PatchStemConfig:
 
 
 def _encoder(model: Any, name: str) -> EncoderConfig:
-    blocks = list(model.blocks)
-    first = blocks[0]
-    for block in blocks:
-        if type(block).__name__ != "Block" or type(block.attn).__name__ != "Attention":
-            raise refuse(name, f"a block is a {type(block).__name__} with {type(block.attn).__name__}")
-        if not is_identity(getattr(block.attn, "norm", None)) or not is_identity(getattr(block.mlp, "norm", None)):
-            raise refuse(name, "attention or MLP has a norm of its own inside")
-        if not is_identity(getattr(block.attn, "gate", None)):
-            raise refuse(name, "the attention output is gated")
+    blocks = list(model.blocks)  # known to be alike, but for stochastic depth
+    first = first_of(blocks, name)
+    if type(first.attn).__name__ != "Attention" or not is_identity(getattr(first.attn, "gate", None)):
+        raise refuse(name, f"the attention is a {type(first.attn).__name__}, or its output is gated")
+    if not is_identity(getattr(first.attn, "norm", None)) or not is_identity(getattr(first.mlp, "norm", None)):
+        raise refuse(name, "attention or MLP has a norm of its own inside")
+    require_usual_scale(first.attn, name)
     mlp = first.mlp
     gated = type(mlp).__name__ in ("GluMlp", "SwiGLU")
     if type(mlp).__name__ not in ("Mlp", "GluMlp", "SwiGLU") or getattr(mlp, "gate_last", False):
         raise refuse(name, f"the MLP is a {type(mlp).__name__}")
     norm = type(first.norm1).__name__
-    if not norm.startswith(("LayerNorm", "RmsNorm", "RMSNorm")):
-        raise refuse(name, f"the norm is a {norm}")
+    if {type(one).__name__ for one in (first.norm1, first.norm2)} != {norm} or is_identity(first.norm1):
+        raise refuse(name, f"the norms are a {norm} and a {type(first.norm2).__name__}")
+    for index, block in enumerate(blocks):
+        if dropout_rate(block.drop_path1) != dropout_rate(block.drop_path2):
+            raise refuse(name, f"attention and MLP of block {index} have different rates of stochastic depth")
     return EncoderConfig(
         width=int(model.embed_dim),
         layers=len(blocks),
@@ -139,7 +151,7 @@ def _encoder(model: Any, name: str) -> EncoderConfig:
         activation=activation_of(mlp.act, name),
         gated=gated,
         norm="layer" if norm.startswith("LayerNorm") else "rms",
-        norm_eps=float(first.norm1.eps),
+        norm_eps=norm_eps(first, name),
         qk_norm=not is_identity(first.attn.q_norm),
         qkv_bias=first.attn.qkv.bias is not None,
         out_bias=first.attn.proj.bias is not None,

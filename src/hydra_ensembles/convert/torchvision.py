@@ -5,7 +5,16 @@ from typing import Any
 from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
-from .core import Architecture, activation_of, attention, dropout_rate, read_classifier, refuse
+from .core import (
+    Architecture,
+    activation_of,
+    attention,
+    dropout_rate,
+    first_of,
+    norm_eps,
+    read_classifier,
+    refuse,
+)
 
 _NAME = "torchvision VisionTransformer"
 _LAYER = "encoder.layers.encoder_layer_{i}"
@@ -17,7 +26,10 @@ def _config(model: Any, num_labels: int | None) -> EnsembleConfig:
     if hasattr(model.heads, "pre_logits"):
         raise refuse(_NAME, "the classifier has a hidden layer (representation_size)")
     blocks = list(model.encoder.layers)
-    heads, mlp = blocks[0].self_attention, blocks[0].mlp
+    first = first_of(blocks, _NAME)  # the others are known to be like it
+    heads, mlp = first.self_attention, first.mlp
+    if len(mlp) != 5:
+        raise refuse(_NAME, f"its MLP has {len(mlp)} parts")
     if heads.bias_k is not None or heads.add_zero_attn or heads.in_proj_weight is None:
         raise refuse(_NAME, "its MultiheadAttention has extra keys or separate projections")
     grid = int(model.image_size) // int(model.patch_size)
@@ -34,11 +46,11 @@ def _config(model: Any, num_labels: int | None) -> EnsembleConfig:
         head_dim=int(heads.head_dim),
         mlp_width=int(mlp[0].out_features),
         activation=activation_of(mlp[1], _NAME),
-        norm_eps=float(blocks[0].ln_1.eps),
+        norm_eps=norm_eps(first, _NAME),
         qkv_bias=heads.in_proj_bias is not None,
         out_bias=heads.out_proj.bias is not None,
         attention_dropout=float(heads.dropout),
-        projection_dropout=dropout_rate(blocks[0].dropout),
+        projection_dropout=dropout_rate(first.dropout),
         activation_dropout=dropout_rate(mlp[2]),
         output_dropout=dropout_rate(mlp[4]),
     )

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..errors import ConversionError
 from ..model.config import (
@@ -20,7 +21,20 @@ from ..model.config import (
     all_heads,
 )
 from ..model.metadata import Metadata
-from .core import Architecture, Weights, activation_of, attention, below, either, joined, pair, read_classifier, refuse
+from .core import (
+    Architecture,
+    Inputs,
+    Weights,
+    activation_of,
+    attention,
+    below,
+    either,
+    joined,
+    pair,
+    read_classifier,
+    refuse,
+    run,
+)
 
 # --- what all of them share, CLIP's towers too ---------------------------------------------------------------
 
@@ -82,6 +96,19 @@ def metadata_of_classifier(model: Any) -> Metadata:
     return Metadata(labels=tuple(names[index] for index in range(len(names))))
 
 
+def _answer(model: Any, inputs: Inputs, fresh: bool, with_mean: bool = False) -> Tensor:
+    """Logits, or the features of a bare encoder; `with_mean`: a classifier of the family sees the mean patch too."""
+    if fresh:
+        tokens = run(model.base_model, **inputs).last_hidden_state  # [B, T, d]
+        patches = tokens[:, 1 + int(getattr(model.config, "num_register_tokens", 0)) :]
+        return torch.cat([tokens[:, 0], patches.mean(1)], dim=-1) if with_mean else tokens[:, 0]
+    output = run(model, **inputs)
+    if hasattr(output, "logits"):
+        return output.logits
+    pooled = getattr(output, "pooler_output", None)
+    return output.last_hidden_state[:, 0] if pooled is None else pooled
+
+
 _READOUT: Weights = {
     "readout.hidden": ("classifier.dense", "pre_classifier", "pooler.dense", "bert.pooler.dense"),
     "readout.classifier": ("classifier", "classifier.out_proj", "cls_classifier"),
@@ -97,6 +124,7 @@ def _declare(
     classifiers: tuple[str, ...],
     ignored: tuple[str, ...] = (),
     module: str | None = None,
+    answer: Callable[[Any, Inputs, bool], Tensor] = _answer,
 ) -> tuple[Architecture, Architecture]:
     """Two declarations of a family: its classifiers, which hold the encoder under the name of the module, and itself.
 
@@ -112,6 +140,7 @@ def _declare(
         weights={**below(f"{module}.", encoder), **_READOUT},
         ignored=tuple(f"{module}.{one}" for one in ignored),
         metadata=metadata_of_classifier,
+        answer=answer,
     )
     bare = Architecture(
         name=f"transformers {name} encoder",
@@ -119,6 +148,7 @@ def _declare(
         config=classifier.config,
         weights={**encoder, **_READOUT},
         ignored=ignored,
+        answer=answer,
     )
     return classifier, bare
 
@@ -326,12 +356,13 @@ def _text_readout(
 _IMAGES, _TEXTS = ("ForImageClassification",), ("ForSequenceClassification",)
 # A mask token takes part in pre-training only, a pooler only in the features of a bare encoder.
 _UNREAD = ("embeddings.mask_token", "pooler.")
+_WITH_MEAN = partial(_answer, with_mean=True)
 _TEACHER = (*_IMAGES, "ForImageClassificationWithTeacher")
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *_declare("ViT", "ViT", _vit_config, _VIT, _IMAGES, _UNREAD),
     *_declare("DeiT", "DeiT", partial(_vit_config, distilled=True), _VIT, _TEACHER, _UNREAD),
-    *_declare("DINOv2", "Dinov2", _dinov2_config, _DINOV2, _IMAGES, _UNREAD),
+    *_declare("DINOv2", "Dinov2", _dinov2_config, _DINOV2, _IMAGES, _UNREAD, answer=_WITH_MEAN),
     *_declare(
         "DINOv2 with registers",
         "Dinov2WithRegisters",
@@ -340,6 +371,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         _IMAGES,
         _UNREAD,
         module="dinov2_with_registers",
+        answer=_WITH_MEAN,
     ),
     *_declare("BERT", "Bert", partial(_bert_config, drops_first_token=False), _BERT, _TEXTS),
     *_declare("RoBERTa", "Roberta", partial(_bert_config, counts_after_padding=True), _BERT, _TEXTS),

@@ -1,0 +1,205 @@
+"""Models that compute something else than their class says: hooks, replaced methods, replaced or changed parts."""
+
+import re
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConversionError
+from .core import ACTIVATIONS, is_identity, qualified_name, refuse
+
+# --- hooks and methods ---------------------------------------------------------------------------------------
+
+# These attach hooks that move tensors between devices, collect outputs or switch gradients on.
+_HARMLESS_HOOKS = ("accelerate.", "transformers.", "torch.nn.parallel.", "timm.models._features")
+# These wrap a method to compile it, to move tensors or to choose the precision.
+_HARMLESS_WRAPPERS = ("accelerate.", "torch.")
+
+
+def require_unaltered(wrapped: nn.Module, model: nn.Module, architecture: str) -> None:
+    """Refuse a model, as it was given and as it lies inside wrappers, that a hook or a replaced method may change."""
+    for name, module in wrapped.named_modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if not _origin(hook).startswith(_HARMLESS_HOOKS):
+                raise ConversionError(
+                    f"{architecture}: {name or 'the model'} ({type(module).__name__}) has the forward hook "
+                    f"{getattr(hook, '__qualname__', hook)} of {_origin(hook)}, which a converted model would not run; "
+                    "remove it first with the remove() of the handle that registering it returned"
+                )
+    for name, module in model.named_modules():
+        for method, found in vars(module).items():
+            original = getattr(type(module), method, None)
+            if callable(original) and not _is_method(found, original):
+                raise ConversionError(
+                    f"{architecture}: {method} of {name or 'the model'} ({type(module).__name__}) was replaced on the "
+                    f"object, and a converted model would compute what its class does; delete it first "
+                    f"(del module.{method})"
+                )
+
+
+def _is_method(found: Any, original: Any) -> bool:
+    """Whether what lies on the object is the method of its class, perhaps in the wrappers of known libraries."""
+    while found is not None:
+        if getattr(found, "__func__", found) is original:
+            return True
+        if not _origin(found).startswith(_HARMLESS_WRAPPERS):
+            return False
+        found = getattr(found, "_torchdynamo_orig_callable", None) or getattr(found, "__wrapped__", None)
+    return False
+
+
+def _origin(function: Callable[..., Any]) -> str:
+    """The module a function was written in; `functools.wraps` cannot disguise it."""
+    if isinstance(function, partial):
+        return _origin(function.func)
+    if isinstance(function, MethodType):
+        return _origin(function.__func__)
+    namespace = getattr(function, "__globals__", None)
+    return str(type(function).__module__ if namespace is None else namespace["__name__"])
+
+
+# --- parts ---------------------------------------------------------------------------------------------------
+
+_LIBRARIES = ("torch", "timm", "torchvision", "open_clip")
+_NORMS = ("LayerNorm", "LayerNormFp32", "LayerNormFast", "RmsNorm", "RmsNormFast", "RMSNorm", "Identity")
+# What timm, torchvision and open_clip put in which place: classes, and the names of places ("#" is a number).
+_PARTS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (
+        ("Linear", "NonDynamicallyQuantizableLinear"),
+        "qkv fc1 fc2 fc1_g fc1_x q kv c_fc c_proj out_proj text_projection",
+    ),
+    (("Linear", "Conv2d"), "proj mlp.0 mlp.3"),
+    (("Linear", "Identity"), "head head_dist"),
+    (("Sequential",), "TimmModel.head"),
+    (("Conv2d",), "conv1 conv_proj"),
+    (("Embedding",), "token_embedding"),
+    (_NORMS, "norm norm1 norm2 norm_pre fc_norm q_norm k_norm ln ln_1 ln_2 ln_pre ln_post ln_final ln_q ln_k"),
+    (("Dropout", "Identity"), "pos_drop attn_drop proj_drop drop drop1 drop2 head_drop out_drop dropout mlp.2 mlp.4"),
+    (("DropPath", "Identity"), "drop_path1 drop_path2"),
+    (("LayerScale", "Identity"), "ls1 ls2 ls_1 ls_2"),
+    (tuple(name for names in ACTIVATIONS.values() for name in names), "act gelu mlp.1"),
+    (("Block",), "blocks.#"),
+    (("ResidualAttentionBlock", "CustomResidualAttentionBlock"), "resblocks.#"),
+    (("EncoderBlock",), "encoder_layer_#"),
+    (("Attention", "MultiheadAttention"), "attn self_attention"),
+    (("Mlp", "GluMlp", "SwiGLU", "MLPBlock", "Sequential"), "mlp"),
+    (("Sequential", "ModuleList"), "blocks resblocks layers heads"),
+    (("PatchEmbed",), "patch_embed"),
+    (("AttentionPoolLatent", "AttentionalPooler"), "attn_pool"),
+    (("Encoder", "Transformer"), "encoder transformer"),
+)
+_CLASSES = {place: classes for classes, places in _PARTS for place in places.split()}
+# Settings that do not change an answer, or that are read off the tensors.
+_FREE = frozenset(
+    [
+        *(
+            "training",
+            "inplace",
+            "init_values",
+            "fused_attn",
+            "layer_idx",
+            "gradient_checkpointing",
+            "grad_checkpointing",
+        ),
+        *("name_or_path", "loss_type", "kernel_config", "in_features", "out_features", "num_embeddings", "num_labels"),
+    ]
+)
+
+
+def require_known_parts(model: nn.Module, architecture: str) -> None:
+    """Refuse a model with a part that is not of the class this library knows there, or whose blocks are not alike.
+
+    A model of transformers is held against what its class builds from its configuration; parts of the others have to
+    be of certain classes, exactly: a subclass (adapters, weights under a parametrization) may compute anything.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d):
+            _require_patches(module, name, architecture)
+    if type(model).__module__.startswith("transformers."):
+        with torch.device("meta"):
+            built = type(model)(deepcopy(model.config))
+        _require_alike(model, built, architecture, "by its configuration")
+        return
+    for name, module in model.named_modules():
+        if name:
+            _require_class(model, name, module, architecture)
+    for above, module in model.named_modules():
+        if re.fullmatch(r"(.*\.)?(blocks|resblocks|layers)", above):
+            blocks = list(module.named_children())
+            for name, part in blocks[1:]:
+                _require_alike(part, blocks[0][1], architecture, "in the first block", f"{above}.{name}")
+
+
+def _require_class(model: nn.Module, name: str, module: nn.Module, architecture: str) -> None:
+    above, _, leaf = name.rpartition(".")
+    holder = model.get_submodule(above)
+    place = f"{above.rpartition('.')[2]}.{leaf}" if leaf.isdigit() else leaf
+    places = f"{type(holder).__name__}.{leaf}", place, re.sub(r"\d+$", "#", place)
+    expected = next((_CLASSES[one] for one in places if one in _CLASSES), None)
+    if expected is None:
+        if not isinstance(holder, nn.Sequential) or is_identity(module):
+            return  # a name that none of these classes reads; only a sequence runs whatever lies in it
+        expected = ("Identity",)
+    if type(module).__module__.split(".")[0] not in _LIBRARIES or type(module).__name__ not in expected:
+        raise refuse(architecture, f"{name} is a {qualified_name(module)} where one of {list(expected)} is known")
+
+
+def _require_patches(module: nn.Conv2d, name: str, architecture: str) -> None:
+    """Refuse a convolution that does not cut an image into patches side by side."""
+    found = module.stride, module.dilation, module.groups
+    if found != (module.kernel_size, (1, 1), 1) or module.padding not in ((0, 0), "valid"):
+        what = f"stride {module.stride}, padding {module.padding}, dilation {module.dilation}, {module.groups} groups"
+        raise refuse(architecture, f"{name} embeds patches of {module.kernel_size} with {what}")
+
+
+def _require_alike(module: nn.Module, like: nn.Module, architecture: str, says: str, name: str = "") -> None:
+    """Refuse a module that differs from another in its class, its settings or its parts."""
+    for place, what, found, expected in _differences(module, like):
+        where = ".".join(part for part in (name, place) if part) or "the model"
+        raise refuse(architecture, f"{where}{what} {found}, and {expected} {says}")
+
+
+def _differences(module: nn.Module, like: nn.Module, place: str = "") -> Iterator[tuple[str, str, Any, Any]]:
+    """Place, what differs, what it is and what it is in `like`."""
+    if type(module) is not type(like):
+        yield place, " is a", qualified_name(module), f"a {qualified_name(like)}"
+        return
+    for setting, expected in vars(like).items():
+        if setting.startswith("_") or setting in _FREE or not _is_plain(expected):
+            continue
+        if callable(getattr(type(like), setting, None)):  # a method, put back by assignment
+            continue
+        found = vars(module).get(setting)
+        if getattr(found, "__func__", found) != getattr(expected, "__func__", expected):
+            yield f"{place}.{setting}" if place else setting, " is", repr(found), repr(expected)
+    parts = dict(module.named_children())
+    for leaf, expected in like.named_children():
+        inner = f"{place}.{leaf}" if place else leaf
+        if leaf in parts:
+            part = parts[leaf]
+            if not (is_identity(part) and leaf in _REMOVED) and not (_drops_paths(part) and _drops_paths(expected)):
+                yield from _differences(part, expected, inner)
+        elif leaf not in _REMOVED:
+            yield inner, " is", "missing", f"a {type(expected).__qualname__}"
+    if isinstance(module, nn.Sequential | nn.ModuleList) and len(parts) > len(list(like.children())):
+        yield place, " has", f"{len(parts)} parts", f"{len(list(like.children()))}"
+
+
+# Parts that may be absent (`add_pooling_layer=False`), or an identity in place of a classifier.
+_REMOVED = ("pooler", "classifier", "cls_classifier", "distillation_classifier")
+
+
+def _drops_paths(part: nn.Module) -> bool:
+    """Whether a part is stochastic depth or, where its rate is 0, nothing; its rate is read of every block."""
+    return is_identity(part) or type(part).__name__ == "DropPath"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str) or callable(value)

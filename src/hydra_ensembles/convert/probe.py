@@ -1,0 +1,205 @@
+"""The last line of defence: the original and the converted model answer the same random batch."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._utils import evaluation_mode, torch_seeded
+from ..errors import ConversionError
+from ..model.config import EnsembleConfig, PatchStemConfig, TextStemConfig
+from ..model.ensemble import Ensemble
+from ..model.layers import GroupedLinear
+from .core import Architecture, Inputs, block_name
+
+_TEXTS, _TOKENS = 2, 32
+# How far answers may lie apart, in parts of the largest of them: what the same sum in another order makes of them.
+_ALLOWED = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def require_same_answers(
+    architecture: Architecture,
+    model: nn.Module,
+    ensemble: Ensemble,
+    fresh: bool = False,
+    projection: GroupedLinear | None = None,
+) -> None:
+    """Refuse a conversion that changes an answer, and name the first layer where the two models part.
+
+    Args:
+        architecture: The declaration of the model.
+        model: The original; afterwards it is as it was.
+        ensemble: What it was converted into.
+        fresh: Whether the classifier is a new one: then features are compared.
+        projection: Of a tower of a dual encoder, applied to its features.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return  # without values there are no answers
+    inputs = _inputs(ensemble.config, ensemble.device, ensemble.dtype)
+    with _as_it_answers(model, ensemble.device):
+        expected = _answer(architecture, model, inputs, fresh)
+        if fresh:
+            found = ensemble.features(inputs)[0]  # [B, d]
+            if ensemble.config.readout.pool == "distilled":
+                found = found.mean(1)  # of class and distillation token, [B, 2, d] -> [B, d]
+        else:
+            found = ensemble(inputs)[0] if projection is None else projection(ensemble(inputs))[0]
+        allowed = _allowed(ensemble)
+        difference = _difference(found, expected)
+        if difference <= allowed:
+            return
+        place = _first_difference(architecture, model, ensemble, inputs, fresh, allowed)
+    what = "features" if fresh else "answers"
+    raise ConversionError(
+        f"{architecture.name}: the {what} of the converted model differ from those of the original by "
+        f"{difference:.2g} of their size on a random batch ({allowed:g} is allowed): the model computes something else "
+        f"than its class and its configuration say. The two part first {place}; "
+        "undo what was changed there, or convert with probe=False if the difference is meant"
+    )
+
+
+# --- the batch -----------------------------------------------------------------------------------------------
+
+
+def _inputs(config: EnsembleConfig, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """One image of the size of the model, or two texts of different length; the same in every process."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    stem = config.stem
+    if isinstance(stem, PatchStemConfig):
+        shape = (1, stem.channels, *stem.image_size)
+        return {"pixel_values": torch.randn(shape, generator=generator, device="cpu").to(device, dtype)}
+    return {name: tensor.to(device) for name, tensor in _texts(stem, config, generator).items()}
+
+
+def _texts(stem: TextStemConfig, config: EnsembleConfig, generator: torch.Generator) -> Inputs:
+    """Token ids `[B, T]`; a mask where the family has one, segments where there are several."""
+    clip = not stem.norm  # texts of CLIP fill the whole context, and end with a token that is looked for
+    tokens = stem.max_tokens if clip else min(stem.max_tokens, _TOKENS)
+    pad = 0 if stem.positions_after is None else stem.positions_after
+    end = config.readout.eot_token
+    last = stem.vocabulary - 1 if end is None else end
+    ids = torch.randint(stem.vocabulary, (_TEXTS, tokens), generator=generator, device="cpu")
+    ordinary = next(one for one in range(stem.vocabulary) if one not in (pad, last)) if stem.vocabulary > 2 else pad
+    ids = ids.masked_fill((ids == pad) | (ids == last), ordinary)
+    positions = torch.arange(tokens, device="cpu")[None]  # [1, T]
+    ends = torch.tensor([tokens - 1, tokens // 2], device="cpu")[:, None]  # [B, 1]
+    ids = ids.masked_fill(positions > ends, pad)
+    if clip:
+        return {"input_ids": ids.masked_fill(positions == ends, last)}
+    found = {"input_ids": ids, "attention_mask": (positions <= ends).long()}
+    if stem.segments > 1:
+        found["token_type_ids"] = ((positions > ends // 2) & (positions <= ends)).long()
+    return found
+
+
+# --- the answers ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _as_it_answers(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Evaluation mode, no gradients, no autocast, nothing compiled; generators and flags are as before afterwards."""
+    with ExitStack() as stack:
+        compiled = "torch._dynamo" in sys.modules  # only then something can be compiled, and loading it takes seconds
+        stack.enter_context(torch.compiler.set_stance("force_eager") if compiled else nullcontext())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        stack.enter_context(torch_seeded(0, device))
+        stack.enter_context(evaluation_mode(model))
+        yield
+
+
+def _answer(architecture: Architecture, model: nn.Module, inputs: Inputs, fresh: bool) -> Tensor:
+    shapes = {name: list(tensor.shape) for name, tensor in inputs.items()}
+    try:
+        answer = architecture.answer(model, {name: tensor.clone() for name, tensor in inputs.items()}, fresh)
+    except Exception as error:  # whatever somebody's model may raise
+        raise ConversionError(
+            f"{architecture.name}: the model itself cannot answer a random batch {shapes}, so the converted one cannot "
+            f"be compared with it ({type(error).__name__}: {error}); repair it, or convert with probe=False"
+        ) from error
+    if not answer.isfinite().all():
+        raise ConversionError(
+            f"{architecture.name}: the model answers a random batch {shapes} with numbers that are NaN or infinite; "
+            f"its weights are broken, or {answer.dtype} is too small for them: try model.float()"
+        )
+    return answer
+
+
+def _allowed(ensemble: Ensemble) -> float:
+    dtype = ensemble.dtype
+    rounded = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32  # ten bits, as float16
+    if dtype is torch.float32 and ensemble.device.type == "cuda" and rounded:
+        dtype = torch.float16
+    return _ALLOWED.get(dtype, _ALLOWED[torch.bfloat16])
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, in parts of the largest number; infinite where the shapes differ."""
+    if found.shape != expected.shape:
+        return float("inf")
+    found, expected = found.double(), expected.double()
+    scale = expected.abs().max().item()
+    difference = (found - expected).abs().max().item()
+    return difference / scale if scale else difference
+
+
+# --- where they part -----------------------------------------------------------------------------------------
+
+
+def _first_difference(
+    architecture: Architecture, model: nn.Module, ensemble: Ensemble, inputs: Inputs, fresh: bool, allowed: float
+) -> str:
+    """The first place where the activations of both models differ, in words."""
+    names = [block_name(architecture, model, layer) for layer in range(ensemble.num_layers)]
+    theirs = _their_tokens(architecture, model, [model.get_submodule(name) for name in names], inputs, fresh)
+    mask = inputs.get("attention_mask")
+    ours = _our_tokens(ensemble, inputs)
+    for index, (mine, their) in enumerate(zip(ours, theirs, strict=False)):
+        if their.shape != mine.shape and their.dim() == mine.dim():
+            their = their.transpose(0, 1)  # [T, B, d] -> [B, T, d]
+        if mask is not None and their.shape == mine.shape:
+            mine, their = mine[mask.bool()], their[mask.bool()]  # what is at padding does not matter
+        if _difference(mine, their) > allowed:
+            return f"in {names[index - 1]}" if index else f"before {names[0]}, where the input is embedded"
+    if len(theirs) < len(ours):
+        return f"in {names[len(theirs) - 1]}" if theirs else f"before {names[0]}"
+    return f"after {names[-1]}, where tokens are pooled and classified"
+
+
+def _our_tokens(ensemble: Ensemble, inputs: Inputs) -> list[Tensor]:
+    """What enters the first block, and what leaves each of them, `[B, T, d]`."""
+    x, key_mask = ensemble.embed(*ensemble.unpack(dict(inputs), None, None))
+    tokens = [x[0]]
+    for block in ensemble.encoder.layers:
+        x = block(x, key_mask)
+        tokens.append(x[0])
+    return tokens
+
+
+def _their_tokens(
+    architecture: Architecture, model: nn.Module, blocks: Sequence[nn.Module], inputs: Inputs, fresh: bool
+) -> list[Tensor]:
+    """The same of the original, as far as its blocks are run in this order."""
+    tokens: list[Tensor] = []
+
+    def before(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        found = next((one for one in (*given, *named.values()) if isinstance(one, Tensor)), None)
+        if not tokens and found is not None:
+            tokens.append(found)
+
+    def after(_: Any, given: Any, output: Any) -> None:
+        found = output[0] if isinstance(output, tuple) else output
+        if isinstance(found, Tensor):
+            tokens.append(found)
+
+    handles = [blocks[0].register_forward_pre_hook(before, with_kwargs=True)]
+    handles += [block.register_forward_hook(after) for block in blocks]
+    try:
+        architecture.answer(model, inputs, fresh)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return tokens

@@ -1,0 +1,282 @@
+"""Models that somebody changed: each is refused with a clear error, or answers as before; none answers otherwise."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import hydra_ensembles as he
+from architectures import images, timm_model, torchvision_model
+from architectures_clip import CONTEXT, open_clip_from_timm, open_clip_model, texts, transformers_clip
+from architectures_transformers import token_batch, transformers_model
+from hydra_ensembles.errors import ConversionError
+
+# --- the models, and how they answer -----------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_labels": 5}
+VISION = {**SIZES, "image_size": 32, "patch_size": 8}
+TEXT = {**SIZES, "vocab_size": 60, "intermediate_size": 64, "max_position_embeddings": 24}
+DISTILBERT = {"vocab_size": 60, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "num_labels": 5}
+
+
+def _transformers(kind: str, classifier: str, settings: dict[str, Any]) -> Callable[[], Any]:
+    return lambda: transformers_model(f"{kind}For{classifier}", f"{kind}Config", settings)
+
+
+BUILD: dict[str, Callable[[], Any]] = {
+    "timm": lambda: timm_model("vit_tiny_patch16_224"),
+    "timm-siglip": lambda: timm_model("vit_base_patch16_siglip_224"),
+    "timm-scaled": lambda: timm_model("vit_tiny_patch16_224", init_values=0.1, qk_norm=True),
+    "timm-distilled": lambda: timm_model("deit_tiny_distilled_patch16_224"),
+    "torchvision": torchvision_model,
+    "vit": _transformers("ViT", "ImageClassification", VISION),
+    "dinov2": _transformers("Dinov2", "ImageClassification", VISION),
+    "bert": _transformers("Bert", "SequenceClassification", TEXT),
+    "roberta": _transformers("Roberta", "SequenceClassification", TEXT),
+    "distilbert": _transformers("DistilBert", "SequenceClassification", DISTILBERT),
+    "clip": lambda: transformers_clip({}, {}),
+    "open_clip": open_clip_model,
+    "open_clip-timm": lambda: open_clip_from_timm("vit_base_patch16_224", "token", "linear"),
+}
+TIMM = tuple(name for name in BUILD if name.startswith(("timm", "torchvision")))
+
+
+def answers(name: str, model: Any) -> list[Tensor]:
+    """What the original answers, by its own library."""
+    pixels = images(32, 32)["pixel_values"]
+    if name in TIMM:
+        return [model(pixels)]
+    if name.startswith("open_clip"):
+        return [model.encode_image(pixels), model.encode_text(texts(59, 0, mask=False)["input_ids"])]
+    if name == "clip":
+        tokens = model.get_text_features(**texts(59, 1, mask=True)).pooler_output
+        return [model.get_image_features(pixels).pooler_output, tokens]
+    if name in ("vit", "dinov2"):
+        return [model(pixels).logits]
+    return [model(**text_inputs(name)).logits]
+
+
+def converted_answers(name: str, converted: Any) -> list[Tensor]:
+    pixels = images(32, 32)["pixel_values"]
+    if isinstance(converted, he.DualEncoder):
+        batch = texts(59, 1, mask=True) if name == "clip" else texts(59, 0, mask=False)
+        towers = converted.encode_image(pixels, normalize=False), converted.encode_text(batch, normalize=False)
+        return [tower[0] for tower in towers]
+    return [converted(pixels if converted.kind == "image" else text_inputs(name))[0]]
+
+
+def text_inputs(name: str) -> dict[str, Tensor]:
+    return token_batch(pad=1 if name == "roberta" else 0, segments=name == "bert")
+
+
+# --- how they are changed ----------------------------------------------------------------------------------------
+
+Change = Callable[[Any], object]
+
+
+class Adapted(nn.Linear):
+    """A layer with an adapter of low rank, as people write it themselves; its tensors have the names they had."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.1 * x.sum(-1, keepdim=True)
+
+
+class Quiet(nn.Identity):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+
+def adapted(place: str) -> Change:
+    def change(model: Any) -> None:
+        model.get_submodule(place).__class__ = Adapted
+
+    return change
+
+
+def put(place: str, part: nn.Module) -> Change:
+    return lambda model: model.set_submodule(place, part)
+
+
+def put_before(place: str, part: nn.Module) -> Change:
+    """A sequence of another part and what was there; the tensors get other names."""
+    return lambda model: model.set_submodule(place, nn.Sequential(part, model.get_submodule(place)))
+
+
+def set_to(place: str, value: Any, *also: tuple[str, Any]) -> Change:
+    def change(model: Any) -> None:
+        for path, one in ((place, value), *also):
+            above, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(above), leaf, one)
+
+    return change
+
+
+def replaced(place: str) -> Change:
+    """A method of one part, replaced on the object by one that adds a little to what it gave."""
+
+    def change(model: Any) -> None:
+        above, _, method = place.rpartition(".")
+        part = model.get_submodule(above)
+        original = getattr(part, method)
+        setattr(part, method, lambda *given, **named: original(*given, **named) + 0.3)
+
+    return change
+
+
+def configured(**settings: Any) -> Change:
+    """The configuration edited after the model was built."""
+
+    def change(model: Any) -> None:
+        for name, value in settings.items():
+            setattr(model.config, name, value)
+
+    return change
+
+
+def patched_class(path: str) -> Change:
+    """A part whose class is of the library by its name, and computes something else: only answers tell."""
+
+    def change(model: Any) -> None:
+        part = model.get_submodule(path)
+        kind = type(part)
+
+        def forward(self: Any, *given: Any, **named: Any) -> Any:
+            out = kind.forward(self, *given, **named)
+            return (out[0] * 1.5, *out[1:]) if isinstance(out, tuple) else out * 1.5
+
+        disguise = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+        for other in model.modules():  # every part of the class, so that they are alike
+            if type(other) is kind:
+                other.__class__ = disguise
+
+    return change
+
+
+BLOCK, LAYER = "blocks.1.", "encoder.layers.encoder_layer_1."
+BERT, ROBERTA, DISTIL = "bert.encoder.layer.1.", "roberta.encoder.layer.1.", "distilbert.transformer.layer.1."
+VIT, DINO, OPEN = "vit.layers.1.", "dinov2.encoder.layer.1.", "visual.transformer.resblocks.1."
+HF_IMAGE, HF_TEXT = "vision_model.encoder.layers.1.", "text_model.encoder.layers.1."
+
+# Model, change, and a token of the error; None where answers may stay as they are.
+ALTERED: list[tuple[str, Change, str | None]] = [
+    # timm
+    ("timm", put(BLOCK + "mlp.act", nn.ReLU()), "blocks.1.mlp.act"),
+    ("timm", set_to(BLOCK + "norm1.eps", 0.1), "blocks.1.norm1.eps"),
+    ("timm", set_to("blocks.0.norm2.eps", 0.1, (BLOCK + "norm2.eps", 0.1)), "eps"),
+    ("timm", set_to(BLOCK + "attn.scale", 1.0, (BLOCK + "attn.fused_attn", False)), "attn.scale"),
+    ("timm", lambda model: [set_to("attn.scale", 1.0)(block) for block in model.blocks], "scale 1.0"),
+    ("timm", adapted(BLOCK + "attn.qkv"), "Adapted"),
+    ("timm", adapted("head"), "Adapted"),
+    ("timm", put(BLOCK + "ls1", nn.Tanh()), "blocks.1.ls1"),
+    ("timm", put("blocks.0.ls1", nn.Tanh()), "blocks.0.ls1"),
+    ("timm", put(BLOCK + "drop_path1", nn.Tanh()), "drop_path1"),
+    ("timm", put(BLOCK + "mlp.drop1", nn.Tanh()), "mlp.drop1"),
+    ("timm", put(BLOCK + "attn.proj_drop", Quiet()), "proj_drop"),
+    ("timm", put("pos_drop", nn.Tanh()), "pos_drop"),
+    ("timm", put("head_drop", nn.Tanh()), "head_drop"),
+    ("timm", put("fc_norm", nn.Tanh()), "fc_norm"),
+    ("timm", put("fc_norm", nn.LayerNorm(32)), "after pooling"),
+    ("timm", put(BLOCK + "attn.q_norm", nn.LayerNorm(8)), "blocks.1.attn.q_norm"),
+    ("timm", set_to("patch_embed.proj.stride", (4, 4)), "stride"),
+    ("timm", set_to("patch_embed.proj.padding", (2, 2)), "padding"),
+    ("timm", set_to("patch_embed.proj.dilation", (2, 2)), "dilation"),
+    ("timm", replaced("forward_head"), "forward_head"),
+    ("timm", replaced("_pos_embed"), "_pos_embed"),
+    ("timm", put_before(BLOCK + "attn.proj", nn.Tanh()), "attn.proj"),
+    ("timm", set_to(BLOCK + "attn.num_heads", 2), "num_heads"),
+    ("timm", lambda model: [set_to("attn.num_heads", 2)(block) for block in model.blocks], "blocks.0"),
+    ("timm", put("blocks.1", nn.Identity()), "blocks.1 is a"),
+    ("timm", lambda model: model.blocks.append(nn.Tanh()), "blocks.2"),
+    ("timm", lambda model: set_to("blocks", nn.Sequential())(model), "no blocks"),
+    ("timm", put(BLOCK + "mlp.drop2", nn.Dropout(0.5)), "blocks.1.mlp.drop2.p"),
+    ("timm", put(BLOCK + "drop_path2", nn.Dropout(0.5)), "drop_path2"),
+    ("timm", lambda model: parametrizations.weight_norm(model.blocks[1].mlp.fc1), "ParametrizedLinear"),
+    ("timm", lambda model: parametrizations.spectral_norm(model.head), "ParametrizedLinear"),
+    ("timm", lambda model: model.norm.register_forward_hook(lambda *given: given[2] * 2), "forward hook"),
+    ("timm", set_to("pool_include_prefix", True, ("global_pool", "avg")), "prefix"),
+    ("timm", set_to("no_embed_class", True), "stem.position"),
+    ("timm", patched_class(BLOCK + "mlp"), "blocks.0"),
+    ("timm", patched_class("patch_embed"), "before blocks.0"),
+    ("timm", patched_class("head_drop"), "before blocks.0"),  # every dropout of the model, that of positions first
+    ("timm", set_to("extra", nn.Tanh()), None),
+    ("timm", set_to("blocks.0.attn.fused_attn", False), None),
+    ("timm-scaled", put(BLOCK + "ls2", nn.Identity()), "blocks.1.ls2"),
+    ("timm-scaled", set_to(BLOCK + "attn.q_norm.eps", 0.1), "q_norm.eps"),
+    ("timm-siglip", set_to("attn_pool.norm.eps", 0.1), "eps"),
+    ("timm-siglip", put("attn_pool.mlp.act", nn.Tanh()), "attn_pool.mlp.act"),
+    ("timm-siglip", set_to("attn_pool.pool", "avg"), None),
+    ("timm-distilled", adapted("head_dist"), "Adapted"),
+    # torchvision
+    ("torchvision", put(LAYER + "mlp.1", nn.ReLU()), "encoder_layer_1"),
+    ("torchvision", set_to(LAYER + "ln_2.eps", 0.1), "ln_2.eps"),
+    ("torchvision", put("encoder.dropout", nn.Tanh()), "encoder.dropout"),
+    ("torchvision", lambda model: [layer.mlp.append(nn.Tanh()) for layer in model.encoder.layers], "mlp.5"),
+    ("torchvision", put("heads.extra", nn.Tanh()), "heads.extra"),
+    ("torchvision", set_to("conv_proj.stride", (4, 4)), "stride"),
+    ("torchvision", replaced("_process_input"), "_process_input"),
+    ("torchvision", put("encoder.layers.encoder_layer_1", nn.Identity()), "encoder_layer_1"),
+    # transformers
+    ("vit", put(VIT + "mlp.activation_fn", nn.ReLU()), "activation_fn"),
+    ("vit", set_to(VIT + "attention.scaling", 1.0), "attention.scaling"),
+    ("vit", set_to("vit.layernorm.eps", 0.1), "vit.layernorm.eps"),
+    ("vit", adapted(VIT + "attention.q_proj"), "Adapted"),
+    ("vit", configured(hidden_act="relu"), "activation_fn"),
+    ("vit", configured(layer_norm_eps=0.1), "eps"),
+    ("dinov2", put(DINO + "layer_scale1", nn.Identity()), "layer_scale1"),
+    ("dinov2", put(DINO + "drop_path", nn.Tanh()), "drop_path"),
+    ("bert", put(BERT + "intermediate.intermediate_act_fn", nn.ReLU()), "intermediate_act_fn"),
+    ("bert", set_to(BERT + "output.LayerNorm.eps", 0.1), "output.LayerNorm.eps"),
+    ("bert", set_to(BERT + "attention.self.scaling", 1.0), "scaling"),
+    ("bert", put("bert.pooler.activation", nn.ReLU()), "pooler.activation"),
+    ("bert", adapted(BERT + "attention.self.value"), "Adapted"),
+    ("bert", configured(hidden_act="relu"), "intermediate_act_fn"),
+    ("bert", set_to(BERT + "attention.self.num_attention_heads", 2), "num_attention_heads"),
+    ("bert", lambda model: model.bert.embeddings.position_ids.copy_(torch.arange(23, -1, -1)[None]), "embedded"),
+    ("bert", put("bert.encoder.layer.1", nn.Identity()), "bert.encoder.layer.1"),
+    ("roberta", put("classifier.dropout", nn.Tanh()), "classifier.dropout"),
+    ("roberta", replaced("roberta.embeddings.forward"), "roberta.embeddings"),
+    ("roberta", set_to(ROBERTA + "attention.self.is_decoder", True), "is_decoder"),
+    ("distilbert", put(DISTIL + "ffn.activation", nn.ReLU()), "ffn.activation"),
+    ("distilbert", set_to(DISTIL + "sa_layer_norm.eps", 0.1), "sa_layer_norm.eps"),
+    ("distilbert", put_before("pre_classifier", nn.Tanh()), "pre_classifier"),
+    # dual encoders
+    ("clip", put(HF_IMAGE + "mlp.activation_fn", nn.ReLU()), "activation_fn"),
+    ("clip", set_to(HF_TEXT + "layer_norm1.eps", 0.1), "text_model"),
+    ("clip", adapted("text_projection"), "Adapted"),
+    ("clip", set_to("text_model.eos_token_id", 7), "text_model.eos_token_id"),
+    ("open_clip", put(OPEN + "mlp.gelu", nn.ReLU()), "gelu"),
+    ("open_clip", lambda model: [block.mlp.append(nn.Tanh()) for block in model.transformer.resblocks], "mlp"),
+    ("open_clip", set_to(OPEN + "ln_1.eps", 0.1), "ln_1.eps"),
+    ("open_clip", set_to("attn_mask", torch.zeros(CONTEXT, CONTEXT)), "in transformer.resblocks.0"),
+    ("open_clip", replaced("encode_text"), "encode_text"),
+    ("open_clip", set_to("visual.transformer.resblocks.0.attn.num_heads", 2), "num_heads"),
+    ("open_clip-timm", put("visual.trunk.blocks.1.mlp.act", nn.ReLU()), "mlp.act"),
+    ("open_clip-timm", put("visual.head.extra", nn.Tanh()), "extra"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "token"), ALTERED, ids=[f"{number}-{one[0]}" for number, one in enumerate(ALTERED)]
+)
+@torch.no_grad()
+def test_no_altered_model_answers_otherwise(name: str, change: Change, token: str | None) -> None:
+    model = BUILD[name]()
+    change(model)
+    if token is not None:
+        with pytest.raises(ConversionError) as refused:
+            he.convert(model)
+        assert token in str(refused.value)
+        return
+    for mine, theirs in zip(converted_answers(name, he.convert(model)), answers(name, model), strict=True):
+        assert (mine - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("name", BUILD)
+@torch.no_grad()
+def test_the_same_models_unchanged_answer_as_they_did(name: str) -> None:
+    model = BUILD[name]()
+    for mine, theirs in zip(converted_answers(name, he.convert(model)), answers(name, model), strict=True):
+        assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()

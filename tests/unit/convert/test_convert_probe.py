@@ -1,0 +1,173 @@
+"""The comparison of answers that ends a conversion: what it sees, what it says, and what it leaves alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hydra_ensembles as he
+from architectures import ArchitectureCase, timm_model, torchvision_model
+from architectures_clip import DUAL_CASES, DualCase, open_clip_model
+from architectures_transformers import transformers_model
+from contract.all_architectures import ALL_CASES
+from hydra_ensembles.errors import ConversionError
+
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+VISION = {**SIZES, "image_size": 32, "patch_size": 8}
+TEXT = {**SIZES, "vocab_size": 60, "intermediate_size": 64, "max_position_embeddings": 24}
+DISTILBERT = {"vocab_size": 60, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
+BARE: dict[str, Callable[[], Any]] = {
+    "timm": lambda: timm_model("vit_tiny_patch16_224", num_classes=0),
+    "timm-distilled": lambda: timm_model("deit_tiny_distilled_patch16_224", num_classes=0),
+    "torchvision": lambda: _without_head(torchvision_model()),
+    "vit": lambda: transformers_model("ViTModel", "ViTConfig", VISION),
+    "deit": lambda: transformers_model("DeiTModel", "DeiTConfig", VISION),
+    "dinov2": lambda: transformers_model("Dinov2Model", "Dinov2Config", VISION),
+    "registers": lambda: transformers_model("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", VISION),
+    "bert": lambda: transformers_model("BertModel", "BertConfig", TEXT),
+    "roberta": lambda: transformers_model("RobertaModel", "RobertaConfig", TEXT),
+    "electra": lambda: transformers_model("ElectraModel", "ElectraConfig", TEXT),
+    "distilbert": lambda: transformers_model("DistilBertModel", "DistilBertConfig", DISTILBERT),
+    "clip-image": lambda: transformers_model("CLIPVisionModel", "CLIPVisionConfig", VISION),
+    "open_clip-text": lambda: open_clip_model(text={"proj_type": "none", "width": 24}, custom=True).text,
+}
+
+
+def _without_head(model: Any) -> Any:
+    model.heads = nn.Sequential()
+    return model
+
+
+@pytest.fixture
+def disturbed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Conversions go wrong in the parameters whose names are put into this list."""
+    names: list[str] = []
+    from_state = he.Ensemble.from_state
+
+    def wrong(*given: Any) -> he.Ensemble:
+        ensemble = from_state(*given)
+        with torch.no_grad():
+            for parameter in (one for name, one in ensemble.named_parameters() if name in names):
+                parameter.add_(torch.linspace(-3, 3, parameter.shape[-1]))
+        return ensemble
+
+    monkeypatch.setattr(he.Ensemble, "from_state", wrong)
+    return names
+
+
+# --- it sees a difference in every architecture, and where it is ---------------------------------------------
+
+
+@pytest.mark.parametrize("case", [*ALL_CASES, *DUAL_CASES], ids=str)
+def test_a_wrong_conversion_is_refused_and_the_layer_named(
+    case: ArchitectureCase | DualCase, disturbed: list[str]
+) -> None:
+    model, settings = case.build(), getattr(case, "convert_kwargs", {})
+    for name, token in (
+        ("encoder.layers.1.mlp.down.bias", r"part first in .*[._]1;"),
+        ("encoder.layers.0.attention.out_bias", r"part first in .*[._]0;"),
+        ("stem.position stem.positions", "part first before"),
+    ):
+        disturbed[:] = name.split()
+        with pytest.raises(ConversionError, match=token):
+            he.convert(model, **settings)
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_features_are_compared_where_the_classifier_is_fresh(name: str, disturbed: list[str]) -> None:
+    model = BARE[name]()
+    assert he.convert(model, num_labels=3).num_classes == 3
+    disturbed.append("encoder.layers.1.mlp.down.bias")
+    with pytest.raises(ConversionError, match=r"features.*in .*[._]1;"):
+        he.convert(model, num_labels=3)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "place"),
+    [("readout.norm.bias", "after blocks.1"), ("readout.classifier.bias", "after blocks.1")],
+)
+def test_a_difference_after_the_last_block_is_named_too(parameter: str, place: str, disturbed: list[str]) -> None:
+    disturbed.append(parameter)
+    with pytest.raises(ConversionError, match=place):
+        he.convert(timm_model("vit_tiny_patch16_224"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_types_are_compared_within_their_rounding(dtype: torch.dtype, disturbed: list[str]) -> None:
+    model = timm_model("vit_tiny_patch16_224").to(dtype)
+    assert he.convert(model).dtype == dtype
+    disturbed.append("encoder.layers.1.mlp.down.bias")
+    with pytest.raises(ConversionError, match=r"blocks\.1"):
+        he.convert(model)
+
+
+# --- what only answers tell ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "target", "place"),
+    [
+        ("bert", "transformers.models.bert.modeling_bert.BertEmbeddings", "before encoder.layer.0"),
+        ("bert", "transformers.models.bert.modeling_bert.BertOutput", "in encoder.layer.0"),
+        ("bert", "transformers.models.bert.modeling_bert.BertPooler", "after encoder.layer.1"),
+        ("dinov2", "transformers.models.dinov2.modeling_dinov2.Dinov2LayerScale", "in encoder.layer.0"),
+    ],
+)
+def test_a_class_patched_by_somebody_is_found_out(
+    build: str, target: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = BARE[build]()
+    module, _, kind = target.rpartition(".")
+    patched = getattr(__import__(module, fromlist=[kind]), kind)
+    original = patched.forward
+    monkeypatch.setattr(patched, "forward", lambda self, *given, **named: original(self, *given, **named) * 1.5)
+    with pytest.raises(ConversionError, match=place):
+        he.convert(model)
+    assert he.convert(model, probe=False).num_layers == 2
+
+
+def test_models_that_cannot_answer_are_clear_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = timm_model("vit_tiny_patch16_224")
+    with torch.no_grad():
+        model.head.weight.fill_(3e38)  # finite, as its product with features is not
+    with pytest.raises(ConversionError, match="NaN or infinite"):
+        he.convert(model)
+    monkeypatch.setattr(type(model), "forward_features", lambda *given, **named: 1 / 0)
+    with pytest.raises(ConversionError, match=r"ZeroDivisionError.*probe=False"):
+        he.convert(model)
+    assert he.convert(model, probe=False).num_classes == 5
+
+
+# --- what it leaves alone ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_original_and_the_generators_are_as_before(wrong: bool, disturbed: list[str]) -> None:
+    disturbed += ["encoder.layers.0.mlp.down.bias"] if wrong else []
+    model: Any = timm_model("vit_tiny_patch16_224", drop_rate=0.5).train()
+    model.blocks[1].eval()
+    flags = [module.training for module in model.modules()]
+    states = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(3)
+    np.random.seed(3)
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
+    if wrong:
+        with pytest.raises(ConversionError):
+            he.convert(model)
+    else:
+        he.convert(model)
+    assert [module.training for module in model.modules()] == flags
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert all(torch.equal(tensor, states[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert (np.random.get_state()[1] == numpy_state).all()  # type: ignore[index]
+
+
+def test_answers_are_compared_outside_of_autocast() -> None:
+    model = timm_model("vit_tiny_patch16_224")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert he.convert(model).num_classes == 5
