@@ -96,8 +96,8 @@ def main() -> None:
         model, tokenizer = small_bert(reviews[::2], others)
         reviews = reviews[1::2]  # held out
     else:
-        model = transformers.AutoModelForSequenceClassification.from_pretrained(options.model)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(options.model, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
     hydra = make_ensemble(model, tokenizer, reviews, others, options.prune, options.output)
     texts = ["the ending was wonderful", "i found the cast stale", "the plot was strange", "where in oslo is the tower"]
     p = hydra.predict(texts)

@@ -47,7 +47,8 @@ def dinov2(root: Path, size: int) -> Any:
 
 def minilm(root: Path) -> Any:
     """MiniLM-L6 of transformers, the bare encoder."""
-    return transformers.AutoModel.from_pretrained(minilm_folder(root), dtype=torch.float32).eval()
+    folder = minilm_folder(root)
+    return transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
 
 
 def tokenizer(root: Path, max_length: int) -> TextPreprocessing:

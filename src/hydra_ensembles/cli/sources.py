@@ -132,7 +132,7 @@ def _by_config(source: str, timm_scheme: str, path: Path, settings: ModelSetting
     if ours:
         return (DualEncoder if config.get("kind") == "dual_encoder" else Ensemble).from_pretrained(source)
     if "model_type" in config:
-        return _load_transformers(source, config)
+        return _load_transformers(source, path.parent, config)
     raise CheckpointError(f"{path} is not that of a model of this library, transformers or timm")
 
 
@@ -163,27 +163,41 @@ def _load_timm(name: str, settings: ModelSettings) -> Ensemble:
     return converted
 
 
-def _load_transformers(source: str, config: Mapping[str, Any]) -> Ensemble:
-    """Load a classifier with its tokenizer or image processor, from a folder or the hub."""
+def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> Ensemble:
+    """Load a classifier with its tokenizer or image processor, from a folder or the hub, whose files lie in one too."""
     transformers = require("transformers", extra="transformers")
+    _require_no_code(source, folder)
     names = [str(name) for name in config.get("architectures") or ()]
     chosen = next((name for name in names if name.endswith(TRANSFORMERS) and hasattr(transformers, name)), None)
     if chosen is None:
         raise ConversionError(f"{source} is a {' or '.join(names) or config['model_type']}: no trained classifier")
     try:
         transformers.utils.logging.disable_progress_bar()  # loading a local file takes no time worth a bar
-        model = getattr(transformers, chosen).from_pretrained(source).eval()
+        model = getattr(transformers, chosen).from_pretrained(source, trust_remote_code=False).eval()
     except Exception as error:  # the library raises whatever it meets
         raise CheckpointError(f"transformers could not load {source}: {error!r}") from error
     text = chosen.endswith("ForSequenceClassification")
+    kind = transformers.AutoTokenizer if text else transformers.AutoImageProcessor
     try:
-        processor = (transformers.AutoTokenizer if text else transformers.AutoImageProcessor).from_pretrained(source)
+        processor = kind.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError):
         processor = None
+    _require_no_code(source, folder)  # what came from the hub only now
     if text and processor is not None and processor.get_vocab().keys() <= set(processor.all_special_tokens):
         processor = None  # without files, transformers makes a tokenizer that knows no word
     converted: Ensemble = convert(model, processor=processor)
     return converted
+
+
+def _require_no_code(source: str, folder: Path) -> None:
+    """Refuse a model that is meant to be read by code of its own: without it, the answers may be other ones."""
+    for path in sorted(folder.glob("*config.json")):
+        content = parse_json(path.read_bytes(), str(path), foreign=True)
+        if isinstance(content, dict) and content.get("auto_map"):
+            raise CheckpointError(
+                f"{source} brings code of its own (auto_map in {path.name}), which is never run here; if you trust it, "
+                "load the model in Python and give it to he.convert(model, processor=...)"
+            )
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

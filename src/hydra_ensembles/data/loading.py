@@ -264,7 +264,7 @@ def _read_hub(name: str, config: str | None, split: str | None) -> _Table:
     datasets = require("datasets", extra="hub")
     where = f"hub data set {name!r}" + (f" ({config})" if config else "")
     try:
-        loaded = datasets.load_dataset(name, config, split=split)
+        loaded = datasets.load_dataset(name, config, split=split, trust_remote_code=False)
     except (ValueError, FileNotFoundError, ConnectionError) as error:
         raise DataError(f"{where}, split {split!r}, cannot be loaded: {error}") from error
     if split is None:

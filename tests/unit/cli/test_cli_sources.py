@@ -137,7 +137,8 @@ def test_the_hub_by_name_configuration_and_split(monkeypatch):
         with pytest.raises(DataError, match="nothing there"):
             load_data(spec, DataSettings())
     parts = (("owner/name", None, None), ("owner/name", None, "test"), ("glue", "sst2", "validation"))
-    assert asked.call_args_list == [call(name, config, split=split) for name, config, split in parts]
+    expected = [call(name, config, split=split, trust_remote_code=False) for name, config, split in parts]
+    assert asked.call_args_list == expected
 
 
 def test_data_and_numbers_that_cannot_be(tmp_path):
@@ -189,3 +190,31 @@ def test_folders_called_by_numbers_are_those_numbers(world, tmp_path):
     assert sorted(fit_to_model(data, model, DataSettings()).labels.tolist()) == [2, 10]
     assert sorted(fit_to_model(data, model, DataSettings(by_position=True)).labels.tolist()) == [0, 1]
     assert with_labels_of(model, data).metadata.labels == ()
+
+
+CODE = "import pathlib\npathlib.Path({mark!r}).touch()\nclass Own:\n    pass\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("config.json", {"auto_map": {"AutoModelForSequenceClassification": "own.Own"}}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["own.Own", None]}}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}),
+    ],
+)
+@pytest.mark.parametrize("model_type", ["bert", "vit"])  # of the second the library has no tokenizer of its own
+def test_a_model_that_brings_code_is_refused_without_a_question(
+    world, tmp_path, monkeypatch, file, changes, model_type
+):
+    folder, mark = tmp_path / "model", tmp_path / "code was run"
+    shutil.copytree(world / "bert", folder)
+    for name, more in (("config.json", {"model_type": model_type}), (file, changes)):
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
+    (folder / "own.py").write_text(CODE.format(mark=str(mark)))
+    asked = Mock(return_value="y")
+    monkeypatch.setattr("builtins.input", asked)
+    assert "auto_map" in fail("info", folder)
+    assert not asked.called
+    assert not mark.exists()

@@ -371,7 +371,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         "translations": {"test": StandInDataset({"translation": [{"en": "dog"}]}, [])},
     }
 
-    def load_dataset(name: str, config: str | None, split: str | None = None) -> Any:
+    def load_dataset(name: str, config: str | None, split: str | None, trust_remote_code: bool) -> Any:
+        assert not trust_remote_code
         made.append((name, config, split))
         if name not in known:
             raise FileNotFoundError(f"Couldn't find a dataset {name}")

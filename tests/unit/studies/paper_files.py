@@ -133,8 +133,8 @@ class _Sun397:
 def stand_in_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `datasets` library that knows one data set."""
 
-    def load_dataset(name: str, config: str | None, split: str | None = None) -> _Sun397:
-        assert (name, config, split) == ("tanganke/sun397", None, "test")
+    def load_dataset(name: str, config: str | None, split: str | None, trust_remote_code: bool) -> _Sun397:
+        assert (name, config, split, trust_remote_code) == ("tanganke/sun397", None, "test", False)
         return _Sun397()
 
     module = ModuleType("datasets")
