@@ -41,8 +41,7 @@ def table(calibration: tuple[Any, Any], test: tuple[Any, Any], others: dict[str,
     )
     for share in shares:
         fitted = he.fit_calibration(*calibration, share=share).calibration
-        settings: Any = {"temperature": fitted.temperature[0], "threshold": fitted.threshold, "score": fitted.score}
-        known, *odd = (he.Prediction.from_logits(logits, **settings) for logits in (test[0], *others.values()))
+        known, *odd = (fitted.prediction(logits) for logits in (test[0], *others.values()))
         taken: list[Any] = [p.accept for p in (known, *odd)]  # [B] of bool each
         wrong = (known.label != test[1])[taken[0]].double().mean()
         print(f"{share:15.0%}  {fitted.threshold:9.3f}  {taken[0].double().mean():14.1%}", end="")

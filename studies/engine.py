@@ -238,6 +238,7 @@ def evaluate(run: SeedRun) -> None:
                 "methods": {name: list(found) for name, found in methods.items()},
                 "units": {unit: len(next(iter(found.values()))) for unit, found in units.items()},
                 "calibrated": calibrated,
+                "calibrates": "probs",
                 "tasks": tasks,
                 "device": device_name(run.device),
                 "versions": {"torch": str(torch.__version__), "hydra_ensembles": __version__},

@@ -28,7 +28,7 @@ from torch import Tensor
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json, write_json
 from hydra_ensembles.metrics import brier_per_sample, nll_per_sample
-from hydra_ensembles.prediction import Prediction, ScoreName
+from hydra_ensembles.prediction import Calibrates, Prediction, ScoreName
 
 FORMAT = "hydra_ensembles.study 2"
 FEW_CLASSES = 20
@@ -42,7 +42,13 @@ Columns = Mapping[str, Tensor]
 Methods = Mapping[str, Sequence[str]]  # name -> the units whose members are its members
 
 
-def columns_of(logits: Tensor, labels: Tensor | None, temperature: float | None, after: float | None) -> Columns:
+def columns_of(
+    logits: Tensor,
+    labels: Tensor | None,
+    temperature: float | None,
+    after: float | None,
+    calibrates: Calibrates = "probs",
+) -> Columns:
     """What metrics need of each sample, `[N]` each.
 
     Args:
@@ -50,6 +56,7 @@ def columns_of(logits: Tensor, labels: Tensor | None, temperature: float | None,
         labels: `[N]`; None leaves out what needs them.
         temperature: Divides the logits.
         after: The temperature of the columns `calibrated.…`, which need labels; None leaves them out.
+        calibrates: What that temperature divides; `"logits"` in studies of before.
     """
     prediction = Prediction.from_logits(logits, temperature=temperature)
     found = {name: prediction.score(name) for name in get_args(ScoreName)} | {"disagreement": prediction.disagreement}
@@ -57,7 +64,7 @@ def columns_of(logits: Tensor, labels: Tensor | None, temperature: float | None,
         return found
     found |= _judged(prediction, labels)
     if after is not None:
-        calibrated = _judged(Prediction.from_logits(logits, temperature=after), labels)
+        calibrated = _judged(Prediction.from_logits(logits, temperature=after, calibrates=calibrates), labels)
         found |= {f"calibrated.{name}": column for name, column in calibrated.items()}
     return found
 
@@ -188,7 +195,7 @@ class Results:
         labels = torch.from_numpy(stored["labels"]) if "labels" in stored else None
         temperature = self.facts["temperatures"][str(seed)].get(method)
         own = temperature if method in self.facts["calibrated"] else None
-        found = dict(columns_of(logits, labels, own, temperature))
+        found = dict(columns_of(logits, labels, own, temperature, self.facts.get("calibrates", "logits")))
         for score in ABSOLUTE:
             del found[score]
             if "peak" in stored:

@@ -11,12 +11,13 @@ from torch import Tensor
 from ._utils import evaluation_mode
 from .batches import Batches, iterate, move, require_labels
 from .errors import ConfigError, DataError
+from .metrics.conformal import Reference, check_share, conformal_threshold, samples_for
 from .metrics.inputs import check_labels
 from .metrics.ood import aurc
 from .model.clip import require_ensemble
 from .model.ensemble import Ensemble
 from .model.metadata import Calibration
-from .prediction import Prediction, ScoreName, scale_logits
+from .prediction import ScoreName, scale_logits
 
 COLDEST, HOTTEST = 0.05, 20.0  # temperatures searched
 _GRID = 24
@@ -98,21 +99,22 @@ def fit_calibration(
 ) -> CalibrationFit:
     """Fit temperature and threshold to member logits from anywhere.
 
-    The temperature divides the member logits before softmax and mean, and minimises the negative log-likelihood of
-    the mean probabilities between 0.05 and 20. It stays 1 unless it helps, and a common one that ends at a bound
-    warns: no temperature is the right one for such data. The threshold is the smallest that accepts at least `share`
-    of the samples; samples with equal scores are accepted or refused together, so ties can make it more.
+    The temperature divides the logarithm of the members' mean probabilities (so no label changes) and minimises their
+    negative log-likelihood between 0.05 and 20. It stays 1 unless it helps, and a common one that ends at a bound
+    warns: no temperature is the right one for such data. Scores are not calibrated, and do not depend on it.
+
+    The threshold is the ⌈share · (n + 1)⌉-th smallest of the n scores: an input like the samples is accepted with
+    probability `share` or more, whatever n. Where n is too small to refuse any, everything is accepted, with a warning.
 
     Args:
         member_logits: `[M, B, C]` of held-out in-distribution samples, at least two.
         labels: `[B]`.
-        share: Share of the samples to accept, in (0, 1].
+        share: Share of inputs like these to accept, in (0, 1].
         score: Uncertainty score that the threshold is on.
-        per_member: Whether each member gets a temperature of its own, chosen together.
+        per_member: Whether each member gets a temperature of its own before the mean; labels may change.
         temperature: Whether to fit a temperature at all.
     """
-    if not 0.0 < share <= 1.0:
-        raise ConfigError(f"share is the part of validation to accept, above 0 and at most 1; got {share}")
+    check_share(share)
     member_logits = scale_logits(member_logits.detach())
     _require_members_for(score, len(member_logits))
     samples, classes = member_logits.shape[1:]
@@ -123,14 +125,13 @@ def fit_calibration(
     chosen: tuple[float, ...] = (1.0,)
     if temperature:
         chosen, after = _fit_temperature(member_logits, labels, per_member, before)
-    applied = chosen if len(chosen) > 1 else chosen[0]
-    prediction = Prediction.from_logits(member_logits, temperature=applied, score=score)
+    fitted = Calibration(chosen, score=score, accepted_share=share, calibrates="probs")
+    prediction = fitted.prediction(member_logits)
     scores, wrong = prediction.score(), prediction.label != labels
-    needed = max(math.ceil(round(share * len(scores), 9)), 1)
-    threshold = scores.sort().values[needed - 1].item()
+    threshold = threshold_for(scores, share)
     accept = scores <= threshold
     return CalibrationFit(
-        calibration=Calibration(chosen, threshold, score, share),
+        calibration=replace(fitted, threshold=threshold, reference=Reference.of(scores)),
         samples=len(labels),
         accuracy=1.0 - int(wrong.sum()) / len(wrong),
         nll_before=before,
@@ -139,6 +140,17 @@ def fit_calibration(
         risk=int(wrong[accept].sum()) / int(accept.sum()),
         aurc=aurc(scores, wrong),
     )
+
+
+def threshold_for(scores: Tensor, share: float) -> float:
+    """The conformal threshold of scores `[n]`; where there are too few, one that accepts all there can be."""
+    threshold = conformal_threshold(scores, share)
+    if threshold < math.inf:
+        return threshold
+    if share < 1.0:
+        few = f"a share of {share:.4g} can be promised from {samples_for(share)} samples on, there are {len(scores)}"
+        warnings.warn(f"{few}: every input is accepted; calibrate on more, or accept a smaller share", stacklevel=3)
+    return torch.finfo(torch.float32).max  # a number that files can hold
 
 
 def _require_members_for(score: ScoreName, members: int) -> None:
@@ -150,18 +162,20 @@ def _fit_temperature(
     member_logits: Tensor, labels: Tensor, per_member: bool, before: float
 ) -> tuple[tuple[float, ...], float]:
     """The temperature (or one per member) with the lowest NLL, and that NLL; 1 unless another is better."""
-    # logarithms of the temperatures to search: the colder ones must not make the largest logit infinite
-    largest = member_logits.abs().max().item() / torch.finfo(member_logits.dtype).max
-    low, high = math.log(max(COLDEST, 2.0 * largest)), math.log(HOTTEST)
-    common, nll = _lowest(lambda value: _nll(_label_log_probs(member_logits, labels, value)), low, high)
-    if before - nll <= _WORTHWHILE:
-        common, nll = 1.0, before
+    low, high = math.log(COLDEST), math.log(HOTTEST)
     if not per_member or len(member_logits) == 1:
+        mean = _log_mean(member_logits)  # [1, n, C]
+        common, nll = _lowest(lambda value: _nll(_label_log_probs(mean, labels, value)), low, high)
+        if before - nll <= _WORTHWHILE:
+            return (1.0,), before
         for bound, cause in ((low, _AT_COLDEST), (high, _AT_HOTTEST)):  # a single member may well stop there
-            if common != 1.0 and abs(math.log(common) - bound) < _AT_BOUND:
+            if abs(math.log(common) - bound) < _AT_BOUND:
                 line = f"the temperature {common:.4g} stopped at the bound {math.exp(bound):.4g}: {cause}"
                 warnings.warn(line, stacklevel=3)
         return (common,), nll
+    common, nll = _lowest(lambda value: _nll(_label_log_probs(member_logits, labels, value)), low, high)
+    if before - nll <= _WORTHWHILE:
+        common, nll = 1.0, before
     parts = _label_log_probs(member_logits, labels, common)  # [M, B]
     chosen = [common] * len(parts)
     for _ in range(_SWEEPS):  # one member at a time, until no change of a single one helps
@@ -212,6 +226,12 @@ def _lowest(function: Callable[[float], float], low: float, high: float) -> tupl
 def _nll(label_log_probs: Tensor) -> float:
     """NLL of the mean probabilities, from the members' log-probabilities `[M, B]` of the labels."""
     return -(label_log_probs.logsumexp(0) - math.log(len(label_log_probs))).mean().item()
+
+
+def _log_mean(member_logits: Tensor) -> Tensor:
+    """Logarithm of the mean probabilities of `[M, n, C]` logits, `[1, n, C]` in float64."""
+    pieces = [rows.double().log_softmax(-1).logsumexp(0) for rows in member_logits.split(_ROWS, dim=1)]
+    return torch.cat(pieces)[None] - math.log(len(member_logits))
 
 
 def _label_log_probs(member_logits: Tensor, labels: Tensor, temperature: float) -> Tensor:

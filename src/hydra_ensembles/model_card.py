@@ -112,8 +112,9 @@ def _calibration(metadata: Metadata) -> str:
     found = metadata.calibration
     if found is None:
         return ""
-    text = f"Temperature: {', '.join(f'{temperature:.4g}' for temperature in found.temperature)}."
+    after = " (of the mean probabilities)" if found.calibrates == "probs" and len(found.temperature) == 1 else ""
+    text = f"Temperature{after}: {', '.join(f'{temperature:.4g}' for temperature in found.temperature)}."
     if found.threshold is not None:
-        text += f" Abstain where the score `{found.score}` is above {found.threshold:.4g}; this accepted "
-        text += f"{100 * found.accepted_share:.4g} % of the in-distribution validation data."
+        text += f" Abstain where the score `{found.score}` is above {found.threshold:.4g}; this accepts "
+        text += f"{100 * found.accepted_share:.4g} % of inputs like the held-out validation data."
     return text

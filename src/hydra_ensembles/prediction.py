@@ -1,7 +1,8 @@
 """What an ensemble says about a batch: probabilities, a label, and how sure it is and why.
 
 Everything here is a pure function of member logits `[M, B, C]`, wherever they come from. Half precision is
-raised to float32; float64 stays float64.
+raised to float32; float64 stays float64. A temperature makes probabilities honest; what tells inputs apart
+(scores, the parts of uncertainty, disagreement) comes from the members as they are.
 """
 
 import dataclasses
@@ -15,30 +16,40 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError, DataError
+from .metrics.conformal import Reference
 from .metrics.probabilities import EntropyParts, disagreement_per_sample, entropy_parts
+from .schema import short
 
-ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy"]
+ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy", "gen"]
+Calibrates = Literal["logits", "probs"]
 Temperature = float | Sequence[float] | Tensor
+
+GEN_POWER, GEN_CLASSES = 0.1, 100  # of the generalised entropy
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prediction:
     """The answer of M members for B samples over C classes. Make one with `from_logits`.
 
-    All but the logits is computed when it is first asked for. Entropies are in nats, and `entropy = aleatoric +
-    epistemic`. Indexing picks samples, also by a mask: `prediction[prediction.accept]`.
+    All but the logits is computed when it is first asked for. `probs`, `log_probs`, `confidence` and `entropy` are
+    calibrated, all else is not: `aleatoric + epistemic` is the entropy of `mean_probs`, in nats. Indexing picks
+    samples, also by a mask: `prediction[prediction.accept]`.
 
     Attributes:
-        member_logits: `[M, B, C]`, already divided by the temperature.
+        member_logits: `[M, B, C]`.
         threshold: The largest score that is still accepted, or None.
         score_name: The score the threshold is for, and the one `score()` gives by default.
         class_names: C names, or None.
+        temperature: What `probs` is calibrated by: one number after the mean, or one for each member before it.
+        reference: Held-out scores that p-values are made from, or None.
     """
 
     member_logits: Tensor
     threshold: float | None = None
     score_name: ScoreName = "msp"
     class_names: tuple[str, ...] | None = None
+    temperature: tuple[float, ...] = (1.0,)
+    reference: Reference | None = None
 
     @classmethod
     def from_logits(
@@ -49,26 +60,40 @@ class Prediction:
         score: ScoreName = "msp",
         class_names: Sequence[str] | None = None,
         check_finite: bool = True,
+        calibrates: Calibrates = "logits",
+        reference: Reference | None = None,
     ) -> "Prediction":
         """Derive everything from member logits.
 
         Args:
             member_logits: `[M, B, C]`, finite, floating point, at least one member and two classes.
-            temperature: Divides the logits before softmax and mean: one number, or one per member.
+            temperature: One number, or one per member.
             threshold: Samples whose score is above it are not accepted.
             score: Name of the score that the threshold is for.
             class_names: One name per class.
             check_finite: Refuse NaN and infinity. On a GPU this waits for the logits, and nothing else here does.
+            calibrates: What the temperature divides: `"logits"`, before softmax and mean, so that everything follows
+                it; or for `"probs"` alone the logarithm of the mean probabilities (which keeps every label), or with
+                one per member their logits.
+            reference: Held-out scores for p-values.
         """
         _check_score_name(score)
+        if calibrates not in get_args(Calibrates):
+            raise ConfigError(
+                f"calibrates={calibrates!r} is not known; choose one of {', '.join(get_args(Calibrates))}"
+            )
         if threshold is not None and math.isnan(threshold):
             raise ConfigError("threshold is NaN; give a number, or None to accept or refuse nothing")
+        kept: tuple[float, ...] = (1.0,)
+        if calibrates == "probs" and temperature is not None:
+            kept, temperature = _temperatures(temperature, member_logits), None
         scaled = scale_logits(member_logits, temperature, check_finite)
         if scaled is member_logits:
             scaled = member_logits.clone()  # what is computed later must not follow the caller's buffer
         if class_names is not None and len(class_names) != scaled.shape[-1]:
             raise DataError(f"got {len(class_names)} class names for {scaled.shape[-1]} classes; give one per class")
-        return cls(scaled, threshold, score, None if class_names is None else tuple(class_names))
+        names = None if class_names is None else tuple(class_names)
+        return cls(scaled, threshold, score, names, kept, reference)
 
     @cached_property
     def member_probs(self) -> Tensor:
@@ -76,37 +101,56 @@ class Prediction:
         return self.member_logits.softmax(dim=-1)
 
     @cached_property
-    def probs(self) -> Tensor:
-        """`[B, C]`, the mean over members."""
+    def mean_probs(self) -> Tensor:
+        """`[B, C]`, the mean over members, not calibrated."""
         return self.member_probs.mean(dim=0)
+
+    @cached_property
+    def _calibrated(self) -> Tensor:
+        """Logits `[1, B, C]`, or `[M, B, C]` with a temperature each; the mean of their softmax is `probs`.
+
+        What is divided are logarithms of probabilities: the largest is near zero, so no temperature overflows.
+        """
+        if len(self.temperature) == 1:
+            log_mean = self.member_logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(self.members)  # [B, C]
+            return log_mean[None] / self.temperature[0]
+        divisor = torch.tensor(self.temperature, dtype=self.member_logits.dtype)[:, None, None]  # [M, 1, 1]
+        return self.member_logits.log_softmax(dim=-1) / divisor.to(self.member_logits.device, non_blocking=True)
+
+    @property
+    def _is_calibrated(self) -> bool:
+        return any(one != 1.0 for one in self.temperature)
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """`[B, C]`, the calibrated mean over members."""
+        return self._calibrated.softmax(dim=-1).mean(dim=0) if self._is_calibrated else self.mean_probs
 
     @cached_property
     def log_probs(self) -> Tensor:
         """Logarithm of `probs`, `[B, C]`, finite also where a probability underflows to zero."""
-        return self.member_logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(self.members)
+        logits = self._calibrated if self._is_calibrated else self.member_logits
+        return logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(len(logits))
 
     @cached_property
-    def _top(self) -> torch.return_types.max:
-        return self.probs.max(dim=-1)
-
-    @property
     def label(self) -> Tensor:
         """`[B]`, the most probable class."""
-        return self._top.indices
+        # one temperature changes no order: taken before it, where rounding has not made equals of the first two
+        return (self.probs if len(self.temperature) > 1 else self.mean_probs).max(dim=-1).indices
 
-    @property
+    @cached_property
     def confidence(self) -> Tensor:
         """`[B]`, its probability."""
-        return self._top.values
+        return self.probs.gather(-1, self.label[:, None])[:, 0]
 
     @cached_property
     def _entropies(self) -> EntropyParts:
         return entropy_parts(self.member_probs)
 
-    @property
+    @cached_property
     def entropy(self) -> Tensor:
         """`[B]`, total uncertainty: the entropy of `probs`."""
-        return self._entropies.total
+        return torch.special.entr(self.probs).sum(dim=-1) if self._is_calibrated else self._entropies.total
 
     @property
     def aleatoric(self) -> Tensor:
@@ -136,17 +180,41 @@ class Prediction:
         * `mutual_information`: the part of it that comes from members differing.
         * `max_logit`: minus the largest logit, of the logits averaged over members.
         * `energy`: minus the log-sum-exp of the logits averaged over members.
+        * `gen`: generalised entropy, the sum of (p (1 - p))^0.1 over the 100 largest mean probabilities.
+
+        None is calibrated: a temperature would change the order of inputs by the first two.
         """
         name = self.score_name if name is None else name
         _check_score_name(name)
-        if name == "msp":  # as the sum of the others: one minus the largest would be zero for all that are nearly sure
-            return self.probs.scatter(-1, self.label[:, None], 0.0).sum(dim=-1)
+        if name == "msp":
+            return self._rest
         if name == "entropy":
-            return self.entropy
+            return self._entropies.total
         if name == "mutual_information":
             return self.epistemic
+        if name == "gen":
+            largest = self.mean_probs.topk(min(GEN_CLASSES, self.classes), dim=-1).values
+            rest = torch.cat([self._rest[:, None], 1.0 - largest[:, 1:]], dim=-1)
+            return (largest * rest).pow(GEN_POWER).sum(dim=-1)
         mean_logits = self.member_logits.mean(dim=0)  # [M, B, C] -> [B, C]
         return -(mean_logits.amax(dim=-1) if name == "max_logit" else mean_logits.logsumexp(dim=-1))
+
+    @cached_property
+    def _rest(self) -> Tensor:
+        """`[B]`, one minus the largest mean probability."""
+        # as the sum of the others: the difference is zero for all that are nearly sure
+        first = self.mean_probs.max(dim=-1).indices[:, None]
+        return self.mean_probs.scatter(-1, first, 0.0).sum(dim=-1)
+
+    def p_value(self) -> Tensor:
+        """`[B]`: how rare a score as high as this one is among inputs like the held-out data; near 0 for odd ones.
+
+        It is (1 + held-out scores at least as high) / (1 + held-out samples), of the score the threshold is for. Of
+        inputs like the held-out data at most a share p has a p-value of p or less.
+        """
+        if self.reference is None:
+            raise ConfigError("there are no held-out scores to make p-values from; calibrate the ensemble first")
+        return self.reference.p_values(self.score())
 
     @property
     def members(self) -> int:
@@ -171,10 +239,10 @@ class Prediction:
             raise DataError("got no predictions to join; give at least one")
         first = predictions[0]
         for index, other in enumerate(predictions):
-            for what in ("members", "classes", "threshold", "score_name", "class_names"):
+            for what in ("members", "classes", "threshold", "score_name", "class_names", "temperature", "reference"):
                 ours, theirs = getattr(first, what), getattr(other, what)
                 if ours != theirs:
-                    raise DataError(f"prediction {index} has {what} = {theirs!r} and prediction 0 {ours!r}")
+                    raise DataError(f"prediction {index} has {what} = {short(theirs)} and prediction 0 {short(ours)}")
         return first._with(torch.cat([one.member_logits for one in predictions], dim=1))
 
     def to(self, device: torch.device | str) -> "Prediction":
@@ -214,10 +282,7 @@ def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, 
         raise DataError(f"member logits must be floating point, but have dtype {member_logits.dtype}")
     scaled = member_logits.float() if member_logits.dtype in (torch.float16, torch.bfloat16) else member_logits
     if temperature is not None:
-        divisor, members = torch.as_tensor(temperature, dtype=scaled.dtype), len(scaled)
-        if divisor.shape not in ((), (members,)):
-            raise ConfigError(f"temperature={temperature} for {members} members; give one number, or one per member")
-        check_temperature(divisor.flatten().tolist())
+        divisor = torch.tensor(_temperatures(temperature, scaled), dtype=scaled.dtype)
         scaled = scaled / divisor.reshape(-1, 1, 1).to(scaled.device, non_blocking=True)  # [1 or M, 1, 1]
     if check_finite and not bool(torch.isfinite(scaled).all()):
         bad = (~torch.isfinite(scaled)).nonzero()
@@ -226,6 +291,16 @@ def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, 
         advice = "use a larger temperature" if divided else "look for overflow in the model, or run it in float32"
         raise DataError(f"{len(bad)} of {scaled.numel()} member logits are NaN or infinite, first {first}; {advice}")
     return scaled
+
+
+def _temperatures(temperature: Temperature, member_logits: Tensor) -> tuple[float, ...]:
+    """One number, or one for each member of `[M, B, C]`."""
+    given, members = torch.as_tensor(temperature, dtype=torch.float64), len(member_logits)
+    if given.shape not in ((), (members,)):
+        raise ConfigError(f"temperature={temperature} for {members} members; give one number, or one per member")
+    values = tuple(given.flatten().tolist())
+    check_temperature(values)
+    return values
 
 
 def check_temperature(values: Sequence[float]) -> None:

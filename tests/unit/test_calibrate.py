@@ -1,5 +1,6 @@
 """Temperature and threshold: the minimum of the likelihood, the share that is accepted, what is refused."""
 
+import json
 import math
 import warnings
 
@@ -15,7 +16,7 @@ from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.heads.masking import masked
 from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.model.metadata import Metadata
+from hydra_ensembles.model.metadata import Calibration, Metadata
 from hydra_ensembles.prediction import Prediction
 
 
@@ -45,10 +46,11 @@ def sample(members: int, count: int, classes: int, scale: float, seed: int) -> t
 
 
 def nll(logits: Tensor, labels: Tensor, temperature: tuple[float, ...]) -> float:
-    """The definition, by a loop over members."""
-    degrees = temperature if len(temperature) > 1 else temperature * len(logits)
-    probs = sum((one.double() / t).softmax(-1) for one, t in zip(logits, degrees, strict=True)) / len(logits)
-    return F.nll_loss(probs.log(), labels).item()
+    """The definition, by a loop over members: one temperature after the mean, one for each before it."""
+    degrees = temperature if len(temperature) > 1 else (1.0,) * len(logits)
+    members = [(one.double() / t).log_softmax(-1) for one, t in zip(logits, degrees, strict=True)]
+    mean = torch.stack(members).logsumexp(0) - math.log(len(members))
+    return F.cross_entropy(mean / (temperature[0] if len(temperature) == 1 else 1.0), labels).item()
 
 
 @settings(max_examples=25, deadline=None)
@@ -73,17 +75,19 @@ def test_nll_never_worsens_and_the_threshold_accepts_the_share(
     assert fit.nll_after <= fit.nll_before
     assert fit.nll_before == pytest.approx(nll(logits, labels, (1.0,)), rel=1e-9)
     assert fit.nll_after == pytest.approx(nll(logits, labels, temperature), rel=1e-9)
-    prediction = Prediction.from_logits(
-        logits,
-        temperature=temperature if len(temperature) > 1 else temperature[0],
-        threshold=fit.calibration.threshold,
-        score=score,
-    )
+    prediction, plain = fit.calibration.prediction(logits), Prediction.from_logits(logits)
     accepted = int(prediction.accept.sum())
-    assert accepted / count >= share - 1e-9
+    assert accepted >= min(share * (count + 1), count) - 1e-9
     assert accepted / count == fit.accepted
     fewer = int((prediction.score() < fit.calibration.threshold).sum())  # any smaller one would not be enough
-    assert fewer / count < share
+    assert fewer < share * (count + 1)
+    for name in ("aleatoric", "epistemic", "disagreement", "member_logits"):  # as without a calibration
+        assert torch.equal(getattr(prediction, name), getattr(plain, name))
+    assert torch.equal(prediction.score(), plain.score(score))
+    assert (prediction.epistemic >= 0).all()
+    if len(temperature) == 1:
+        assert torch.equal(prediction.label, plain.label)
+    assert ((prediction.p_value() <= 1 - share) <= ~prediction.accept).all()
     wrong = prediction.label != labels
     assert fit.risk == pytest.approx(wrong[prediction.accept].double().mean().item())
     assert fit.accuracy == pytest.approx(1 - wrong.double().mean().item())
@@ -118,7 +122,7 @@ def test_one_temperature_per_member_is_at_least_as_good_as_one_for_all():
 
 @pytest.mark.filterwarnings("error")
 def test_the_temperature_stays_exactly_one_where_asked_or_where_none_is_better():
-    assert fit_calibration(torch.zeros(2, 10, 3), torch.arange(10) % 3).calibration.temperature == (1.0,)
+    assert fit_calibration(torch.zeros(2, 20, 3), torch.arange(20) % 3).calibration.temperature == (1.0,)
     logits, labels = sample(2, 50, 3, 10.0, seed=3)
     assert fit_calibration(logits, labels).calibration.temperature != (1.0,)
     fit = fit_calibration(logits, labels, temperature=False)
@@ -148,6 +152,26 @@ def test_equal_scores_are_accepted_together():
     labels = torch.zeros(20, dtype=torch.long)
     assert fit_calibration(logits, labels, share=0.5).accepted == 0.75
     assert fit_calibration(logits, labels, share=0.8).accepted == 1.0
+
+
+def test_members_that_disagree_are_calibrated_after_their_mean():
+    """Two sure members of which one is wrong: no temperature before the mean makes the mean surer."""
+    labels = torch.arange(40) % 4
+    sure = 8.0 * F.one_hot(labels, 4).float()
+    logits = torch.stack([sure, torch.where(torch.arange(40)[:, None] % 10 == 0, sure.roll(1, 0), sure) * 0.1])
+    fit = fit_calibration(logits, labels)
+    prediction = fit.calibration.prediction(logits)
+    assert fit.nll_after < 0.05 < fit.nll_before
+    assert prediction.confidence.mean() > Prediction.from_logits(logits, 0.05).confidence.mean()
+
+
+def test_too_few_samples_for_the_share_accept_everything_and_say_so():
+    logits, labels = sample(2, 18, 3, 1.0, seed=6)
+    with pytest.warns(UserWarning, match="from 19 samples on, there are 18"):
+        fit = fit_calibration(logits, labels, share=0.95)
+    assert fit.calibration.prediction(100 * logits).accept.all()
+    assert fit_calibration(logits, labels, share=0.9).accepted == 1.0  # the 18th of 18
+    assert fit_calibration(logits, labels, share=1.0).accepted == 1.0  # asked for, no warning
 
 
 LOGITS, LABELS = sample(2, 10, 3, 1.0, seed=5)
@@ -193,18 +217,36 @@ def test_a_calibrated_ensemble_predicts_and_abstains(tmp_path, per_member):
     assert len(calibration.temperature) == (2 if per_member else 1)
     again = calibrate(calibrated, data, share=0.8, score="entropy", per_member=per_member)
     assert again.metadata.calibration == calibration  # replaced, not stacked
-    assert (metrics["kept"], metrics["validation/accepted_share"]) == (1.0, 0.8)
+    assert (metrics["kept"], metrics["validation/accepted_share"]) == (1.0, 33 / 40)  # ⌈0.8 · 41⌉ of 40
     assert metrics["validation/nll"] <= metrics["validation/nll_uncalibrated"]
     assert "calibrated on 40 samples" in calibrated.metadata.history[-1]
     calibrated.save_pretrained(tmp_path)
     for model in (calibrated, Ensemble.from_pretrained(tmp_path)):
         assert model.metadata.calibration == calibration
         predictions = Prediction.concat([model.predict(images) for images, _ in data])
-        assert int(predictions.accept.sum()) == 32
+        assert int(predictions.accept.sum()) == 33
         found = F.nll_loss(predictions.log_probs, labels).item()
         assert found == pytest.approx(metrics["validation/nll"], rel=1e-5)
         wrong = (predictions.label != labels)[predictions.accept].double().mean().item()
         assert wrong == pytest.approx(metrics["validation/risk_of_accepted"])
+
+
+@pytest.mark.parametrize("temperature", [(0.5,), (0.5, 3.0)])
+def test_a_calibration_of_before_answers_as_before(tmp_path, temperature):
+    """Files of earlier versions say nothing of what a temperature divides: it was the logits, for everything."""
+    images = validation()[0][0]
+    model = tiny().with_metadata(calibration=Calibration(temperature, 0.3, "msp", 0.9))
+    model.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())["metadata"]["calibration"]
+    assert stored == {"temperature": list(temperature), "threshold": 0.3, "score": "msp", "accepted_share": 0.9}
+    found = Ensemble.from_pretrained(tmp_path).predict(images)
+    with torch.no_grad():
+        probs = (model(images) / torch.tensor(temperature)[:, None, None]).softmax(-1)
+    torch.testing.assert_close(found.probs, probs.mean(0))
+    torch.testing.assert_close(found.score(), 1 - probs.mean(0).amax(-1))
+    torch.testing.assert_close(found.aleatoric, torch.special.entr(probs).sum(-1).mean(0))
+    torch.testing.assert_close(found.entropy, torch.special.entr(probs.mean(0)).sum(-1))
+    assert torch.equal(found.accept, found.score() <= 0.3)
 
 
 def test_a_member_taken_out_does_not_keep_the_calibration_of_all():

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint_models import ensemble, single
 from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.metrics.conformal import Reference
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.prediction import Prediction, ScoreName, scale_logits
 
@@ -147,6 +148,45 @@ def test_temperature_divides_each_members_logits():
     assert_same(each, Prediction.from_logits(each.member_logits))
 
 
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 7.0, [0.5, 4.0, 1.0]])
+def test_a_temperature_of_probabilities_leaves_all_else_as_it_is(temperature):
+    logits = torch.randn(3, 50, 4, generator=torch.Generator().manual_seed(1)).double() * 3
+    plain = Prediction.from_logits(logits)
+    p = Prediction.from_logits(logits, temperature, calibrates="probs")
+    if isinstance(temperature, float):
+        expected = plain.probs.log().div(temperature).softmax(-1)
+        assert torch.equal(p.label, plain.label)
+    else:
+        expected = (logits / T(temperature)[:, None, None]).softmax(-1).mean(0)
+    torch.testing.assert_close(p.probs, expected)
+    torch.testing.assert_close(p.log_probs.exp(), expected)
+    torch.testing.assert_close(p.confidence, expected.gather(1, p.label[:, None])[:, 0])
+    torch.testing.assert_close(p.entropy, torch.special.entr(expected).sum(-1))
+    for name in ("member_probs", "mean_probs", "aleatoric", "epistemic", "disagreement"):
+        assert torch.equal(getattr(p, name), getattr(plain, name)), name
+    for name in SCORES:
+        assert torch.equal(p.score(name), plain.score(name)), name
+    extreme = Prediction.from_logits(logits.float().clamp(-3, 3) * 1e38, 1e-3, calibrates="probs")
+    assert extreme.probs.isfinite().all()
+
+
+def test_gen_is_the_generalised_entropy():
+    p = random_prediction(samples=5, classes=300)
+    largest = p.probs.double().sort(dim=-1, descending=True).values[:, :100]
+    torch.testing.assert_close(p.score("gen").double(), (largest * (1 - largest)).pow(0.1).sum(-1), rtol=1e-4, atol=0)
+
+
+def test_p_values_count_held_out_scores():
+    p = random_prediction(samples=4)
+    scores = p.score()
+    with pytest.raises(ConfigError, match="calibrate"):
+        p.p_value()
+    known = random_prediction(samples=4, reference=Reference.of(torch.cat([scores - 1, scores])))
+    expected = [(1 + int((scores >= one).sum())) / 9 for one in scores]
+    assert known.p_value().tolist() == pytest.approx(expected)
+    assert known[:2].p_value().tolist() == pytest.approx(expected[:2])
+
+
 @pytest.mark.parametrize("name", SCORES)
 def test_accept_is_a_score_at_or_below_the_threshold(name):
     free = random_prediction(samples=50, score=name)
@@ -223,10 +263,11 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("calibrates", ["logits", "probs"])
 @pytest.mark.parametrize("temperature", [(1.5,), (0.5, 2.0)])
-def test_a_prediction_waits_once_or_not_at_all(temperature):
-    model = ensemble(single())
-    model = type(model).stack([model] * len(temperature)).with_metadata(calibration=Calibration(temperature, 0.4))
+def test_a_prediction_waits_once_or_not_at_all(temperature, calibrates):
+    model, calibration = ensemble(single()), Calibration(temperature, 0.4, calibrates=calibrates)
+    model = type(model).stack([model] * len(temperature)).with_metadata(calibration=calibration)
     images = torch.zeros(2, 3, 8, 8)
     for runner in (model, model.optimize(images, plans=["batched"])):
         for check_finite in (True, False):
@@ -264,6 +305,7 @@ def test_bad_logits(make):
         *(({"temperature": one}, ConfigError, "2 members") for one in ([1.0], [1.0] * 3, [[1.0, 1.0]])),
         ({"temperature": 1e-38}, DataError, "24 of 24 .* larger temperature"),
         ({"score": "odin"}, ConfigError, "odin"),
+        ({"calibrates": "labels"}, ConfigError, "labels"),
         ({"threshold": math.nan}, ConfigError, "threshold"),
         ({"class_names": ["a", "b"]}, DataError, "2 class names"),
     ],

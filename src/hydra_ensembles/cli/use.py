@@ -214,7 +214,9 @@ def info(
 
 def _facts(ensemble: Ensemble) -> dict[str, Any]:
     """Everything worth knowing about an ensemble, as plain data."""
-    description, metadata = ensemble.describe(), to_plain(replace(ensemble.metadata, text_side=None))
+    calibration = ensemble.metadata.calibration and ensemble.metadata.calibration.brief
+    known = replace(ensemble.metadata, text_side=None, calibration=calibration)
+    description, metadata = ensemble.describe(), to_plain(known)
     if isinstance(ensemble.metadata.preprocessing, TextPreprocessing):
         metadata["preprocessing"]["tokenizer"] = bool(metadata["preprocessing"]["tokenizer"])  # not all its words
     return {

@@ -396,7 +396,7 @@ def logits_path(path: Path) -> Path:
 
 def describe_model(model: object, members: int, classes: int, calibration: Calibration | None) -> ModelInfo:
     """What is known of a model: everything of an ensemble, the name and parameters of others."""
-    info = ModelInfo("callable", members, classes, calibration=calibration)
+    info = ModelInfo("callable", members, classes, calibration=None if calibration is None else calibration.brief)
     if isinstance(model, Ensemble | OptimizedEnsemble):
         known, counts = model.metadata, model.describe() if isinstance(model, Ensemble) else model.description
         kind: Literal["image", "text"] = "text" if model.kind == "text" else "image"

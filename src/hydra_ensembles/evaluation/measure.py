@@ -1,7 +1,7 @@
 """Every number and every curve of an evaluation, from member logits that are known to be good."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast, get_args
 
@@ -71,13 +71,9 @@ class Measure:
     def predict(self, logits: Tensor) -> Prediction:
         """A prediction from logits `[M, B, C]` that are finite; only a division by less than one can change that."""
         known = self.calibration
-        return Prediction.from_logits(
-            logits,
-            temperature=known.temperature if len(known.temperature) > 1 else known.temperature[0],
-            threshold=known.threshold,
-            score=self.score if known.threshold is None else known.score,
-            check_finite=min(known.temperature) < 1,
-        )
+        if known.threshold is None:
+            known = replace(known, score=self.score, reference=None)
+        return known.prediction(logits, check_finite=min(known.temperature) < 1)
 
     def evaluation(
         self, logits: MemberLogits, model: ModelInfo | None, provenance: Provenance, gallery: Iterable[GalleryItem] = ()
@@ -120,7 +116,8 @@ class Measure:
                 for key, one in logits.shift.items()
             },
             selective=_selective(prediction, labels),
-            model=model or ModelInfo("callable", prediction.members, prediction.classes, calibration=self.calibration),
+            model=model
+            or ModelInfo("callable", prediction.members, prediction.classes, calibration=self.calibration.brief),
             provenance=provenance,
             figures=self._figures(prediction, labels, answers),
             intervals=intervals,
@@ -209,7 +206,7 @@ def _per_sample(prediction: Prediction, labels: Tensor) -> dict[str, Tensor]:
     """What the numbers of a labelled set are means of, `[B]` each."""
     nll = -at_labels(prediction.log_probs, labels)
     if not bool(torch.isfinite(nll).all()):  # float32 overflows between logits of 1e38 and -1e38
-        nll = -at_labels(Prediction(prediction.member_logits.double()).log_probs, labels)
+        nll = -at_labels(replace(prediction, member_logits=prediction.member_logits.double()).log_probs, labels)
     return {
         "accuracy": prediction.label == labels,
         "brier": brier_per_sample(prediction.probs, labels),

@@ -1,6 +1,7 @@
 """Metrics of a classifier's evidence: pure functions on tensors that know nothing of models."""
 
 from .bootstrap import Interval, bootstrap_metric, bootstrap_ood
+from .conformal import LabelSets, Reference, conformal_threshold, fit_sets, label_scores, p_values
 from .inputs import Convention
 from .ood import OodMetric, aupr, aurc, auroc, discordance, fpr95, risk_at_coverage, risk_coverage, roc_curve
 from .probabilities import (
@@ -24,7 +25,9 @@ from .probabilities import (
 __all__ = [
     "Convention",
     "Interval",
+    "LabelSets",
     "OodMetric",
+    "Reference",
     "accuracy",
     "adaptive_ece",
     "adaptive_ece_of_confidence",
@@ -35,16 +38,20 @@ __all__ = [
     "bootstrap_ood",
     "brier",
     "brier_per_sample",
+    "conformal_threshold",
     "disagreement",
     "disagreement_per_sample",
     "discordance",
     "ece",
     "ece_of_confidence",
     "entropy_parts",
+    "fit_sets",
     "fpr95",
+    "label_scores",
     "mutual_information",
     "nll",
     "nll_per_sample",
+    "p_values",
     "reliability_bins",
     "risk_at_coverage",
     "risk_coverage",

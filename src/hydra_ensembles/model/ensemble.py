@@ -210,9 +210,8 @@ class Ensemble(Saved, nn.Module):
         """What member logits `[M, B, C]` say, with the calibration and the class names of this ensemble."""
         if not self.num_classes:
             raise ConfigError("this ensemble has no classifier; convert the model with num_labels=, or use features()")
-        found, labels = self.metadata.calibration or Calibration(), self.metadata.labels or None
-        temperature = found.temperature if len(found.temperature) > 1 else found.temperature[0]
-        return Prediction.from_logits(logits, temperature, found.threshold, found.score, labels, check_finite)
+        found = self.metadata.calibration or Calibration()
+        return found.prediction(logits, self.metadata.labels or None, check_finite)
 
     def _encoded(
         self, inputs: Given, attention_mask: Tensor | None, token_type_ids: Tensor | None

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..prediction import ScoreName, check_temperature
+from ..metrics.conformal import Reference, check_share
+from ..prediction import Calibrates, Prediction, ScoreName, check_temperature
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..schema import ADDED_LATER
 from .config import EnsembleConfig, ProjectionConfig
@@ -22,19 +23,42 @@ Copied = TypeVar("Copied", Tensor, tuple[float, ...])  # something with one entr
 class Calibration:
     """A temperature (one, or one per member) and a threshold on an uncertainty score.
 
-    Inputs whose score is above `threshold` are to be abstained from; `accepted_share` is the share of the
-    in-distribution validation set the threshold was chosen to accept.
+    Inputs whose score is above `threshold` are to be abstained from; `accepted_share` is the share of
+    in-distribution inputs the threshold was chosen to accept. What the temperature `calibrates` is said at
+    `Prediction.from_logits`; `reference` has the scores of the held-out data, for p-values.
     """
 
     temperature: tuple[float, ...] = (1.0,)
     threshold: float | None = None
     score: ScoreName = "msp"
     accepted_share: float = 0.95
+    calibrates: Calibrates = field(default="logits", metadata=ADDED_LATER)
+    reference: Reference | None = field(default=None, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
-        if not 0.0 < self.accepted_share <= 1.0:
-            raise ConfigError(f"accepted_share must be in (0, 1], got {self.accepted_share}")
+        check_share(self.accepted_share, "accepted_share")
+
+    @property
+    def brief(self) -> "Calibration":
+        """The same without the reference, to be shown."""
+        return replace(self, reference=None)
+
+    def prediction(
+        self, member_logits: Tensor, class_names: Sequence[str] | None = None, check_finite: bool = True
+    ) -> Prediction:
+        """What member logits `[M, B, C]` say, with this calibration applied."""
+        temperature = self.temperature if len(self.temperature) > 1 else self.temperature[0]
+        return Prediction.from_logits(
+            member_logits,
+            temperature,
+            self.threshold,
+            self.score,
+            class_names,
+            check_finite,
+            self.calibrates,
+            self.reference,
+        )
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,7 @@ class _Chain:
             "trunk": final.config.trunk,
             "parameters": counts.parameters,
             "multiply_adds": counts.multiply_adds,
-            "calibration": to_plain(final.metadata.calibration),
+            "calibration": None if (found := final.metadata.calibration) is None else to_plain(found.brief),
             "metrics": dict(final.metadata.metrics),
             "history": list(final.metadata.history),
         }

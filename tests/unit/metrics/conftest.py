@@ -9,11 +9,10 @@ import warnings
 import pytest
 
 
-@pytest.fixture(scope="session")
-def referee():
-    """`torch_uncertainty.metrics.classification` of version 0.12.1.
+def part_of_torch_uncertainty(name):
+    """A part of version 0.12.1.
 
-    Its top-level module imports a training framework that metrics do not need, so an empty package with the
+    Its top-level module imports a training framework that this part does not need, so an empty package with the
     same path stands in for it during the import.
     """
     spec = importlib.util.find_spec("torch_uncertainty")
@@ -26,11 +25,23 @@ def referee():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                return importlib.import_module("torch_uncertainty.metrics.classification")
+                return importlib.import_module(f"torch_uncertainty.{name}")
             except ImportError as error:
                 pytest.skip(f"torch-uncertainty, the referee, cannot be imported: {error}")
     finally:
         del sys.modules["torch_uncertainty"]
+
+
+@pytest.fixture(scope="session")
+def referee():
+    """The metrics of torch-uncertainty."""
+    return part_of_torch_uncertainty("metrics.classification")
+
+
+@pytest.fixture(scope="session")
+def conformal_referee():
+    """The conformal sets of torch-uncertainty."""
+    return part_of_torch_uncertainty("post_processing.conformal")
 
 
 @pytest.fixture

@@ -55,6 +55,7 @@ def test_columns_are_those_of_the_logits(classes: int, tmp_path: Path) -> None:
         "seeds": [0],
         "units": {"one": 1, "three": 3},
         "calibrated": [TEMPERATURE],
+        "calibrates": "probs",
         "temperatures": {"0": temperatures},
     }
     Results(facts, {f"0/task/task/{key}": array for key, array in stored.items()}).save(tmp_path)
@@ -70,7 +71,7 @@ def test_columns_are_those_of_the_logits(classes: int, tmp_path: Path) -> None:
         torch.testing.assert_close(
             columns["nll"].exp(), 1 / prediction.probs[torch.arange(40), labels], rtol=2e-2, atol=0
         )
-        after = Prediction.from_logits(logits[:count], temperature=temperatures[method])
+        after = Prediction.from_logits(logits[:count], temperature=temperatures[method], calibrates="probs")
         torch.testing.assert_close(columns["calibrated.confidence"], after.confidence, **exact)
     if classes > FEW_CLASSES:
         columns = results.columns(HYDRA, 0, "task", "task")

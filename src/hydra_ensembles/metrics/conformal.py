@@ -1,0 +1,176 @@
+"""Conformal prediction: thresholds, p-values and sets of labels whose guarantee holds for any number of samples.
+
+All of it is split conformal: scores of held-out samples that had no say in the score are compared with that of a new
+one. The guarantee is over both: if held-out and new samples come from the same source in no particular order, a new
+one is within the threshold with at least the share asked for. Of inputs from elsewhere it says nothing.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, DataError
+from .inputs import check_probs, check_scores
+
+SetKind = Literal["lac", "aps", "raps"]
+
+KEPT = 1000  # most scores that a reference keeps; with more samples a p-value is rounded up by at most 1 / KEPT
+
+
+def check_share(share: float, name: str = "share") -> None:
+    """Refuse what is not a share above 0 and at most 1."""
+    if not 0.0 < share <= 1.0:
+        raise ConfigError(f"{name} is a part of the samples, above 0 and at most 1; got {share}")
+
+
+def rank_for(share: float, samples: int) -> int:
+    """Which of so many sorted scores is the threshold, from 1; one more than there are where all must be accepted."""
+    return max(math.ceil(round(share * (samples + 1), 9)), 1)  # 0.95 * 20 is 19 scores, not 20
+
+
+def samples_for(share: float) -> int:
+    """How many samples a threshold that refuses anything takes."""
+    return math.ceil(round(share / (1.0 - share), 9)) if share < 1.0 else 0
+
+
+def conformal_threshold(scores: Tensor, share: float) -> float:
+    """The threshold that a new sample's score is at most with probability `share` or more, from held-out scores `[n]`.
+
+    It is the ⌈share · (n + 1)⌉-th smallest score, and infinite where there are too few to promise it.
+    """
+    check_share(share)
+    ordered = check_scores(scores, "scores").sort().values
+    rank = rank_for(share, len(ordered))
+    return math.inf if rank > len(ordered) else ordered[rank - 1].item()
+
+
+def p_values(reference: Tensor, scores: Tensor) -> Tensor:
+    """How many held-out scores `[n]` are at least as high as each score `[B]`: (1 + that many) / (n + 1), `[B]`.
+
+    Of a new sample of the same kind it is at most a given level with at most that probability.
+    """
+    return Reference.of(reference, most=None).p_values(check_scores(scores, "scores"))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Scores of held-out samples, sorted, that those of new samples are held against; of many, some at even ranks."""
+
+    values: tuple[float, ...]
+    samples: int  # how many there were
+
+    def __post_init__(self) -> None:
+        ordered = all(first <= second for first, second in zip(self.values, self.values[1:], strict=False))
+        if not self.values or not ordered or len(self.values) > self.samples:
+            raise ConfigError(f"a reference has sorted scores of its samples; got {len(self.values)}, {self.samples}")
+
+    @classmethod
+    def of(cls, scores: Tensor, most: int | None = KEPT) -> "Reference":
+        """The reference for scores `[n]`."""
+        ordered = check_scores(scores, "scores").sort().values
+        samples = len(ordered)
+        kept = min(samples, most or samples)
+        ranks = torch.tensor([_rank(place, kept, samples) for place in range(1, kept + 1)], device=ordered.device)
+        return cls(tuple(ordered[ranks - 1].tolist()), samples)
+
+    def p_values(self, scores: Tensor) -> Tensor:
+        """The p-value of each score `[B]`, rounded up where not all held-out scores are kept."""
+        kept = len(self.values)
+        values = torch.tensor(self.values, dtype=scores.dtype, device=scores.device)
+        below = torch.tensor([_rank(place, kept, self.samples) for place in range(kept + 1)], device=scores.device)
+        places = torch.searchsorted(values, scores.contiguous())  # how many kept scores are below
+        return (1 + self.samples - below[places]).to(scores.dtype) / (self.samples + 1)
+
+
+def _rank(place: int, kept: int, samples: int) -> int:
+    """The rank, from 1, of the kept score at a place, from 1; place 0 is before the first."""
+    return -(-place * samples // kept)
+
+
+# --- sets of labels -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LabelSets:
+    """Which labels to name instead of one, so that the right one is among them with a guaranteed share.
+
+    Attributes:
+        thresholds: One for all classes, or one for each; infinite where there were too few samples to leave any out.
+        kind: `"lac"` (smallest sets), `"aps"` (larger where it is hard) or `"raps"` (these without a long tail).
+        share: The share of right labels promised; with a threshold for each class, of every class.
+        penalty: Of `"raps"`: added for each rank beyond `free_ranks`.
+        free_ranks: Of `"raps"`.
+    """
+
+    thresholds: tuple[float, ...]
+    kind: SetKind = "lac"
+    share: float = 0.9
+    penalty: float = 0.1
+    free_ranks: int = 1
+
+    def __call__(self, probs: Tensor) -> Tensor:
+        """Which labels are in the set of each sample: probabilities `[B, C]` to `[B, C]` of bool.
+
+        The most probable label always is: it costs nothing, and no set is empty.
+        """
+        limits = torch.tensor(self.thresholds, dtype=probs.dtype, device=probs.device)  # [1] or [C]
+        chosen = label_scores(probs, self.kind, self.penalty, self.free_ranks) <= limits
+        return chosen.scatter(-1, probs.argmax(dim=-1, keepdim=True), True)
+
+
+def label_scores(probs: Tensor, kind: SetKind = "lac", penalty: float = 0.1, free_ranks: int = 1) -> Tensor:
+    """How strange each label would be, `[B, C]` to `[B, C]`.
+
+    * `lac`: one minus its probability.
+    * `aps`: the probability of all labels that are at least as probable, its own included.
+    * `raps`: the same, plus `penalty` for each rank beyond `free_ranks`.
+    """
+    if kind not in get_args(SetKind):
+        raise ConfigError(f"kind={kind!r} is not known; choose one of {', '.join(get_args(SetKind))}")
+    if kind == "lac":
+        return 1.0 - probs
+    ordered, labels = probs.sort(dim=-1, descending=True, stable=True)
+    scores = ordered.cumsum(dim=-1)
+    if kind == "raps":
+        ranks = torch.arange(1, probs.shape[-1] + 1, device=probs.device)
+        scores = scores + penalty * (ranks - free_ranks).clamp(min=0)
+    return torch.empty_like(scores).scatter(-1, labels, scores)
+
+
+def fit_sets(
+    probs: Tensor,
+    labels: Tensor,
+    share: float = 0.9,
+    kind: SetKind = "lac",
+    *,
+    by_class: bool = False,
+    penalty: float = 0.1,
+    free_ranks: int = 1,
+) -> LabelSets:
+    """Sets of labels that hold the right one with probability `share` or more, from held-out samples.
+
+    Args:
+        probs: `[B, C]` of held-out samples: `Prediction.probs`.
+        labels: `[B]`.
+        share: The share promised, in (0, 1].
+        kind: As of `label_scores`.
+        by_class: Whether the share is promised for every class, not only on the whole. Takes samples of every class.
+        penalty: Of `raps`.
+        free_ranks: Of `raps`.
+    """
+    check_share(share)
+    if penalty < 0 or free_ranks < 0:
+        raise ConfigError(f"penalty and free_ranks must be 0 or more, got {penalty} and {free_ranks}")
+    probs, labels = check_probs(probs, labels)
+    scores = label_scores(probs, kind, penalty, free_ranks).gather(-1, labels[:, None])[:, 0]  # [B]
+    groups: Sequence[Tensor] = [scores]
+    if by_class:
+        groups = [scores[labels == one] for one in range(probs.shape[1])]
+        empty = [index for index, one in enumerate(groups) if not len(one)]
+        if empty:
+            raise DataError(f"classes {empty[:8]} have no samples; give some of each, or leave by_class out")
+    return LabelSets(tuple(conformal_threshold(one, share) for one in groups), kind, share, penalty, free_ranks)

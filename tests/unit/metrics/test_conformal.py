@@ -1,0 +1,144 @@
+"""Conformal thresholds, p-values and sets of labels: definitions, coverage in simulation, a referee, bad input."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.metrics import LabelSets, Reference, conformal_threshold, fit_sets, label_scores, p_values
+from hydra_ensembles.metrics.conformal import KEPT, rank_for, samples_for
+
+KINDS = ["lac", "aps", "raps"]
+
+
+def answers(count: int, classes: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Probabilities that are true: labels are drawn from them."""
+    generator = torch.Generator().manual_seed(seed)
+    probs = (3 * torch.randn(count, classes, generator=generator, dtype=torch.float64)).softmax(-1)
+    return probs, torch.multinomial(probs, 1, generator=generator)[:, 0]
+
+
+def test_the_threshold_is_the_rank_of_split_conformal() -> None:
+    scores = torch.arange(1.0, 20.0)[torch.randperm(19, generator=torch.Generator().manual_seed(0))]
+    for share, expected in ((0.95, 19.0), (0.9, 18.0), (0.5, 10.0), (0.001, 1.0), (0.951, math.inf), (1.0, math.inf)):
+        assert conformal_threshold(scores, share) == expected
+    assert (samples_for(0.95), samples_for(0.9), samples_for(0.5), samples_for(1.0)) == (19, 9, 1, 0)
+    assert all(rank_for(share, samples_for(share)) <= samples_for(share) for share in (0.01, 0.5, 0.9, 0.95, 0.99))
+
+
+@pytest.mark.parametrize(("samples", "share"), [(19, 0.95), (50, 0.9), (99, 0.8), (7, 0.5)])
+def test_coverage_holds_over_a_thousand_splits(samples: int, share: float) -> None:
+    """The mean share of fresh scores within the threshold is what its rank promises: never below the share."""
+    scores = np.random.default_rng(0).normal(size=(1000, samples + 200))
+    rank = rank_for(share, samples)
+    limits = np.array([conformal_threshold(torch.from_numpy(row[:samples]), share) for row in scores])
+    covered = (scores[:, samples:] <= limits[:, None]).mean()
+    exact = rank / (samples + 1)
+    spread = math.sqrt(exact * (1 - exact) / (samples + 2) / 1000) + 1e-3
+    assert exact >= share - 1e-9
+    assert covered == pytest.approx(exact, abs=4 * spread)
+
+
+def test_p_values_are_uniform_or_larger() -> None:
+    scores = np.random.default_rng(1).normal(size=(1000, 60))
+    found = np.array([p_values(torch.from_numpy(row[:40]), torch.from_numpy(row[40:])).numpy() for row in scores])
+    for level in (0.05, 0.1, 0.3, 0.7):
+        assert (found <= level).mean() <= level + 0.01
+
+
+def test_p_values_by_hand_and_of_many_samples() -> None:
+    held_out = torch.tensor([3.0, 1.0, 2.0, 2.0])
+    assert p_values(held_out, torch.tensor([0.0, 1.0, 2.0, 2.5, 4.0])).tolist() == pytest.approx([1, 1, 0.8, 0.4, 0.2])
+    many = torch.randn(7 * KEPT + 13, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    reference, fresh = Reference.of(many), torch.linspace(-5, 5, 400, dtype=torch.float64)
+    exact, rounded = p_values(many, fresh), reference.p_values(fresh)
+    assert (len(reference.values), reference.samples) == (KEPT, len(many))
+    assert (rounded >= exact - 1e-12).all()  # never too small: that is what is promised
+    assert (rounded - exact).max() <= 1 / KEPT + 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_of_labels_by_the_definition(kind: str) -> None:
+    probs, _ = answers(20)
+    found = label_scores(probs, kind, penalty=0.3, free_ranks=2)  # type: ignore[arg-type]
+    for row, one in enumerate(probs.numpy()):
+        for label in range(probs.shape[1]):
+            at_least = one[one >= one[label]]
+            aps = at_least.sum()
+            expected = {"lac": 1 - one[label], "aps": aps, "raps": aps + 0.3 * max(len(at_least) - 2, 0)}[kind]
+            assert found[row, label].item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_scores_of_labels_agree_with_torch_uncertainty(kind: str, conformal_referee) -> None:
+    probs, _ = answers(50)
+    if kind == "aps":
+        referee = conformal_referee.ConformalClsAPS(alpha=0.1, model=nn.Identity(), randomized=False, enable_ts=False)
+    else:
+        referee = conformal_referee.ConformalClsRAPS(
+            alpha=0.1, model=nn.Identity(), randomized=False, enable_ts=False, penalty=0.2, regularization_rank=2
+        )
+    theirs = referee._calculate_all_labels(probs)
+    torch.testing.assert_close(label_scores(probs, kind, 0.2, 2), theirs)  # type: ignore[arg-type]
+
+
+def test_sets_agree_with_torch_uncertainty_at_its_quantile(conformal_referee) -> None:
+    probs, labels = answers(300)
+    referee = conformal_referee.ConformalClsTHR(alpha=0.1, model=nn.Identity(), enable_ts=False)
+    sets = fit_sets(probs, labels, 0.9)
+    referee.q_hat = torch.tensor(sets.thresholds[0])  # its own takes no account of the number of samples
+    assert torch.equal(sets(probs), referee.conformal(probs.log()) > 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("by_class", [False, True])
+def test_sets_hold_the_right_label(kind: str, by_class: bool) -> None:
+    """Mean coverage over 100 draws of held-out and fresh samples; by class for each class."""
+    covered = []
+    for seed in range(100):
+        probs, labels = answers(360, seed=seed)
+        sets = fit_sets(probs[:240], labels[:240], 0.8, kind, by_class=by_class)  # type: ignore[arg-type]
+        found, wanted = sets(probs[240:]), labels[240:]
+        assert found.any(dim=-1).all()
+        inside = found.gather(1, wanted[:, None])[:, 0].double()
+        groups = [inside[wanted == one].mean().item() for one in range(6)] if by_class else [inside.mean().item()]
+        covered.append(groups)
+    means = np.nanmean(covered, axis=0)
+    assert (means >= 0.8 - 0.015).all(), means
+    if kind == "aps":
+        assert means.max() < 0.97  # not everything
+
+
+def test_few_samples_of_a_class_keep_its_label_in() -> None:
+    probs, labels = answers(60, classes=3)
+    kept = torch.cat([(labels != 2).nonzero()[:, 0], (labels == 2).nonzero()[:2, 0]])
+    sets = fit_sets(probs[kept], labels[kept], 0.9, by_class=True)
+    assert sets.thresholds[2] == math.inf
+    assert sets(probs)[:, 2].all()
+    with pytest.raises(DataError, match=r"\[2\]"):
+        fit_sets(probs[labels != 2], labels[labels != 2], by_class=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "token"),
+    [
+        (lambda: conformal_threshold(torch.ones(3), 0.0), ConfigError, "share"),
+        (lambda: conformal_threshold(torch.ones(0), 0.9), DataError, "no scores"),
+        (lambda: conformal_threshold(torch.tensor([1.0, math.nan]), 0.9), DataError, "NaN"),
+        (lambda: p_values(torch.ones(3), torch.ones(2, 2)), DataError, "vector"),
+        (lambda: label_scores(torch.ones(1, 2) / 2, "thr"), ConfigError, "thr"),  # type: ignore[arg-type]
+        (lambda: fit_sets(torch.ones(1, 2) / 2, torch.tensor([0]), penalty=-1), ConfigError, "penalty"),
+        (lambda: fit_sets(torch.ones(1, 2), torch.tensor([0])), DataError, "sum to one"),
+        (lambda: Reference((2.0, 1.0), 2), ConfigError, "sorted"),
+    ],
+)
+def test_what_cannot_be_used_is_named(call, error, token) -> None:
+    with pytest.raises(error, match=token):
+        call()
+
+
+def test_sets_are_plain_settings() -> None:
+    assert LabelSets((0.5,))(torch.tensor([[0.6, 0.4], [0.5, 0.5]])).tolist() == [[True, False], [True, True]]
