@@ -8,7 +8,7 @@ from .convert.convert import convert
 from .errors import HydraError
 from .evaluation.evaluate import evaluate
 from .evaluation.evaluation import Evaluation
-from .fuse import fuse
+from .fuse import fuse, soup
 from .heads.masking import masked
 from .heads.ranking import Head, HeadRanking
 from .heads.taylor import taylor
@@ -53,6 +53,7 @@ __all__ = [
     "mc_dropout",
     "prune",
     "retarget",
+    "soup",
     "taylor",
     "tune_text",
     "write_report",

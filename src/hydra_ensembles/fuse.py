@@ -1,16 +1,17 @@
-"""Several members into one ensemble that runs them in a single forward pass."""
+"""Several models into one: members that run in a single forward pass, or one model of their mean weights."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, cast, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .convert.convert import convert
 from .errors import ConfigError
 from .heads.masking import Model
-from .model.clip import DualEncoder, require_model
-from .model.config import Sharing
+from .model.clip import DualEncoder, require_ensemble, require_model
+from .model.config import Sharing, require_whole
 from .model.ensemble import Ensemble, singles
 from .model.layers import GroupedLinear
 from .model.members import (
@@ -35,6 +36,7 @@ def fuse(
     mlp: Fusion = "mean",
     norms: Fusion = "separate",
     readout: Fusion = "separate",
+    trunk: int | None = None,
 ) -> Model:
     """One model out of copies of one model that were pruned, and maybe fine-tuned, in different ways.
 
@@ -50,6 +52,8 @@ def fuse(
         mlp: `"mean"` averages weights and biases of the MLPs over the members, `"separate"` keeps them.
         norms: The same for all norms of the encoder, the final one included.
         readout: The same for pooler and classifier.
+        trunk: At most so many of the equal first layers are stored once; None: all of them. Members that are equal
+            now and shall part in training need a limit.
 
     Raises:
         ConfigError: Members of different architectures, dtypes, devices or class names, or unequal stems with
@@ -67,10 +71,33 @@ def fuse(
     ensembles = [member for member in given if isinstance(member, Ensemble)]
     if duals and ensembles:
         raise ConfigError("fuse takes members of one kind, got ['DualEncoder', 'Ensemble']")
-    return cast(Model, _fuse_dual_encoders(duals, how) if duals else _fuse_ensembles(ensembles, how))
+    if trunk is not None:
+        require_whole("trunk", trunk, 0)
+    return cast(Model, _fuse_dual_encoders(duals, how, trunk) if duals else _fuse_ensembles(ensembles, how, trunk))
 
 
-def _fuse_ensembles(members: Sequence[Ensemble], how: How) -> Ensemble:
+def soup(models: Iterable[nn.Module]) -> Ensemble:
+    """One model with the mean of the weights of several fine-tunings of one model: at the price of one.
+
+    Args:
+        models: At least one; models that `convert` takes, or ensembles with one member, all alike.
+
+    Raises:
+        ConfigError: Models of different architectures, heads, dtypes, devices or class names.
+    """
+    given = [one if isinstance(one, Ensemble) else convert(one) for one in listed(models, "soup")]
+    for one in given:
+        require_ensemble(one, "soup")
+        if one.num_members != 1:
+            raise ConfigError(f"soup averages single models, got {one.num_members} members; give ensemble.member(i)")
+    states, heads, metadata = singles(given)
+    if len(set(heads)) > 1:
+        raise ConfigError("soup averages models with the same heads; these lost different ones: fuse them instead")
+    mean = {name: _mean(torch.stack([state[name] for state in states]))[0] for name in states[0]}
+    return Ensemble.from_state(given[0].config, mean, metadata.after(f"mean weights of {len(states)} models"))
+
+
+def _fuse_ensembles(members: Sequence[Ensemble], how: How, limit: int | None) -> Ensemble:
     states, heads, metadata = singles(members)
     differing = unequal(states)
     stem = next((name for name in differing if place_of(name)[0] == "stem"), None)
@@ -80,7 +107,9 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: How) -> Ensemble:
     config = replace(member_config(members[0].config, 0), heads=heads)
     if len(states) > 1:
         shared = {group: fusion != "separate" for group, fusion in how.items()}
-        config = replace(config, sharing=Sharing(**shared), trunk=common_layers(heads, differing))
+        common = common_layers(heads, differing)
+        trunk = common if limit is None else min(common, limit)
+        config = replace(config, sharing=Sharing(**shared), trunk=trunk)
     joined = join_states(config, states)
     for name in joined:
         group, layer = place_of(name)
@@ -92,7 +121,7 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: How) -> Ensemble:
     return Ensemble.from_state(config, joined, metadata.after(line))
 
 
-def _fuse_dual_encoders(members: Sequence[DualEncoder], how: How) -> DualEncoder:
+def _fuse_dual_encoders(members: Sequence[DualEncoder], how: How, trunk: int | None) -> DualEncoder:
     parts = [one.member(index) for one in members for index in range(one.num_members)]
     require_same_dtype_and_device([one.state_dict() for one in parts])
 
@@ -100,7 +129,7 @@ def _fuse_dual_encoders(members: Sequence[DualEncoder], how: How) -> DualEncoder
         """One tower of all members; `alone` says whether the other tower keeps the members apart."""
         states = [one.state_dict() for one in towers]
         same = all(one.config == towers[0].config for one in towers) and not unequal(states)
-        return towers[0] if same and not alone else _fuse_ensembles(towers, how)
+        return towers[0] if same and not alone else _fuse_ensembles(towers, how, trunk)
 
     def projection(maps: Sequence[GroupedLinear | None]) -> GroupedLinear | None:
         present = [one for one in maps if one is not None]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -174,3 +175,34 @@ def test_counts_of_a_configuration(heads: Any, sharing: Sharing, parameters: int
     with torch.device("meta"):
         described = he.Ensemble(config).describe()
     assert (described.parameters, described.multiply_adds) == (parameters, multiply_adds)
+
+
+def test_a_soup_is_the_mean_of_all_weights() -> None:
+    models = [noisy(small(), seed) for seed in (1, 2, 3)]
+    soup = he.soup(models)
+    assert soup.num_members == 1
+    for name, tensor in soup.state_dict().items():
+        torch.testing.assert_close(tensor, sum(one.state_dict()[name] for one in models) / 3)
+    foreign = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3).eval()
+    alone = he.soup([foreign, foreign])
+    torch.testing.assert_close(
+        alone(torch.ones(1, 3, 32, 32))[0], foreign(torch.ones(1, 3, 32, 32)), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_what_cannot_be_averaged_is_refused() -> None:
+    for models in (
+        [small(), he.prune(small(), [(0, 1)])],
+        [small(), small(norm_eps=1e-3)],
+        [],
+        [he.fuse([small()] * 2)],
+    ):
+        with pytest.raises(ConfigError):
+            he.soup(models)
+
+
+def test_a_limit_keeps_equal_layers_apart() -> None:
+    assert he.fuse([small()] * 2).config.trunk == 3
+    assert he.fuse([small()] * 2, trunk=1).config.trunk == 1
+    with pytest.raises(ConfigError, match="trunk"):
+        he.fuse([small()] * 2, trunk=-1)

@@ -28,7 +28,7 @@ from ..model.ensemble import Ensemble
 from ..schema import to_plain
 from ..training.finetune import finetune
 from .run_folder import RunFolder
-from .settings import BuildData, HydraConfig, StartingModel, read_data, starting_model
+from .settings import BuildData, HydraConfig, StartingModel, read_data, starting_model, with_upper_layers
 
 FORMAT = "hydra_ensembles build 1"
 
@@ -46,8 +46,11 @@ def build(
     progress: bool = True,
     class_names: Sequence[str] | None = None,
     templates: Templates = DEFAULT_TEMPLATES,
+    pretrained: nn.Module | None = None,
 ) -> Ensemble:
-    """Make a Hydra Ensemble: convert, rank heads, choose members, prune, fine-tune, fuse, calibrate.
+    """Make a Hydra Ensemble: convert, rank heads, choose members, prune, fine-tune and fuse, calibrate.
+
+    Members train apart and are fused, or are fused and train together (`HydraConfig.training`).
 
     Each stage leaves its product in `output`. Called again with the same arguments, a build that was stopped at any
     point goes on there and (on a CPU) ends with the same bits; of a finished one the result is read back. To repeat a
@@ -70,6 +73,7 @@ def build(
         progress: Whether to show progress bars.
         class_names: Of a dual encoder: the names of the classes, in the order of the labels.
         templates: Of a dual encoder: sentences with `{label}` where a name goes.
+        pretrained: The model before its fine-tuning: members start from its layers above the trunk.
 
     Raises:
         HydraError: Config, model and data do not go together, which is found before any long work as far as
@@ -78,6 +82,9 @@ def build(
     if not isinstance(config, HydraConfig):
         raise ConfigError(f"config must be a HydraConfig, got {type(config).__name__}")
     start = starting_model(model, class_names, templates, device)
+    config = config.settled(start)
+    if pretrained is not None:
+        start = with_upper_layers(start, pretrained, config.trunk)
     if config.extracts_circuits and ood is not None and any(ood is other for other in (train, id, validation)):
         raise DataError("ood= is the very data given as train=, id= or validation=; give data unlike the training data")
     train, ood = train if config.reads_train else None, ood if config.extracts_circuits else None
@@ -93,6 +100,8 @@ def _identity(config: HydraConfig, start: StartingModel, data: BuildData) -> dic
     metadata = json.dumps(to_plain(replace(start.base.metadata, text_side=None)), sort_keys=True).encode()
     digest = hashlib.sha256(metadata).hexdigest()
     model: dict[str, Any] = {"weights": model_fingerprint(start.ranked), "metadata": digest}
+    if start.upper is not None:
+        model["upper"] = model_fingerprint(start.upper)
     if start.dual is not None:
         model["templates"] = list(start.templates)
     return {"format": FORMAT, "config": to_plain(config), "model": model, "data": data.fingerprints()}
@@ -125,25 +134,37 @@ class _Chain:
         return calibrate(fused, validation, share=config.accepted_share, per_member=config.per_member_temperature)
 
     def _fused(self) -> Ensemble:
-        config = self.config
+        config, count = self.config, range(self.config.members)
+        how: dict[str, Any] = {name: getattr(config, name) for name in ("stem", "mlp", "norms", "readout")}
+        if config.training == "together":
+            fused = fuse([self._pruned(index) for index in count], **how, trunk=config.trunk)
+            return self._trained(fused, 0)
         members = [
             self.run.ensemble(f"members/{index}", lambda index=index: self._member(index))  # type: ignore[misc]
-            for index in range(config.members)
+            for index in count
         ]
-        return fuse(members, stem=config.stem, mlp=config.mlp, norms=config.norms, readout=config.readout)
+        return fuse(members, **how)
+
+    def _trained(self, ensemble: Ensemble, index: int) -> Ensemble:
+        recipe, train, validation = self.config.training_recipe(self.start), self.data.train, self.data.validation
+        if recipe is None or train is None:
+            return ensemble
+        place = self.run.place("finetune")
+        return finetune(ensemble, train, recipe, validation, output=place, progress=self.progress, index=index)
+
+    def _pruned(self, index: int) -> Ensemble:
+        return self._named(self.start.pruned(self.choices[index][1]), index)
 
     def _member(self, index: int) -> Ensemble:
-        """One member, pruned and fine-tuned; its history says which member it was and how its heads were chosen."""
-        (origin, heads), train, validation = self.choices[index], self.data.train, self.data.validation
-        member = self.start.pruned(heads)
-        recipe = self.config.member_recipe(member.num_layers)
-        if recipe is not None and train is not None:
-            place = self.run.place("finetune")
-            member = finetune(member, train, recipe, validation, output=place, progress=self.progress, index=index)
+        """One member, pruned and fine-tuned."""
+        return self._named(self._trained(self.start.pruned(self.choices[index][1]), index), index)
+
+    def _named(self, member: Ensemble, index: int) -> Ensemble:
+        """A member whose history says which it was and how its heads were chosen."""
         history = member.metadata.history
         pairs = zip(self.start.base.metadata.history, history, strict=False)
         before = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        lines = (f"member {index} ({origin}): {line}" for line in history[before:])
+        lines = (f"member {index} ({self.choices[index][0]}): {line}" for line in history[before:])
         return member.with_metadata(history=(*history[:before], *lines))
 
     @cached_property
@@ -154,32 +175,35 @@ class _Chain:
 
     def _choose(self) -> dict[str, Any]:
         """The content of `heads.json`."""
-        config, drawn = self.config, ["drawn from circuit avg"] * self.config.members
-        origins = ["random heads"] * config.members
+        config, count = self.config, self.config.pruned_members
+        drawn, origins = ["drawn from circuit avg"] * count, ["random heads"] * count
+        heads: tuple[tuple[Head, ...], ...] = ()
         match config.strategy:
             case "random":
-                heads = random_members(self.start.ranked, config.prune, config.members, config.seed, self.layers)
+                heads = random_members(self.start.ranked, config.lost, count, config.seed, self.layers)
             case "taylor":
-                draws = distinct_taylor(lambda draw: self._taylor(config.seed + draw), config.prune, config.members)
-                heads = tuple(ranking.first(config.prune) for _, ranking in draws)
+                draws = distinct_taylor(lambda draw: self._taylor(config.seed + draw), config.lost, count)
+                heads = tuple(ranking.first(config.lost) for _, ranking in draws)
                 origins = [f"taylor, seed {config.seed + draw}" for draw, _ in draws]
             case "sampled":
-                pool = self.pool or config.prune
-                heads = sampled_members(self._circuit("avg", pool), config.prune, pool, config.members, config.seed)
+                pool = self.pool or config.lost
+                heads = sampled_members(self._circuit("avg", pool), config.lost, pool, count, config.seed)
                 origins = drawn
             case "circuit":
                 heads = self._circuits()
-                origins = [*(f"circuit {score}" for score in CIRCUIT_ORDER), *drawn][: config.members]
+                origins = [*(f"circuit {score}" for score in CIRCUIT_ORDER), *drawn][:count]
+        origins += ["all heads"] * (config.members - count)
+        heads += ((),) * (config.members - count)
         pairs = zip(origins, heads, strict=True)
         return {"members": [{"origin": origin, "heads": [list(head) for head in lost]} for origin, lost in pairs]}
 
     def _circuits(self) -> tuple[tuple[Head, ...], ...]:
         """One circuit for each of the first members; the ranking that others are drawn from goes further."""
-        config = self.config
-        budgets = dict.fromkeys(CIRCUIT_ORDER[: config.members], config.prune)
-        budgets["avg"] = self.pool or config.prune
+        lost, count = self.config.lost, self.config.pruned_members
+        budgets = dict.fromkeys(CIRCUIT_ORDER[:count], lost)
+        budgets["avg"] = self.pool or lost
         rankings: dict[str, HeadRanking] = {score: self._circuit(score, budgets[score]) for score in budgets}
-        return circuit_members(rankings, config.prune, config.members, self.pool, config.seed)
+        return circuit_members(rankings, lost, count, self.pool, self.config.seed)
 
     def _circuit(self, score: Score, budget: int) -> HeadRanking:
         ranking, start = self.data.ranking, self.start
@@ -209,7 +233,7 @@ class _Chain:
             lambda: taylor(
                 self.start.base,
                 source,
-                budget=config.prune,
+                budget=config.lost,
                 scope=config.taylor_scope,
                 layers=self.layers,
                 seed=seed,

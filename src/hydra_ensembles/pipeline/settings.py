@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,14 +36,18 @@ from ..heads.ranking import Head, data_fingerprint
 from ..heads.taylor import Scope
 from ..model.clip import DualEncoder, Templates, checked_names, checked_templates, zero_shot
 from ..model.ensemble import Ensemble
+from ..model.members import place_of
 from ..prune import prune
 from ..schema import require_types
 from ..training.recipe import Recipe
 
-Strategy = Literal["circuit", "taylor", "sampled", "random"]
+Strategy = Literal["circuit", "taylor", "sampled", "random", "branches"]
+Training = Literal["together", "apart"]
 Batch = tuple[Inputs, Tensor | None]
 
 PAPER_POOL = 100 / 48  # the paper samples 48 heads to prune out of the first 100 of a ranking (B.5)
+TRUNK = 5 / 6  # of the layers, and of heads 8 % of all and at most a quarter of those above: our own defaults
+PRUNED, PRUNED_ABOVE = 0.08, 0.25
 LARGEST_SEED = 2**62  # what every random generator behind a build accepts, with room for one seed per member
 
 
@@ -55,6 +59,7 @@ class StartingModel:
     dual: DualEncoder | None = None
     names: tuple[str, ...] = ()  # the classes of the dual encoder
     templates: tuple[str, ...] = ()  # the sentences that these stand in
+    upper: Ensemble | None = None  # where members start instead: the base with the upper layers of a pretrained model
 
     @property
     def ranked(self) -> Ensemble | DualEncoder:
@@ -68,7 +73,7 @@ class StartingModel:
     def pruned(self, heads: Sequence[Head]) -> Ensemble:
         """A member without these heads."""
         if self.dual is None:
-            return prune(self.base, heads)
+            return prune(self.upper or self.base, heads)
         return zero_shot(prune(self.dual, heads), self.names, self.templates)
 
 
@@ -92,6 +97,25 @@ def starting_model(
         return StartingModel(found)
     names, sentences = checked_names(class_names or ()), checked_templates(templates)
     return StartingModel(zero_shot(found, names, sentences), found, names, sentences)
+
+
+def with_upper_layers(start: StartingModel, pretrained: nn.Module, trunk: int) -> StartingModel:
+    """The start, whose members take the layers above a trunk (all weights without one) from a pretrained model."""
+    found: Any = pretrained if isinstance(pretrained, Ensemble) else convert(pretrained)
+    if start.dual is not None or not isinstance(found, Ensemble) or found.num_members != 1:
+        raise ConfigError(f"pretrained goes with a classifier and is one model, got {type(found).__name__}")
+    base = start.base
+    if (found.config.stem, found.config.encoder, found.heads) != (base.config.stem, base.config.encoder, base.heads):
+        differing = "; ".join(base.config.differences(found.config)[:5]) or "their heads"
+        raise ConfigError(f"pretrained must be the model before its fine-tuning, but it differs in {differing}")
+    state, upper = dict(base.state_dict()), found.state_dict()
+    for name, tensor in state.items():
+        group, layer = place_of(name)
+        above = not trunk or (group != "stem" and (layer is None or layer >= trunk))
+        if above and name in upper and upper[name].shape == tensor.shape and "classifier" not in name:
+            state[name] = upper[name].to(tensor)
+    metadata = base.metadata.after(f"layers from {trunk} on as they were pretrained")
+    return replace(start, upper=Ensemble.from_state(base.config, state, metadata))
 
 
 @dataclass(frozen=True)
@@ -204,20 +228,26 @@ class HydraConfig:
     """How to make a Hydra Ensemble out of one model.
 
     Attributes:
-        prune: Heads each member loses.
+        prune: Heads each member loses; None takes 8 % of all heads, and at most a quarter of those above the trunk.
         members: Number of members.
         strategy: How the members' heads are chosen: `"circuit"` (CircAvg, CircAcc, CircOOD, further ones
             drawn from CircAvg), `"taylor"` (one Taylor ranking per member, each on other calibration
-            batches), `"sampled"` (all drawn from the first `pool` heads of CircAvg), `"random"` (a control).
+            batches), `"sampled"` (all drawn from the first `pool` heads of CircAvg), `"random"` (a control),
+            `"branches"` (every member keeps all heads, and training alone makes them differ: the other control).
+        whole: Whether the last member keeps all heads.
+        training: `"together"` trains the fused ensemble once, on the sum of its members' losses, trunk included;
+            `"apart"` trains every member by itself before fusing; None is `"apart"` where there is a recipe, else none.
         method: How circuits are extracted; see `extract_circuit`.
         pool: Heads to draw from, for `"sampled"` and for more than three circuit members; None takes the
             paper's ratio of 100 to 48, as far as there are heads.
         taylor_scope: `"layer"` prunes every layer alike, `"global"` compares heads of all layers.
         calibration_batches: Batches a Taylor ranking reads; fewer than there are, or all members would be
             ranked on the same ones.
-        recipe: How each member is fine-tuned; None leaves the members as pruned.
-        shared_layers: The first so many layers stay whole and common to all members, and frozen together with
-            the stem: they run once however many members there are.
+        recipe: How to fine-tune; None leaves the members as pruned, or takes `Recipe.preset("hydra")` if `training`
+            asks for some. Members that start equal, or from pretrained layers, get classifiers of their own.
+        shared_layers: The first so many layers stay whole and common to all members: they run once however many
+            members there are. Members that train apart leave them, and the stem, as they are. None takes five sixths
+            of the layers where `prune` is not given either, else none.
         stem: How the stems are fused; see `fuse`.
         mlp: How the MLPs are fused.
         norms: How the norms are fused.
@@ -228,15 +258,17 @@ class HydraConfig:
         seed: Draws halves, batches and members. Fine-tuning has the seed of its recipe.
     """
 
-    prune: int
+    prune: int | None = None
     members: int = 3
     strategy: Strategy = "circuit"
+    whole: bool = False
+    training: Training | None = None
     method: Method = "exact"
     pool: int | None = None
     taylor_scope: Scope = "layer"
     calibration_batches: int = 8
     recipe: Recipe | None = None
-    shared_layers: int = 0
+    shared_layers: int | None = None
     stem: StemFusion = "shared"
     mlp: Fusion = "mean"
     norms: Fusion = "separate"
@@ -249,20 +281,57 @@ class HydraConfig:
     def __post_init__(self) -> None:
         """Check each setting, and those that only make sense together."""
         require_types(self)
-        for name, least in {"prune": 1, "members": 1, "calibration_batches": 1, "shared_layers": 0, "seed": 0}.items():
-            if not least <= getattr(self, name) <= LARGEST_SEED:
-                raise ConfigError(f"HydraConfig.{name} must be from {least} to 2**62, got {getattr(self, name)}")
+        branches = self.strategy == "branches"
+        smallest = {"prune": 0 if branches else 1, "members": 1 + self.whole, "calibration_batches": 1}
+        for name, least in {**smallest, "shared_layers": 0, "seed": 0}.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= LARGEST_SEED:
+                raise ConfigError(f"HydraConfig.{name} must be from {least} to 2**62, got {value}")
+        if branches and (self.prune or (self.training is None and self.recipe is None)):
+            raise ConfigError(
+                f"HydraConfig.strategy 'branches' keeps all heads, and training makes members differ: leave out prune "
+                f"(got {self.prune}), and give training='together' or a recipe"
+            )
         if not 0.0 < self.accepted_share <= 1.0:
             raise ConfigError(f"HydraConfig.accepted_share must be above 0 and at most 1, got {self.accepted_share}")
-        if self.pool is not None and self.pool <= self.prune:
-            raise ConfigError(f"HydraConfig.pool is {self.pool}; draws differ only if it is above prune ({self.prune})")
-        recipe, one_stem = self.recipe, self.stem == "shared" and self.members > 1
+        if self.pool is not None and self.pool <= self.lost:
+            raise ConfigError(f"HydraConfig.pool is {self.pool}; draws differ only if it is above prune ({self.lost})")
+        recipe, one_stem = self.recipe, self.stem == "shared" and self.members > 1 and self.training != "together"
         moves = recipe is not None and "stem" in recipe.train_groups and recipe.last_blocks is None
         if one_stem and moves and not self.shared_layers:
             raise ConfigError(
                 'HydraConfig.recipe trains the stem of every member, but stem="shared" keeps one for all; leave "stem" '
                 'out of Recipe.train_groups, or set stem="mean" or "separate"'
             )
+
+    @property
+    def lost(self) -> int:
+        """Heads a pruned member loses, once settled."""
+        return self.prune or 0
+
+    @property
+    def trunk(self) -> int:
+        """Layers that all members share, once settled."""
+        return self.shared_layers or 0
+
+    @property
+    def pruned_members(self) -> int:
+        """Members that lose heads."""
+        return 0 if self.strategy == "branches" else self.members - self.whole
+
+    def settled(self, start: StartingModel) -> "HydraConfig":
+        """The config with every number that was left open, for this model."""
+        ours, layers = self.prune is None and start.dual is None, start.base.num_layers
+        shared = self.shared_layers if self.shared_layers is not None else round(TRUNK * layers) if ours else 0
+        prune, free = self.prune, range(min(shared, layers - 1), layers)
+        if prune is None and self.pruned_members:
+            above = start.heads(None if start.dual is not None else free)
+            prune = max(1, min(round(PRUNED * start.heads(None)), math.floor(PRUNED_ABOVE * above)))
+            if self.strategy == "taylor" and self.taylor_scope == "layer":
+                prune = max(1, round(prune / len(free))) * len(free)  # as many in each layer
+        training = self.training or (None if self.recipe is None else "apart")
+        recipe = self.recipe if training is None or self.recipe is not None else Recipe.preset("hydra")
+        return replace(self, prune=prune, shared_layers=shared, training=training, recipe=recipe)
 
     @property
     def extracts_circuits(self) -> bool:
@@ -277,33 +346,43 @@ class HydraConfig:
     @property
     def draws_from_pool(self) -> bool:
         """Whether some member is drawn from a pool of heads."""
-        return self.strategy == "sampled" or (self.strategy == "circuit" and self.members > len(CIRCUIT_ORDER))
+        return self.strategy == "sampled" or (self.strategy == "circuit" and self.pruned_members > len(CIRCUIT_ORDER))
 
     def pool_size(self, heads: int) -> int:
         """Size of the pool, out of `heads` that could be pruned."""
         if self.pool is None:
-            return min(max(round(self.prune * PAPER_POOL), self.prune + 1), heads)
+            return min(max(round(self.lost * PAPER_POOL), self.lost + 1), heads)
         if self.pool > heads:
             raise ConfigError(f"HydraConfig.pool is {self.pool}, but only {heads} heads can be pruned; lower it")
         return self.pool
 
     def layers(self, start: StartingModel) -> range | None:
         """Layers in which members may differ; None for all of both towers."""
-        return None if start.dual is not None else range(self.shared_layers, start.base.num_layers)
+        return None if start.dual is not None else range(self.trunk, start.base.num_layers)
 
-    def member_recipe(self, layers: int) -> Recipe | None:
-        """The recipe, kept out of the stem and the layers that all members share."""
-        if self.recipe is None or not self.shared_layers:
-            return self.recipe
-        free = layers - self.shared_layers
-        return replace(self.recipe, last_blocks=min(free, self.recipe.last_blocks or free))
+    def training_recipe(self, start: StartingModel) -> Recipe | None:
+        """The recipe as members follow it: apart, they leave the trunk; from equal starts, they get classifiers."""
+        recipe, layers = self.recipe, start.base.num_layers
+        if recipe is None:
+            return None
+        if recipe.reinit_classifier is None and (self.strategy == "branches" or start.upper is not None):
+            recipe = replace(recipe, reinit_classifier="random")
+        if self.training == "together" or not self.trunk:
+            return recipe
+        free = layers - self.trunk
+        return replace(recipe, last_blocks=min(free, recipe.last_blocks or free))
 
     def check(self, start: StartingModel, data: BuildData) -> None:
         """Hold config, model and data against each other, before the long work; raises a `HydraError`."""
         self._check_layers(start)
         self._check_sets(data)
         self._check_heads(start)
-        for recipe in (self.recipe, self.member_recipe(start.base.num_layers)):  # as given, and above the trunk
+        equal = self.strategy == "branches" and self.training == "together" and self.members > 1
+        if equal and self.recipe is not None and self.recipe.reinit_classifier == "zeros":
+            raise ConfigError("branches that start equal would stay equal with reinit_classifier='zeros'; use 'random'")
+        if start.upper is not None and self.recipe is None:
+            raise ConfigError("pretrained layers need training: give training= or a recipe")
+        for recipe in (self.recipe, self.training_recipe(start)):  # as given, and as members follow it
             if recipe is not None:
                 recipe.check(start.base, data.train, data.validation)
         data.require_readable(start.base)
@@ -319,7 +398,7 @@ class HydraConfig:
         if self.calibrate and data.validation is None:
             raise DataError("calibration needs held-out data: give id= or validation=, or set calibrate=False")
         total = length_of(data.for_taylor) if self.strategy == "taylor" and data.for_taylor is not None else None
-        if total is not None and total < self.calibration_batches + (self.members > 1):
+        if total is not None and total < self.calibration_batches + (self.pruned_members > 1):
             name = "the ranking half of id" if data.train is None else "train"
             raise ConfigError(
                 f"HydraConfig.calibration_batches is {self.calibration_batches}, but {name} has {total} batches, and "
@@ -328,10 +407,10 @@ class HydraConfig:
 
     def _check_layers(self, start: StartingModel) -> None:
         """Layers are left to differ in; of a dual encoder, the method can rank both towers."""
-        if start.dual is None and self.shared_layers >= start.base.num_layers:
+        if start.dual is None and self.trunk >= start.base.num_layers:
             raise ConfigError(f"HydraConfig.shared_layers must be below the number of layers, {start.base.num_layers}")
         one_tower = self.strategy == "taylor" or (self.extracts_circuits and self.method == "screened")
-        if start.dual is not None and (self.shared_layers or one_tower):
+        if start.dual is not None and (self.trunk or one_tower):
             raise ConfigError(
                 "taylor, screened and shared_layers are for one tower; for both use circuits, method='exact' and "
                 "shared_layers=0, or build from zero_shot(dual, class_names), which prunes the image tower alone"
@@ -341,12 +420,12 @@ class HydraConfig:
         """There are enough heads for every member to lose a set of its own."""
         layers = self.layers(start)
         free = start.heads(layers)
-        where = f" above the first {self.shared_layers} layers" if self.shared_layers else ""
-        if self.prune > free:
+        where = f" above the first {self.trunk} layers" if self.trunk else ""
+        if self.lost > free:
             raise ConfigError(f"HydraConfig.prune is {self.prune}, but there are {free} heads{where}")
         if self.strategy == "taylor" and self.taylor_scope == "layer" and layers is not None:
             counts = [len(start.base.heads[0][layer]) for layer in layers]
-            each, rest = divmod(self.prune, len(counts))
+            each, rest = divmod(self.lost, len(counts))
             if rest or min(counts) < each:
                 raise ConfigError(
                     f"HydraConfig.prune is {self.prune}, not the same number in each of {len(counts)} layers with "
@@ -354,9 +433,9 @@ class HydraConfig:
                 )
             choices = math.prod(math.comb(count, each) for count in counts)
         else:
-            choices = math.comb(self.pool_size(free) if self.draws_from_pool else free, self.prune)
-        if choices < self.members:
+            choices = math.comb(self.pool_size(free) if self.draws_from_pool else free, self.lost)
+        if choices < self.pruned_members:
             raise ConfigError(
                 f"HydraConfig.prune is {self.prune} of {free} heads{where}: {choices} different choices for "
-                f"{self.members} members; prune another number, make the pool larger, or ask for fewer members"
+                f"{self.pruned_members} members; prune another number, make the pool larger, or ask for fewer members"
             )

@@ -21,21 +21,25 @@ from .loop import Job, Learner, Runtime, train_best
 from .recipe import Recipe, trainable_state
 
 Batch = tuple[Inputs, Tensor]
+_DEVIATION = 0.02  # of new classifiers
 _CLASSIFIERS = ("readout.classifier.", "readout.distillation_classifier.")
 
 
 class EnsembleLearner(Learner[Batch]):
     """A copy of an ensemble in training: in float32 (or float64), frozen where the recipe says."""
 
-    def __init__(self, start: Ensemble, recipe: Recipe, runtime: Runtime) -> None:
+    def __init__(self, start: Ensemble, recipe: Recipe, runtime: Runtime, index: int) -> None:
         self.model = Ensemble.from_state(recipe.with_dropout(start.config), trainable_state(start, runtime.device))
-        rates = {}
+        rates, drawn = {}, torch.Generator().manual_seed(derive_seed(recipe.seed, "classifier", index))
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(recipe.trains(name, start.num_layers))
             if name.startswith(_CLASSIFIERS):
                 rates[name] = recipe.classifier_rate
-                if recipe.reinit_classifier == "zeros":
+                if recipe.reinit_classifier is not None:
                     nn.init.zeros_(parameter)
+                if recipe.reinit_classifier == "random" and name.endswith("weight"):
+                    values = _DEVIATION * torch.randn(parameter.shape, generator=drawn)  # [M, C, d]
+                    parameter.data.copy_(values)
         super().__init__(self.model, recipe, runtime, rates)
         self.parallel: nn.Module = self.model
         if runtime.ranks.size > 1:
@@ -153,7 +157,7 @@ def finetune(
     if not member.num_classes:
         raise ConfigError("fine-tuning needs a classifier, but this ensemble has none (num_classes is 0)")
     recipe.check(member, train, validation)
-    result = train_best(partial(EnsembleLearner, member, recipe), member, job)
+    result = train_best(partial(EnsembleLearner, member, recipe, index=index), member, job)
     best = result.best
     metadata = replace(
         member.metadata,

@@ -69,7 +69,8 @@ class Recipe:
         clip_norm: Largest norm of the whole gradient; None for no clipping.
         train_groups: Parameter groups that train; the others stay as they are, bit for bit.
         last_blocks: Only this many blocks at the end train, with what comes after them; None for all.
-        reinit_classifier: `"zeros"` starts the classifier at zero; not for class embeddings, either.
+        reinit_classifier: `"zeros"` starts the classifier at zero, `"random"` draws one for every member (normal, of
+            deviation 0.02) from the seed; not for class embeddings, either.
         patience: Evaluations without improvement after which training stops; None never stops early.
         min_delta: Validation accuracy must rise by more than this to count as an improvement.
         evaluate_every: Updates between evaluations; None evaluates after every epoch.
@@ -99,7 +100,7 @@ class Recipe:
     clip_norm: float | None = None
     train_groups: tuple[Group, ...] = GROUPS
     last_blocks: int | None = None
-    reinit_classifier: Literal["zeros"] | None = None
+    reinit_classifier: Literal["zeros", "random"] | None = None
     patience: int | None = None
     min_delta: float = 0.0
     evaluate_every: int | None = None

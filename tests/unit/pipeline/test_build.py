@@ -40,7 +40,7 @@ def config(**changes: Any) -> he.HydraConfig:
 def test_every_strategy_makes_a_calibrated_ensemble(strategy: Strategy, tmp_path: Path) -> None:
     hydra = he.build(image_model(), config(strategy=strategy), output=tmp_path, **sets())
     assert hydra.num_members == 3
-    with pytest.raises(CheckpointError, match="such as"):
+    with pytest.raises(CheckpointError, match="config"):
         he.Ensemble.from_pretrained(tmp_path)
     assert len(set(hydra.heads)) == 3
     assert all(sum(len(layer) for layer in member) == LAYERS * HEADS - QUICK["prune"] for member in hydra.heads)
