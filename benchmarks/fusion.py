@@ -119,7 +119,7 @@ def members_of(model: he.Ensemble, options: argparse.Namespace, rate: float) -> 
     groups = ("attention", "mlp", "norms", "readout")
     training = recipe(options.device, rate, options.epochs or 3, train_groups=groups)
     batches = SampleBatches(stored(options, "train"), 128, training=True)
-    return he.finetune(pruned, batches, training, progress=False)
+    return [he.finetune(one, batches, training, progress=False, index=index) for index, one in enumerate(pruned)]
 
 
 def fusion_table() -> str:
