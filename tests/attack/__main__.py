@@ -20,9 +20,10 @@ from rich.table import Table
 
 import hydra_ensembles as he
 
+from . import files
 from .counting import FAILURES, OUTCOMES, Row, plain
 
-PARTS: tuple[ModuleType, ...] = ()
+PARTS: tuple[ModuleType, ...] = (files,)
 """Modules with `CASES`, as many as a whole run has, and `run(cases, seed) -> list[Row]`, which runs about so many."""
 
 RESULT = Path(__file__).resolve().parents[2] / "results" / "attack.json"

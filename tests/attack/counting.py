@@ -11,6 +11,7 @@ import resource
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,7 +25,7 @@ Case = TypeVar("Case")
 
 SECONDS = 10.0  # of computing, for one case
 BYTES = 1 << 30  # of memory, above what the process held before the case
-PATIENCE = 300.0  # seconds by the clock, for a case that hangs
+PATIENCE = 120.0  # seconds by the clock, for a case that hangs
 CEILING = 8 << 30  # bytes: an attack must not take the machine with it
 EXAMPLES = 5  # failures told of each kind
 
@@ -63,7 +64,14 @@ class Row:
         return cls(what, len(found), **{name: outcomes.count(name) for name in OUTCOMES}, examples=tuple(examples))
 
 
-def count(what: str, check: Callable[[Case], str], cases: Sequence[Case], *, workers: int = 2) -> Row:
+def count(
+    what: str,
+    check: Callable[[Case], str],
+    cases: Sequence[Case],
+    *,
+    workers: int = 2,
+    ready: Callable[[], object] | None = None,
+) -> Row:
     """Run `check` on every case, in order of the cases, and count how they ended.
 
     Args:
@@ -71,6 +79,7 @@ def count(what: str, check: Callable[[Case], str], cases: Sequence[Case], *, wor
         check: A function that processes can be given: of a module, or a `functools.partial` of one.
         cases: What it is called with, one after another; plain data whose `repr` says how to do it again.
         workers: Processes at a time.
+        ready: Called once in every process, before its time counts: for imports, and for what all cases share.
     """
     found: list[tuple[object, str, str]] = [(case, "", "") for case in cases]
     left = list(range(len(cases)))[::-1]
@@ -78,7 +87,7 @@ def count(what: str, check: Callable[[Case], str], cases: Sequence[Case], *, wor
     try:
         while left or any(worker.place is not None for worker in running.values()):
             while left and len(running) < workers:
-                worker = _Worker(check)
+                worker = _Worker(check, ready)
                 running[worker.pipe] = worker
             for worker in running.values():
                 if worker.place is None and left:
@@ -97,7 +106,10 @@ def count(what: str, check: Callable[[Case], str], cases: Sequence[Case], *, wor
                     del running[pipe]
     finally:
         for worker in running.values():
-            worker.process.kill()
+            if worker.place is None:
+                worker.pipe.close()  # which ends it
+            else:
+                worker.process.kill()
             worker.process.join()
     return Row.of(what, found)
 
@@ -105,19 +117,22 @@ def count(what: str, check: Callable[[Case], str], cases: Sequence[Case], *, wor
 class _Worker:
     """One process, and the place of the case that it works on."""
 
-    def __init__(self, check: Callable[[Any], str]) -> None:
+    def __init__(self, check: Callable[[Any], str], ready: Callable[[], object] | None) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["hydra_ensembles"])  # imported once, forked often, and nothing was run in it
+        context.set_forkserver_preload(["hydra_ensembles", "torch._dynamo"])  # imported once, and nothing is run there
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, check), daemon=True)
+        self.process = context.Process(target=_work, args=(theirs, check, ready), daemon=True)
         self.process.start()
         theirs.close()
+        with suppress(EOFError):  # a death before the first case is counted with it
+            self.pipe.recv()
         self.place: int | None = None
         self.begun = 0.0
 
     def begin(self, place: int, cases: Sequence[object]) -> None:
         self.place, self.begun = place, time.monotonic()
-        self.pipe.send(cases[place])
+        with suppress(ConnectionError):  # it has died, which `end` will find
+            self.pipe.send(cases[place])
 
     def end(self) -> tuple[int, str, str]:
         """Place of the case, its outcome, and what was said."""
@@ -130,7 +145,7 @@ class _Worker:
             return place, "crash", f"exit status {self.process.exitcode}"
 
 
-def _work(pipe: Connection, check: Callable[[Any], str]) -> None:
+def _work(pipe: Connection, check: Callable[[Any], str], ready: Callable[[], object] | None) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     limit = _memory("VmSize") + CEILING
@@ -138,6 +153,9 @@ def _work(pipe: Connection, check: Callable[[Any], str]) -> None:
     with Path(os.devnull).open("w") as nothing:  # bars of progress; what a death leaves behind is its status
         os.dup2(nothing.fileno(), 1)
         os.dup2(nothing.fileno(), 2)
+    if ready is not None:
+        ready()
+    pipe.send("ready")
     while True:
         try:
             case = pipe.recv()

@@ -1,0 +1,419 @@
+"""Edits of stored files: bytes, JSON, tensors, and what can happen to a file in its folder.
+
+An edit is plain data: the file, what kind of edit, and its arguments. `edits` draws as many different ones as wanted,
+the same for the same seed, taking turns between files and kinds; `apply` carries one out.
+"""
+
+import copy
+import json
+import os
+import pickle
+import random
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, pairwise, zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load, save
+
+Files = Mapping[str, bytes]  # by path in their folder
+
+
+class Edit(NamedTuple):
+    """One change of one file."""
+
+    file: str
+    kind: str
+    arguments: tuple[Any, ...] = ()
+
+
+def edits(files: Files, count: int, seed: int, kinds: tuple[str, ...] = ()) -> list[Edit]:
+    """Up to `count` different edits of the given kinds (all where none is named), drawn by the seed."""
+    sources = []
+    for name, content in sorted(files.items()):
+        for kind, draw in KINDS.items():
+            if not kinds or kind in kinds:
+                source = random.Random(f"{seed} {name} {kind}")
+                found = [Edit(name, kind, arguments) for arguments in draw(content, source, count)]
+                source.shuffle(found)
+                sources.append(found)
+    turns = chain.from_iterable(zip_longest(*sources))
+    return list(dict.fromkeys(edit for edit in turns if edit is not None))[:count]
+
+
+def apply(folder: Path, edit: Edit, twin: Files) -> None:
+    """Carry out an edit in `folder`; `twin` are the files of another save of the same kind."""
+    path = folder / edit.file
+    if edit.kind == "folder":
+        _move(path, edit.arguments[0], folder.parent / OUTSIDE, twin.get(edit.file))
+    else:
+        path.write_bytes(APPLIED[edit.kind](path.read_bytes(), *edit.arguments))
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+class _Deadly:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (3,)
+
+
+CONTENTS = {
+    "nothing": b"",
+    "zeros": bytes(64),
+    "pickle": pickle.dumps(_Deadly()),
+    "pickle of tensors": pickle.dumps({"weights": [1.0, 2.0]}, protocol=2),
+    "zip": b"PK\x03\x04" + bytes(60),
+    "image": b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR",
+    "git-lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n",
+    "object": b"{}",
+    "list": b"[]",
+    "null": b"null",
+    "html": b"<!DOCTYPE html><html><body>404</body></html>",
+    "text": "ÿþ not what was expected\n".encode("utf-16"),
+    "surrogate": b'{"a": "\xed\xa0\x80"}',
+    "many brackets": b"[" * 200_000,
+    "many objects": b'{"a":' * 200_000,
+    "one long line": b'"' + b"x" * (5 << 20) + b'"',
+    "a long list": b"[" + b"[]," * (1 << 20) + b"[]]",
+}
+
+
+def _draw_bytes(content: bytes, source: random.Random, count: int) -> Iterator[tuple[Any, ...]]:
+    yield from (("whole", name) for name in CONTENTS)
+    size = len(content)
+    if size < 2:
+        return
+    for _ in range(count // 2):  # single bits: what disks and cables do
+        yield "flip", source.randrange(8 * size)
+    for _ in range(count // 8 + 1):
+        start = source.randrange(size)
+        length = source.randint(1, min(64, size - start))
+        yield "put", start, source.randrange(256)
+        yield "cut", start
+        yield "insert", start, source.randbytes(source.randint(1, 8)).hex()
+        yield "double", start, length
+        yield "zero", start, length
+        yield "swap", start, source.randrange(size), length
+        yield "remove", start, length
+
+
+def _apply_bytes(content: bytes, what: str, *arguments: Any) -> bytes:
+    if what == "whole":
+        return CONTENTS[arguments[0]]
+    if what == "flip":
+        changed = bytearray(content)
+        changed[arguments[0] // 8] ^= 1 << arguments[0] % 8
+        return bytes(changed)
+    start, rest = arguments[0], arguments[1:]
+    before, after = content[:start], content[start:]
+    match what:
+        case "put":
+            return before + bytes([rest[0]]) + after[1:]
+        case "cut":
+            return before
+        case "insert":
+            return before + bytes.fromhex(rest[0]) + after
+        case "double":
+            return before + after[: rest[0]] + after
+        case "zero":
+            return before + bytes(rest[0]) + after[rest[0] :]
+        case "remove":
+            return before + after[rest[0] :]
+        case "swap":
+            other, length = rest
+            changed = bytearray(content)
+            one, two = content[start : start + length], content[other : other + length]
+            changed[start : start + len(two)] = two
+            changed[other : other + len(one)] = one
+            return bytes(changed)
+    raise KeyError(what)
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+_TOKENS = r"""
+null true false 0 1 -1 2 0.5 -0.5 -0 1e308 1e-320 9007199254740993 "" "x" "0" [] {} [[]] [""] {"x":1} [1,2]
+NaN Infinity -Infinity 1e999 0x10 01 1_000 'x' None 1. +1 "\ud800" "\u0000" "\u202e" "e\u0301" "../../x" "<b>"
+"""
+TOKENS = {  # what may stand in place of a value, as text
+    **{text: text for text in _TOKENS.split()},
+    "2**63": str(2**63),
+    "10**30": str(10**30),
+    "5000 digits": "9" * 5000,
+    "100 brackets": "[" * 100 + "]" * 100,
+    "100000 brackets": "[" * 100_000 + "]" * 100_000,
+    "100000 zeros": json.dumps([0] * 100_000),
+    "a long text": json.dumps("x" * 500_000),
+}
+KEYS = {  # what may become of a name
+    "underscore": lambda key: key + "_",
+    "upper": str.upper,
+    "empty": lambda key: "",
+    "lookalike": lambda key: key.replace("e", "\u0435").replace("a", "\u0430"),  # Cyrillic
+    "invisible": lambda key: key + "\u200b",
+    "space": lambda key: " " + key,
+}
+TEXTS: dict[str, Callable[[str], bytes]] = {  # what may become of the whole text
+    "byte order mark": lambda text: b"\xef\xbb\xbf" + text.encode(),
+    "utf-16": lambda text: text.encode("utf-16"),
+    "latin-1": lambda text: text.encode("latin-1", errors="replace"),
+    "comma": lambda text: text.rstrip()[:-1].encode() + b"," + text.rstrip()[-1:].encode(),
+    "comment": lambda text: b"// see below\n" + text.encode(),
+    "twice": lambda text: (text + text).encode(),
+    "garbage": lambda text: text.encode() + b"\x00\x01",
+    "spaces": lambda text: b" " * 1000 + text.encode() + b"\n" * 1000,
+    "wrapped": lambda text: b"[" + text.encode() + b"]",
+    "single quotes": lambda text: text.replace('"', "'").encode(),
+    "escaped": lambda text: json.dumps(json.loads(text)).encode(),
+    "returns": lambda text: text.replace("\n", "\r\n").encode(),
+}
+HOLE = "@hole@"
+
+
+def read_document(content: bytes) -> tuple[Any, bool] | None:
+    """What a JSON file holds, and whether it is one value a line; None for another kind of file."""
+    try:
+        text = content.decode()
+        try:
+            return json.loads(text), False
+        except json.JSONDecodeError:
+            return [json.loads(line) for line in text.splitlines()], True
+    except (ValueError, RecursionError):
+        return None
+
+
+def write_document(value: Any, lines: bool) -> str:
+    """The text of a document, much as the library writes it."""
+    if lines:
+        return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in value)
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where values stand: keys and indices from the top."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inner:
+        yield (*path, key)
+        yield from _places(item, (*path, key))
+
+
+def _at(value: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _draw_json(content: bytes, source: random.Random, count: int) -> Iterator[tuple[Any, ...]]:
+    document = read_document(content)
+    if document is None or not isinstance(document[0], dict | list):
+        return
+    value, lines = document
+    if not lines:
+        yield from (("text", name) for name in TEXTS)
+    places = list(_places(value))
+    if len(places) > 400:  # a long list: some of its places
+        places = source.sample(places, 400)
+    for path in places:
+        here, above = _at(value, path), _at(value, path[:-1])
+        yield "delete", path
+        yield from (("replace", path, name) for name in TOKENS if TOKENS[name] != json.dumps(here))
+        if isinstance(here, int | float) and not isinstance(here, bool):
+            yield from (("number", path, change) for change in (here + 1, here - 1, here * 2, here / 3, -here))
+        if isinstance(here, str):
+            yield from (("string", path, change) for change in (here + "x", here[:-1], here.upper(), here[::-1]))
+        if isinstance(here, list) and here:
+            yield from (
+                ("list", path, change) for change in ("reversed", "doubled", "shorter", "rotated", "first twice")
+            )
+        if isinstance(here, dict):
+            yield "more", path
+        if isinstance(above, dict):
+            yield from (("rename", path, name) for name in KEYS)
+            yield from (("again", path, name) for name in ("as it is", "null", "0", '"x"'))
+    for one, two in pairwise(places):
+        if one[:-1] == two[:-1] and _at(value, one) != _at(value, two):
+            yield "exchange", one, two
+
+
+def _apply_json(content: bytes, what: str, *arguments: Any) -> bytes:
+    document = read_document(content)
+    assert document is not None
+    value, lines = copy.deepcopy(document)
+    if what == "text":
+        return TEXTS[arguments[0]](content.decode())
+    path, rest = arguments[0], arguments[1:]
+    above, key = _at(value, path[:-1]), path[-1]
+    hole = ""
+    match what:
+        case "delete":
+            del above[key]
+        case "replace":
+            above[key], hole = HOLE, TOKENS[rest[0]]
+        case "number" | "string":
+            above[key] = rest[0]
+        case "list":
+            here = above[key]
+            above[key] = {
+                "reversed": here[::-1],
+                "doubled": here + here,
+                "shorter": here[:-1],
+                "rotated": here[1:] + here[:1],
+                "first twice": here[:1] + here,
+            }[rest[0]]
+        case "more":
+            above[key]["unknown"] = 1
+        case "rename":
+            items = [(KEYS[rest[0]](name) if name == key else name, item) for name, item in above.items()]
+            above.clear()
+            above.update(items)
+        case "again":
+            here = json.dumps(above[key], ensure_ascii=False)
+            above[key], hole = HOLE, f"{here}, {json.dumps(key)}: {here if rest[0] == 'as it is' else rest[0]}"
+        case "exchange":
+            other = arguments[1][-1]
+            above[key], above[other] = above[other], above[key]
+        case _:
+            raise KeyError(what)
+    return write_document(value, lines).replace(json.dumps(HOLE), hole).encode(errors="surrogatepass")
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+LENGTHS = (0, 1, 7, 1 << 20, 100_000_001, (1 << 31) - 1, 1 << 62, (1 << 64) - 1)  # of a header, lies all
+DTYPES = {
+    name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16", "int32", "int64", "bool")
+}
+VALUES = (float("nan"), float("inf"), -float("inf"), 0.0, 1e30, 1.0)
+
+
+def _header(content: bytes) -> tuple[dict[str, Any], bytes] | None:
+    """Header and data of a safetensors file; None for another kind of file."""
+    try:
+        (size,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + size])
+        return (header, content[8 + size :]) if isinstance(header, dict) and header else None
+    except (struct.error, ValueError, OverflowError):
+        return None
+
+
+def _draw_tensors(content: bytes, source: random.Random, count: int) -> Iterator[tuple[Any, ...]]:
+    found = _header(content)
+    if found is None:
+        return
+    header = found[0]
+    yield from (("length", value) for value in LENGTHS)
+    yield from (("length", len(content) + change) for change in (-9, -8, -7, 0))
+    yield from (("trail", length) for length in (1, 8, 4096))
+    yield from (("header", *edit) for edit in _draw_json(json.dumps(header).encode(), source, count))
+    tensors = dict(sorted(load(content).items()))  # the library gives them in any order
+    yield ("add",)
+    for name, tensor in tensors.items():
+        yield from ((what, name) for what in ("drop", "rename", "copy", "permute", "nudge", "flat", "front", "turned"))
+        yield from ((what, name) for what in ("narrow", "wide", "empty", "negative"))
+        yield from (("cast", name, dtype) for dtype in DTYPES if DTYPES[dtype] != tensor.dtype)
+        yield from (("fill", name, value) for value in VALUES)
+    for one, two in pairwise(tensors):
+        if tensors[one].shape == tensors[two].shape:
+            yield "exchange", one, two
+
+
+def _apply_tensors(content: bytes, what: str, *arguments: Any) -> bytes:
+    found = _header(content)
+    assert found is not None
+    header, data = found
+    match what:
+        case "length":
+            return struct.pack("<Q", arguments[0]) + content[8:]
+        case "trail":
+            return content + bytes(arguments[0])
+        case "header":
+            text = _apply_json(json.dumps(header).encode(), *arguments)
+            return struct.pack("<Q", len(text)) + text + data
+    tensors, about = dict(load(content)), header.get("__metadata__")
+    name = arguments[0] if arguments else ""
+    tensor = tensors.get(name, torch.zeros(2))
+    rows = tensor.reshape(-1)
+    changes: dict[str, Callable[[], torch.Tensor]] = {
+        "permute": lambda: rows.flip(0).reshape(tensor.shape),
+        "nudge": lambda: torch.cat([rows[:1] + 1, rows[1:]]).to(tensor.dtype).reshape(tensor.shape),
+        "flat": lambda: rows,
+        "front": lambda: tensor[None],
+        "turned": lambda: tensor.T if tensor.dim() > 1 else rows,
+        "narrow": lambda: tensor[..., :1] if tensor.dim() else rows,
+        "wide": lambda: torch.cat([tensor, tensor], -1) if tensor.dim() else torch.cat([rows, rows]),
+        "empty": lambda: rows[:0],
+        "negative": lambda: -tensor if tensor.dtype is not torch.bool else ~tensor,
+        "cast": lambda: tensor.to(DTYPES[arguments[1]]),
+        "fill": lambda: torch.full_like(tensor, arguments[1] if tensor.is_floating_point() else 0),
+    }
+    if what == "drop":
+        del tensors[name]
+    elif what == "add":
+        tensors["unknown"] = torch.zeros(3)
+    elif what == "rename":
+        tensors[name + "_"] = tensors.pop(name)
+    elif what == "copy":
+        tensors[name + ".copy"] = tensor
+    elif what == "exchange":
+        tensors[name], tensors[arguments[1]] = tensors[arguments[1]], tensors[name]
+    else:
+        tensors[name] = changes[what]()
+    return save({key: one.clone(memory_format=torch.contiguous_format) for key, one in tensors.items()}, about)
+
+
+# --- files in their folder -------------------------------------------------------------------------------------------
+
+MOVES = ("missing", "folder", "full folder", "link inside", "link outside", "dangling link", "circle", "pipe", "twin")
+OUTSIDE = "outside"  # a file beside the folder that is attacked: links lead there, and nothing may change it
+
+
+def _draw_moves(content: bytes, source: random.Random, count: int) -> Iterator[tuple[Any, ...]]:
+    yield from ((move,) for move in MOVES)
+    yield ("upper",)
+
+
+def _move(path: Path, what: str, outside: Path, twin: bytes | None) -> None:
+    content = path.read_bytes()
+    path.unlink()
+    match what:
+        case "missing":
+            pass
+        case "folder":
+            path.mkdir()
+        case "full folder":
+            path.mkdir()
+            (path / path.name).write_bytes(content)
+        case "link inside":
+            other = path.with_name(path.name + ".moved")
+            other.write_bytes(content)
+            path.symlink_to(other)
+        case "link outside":
+            outside.write_bytes(content)
+            path.symlink_to(outside)
+        case "dangling link":
+            path.symlink_to(path.with_name("nowhere"))
+        case "circle":
+            path.symlink_to(path)
+        case "pipe":
+            os.mkfifo(path)
+        case "twin":
+            if twin is not None:
+                path.write_bytes(twin)
+        case "upper":
+            path.with_name(path.name.upper()).write_bytes(content)
+        case _:
+            raise KeyError(what)
+
+
+KINDS: dict[str, Callable[[bytes, random.Random, int], Iterator[tuple[Any, ...]]]] = {
+    "bytes": _draw_bytes,
+    "json": _draw_json,
+    "tensors": _draw_tensors,
+    "folder": _draw_moves,
+}
+APPLIED: dict[str, Callable[..., bytes]] = {"bytes": _apply_bytes, "json": _apply_json, "tensors": _apply_tensors}

@@ -1,0 +1,263 @@
+"""What is stored, small: how it is made, and the answer that it gives when it is read again.
+
+A target is made twice, from other seeds: the second save is where files of another save come from. An answer holds
+everything that was read and what is computed from it, so that two answers are equal only where nothing was changed.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import hydra_ensembles as he
+from checkpoint_models import ensemble, inputs_for, metadata_for, text, tiny
+from hydra_ensembles.evaluation.evaluation import Evaluation, LabelledLogits, MemberLogits
+from hydra_ensembles.heads.ranking import HeadRanking
+from hydra_ensembles.model.metadata import Calibration, Metadata
+from hydra_ensembles.report.compare import to_markdown
+from hydra_ensembles.schema import to_plain
+from random_ensembles import random_batches, random_ensemble
+from sample_evaluations import evaluation, gallery
+from zero_shot_models import word_tokenizer
+
+
+@dataclass(frozen=True)
+class Target:
+    """One stored format."""
+
+    name: str
+    make: Callable[[Path, int], None]  # the folder, and which of the two saves
+    answer: Callable[[Path], bytes]
+
+
+def _digest(*parts: object) -> bytes:
+    """Equal for equal parts only: tensors by their bits, models by weights, configuration and metadata."""
+    found = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, nn.Module):
+            for name, tensor in part.state_dict().items():
+                found.update(_digest(name, tensor))
+            for tower in (part.image, part.text) if isinstance(part, he.DualEncoder) else (part,):
+                side = tower.metadata.text_side
+                found.update(_digest(to_plain(tower.config), to_plain(replace(tower.metadata, text_side=None))))
+                found.update(_digest(side is None))
+        elif isinstance(part, Tensor):
+            plain = part.detach().contiguous()
+            found.update(f"{plain.dtype} {tuple(plain.shape)}".encode())
+            found.update(plain.flatten().view(torch.uint8).numpy().tobytes())
+        else:
+            found.update(json.dumps(part, sort_keys=True, default=repr).encode())
+        found.update(b"\x1f")
+    return found.digest()
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _varied(model: nn.Module, save: int) -> Any:
+    """The model of the second save has other weights."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + save)
+    return model
+
+
+def _make_images(folder: Path, save: int) -> None:
+    about = metadata_for(tiny())
+    own = he.ImagePreprocessing(size=(2, 4), interpolation="bilinear")
+    labels = ("cat", "dog") if save else ("dog", "cat")
+    calibration = Calibration(temperature=(0.5, 0.75), threshold=0.6, score="entropy")
+    about = replace(about, preprocessing=own, labels=labels, calibration=calibration)
+    _varied(ensemble(tiny(), metadata=about), save).save_pretrained(folder)
+
+
+def _answer_images(folder: Path) -> bytes:
+    model = he.Ensemble.from_pretrained(folder)
+    raw = Image.frombytes("RGB", (8, 6), bytes(range(3 * 6 * 8)))
+    found = [model.predict(inputs_for(tiny())), model.predict([raw])]
+    return _digest(model, *(part for one in found for part in (one.probs, one.accept, one.names())))
+
+
+def _make_texts(folder: Path, save: int) -> None:
+    about = metadata_for(text())
+    if save:
+        tokens = json.loads(about.preprocessing.tokenizer)  # type: ignore[union-attr,arg-type]
+        tokens["model"]["vocab"] = {"[PAD]": 0, "hello": 2, "wörld": 1}
+        about = replace(about, preprocessing=replace(about.preprocessing, tokenizer=json.dumps(tokens)))  # type: ignore[type-var]
+    _varied(ensemble(text(), metadata=about), save).save_pretrained(folder)
+
+
+def _answer_texts(folder: Path) -> bytes:
+    model = he.Ensemble.from_pretrained(folder)
+    found = model.predict(["hello wörld", "wörld wörld hello hello"])
+    return _digest(model, found.probs, found.accept, found.names())
+
+
+@cache
+def _dual() -> he.DualEncoder:
+    image, texts = random_ensemble("image-cls", dtype=torch.float32), random_ensemble("text-mean-post-norm")
+    bare = [replace(tower.config, readout=replace(tower.config.readout, num_classes=0)) for tower in (image, texts)]
+    stem = replace(bare[1].stem, vocabulary=60, positions=12)  # type: ignore[call-arg]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        towers = (
+            he.Ensemble(bare[0], Metadata(history=("made",))),
+            he.Ensemble(replace(bare[1], stem=stem), Metadata(preprocessing=word_tokenizer(mask=True))),
+        )
+        return he.DualEncoder(*towers, he.Projections.fresh(10, 10, 6)).eval()
+
+
+def _make_dual(folder: Path, save: int) -> None:
+    _varied(he.DualEncoder.from_state(_dual().config, _dual().state_dict(), *_metadata()), save).save_pretrained(folder)
+
+
+def _metadata() -> tuple[Metadata, Metadata]:
+    return _dual().image.metadata, _dual().text.metadata
+
+
+def _answer_dual(folder: Path) -> bytes:
+    model = he.DualEncoder.from_pretrained(folder)
+    images = torch.linspace(-1, 1, 2 * 3 * 4 * 6).reshape(2, 3, 4, 6)
+    return _digest(model, model(images, ["a photo of a cat", "red bus"]))
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+def _problem() -> dict[str, Any]:
+    model = random_ensemble("image-cls", dtype=torch.float32)
+    data = [[(x.float(), y) for x, y in random_batches(model, (6, 5), seed)] for seed in range(4)]
+    return {"model": model, "id": data[0], "ood": [(x + 1, y) for x, y in data[1]], "train": data[2], "held": data[3]}
+
+
+def _circuit(journal: Path | None, budget: int, save: int = 0) -> HeadRanking:
+    known = _problem()
+    score = "acc" if save else "avg"
+    return he.extract_circuit(
+        known["model"], known["id"], known["ood"], score=score, budget=budget, journal=journal, progress=False
+    )
+
+
+def _make_ranking(folder: Path, save: int) -> None:
+    _circuit(None, 5, save).save(folder / "ranking.json")
+
+
+def _answer_ranking(folder: Path) -> bytes:
+    ranking = HeadRanking.load(folder / "ranking.json")
+    return _digest(to_plain(ranking), [str(head) for head in ranking.first(3)])
+
+
+def _make_evaluation(folder: Path, save: int) -> None:
+    found = evaluation("Hydra", members=2, seed=save + 2, bootstrap=5, threshold=0.5, items=gallery("text")[:2])
+    small = torch.linspace(-2, 2, 2 * 6 * 4).reshape(2, 6, 4)
+    own = LabelledLogits(small + save, torch.arange(6) % 4)
+    logits = MemberLogits(own, {"near": {"close": small[:, :3]}}, {"fog": LabelledLogits(small * 2, own.labels)})
+    replace(found, logits=logits).save(folder / "hydra.json")
+
+
+def _answer_evaluation(folder: Path) -> bytes:
+    found = Evaluation.load(folder / "hydra.json", with_logits=True)
+    logits = found.logits
+    assert logits is not None
+    near = [(group, name, one) for group, sets in logits.ood.items() for name, one in sets.items()]
+    shift = [(name, *one) for name, one in logits.shift.items()]
+    tensors = (*logits.id, *(part for row in (*near, *shift) for part in row))
+    return _digest(found.to_dict(), to_markdown(he.compare([found])), *tensors)
+
+
+# --- long work -------------------------------------------------------------------------------------------------------
+
+
+def _make_journal(folder: Path, save: int) -> None:
+    _circuit(folder / "circuit.journal", 3, save)
+
+
+def _answer_journal(folder: Path) -> bytes:
+    found = _circuit(folder / "circuit.journal", 5)
+    about = {name: found.provenance[name] for name in ("errors", "discordance", "start", "model", "data")}
+    return _digest(to_plain(found.heads), found.scores, about)  # not the work that was done, which a new start repeats
+
+
+class _Stopping:
+    """Batches that end the run before the given one is read, counted over everything; -1 never does."""
+
+    def __init__(self, batches: list[Any], fatal: int) -> None:
+        self.batches, self.left = batches, fatal
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            if self.left == 0:
+                raise KeyboardInterrupt
+            self.left -= 1
+            yield batch
+
+
+def _recipe(save: int) -> he.Recipe:
+    groups = ("attention", "norms", "readout")
+    return he.Recipe(optimizer="adamw", learning_rate=0.01, steps=6, evaluate_every=2, train_groups=groups, seed=save)
+
+
+def _finetuned(folder: Path, save: int = 0, stop: int = -1) -> he.Ensemble:
+    known = _problem()
+    train = _Stopping(known["train"], stop)
+    options = {"output": folder, "progress": False, "checkpoint_every": 1}
+    return he.finetune(known["model"], train, _recipe(save), known["held"], **options)
+
+
+def _make_training(folder: Path, save: int) -> None:
+    with suppress(KeyboardInterrupt):
+        _finetuned(folder, save, stop=6)
+
+
+def _make_trained(folder: Path, save: int) -> None:
+    _finetuned(folder, save)
+
+
+def _answer_training(folder: Path) -> bytes:
+    return _digest(_finetuned(folder))
+
+
+def _built(folder: Path, save: int = 0, stop: int = -1) -> he.Ensemble:
+    known = _problem()
+    config = he.HydraConfig(members=2, prune=3, recipe=_recipe(save), shared_layers=1, seed=3)
+    train = _Stopping(known["train"], stop)
+    data = {"train": train, "id": known["id"], "ood": known["ood"], "validation": known["held"]}
+    return he.build(known["model"], config, **data, output=folder, progress=False)
+
+
+def _make_half_build(folder: Path, save: int) -> None:
+    with suppress(KeyboardInterrupt):
+        _built(folder, save, stop=12)
+
+
+def _make_build(folder: Path, save: int) -> None:
+    _built(folder, save)
+
+
+def _answer_build(folder: Path) -> bytes:
+    return _digest(_built(folder))
+
+
+TARGETS = (
+    Target("checkpoint of images, calibrated, with labels", _make_images, _answer_images),
+    Target("checkpoint of texts, with tokenizer", _make_texts, _answer_texts),
+    Target("checkpoint of a dual encoder", _make_dual, _answer_dual),
+    Target("head ranking", _make_ranking, _answer_ranking),
+    Target("evaluation with logits", _make_evaluation, _answer_evaluation),
+    Target("circuit journal", _make_journal, _answer_journal),
+    Target("fine-tuning, stopped", _make_training, _answer_training),
+    Target("fine-tuning, finished", _make_trained, _answer_training),
+    Target("build, stopped", _make_half_build, _answer_build),
+    Target("build, finished", _make_build, _answer_build),
+)
