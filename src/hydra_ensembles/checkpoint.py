@@ -2,18 +2,27 @@
 
 Nothing here knows a model class: a model hands over plain data and tensors (`Contents`) and gets them back (`Stored`),
 so every kind of model goes through the same files and the same checks.
+
+The files belong together by digests: `config.json` has those of the others, and one of its own content. A save is one
+rename, that of `config.json`. Before it the earlier model is read; after it the new one, whose other files lie in the
+folder `.saved-DIGEST` until they are moved up. So whoever reads gets one model or the other, also in the middle of a
+save and after a kill, and without a lock.
 """
 
 import copy
+import hashlib
 import os
 import re
+import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import huggingface_hub
 import torch
@@ -23,17 +32,35 @@ from torch import Tensor, nn
 
 from ._utils import __version__, require_device
 from .errors import CheckpointError, ConfigError
-from .files import MAX_BYTES, checksum, flush, json_bytes, parse_json
+from .files import (
+    DIGEST,
+    checksum,
+    flush,
+    json_bytes,
+    locked,
+    parse_json,
+    remove,
+    require_limits,
+    sealed,
+    unsealed,
+    writing,
+)
 from .model.config import DualEncoderConfig, EnsembleConfig, TextStemConfig, output_width
 from .model.metadata import Metadata, TextSettings, TextSide
 from .model_card import dual_model_card, model_card
 from .preprocessing import TextPreprocessing
 from .schema import from_plain, short, to_plain
 
+T = TypeVar("T")
+
 CONFIG, WEIGHTS, TOKENIZER, CARD = "config.json", "model.safetensors", "tokenizer.json", "README.md"
-FORMAT, FORMAT_VERSION = "hydra_ensembles", 1
+FORMAT, FORMAT_VERSION = "hydra_ensembles", 2  # 1 had no digest of config.json itself, and promised no single dtype
 ENSEMBLE, DUAL_ENCODER = "ensemble", "dual_encoder"  # kinds of model
 TEXT_SIDE = "text_side"  # name of the text side in the metadata, and prefix of its tensors
+BESIDE = (TEXT_SIDE, "familiarity")  # prefixes of tensors that are not the model's own and have a dtype of their own
+SAVING, SAVED = ".saving-", ".saved-"  # folders of a save before and after it is whole
+LOOKS = 10  # at a folder that is being saved to all the time
+MAX_CONFIG, MAX_TOKENIZER = 4 << 20, 64 << 20  # bytes
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ACCEPTED = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
@@ -47,7 +74,7 @@ class Record:
     """The fields of `config.json`; `files` has the SHA-256 of every other file that loading reads."""
 
     format: Literal["hydra_ensembles"] = "hydra_ensembles"
-    format_version: Literal[1] = 1
+    format_version: Literal[1, 2] = 2
     library_version: str
     kind: str
     model: Mapping[str, Any]
@@ -95,18 +122,18 @@ def read_ensemble(stored: "Stored") -> tuple[EnsembleConfig, Metadata, TextSetti
         if TEXT_SIDE in data:
             texts = from_plain(TextSettings, data.pop(TEXT_SIDE), f"config.metadata.{TEXT_SIDE}", complete=True)
             _check_text_side(config, texts)
-        return config, _read_metadata(config, data, "config.metadata"), texts
+        return config, _read_metadata(config, data, "config.metadata", stored.complete), texts
 
 
 def read_dual_encoder(stored: "Stored") -> tuple[DualEncoderConfig, Metadata, Metadata]:
     """Configuration, metadata of the image tower and metadata of the text tower of a stored dual encoder."""
     data = stored.record.metadata
     with _reading(stored.folder / CONFIG):
-        config = from_plain(DualEncoderConfig, stored.record.model, "config.model")
+        config = from_plain(DualEncoderConfig, stored.record.model, "config.model", complete=stored.complete)
         if data.keys() != {"image", "text"}:
             raise CheckpointError(f"config.metadata has the fields {sorted(data)}, expected ['image', 'text']")
-        image = _read_metadata(config.image, data["image"], "config.metadata.image")
-        return config, image, _read_metadata(config.text, data["text"], "config.metadata.text")
+        image = _read_metadata(config.image, data["image"], "config.metadata.image", stored.complete)
+        return config, image, _read_metadata(config.text, data["text"], "config.metadata.text", stored.complete)
 
 
 def with_text_side(
@@ -138,11 +165,11 @@ def _plain_metadata(config: EnsembleConfig, metadata: Metadata) -> dict[str, Any
     return plain
 
 
-def _read_metadata(config: EnsembleConfig, data: Any, path: str) -> Metadata:
+def _read_metadata(config: EnsembleConfig, data: Any, path: str, complete: bool = True) -> Metadata:
     """Metadata that belong to this model: labels, temperatures and preprocessing are held against it."""
     if isinstance(data, Mapping) and TEXT_SIDE in data:
         raise CheckpointError(f"{path} has the unknown field {TEXT_SIDE!r}")
-    metadata = from_plain(Metadata, data, path)
+    metadata = from_plain(Metadata, data, path, complete=complete)
     classes, labels = config.readout.num_classes, len(metadata.labels)
     if classes and labels not in (0, classes):
         raise CheckpointError(f"{path}: {labels} labels for {classes} classes; give one label per class, or none")
@@ -152,7 +179,20 @@ def _read_metadata(config: EnsembleConfig, data: Any, path: str) -> Metadata:
     given = metadata.preprocessing
     if given is not None and isinstance(given, TextPreprocessing) != isinstance(config.stem, TextStemConfig):
         raise CheckpointError(f"{path}: preprocessing is {type(given).__name__} for a model of {config.kind}s")
+    if isinstance(given, TextPreprocessing):
+        _check_tokens(config, given, path)
     return metadata
+
+
+def _check_tokens(config: EnsembleConfig, given: TextPreprocessing, path: str) -> None:
+    """Refuse padding that the model has no embedding for, and a tokenizer that cannot be parsed."""
+    assert isinstance(config.stem, TextStemConfig)
+    if given.pad_id >= config.stem.vocabulary:
+        raise CheckpointError(f"{path}: pad_id is {given.pad_id}, in a vocabulary of {config.stem.vocabulary} tokens")
+    try:
+        given.require_tokenizer()
+    except ConfigError as error:
+        raise CheckpointError(f"{TOKENIZER}: {error}") from error
 
 
 def _check_text_side(config: EnsembleConfig, texts: TextSettings) -> None:
@@ -164,57 +204,88 @@ def _check_text_side(config: EnsembleConfig, texts: TextSettings) -> None:
     ends = output_width(texts.tower) if texts.projection is None else texts.projection.outputs
     if config.readout.cosine.width not in (None, ends):
         raise CheckpointError(f"embeddings have width {ends} for texts and {config.readout.cosine.width} for images")
+    if not isinstance(texts.tower.stem, TextStemConfig):
+        raise CheckpointError(f"the tower of the text side reads {texts.tower.kind}s, expected texts")
+    _check_tokens(texts.tower, texts.preprocessing, f"config.metadata.{TEXT_SIDE}")
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def save_checkpoint(folder: str | Path, contents: Contents) -> None:
-    """Write the files of a checkpoint into `folder`, replacing those of an earlier one.
+    """Write the files of a checkpoint into `folder`, replacing those of an earlier one, all at once or not at all.
 
-    Everything is written to a temporary folder inside `folder` and flushed to disk before the first file is renamed
-    into place; `config.json`, which knows the checksums of the others, comes last. So a kill leaves each file either
-    old or new, never half written, and loading recognises the moment between two renames.
+    Everything is flushed to disk in a folder of its own before `config.json` is renamed into place. One save at a time
+    works in a folder, the next one waits; it finishes or takes away what a killed one has left.
+
+    Raises:
+        CheckpointError: The model cannot be saved, or the folder is another library's.
+        StorageError: The disk does not take it; the error says which model is in the folder now.
     """
     folder = Path(folder).expanduser()
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"cannot save to {folder}: it is a file; name a folder, it is made if it does not exist")
+    with locked(folder, "save", wait=True):
+        earlier = (folder / CONFIG).exists()
+        with writing(folder, f"the earlier model in {folder} is untouched" if earlier else "nothing was saved"):
+            _settle(folder)
+            staging = folder / f"{SAVING}{secrets.token_hex(4)}"
+            staging.mkdir()
+            try:
+                whole = _whole(folder, _write(staging, contents))
+                for path in (*staging.iterdir(), staging):
+                    flush(path)
+                staging.rename(whole)
+                flush(folder)
+                os.replace(whole / CONFIG, folder / CONFIG)  # from here on the new model is the one that is read
+            except BaseException:
+                with suppress(OSError):
+                    _settle(folder)
+                raise
+        with writing(folder, "the new model is in it, whole; only tidying up failed"):
+            _settle(folder)
+
+
+def _settle(folder: Path) -> None:
+    """Finish a save that was cut short after its `config.json`, remove what is left of others; under the lock."""
     if (folder / CONFIG).exists():
-        _own_config(folder / CONFIG)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temporary:
-        staging = Path(temporary)
-        names = _write(staging, contents)
-        for name in names:
-            flush(staging / name)
-        for name in names:
-            os.replace(staging / name, folder / name)
+        whole = _whole(folder, _own_config(folder / CONFIG).get(DIGEST))
+        for path in whole.iterdir() if whole.is_dir() and not whole.is_symlink() else ():
+            os.replace(path, folder / path.name)
+    for leftover in (*folder.glob(f"{SAVING}*"), *folder.glob(f"{SAVED}*")):
+        remove(leftover)
     flush(folder)
 
 
-def _write(folder: Path, contents: Contents) -> list[str]:
-    """Write all files into `folder`; their names, in the order in which they are to be renamed."""
+def _whole(folder: Path, digest: object) -> Path:
+    """Where the files of a save lie until they are moved up, by the digest of its configuration."""
+    known = isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)
+    return folder / f"{SAVED}{digest if known else 'nothing'}"
+
+
+def _write(folder: Path, contents: Contents) -> str:
+    """Write all files into `folder`; the digest of the configuration."""
     _write_weights(folder / WEIGHTS, contents.tensors)
     metadata, covered = copy.deepcopy(dict(contents.metadata)), [WEIGHTS]
     tokenizers = [place.pop("tokenizer") for place in _text_preprocessing(metadata)]  # a file of its own
     tokenizer = next(filter(None, tokenizers), None)
     if tokenizer is not None:
-        content = tokenizer.encode("utf-8", errors="surrogatepass")  # half characters are refused in the text
-        (folder / TOKENIZER).write_bytes(_tokenizer(content))
+        (folder / TOKENIZER).write_bytes(_tokenizer_bytes(tokenizer))
         covered.append(TOKENIZER)
     files = {name: checksum(folder / name) for name in covered}
     known: dict[str, Any] = {"kind": contents.kind, "model": contents.model, "metadata": metadata, "files": files}
-    record = Record(library_version=__version__, **known)
-    (folder / CONFIG).write_bytes(json_bytes(to_plain(record), CONFIG))
+    record = sealed(to_plain(Record(library_version=__version__, **known)))
+    (folder / CONFIG).write_bytes(json_bytes(record, CONFIG, most=MAX_CONFIG))
     (folder / CARD).write_bytes(contents.card.encode("utf-8", errors="replace"))  # a folder may have any name
     shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # the safetensors library makes it private
-    return [*covered, CARD, CONFIG]
+    return str(record[DIGEST])
 
 
 def _write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors (of any device, also views and shared ones) as a safetensors file."""
     owned: dict[str, Tensor] = {}
     storages: set[int] = set()
+    _require_one_dtype({name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
         if tensor.is_meta or tensor.dtype not in DTYPES.values():
             what = "without values (meta device); load them" if tensor.is_meta else f"{tensor.dtype}; convert the model"
@@ -226,9 +297,12 @@ def _write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file(owned, path, metadata={"format": "pt"})
 
 
-def _tokenizer(content: bytes) -> bytes:
-    if not isinstance(parse_json(content, TOKENIZER, foreign=True), dict):
-        raise CheckpointError(f"{TOKENIZER} is not a JSON object; save or download it again")
+def _tokenizer_bytes(text: str) -> bytes:
+    try:
+        content = text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{TOKENIZER} has half a character ({error.reason}); replace the tokenizer") from error
+    require_limits(content, TOKENIZER, MAX_TOKENIZER, foreign=True)
     return content
 
 
@@ -291,6 +365,12 @@ class Stored:
 
     folder: Path
     record: Record
+    digest: str | None  # of the configuration
+
+    @property
+    def complete(self) -> bool:
+        """Whether its fields are all there; those of the first format may be left out."""
+        return self.record.format_version > 1
 
     def tensors(
         self,
@@ -309,31 +389,93 @@ class Stored:
             dtype: Floating type to convert to; None keeps what is stored.
             at_least: Number of tensors below which `build` is not even tried.
         """
-        place, path = None if device is None else require_device(device), self.folder / WEIGHTS
+        place = None if device is None else require_device(device)
         if dtype is not None and dtype not in DTYPES.values():
             raise ConfigError(f"dtype is {dtype}; accepted are {ACCEPTED}, or None for the stored one")
-        with _reading(path):
-            _read_file(path, 0)
-            with safe_open(path, framework="pt", device="cpu") as file:
-                names = list(file.keys())
-                if len(names) < at_least:
-                    raise CheckpointError(f"it holds {len(names)} tensors, the configuration needs at least {at_least}")
-                slices = {name: file.get_slice(name) for name in names}
-                stored = {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
-                _compare(stored, build)
-                _verify(path, self.record)  # after the cheap checks: it reads the whole file
-                return {name: file.get_tensor(name).to(device=place, dtype=dtype) for name in names}
+        with self._opened(WEIGHTS) as opened, safe_open(_name_of(opened), framework="pt", device="cpu") as file:
+            names = list(file.keys())
+            if len(names) < at_least:
+                raise CheckpointError(f"it holds {len(names)} tensors, the configuration needs at least {at_least}")
+            slices = {name: file.get_slice(name) for name in names}
+            stored = {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
+            _compare(stored, build)
+            if self.complete:
+                _require_one_dtype({name: dtype for name, (_, dtype) in stored.items()})
+            # after the cheap checks: it reads the whole file
+            self._verify(WEIGHTS, hashlib.file_digest(opened, "sha256").hexdigest())
+            return {name: file.get_tensor(name).to(device=place, dtype=dtype) for name in names}
+
+    def tokenizer(self) -> str:
+        """The text of `tokenizer.json`."""
+        with self._opened(TOKENIZER) as file:
+            content = file.read(MAX_TOKENIZER + 1)
+            self._verify(TOKENIZER, hashlib.sha256(content).hexdigest())
+            require_limits(content, TOKENIZER, MAX_TOKENIZER, foreign=True)
+            try:
+                text = content.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise CheckpointError(f"it is not UTF-8 ({error}); save or download it again") from error
+            if not text:
+                raise CheckpointError("it is empty; save or download it again")
+            return text
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[BufferedReader]:
+        """One of the files: from where a save keeps it before it is moved up, else from the folder."""
+        with _reading(self.folder / name):
+            try:
+                file = _open(_whole(self.folder, self.digest) / name, self.folder)
+            except FileNotFoundError:
+                file = _open(self.folder / name, self.folder)
+            with file:
+                yield file
+
+    def _verify(self, name: str, found: str) -> None:
+        if found != self.record.files[name]:
+            raise CheckpointError(
+                f"its SHA-256 is not the one in {CONFIG}: it was changed, cut off, or belongs to another model; save "
+                "or download the model again"
+            )
 
 
-def open_checkpoint(source: str | Path, kind: str, *, revision: str | None = None, token: str | None = None) -> Stored:
-    """Open the checkpoint of a model of the given kind; arguments as of `from_pretrained`."""
+def load_checkpoint(
+    source: str | Path,
+    kind: str,
+    restore: Callable[[Stored], T],
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+) -> T:
+    """What `restore` makes of the checkpoint of a model of the given kind; arguments as of `from_pretrained`.
+
+    A model that is saved again while it is read is read again: every file is held against one `config.json`.
+    """
     folder = locate(source, revision, token)
-    data = _own_config(folder / CONFIG)
+    for _ in range(LOOKS):
+        with _reading(folder / CONFIG):
+            opened = _open(folder / CONFIG, folder)
+        with opened:  # as long as it is open, no other file can pass for it
+            try:
+                return restore(_read_record(folder, kind, opened))
+            except CheckpointError:
+                if _is_still(opened, folder / CONFIG):
+                    raise
+    raise CheckpointError(
+        f"{folder} was saved to again during each of {LOOKS} attempts to read it; wait until that has ended"
+    )
+
+
+def _read_record(folder: Path, kind: str, file: BufferedReader) -> Stored:
+    """The content of an opened `config.json`, with the tokenizer in its place."""
     with _reading(folder / CONFIG):
+        data = _parse_config(file)
         version = data.get("format_version")
-        if type(version) is not int or version != FORMAT_VERSION:
-            raise CheckpointError(f"format version {short(version)}; this library reads {FORMAT_VERSION}: update it")
-        record = from_plain(Record, data, "config")
+        if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+            raise CheckpointError(
+                f"format version {short(version)}; this library reads 1 to {FORMAT_VERSION}: update it"
+            )
+        digest, content = data.get(DIGEST), unsealed(data, CONFIG, required=version > 1)
+        record = from_plain(Record, content, "config", complete=version > 1)
         if record.kind != kind:
             raise CheckpointError(f"a model of kind {record.kind!r}, expected {kind!r}; load it with its own class")
         if not {WEIGHTS} <= record.files.keys() <= {WEIGHTS, TOKENIZER}:
@@ -343,24 +485,42 @@ def open_checkpoint(source: str | Path, kind: str, *, revision: str | None = Non
             raise CheckpointError("preprocessing has the unknown field 'tokenizer'; a tokenizer is its own file")
         if TOKENIZER in record.files and len(texts) != 1:
             raise CheckpointError(f"it lists a tokenizer; preprocessing for text is there {len(texts)} times")
-    if TOKENIZER in record.files:
-        with _reading(folder / TOKENIZER):
-            content = _read_file(folder / TOKENIZER)
-            _verify(folder / TOKENIZER, record)
-            texts[0]["tokenizer"] = _tokenizer(content).decode("utf-8")
-    return Stored(folder, record)
+    stored = Stored(folder, record, digest)
+    for place in texts:
+        place["tokenizer"] = stored.tokenizer() if TOKENIZER in record.files else ""
+    return stored
+
+
+def _is_still(file: BufferedReader, path: Path) -> bool:
+    """Whether the opened file is the one that has this name now."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return True  # it was removed: nothing to look at again
+
+
+def _name_of(file: BufferedReader) -> str:
+    """A name under which this very file is opened, whatever has been put in its place since."""
+    for folder in ("/proc/self/fd", "/dev/fd"):
+        if os.path.exists(f"{folder}/{file.fileno()}"):
+            return f"{folder}/{file.fileno()}"
+    return file.name  # Windows renames nothing over an open file
 
 
 def _own_config(path: Path) -> dict[str, Any]:
-    """The content of a `config.json` that this library wrote; another one is neither read nor written over."""
-    with _reading(path):
-        data = parse_json(_read_file(path), CONFIG)
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise CheckpointError(
-                f'it was not written by hydra_ensembles (it has no "format": "{FORMAT}"); load such a model with its '
-                "own library and hydra_ensembles.convert, and save to a folder of its own"
-            )
-        return data
+    """The content of a `config.json` that this library wrote; another one is not written over."""
+    with _reading(path), _open(path, path.parent) as file:
+        return _parse_config(file)
+
+
+def _parse_config(file: BufferedReader) -> dict[str, Any]:
+    data = parse_json(file.read(MAX_CONFIG + 1), CONFIG, most=MAX_CONFIG)
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise CheckpointError(
+            f'it was not written by hydra_ensembles (it has no "format": "{FORMAT}"); load such a model with its '
+            "own library and hydra_ensembles.convert, and save to a folder of its own"
+        )
+    return data
 
 
 @contextmanager
@@ -368,6 +528,8 @@ def _reading(path: Path) -> Iterator[None]:
     """Whatever is wrong with a file becomes a `CheckpointError` that names it."""
     try:
         yield
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: {_missing(path.parent, path.name)}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error}); check its permissions and the disk") from error
     except SafetensorError as error:
@@ -376,37 +538,31 @@ def _reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _verify(path: Path, record: Record) -> None:
-    if checksum(path) != record.files[path.name]:
-        raise CheckpointError(
-            f"its SHA-256 is not the one in {CONFIG}: it was changed or cut off, or a save was interrupted; save or "
-            "download the model again"
-        )
-
-
-def _read_file(path: Path, most: int = MAX_BYTES) -> bytes:
-    """The first bytes of a plain file that lies in its folder, one more than `most` so that the limit is noticed."""
+def _open(path: Path, folder: Path) -> BufferedReader:
+    """A plain file that lies in the folder, opened for reading."""
     try:
-        real, root = path.resolve(strict=True), path.parent.resolve(strict=True)
-    except (OSError, RuntimeError) as error:  # missing, or links in a circle
-        raise CheckpointError(_missing(path.parent, path.name)) from error
+        real, root = path.resolve(strict=True), folder.resolve(strict=True)
+    except RuntimeError as error:  # links in a circle
+        raise CheckpointError(_missing(folder, path.name)) from error
     roots = [root]
     if root.parent.name == "snapshots":  # the hub client's cache has links into the folders `blobs` beside it
         roots += [above / "blobs" for above in root.parents[1:3]]
     if not any(real.is_relative_to(allowed) for allowed in roots):
         raise CheckpointError(f"it is a link to {real}, outside of its folder; copy the file into the folder")
-    if not real.is_file():  # opening a named pipe would wait for ever
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a named pipe would wait for ever
         raise CheckpointError("it is not a plain file; a checkpoint has nothing else")
-    with path.open("rb") as file:
-        content = file.read(max(most + 1, len(GIT_LFS_POINTER)))
-    if content.startswith(GIT_LFS_POINTER):
+    file = path.open("rb")
+    if file.read(len(GIT_LFS_POINTER)) == GIT_LFS_POINTER:
+        file.close()
         raise CheckpointError("it is only a pointer of git-lfs; fetch the content with: git lfs pull")
-    return content
+    file.seek(0)
+    return file
 
 
 def _missing(folder: Path, name: str) -> str:
     """What to say of a file that is not there."""
-    found, remedy = sorted(path.name for path in folder.iterdir()), "give a folder that save_pretrained wrote"
+    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    remedy = "give a folder that save_pretrained wrote"
     if name == WEIGHTS and any(other.endswith(PICKLES) for other in found):
         remedy = "pickles can run code and are never read: load the model with its own library, convert and save it"
     return f"there is no {name} (the folder has {found[:8] or 'no files'}); {remedy}"
@@ -430,3 +586,17 @@ def _compare(stored: Mapping[str, tuple[tuple[int, ...], str]], build: Callable[
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(f"it does not fit its configuration: it {'; it '.join(problems[:5])}{more}")
+
+
+def _require_one_dtype(dtypes: Mapping[str, str]) -> None:
+    """Refuse tensors of one model in several floating types; those beside it may have their own."""
+    parts: dict[str, dict[str, str]] = {}
+    for name, dtype in dtypes.items():
+        part = name.partition(".")[0]
+        parts.setdefault(part if part in BESIDE else "", {}).setdefault(dtype, name)
+    for found in parts.values():
+        if len(found) > 1:
+            examples = ", ".join(f"{dtype} ({name})" for dtype, name in found.items())
+            raise CheckpointError(
+                f"the tensors are of several types: {examples}; convert the model to one: model.to(...)"
+            )

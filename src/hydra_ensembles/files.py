@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ if sys.platform != "win32":
 MAX_BYTES, MAX_DEPTH = 64 << 20, 32  # of a JSON file
 DIGEST = "digest"  # where a JSON object keeps the digest of the rest of itself
 LOCK = ".lock"
+_BYTES_A_VALUE = 24  # of a file as large as allowed; guards against text that takes fifty times its size in memory
 
 _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT} if sys.platform != "win32" else {errno.ENOSPC, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -70,6 +72,14 @@ def writing(place: Path, safe: str = "what was there before is untouched") -> It
         elif number in _VANISHED:
             remedy = "something else was moved, removed or put there: look, then run this again"
         raise StorageError(f"{place} cannot be written ({reason or error}); {safe}. To go on, {remedy}") from error
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with all that is in it; nothing where there is nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:
@@ -170,7 +180,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
-    """The content of a plain file of at most so many bytes."""
+    """The first bytes of a plain file, one more than `most` so that a larger file is noticed."""
     try:
         if path.exists() and not path.is_file():  # opening a named pipe would wait for ever
             raise CheckpointError(f"{path} is not a plain file; move it away, or give another path")
@@ -179,8 +189,6 @@ def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(f"{path} cannot be read ({reason}); check the path and its permissions") from error
-    if len(content) > most:
-        raise CheckpointError(f"{path} has more than {most} bytes, which is the limit for such a file")
     return content
 
 
@@ -199,8 +207,7 @@ def parse_json(content: bytes, name: str, *, most: int = MAX_BYTES, foreign: boo
 
     Of a `foreign` file, one of another library, only what `json` itself may stumble over is checked.
     """
-    if len(content) > most:
-        raise CheckpointError(f"{name} has {len(content)} bytes; at most {most} are accepted")
+    require_limits(content, name, most, foreign=foreign)
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
         if not foreign:
@@ -210,6 +217,15 @@ def parse_json(content: bytes, name: str, *, most: int = MAX_BYTES, foreign: boo
     except ValueError as error:  # those of Unicode too
         raise CheckpointError(f"{name} is not valid JSON: {error}") from error
     return value
+
+
+def require_limits(content: bytes, name: str, most: int, *, foreign: bool = False) -> None:
+    """Refuse JSON text of more than so many bytes, or of so many values that reading it would take memory for long."""
+    if len(content) > most:
+        raise CheckpointError(f"{name} has more than {most} bytes, which is the limit for such a file")
+    values, accepted = sum(map(content.count, (b",", b"[", b"{"))), most // (8 if foreign else _BYTES_A_VALUE)
+    if values > accepted:
+        raise CheckpointError(f"{name} has about {values} values; at most {accepted} are accepted")
 
 
 def json_bytes(value: Any, name: str, *, most: int = MAX_BYTES) -> bytes:

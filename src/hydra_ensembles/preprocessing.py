@@ -1,6 +1,7 @@
 """What becomes of an image or a text before a model sees it."""
 
 import html
+import importlib.util
 import re
 import string
 import unicodedata
@@ -135,15 +136,22 @@ class TextPreprocessing:
                 )
         if not self.tokenizer:
             raise DataError("this model was saved without a tokenizer; give token ids instead of strings")
-        length = self.max_length if self.pad_to_max else None
-        tokenizer = _tokenizer(self.tokenizer, self.max_length, self.pad_id, self.pad_token, length)
-        encodings = tokenizer.encode_batch([self._cleaned(text) for text in batch])
+        encodings = self._parsed().encode_batch([self._cleaned(text) for text in batch])
         encoded = {"input_ids": torch.tensor([encoding.ids for encoding in encodings])}
         if self.attention_mask:
             encoded["attention_mask"] = torch.tensor([encoding.attention_mask for encoding in encodings])
         if self.segments:
             encoded["token_type_ids"] = torch.tensor([encoding.type_ids for encoding in encodings])
         return encoded
+
+    def require_tokenizer(self) -> None:
+        """Refuse a tokenizer that cannot be parsed; without the library for it, this is found out at first use."""
+        if self.tokenizer and importlib.util.find_spec("tokenizers") is not None:
+            self._parsed()
+
+    def _parsed(self) -> Any:
+        length = self.max_length if self.pad_to_max else None
+        return _tokenizer(self.tokenizer, self.max_length, self.pad_id, self.pad_token, length)
 
     def _cleaned(self, text: str | tuple[str, str]) -> str | tuple[str, str]:
         if isinstance(text, str):
@@ -163,9 +171,16 @@ def _items(given: Any, *single: type) -> list[Any]:
 @lru_cache(maxsize=8)
 def _tokenizer(content: str, max_length: int, pad_id: int, pad_token: str, length: int | None) -> Any:
     """Parse a `tokenizer.json` once per setting: it takes longer than tokenising a batch."""
-    tokenizer = require("tokenizers", extra="text").Tokenizer.from_str(content)
-    tokenizer.enable_truncation(max_length)
-    tokenizer.enable_padding(pad_id=pad_id, pad_token=pad_token, length=length)
+    library = require("tokenizers", extra="text")
+    try:
+        tokenizer = library.Tokenizer.from_str(content)
+        tokenizer.enable_truncation(max_length)
+        tokenizer.enable_padding(pad_id=pad_id, pad_token=pad_token, length=length)
+    except Exception as error:  # the library has no class of its own for this
+        raise ConfigError(
+            f"tokenizers {library.__version__} cannot use this tokenizer: {error}; save or download the model again, "
+            "or update that library"
+        ) from error
     return tokenizer
 
 

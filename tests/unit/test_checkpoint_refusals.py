@@ -26,7 +26,7 @@ from architectures_clip import open_clip_model
 from checkpoint_models import ensemble, inputs_for, same_bits, same_state, text, tiny
 from hydra_ensembles.checkpoint import DTYPES
 from hydra_ensembles.errors import CheckpointError, HydraError
-from hydra_ensembles.files import checksum
+from hydra_ensembles.files import checksum, sealed
 from hydra_ensembles.model.clip import DualEncoder
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.schema import to_plain
@@ -56,10 +56,20 @@ def copy_of(folder: Path) -> Iterator[Path]:
         yield Path(shutil.copytree(folder, Path(temporary) / "model"))
 
 
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """Write this configuration with a digest that is right, so that only what it says is wrong."""
+    config.pop("digest", None)
+    try:
+        config = sealed(config)
+    except CheckpointError:  # no JSON: NaN has no digest
+        config["digest"] = "0" * 64
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
 def change_config(folder: Path, change: Change) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     change(config)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_config(folder, config)
 
 
 def trust(folder: Path) -> None:
@@ -138,9 +148,10 @@ def test_an_unreadable_file(folder: Path) -> None:
         (b"{", "not valid JSON"),
         (b"[]", "not written by hydra_ensembles"),
         (b'{"model_type": "vit"}', r"hydra_ensembles\.convert"),
-        (b'{"format": "hydra_ensembles", "format_version": 2}', "version 2"),
+        (b'{"format": "hydra_ensembles", "format_version": 3}', "version 3"),
         (b'{"format": "hydra_ensembles", "format_version": true}', "version True"),
         (b'{"format": "hydra_ensembles", "format_version": 1}', "lacks the fields"),
+        (b'{"format": "hydra_ensembles", "format_version": 2}', "digest"),
         (b"version https://git-lfs.github.com/spec/v1", "git-lfs"),
     ],
 )
@@ -161,6 +172,7 @@ def test_texts_that_are_no_config(content: bytes, token: str, folder: Path) -> N
         (lambda c: c["model"]["encoder"].pop("causal"), "causal"),  # a lost field is not its default
         (lambda c: c["model"]["encoder"].update(width="8"), r"encoder\.width"),
         (lambda c: c["model"]["encoder"].update(norm_eps=10**400), "norm_eps"),
+        (lambda c: c["model"]["encoder"].update(norm_eps=1.0), "norm_eps"),
         (lambda c: c["model"]["stem"].update(kind="audio"), "audio"),
         (lambda c: c["model"]["heads"].pop(), "3 temperatures"),
         (lambda c: c["model"]["heads"][0].pop(), r"heads\[0\]"),
@@ -173,11 +185,68 @@ def test_texts_that_are_no_config(content: bytes, token: str, folder: Path) -> N
         (lambda c: c["metadata"]["preprocessing"].update(tokenizer="{}"), "tokenizer"),
         (lambda c: c["metadata"].update(preprocessing=None), "tokenizer"),
         (lambda c: c["metadata"].update(text_side=None), "text_side"),
+        (lambda c: c.pop("metadata"), "metadata"),
+        (lambda c: c["metadata"].pop("labels"), "labels"),
+        (lambda c: c["metadata"].pop("calibration"), "calibration"),
+        (lambda c: c["metadata"]["calibration"].pop("temperature"), "temperature"),
+        (lambda c: c["metadata"]["preprocessing"].update(pad_id=11), "pad_id is 11"),
+        (lambda c: c.update(format_version=1, files={}), "checksums"),
     ],
 )
 def test_configs_that_do_not_add_up(change: Change, token: str, folder: Path) -> None:
     change_config(folder, change)
     assert_refused(folder, token)
+
+
+def test_every_changed_value_of_a_config_is_noticed(saved: Path) -> None:
+    original = (saved / "text/config.json").read_text(encoding="utf-8")
+    count = len(places(json.loads(original)))
+    assert count > 100
+    with copy_of(saved / "text") as folder:
+        for index in range(count):
+            for change in (None, "changed", "delete"):
+                config = json.loads(original)
+                parent, key = places(config)[index]
+                if change == "delete":
+                    del parent[key]
+                elif parent[key] == change:
+                    continue
+                else:
+                    parent[key] = change
+                (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+                assert_refused(folder, "config")
+        (folder / "config.json").write_text(json.dumps(json.loads(original), sort_keys=True), encoding="utf-8")
+        Ensemble.from_pretrained(folder)  # another layout is the same content
+
+
+@pytest.mark.parametrize("number", ["temperature", "threshold"])
+def test_a_flipped_bit_in_a_calibration_is_noticed(number: str, folder: Path) -> None:
+    content = (folder / "config.json").read_bytes()
+    start = content.index(number.encode()) + len(number) + 2
+    digits = [place for place in range(start, start + 40) if content[place : place + 1].isdigit()][:2]
+    assert digits
+    for place in digits:
+        for bit in range(8):
+            changed = bytearray(content)
+            changed[place] ^= 1 << bit
+            (folder / "config.json").write_bytes(changed)
+            assert_refused(folder, "config")
+
+
+def test_a_model_of_the_first_format_answers_as_before(folder: Path) -> None:
+    model = Ensemble.from_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    del config["digest"]  # which that format did not have
+    (folder / "config.json").write_text(json.dumps({**config, "format_version": 1}), encoding="utf-8")
+    loaded = Ensemble.from_pretrained(folder)
+    assert (loaded.config, loaded.metadata) == (model.config, model.metadata)
+    assert same_state(loaded, model)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["stem.words"] = tensors["stem.words"].double()  # it allowed several types
+    save_file(tensors, folder / "model.safetensors")
+    config["files"]["model.safetensors"] = checksum(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, "format_version": 1}), encoding="utf-8")
+    assert Ensemble.from_pretrained(folder).stem.words.dtype == torch.float64
 
 
 @pytest.mark.parametrize(
@@ -220,6 +289,20 @@ def test_terabytes_are_not_allocated(changes: dict[str, dict[str, Any]], token: 
     assert_refused(folder, token)
 
 
+@pytest.mark.parametrize(
+    ("members", "layers", "token"), [(300, 4096, "4194304 bytes"), (100, 4096, "values"), (20, 4096, "at least 4096")]
+)
+def test_enormous_models_are_refused_before_they_are_built(members: int, layers: int, token: str, folder: Path) -> None:
+    def grow(config: dict[str, Any]) -> None:
+        config["model"]["encoder"]["layers"] = layers
+        config["model"]["heads"] = [[[]] * layers] * members
+        config["metadata"]["calibration"] = None
+
+    with patch.object(Ensemble, "__init__", side_effect=AssertionError("built")):
+        change_config(folder, grow)
+        assert_refused(folder, token)
+
+
 def test_sizes_whose_product_no_tensor_can_have(saved: Path) -> None:
     def grow(config: dict[str, Any]) -> None:
         config["model"]["encoder"]["width"] = HUGE
@@ -231,7 +314,7 @@ def test_sizes_whose_product_no_tensor_can_have(saved: Path) -> None:
 
 
 def test_files_of_absurd_size_are_not_read_through(folder: Path) -> None:
-    for name, token in (("model.safetensors", "damaged"), ("config.json", "at most")):
+    for name, token in (("model.safetensors", "damaged"), ("config.json", "4194304 bytes")):
         with (folder / name).open("r+b") as file:
             file.truncate(1 << 40)  # sparse: takes no space
         assert_refused(folder, token)
@@ -244,6 +327,7 @@ def test_files_of_absurd_size_are_not_read_through(folder: Path) -> None:
         (lambda t: t.update(extra=torch.zeros(1)), "unknown 'extra'"),
         (lambda t: t.update({"stem.words": torch.zeros(1, 6, 11)}), r"instead of \[1, 11, 6\]"),
         (lambda t: t.update({"stem.words": t["stem.words"].int()}), "I32"),
+        (lambda t: t.update({"stem.words": t["stem.words"].double()}), r"F64 \(stem\.words\)"),
         (lambda t: t.clear(), "0 tensors"),
     ],
 )
@@ -267,8 +351,10 @@ def test_damaged_files(name: str, folder: Path) -> None:
     assert_refused(folder, "git-lfs")
 
 
-@pytest.mark.parametrize("content", [b"[]", b'"text"', b"{", b"\xff", b'{"a": 1, "a": 2}', b"[" * 100_000])
-def test_a_tokenizer_that_is_no_json_object(content: bytes, folder: Path) -> None:
+@pytest.mark.parametrize(
+    "content", [b"[]", b'"text"', b"{", b"\xff", b'{"a": 1}', b"[" * 100_000, b"[" + b"[]," * (9 << 20)]
+)
+def test_a_tokenizer_that_is_none(content: bytes, folder: Path) -> None:
     (folder / "tokenizer.json").write_bytes(content)
     trust(folder)
     assert_refused(folder, r"tokenizer\.json")
@@ -330,10 +416,14 @@ def mutate(config: dict[str, Any], draw: Any) -> None:
 @given(data=st.data(), count=st.integers(1, 3))
 def test_mutated_configs(saved: Path, data: st.DataObject, count: int) -> None:
     config = json.loads((saved / "tiny/config.json").read_text(encoding="utf-8"))
+    original = Ensemble.from_pretrained(saved / "tiny")
     for _ in range(count):
         mutate(config, data.draw)
     with copy_of(saved / "tiny") as folder:
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        kept = load(folder)  # with the digest of before
+        assert kept is None or (kept.metadata, to_plain(kept.config)) == (original.metadata, config["model"])
+        write_config(folder, config)
         model = load(folder)
         if model is None:
             return

@@ -1,10 +1,17 @@
 """What is saved comes back: every bit, every dtype, both kinds of model, with torch and safetensors alone."""
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +31,8 @@ from checkpoint_models import (
     single,
     text,
 )
-from hydra_ensembles.errors import CheckpointError, ConfigError
+from hydra_ensembles import checkpoint
+from hydra_ensembles.errors import CheckpointError, ConfigError, StorageError
 from hydra_ensembles.model.clip import DualEncoder
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Metadata
@@ -67,13 +75,11 @@ def test_every_bit_of_a_dual_encoder_comes_back(case: DualCase, members: int, tm
         assert torch.equal(loaded(case.pixels(), case.texts()), dual(case.pixels(), case.texts()))
 
 
-def test_odd_values_views_ties_and_mixed_dtypes_come_back(tmp_path: Path) -> None:
+def test_odd_values_views_and_ties_come_back(tmp_path: Path) -> None:
     model = ensemble(ragged())
     first, second = model.encoder.layers[0].norm1, model.encoder.layers[0].norm2  # type: ignore[union-attr]
     second.weight = first.weight
     first.bias = torch.nn.Parameter(torch.randn(8, 3).t())
-    model.stem.double()
-    model.readout.bfloat16()
     with torch.no_grad():
         model.stem.patch.flatten()[:5] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-45])
     model.save_pretrained(tmp_path)
@@ -142,6 +148,10 @@ def test_parameters_and_folders_that_cannot_be_saved(tmp_path: Path) -> None:
     for unsaved, token in ((torch.float8_e4m3fn, "float8"), ("meta", "meta")):
         with pytest.raises(CheckpointError, match=token):
             ensemble(single()).to(unsaved).save_pretrained(tmp_path)
+    mixed = ensemble(single())
+    mixed.stem.double()
+    with pytest.raises(CheckpointError, match=r"float64 \(stem"):
+        mixed.save_pretrained(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="is a file"):
         ensemble(single()).save_pretrained(tmp_path / "file")
@@ -160,47 +170,70 @@ def test_a_folder_of_another_library_is_left_alone(tmp_path: Path, content: str)
     assert Ensemble.from_pretrained(tmp_path).num_members == 1
 
 
-@pytest.mark.parametrize("survived", range(4))
-def test_an_interrupted_save_leaves_whole_files(survived: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new = ensemble(single()), ensemble(text())
-    names = ("model.safetensors", "tokenizer.json", "README.md", "config.json")
-    contents = []
-    for index, model in enumerate((old, new)):
-        folder = tmp_path / f"{index}/model"
-        model.save_pretrained(folder)
-        contents.append({name: (folder / name).read_bytes() for name in names if (folder / name).exists()})
-    target, calls, rename = tmp_path / "0/model", [], os.replace
+@pytest.mark.parametrize("mask", [0o077, 0o022])
+def test_files_and_folders_respect_the_umask(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        ensemble(text()).save_pretrained(tmp_path / "model")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()} == {0o666 & ~mask}
+    assert (tmp_path / "model").stat().st_mode & 0o777 == 0o777 & ~mask
 
-    def replace_then_stop(source: Path, destination: Path) -> None:
-        if len(calls) == survived:
-            raise KeyboardInterrupt
-        calls.append(destination)
-        rename(source, destination)
 
-    monkeypatch.setattr("hydra_ensembles.checkpoint.os.replace", replace_then_stop)
-    with pytest.raises(KeyboardInterrupt):
-        new.save_pretrained(target)
+# --- seen whole or not at all ----------------------------------------------------------------------------------------
+
+
+def two_models() -> tuple[Ensemble, Ensemble]:
+    """An image ensemble and a text ensemble, which has one file more."""
+    return ensemble(single()), ensemble(text())
+
+
+COMMIT = 8  # the step of a save that renames config.json, of all that flush or rename something
+
+
+@pytest.mark.parametrize("step", range(COMMIT + 5))
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_a_save_cut_short_anywhere_leaves_one_model_whole(
+    step: int, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = two_models()
+    old.save_pretrained(tmp_path)
+    left, acts = step, {name: getattr(os, name) for name in ("fsync", "rename", "replace")}
+
+    def act(name: str, *arguments: object) -> object:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise error
+        return acts[name](*arguments)
+
+    for name in acts:
+        monkeypatch.setattr(os, name, partial(act, name))
+    with pytest.raises((KeyboardInterrupt, StorageError)) as caught:
+        new.save_pretrained(tmp_path)
     monkeypatch.undo()
-    for index, name in enumerate(names):
-        expected = contents[1] if index < survived else contents[0]
-        assert (target / name).exists() == (name in expected)
-        assert not (target / name).exists() or (target / name).read_bytes() == expected[name]
-    if survived == 0:
-        assert_same_model(Ensemble.from_pretrained(target), old)
-    else:
-        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-            Ensemble.from_pretrained(target)
+    committed = json.loads((tmp_path / "config.json").read_text())["model"]["stem"]["kind"] == "text"
+    assert committed == (step > COMMIT)
+    if caught.type is StorageError:
+        assert ("new model" if committed else "earlier model") in str(caught.value)
+    assert_same_model(Ensemble.from_pretrained(tmp_path), new if committed else old)
+    assert committed or not list(tmp_path.glob(".*"))
+    old.save_pretrained(tmp_path)
+    assert_same_model(Ensemble.from_pretrained(tmp_path), old)
+    assert not list(tmp_path.glob(".*"))
 
 
 KILLED = """
 import os, sys, torch
 from hydra_ensembles import Ensemble
+from hydra_ensembles import checkpoint
 model = Ensemble.from_pretrained(sys.argv[1])
 with torch.no_grad():
     model.stem.patch.add_(1.0)
 rename = os.replace
 def replace(source, destination):
-    if str(destination).endswith("config.json"):
+    if str(destination).endswith(sys.argv[2]):
         os._exit(9)
     rename(source, destination)
 os.replace = replace
@@ -208,16 +241,137 @@ model.save_pretrained(sys.argv[1])
 """
 
 
-def test_a_killed_save_is_noticed_and_can_be_repeated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_killed_save_loses_nothing_and_the_next_one_tidies_up(name: str, tmp_path: Path) -> None:
     model = ensemble(single())
     model.save_pretrained(tmp_path)
-    config = (tmp_path / "config.json").read_bytes()
-    assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False, timeout=600).returncode == 9
-    assert (tmp_path / "config.json").read_bytes() == config
-    with pytest.raises(CheckpointError, match="SHA-256"):
-        Ensemble.from_pretrained(tmp_path)
+    before = model.stem.patch.clone()
+    command = [sys.executable, "-c", KILLED, str(tmp_path), name]
+    assert subprocess.run(command, check=False, timeout=600).returncode == 9
+    left = {path.name.partition("-")[0] for path in tmp_path.glob(".*")}
+    assert left == {".saved", ".lock"}
+    loaded = Ensemble.from_pretrained(tmp_path)  # the earlier model before the rename of config.json, the new one after
+    assert torch.equal(loaded.stem.patch, before if name == "config.json" else before + 1.0)
+    (tmp_path / ".saving-0").mkdir()
+    (tmp_path / ".saving-1").symlink_to(tmp_path / "nowhere")
+    wrong = ensemble(single()).with_metadata(metrics={"nll": float("nan")})
+    with pytest.raises(CheckpointError, match="nll"):
+        wrong.save_pretrained(tmp_path)
+    assert torch.equal(Ensemble.from_pretrained(tmp_path).stem.patch, loaded.stem.patch)
     model.save_pretrained(tmp_path)
     assert_same_model(Ensemble.from_pretrained(tmp_path), model)
+    assert not list(tmp_path.glob(".*"))
+
+
+FULL = """
+import resource, sys
+from hydra_ensembles import Ensemble
+from hydra_ensembles.errors import StorageError
+model = Ensemble.from_pretrained(sys.argv[1])
+for size in map(int, sys.argv[2:]):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    try:
+        model.save_pretrained(sys.argv[1])
+    except StorageError as error:
+        print(error)
+"""
+
+
+def test_a_full_disk_is_a_clear_error_and_the_earlier_model_stays(tmp_path: Path) -> None:
+    ensemble(single()).save_pretrained(tmp_path)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    sizes = sorted(len(content) for content in files.values())
+    assert len(files["model.safetensors"]) == sizes[-1]
+    limits = [str(sizes[-1] - 1), str(sizes[0] - 1)]  # too little for the weights, for any file
+    command = [sys.executable, "-c", FULL, str(tmp_path), *limits]
+    result = subprocess.run(command, check=True, timeout=600, capture_output=True, text=True)
+    assert result.stdout.count("the earlier model") == 2
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+
+
+def test_folders_that_cannot_be_written_or_vanish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ensemble(single())
+    monkeypatch.setattr(os, "open", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
+    with pytest.raises(StorageError, match="allow writing"):
+        model.save_pretrained(tmp_path)
+    monkeypatch.undo()
+    write = checkpoint._write_weights
+
+    def vanish(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        shutil.rmtree(tmp_path / "model")
+        write(path, tensors)
+
+    monkeypatch.setattr(checkpoint, "_write_weights", vanish)
+    with pytest.raises(StorageError, match="nothing was saved"):
+        model.save_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize("step", ["_read_record", "_name_of", "_compare"])
+@pytest.mark.parametrize("back", [False, True])
+def test_a_reader_overtaken_by_a_save_gets_one_model_whole(
+    step: str, back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = ensemble(single()), ensemble(single()).with_metadata(labels=("x", "y", "z"))
+    other.load_state_dict({name: tensor + 1 for name, tensor in one.state_dict().items()})
+    one = Ensemble.from_state(one.config, {name: t - 1 for name, t in one.state_dict().items()}, one.metadata)
+    one.save_pretrained(tmp_path)
+    original, overtaken = getattr(checkpoint, step), []
+
+    def overtake(*arguments: object) -> object:
+        result = original(*arguments) if step == "_read_record" else None  # between config.json and the weights
+        if not overtaken:
+            overtaken.append(True)
+            for model in (other, one) if back else (other,):
+                model.save_pretrained(tmp_path)
+        return original(*arguments) if result is None else result
+
+    monkeypatch.setattr(checkpoint, step, overtake)
+    loaded = Ensemble.from_pretrained(tmp_path)
+    assert overtaken
+    expected = other if loaded.metadata.labels == ("x", "y", "z") else one
+    assert_same_model(loaded, expected)
+    assert loaded.metadata == expected.metadata
+
+
+def test_a_folder_that_is_saved_to_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = two_models()
+    models[0].save_pretrained(tmp_path)
+    original, looks = checkpoint._read_record, []
+
+    def overtake(*arguments: Any) -> object:
+        looks.append(True)
+        result = original(*arguments)
+        ensemble(single()).with_metadata(source=f"save {len(looks)}").save_pretrained(tmp_path)
+        raise CheckpointError("mixed") if result else AssertionError
+
+    monkeypatch.setattr(checkpoint, "_read_record", overtake)
+    with pytest.raises(CheckpointError, match=f"{checkpoint.LOOKS} attempts"):
+        Ensemble.from_pretrained(tmp_path)
+    assert len(looks) == checkpoint.LOOKS
+
+
+def test_two_savers_and_a_reader_never_give_a_mixture(tmp_path: Path) -> None:
+    models = {}
+    for number in (1.0, 2.0):
+        model = ensemble(single()).with_metadata(source=str(number))
+        models[str(number)] = Ensemble.from_state(
+            model.config,
+            {name: torch.full_like(one, number) for name, one in model.state_dict().items()},
+            model.metadata,
+        )
+    models["1.0"].save_pretrained(tmp_path)
+
+    def save(model: Ensemble) -> None:
+        for _ in range(25):
+            model.save_pretrained(tmp_path)
+
+    with ThreadPoolExecutor(2) as pool:  # a lock belongs to an open file, so threads are like processes to it
+        savers = [pool.submit(save, model) for model in models.values()]
+        while not all(saver.done() for saver in savers):
+            loaded = Ensemble.from_pretrained(tmp_path)
+            assert_same_model(loaded, models[loaded.metadata.source])
+    assert [saver.result() for saver in savers] == [None, None]
+    assert not list(tmp_path.glob(".*"))
 
 
 WITHOUT_LIBRARIES = """

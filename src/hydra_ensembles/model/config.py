@@ -17,7 +17,7 @@ Size = Annotated[int, (1, MAX_SIZE + 1)]
 Count = Annotated[int, (0, MAX_SIZE + 1)]
 Copies = Annotated[int, (1, MAX_COPIES + 1)]
 Rate = Annotated[float, (0.0, 1.0)]
-Epsilon = Annotated[float, (math.ulp(0.0), math.inf)]
+Epsilon = Annotated[float, (math.ulp(0.0), 1.0)]
 
 
 class Checked:

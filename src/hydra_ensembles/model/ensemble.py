@@ -16,7 +16,7 @@ from ..checkpoint import (
     Contents,
     Stored,
     ensemble_contents,
-    open_checkpoint,
+    load_checkpoint,
     push_checkpoint,
     read_ensemble,
     save_checkpoint,
@@ -104,7 +104,9 @@ class Saved(ABC):
         Raises:
             CheckpointError: Something is missing, damaged, inconsistent, or was saved by another class.
         """
-        return cls._restored(open_checkpoint(source, cls._kind, revision=revision, token=token), device, dtype)
+        return load_checkpoint(
+            source, cls._kind, lambda stored: cls._restored(stored, device, dtype), revision=revision, token=token
+        )
 
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None, commit_message: str | None = None
