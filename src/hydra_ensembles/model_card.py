@@ -37,9 +37,12 @@ def dual_model_card(name: str, config: DualEncoderConfig, image: Metadata, text:
     return _card(name, "DualEncoder", "encode_image(images)", task, summary, "\n\n".join(sections))
 
 
+_ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"} | {one: f"\\{one}" for one in "\\|[]"})
+
+
 def one_line(text: object) -> str:
-    """Text that cannot break out of its line or table cell."""
-    return " ".join(str(text).split()).replace("|", "\\|")
+    """Text that cannot break out of its line or table cell, and is neither HTML nor a link or an image."""
+    return " ".join(str(text).split()).translate(_ESCAPES)
 
 
 def _card(name: str, class_name: str, call: str, task: str, summary: str, sections: str) -> str:

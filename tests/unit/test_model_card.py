@@ -64,6 +64,18 @@ def test_text_from_outside_cannot_break_the_layout() -> None:
     assert ModelCard(card).data.library_name == "hydra_ensembles"
 
 
+def test_text_from_outside_is_neither_html_nor_a_link() -> None:
+    nasty = '<script>alert(1)</script> <img src=x onerror="f()"> ![x](http://a.b/c.png) [y](javascript:f) \\| &lt;b&gt;'
+    labels = tuple(f"{nasty} {index}" for index in range(3))
+    metadata = Metadata(source=nasty, labels=labels, history=(nasty,), metrics={nasty: 1.0})
+    card = card_of(ensemble(single(), metadata=metadata), name=nasty)
+    before, _, rest = card.partition("```python")
+    text = before + rest.partition("```")[2]  # what is code is shown as it is
+    assert text.count("&lt;script&gt;alert(1)&lt;/script&gt;") == text.count("alert(1)") == 8
+    for dangerous in ("<script", "<img", "](", "&lt;b"):
+        assert dangerous not in text.replace("\\](", "")
+
+
 def test_a_dual_encoder_is_described_tower_by_tower() -> None:
     dual = he.convert(open_clip_model())
     card = dual_model_card("clip", dual.config, dual.image.metadata, dual.text.metadata, dual.state_dict())

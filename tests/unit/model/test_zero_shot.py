@@ -12,6 +12,7 @@ import hydra_ensembles as he
 from architectures import perturbed
 from architectures_clip import DUAL_CASES, DualCase, open_clip_model
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
+from hydra_ensembles.files import sealed
 from hydra_ensembles.model.config import ReadoutConfig
 from hydra_ensembles.model.metadata import join_text_sides
 from hydra_ensembles.model.stem_readout import Projections
@@ -323,6 +324,7 @@ def test_damaged_text_sides_are_refused(change: Any, token: str, saved: tuple[Pa
     folder, original = saved
     record = json.loads(original)
     change(record)
-    (folder / "config.json").write_text(json.dumps(record))
+    del record["digest"]
+    (folder / "config.json").write_text(json.dumps(sealed(record)))
     with pytest.raises(CheckpointError, match=token):
         he.Ensemble.from_pretrained(folder)
