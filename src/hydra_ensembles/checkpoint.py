@@ -248,6 +248,12 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
             _settle(folder)
 
 
+def settle_checkpoint(folder: Path) -> None:
+    """Finish, or take away, what a killed save has left in a folder; the next save does so unasked."""
+    with locked(folder, "save", wait=True), writing(folder, "no model was changed"):
+        _settle(folder)
+
+
 def _settle(folder: Path) -> None:
     """Finish a save that was cut short after its `config.json`, remove what is left of others; under the lock."""
     if (folder / CONFIG).exists():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._distributed import launched_rank
 from .._utils import require_same_run
+from ..checkpoint import settle_checkpoint
 from ..errors import CheckpointError
 from ..files import read_json, write_atomically, write_json
 from ..heads.ranking import HeadRanking
@@ -153,5 +154,7 @@ class RunFolder:
             return
         require_same_run(read_json(path / IDENTITY), identity, path, what)
         if self._writes:  # the folder is ours: take away what writes that a kill cut short have left
-            for leftover in [*path.rglob(".*.tmp"), *path.rglob(".saving-*")]:
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+            for leftover in [*path.rglob(".saved-*"), *path.rglob(".saving-*")]:
+                settle_checkpoint(leftover.parent)
+            for leftover in path.rglob(".*.tmp"):
+                leftover.unlink(missing_ok=True)
