@@ -37,6 +37,8 @@ def require_device(device: torch.device | str) -> torch.device:
         if found.type != "cuda":
             torch.empty(0, device=found)
         # counted, not tried: a process must not take memory of a GPU that another one was given
+        if found.type == "meta":
+            raise RuntimeError("it holds no numbers")
         if found.type != "cuda" or (found.index or 0) < gpus:
             return found
     except (RuntimeError, AssertionError, TypeError, ImportError) as error:

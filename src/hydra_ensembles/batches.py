@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from ._utils import all_seeded, derive_seed
 from .errors import DataError
+from .schema import short
 
 Inputs = Tensor | dict[str, Tensor]
 Batches = Iterable[Any]
@@ -52,6 +53,8 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
         inputs = tensors
     elif not isinstance(inputs, Tensor):
         raise DataError(f"the inputs in {where} are a {type(inputs).__name__}; expected tensors, in {_FORMS}")
+    if any(not tensor.dim() for tensor in (inputs.values() if isinstance(inputs, dict) else (inputs,))):
+        raise DataError(f"the inputs in {where} have no axis of samples; expected tensors [B, ...], in {_FORMS}")
     if labels is None or not labelled:
         return inputs, None
     try:
@@ -59,7 +62,7 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
     except (TypeError, ValueError, RuntimeError) as error:
         got = type(labels).__name__
         raise DataError(f"labels in {where} must be whole numbers [B] from 0, got a {got} ({error})") from error
-    if read.dim() != 1 or read.is_floating_point() or len(read) != size_of(inputs):
+    if read.dim() != 1 or read.is_floating_point() or read.is_complex() or len(read) != size_of(inputs):
         raise DataError(
             f"labels in {where} must be whole numbers, one for each of its {size_of(inputs)} inputs; got {read.dtype} "
             f"{list(read.shape)}"
@@ -69,8 +72,13 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
 
 def iterate(batches: Batches, name: str = "data", labelled: bool = True) -> Iterator[tuple[Inputs, Tensor | None]]:
     """Read all batches as `read_batch` does; an empty source is an error that names it."""
+    try:
+        pairs = enumerate(batches)
+    except TypeError as error:
+        got = f"{type(batches).__name__}: {short(batches)}"
+        raise DataError(f"{name} must be batches, as a DataLoader or a list of them gives, got {got}") from error
     empty = True
-    for index, batch in enumerate(batches):
+    for index, batch in pairs:
         empty = False
         yield read_batch(batch, name, index, labelled)
     if empty:

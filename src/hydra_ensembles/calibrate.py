@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._utils import evaluation_mode
+from .arguments import checked
 from .batches import Batches, iterate, move, require_labels
 from .errors import ConfigError, DataError
 from .metrics.conformal import Reference, check_share, conformal_threshold, samples_for
@@ -43,6 +44,7 @@ class CalibrationFit:
     aurc: float  # area under the risk-coverage curve of the score
 
 
+@checked
 def calibrate(
     ensemble: Ensemble,
     validation: Batches,
@@ -88,6 +90,7 @@ def calibrate(
     return Ensemble.from_state(ensemble.config, ensemble.state_dict(), metadata)
 
 
+@checked
 def fit_calibration(
     member_logits: Tensor,
     labels: Tensor,

@@ -7,6 +7,7 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from .arguments import checked
 from .convert.convert import convert
 from .errors import ConfigError
 from .heads.masking import Model
@@ -30,6 +31,7 @@ StemFusion = Literal["shared", "mean", "separate"]
 How = Mapping[str, StemFusion]  # by group of parameters
 
 
+@checked
 def fuse(
     members: Iterable[Model],
     stem: StemFusion = "shared",

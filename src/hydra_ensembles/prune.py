@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from .arguments import checked
 from .errors import HeadError
 from .heads.masking import Model, tower_of, towers_of
 from .heads.ranking import Head, HeadLike, as_heads
@@ -13,6 +14,7 @@ from .model.ensemble import Ensemble
 from .model.members import has_head_axis, place_of
 
 
+@checked
 def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
     """A new ensemble, or dual encoder, without the given heads; the input is untouched.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._utils import torch_seeded
+from ..arguments import checked
 from ..batches import changed
 from ..model.clip import require_ensemble
 from ..model.config import EnsembleConfig, require_number, require_whole
@@ -15,6 +16,7 @@ from ..model.ensemble import Ensemble, built_around
 from ..prediction import Prediction
 
 
+@checked
 def mc_dropout(ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> "MCDropout":
     """See an ensemble as many: each member is one pass with a random part of the activations dropped.
 

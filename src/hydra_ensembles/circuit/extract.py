@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from .._distributed import Ranks, all_ranks, local_device
 from .._utils import require_device, require_same_run
+from ..arguments import checked
 from ..batches import Batches
 from ..errors import CheckpointError, ConfigError, DataError, HydraError
 from ..files import parse_json, write_atomically
@@ -29,6 +30,7 @@ from .screened import AFRESH, Screened
 from .search import Exact, Naive
 
 
+@checked
 @torch.inference_mode(False)  # a caller's own would leave the gradients of "screened" nothing to work with
 def extract_circuit(
     ensemble: Ensemble | DualEncoder,

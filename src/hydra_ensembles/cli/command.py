@@ -218,11 +218,11 @@ def write_settings(path: Path, settings: Mapping[str, Any], command: str) -> Non
 
 
 def did_you_mean(name: str | Path, known: Iterable[str] = ()) -> str:
-    """`; did you mean a, b?`, or nothing where no known name, or file beside a path, is like it."""
+    """`; did you mean a, b?`, or nothing where no known name, or file beside a path, is nearly the same."""
     if isinstance(name, Path):
         known = [entry.name for entry in name.parent.iterdir()] if name.parent.is_dir() else []
         name = name.name
-    found = difflib.get_close_matches(name, list(known), cutoff=0.55)
+    found = difflib.get_close_matches(name, list(known), cutoff=0.7)
     return f"; did you mean {', '.join(found)}?" if found else ""
 
 

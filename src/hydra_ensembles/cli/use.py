@@ -1,7 +1,5 @@
 """`hydra-ensembles predict`, `info` and `bench`: what a model answers, what is in it, and what it costs."""
 
-import csv
-import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +26,7 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
 from ..prediction import Prediction
 from ..preprocessing import TextPreprocessing
-from ..report.compare import save_costs
+from ..report.compare import csv_text, save_costs
 from ..schema import from_plain, to_plain
 from .command import command, did_you_mean, emit
 from .sources import USUAL_BATCH, ModelSettings, load_classifier, load_model
@@ -166,11 +164,7 @@ def _written(answers: Sequence[dict[str, Any]], format: OutputFormat) -> str | T
     if format == "jsonl":
         return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in answers)
     if format == "csv":
-        buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, answers[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(answers)
-        return buffer.getvalue()
+        return csv_text(answers, list(answers[0]))
     table = Table(box=SIMPLE, padding=(0, 1), collapse_padding=True)
     for name in ("input", "label"):
         table.add_column(name, overflow="fold")

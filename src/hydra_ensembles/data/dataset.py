@@ -13,8 +13,10 @@ import numpy.typing as npt
 from torch.utils.data import Dataset as TorchDataset
 
 from .._utils import require
+from ..arguments import checked
 from ..errors import DataError
 from ..preprocessing import to_rgb
+from ..schema import short
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -68,6 +70,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
 
     kind: ClassVar[Literal["image", "text"]]
 
+    @checked
     def __init__(
         self,
         source: Items[Item],
@@ -81,10 +84,13 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         Raises:
             DataError: The labels do not fit the source or the class names.
         """
+        readable = hasattr(type(source), "__len__") and hasattr(type(source), "__getitem__")
+        if not readable or getattr(source, "ndim", 1) == 0:
+            raise DataError(f"{name}: items come from a list, or what has a length and gives one, got {short(source)}")
         self.name = name
         self.class_names = tuple(map(str, class_names))
         self._source = source
-        self._source_labels = np.array(labels, dtype=np.int64).reshape(-1)
+        self._source_labels = self._whole(labels, "labels")
         self._check_labels()
         self.rows: Labels = np.arange(len(source)) if rows is None else self._positions(rows, len(source))
         self.labels: Labels = self._source_labels[self.rows]
@@ -132,11 +138,22 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         return type(self)(self._source, labels, class_names, self.name, self.rows)
 
     def _positions(self, given: npt.ArrayLike | Iterable[int], count: int) -> Labels:
-        positions = np.array(given, dtype=np.int64).reshape(-1)
+        positions = self._whole(given, "positions")
         if len(positions) and not 0 <= positions.min() <= positions.max() < count:
             got = f"{positions.min()}..{positions.max()}"
             raise DataError(f"{self.name} has {count} items; positions must lie in 0..{count - 1}, got {got}")
         return positions
+
+    def _whole(self, values: npt.ArrayLike | Iterable[int], what: str) -> Labels:
+        """Numbers in a row; those that would have to be rounded, and what is no number, are refused."""
+        try:
+            given = np.array(values)
+            found = given.reshape(-1).astype(np.int64)
+            if given.size and (given.dtype.kind not in "iufb" or (found != given.reshape(-1)).any()):
+                raise ValueError("a value is no whole number")
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise DataError(f"{self.name}: {what} must be whole numbers, got {short(values)} ({error})") from error
+        return found
 
     def _check_labels(self) -> None:
         labels, classes, count = self._source_labels, len(self.class_names), len(self._source)
@@ -167,12 +184,16 @@ SomeDataset = TypeVar("SomeDataset", bound=Dataset[Any])
 
 def decode_image(content: bytes, where: str) -> "Image":
     """Decode the bytes of an image file, called `where` in the error if they are none or only part of one, as RGB."""
+    pillow, size = require("PIL.Image", extra="data"), f"{len(content)} bytes"
     try:
-        image = require("PIL.Image", extra="data").open(io.BytesIO(content))
+        image = pillow.open(io.BytesIO(content))
         image.load()  # Pillow reads lazily; a truncated file must fail here, where its place is known
         return to_rgb(image)
+    except pillow.UnidentifiedImageError as error:  # its own text names an object in memory
+        raise DataError(
+            f"{where} cannot be decoded as an image ({size}): its kind is not known; repair or remove it"
+        ) from error
     except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
-        size = f"{len(content)} bytes"
         raise DataError(f"{where} cannot be decoded as an image ({size}): {error}; repair or remove it") from error
 
 
@@ -188,6 +209,7 @@ def read_image(path: Path, where: str | None = None) -> "Image":
 # --- parts -----------------------------------------------------------------------------------------------
 
 
+@checked
 def subset(dataset: SomeDataset, n: int, seed: int, stratified: bool = False) -> SomeDataset:
     """Draw `n` items without replacement; they keep their order, and the same seed draws the same items.
 
@@ -205,6 +227,7 @@ def subset(dataset: SomeDataset, n: int, seed: int, stratified: bool = False) ->
     return _joined(dataset, [group[:count] for group, count in zip(groups, counts, strict=True)])
 
 
+@checked
 def split(
     dataset: SomeDataset, fractions: float | Sequence[float], seed: int, stratified: bool = False
 ) -> tuple[SomeDataset, ...]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from .._utils import require
+from ..arguments import checked
 from ..errors import DataError
 from ..preprocessing import to_rgb
 from .dataset import (
@@ -58,6 +59,7 @@ class Columns:
     label: str = "label"
 
 
+@checked
 def load(
     name_or_path: str | Path,
     split: str | None = None,

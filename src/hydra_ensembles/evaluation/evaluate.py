@@ -10,12 +10,14 @@ from torch import Tensor
 
 from .._distributed import current_ranks
 from .._utils import require_device
+from ..arguments import checked
 from ..batches import Batches
 from ..data.batching import BatchLoader, Preprocess
 from ..data.batching import batches as make_batches
 from ..data.dataset import Dataset
 from ..errors import ConfigError, DataError
 from ..metrics.inputs import Convention, check_labels
+from ..model.config import require_whole
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration, Metadata
 from ..optimize.runner import OptimizedEnsemble
@@ -36,6 +38,7 @@ from .running import Runner, member_logits, running
 Data = Batches | Dataset[Any]
 
 
+@checked
 def evaluate(
     ensemble: Ensemble | OptimizedEnsemble | Callable[[Any], Any],
     id_data: Data,
@@ -92,6 +95,10 @@ def evaluate(
             shows without reading it); the message names it.
         ConfigError: A setting is not known.
     """
+    if not callable(ensemble):
+        raise ConfigError(
+            f"evaluate takes an Ensemble, or anything to call with inputs, got a {type(ensemble).__name__}"
+        )
     remembered = getattr(ensemble, "metadata", None)
     known = remembered if isinstance(remembered, Metadata) else Metadata()
     calibration = calibration or known.calibration
@@ -99,8 +106,9 @@ def evaluate(
     id_name = id_name or _set_name(id_data)
     applied = calibration or Calibration()
     measure = Measure(name or "model", id_name, score, scores, convention, applied, bootstrap, keep_logits)
-    if gallery < 0:
-        raise ConfigError(f"gallery={gallery} is not a number of inputs; use 0 for none, or 6")
+    for setting, value in {"gallery": gallery, "num_workers": num_workers}.items():
+        require_whole(setting, value, 0)
+    require_whole("batch_size", batch_size, 1)
     if isinstance(ensemble, Ensemble | OptimizedEnsemble) and not ensemble.num_classes:
         raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
     groups = read_groups(ood)
@@ -134,6 +142,7 @@ def evaluate(
     )
 
 
+@checked
 def evaluate_logits(
     id_logits: Tensor,
     labels: Tensor,

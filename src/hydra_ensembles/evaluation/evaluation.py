@@ -15,6 +15,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from .._utils import __version__
+from ..arguments import checked
 from ..errors import DataError
 from ..files import write_atomically
 from ..metrics.bootstrap import Interval
@@ -359,6 +360,7 @@ class Evaluation:
         parts = {key: value for key, value in data.items() if key not in ("format", "version")}
         return from_plain(cls, parts, path)
 
+    @checked
     def save(self, path: str | Path) -> None:
         """Write a JSON file, and before it `<name>.logits.safetensors` beside it where member logits were kept.
 
@@ -370,6 +372,7 @@ class Evaluation:
         write_atomically(Path(path), text.encode())
 
     @classmethod
+    @checked
     def load(cls, path: str | Path, *, with_logits: bool = False) -> "Evaluation":
         """Read a JSON file that `save` wrote; `with_logits` reads the member logits beside it, too.
 

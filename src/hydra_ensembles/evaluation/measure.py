@@ -20,6 +20,7 @@ from ..metrics.probabilities import (
     ece_of_confidence,
     reliability_bins,
 )
+from ..model.config import require_whole
 from ..model.metadata import Calibration
 from ..prediction import Prediction, ScoreName
 from .evaluation import (
@@ -65,8 +66,7 @@ class Measure:
         unknown = [name for name in (self.score, *self.scores) if name not in known]
         if unknown:
             raise ConfigError(f"scores {unknown} are not known; choose from {', '.join(known)}")
-        if self.bootstrap < 0:
-            raise ConfigError(f"bootstrap={self.bootstrap} is no number of resamples; use 0 for none, or 1000")
+        require_whole("bootstrap", self.bootstrap, 0)
 
     def predict(self, logits: Tensor) -> Prediction:
         """A prediction from logits `[M, B, C]` that are finite; only a division by less than one can change that."""

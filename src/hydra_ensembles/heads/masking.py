@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import ConfigError, HeadError
 from ..model.clip import DualEncoder, require_model
 from ..model.config import EnsembleConfig
@@ -22,6 +23,7 @@ TOWER = "main"
 Model = TypeVar("Model", Ensemble, DualEncoder)
 
 
+@checked
 @contextmanager
 def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None) -> Iterator[Model]:
     """Switch heads off within a `with` block, by zeroing their part of the output projection.

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..arguments import checked
 from ..batches import Batches, Inputs, iterate, tensor_bytes
 from ..errors import HeadError
 from ..files import parse_json, write_atomically
 from ..model.clip import DualEncoder
 from ..model.config import require_whole
 from ..model.ensemble import Ensemble
-from ..schema import from_plain, to_plain
+from ..schema import from_plain, short, to_plain
 
 
 class Head(NamedTuple):
@@ -39,7 +40,7 @@ HeadLike = Head | tuple[int, int] | tuple[int, int, str] | Sequence[int]
 
 def as_heads(values: Iterable[HeadLike]) -> tuple[Head, ...]:
     """Read heads from `Head`s or tuples, keeping their order; the same head twice is an error."""
-    if not isinstance(values, Iterable):
+    if not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
         raise HeadError(f"heads are a list of Head(layer, head), as ranking.first(count) gives it, got {values!r}")
     heads = tuple(_as_head(value) for value in values)
     twice = [head for head, times in Counter(heads).items() if times > 1]
@@ -54,6 +55,13 @@ def _as_head(value: HeadLike) -> Head:
     if not integers or not all(isinstance(tower, str) for tower in parts[2:]):
         raise HeadError(f"a head is Head(layer, head) or a tuple (layer, head), got {value!r}")
     return Head(int(parts[0]), int(parts[1]), *parts[2:])  # plain integers also where numpy's were given
+
+
+def _as_scores(values: Iterable[float]) -> tuple[float, ...]:
+    try:
+        return tuple(float(score) for score in values)
+    except (TypeError, ValueError) as error:
+        raise HeadError(f"scores are a list of numbers, one for each head, got {short(values)} ({error})") from error
 
 
 def require_budget(budget: object, candidates: int) -> None:
@@ -133,7 +141,7 @@ class HeadRanking:
     def __post_init__(self) -> None:
         """Check that heads are distinct and each has its score; make the provenance what JSON would give back."""
         object.__setattr__(self, "heads", as_heads(self.heads))
-        object.__setattr__(self, "scores", tuple(float(score) for score in self.scores))
+        object.__setattr__(self, "scores", _as_scores(self.scores))
         object.__setattr__(self, "provenance", to_plain(self.provenance))
         if len(self.scores) != len(self.heads):
             raise HeadError(f"a ranking needs one score per head, got {len(self.scores)} for {len(self.heads)}")
@@ -142,7 +150,7 @@ class HeadRanking:
                 raise HeadError(f"a ranking counts layers and heads from 0, got {head}")
             if not math.isfinite(score):
                 raise HeadError(f"the score of head {head} is {score}; a ranking needs finite scores")
-        if self.only is not None and self.only != len(self.heads):
+        if self.only is not None and require_whole("only", self.only, 0) != len(self.heads):
             raise HeadError(f"`only` is {self.only}, but the ranking has {len(self.heads)} heads; they must be equal")
 
     def __len__(self) -> int:
@@ -160,11 +168,13 @@ class HeadRanking:
             raise HeadError(f"{count} heads were asked for, the ranking has {len(self)}; rank with a larger budget")
         return self.heads[:count]
 
+    @checked
     def save(self, path: str | Path) -> None:
         """Write the ranking as JSON."""
         write_atomically(Path(path), json.dumps(to_plain(self), indent=1, allow_nan=False).encode())
 
     @classmethod
+    @checked
     def load(cls, path: str | Path) -> "HeadRanking":
         """Read a ranking that `save` wrote."""
         try:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from .._utils import require_device, torch_seeded
+from ..arguments import checked
 from ..batches import Batches, Inputs, begin_epoch, borrowed, move, read_batch, require_labels
 from ..errors import ConfigError, DataError, HeadError
 from ..model.clip import require_ensemble
@@ -27,6 +28,7 @@ LabelledBatches = Iterable[tuple[int, Inputs, Tensor]]  # position in the source
 NAME = "the calibration data"
 
 
+@checked
 def taylor(
     ensemble: Ensemble,
     batches: Batches,

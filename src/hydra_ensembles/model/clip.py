@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._utils import evaluation_mode
+from ..arguments import checked
 from ..checkpoint import DUAL_ENCODER, Contents, Stored, dual_encoder_contents, read_dual_encoder
 from ..errors import ConfigError, DataError
 from ..preprocessing import TextPreprocessing
@@ -281,6 +282,7 @@ def average_templates(embedded: Tensor, templates: int) -> Tensor:
 _CLASSIFIER, _PROJECTION, _CLASSES = "readout.classifier.", "readout.projection.", "readout.class_embeddings."
 
 
+@checked
 def zero_shot(
     dual: DualEncoder,
     class_names: Sequence[str],
@@ -327,6 +329,7 @@ def zero_shot(
     return Ensemble.from_state(config, state, metadata)
 
 
+@checked
 def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Templates | None = None) -> Ensemble:
     """The same zero-shot ensemble for other classes, by the text towers it kept; the calibration does not carry over.
 

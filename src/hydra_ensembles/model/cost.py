@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._utils import evaluation_mode
+from ..arguments import checked
 from ..errors import ConfigError, DataError
 from .config import EnsembleConfig, KeptHeads, PatchStemConfig
 
@@ -120,6 +121,7 @@ class Cost:
     repeats: int
 
 
+@checked
 def measure_costs(
     models: Mapping[str, Callable[[Any], Any]], inputs: Given, *, repeats: int = 20, warmup: int = 3
 ) -> tuple[Cost, ...]:
@@ -131,6 +133,9 @@ def measure_costs(
         repeats: Timed runs of each model.
         warmup: Runs of each model before the clock starts.
     """
+    tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs.values())
+    if not tensors or not all(isinstance(one, Tensor) and one.dim() for one in tensors):
+        raise DataError("inputs must be one batch: a tensor [B, ...], or a mapping of such tensors")
     if not models:
         raise ConfigError("got no models to measure; give {name: model}")
     if repeats < 1 or warmup < 0:

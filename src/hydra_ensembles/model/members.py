@@ -98,7 +98,8 @@ def member_index(index: int, members: int) -> int:
 
 def are_several(members: object) -> TypeGuard[Iterable[Any]]:
     """Whether something is a collection of models; modules, paths and mappings are not, though some have items."""
-    return isinstance(members, Iterable) and not isinstance(members, str | nn.Module | Mapping)
+    scalar = getattr(members, "ndim", 1) == 0
+    return isinstance(members, Iterable) and not scalar and not isinstance(members, str | nn.Module | Mapping)
 
 
 def listed(members: Iterable[T], caller: str) -> list[T]:

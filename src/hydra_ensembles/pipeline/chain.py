@@ -14,6 +14,7 @@ from torch import nn
 
 from .._distributed import all_ranks
 from .._utils import __version__
+from ..arguments import checked
 from ..batches import Batches
 from ..calibrate import calibrate
 from ..circuit.extract import extract_circuit
@@ -33,6 +34,7 @@ from .settings import BuildData, HydraConfig, StartingModel, read_data, starting
 FORMAT = "hydra_ensembles build 1"
 
 
+@checked
 def build(
     model: nn.Module,
     config: HydraConfig,

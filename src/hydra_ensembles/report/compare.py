@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .._utils import require
+from ..arguments import checked
 from ..errors import ConfigError, DataError
 from ..evaluation.evaluation import Evaluation, read_json
 from ..files import write_atomically
@@ -144,6 +146,7 @@ class Comparison:
     notes: tuple[str, ...]
 
 
+@checked
 def compare(
     evaluations: Runs,
     costs: Iterable[Cost] | None = None,
@@ -166,7 +169,7 @@ def compare(
     """
     methods = group_runs(evaluations)
     notes = _describe(methods, allow_mismatch)
-    by_name = {cost.name: cost for cost in costs or ()}
+    by_name = {cost.name: cost for cost in (() if costs is None else costs)}
     shown: list[tuple[Column, list[Cell]]] = []  # each column with its cells from top to bottom
     for column in columns:
         cells = [_cell(column, runs, by_name.get(name)) for name, runs in methods.items()]
@@ -270,18 +273,20 @@ _LATEX = str.maketrans(
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """A Markdown table: best bold, second best underlined, notes below; names are shown as they are, HTML and all."""
+    """A Markdown table: best bold, second best underlined, notes below; names are shown letter by letter."""
     marks = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
     headings = ["Method", *(column.long_heading for column in comparison.columns)]
     lines = [[_markdown(heading) for heading in headings], ["---", *["---:"] * len(comparison.columns)]]
     for row in comparison.rows:
         lines.append([_markdown(row.name), *(marks[cell.rank].format(_markdown(cell.text)) for cell in row.cells)])
     table = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([*table, "", *(escape(note, quote=False) for note in comparison.notes), ""])
+    return "\n".join([*table, "", *map(_markdown, comparison.notes), ""])
 
 
 def _markdown(text: str) -> str:
-    return escape(_one_line(text), quote=False).replace("\\", "\\\\").replace("|", "\\|")
+    """Text that Markdown shows as it is: no HTML, emphasis, links (also bare addresses), code or cells of a table."""
+    shown = re.sub(r"[\\`*\[\]|!]|\b_|_\b", r"\\\g<0>", escape(_one_line(text), quote=False))
+    return re.sub(r"[~$@]|(?<=http):|(?<=https):|(?<=www)\.", lambda found: f"&#{ord(found[0])};", shown)
 
 
 def _one_line(text: str) -> str:
@@ -313,24 +318,30 @@ def to_latex(comparison: Comparison) -> str:
 def to_csv(comparison: Comparison) -> str:
     """Comma-separated values at full precision, under the names of `Evaluation.numbers`.
 
-    A column of standard deviations follows each column in which some method has several runs. A name that a
-    spreadsheet would take for a formula gets an apostrophe in front.
+    A column of standard deviations follows each column in which some method has several runs.
     """
     rows: list[dict[str, Any]] = []
     for row in comparison.rows:
-        formula = row.name.startswith(("=", "+", "-", "@", "\t", "\r"))
-        rows.append({"method": "'" + row.name if formula else row.name})
+        rows.append({"method": row.name})
         for column, cell in zip(comparison.columns, row.cells, strict=True):
             rows[-1][column.key] = cell.text if column.key == "heads" else cell.value
             if cell.spread is not None:
                 rows[-1][f"{column.key}_sd"] = cell.spread
     names = [f"{column.key}{end}" for column in comparison.columns for end in ("", "_sd")]
+    return csv_text(rows, ["method", *(name for name in names if any(name in row for row in rows))])
+
+
+def csv_text(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """Comma-separated values under a line of names; a text that a spreadsheet would run gets an apostrophe in front."""
     buffer = io.StringIO()
-    known = [name for name in names if any(name in row for row in rows)]
-    writer = csv.DictWriter(buffer, ["method", *known], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(map(_no_formula, names))
+    writer.writerows([_no_formula(row.get(name, "")) for name in names] for row in rows)
     return buffer.getvalue()
+
+
+def _no_formula(cell: Any) -> Any:
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
 
 
 def to_rich(comparison: Comparison, title: str | None = None) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .._utils import __version__, require
+from ..arguments import checked
 from ..errors import ConfigError
 from ..evaluation.evaluation import Evaluation
 from ..files import write_atomically
@@ -33,6 +34,7 @@ _COSTS = {  # heading: key of the number, unit, how many there are in a unit
 }
 
 
+@checked
 def write_report(
     path: str | Path,
     evaluations: Runs,
@@ -63,7 +65,7 @@ def write_report(
         if name is not None and name not in methods:
             raise ConfigError(f"{what}={name!r} is not among the methods; choose one of {list(methods)}")
     focus, baseline = focus or list(methods)[-1], baseline or next(iter(methods))
-    measured = {cost.name: cost for cost in costs or ()}
+    measured = {cost.name: cost for cost in (() if costs is None else costs)}
     comparison = compare(methods, measured.values(), allow_mismatch=allow_mismatch)
     parts = [comparison.columns]
     if len(comparison.columns) > ONE_TABLE:

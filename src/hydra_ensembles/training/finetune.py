@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from .._utils import derive_seed, evaluation_mode, torch_seeded
-from ..batches import Batches, Inputs, changed, iterate, move, read_batch, require_labels
+from ..arguments import checked
+from ..batches import Batches, Inputs, changed, iterate, move, read_batch, require_labels, size_of
 from ..errors import ConfigError, DataError
 from ..model.clip import require_ensemble
 from ..model.ensemble import Ensemble
@@ -51,6 +52,8 @@ class EnsembleLearner(Learner[Batch]):
     def read(self, raw: Any, index: int) -> Batch:
         """Inputs and labels, still where the loader put them."""
         inputs, labels = read_batch(raw, "train", index)
+        if not size_of(inputs):
+            raise DataError(f"batch {index} of train has no samples; let the loader leave it out")
         return inputs, require_labels(labels, self.model.num_classes, "train", index)
 
     def backward(self, group: list[Batch], seed: int) -> Tensor:
@@ -102,6 +105,7 @@ class EnsembleLearner(Learner[Batch]):
         return correct_sum / samples, nll_sum / samples
 
 
+@checked
 @torch.inference_mode(False)
 @torch.enable_grad()
 def finetune(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import derive_seed, evaluation_mode, torch_seeded
+from ..arguments import checked
 from ..batches import Batches, Inputs
 from ..errors import ConfigError, DataError
 from ..model.clip import DualEncoder
@@ -231,6 +232,7 @@ def _joined(labels: list[Tensor | None], runtime: Runtime) -> Tensor | None:
 
 @torch.inference_mode(False)
 @torch.enable_grad()
+@checked
 def tune_text(
     dual: DualEncoder,
     train: Batches,

@@ -97,7 +97,7 @@ def test_a_head_without_which_logits_are_not_finite(method: str) -> None:
 
 @pytest.mark.parametrize("budget", [0, 13, True, 2.5, "24", None])
 def test_a_budget_there_are_no_heads_for(budget: Any) -> None:
-    with pytest.raises(HeadError, match=f"budget is {budget!r}"):
+    with pytest.raises((ConfigError, HeadError), match=f"budget.*{budget!r}"):
         random_problem().extract(budget=budget)
 
 

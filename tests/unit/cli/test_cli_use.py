@@ -28,6 +28,13 @@ def test_predict_says_what_the_library_says(run_folder, world):
     assert row["verdict"] == ("accept" if expected.accept.item() else "abstain")
 
 
+def test_no_cell_of_a_csv_file_is_a_formula_and_numbers_stay_numbers(text_folder):
+    lines = succeed("predict", text_folder, "-t", "=cmd|' /C calc'!A0", "-t", "@sum", "-t", "a film", "-f", "csv")
+    rows = list(csv.reader(lines.splitlines()))[1:]
+    assert [row[0] for row in rows] == ["'=cmd|' /C calc'!A0", "'@sum", "a film"]
+    assert all(float(number) is not None for row in rows for number in row[2:7])
+
+
 def test_predictions_as_a_table_as_csv_and_in_files(run_folder, world, tmp_path):
     out = succeed("predict", run_folder, world / "test" / "red" / "0.png", world / "dots", env={"COLUMNS": "200"})
     assert out.count(".png") == 7
@@ -72,7 +79,7 @@ def test_no_threshold_no_verdict(run_folder, world):
         ("image", [], "got nothing to predict"),
         ("image", ["{world}/val.csv"], "holds texts, but the model reads images"),
         ("image", ["{world}/dots/O.png"], "did you mean"),
-        ("image", ["{world}/news.txt"], "cannot be decoded as an image"),
+        ("image", ["{world}/news.txt"], "news.txt cannot be decoded as an image (30 bytes): its kind"),
         ("text", ["good"], "write --text 'good'"),
         ("text", ["{world}/dots"], "is a folder, but the model reads text"),
         ("text", ["{world}/dots/0.png"], "is not text in UTF-8"),

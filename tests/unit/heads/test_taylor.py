@@ -272,7 +272,7 @@ def test_dropout_is_off() -> None:
     [
         ({"budget": 0}, HeadError, "budget"),
         ({"budget": 13}, HeadError, "12 heads"),
-        ({"budget": 2.5}, HeadError, "budget"),
+        ({"budget": 2.5}, ConfigError, "budget"),
         ({"budget": 4}, HeadError, "evenly"),
         ({"budget": 8, "layers": [0, 1], "removed": [(1, 0)]}, HeadError, "7 heads"),
         ({"budget": 6, "layers": [0, 1], "removed": [(1, 0), (1, 1)]}, HeadError, "layer 1 has only 2"),

@@ -160,7 +160,7 @@ def test_it_runs_and_is_re_targeted_in_bfloat16() -> None:
         (["cat"], "{label}", "1 names"),
         (["cat", "dog", "cat"], "{label}", "twice"),
         (["cat", " "], "{label}", r"class_names\[1\]"),
-        ("cat", "{label}", "list of names"),
+        ("cat", "{label}", "class_names.*list"),
         (NAMES, [], "templates is empty"),
         (NAMES, ["a photo"], r"templates\[0\]"),
         (NAMES, ["{label}", "{label}"], "twice"),
@@ -171,7 +171,7 @@ def test_names_and_templates_are_checked(names: Any, templates: Any, token: str)
     dual = dual_of(OPEN_CLIP)
     ensemble = he.zero_shot(dual, NAMES)
     for make in (lambda: he.zero_shot(dual, names, templates), lambda: he.retarget(ensemble, names, templates)):
-        with pytest.raises(DataError, match=token):
+        with pytest.raises((ConfigError, DataError), match=token):
             make()
 
 

@@ -1,12 +1,14 @@
 """The comparison table: what is shown, marked and refused, and how it is written."""
 
 import csv
+import html
 import io
 import re
 import statistics
 from dataclasses import replace
 
 import pytest
+from markdown_it import MarkdownIt
 from rich.console import Console
 
 from hydra_ensembles.errors import ConfigError, DataError
@@ -128,6 +130,29 @@ def test_what_does_not_compare_is_refused(evaluations, error, token):
 )
 def test_names_are_shown_as_they_are(write, name, shown):
     assert shown in write(compare([replace(evaluation(ood=False, shift=False), name=name)]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "<script>alert(1)</script>",
+        "[x](javascript:alert)",
+        "![x](http://e.org/p.png)",
+        "**b** _i_ ~~s~~ `c`",
+        "a_b|c\\|d",
+        "https://e.org www.e.org @all",
+        "&lt;b&gt; &#42;",
+        "$x$",
+        "<a@b.org>",
+        "\\*x*",
+    ],
+)
+def test_markdown_shows_names_and_runs_nothing_in_them(name):
+    markdown = to_markdown(compare([replace(evaluation(shift=False), name=name, id_name=name)]))
+    page = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(markdown)
+    assert f"<td>{html.escape(name)}</td>" in page
+    assert f"In distribution: {html.escape(name)} (" in page
+    assert not set(re.findall(r"<(\w+)", page)) - {"table", "thead", "tbody", "tr", "th", "td", "strong", "p"}
 
 
 def test_markdown_latex_and_csv(comparison):

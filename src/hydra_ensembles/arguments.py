@@ -1,0 +1,129 @@
+"""Arguments of public functions, held against their annotations: a plain mistake is said in words, at the edge."""
+
+import functools
+import inspect
+import math
+import os
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+from torch import Tensor, nn
+
+from .errors import ConfigError, DataError
+from .schema import short
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_WORDS: dict[Any, str] = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+    type(None): "None",
+    Tensor: "a tensor",
+    Iterable: "an iterable, such as a DataLoader or a list",
+    Sequence: "a list",
+    Collection: "a list",
+    Mapping: "a mapping",
+    Callable: "something that can be called",
+}
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Refuse arguments of a function that are not of the kind its annotations say: a `DataError` or a `ConfigError`.
+
+    Kinds are looked at, also those of items that are at hand, no more: ranges, heads, and whether models fit are the
+    function's own to check. A model is never refused here: the function knows what to say of another library's.
+    """
+    signature = inspect.signature(function)
+
+    @functools.cache
+    def hints() -> dict[str, Any]:
+        return get_type_hints(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            if name in hints() and not _fits(hints()[name], value):
+                choices = _choices(hints()[name])
+                data = any((get_origin(one) or one) in (Iterable, Mapping, Tensor) for one in choices)
+                wanted = " or ".join(dict.fromkeys(map(_in_words, choices)))
+                got = f"{short(value)}{'' if isinstance(value, str | float) else f' ({type(value).__name__})'}"
+                raise (DataError if data else ConfigError)(f"{name} of {function.__name__} must be {wanted}, got {got}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a union; where a path may be given, a string is one."""
+    if get_origin(hint) not in (Union, types.UnionType):
+        return (hint,)
+    inner = tuple(one for arm in get_args(hint) for one in _choices(arm))
+    return tuple(one for one in inner if one is not str) if Path in inner else inner
+
+
+def _in_words(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return f"one of {list(get_args(hint))}"
+    kind = get_origin(hint) or hint
+    return _WORDS.get(kind, f"a {getattr(kind, '__name__', kind)}")
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    """Whether a value is of an annotated kind; what is annotated in a way not known here fits."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(one, value) for one in _choices(hint))
+    if origin is Literal:
+        return isinstance(value, str | int | type(None)) and value in get_args(hint)
+    kind = origin or hint
+    if kind is bool:
+        return isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1))
+    if kind in (int, float):
+        number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool | np.bool_)
+        return number and not math.isnan(value)
+    if kind is str:
+        return isinstance(value, str) and _can_be_written(value)
+    if kind is Path:
+        given = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+        return isinstance(given, str) and "\0" not in given and _can_be_written(given)
+    if kind in (Iterable, Sequence, Collection):
+        item = next(iter(get_args(hint)), Any)
+        simple = isinstance(item, type) or get_origin(item) is Literal
+        if not simple and item is not Any:  # heads, members: whoever takes them knows what to say
+            return True
+        listed = isinstance(value, Iterable) if kind is Iterable else hasattr(type(value), "__len__")
+        listed = listed or hasattr(type(value), "__getitem__")  # data sets of torch are read like this
+        unordered = kind is Sequence and isinstance(value, Mapping | set | frozenset)
+        scalar = getattr(value, "ndim", 1) == 0
+        if not listed or unordered or scalar or isinstance(value, str | bytes):
+            return False
+        return not isinstance(value, Collection) or not simple or all(_fits(item, one) for one in value)
+    if kind is Mapping:
+        return isinstance(value, Mapping) and all(_fits(get_args(hint)[1], one) for one in value.values())
+    if kind is tuple:
+        parts = get_args(hint)
+        fixed, listed = Ellipsis not in parts, isinstance(value, list | tuple)
+        return listed and (not fixed or (len(value) == len(parts) and all(map(_fits, parts, value))))
+    if kind is Callable:
+        return callable(value)
+    if isinstance(kind, TypeVar):
+        return kind.__bound__ is None or _fits(kind.__bound__, value)
+    if not isinstance(kind, type) or kind is Any or issubclass(kind, nn.Module) or getattr(kind, "_is_protocol", False):
+        return True
+    return isinstance(value, kind)
+
+
+def _can_be_written(text: str) -> bool:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True

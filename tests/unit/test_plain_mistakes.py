@@ -1,0 +1,348 @@
+"""Plain mistakes in every argument of every public function: an error of ours, or an answer, never a raw exception.
+
+The table is made, not written: each function has a call that works, and each of its arguments is replaced in turn by
+every value of a common list, whatever its annotation says.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import checkpoint_models
+import hydra_ensembles as he
+from hydra_ensembles.data.dataset import ImageDataset, split, subset
+from hydra_ensembles.data.loading import load
+from hydra_ensembles.errors import HydraError
+from hydra_ensembles.evaluation.evaluate import evaluate_logits
+from hydra_ensembles.model.config import output_width
+from hydra_ensembles.model.cost import measure_costs
+from sample_evaluations import costs, evaluation
+from unit.pipeline import build_cases as cases
+from zero_shot_models import word_tokenizer
+
+
+class Unreadable:
+    """An object that nothing can be made of."""
+
+
+X, Y = cases.samples(6, seed=9)
+VALUES: dict[str, Callable[[], Any]] = {  # made anew for every call: generators are used up
+    "None": lambda: None,
+    "object": Unreadable,
+    "True": lambda: True,
+    "0": lambda: 0,
+    "-1": lambda: -1,
+    "1.5": lambda: 1.5,
+    "NaN": lambda: float("nan"),
+    "1j": lambda: 1j,
+    "text": lambda: "nonsense",
+    "half a character": lambda: "\ud800",
+    "null character": lambda: "a\0b",
+    "bytes": lambda: b"abc",
+    "folder": lambda: Path("folder"),
+    "file": lambda: Path("file"),
+    "under a file": lambda: Path("file/within"),
+    "empty list": list,
+    "empty dict": dict,
+    "list of None": lambda: [None],
+    "list of text": lambda: ["a", "b"],
+    "list of lists": lambda: [[0, 0], [0]],
+    "dict of None": lambda: {"near": None},
+    "dict of dict": lambda: {"near": {"x": None}},
+    "wrong keys": lambda: {"pixels": X, "label": Y},
+    "set": lambda: {1, 2},
+    "type": lambda: int,
+    "function": lambda: lambda *_: None,
+    "array": lambda: np.zeros((2, 3)),
+    "object array": lambda: np.array([object()], dtype=object),
+    "scalar tensor": lambda: torch.tensor(1.0),
+    "empty tensor": lambda: torch.empty(0),
+    "complex tensor": lambda: torch.zeros(2, 3, dtype=torch.complex64),
+    "NaN tensor": lambda: torch.full((2, 3), float("nan")),
+    "device": lambda: torch.device("meta"),
+    "dtype": lambda: torch.int8,
+    "module": lambda: torch.nn.Linear(2, 2),
+    "used generator": lambda: iter(()),
+}
+BATCHES: dict[str, Callable[[], Any]] = {  # what may go wrong within batches
+    "inputs alone": lambda: [(X,), X],
+    "no samples": lambda: [(X[:0], Y[:0])],
+    "no samples after some": lambda: [(X, Y), (X[:0], Y[:0])],
+    "one sample": lambda: [(X[:1], Y[:1])],
+    "one class": lambda: [(X, torch.zeros_like(Y))],
+    "complex labels": lambda: [(X, Y.to(torch.complex64))],
+    "complex list": lambda: [(X, [1j] * 6)],
+    "bool labels": lambda: [(X, Y > 0)],
+    "float labels": lambda: [(X, Y.float())],
+    "labels too large": lambda: [(X, Y + 100)],
+    "negative labels": lambda: [(X, Y - 100)],
+    "labels of other length": lambda: [(X, Y[:3])],
+    "labels in a column": lambda: [(X, Y[:, None])],
+    "labels as text": lambda: [(X, "abcdef")],
+    "labels as objects": lambda: [(X, [object()] * 6)],
+    "labels nested unevenly": lambda: [(X, [[1], [1, 2]])],
+    "labels beyond 64 bits": lambda: [(X, [10**30] * 6)],
+    "label is a number": lambda: [(X, 3)],
+    "NaN inputs": lambda: [(X * float("nan"), Y)],
+    "three parts": lambda: [(X, Y, Y)],
+    "a dict without inputs": lambda: [{"labels": Y}],
+    "a scalar as inputs": lambda: [(torch.tensor(1.0), Y)],
+    "scalars in a dict": lambda: [{"pixel_values": torch.tensor(1.0), "labels": Y}],
+    "arrays": lambda: [(X.numpy(), Y.numpy())],
+    "a generator": lambda: ((X, Y) for _ in range(3)),
+}
+OWN = {"ensemble = type", "ensemble = module"}  # of `evaluate`: what the user's own model raises passes through
+DATA = {"train", "batches", "id", "ood", "validation", "id_batches", "ood_batches", "id_data"}
+CLASSES = {"class_names": ["red", "green"], "templates": ["a {label}"]}
+Call = tuple[Callable[..., Any], Callable[[], dict[str, Any]]]  # a function, and arguments that it takes
+
+
+def data(seed: int = 1, shift: float = 0.0) -> list[Any]:
+    return cases.batches(8, seed=seed, shift=shift)
+
+
+def dual() -> he.DualEncoder:
+    """Two small towers; the text tower reads strings."""
+    text = checkpoint_models.ensemble(checkpoint_models.text())
+    towers = checkpoint_models.ensemble(checkpoint_models.single()), text.with_metadata(preprocessing=word_tokenizer())
+    return he.DualEncoder(*towers, he.Projections.fresh(*(output_width(one.config) for one in towers), 4)).eval()
+
+
+def entered(**given: Any) -> None:
+    with he.masked(**given):
+        pass
+
+
+def settings(kind: type) -> dict[str, Any]:
+    """The settings of a dataclass that have a plain default, with it."""
+    return {one.name: one.default for one in fields(kind) if isinstance(one.default, int | float | str | tuple | None)}
+
+
+MODEL = cases.image_model()
+TRAINED = he.HydraConfig(prune=1, members=1, recipe=cases.recipe(steps=1))
+PRUNED = he.prune(MODEL, [(0, 1)])
+MEASURED = {"score": "msp", "scores": (), "convention": "openood", "calibration": None, "bootstrap": 0}
+CALLS: dict[str, Call] = {
+    "build": (
+        he.build,
+        lambda: {
+            "model": MODEL,
+            "config": he.HydraConfig(prune=1, members=2, strategy="random"),
+            "id": data(2),
+            "validation": None,
+            "output": None,
+            "device": None,
+            "progress": False,
+            "class_names": None,
+        },
+    ),
+    "build, trained": (
+        partial(he.build, MODEL, TRAINED, id=data(2), validation=data(4), progress=False),
+        lambda: {"train": data(1), "ood": data(3, 1.5)},
+    ),
+    "calibrate": (
+        he.calibrate,
+        lambda: {
+            "ensemble": MODEL,
+            "validation": data(),
+            "share": 0.9,
+            "score": "msp",
+            "per_member": False,
+            "temperature": True,
+        },
+    ),
+    "compare": (
+        he.compare,
+        lambda: {"evaluations": [evaluation()], "costs": costs(), "columns": (), "allow_mismatch": False},
+    ),
+    "convert": (he.convert, lambda: {"model": torch.nn.Linear(2, 2), "processor": None}),
+    "evaluate": (
+        he.evaluate,
+        lambda: {
+            "ensemble": MODEL,
+            "id_data": data(1),
+            "ood": {"far": data(2, 1.5)},
+            "shift": {"s": data(3)},
+            "name": "m",
+            "id_name": "x",
+            "preprocess": None,
+            "batch_size": 2,
+            "num_workers": 0,
+            "device": None,
+            "gallery": 0,
+            "keep_logits": False,
+            "progress": False,
+            **MEASURED,
+        },
+    ),
+    "evaluate_logits": (
+        evaluate_logits,
+        lambda: {
+            "id_logits": torch.randn(2, 6, 3),
+            "labels": Y,
+            "ood": {"x": torch.randn(2, 5, 3)},
+            "shift": {"s": (torch.randn(2, 6, 3), Y)},
+            "name": "m",
+            "id_name": "x",
+            "keep_logits": False,
+            "model": None,
+            "provenance": None,
+            **MEASURED,
+        },
+    ),
+    "extract_circuit": (
+        he.extract_circuit,
+        lambda: {
+            "ensemble": MODEL,
+            "id_batches": data(1),
+            "ood_batches": data(2, 1.5),
+            "score": "avg",
+            "budget": 1,
+            "method": "exact",
+            "layers": [0],
+            "removed": (),
+            "dtype": None,
+            "device": None,
+            "max_memory": None,
+            "batch_size": None,
+            "journal": None,
+            "progress": False,
+            "screen_size": None,
+            "audit_steps": 2,
+            "seed": 0,
+        },
+    ),
+    "extract_circuit of towers": (
+        partial(he.extract_circuit, dual(), data(1), score="acc", budget=1, progress=False),
+        lambda: {"towers": ("image",), **CLASSES},
+    ),
+    "finetune": (
+        he.finetune,
+        lambda: {
+            "member": MODEL,
+            "train": data(1),
+            "recipe": cases.recipe(steps=1),
+            "validation": data(2),
+            "output": None,
+            "progress": False,
+            "device": None,
+            "index": 0,
+            "checkpoint_every": 1,
+        },
+    ),
+    "fit_calibration": (
+        he.fit_calibration,
+        lambda: {
+            "member_logits": torch.randn(2, 6, 3),
+            "labels": Y,
+            "share": 0.9,
+            "score": "msp",
+            "per_member": False,
+            "temperature": True,
+        },
+    ),
+    "fuse": (
+        he.fuse,
+        lambda: {"members": [MODEL, PRUNED], "stem": "shared", "mlp": "mean", "norms": "mean", "readout": "mean"},
+    ),
+    "masked": (entered, lambda: {"ensemble": MODEL, "heads": [(0, 0)], "member": None}),
+    "mc_dropout": (he.mc_dropout, lambda: {"ensemble": MODEL, "p": 0.1, "passes": 2, "seed": 0}),
+    "prune": (he.prune, lambda: {"ensemble": MODEL, "heads": [(0, 0)]}),
+    "taylor": (
+        he.taylor,
+        lambda: {
+            "ensemble": MODEL,
+            "batches": data(),
+            "budget": 3,
+            "scope": "layer",
+            "layers": None,
+            "removed": (),
+            "seed": 0,
+            "calibration_batches": 1,
+            "dtype": None,
+            "device": None,
+            "progress": False,
+        },
+    ),
+    "write_report": (
+        he.write_report,
+        lambda: {
+            "path": "report.html",
+            "evaluations": [],
+            "costs": None,
+            "title": "t",
+            "focus": None,
+            "baseline": None,
+            "allow_mismatch": False,
+        },
+    ),
+    "Recipe": (he.Recipe, lambda: {"learning_rate": 0.1, "steps": 1, **settings(he.Recipe)}),
+    "HydraConfig": (he.HydraConfig, lambda: {**settings(he.HydraConfig), "prune": 1}),
+    "HeadRanking": (
+        he.HeadRanking,
+        lambda: {"heads": [(0, 0)], "scores": [1.0], "method": "m", "score": "acc", "provenance": {}, "only": None},
+    ),
+    "HeadRanking.load": (he.HeadRanking.load, lambda: {"path": "missing.json"}),
+    "HeadRanking.save": (he.HeadRanking(((0, 0),), (1.0,), "m", "acc").save, lambda: {"path": "saved.json"}),
+    "Evaluation.load": (he.Evaluation.load, lambda: {"path": "missing.json", "with_logits": False}),
+    "Evaluation.save": (evaluation().save, lambda: {"path": "saved.json"}),
+    "load": (
+        load,
+        lambda: {
+            "name_or_path": "folder",
+            "split": None,
+            "root": None,
+            "columns": None,
+            "labels": "required",
+            "class_names": None,
+            "config": None,
+            "images": None,
+        },
+    ),
+    "ImageDataset": (
+        ImageDataset,
+        lambda: {"source": [1, 2], "labels": [0, 1], "class_names": ("a", "b"), "name": "x", "rows": None},
+    ),
+    "subset": (subset, lambda: {"dataset": ImageDataset([1, 2], [0, 1]), "n": 1, "seed": 0, "stratified": False}),
+    "split": (
+        split,
+        lambda: {"dataset": ImageDataset([1, 2], [0, 1]), "fractions": 0.5, "seed": 0, "stratified": False},
+    ),
+    "measure_costs": (measure_costs, lambda: {"models": {"m": MODEL}, "inputs": X, "repeats": 1, "warmup": 0}),
+    "zero_shot": (he.zero_shot, lambda: {"dual": dual(), **CLASSES}),
+}
+
+
+def mistakes(name: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Every wrong call of a function: what is wrong about it, and the call."""
+    function, arguments = CALLS[name]
+    for argument in arguments():
+        for title, make in (VALUES | BATCHES if argument in DATA else VALUES).items():
+            yield f"{argument} = {title}", lambda a=argument, m=make: function(**{**arguments(), a: m()})
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_mistake_is_answered_or_refused_in_our_words(name: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some values are names of files, and may be written
+    Path("folder").mkdir()
+    Path("file").touch()
+    raw = []
+    for title, call in mistakes(name):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                call()
+        except HydraError:
+            pass
+        except Exception as error:
+            if name == "evaluate" and title in OWN:
+                continue
+            raw.append(f"{title}: {error!r}")
+    assert not raw, "\n".join(raw)
