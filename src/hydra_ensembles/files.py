@@ -180,7 +180,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
-    """The first bytes of a plain file, one more than `most` so that a larger file is noticed."""
+    """The content of a plain file of at most so many bytes."""
     try:
         if path.exists() and not path.is_file():  # opening a named pipe would wait for ever
             raise CheckpointError(f"{path} is not a plain file; move it away, or give another path")
@@ -189,6 +189,8 @@ def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(f"{path} cannot be read ({reason}); check the path and its permissions") from error
+    if len(content) > most:
+        raise CheckpointError(f"{path} has more than {most} bytes, which is the limit for such a file")
     return content
 
 

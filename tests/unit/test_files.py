@@ -15,6 +15,7 @@ from hydra_ensembles.files import (
     json_bytes,
     locked,
     parse_json,
+    read_file,
     read_json,
     sealed,
     unsealed,
@@ -164,8 +165,9 @@ def test_json_files_are_read_within_limits(tmp_path: Path) -> None:
     write_json(path, {"a": [1]})
     assert read_json(path) == {"a": [1]}
     for wrong, most in ((path, 4), (tmp_path / "new", 99), (tmp_path / "none.json", 99), (Path("/dev/zero"), 99)):
-        with pytest.raises(CheckpointError, match=wrong.name):
-            read_json(wrong, most)
+        for read in (read_file, read_json):
+            with pytest.raises(CheckpointError, match=wrong.name):
+                read(wrong, most)
     with pytest.raises(CheckpointError, match="JSON"):
         write_json(path, {"a": float("nan")})
     assert read_json(path) == {"a": [1]}
