@@ -5,7 +5,8 @@ import importlib.util
 import re
 import string
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -136,12 +137,14 @@ class TextPreprocessing:
                 )
         if not self.tokenizer:
             raise DataError("this model was saved without a tokenizer; give token ids instead of strings")
-        encodings = self._parsed().encode_batch([self._cleaned(text) for text in batch])
-        encoded = {"input_ids": torch.tensor([encoding.ids for encoding in encodings])}
-        if self.attention_mask:
-            encoded["attention_mask"] = torch.tensor([encoding.attention_mask for encoding in encodings])
-        if self.segments:
-            encoded["token_type_ids"] = torch.tensor([encoding.type_ids for encoding in encodings])
+        tokenizer, cleaned = self._parsed(), [self._cleaned(text) for text in batch]
+        with _tokenizing():
+            encodings = tokenizer.encode_batch(cleaned)
+            encoded = {"input_ids": torch.tensor([encoding.ids for encoding in encodings])}
+            if self.attention_mask:
+                encoded["attention_mask"] = torch.tensor([encoding.attention_mask for encoding in encodings])
+            if self.segments:
+                encoded["token_type_ids"] = torch.tensor([encoding.type_ids for encoding in encodings])
         return encoded
 
     def require_tokenizer(self) -> None:
@@ -172,16 +175,28 @@ def _items(given: Any, *single: type) -> list[Any]:
 def _tokenizer(content: str, max_length: int, pad_id: int, pad_token: str, length: int | None) -> Any:
     """Parse a `tokenizer.json` once per setting: it takes longer than tokenising a batch."""
     library = require("tokenizers", extra="text")
-    try:
+    with _tokenizing():
         tokenizer = library.Tokenizer.from_str(content)
         tokenizer.enable_truncation(max_length)
         tokenizer.enable_padding(pad_id=pad_id, pad_token=pad_token, length=length)
-    except Exception as error:  # the library has no class of its own for this
-        raise ConfigError(
-            f"tokenizers {library.__version__} cannot use this tokenizer: {error}; save or download the model again, "
-            "or update that library"
-        ) from error
     return tokenizer
+
+
+@contextmanager
+def _tokenizing() -> Iterator[None]:
+    """What the tokenizers library makes of a tokenizer it cannot use, while it reads it or at a text, in one error.
+
+    It has no class of its own for this, and its panics are no `Exception`s.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(
+            f"tokenizers {require('tokenizers', extra='text').__version__} cannot use this tokenizer: {error}; save or "
+            "download the model again, or update that library"
+        ) from error
 
 
 # --- images of any mode --------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def _answer_dual(folder: Path) -> bytes:
 
 def _problem() -> dict[str, Any]:
     model = random_ensemble("image-cls", dtype=torch.float32)
-    data = [[(x.float(), y) for x, y in random_batches(model, (6, 5), seed)] for seed in range(4)]
+    data = [[(x.float(), y) for x, y in random_batches(model, (12, 8), seed)] for seed in range(4)]
     return {"model": model, "id": data[0], "ood": [(x + 1, y) for x, y in data[1]], "train": data[2], "held": data[3]}
 
 

@@ -1,5 +1,7 @@
 """Images of unusual modes, and settings that check themselves; values are held against libraries in test_processors."""
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,7 @@ from PIL import Image
 
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing, to_grey
+from zero_shot_models import word_tokenizer
 
 LEVELS = np.array([[0, 0x1234], [0x8000, 0xFFFF]], dtype=np.uint16)
 
@@ -63,3 +66,25 @@ def test_nothing_and_texts_without_tokenizer_are_refused() -> None:
     for preprocessing, given in ((plain(3), []), (TextPreprocessing(5), []), (TextPreprocessing(5), ["a"])):
         with pytest.raises(DataError, match=r"no images|no texts|without a tokenizer"):
             preprocessing(given)  # type: ignore[arg-type]
+
+
+def _needs_an_unknown_token(content: dict[str, Any]) -> None:
+    content["model"]["unk_token"] = "[NOWHERE]"
+
+
+def _makes_rows_of_other_lengths(content: dict[str, Any]) -> None:
+    content["post_processor"]["single"] *= 2
+
+
+def _lacks_a_special_token(content: dict[str, Any]) -> None:
+    del content["post_processor"]["special_tokens"]["[END]"]  # a panic in some releases of the library
+
+
+@pytest.mark.parametrize("spoil", [_needs_an_unknown_token, _makes_rows_of_other_lengths, _lacks_a_special_token])
+def test_a_tokenizer_that_fails_at_a_text_is_named(spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    good = word_tokenizer(mask=True)
+    content = json.loads(good.tokenizer)
+    spoil(content)
+    with pytest.raises(ConfigError, match="cannot use this tokenizer"):
+        replace(good, tokenizer=json.dumps(content))(["a photo of a cat", "xyzzy"])
