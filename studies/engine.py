@@ -18,11 +18,11 @@ from torch import Tensor
 from hydra_ensembles import Ensemble, HeadRanking, __version__, extract_circuit, fit_calibration
 from hydra_ensembles.batches import move, read_batch
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.files import read_json, write_json
+from hydra_ensembles.files import checksum, read_json, write_json
 from hydra_ensembles.heads.members import Members, Score
 from hydra_ensembles.heads.ranking import Head
 from hydra_ensembles.model.cost import measure_costs
-from hydra_ensembles.pipeline.run_folder import RunFolder
+from hydra_ensembles.pipeline.run_folder import RunFolder, read_finished
 from hydra_ensembles.schema import from_plain, to_plain
 
 from .methods import CALIBRATED, SINGLE, Units, all_units
@@ -231,6 +231,7 @@ def evaluate(run: SeedRun) -> None:
             else:
                 tasks[one.task].setdefault(one.group, {})[one.name] = len(one.samples)
         write_arrays(run.path / COLUMNS, arrays)
+        digest = checksum(run.path / COLUMNS)
         shared, own_facts = run.facts()
         return {
             "study": {
@@ -245,6 +246,7 @@ def evaluate(run: SeedRun) -> None:
                 **shared,
             },
             "seed": {"temperatures": temperatures, "record": digest_of(record), **own_facts},
+            "columns": digest,
         }
 
     run.folder.json(EVALUATED, make)
@@ -317,7 +319,9 @@ def collect(recipe: StudyRecipe, output: Path) -> Results:
     arrays: dict[str, Array] = {}
     for seed, folder in folders.items():
         try:
-            found[seed] = read_json(folder / f"{EVALUATED}.json")
+            found[seed] = read_finished(folder, f"{EVALUATED}.json")
+            if found[seed].get("columns") not in (None, checksum(folder / COLUMNS)):  # of before: not known
+                raise DataError(f"{folder / COLUMNS} was changed after it was written")
         except (OSError, ValueError) as error:
             raise DataError(f"seed {seed} of {recipe.name} is not finished ({error}); run `evaluate`") from error
         arrays |= {f"{seed}/{key}": array for key, array in read_arrays(folder / COLUMNS).items()}
@@ -334,7 +338,7 @@ def collect(recipe: StudyRecipe, output: Path) -> Results:
         "recipe": to_plain(recipe),
         **first["study"],
         **{key: {str(seed): one["seed"][key] for seed, one in found.items()} for key in first["seed"]},
-        "costs": next((read_json(path) for path in costs if path.exists()), None),
+        "costs": next((read_finished(path.parent, path.name) for path in costs if path.exists()), None),
     }
     return Results(facts, arrays)
 

@@ -1,12 +1,13 @@
 """Several processes as one: who am I, who takes which share, what do the others have."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.utils.data import DistributedSampler
 
 from .errors import ConfigError, DataError, HydraError
+from .files import locked
 
 T = TypeVar("T")
 
@@ -61,6 +63,26 @@ class Ranks:
         """Go on when all ranks have come this far."""
         if self.size > 1:
             dist.barrier()
+
+    def together(self, make: Callable[[], T]) -> T:
+        """What `make` gives on this rank, once no other has failed at it; where one has, all stop."""
+        made: list[T] = []
+        problem = None
+        try:
+            made.append(make())
+        except HydraError as error:
+            problem = error
+        self.gather(None, problem)
+        return made[0]
+
+    @contextmanager
+    def locked(self, folder: Path, what: str, file: str | None = None) -> Iterator[None]:
+        """No other run works in `folder`, or on a `file` there: rank 0 has the lock for all, as of `files.locked`."""
+        with ExitStack() as stack:
+            self.together(
+                lambda: stack.enter_context(locked(folder, what, file=file) if self.rank == 0 else nullcontext())
+            )
+            yield
 
     def smallest(self, item: T | None) -> T:
         """The smallest item of all ranks; None stands for none."""

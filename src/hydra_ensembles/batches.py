@@ -1,6 +1,7 @@
 """What a batch is, the order in which batches are read, and how a source of batches is known again."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -257,6 +258,15 @@ def _as_tensor(values: Any) -> Tensor | None:
 def _spread(count: int, some: int) -> list[int]:
     """At most `some` positions out of `count`, evenly from the first to the last."""
     return sorted({round(position) for position in np.linspace(0, max(count - 1, 0), min(count, some)).tolist()})
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of tensors: their order, names, types, shapes and values."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
 
 
 def _take_in(digest: Any, tensors: Mapping[str, Tensor]) -> None:

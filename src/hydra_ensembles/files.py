@@ -4,6 +4,7 @@ Every file that this library writes goes through `write_atomically` or `writing`
 """
 
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -11,9 +12,9 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from safetensors import SafetensorError
 
@@ -43,9 +44,10 @@ def write_atomically(path: Path, content: bytes) -> None:
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_dead(path)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:
-            with temporary.open("xb") as file:  # as any file is made: mkstemp would give it to its owner alone
+            with _open_locked(temporary) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -53,6 +55,34 @@ def write_atomically(path: Path, content: bytes) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def _open_locked(temporary: Path) -> BinaryIO:
+    """A new file, made as any file is (mkstemp would give it to its owner alone), locked: its writer lives."""
+    while True:
+        file = temporary.open("xb")
+        _flock(file, wait=True)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # another writer came between and thought it dead
+
+
+def _remove_dead(path: Path) -> None:
+    """Remove what killed writers of this file have left; what a living one writes is locked."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        if leftover.is_file():
+            with suppress(OSError), leftover.open("rb") as file:
+                if _flock(file, wait=False):
+                    leftover.unlink(missing_ok=True)
+
+
+def _flock(file: BinaryIO, wait: bool) -> bool:
+    """Lock an open file; False where another one has it, or where there are no such locks."""
+    with suppress(OSError):
+        if sys.platform != "win32":
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            return True
+    return False
 
 
 @contextmanager
@@ -99,7 +129,7 @@ _held: set[int] = set()  # file descriptors of locks
 
 
 @contextmanager
-def locked(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
+def locked(folder: Path, what: str, *, file: str | None = None, wait: bool = False) -> Iterator[None]:
     """Work alone in `folder`, which is made if need be; where systems have no such locks (Windows), without one.
 
     The system lets go when the process ends, however it ends. Leftovers of killed work may be removed inside.
@@ -107,25 +137,27 @@ def locked(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
     Args:
         folder: Where the work is done; the lock is its file `.lock`, which goes when the work ends.
         what: The work in words, for whoever comes second: `"build"`.
+        file: The one file of the folder that is worked on; the others are free, and the lock is `.FILE.lock`.
         wait: Wait for the other to end instead of raising.
 
     Raises:
         StorageError: Another one works there, or the folder cannot be written.
     """
-    with writing(folder):
+    place, lock = (folder, folder / LOCK) if file is None else (folder / file, folder / f".{file}{LOCK}")
+    with writing(place):
         folder.mkdir(parents=True, exist_ok=True)
-        handle = _lock(folder / LOCK, wait)
+        handle = _lock(lock, wait)
     if handle is None:
         raise StorageError(
-            f"another {what} works in {folder}{_holder(folder / LOCK)}; wait until it has ended, or give another folder"
+            f"another {what} works in {place}{_holder(lock)}; wait until it has ended, or give another place"
         )
     _held.add(handle)
     try:
         yield
     finally:
         _held.discard(handle)
-        with writing(folder, "the work itself is done"):
-            (folder / LOCK).unlink(missing_ok=True)  # while it is held: whoever waits for it looks at the name again
+        with writing(place, "the work itself is done"):
+            lock.unlink(missing_ok=True)  # while it is held: whoever waits for it looks at the name again
             _unlock(handle)
 
 
@@ -179,17 +211,17 @@ if hasattr(os, "register_at_fork"):
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
-    """The content of a plain file of at most so many bytes."""
+def read_file(path: Path, most: int | None = MAX_BYTES) -> bytes:
+    """The content of a plain file of at most so many bytes; None for any number."""
     try:
         if path.exists() and not path.is_file():  # opening a named pipe would wait for ever
             raise CheckpointError(f"{path} is not a plain file; move it away, or give another path")
         with path.open("rb") as file:
-            content = file.read(most + 1)
+            content = file.read() if most is None else file.read(most + 1)
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(f"{path} cannot be read ({reason}); check the path and its permissions") from error
-    if len(content) > most:
+    if most is not None and len(content) > most:
         raise CheckpointError(f"{path} has more than {most} bytes, which is the limit for such a file")
     return content
 
@@ -308,3 +340,23 @@ def unsealed(plain: Mapping[str, Any], name: str, *, required: bool = True) -> d
             "anew"
         )
     return content
+
+
+def write_sealed(path: Path, plain: Mapping[str, Any]) -> None:
+    """Write a JSON object with its digest, at once or not at all."""
+    write_json(path, sealed(plain))
+
+
+def read_sealed(path: Path, *, required: bool = False) -> dict[str, Any]:
+    """The content of what `write_sealed` wrote, unchanged; without a digest, only where it is not `required`."""
+    plain = read_json(path)
+    if not isinstance(plain, dict):
+        raise CheckpointError(f"{path} holds a {type(plain).__name__}, not an object with named fields")
+    return unsealed(plain, str(path), required=required)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Take away what killed writes have left below `folder`; only for whoever holds its lock."""
+    with writing(folder, "nothing else was removed"):
+        for leftover in folder.rglob(".*.tmp"):
+            remove(leftover)

@@ -17,10 +17,12 @@ from hydra_ensembles.files import (
     parse_json,
     read_file,
     read_json,
+    read_sealed,
     sealed,
     unsealed,
     write_atomically,
     write_json,
+    write_sealed,
     writing,
 )
 from processes import environment
@@ -62,6 +64,24 @@ def test_what_the_disk_refuses_is_an_error_of_ours(
     assert str(tmp_path / "file") in str(caught.value)
     assert os.strerror(number) in str(caught.value)
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
+
+
+def test_a_write_removes_what_a_killed_one_left_and_nothing_of_a_living_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, fsync = tmp_path / "file", os.fsync
+    for name in (".file.0123.tmp", ".other.0123.tmp"):
+        (tmp_path / name).write_bytes(b"half of it")
+
+    def write_in_between(handle: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        write_atomically(path, b"of another writer")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", write_in_between)
+    write_atomically(path, b"content")
+    assert path.read_bytes() == b"content"
+    assert {one.name for one in tmp_path.iterdir()} == {"file", ".other.0123.tmp"}
 
 
 def test_a_file_in_the_way_of_a_folder(tmp_path: Path) -> None:
@@ -187,3 +207,20 @@ def test_a_seal_shows_every_change_of_content_and_none_of_layout() -> None:
     for bad in (float("inf"), {1}, object()):
         with pytest.raises(CheckpointError, match="digest"):
             digest_of([bad])
+
+
+def test_one_file_of_a_folder_may_be_locked_alone(tmp_path: Path) -> None:
+    with locked(tmp_path, "run", file="a"), locked(tmp_path, "run", file="b"), locked(tmp_path, "run"):
+        with pytest.raises(StorageError, match=f"works in {tmp_path / 'a'}"), locked(tmp_path, "x", file="a"):
+            pass
+        assert {path.name for path in tmp_path.iterdir()} == {".a.lock", ".b.lock", ".lock"}
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", ["[1]", "5", '{"a": 1, "digest": "0"}', '{"a": 1}'])
+def test_a_sealed_file_is_an_object_with_its_digest(tmp_path: Path, content: str) -> None:
+    write_sealed(tmp_path / "file", {"a": 1})
+    assert read_sealed(tmp_path / "file", required=True) == {"a": 1}
+    (tmp_path / "file").write_text(content)
+    with pytest.raises(CheckpointError, match="file"):
+        read_sealed(tmp_path / "file", required=True)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +16,7 @@ from .._utils import require_device, require_same_run
 from ..arguments import checked
 from ..batches import Batches
 from ..errors import CheckpointError, ConfigError, DataError, HydraError
-from ..files import parse_json, write_atomically
+from ..files import read_sealed, write_sealed
 from ..heads.masking import TOWER, checked_layers, off_and_left, towers_of, working_copy
 from ..heads.ranking import Head, HeadLike, HeadRanking, model_fingerprint, require_budget
 from ..model import clip
@@ -86,7 +87,7 @@ def extract_circuit(
         max_memory: Bytes of activations to keep beside the embedded samples; None for half of the free memory of a
             GPU, or a quarter of the host's.
         batch_size: Samples in a batch, or pairs of head and sample; None for a size that suits the device.
-        journal: A file to note every step in. Where it exists, the run goes on after its last step.
+        journal: A file to note every step in. Where it exists, the run goes on after its last step. One run at a time.
         progress: Show a progress bar.
         screen_size: Heads that `"screened"` measures at a step, at most; twice as many at every eighth step, where
             it starts from nothing. None for a third of the candidates.
@@ -103,7 +104,8 @@ def extract_circuit(
 
     Raises:
         HydraError: A model, setting, layer or head that does not fit, a budget larger than the number of candidates,
-            data that is missing, empty, of a single class or not finite, or a journal of another run.
+            data that is missing, empty, of a single class or not finite, or a journal of another run, that was
+            changed, or that another process writes.
     """
     clip.require_model(ensemble, "extract_circuit")
     names, sentences = _checked_classes(ensemble, class_names, templates)
@@ -163,8 +165,10 @@ def extract_circuit(
             batch_size=batch_size or fitting_batch_size(model, samples),
             max_memory=room,
         )
-        record = resumed(identity, None if journal is None else Path(journal), ranks)
-        run.take_steps(record, Path(journal) if journal is not None and ranks.rank == 0 else None, progress)
+        path = None if journal is None else Path(journal).expanduser()
+        with nullcontext() if path is None else ranks.locked(path.parent, "circuit extraction", path.name):
+            record = resumed(identity, path, ranks, candidates)
+            run.take_steps(record, path if ranks.rank == 0 else None, progress)
     more = {"seed": seed, "device": place.type, "layers": numbered, "dtype": str(dtype)}
     prompted = {"towers": chosen, "classes": len(names), "templates": sentences} if names else {}
     return run.ranking(record, {**more, **prompted})
@@ -361,13 +365,13 @@ class Journal:
         return [Head(step.layer, step.head, step.tower) for step in self.steps]
 
     def add(self, step: Step, path: Path | None) -> None:
-        """Append a step and write the file, where there is one, anew and in one piece."""
+        """Append a step and write the file, where there is one, anew and in one piece, with its digest."""
         self.steps = (*self.steps, step)
         if path is not None:
-            write_atomically(path, json.dumps(to_plain(self), indent=1).encode())
+            write_sealed(path, to_plain(self))
 
 
-def resumed(journal: Journal, path: Path | None, ranks: Ranks) -> Journal:
+def resumed(journal: Journal, path: Path | None, ranks: Ranks, candidates: Sequence[Head]) -> Journal:
     """A journal with the steps of its file, if any, read by rank 0; all ranks stop where that is of another run."""
     problem = None
     if path is not None and ranks.rank == 0 and path.exists():
@@ -375,6 +379,8 @@ def resumed(journal: Journal, path: Path | None, ranks: Ranks) -> Journal:
             stored = _read_journal(path)
             wanted = {**vars(journal), "start": stored.start, "steps": stored.steps}
             require_same_run(vars(stored), wanted, path, "the journal of a circuit")
+            if len(set(stored.heads) & set(candidates)) < len(stored.heads):  # of before: without a digest
+                raise CheckpointError(f"{path} has a head twice, or one that is no candidate; delete it to start anew")
             journal = stored
         except HydraError as error:
             problem = error
@@ -383,8 +389,11 @@ def resumed(journal: Journal, path: Path | None, ranks: Ranks) -> Journal:
 
 def _read_journal(path: Path) -> Journal:
     try:
-        return from_plain(Journal, parse_json(path.read_bytes(), "the file"), "journal")
-    except (OSError, ValueError) as error:
+        journal = from_plain(Journal, read_sealed(path), "journal")
+        if journal.steps and (journal.start is None or journal.start.keys() != {"errors", "discordance"}):
+            raise CheckpointError("it does not say what the model was before the first step")
+        return journal
+    except ValueError as error:
         raise CheckpointError(
             f"{path} is not a journal of a circuit extraction ({error}); delete it to start anew, or give another path"
         ) from error

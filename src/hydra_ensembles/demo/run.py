@@ -126,10 +126,18 @@ def run_demo(
     Returns:
         The table of all methods.
     """
-    settings, started = settings or DemoSettings(), time.perf_counter()
-    folder, images = Path(output).expanduser(), settings.ranking_images
+    settings = settings or DemoSettings()
     identity = {"format": FORMAT, "settings": to_plain(settings), "builds": to_plain(settings.builds)}
-    run, backbone = RunFolder(folder, identity, what="a demo"), load_backbone()
+    run = RunFolder(output, identity, what="a demo")
+    with run.working():
+        return _run(run, Path(output).expanduser(), settings, progress, announce)
+
+
+def _run(
+    run: RunFolder, folder: Path, settings: DemoSettings, progress: bool, announce: Callable[[str], object]
+) -> Comparison:
+    """All steps of the demo."""
+    started, images, backbone = time.perf_counter(), settings.ranking_images, load_backbone()
     data = prepare_data(load_sample(), backbone, settings)
 
     def built(name: str, id: Sequence[Batch]) -> tuple[Ensemble, Ensemble]:

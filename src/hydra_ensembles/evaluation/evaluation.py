@@ -14,10 +14,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
+from .. import files
 from .._utils import __version__
 from ..arguments import checked
+from ..batches import tensors_digest
 from ..errors import DataError
-from ..files import write_atomically
+from ..files import DIGEST, parse_json, unsealed, write_atomically, write_sealed
 from ..metrics.bootstrap import Interval
 from ..metrics.inputs import Convention, at_least_float32
 from ..model.config import KeptHeads
@@ -226,10 +228,10 @@ class MemberLogits:
     ood: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     shift: Mapping[str, LabelledLogits] = field(default_factory=dict)
 
-    def save(self, path: str | Path, dtype: torch.dtype = torch.float16) -> None:
+    def save(self, path: str | Path, dtype: torch.dtype = torch.float16) -> str:
         """Write one safetensors file, with logits in `dtype`, or as they are where they are too large for it.
 
-        Half precision moves a metric in about its fourth digit.
+        Half precision moves a metric in about its fourth digit. Gives the digest of the content, which is in the file.
         """
         tensors = {"id/logits": self.id.logits, "id/labels": self.id.labels}
         for group, sets in self.ood.items():
@@ -238,35 +240,67 @@ class MemberLogits:
             tensors |= {f"shift/logits/{name}": logits, f"shift/labels/{name}": labels}
         order = json.dumps(list(tensors))  # the format itself keeps no order, and tables should
         stored = {key: _stored(tensor, dtype) for key, tensor in tensors.items()}
-        write_atomically(Path(path), to_bytes(stored, metadata={"order": order}))
+        digest = tensors_digest(stored)
+        write_atomically(Path(path), to_bytes(stored, metadata={"order": order, "digest": digest}))
+        return digest
 
     @classmethod
     def load(cls, path: str | Path) -> "MemberLogits":
         """Read what `save` wrote: half precision comes back as float32, float64 as it is.
 
         Raises:
-            DataError: The file is missing, damaged, or holds something else.
+            DataError: The file is missing, was changed, or holds something else.
         """
+        return cls._read(Path(path))[0]
+
+    @classmethod
+    def _read(cls, path: Path) -> tuple["MemberLogits", str]:
+        """What a file holds, and the digest of it."""
         try:
+            if not path.is_file():
+                raise DataError("there is no such file")
             with safe_open(path, framework="pt") as file:
-                order = json.loads((file.metadata() or {}).get("order", "[]"))
-                keys = sorted(file.keys(), key=lambda key: order.index(key) if key in order else len(order))
-                tensors = {key: at_least_float32(file.get_tensor(key)) for key in keys}
+                about = file.metadata() or {}
+                order = parse_json(about.get("order", "[]").encode(), "the order of its tensors")
+                listed = order if isinstance(order, list) else []
+                keys = sorted(file.keys(), key=lambda key: listed.index(key) if key in listed else len(listed))
+                tensors = {key: file.get_tensor(key) for key in keys}
+            digest = tensors_digest(tensors)
+            if about.get("digest", digest) != digest:  # files of before have none
+                raise DataError("it was changed after it was written; evaluate again with keep_logits=True")
+            return cls._of_tensors(tensors), digest
         except (OSError, ValueError, SafetensorError) as error:
             raise DataError(f"{path} cannot be read as stored member logits: {error}") from error
+
+    @classmethod
+    def _of_tensors(cls, tensors: Mapping[str, Tensor]) -> "MemberLogits":
+        """The sets of a file, by the names that `save` gives them."""
+
+        def logits_of(key: str) -> Tensor:
+            found = tensors.get(key)
+            if found is None or found.ndim != 3 or not found.is_floating_point():
+                what = "missing" if found is None else f"{found.dtype} {list(found.shape)}, not logits [M, B, C]"
+                raise DataError(f"{key!r} is {what}; it has {sorted(tensors)}")
+            return at_least_float32(found)
+
+        def labelled(key: str, labels: str) -> LabelledLogits:
+            logits, found = logits_of(key), tensors.get(labels)
+            if found is None or found.shape != logits.shape[1:2] or found.is_floating_point():
+                raise DataError(
+                    f"{labels!r} is not a whole number for each of the {logits.shape[1]} samples of {key!r}"
+                )
+            return LabelledLogits(logits, found)
+
         ood: dict[str, dict[str, Tensor]] = {}
         shift: dict[str, LabelledLogits] = {}
-        try:
-            own = LabelledLogits(tensors["id/logits"], tensors["id/labels"])
-            for key, tensor in tensors.items():
-                part, _, rest = key.partition("/")
-                group, _, name = rest.partition("/")  # a name may hold slashes
-                if part == "ood":
-                    ood.setdefault(group, {})[name] = tensor
-                elif part == "shift" and group == "logits":
-                    shift[name] = LabelledLogits(tensor, tensors[f"shift/labels/{name}"])
-        except KeyError as error:
-            raise DataError(f"{path} holds no member logits: {error} is missing; found {sorted(tensors)}") from error
+        own = labelled("id/logits", "id/labels")
+        for key in tensors:
+            part, _, rest = key.partition("/")
+            group, _, name = rest.partition("/")  # a name may hold slashes
+            if part == "ood":
+                ood.setdefault(group, {})[name] = logits_of(key)
+            elif part == "shift" and group == "logits":
+                shift[name] = labelled(key, f"shift/labels/{name}")
         return cls(own, ood, shift)
 
 
@@ -292,6 +326,7 @@ class Evaluation:
         intervals: Bootstrap intervals, under the names of `numbers`; empty unless asked for.
         gallery: The inputs the model was most and least sure about; empty unless asked for.
         logits: The member logits; None unless asked for. They are saved as a file of their own.
+        logits_digest: The digest of that file; None where there is none.
     """
 
     name: str
@@ -309,6 +344,7 @@ class Evaluation:
     intervals: Mapping[str, Interval] = field(default_factory=dict)
     gallery: tuple[GalleryItem, ...] = ()
     logits: MemberLogits | None = field(default=None, compare=False, repr=False)
+    logits_digest: str | None = field(default=None, compare=False, repr=False)
 
     @property
     def samples(self) -> dict[str, int]:
@@ -348,6 +384,8 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, without the member logits."""
         parts = {item.name: to_plain(getattr(self, item.name)) for item in fields(self) if item.name != "logits"}
+        if self.logits_digest is None:
+            del parts["logits_digest"]
         return {"format": FORMAT, "version": VERSION, **parts}
 
     @classmethod
@@ -364,12 +402,11 @@ class Evaluation:
     def save(self, path: str | Path) -> None:
         """Write a JSON file, and before it `<name>.logits.safetensors` beside it where member logits were kept.
 
-        An evaluation without logits leaves alone those beside the file: it may have been read without them.
+        Both have digests, and the first knows that of the second. An evaluation without logits leaves alone those
+        beside the file: it may have been read without them.
         """
-        text = json.dumps(self.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
-        if self.logits is not None:
-            self.logits.save(logits_path(Path(path)))
-        write_atomically(Path(path), text.encode())
+        digest = self.logits_digest if self.logits is None else self.logits.save(logits_path(Path(path)))
+        write_sealed(Path(path), replace(self, logits_digest=digest).to_dict())
 
     @classmethod
     @checked
@@ -377,19 +414,34 @@ class Evaluation:
         """Read a JSON file that `save` wrote; `with_logits` reads the member logits beside it, too.
 
         Raises:
-            DataError: The file is missing, not an evaluation, or one of a newer version.
+            DataError: The file is missing, was changed, is no evaluation or one of a newer version; the logits are
+                missing, were changed, or belong to another evaluation.
             ConfigError: A field does not hold what it should.
         """
-        evaluation = cls.from_dict(read_json(path, "a saved evaluation"), str(path))
-        return replace(evaluation, logits=MemberLogits.load(logits_path(Path(path)))) if with_logits else evaluation
+        data = read_json(path, "a saved evaluation")
+        evaluation = cls.from_dict({key: value for key, value in data.items() if key != DIGEST}, str(path))
+        if not with_logits:
+            return evaluation
+        place = logits_path(Path(path))
+        logits, digest = MemberLogits._read(place)
+        if DIGEST in data and digest != evaluation.logits_digest:  # files of before do not know their logits
+            raise DataError(
+                f"{place} has not the logits that {path} was saved with: they belong to another evaluation, or a save "
+                "was interrupted; evaluate again with keep_logits=True"
+            )
+        return replace(evaluation, logits=logits, logits_digest=digest)
 
 
-def read_json(path: str | Path, what: str) -> Any:
-    """What a JSON file holds, or a `DataError` that says what it should have been."""
+def read_json(path: str | Path, what: str) -> dict[str, Any]:
+    """The JSON object in a file, unchanged where it has a digest; or a `DataError` that says what it should be."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        plain = files.read_json(Path(path))
+        if not isinstance(plain, dict):
+            raise DataError(f"it holds a {type(plain).__name__}, not an object with named fields")
+        unsealed(plain, "the file", required=False)
+    except ValueError as error:
         raise DataError(f"{path} cannot be read as {what}: {error}") from error
+    return plain
 
 
 def logits_path(path: Path) -> Path:

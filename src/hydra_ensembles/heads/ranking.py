@@ -15,7 +15,7 @@ from torch import Tensor
 from ..arguments import checked
 from ..batches import Batches, Inputs, iterate, tensor_bytes
 from ..errors import HeadError
-from ..files import parse_json, write_atomically
+from ..files import read_sealed, write_sealed
 from ..model.clip import DualEncoder
 from ..model.config import require_whole
 from ..model.ensemble import Ensemble
@@ -170,16 +170,16 @@ class HeadRanking:
 
     @checked
     def save(self, path: str | Path) -> None:
-        """Write the ranking as JSON."""
-        write_atomically(Path(path), json.dumps(to_plain(self), indent=1, allow_nan=False).encode())
+        """Write the ranking as JSON, with its digest."""
+        write_sealed(Path(path), to_plain(self))
 
     @classmethod
     @checked
     def load(cls, path: str | Path) -> "HeadRanking":
-        """Read a ranking that `save` wrote."""
+        """Read a ranking that `save` wrote; one of before, without a digest, is accepted too."""
         try:
-            return from_plain(cls, parse_json(Path(path).read_bytes(), "the file"), "ranking", complete=True)
-        except (OSError, ValueError) as error:
+            return from_plain(cls, read_sealed(Path(path)), "ranking", complete=True)
+        except ValueError as error:
             raise HeadError(f"{path} is not a saved head ranking: {error}") from error
 
 

@@ -3,7 +3,8 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -19,14 +20,14 @@ from ..batches import Batches
 from ..calibrate import calibrate
 from ..circuit.extract import extract_circuit
 from ..circuit.scores import Score
-from ..errors import ConfigError, DataError
+from ..errors import CheckpointError, ConfigError, DataError
 from ..fuse import fuse
 from ..heads.members import CIRCUIT_ORDER, circuit_members, distinct_taylor, random_members, sampled_members
 from ..heads.ranking import Head, HeadRanking, model_fingerprint
 from ..heads.taylor import taylor
 from ..model.clip import DEFAULT_TEMPLATES, Templates
 from ..model.ensemble import Ensemble
-from ..schema import to_plain
+from ..schema import from_plain, to_plain
 from ..training.finetune import finetune
 from .run_folder import RunFolder
 from .settings import BuildData, HydraConfig, StartingModel, read_data, starting_model, with_upper_layers
@@ -79,7 +80,7 @@ def build(
 
     Raises:
         HydraError: Config, model and data do not go together, which is found before any long work as far as
-            possible; `output` holds another build or a damaged product.
+            possible; `output` holds another build, or a product that this one did not make, or is in use.
     """
     if not isinstance(config, HydraConfig):
         raise ConfigError(f"config must be a HydraConfig, got {type(config).__name__}")
@@ -92,9 +93,15 @@ def build(
     train, ood = train if config.reads_train else None, ood if config.extracts_circuits else None
     data = read_data(config.seed, start.base.num_classes, train, id, ood, validation)
     config.check(start, data)
-    with all_ranks(start.base.device):  # one process group for circuits and fine-tuning
-        run = RunFolder(output, _identity(config, start, data), device=start.base.device)
-        return _Chain(config, start, data, run, progress).finish()
+    with all_ranks(start.base.device) as ranks, ExitStack() as alone:  # one process group for circuits and fine-tuning
+
+        def opened() -> RunFolder:
+            run = RunFolder(output, _identity(config, start, data), device=start.base.device)
+            if not (run.has("ensemble") and run.has("summary.json")):
+                alone.enter_context(run.working())
+            return run
+
+        return _Chain(config, start, data, ranks.together(opened), progress).finish()
 
 
 def _identity(config: HydraConfig, start: StartingModel, data: BuildData) -> dict[str, Any]:
@@ -107,6 +114,31 @@ def _identity(config: HydraConfig, start: StartingModel, data: BuildData) -> dic
     if start.dual is not None:
         model["templates"] = list(start.templates)
     return {"format": FORMAT, "config": to_plain(config), "model": model, "data": data.fingerprints()}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the heads of a member were chosen, in words, and the heads it loses."""
+
+    origin: str
+    heads: tuple[Head, ...]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The content of `heads.json`."""
+
+    members: tuple[Choice, ...]
+
+    def of(self, config: HydraConfig) -> list[tuple[str, list[Head]]]:
+        """Origin and heads of each member, held against the settings they were chosen for."""
+        count, lost = config.pruned_members, [frozenset(member.heads) for member in self.members]
+        wanted, found = [config.lost] * count + [0] * (config.members - count), [len(heads) for heads in lost]
+        if found != wanted or len(set(lost[:count])) < count:
+            raise ConfigError(
+                f"members lose {found} heads, or some the same; the settings ask for {wanted}, different where any go"
+            )
+        return [(member.origin, list(member.heads)) for member in self.members]
 
 
 class _Chain:
@@ -124,8 +156,7 @@ class _Chain:
         if not self.run.has("ensemble") and not self.run.has("base"):
             self.run.ensemble("base", lambda: self.start.base)
         final = self.run.ensemble("ensemble", self._calibrated)
-        if not self.run.has("summary.json"):
-            self.run.write("summary", self._summary(final))
+        self.run.json("summary", lambda: self._summary(final))
         return final
 
     def _calibrated(self) -> Ensemble:
@@ -172,10 +203,13 @@ class _Chain:
     @cached_property
     def choices(self) -> list[tuple[str, list[Head]]]:
         """Of each member: how its heads were chosen, in words, and the heads it loses."""
-        stored = self.run.json("heads", self._choose)["members"]
-        return [(member["origin"], [Head(*head) for head in member["heads"]]) for member in stored]
+        plain, place = self.run.json("heads", lambda: to_plain(self._choose())), self.run.place("heads.json")
+        try:
+            return from_plain(Choices, plain, "heads", complete=True).of(self.config)
+        except ConfigError as error:
+            raise CheckpointError(f"{place} cannot be used: {error}. Delete {place} and run this again") from error
 
-    def _choose(self) -> dict[str, Any]:
+    def _choose(self) -> "Choices":
         """The content of `heads.json`."""
         config, count = self.config, self.config.pruned_members
         drawn, origins = ["drawn from circuit avg"] * count, ["random heads"] * count
@@ -196,8 +230,7 @@ class _Chain:
                 origins = [*(f"circuit {score}" for score in CIRCUIT_ORDER), *drawn][:count]
         origins += ["all heads"] * (config.members - count)
         heads += ((),) * (config.members - count)
-        pairs = zip(origins, heads, strict=True)
-        return {"members": [{"origin": origin, "heads": [list(head) for head in lost]} for origin, lost in pairs]}
+        return Choices(tuple(Choice(origin, tuple(lost)) for origin, lost in zip(origins, heads, strict=True)))
 
     def _circuits(self) -> tuple[tuple[Head, ...], ...]:
         """One circuit for each of the first members; the ranking that others are drawn from goes further."""

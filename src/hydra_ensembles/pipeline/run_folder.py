@@ -3,7 +3,8 @@
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,13 +17,14 @@ from .._distributed import launched_rank
 from .._utils import require_same_run
 from ..checkpoint import settle_checkpoint
 from ..errors import CheckpointError
-from ..files import read_json, write_atomically, write_json
+from ..files import checksum, locked, read_json, remove_leftovers, unsealed, write_atomically, write_json, write_sealed
 from ..heads.ranking import HeadRanking
 from ..model.ensemble import Ensemble
 
 T = TypeVar("T")
 
-IDENTITY = "run.json"
+IDENTITY = "run.json"  # what the run is, and the digests of its products
+PRODUCTS = "products"  # where these stand in it
 RESULT = "ensemble"  # the finished model of a run
 SETTINGS = "config.yaml"  # what the command line writes beside the products, and before them
 _NAMED = 6  # entries of a folder that a message lists
@@ -50,6 +52,10 @@ def require_own_folder(path: Path, what: str = "a build") -> None:
 class RunFolder:
     """Products by name: each is made once, written in one piece, and read back whenever it is asked for again.
 
+    A product is finished when `run.json` has its digest; what lies there without one is what a kill left, or was put
+    there, and is made anew. What was changed or exchanged afterwards is refused. A folder that an earlier version began
+    has no digests and is read without.
+
     Without a path nothing is kept and everything is made. Of several processes that work together, the first writes.
 
     Args:
@@ -70,10 +76,40 @@ class RunFolder:
         announce: Callable[[str, float], None] | None = None,
     ) -> None:
         self.path = None if path is None else Path(path).expanduser()
+        self._identity, self._what = json.loads(json.dumps(identity)), what
         self._device, self._announce = device, announce
-        self._writes = self.path is not None and launched_rank() == 0
+        self._writes, self._working = self.path is not None and launched_rank() == 0, False
         if self.path is not None:
-            self._claim(self.path, json.loads(json.dumps(identity)), what)
+            require_own_folder(self.path, what)
+            if (self.path / IDENTITY).exists():
+                self._finished()
+            else:
+                with self.working():  # writes it
+                    pass
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Work alone in the folder, cleared of what killed writes have left; whoever makes a product does, unasked.
+
+        Raises:
+            StorageError: Another process works there.
+        """
+        if self.path is None or not self._writes or self._working:
+            yield
+            return
+        with locked(self.path, "run"):
+            if (self.path / IDENTITY).exists():
+                self._finished()
+                for leftover in [*self.path.rglob(".saved-*"), *self.path.rglob(".saving-*")]:
+                    settle_checkpoint(leftover.parent)
+                remove_leftovers(self.path)
+            else:  # the folder may have been anybody's so far: what is hidden in it stays
+                self._write_identity({})
+            self._working = True
+            try:
+                yield
+            finally:
+                self._working = False
 
     def place(self, name: str) -> Path | None:
         """Where the product of this name lies, or where a stage may keep files of its own; None without a folder."""
@@ -82,7 +118,10 @@ class RunFolder:
     def has(self, name: str) -> bool:
         """Whether a finished ensemble, or a file, of this name is there."""
         place = self.place(name)
-        return place is not None and (place.is_file() or (place / "config.json").is_file())
+        if place is None or not _content(place).is_file():
+            return False
+        finished = self._finished()
+        return finished is None or name in finished
 
     def json(self, name: str, make: Callable[[], Any]) -> Any:
         """Plain data in `name`.json, or what `make` gives, saved."""
@@ -93,7 +132,7 @@ class RunFolder:
         return self.product(f"{name}.json", made, read_json, write_json)
 
     def write(self, name: str, content: Any) -> None:
-        """Write plain data to `name`.json, over what is there: a summary rather than a product."""
+        """Write plain data to `name`.json, over what is there: for people rather than for the next stage."""
         if self.path is not None and self._writes:
             write_json(self.path / f"{name}.json", content)
 
@@ -125,36 +164,69 @@ class RunFolder:
     ) -> T:
         """What lies in the file or folder `name`, by `read`; or what `make` gives, put there by `write`.
 
-        `write` must make the file appear in one piece, and the `config.json` of a folder last.
+        `write` must make the file appear in one piece; the `config.json` of a folder must hold the digests of the rest.
         """
         place = self.place(name)
         if place is not None and self.has(name):
             try:
+                digest = checksum(_content(place))
+                if (self._finished() or {name: digest})[name] != digest:
+                    raise CheckpointError("it is not what this run made: it was changed, or comes from another run")
                 return read(place)
             except (OSError, ValueError, SafetensorError) as error:
                 raise CheckpointError(
                     f"{place} cannot be used: {error}. Delete {place} and run this again: it is made anew"
                 ) from error
-        start = time.perf_counter()
-        product = make()
-        if self._announce is not None:
-            self._announce(name, time.perf_counter() - start)
-        if place is not None and self._writes:
-            if place.is_dir():  # what a kill in the middle of writing left
-                shutil.rmtree(place)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write(place, product)
-        return product
+        with self.working():
+            start = time.perf_counter()
+            product = make()
+            if self._announce is not None:
+                self._announce(name, time.perf_counter() - start)
+            if place is not None and self._writes:
+                if place.is_dir():  # what a kill in the middle of writing left
+                    shutil.rmtree(place)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                write(place, product)
+                finished = self._finished()
+                if finished is not None:
+                    self._write_identity({**finished, name: checksum(_content(place))})
+            return product
 
-    def _claim(self, path: Path, identity: dict[str, Any], what: str) -> None:
-        """Write down what this work is, or refuse a folder that holds something else."""
-        require_own_folder(path, what)
-        if not (path / IDENTITY).exists():
-            self.write(Path(IDENTITY).stem, identity)
-            return
-        require_same_run(read_json(path / IDENTITY), identity, path, what)
-        if self._writes:  # the folder is ours: take away what writes that a kill cut short have left
-            for leftover in [*path.rglob(".saved-*"), *path.rglob(".saving-*")]:
-                settle_checkpoint(leftover.parent)
-            for leftover in path.rglob(".*.tmp"):
-                leftover.unlink(missing_ok=True)
+    def _write_identity(self, digests: Mapping[str, str]) -> None:
+        assert self.path is not None
+        write_sealed(self.path / IDENTITY, {**self._identity, PRODUCTS: digests})
+
+    def _finished(self) -> Mapping[str, str] | None:
+        """Digests of the products of this run by name, None where none are kept; a folder of another run is refused."""
+        assert self.path is not None
+        if not (self.path / IDENTITY).exists():  # rank 0 is about to write it
+            return {}
+        identity, products = _read_identity(self.path / IDENTITY)
+        require_same_run(identity, self._identity, self.path, self._what)
+        return products
+
+
+def read_finished(folder: Path, name: str) -> Any:
+    """Plain data that a run has finished, for whoever reads its folder from outside; refused if changed since."""
+    products, file = _read_identity(folder / IDENTITY)[1], folder / name
+    if products is not None and products.get(name) != checksum(file):
+        raise CheckpointError(f"{file} is not what the run in {folder} made; delete it and run that again")
+    return read_json(file)
+
+
+def _content(place: Path) -> Path:
+    """The file whose digest stands for a product: of an ensemble, the one that has those of its other files."""
+    return place / "config.json" if place.is_dir() else place
+
+
+def _read_identity(file: Path) -> tuple[dict[str, Any], Mapping[str, str] | None]:
+    """What a run is, and the digests of its products; None where an earlier version began it."""
+    plain = read_json(file)
+    if not isinstance(plain, dict):
+        raise CheckpointError(f"{file} holds a {type(plain).__name__} and not what a run is; give another folder")
+    identity = unsealed(plain, str(file), required=PRODUCTS in plain)
+    products = identity.pop(PRODUCTS, None)
+    known = products is None or (isinstance(products, dict) and all(isinstance(one, str) for one in products.values()))
+    if not known:
+        raise CheckpointError(f"{file} has no digests of products by name; give another folder")
+    return identity, products

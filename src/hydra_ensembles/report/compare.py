@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from .._utils import require
 from ..arguments import checked
 from ..errors import ConfigError, DataError
 from ..evaluation.evaluation import Evaluation, read_json
-from ..files import write_atomically
+from ..files import write_sealed
 from ..model.cost import Cost
 from ..schema import from_plain, to_plain
 
@@ -395,9 +394,8 @@ FORMAT = "hydra_ensembles.costs"
 
 
 def save_costs(path: str | Path, costs: Iterable[Cost]) -> None:
-    """Write the rows of `measure_costs` as JSON."""
-    plain = {"format": FORMAT, "costs": to_plain(tuple(costs))}
-    write_atomically(Path(path), json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False).encode())
+    """Write the rows of `measure_costs` as JSON, with its digest."""
+    write_sealed(Path(path), {"format": FORMAT, "costs": to_plain(tuple(costs))})
 
 
 def load_costs(path: str | Path) -> tuple[Cost, ...]:
@@ -408,7 +406,7 @@ def load_costs(path: str | Path) -> tuple[Cost, ...]:
         ConfigError: A field does not hold what it should.
     """
     data = read_json(path, "a table of costs")
-    rows = data.get("costs") if isinstance(data, Mapping) and data.get("format") == FORMAT else None
+    rows = data.get("costs") if data.get("format") == FORMAT else None
     if not isinstance(rows, list):
         raise DataError(f'{path} is not a table of costs: it lacks "format": "{FORMAT}", or the list of "costs"')
     return tuple(from_plain(Cost, row, f"{path}.costs[{index}]") for index, row in enumerate(rows))

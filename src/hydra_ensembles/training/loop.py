@@ -1,10 +1,11 @@
 """One training loop: updates, validation, checkpoints that resume, one process or several."""
 
+import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -22,12 +23,12 @@ from .._distributed import ALONE, Ranks, all_ranks, is_sharded, launched, local_
 from .._utils import derive_seed, require_device, require_same_run
 from ..batches import Batches, borrowed, epoch_of, fingerprint, length_of, require_rereadable
 from ..errors import CheckpointError, ConfigError, DataError
-from ..files import write_atomically
+from ..files import read_file, read_sealed, remove_leftovers, write_atomically, write_sealed
 from ..heads.ranking import model_fingerprint
 from ..model.clip import DualEncoder
 from ..model.config import require_whole
 from ..model.ensemble import Ensemble
-from ..schema import from_plain, to_plain
+from ..schema import ADDED_LATER, from_plain, to_plain
 from .recipe import Recipe, make_optimizer
 
 BatchT = TypeVar("BatchT")
@@ -36,6 +37,7 @@ _LOADING = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("generator", "prefetch_factor", "persistent_workers"),
 )
+_MOMENTS = {"sgd": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}  # what optimizers keep of a parameter
 _AUTOCAST: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -153,7 +155,17 @@ class Learner(ABC, Generic[BatchT]):
         return tensors
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `tensors` gave."""
+        """Put back what `tensors` gave; other names, shapes or types are a `CheckpointError`."""
+        scalar = torch.zeros(())
+        wanted: dict[str, Tensor] = {f"weights/{name}": parameter for name, parameter in self.trained.items()}
+        for key in tensors:
+            part, _, name = key.rpartition("/")[0].partition("/")
+            if part == "optimizer" and name in self.trained:  # what the optimizer keeps of one, it keeps whole
+                wanted |= {f"{part}/{name}/{what}": self.trained[name] for what in _MOMENTS[self.recipe.optimizer]}
+                wanted |= {f"{part}/{name}/step": scalar} if self.recipe.optimizer == "adamw" else {}
+        if self.scaler.is_enabled():
+            wanted |= {"scaler/scale": scalar.double(), "scaler/growth_tracker": scalar.long()}
+        require_layout(tensors, wanted)
         for name, parameter in self.trained.items():
             with torch.no_grad():
                 parameter.copy_(tensors[f"weights/{name}"])
@@ -204,6 +216,7 @@ class RunState:
     reference: float | None = None  # the last accuracy that did; None before the first validation
     finished: bool = False  # whether the result is final
     files: Mapping[str, str] = field(default_factory=dict)  # of tensors, by what they hold
+    checksums: Mapping[str, str] = field(default_factory=dict, metadata=ADDED_LATER)  # SHA-256 of each file
     format: Literal["hydra-ensembles fine-tuning 1"] = "hydra-ensembles fine-tuning 1"
 
     def after(self, found: Validation, min_delta: float) -> "RunState":
@@ -217,41 +230,88 @@ class RunState:
             reference=found.accuracy if improved else self.reference,
         )
 
+    def check(self) -> None:
+        """Refuse what no run can have written."""
+        position = self.position
+        counts = (position.step, position.epoch, position.batch, self.waited)
+        held = {"result"} if self.finished else {"current"} if self.best is None else {"current", "best"}
+        known = self.checksums.keys() in (set(), set(self.files.values()))  # files of before have none
+        if min(counts) < 0 or self.files.keys() != held or not known:
+            raise CheckpointError(
+                f"{INDEX} is at {position} with files of {sorted(self.files)}; expected are counts from 0 and files of "
+                f"{sorted(held)}, each with its checksum"
+            )
+
+
+def require_layout(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Refuse tensors of other names, shapes or types than `wanted`: they would be of another model."""
+    theirs, ours = (
+        {name: f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for name, one in tensors.items()}
+        for tensors in (found, wanted)
+    )
+    for name in sorted(theirs.keys() | ours.keys()):
+        was, now = theirs.get(name, "missing"), ours.get(name, "unknown")
+        if was != now:
+            raise CheckpointError(f"the tensor {name!r} is {was} in the file, and {now} in the model")
+
+
+@contextmanager
+def usable(folder: Path) -> Iterator[None]:
+    """Whatever is wrong with a checkpoint becomes an error that says what to delete."""
+    try:
+        yield
+    except (ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the checkpoint in {folder} cannot be used: {error}. Delete {folder} to start this training again"
+        ) from error
+
 
 def read_state(folder: Path, fingerprint: Mapping[str, Any]) -> RunState | None:
     """The saved state of a run, or None when there is none; a state of another run is refused."""
     path = folder / INDEX
     if not path.exists():
         return None
-    try:
-        state = from_plain(RunState, json.loads(path.read_text(encoding="utf-8")), path.name)
-    except ValueError as error:  # no JSON, no text, no state, or one of another format
-        raise CheckpointError(f"{path} cannot be read ({error}); delete its folder to start afresh") from error
+    with usable(folder):
+        state = from_plain(RunState, read_sealed(path), path.name, complete=True)
+        state.check()
     require_same_run(dict(state.fingerprint), json.loads(json.dumps(to_plain(fingerprint))), folder, "the training")
     return state
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file that a state names."""
-    try:
-        return load(path.read_bytes())
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); delete its folder to start afresh") from error
+def read_tensors(folder: Path, state: RunState) -> tuple[RunState, dict[str, dict[str, Tensor]]]:
+    """The tensors of every file that a state names, by what they hold; and the state with all checksums."""
+    tensors, checksums = {}, {}
+    for what, name in state.files.items():
+        content = read_file(folder / Path(name).name, None)
+        checksums[name] = hashlib.sha256(content).hexdigest()
+        if state.checksums.get(name, checksums[name]) != checksums[name]:
+            raise CheckpointError(f"{name} was changed after it was written: its SHA-256 is not that in {INDEX}")
+        try:
+            tensors[what] = load(content)
+        except (SafetensorError, ValueError) as error:
+            raise CheckpointError(f"{name} holds no tensors ({error})") from error
+    return replace(state, checksums=checksums), tensors
 
 
 def write_state(folder: Path, state: RunState, tensors: Mapping[str, Mapping[str, Tensor]]) -> RunState:
     """Save a state with its tensors, and give it back with their files; those not given anew stay in use."""
-    files = dict(state.files)
+    files, checksums = dict(state.files), dict(state.checksums)
     for what, named in tensors.items():
         files[what] = f"{what}-{state.position.step}-{state.position.epoch}.safetensors"
-        content = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
-        write_atomically(folder / files[what], save(content))
-    state = replace(state, files=files)
-    write_atomically(folder / INDEX, json.dumps(to_plain(state), indent=2).encode())
-    for path in folder.glob("*.safetensors"):
-        if path.name not in files.values():
-            path.unlink(missing_ok=True)
+        content = save({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()})
+        checksums[files[what]] = hashlib.sha256(content).hexdigest()
+        write_atomically(folder / files[what], content)
+    state = replace(state, files=files, checksums={name: checksums[name] for name in files.values()})
+    write_sealed(folder / INDEX, to_plain(state))
+    remove_unused(folder, state)
     return state
+
+
+def remove_unused(folder: Path, state: RunState) -> None:
+    """Take away tensors that the state does not name: those it replaced."""
+    for path in folder.glob("*.safetensors"):
+        if path.name not in state.files.values():
+            path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -317,8 +377,11 @@ def train_best(
         data = {name: None if one is None else fingerprint(one, name, seed) for name, one in sources.items()}
         job = replace(job, identity={**job.identity, **data, "model": model_fingerprint(start)})
     with borrowed(job.train, job.validation), training_runtime(job.device, start.device) as runtime:
-        own = replace(job, train=runtime.share(job.train))
-        results = [Run(make_learner(runtime), own, rate, runtime).finish() for rate in sorted(job.recipe.rates)]
+        own, ranks = replace(job, train=runtime.share(job.train)), runtime.ranks
+        with nullcontext() if job.folder is None else ranks.locked(job.folder, "training"):
+            if job.folder is not None and ranks.rank == 0:
+                remove_leftovers(job.folder)
+            results = [Run(make_learner(runtime), own, rate, runtime).finish() for rate in sorted(job.recipe.rates)]
     return max(results, key=lambda result: () if result.best is None else result.best.merit)
 
 
@@ -338,11 +401,15 @@ class Run(Generic[BatchT]):
         """Train until the budget is spent or patience runs out, and give the best weights (or the last)."""
         saved = None if self.folder is None else read_state(self.folder, self.state.fingerprint)
         if saved is not None and self.folder is not None:
-            kept = {what: read_tensors(self.folder / Path(name).name) for what, name in saved.files.items()}
-            if saved.finished:
-                return RunResult(kept["result"], saved.best, saved.position.step, self.rate)
-            self.state = saved
-            self.learner.restore(kept["current"])
+            with usable(self.folder):
+                self.state, kept = read_tensors(self.folder, saved)
+                for what in kept.keys() & {"result", "best"}:
+                    require_layout(kept[what], self.learner.trained)
+                if self.runtime.ranks.rank == 0:
+                    remove_unused(self.folder, saved)  # a kill may have come first
+                if saved.finished:
+                    return RunResult(kept["result"], saved.best, saved.position.step, self.rate)
+                self.learner.restore(kept["current"])
             best = kept.get("best", {})
             self.best_weights = {name: tensor.to(self.runtime.device) for name, tensor in best.items()}
         with tqdm(
@@ -356,7 +423,7 @@ class Run(Generic[BatchT]):
                 with epoch_of(self.job.train, self.state.position.epoch, self.seed, self.runtime.device):
                     self._run_epoch(bar)
         weights = self.best_weights or self.learner.weights()
-        self.state = replace(self.state, finished=True, files={})
+        self.state = replace(self.state, finished=True, files={}, checksums={})
         self._write({"result": weights})
         return RunResult(weights, self.state.best, self.state.position.step, self.rate)
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from circuit_models import Problem, evidence, random_problem
 from hydra_ensembles.circuit.extract import Journal, Step
-from hydra_ensembles.errors import CheckpointError
+from hydra_ensembles.errors import CheckpointError, StorageError
 from hydra_ensembles.heads.ranking import HeadRanking
 
 PROCESS = Path(__file__).with_name("circuit_process.py")
@@ -86,6 +86,7 @@ def test_a_journal_as_it_was_first_written_is_continued(tmp_path: Path) -> None:
     problem, path = random_problem(), tmp_path / "journal.json"
     expected = problem.extract(budget=5, journal=path)
     content = json.loads(path.read_text())
+    assert content.pop("digest")
     assert set(content) == {"format", "model", "data", "settings", "start", "steps"}
     assert content["format"] == "hydra_ensembles circuit journal 1"
     assert set(content["settings"]) == {"score", "method", "layers", "removed", "dtype", "audit_steps"}
@@ -116,7 +117,46 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
         problem.extract(**options)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"format": 1}', '{"steps": []}'])
+def test_a_changed_journal_is_refused(tmp_path: Path) -> None:
+    problem, path = random_problem(), tmp_path / "journal.json"
+    problem.extract(budget=3, journal=path)
+    written = json.loads(path.read_text())
+    first, second, third = written["steps"]
+    other = {**second, "head": (second["head"] + 1) % 3}
+    for steps in ([first, other, third], [second, first, third], [first, third], [{**first, "errors": 0}]):
+        path.write_text(json.dumps({**written, "steps": steps}))
+        with pytest.raises(CheckpointError, match="was changed"):
+            problem.extract(budget=4, journal=path)
+    del written["digest"]  # one of before: what no run can have written is refused all the same
+    outside = {**second, "layer": 99}
+    for change in ({"steps": [first, first]}, {"steps": [first, outside]}, {"start": None}, {"start": {"errors": 1}}):
+        path.write_text(json.dumps({**written, **change}))
+        with pytest.raises(CheckpointError, match=r"delete it to start anew"):
+            problem.extract(budget=4, journal=path)
+
+
+def test_one_run_at_a_time_writes_a_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, path, add = random_problem(), tmp_path / "journal.json", Journal.add
+    refused: list[str] = []
+
+    def add_and_ask(journal: Journal, step: Step, place: Path | None) -> None:
+        add(journal, step, place)
+        if place == path:
+            with pytest.raises(StorageError) as raised:
+                problem.extract(budget=1, journal=path)
+            refused.append(str(raised.value))
+            problem.extract(budget=1, journal=tmp_path / "other.json")  # beside it is free
+
+    monkeypatch.setattr(Journal, "add", add_and_ask)
+    problem.extract(budget=1, journal=path)
+    assert len(refused) == 1
+    assert f"{path} (process {os.getpid()})" in refused[0]
+    assert {one.name for one in tmp_path.iterdir()} == {"journal.json", "other.json"}
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"format": 1}', '{"steps": []}', "[" * 100_000, '{"a": ' + "9" * 5000 + "}"]
+)
 def test_a_file_that_is_no_journal_is_refused_and_kept(tmp_path: Path, content: str) -> None:
     path = tmp_path / "journal.json"
     path.write_text(content)

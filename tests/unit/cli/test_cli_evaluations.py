@@ -154,7 +154,7 @@ def test_files_that_are_no_evaluations(saved):
         (["empty"], "no saved evaluation found"),
         (["cut.json"], "not valid JSON"),
         (["settings.json"], "neither a saved evaluation nor a table of costs"),
-        (["wrong"], "id must be an object"),
+        (["wrong"], "was changed after it was written"),
         (["2.json", "different"], "same data"),
     ):
         assert says in fail("compare", *(saved / path for path in paths))

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import one_hot
@@ -278,3 +279,57 @@ def test_files_that_are_no_evaluation_are_refused(tmp_path, evaluation):
         save_file({key: torch.zeros(2, 3, 4)}, tmp_path / "other.safetensors")
         with pytest.raises(DataError, match="id/logits"):
             MemberLogits.load(tmp_path / "other.safetensors")
+
+
+def test_a_changed_evaluation_is_refused(tmp_path, evaluation):
+    path = tmp_path / "run.json"
+    evaluation.save(path)
+    written = json.loads(path.read_text())
+    better = {**written["id"], "accuracy": 0.99}
+    for content in ({**written, "id": better}, {**written, "name": "other"}, {**written, "digest": 1}):
+        path.write_text(json.dumps(content))
+        with pytest.raises(DataError, match="was changed"):
+            Evaluation.load(path)
+    for content in ("[]", "[" * 100_000, '{"version": ' + "9" * 5000 + "}", '{"id": 1, "id": 2}'):
+        path.write_text(content)
+        with pytest.raises(DataError, match=r"run\.json"):
+            Evaluation.load(path)
+    with pytest.raises(DataError, match="plain file"):
+        Evaluation.load(tmp_path)
+
+
+def test_logits_are_those_that_the_evaluation_was_saved_with(tmp_path, evaluation):
+    path, place = tmp_path / "run.json", tmp_path / "run.logits.safetensors"
+    evaluation.save(path)
+    written = place.read_bytes()
+    for position in (len(written) - 1, len(written) // 2, written.index(b"order") + 14):
+        place.write_bytes(written[:position] + bytes([written[position] ^ 1]) + written[position + 1 :])
+        with pytest.raises(DataError, match=r"run\.logits\.safetensors"):
+            Evaluation.load(path, with_logits=True)
+    evaluate_logits(GOOD.flip(1), TARGETS, SUITE, keep_logits=True).logits.save(place)  # whole, of another one
+    MemberLogits.load(place)
+    with pytest.raises(DataError, match="another evaluation"):
+        Evaluation.load(path, with_logits=True)
+    place.write_bytes(written)
+    dataclasses.replace(evaluation, logits=None).save(path)  # one that kept none
+    with pytest.raises(DataError, match="another evaluation"):
+        Evaluation.load(path, with_logits=True)
+
+
+def test_files_from_before_there_were_digests_are_read(tmp_path, evaluation):
+    path, place = tmp_path / "run.json", tmp_path / "run.logits.safetensors"
+    evaluation.save(path)
+    kept = Evaluation.load(path, with_logits=True).logits
+    old = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in old.items() if key not in ("digest", "logits_digest")}))
+    with safe_open(place, framework="pt") as file:
+        tensors, order = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()["order"]  # noqa: SIM118
+    save_file(tensors, place, metadata={"order": order})
+    found = Evaluation.load(path, with_logits=True)
+    assert found == evaluation
+    assert torch.equal(found.logits.id.logits, kept.id.logits)
+    tensors["id/logits"] = tensors["id/logits"][0]
+    for wrong in ("5", "{", "[" * 100_000, order):
+        save_file(tensors, place, metadata={"order": wrong})
+        with pytest.raises(DataError, match=r"run\.logits\.safetensors"):
+            MemberLogits.load(place)

@@ -20,6 +20,7 @@ from hydra_ensembles.heads.ranking import (
     overlap,
 )
 from hydra_ensembles.model.config import Sharing
+from hydra_ensembles.schema import to_plain
 from random_ensembles import random_batches, random_ensemble, without_heads
 
 
@@ -128,23 +129,38 @@ def test_round_trip(tmp_path: Path, only: int | None) -> None:
     ids=str,
 )
 def test_corrupt_fields(tmp_path: Path, change: dict[str, Any]) -> None:
-    path = tmp_path / "ranking.json"
-    ranking((0, 0), (0, 1)).save(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    path, made = tmp_path / "ranking.json", ranking((0, 0), (0, 1))
+    path.write_text(json.dumps(to_plain(made) | change))
     with pytest.raises(HeadError, match="ranking"):
         HeadRanking.load(path)
+
+
+def test_a_changed_file_is_refused_and_one_of_before_is_read(tmp_path: Path) -> None:
+    path, made = tmp_path / "ranking.json", ranking((0, 0), (0, 1), scores=(0.25, 0.5), provenance={"seed": 1})
+    made.save(path)
+    written = json.loads(path.read_text())
+    changes = ({"scores": [0.25, 0.75]}, {"heads": written["heads"][::-1]}, {"provenance": {}}, {"digest": "0"})
+    for change in changes:
+        path.write_text(json.dumps(written | change))
+        with pytest.raises(HeadError, match="was changed"):
+            HeadRanking.load(path)
+    del written["digest"]  # as it was written before there were digests
+    path.write_text(json.dumps(written))
+    assert HeadRanking.load(path) == made
 
 
 def test_corrupt_files(tmp_path: Path) -> None:
     path = tmp_path / "ranking.json"
     ranking((0, 0), (0, 1), provenance={"seed": 1}).save(path)
     whole = path.read_bytes()
-    for content in (b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, *(whole[:end] for end in range(0, len(whole) - 1, 7))):
+    cut = (whole[:end] for end in range(0, len(whole) - 1, 7))
+    for content in (b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"only": ' + b"9" * 5000 + b"}", *cut):
         path.write_bytes(content)
         with pytest.raises(HeadError, match="not a saved head ranking"):
             HeadRanking.load(path)
-    with pytest.raises(HeadError, match="not a saved head ranking"):
-        HeadRanking.load(tmp_path / "none.json")
+    for missing in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(HeadError, match="not a saved head ranking"):
+            HeadRanking.load(missing)
 
 
 # --- fingerprints ------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """A build that was stopped goes on where it was, does nothing twice, and ends with the same bits."""
 
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ from build_cases import batches, image_model, recipe, same, shuffled
 from killed_build import CONFIG, run
 
 import hydra_ensembles as he
-from hydra_ensembles.errors import CheckpointError, HydraError
+from hydra_ensembles.errors import CheckpointError, HydraError, StorageError
 from hydra_ensembles.pipeline import chain
 from hydra_ensembles.pipeline import settings as given
 from hydra_ensembles.training.finetune import EnsembleLearner
@@ -124,7 +125,7 @@ def test_a_kill_between_any_two_writes_can_be_resumed(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", watch_replacements(put_aside))
         assert same(run(folder), expected)
-    assert (writes[0], writes[-1]) == ("run.json", "summary.json")
+    assert (writes[0], *writes[-2:]) == ("run.json", "summary.json", "run.json")
     assert {name.split("/")[0] for name in writes} == {path.name for path in folder.iterdir()}
     states = sorted(left.iterdir(), key=lambda path: int(path.name))
     assert len(states) > 12
@@ -179,3 +180,59 @@ def test_a_damaged_product_is_named_and_made_anew_when_deleted(folder: Path, exp
             run(folder)
         delete(folder, product)
         assert same(run(folder), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "gone"),
+    [
+        ("ensemble", "members/0", []),  # of another build, in short
+        ("members/1", "members/0", FUSED),
+        ("fused", "ensemble", ["ensemble"]),
+        ("rankings/acc.json", "rankings/avg.json", [*FUSED, "members", "heads.json"]),
+    ],
+)
+def test_a_product_that_this_build_did_not_make_is_refused(
+    folder: Path, name: str, source: str, gone: list[str]
+) -> None:
+    taken = shutil.copytree(folder, folder.with_name("taken"))
+    delete(folder, *gone, name)
+    put = shutil.copytree if (taken / source).is_dir() else shutil.copy
+    put(taken / source, folder / name)
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(folder / name))}.*not what this run made"):
+        run(folder)
+
+
+def test_heads_are_held_against_the_settings(folder: Path, expected: he.Ensemble) -> None:
+    """In a folder of before, without digests; elsewhere a change is noticed by them."""
+    delete(folder, *FUSED, "members", "finetune", "summary.json")
+    record, file = folder / "run.json", folder / "heads.json"
+    known = json.loads(record.read_text())
+    record.write_text(json.dumps({key: known[key] for key in ("format", "config", "model", "data")}))
+    first, second = chosen = json.loads(file.read_text())["members"]
+    wrong: list[Any] = [[first], [*chosen, first], [first, first], [first, {"origin": "x"}], {"a": 1}]
+    for heads in ([], second["heads"][:1] * 2, [[0, "1", "main"], *second["heads"][1:]]):
+        wrong.append([first, {**second, "heads": heads}])
+    for members in wrong:
+        file.write_text(json.dumps({"members": members}))
+        with pytest.raises(CheckpointError, match=r"heads\.json.*Delete"):
+            run(folder)
+    file.write_text(json.dumps({"members": chosen}))
+    assert same(run(folder), expected)
+
+
+def test_a_second_build_in_the_folder_of_a_living_one_is_refused(
+    tmp_path: Path, expected: he.Ensemble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[str] = []
+
+    def fuse_and_ask(*arguments: Any, **options: Any) -> he.Ensemble:
+        with pytest.raises(StorageError) as raised:
+            run(tmp_path)
+        refused.append(str(raised.value))
+        return he.fuse(*arguments, **options)
+
+    monkeypatch.setattr(chain, "fuse", fuse_and_ask)
+    assert same(run(tmp_path), expected)
+    assert len(refused) == 1
+    assert f"another run works in {tmp_path}" in refused[0]
+    assert not list(tmp_path.rglob(".*"))

@@ -1,14 +1,18 @@
 """The resumable folder: made once and read afterwards, refused where it belongs to other work."""
 
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from build_cases import image_model, same
 
-from hydra_ensembles.errors import CheckpointError
-from hydra_ensembles.pipeline.run_folder import RunFolder, require_own_folder
+from hydra_ensembles.errors import CheckpointError, StorageError
+from hydra_ensembles.files import checksum, sealed
+from hydra_ensembles.pipeline.run_folder import RunFolder, read_finished, require_own_folder
 
 IDENTITY = {"seed": 1, "model": {"weights": "abc"}}
 
@@ -60,14 +64,15 @@ def test_other_work_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_kill_leaves_is_no_obstacle_and_removed_once_the_folder_is_ours(tmp_path: Path) -> None:
-    for name in ("config.yaml", ".run.json.x.tmp"):  # of a command line killed early
+    for name in ("config.yaml", ".config.yaml.x.tmp"):  # of a command line killed early
         (tmp_path / name).write_text("")
     require_own_folder(tmp_path)
-    RunFolder(tmp_path, IDENTITY).json("kept", lambda: 1)
-    assert (tmp_path / ".run.json.x.tmp").exists()  # before `run.json` it might be anybody's
+    run = RunFolder(tmp_path, IDENTITY)
+    assert (tmp_path / ".config.yaml.x.tmp").exists()  # before `run.json` it might be anybody's
     (tmp_path / "model" / ".saving-x").mkdir(parents=True)
+    (tmp_path / "model" / ".saving-link").symlink_to(tmp_path / "model" / ".saving-x")
     (tmp_path / "model" / ".config.json.y.tmp").write_text("{")
-    RunFolder(tmp_path, IDENTITY)
+    run.json("kept", lambda: 1)
     assert {path.name for path in tmp_path.rglob("*")} == {"config.yaml", "run.json", "kept.json", "model"}
 
 
@@ -84,3 +89,78 @@ def test_a_damaged_product_is_named_and_a_write_that_fails_leaves_nothing(
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"Delete .*a\.json"):
         run.json("a", never)
+
+
+# --- digests, and one worker at a time ---------------------------------------------------------------------
+
+
+def copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
+    shutil.copytree(source, target, dirs_exist_ok=True) if source.is_dir() else shutil.copy(source, target)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """Two runs, each with a finished product of either kind."""
+    for number in (1, 2):
+        run = RunFolder(tmp_path / f"run{number}", IDENTITY)
+        run.json("facts", lambda number=number: {"number": number})
+        run.ensemble("model", lambda number=number: image_model(number))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["facts.json", "model"])
+def test_a_product_of_another_run_is_refused_and_one_that_is_not_finished_is_made_anew(made: Path, name: str) -> None:
+    def get(run: RunFolder, make: Any) -> Any:
+        return run.ensemble("model", make) if name == "model" else run.json("facts", make)
+
+    digest = checksum(made / "run1" / "run.json")
+    copy(made / "run2" / name, made / "run1" / name)
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be used: it is not what this run made.*Delete"):
+        get(RunFolder(made / "run1", IDENTITY), never)
+    assert checksum(made / "run1" / "run.json") == digest
+    copy(made / "run2" / name, made / "run3" / name)
+    (made / "run3" / "run.json").write_text(json.dumps(sealed({**IDENTITY, "products": {}})))
+    run = RunFolder(made / "run3", IDENTITY)
+    assert not run.has(name)  # for all that is known, a kill left it
+    get(run, lambda: image_model(3) if name == "model" else {"number": 3})
+    found = get(RunFolder(made / "run3", IDENTITY), never)
+    assert same(found, image_model(3)) if name == "model" else found == {"number": 3}
+
+
+def test_a_changed_record_is_refused_and_a_folder_of_before_is_read_without_digests(made: Path) -> None:
+    file = made / "run1" / "run.json"
+    written = json.loads(file.read_text())
+    for change in ({"products": {}}, {"products": 1}, {"seed": 2}, {"digest": None}, {"more": 1}):
+        file.write_text(json.dumps({**written, **change}))
+        with pytest.raises(CheckpointError, match=r"run\.json was changed"):
+            RunFolder(made / "run1", IDENTITY)
+    for content in ("[]", "[" * 100_000, json.dumps(sealed({**IDENTITY, "products": [1]}))):
+        file.write_text(content)
+        with pytest.raises(CheckpointError, match=r"run\.json"):
+            RunFolder(made / "run1", IDENTITY)
+    file.write_text(json.dumps(IDENTITY))
+    run = RunFolder(made / "run1", IDENTITY)
+    assert run.json("facts", never) == {"number": 1}
+    assert run.json("more", lambda: 1) == RunFolder(made / "run1", IDENTITY).json("more", never)
+
+
+def test_two_do_not_work_in_one_folder_and_reading_needs_no_lock(made: Path) -> None:
+    folder = made / "run1"
+    first, second = RunFolder(folder, IDENTITY), RunFolder(folder, IDENTITY)
+    with first.working():
+        (folder / ".facts.json.x.tmp").write_text("half of it")  # the first is writing this
+        with pytest.raises(StorageError, match=rf"another run works in {folder} \(process {os.getpid()}\)"):
+            second.json("new", never)
+        assert (folder / ".facts.json.x.tmp").exists()
+        assert second.json("facts", never) == {"number": 1}
+        assert first.json("new", lambda: 1) == 1  # whoever has the lock has it
+    assert second.json("other", lambda: 2) == 2
+    assert not list(folder.rglob(".*"))
+
+
+def test_products_are_read_from_outside_as_they_were_made(made: Path) -> None:
+    assert read_finished(made / "run1", "facts.json") == {"number": 1}
+    copy(made / "run2" / "facts.json", made / "run1" / "facts.json")
+    with pytest.raises(CheckpointError, match=r"facts\.json"):
+        read_finished(made / "run1", "facts.json")

@@ -1,11 +1,13 @@
 """The loop: validation decides, orders are those of the member, a stopped run goes on with the same bits."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load, save
 from torch.utils.data import DataLoader, TensorDataset
 from training_cases import (
     ShuffledPairs,
@@ -22,7 +24,8 @@ from training_cases import (
 
 from hydra_ensembles.batches import begin_epoch, borrowed
 from hydra_ensembles.data.batching import batches as data_batches
-from hydra_ensembles.errors import CheckpointError, DataError
+from hydra_ensembles.errors import CheckpointError, DataError, StorageError
+from hydra_ensembles.files import sealed
 from hydra_ensembles.training.finetune import EnsembleLearner, finetune
 from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe
@@ -284,6 +287,7 @@ def test_a_finished_run_is_read_back(tmp_path):
     data = batches()
     first = train(Stopping(data), PLAIN, data, output=tmp_path)
     untouched = files(tmp_path)
+    (tmp_path / "member-0" / "rate-0.05" / "best-4-0.safetensors").write_bytes(b"left by a kill")
     reread = Stopping(data, 1)  # the fingerprint reads one batch, training would read more
     assert same(first, train(reread, PLAIN, data, output=tmp_path))
     assert files(tmp_path) == untouched
@@ -325,6 +329,106 @@ def test_a_damaged_checkpoint_is_named(stopped):
     (folder / "checkpoint.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"checkpoint\.json"):
         train(Stopping(batches()), PLAIN, output=stopped)
+
+
+def edited(folder, change, seal=True):
+    """Change the state in `folder`; with a new digest, or as it was written before there were any."""
+    path = folder / "member-0" / "rate-0.05" / "checkpoint.json"
+    state = json.loads(path.read_text())
+    del state["digest"]
+    state = change(state)
+    path.write_text(json.dumps(sealed(state) if seal else state))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: {**state, "position": {"step": -5, "epoch": 0, "batch": 0}},
+        lambda state: {**state, "position": {"step": 4, "epoch": 0, "batch": -1}},
+        lambda state: {**state, "waited": -1},
+        lambda state: {**state, "files": {}, "checksums": {}},
+        lambda state: {**state, "checksums": {"other": "0"}},
+        lambda state: {**state, "finished": True},
+        lambda state: {key: value for key, value in state.items() if key != "position"},
+        lambda state: {**state, "best": {"step": 1, "epoch": 0, "accuracy": 0.5, "nll": 1.0}},
+    ],
+)
+def test_a_state_that_no_run_can_have_written_is_refused(stopped, change):
+    edited(stopped, change)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json.*Delete .*rate-0\.05 "):
+        train(Stopping(batches()), PLAIN, output=stopped)
+
+
+@pytest.mark.parametrize("content", ["[]", "[" * 100_000, '{"waited": ' + "9" * 5000 + "}", None])
+def test_a_state_that_is_none_is_refused(stopped, content):
+    path = stopped / "member-0" / "rate-0.05" / "checkpoint.json"
+    path.unlink()
+    path.mkdir() if content is None else path.write_text(content)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json.*Delete"):
+        train(Stopping(batches()), PLAIN, output=stopped)
+
+
+def test_changed_states_and_tensors_are_noticed(stopped):
+    folder = stopped / "member-0" / "rate-0.05"
+    state, tensors = (folder / "checkpoint.json").read_text(), folder / "current-4-0.safetensors"
+    (folder / "checkpoint.json").write_text(state.replace('"step": 4', '"step": 3'))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json was changed"):
+        train(Stopping(batches()), PLAIN, output=stopped)
+    (folder / "checkpoint.json").write_text(state)
+    whole = tensors.read_bytes()
+    tensors.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"current-4-0\.safetensors was changed"):
+        train(Stopping(batches()), PLAIN, output=stopped)
+    tensors.write_bytes(whole)
+    assert same(train(batches(), PLAIN), train(Stopping(batches()), PLAIN, output=stopped))
+    result = next(folder.glob("result-*.safetensors"))
+    result.write_bytes(result.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(CheckpointError, match="result-6-0"):
+        train(Stopping(batches()), PLAIN, output=stopped)
+
+
+def test_a_checkpoint_from_before_there_were_digests_goes_on_and_tensors_must_be_those_of_the_model(stopped):
+    tensors = stopped / "member-0" / "rate-0.05" / "current-4-0.safetensors"
+    edited(stopped, lambda state: {key: value for key, value in state.items() if key != "checksums"}, seal=False)
+    whole = load(tensors.read_bytes())
+    name, momentum = "weights/readout.classifier.weight", "optimizer/readout.classifier.weight/momentum_buffer"
+    for change in (
+        {name: whole[name][..., :1].contiguous()},  # would be broadcast
+        {name: whole[name].double()},
+        {momentum: whole[momentum][..., :1].contiguous()},
+        {"optimizer/other/momentum_buffer": whole[momentum].clone()},
+        {f"{momentum}2": whole[momentum].clone()},
+    ):
+        tensors.write_bytes(save({**whole, **change}))
+        with pytest.raises(CheckpointError, match=f"{next(iter(change))}.*Delete"):
+            train(Stopping(batches()), PLAIN, output=stopped)
+    tensors.write_bytes(save({key: value for key, value in whole.items() if key != name}))
+    with pytest.raises(CheckpointError, match=f"{name}.*missing"):
+        train(Stopping(batches()), PLAIN, output=stopped)
+    tensors.write_bytes(save(whole))
+    assert same(train(batches(), PLAIN), train(Stopping(batches()), PLAIN, output=stopped))
+
+
+def test_one_training_at_a_time_works_in_a_folder(tmp_path):
+    half = tmp_path / "member-0" / "rate-0.05" / ".current.safetensors.x.tmp"
+
+    class Asking(Stopping):
+        """Starts the same training again while it is read."""
+
+        def __iter__(self):
+            for number, batch in enumerate(super().__iter__()):
+                if number == 2:
+                    half.parent.mkdir(exist_ok=True)
+                    half.write_text("of the one that lives")
+                    with pytest.raises(StorageError, match=rf"another training works in .*process {os.getpid()}"):
+                        train(Stopping(batches()), PLAIN, output=tmp_path)
+                    assert half.exists()
+                yield batch
+
+    trained = train(Asking(batches()), PLAIN, output=tmp_path)
+    assert same(train(batches(), PLAIN), trained)
+    assert same(train(Stopping(batches()), PLAIN, output=tmp_path), trained)
+    assert not half.exists()  # as if a kill had left it
 
 
 def test_the_last_checkpoint_survives_a_loss_that_is_not_finite(tmp_path):
