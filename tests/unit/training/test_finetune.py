@@ -82,7 +82,7 @@ def test_last_blocks_freeze_everything_before_them():
 def test_the_classifier_starts_at_zero_and_dropout_applies_while_training():
     member = tiny()
     recipe = replace(RECIPE, reinit_classifier="zeros", train_groups=("readout",))
-    assert not EnsembleLearner(member, recipe, Runtime(torch.device("cpu"))).model(samples(4)[0]).any()
+    assert not EnsembleLearner(member, recipe, Runtime(torch.device("cpu")), 0).model(samples(4)[0]).any()
     assert member.readout.classifier.weight.any()
     dropped = train(member, recipe=replace(RECIPE, dropout=0.1))
     assert dropped.config == member.config

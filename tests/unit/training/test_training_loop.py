@@ -124,7 +124,7 @@ def test_validation_leaves_every_part_in_its_mode(kind, broken):
     """Also where someone keeps a part in evaluation mode, and where a batch cannot be read."""
     runtime = Runtime(torch.device("cpu"))
     if kind == "ensemble":
-        learner, data = EnsembleLearner(tiny(), RECIPE, runtime), batches()
+        learner, data = EnsembleLearner(tiny(), RECIPE, runtime, 0), batches()
         frozen = learner.model.stem
     else:
         learner, data = TextLearner(tiny_dual(), RECIPE, False, 1.0, runtime), pairs()
