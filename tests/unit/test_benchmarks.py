@@ -188,7 +188,7 @@ def test_scores_of_both_towers_against_plain_autograd(case: DualCase, monkeypatc
     classes = F.normalize(torch.stack(texts).mean(0), dim=-1)[None]
     F.cross_entropy(dual.logits(dual.encode_image(images), classes)[0], labels).backward()
     for name, tower in (("image", dual.image), ("text", dual.text)):
-        expected = torch.stack([sensitivity(block.attention.qkv) for block in tower.encoder.layers])  # type: ignore
+        expected = torch.stack([sensitivity(block.attention.qkv) for block in tower.encoder.layers])
         assert expected.min() > 0
         torch.testing.assert_close(scores[name], expected, rtol=1e-9, atol=0)
 

@@ -296,9 +296,12 @@ class HydraConfig:
             raise ConfigError(f"HydraConfig.accepted_share must be above 0 and at most 1, got {self.accepted_share}")
         if self.pool is not None and self.pool <= self.lost:
             raise ConfigError(f"HydraConfig.pool is {self.pool}; draws differ only if it is above prune ({self.lost})")
+        if self.training is not None and self.recipe is None:
+            object.__setattr__(self, "recipe", Recipe.preset("hydra"))
         recipe, one_stem = self.recipe, self.stem == "shared" and self.members > 1 and self.training != "together"
         moves = recipe is not None and "stem" in recipe.train_groups and recipe.last_blocks is None
-        if one_stem and moves and not self.shared_layers:
+        whole_depth = not self.shared_layers and (self.prune is not None or self.shared_layers is not None)
+        if one_stem and moves and whole_depth:
             raise ConfigError(
                 'HydraConfig.recipe trains the stem of every member, but stem="shared" keeps one for all; leave "stem" '
                 'out of Recipe.train_groups, or set stem="mean" or "separate"'
@@ -322,7 +325,8 @@ class HydraConfig:
     def settled(self, start: StartingModel) -> "HydraConfig":
         """The config with every number that was left open, for this model."""
         ours, layers = self.prune is None and start.dual is None, start.base.num_layers
-        shared = self.shared_layers if self.shared_layers is not None else round(TRUNK * layers) if ours else 0
+        usual = min(round(TRUNK * layers), layers - 1) if ours else 0
+        shared = usual if self.shared_layers is None else self.shared_layers
         prune, free = self.prune, range(min(shared, layers - 1), layers)
         if prune is None and self.pruned_members:
             above = start.heads(None if start.dual is not None else free)
@@ -330,8 +334,7 @@ class HydraConfig:
             if self.strategy == "taylor" and self.taylor_scope == "layer":
                 prune = max(1, round(prune / len(free))) * len(free)  # as many in each layer
         training = self.training or (None if self.recipe is None else "apart")
-        recipe = self.recipe if training is None or self.recipe is not None else Recipe.preset("hydra")
-        return replace(self, prune=prune, shared_layers=shared, training=training, recipe=recipe)
+        return replace(self, prune=prune, shared_layers=shared, training=training)
 
     @property
     def extracts_circuits(self) -> bool:

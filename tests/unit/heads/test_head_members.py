@@ -135,7 +135,7 @@ class TestTaylor:
     def test_draws_that_never_differ(self) -> None:
         draws = []
         with pytest.raises(SameMembersError, match="calibration_batches"):
-            distinct_taylor(lambda draw: draws.append(draw) or ranking(EVERY[:3], "taylor"), 3, 2)  # type: ignore
+            distinct_taylor(lambda draw: draws.append(draw) or ranking(EVERY[:3], "taylor"), 3, 2)
         assert len(draws) == 2 * TAYLOR_DRAWS
         with pytest.raises(HeadError, match="members=0"):
             distinct_taylor(lambda _: ranking(EVERY[:3], "taylor"), 3, 0)

@@ -201,7 +201,7 @@ class TestCalibrationData:
         ((images, labels),) = random_batches(ensemble, (30,))
         bad = (images, labels + 100)
         generator = torch.Generator().manual_seed(3)
-        source = DataLoader(TensorDataset(*bad), batch_size=4, shuffle=True, generator=generator)  # type: ignore
+        source = DataLoader(TensorDataset(*bad), batch_size=4, shuffle=True, generator=generator)
         states = torch.get_rng_state(), generator.get_state()
         with pytest.raises(DataError, match="batch 0") as caught:
             taylor(ensemble, source, budget=3, scope=scope)

@@ -120,6 +120,14 @@ def test_settings_that_do_not_go_together_are_refused(changes: dict[str, Any], n
         he.HydraConfig(**changes)
 
 
+@pytest.mark.parametrize("training", ["together", "apart"])
+def test_a_training_without_a_recipe_takes_ours(training: Any) -> None:
+    """So whoever asks what a build reads, the command line too, is told of the training data."""
+    settings = he.HydraConfig(training=training)
+    assert settings.recipe == he.Recipe.preset("hydra")
+    assert settings.reads_train
+
+
 def test_a_training_needs_data_and_classifiers_that_differ() -> None:
     together = he.HydraConfig(strategy="branches", training="together")
     with pytest.raises(DataError, match="train"):
