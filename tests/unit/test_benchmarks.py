@@ -13,7 +13,6 @@ from torch.nn import functional as F
 import hydra_ensembles as he
 from architectures import timm_model
 from architectures_clip import DUAL_CASES, DualCase
-from hydra_ensembles.model.cost import multiply_adds
 from zero_shot_models import NAMES as CLASSES
 from zero_shot_models import TEMPLATES, dual_of
 
@@ -56,20 +55,6 @@ def test_every_contender_answers_as_it_should(shape: str, tmp_path: Path) -> Non
     before = path.read_text()
     inference.main([*TINY, "--shape", shape, "--output", str(path)])
     assert path.read_text() == before  # rows that are there are not measured again
-
-
-def test_arithmetic_counts_the_trunk_once_and_few_tokens_in_the_last_block() -> None:
-    workshop = inference_models.Workshop(inference_models.SHAPES["tiny"], torch.float32, "cpu", seed=0)
-    ensemble = workshop.ensemble("hydra-k8", 3)
-    assert [len(heads) for heads in ensemble.heads[0]] == [6] * 8 + [4] * 4
-    tokens, width, head_dim, mlp = 5, 24, 4, 96
-    head = 4 * tokens * width * head_dim + 2 * tokens**2 * head_dim
-    last_head = 2 * tokens * width * head_dim + 2 * width * head_dim + 2 * tokens * head_dim
-    encoder = 8 * (6 * head + 2 * tokens * width * mlp)
-    encoder += 3 * (3 * (4 * head + 2 * tokens * width * mlp) + 4 * last_head + 2 * width * mlp)
-    rest = 4 * width * 3 * 64 + 3 * width * 5  # patches, classifiers
-    assert inference_models.arithmetic(ensemble, tokens) == encoder + rest
-    assert inference_models.arithmetic(ensemble, tokens, shortcut=False) == multiply_adds(ensemble.config, tokens)
 
 
 def test_two_checkouts_are_timed_side_by_side(tmp_path: Path) -> None:

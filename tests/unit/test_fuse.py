@@ -132,11 +132,7 @@ def test_pruning_refuses_heads_that_are_not_there() -> None:
     for heads, token in [
         ([(0, 1)], "not in this model"),
         ([(7, 0)], "3 layers"),
-        ([(0, 9)], "not in this model"),
         ([(0, 0), (0, 0)], "twice"),
-        ([(0, 0, "text")], "tower"),
-        (["x"], "a head is"),
-        (5, "got 5"),
     ]:
         with pytest.raises(HeadError, match=token):
             he.prune(once, heads)  # type: ignore[arg-type]

@@ -58,7 +58,6 @@ def test_text_from_outside_cannot_break_the_layout() -> None:
     nasty = "x\n---\n# title | cell"
     metadata = Metadata(source=nasty, labels=(nasty,) * 25, history=(nasty,), metrics={nasty: 1.0})
     card = card_of(ensemble(single(), metadata=metadata), name=nasty)
-    assert "and 5 more" in card  # labels
     assert [line for line in card.splitlines() if line.startswith("# ")] == ["# x --- # title \\| cell"]
     assert card.splitlines().count("---") == 2
     assert ModelCard(card).data.library_name == "hydra_ensembles"

@@ -8,10 +8,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from hydra_ensembles.errors import ConfigError, HydraError
+from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.schema import from_plain, to_plain
 
 
@@ -110,25 +108,3 @@ def test_what_does_not_fit_is_refused_with_its_place(change: dict[str, Any], tok
 def test_a_dataclass_needs_an_object_of_its_kind(data: object) -> None:
     with pytest.raises(ConfigError, match="here"):
         from_plain(Square, data, "here")
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(sorted(to_plain(FULL))), inner),
-    max_leaves=12,
-)
-
-
-OPTIONAL = sorted(to_plain(FULL).keys() - {"shape"})
-
-
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
-@given(data=JSON | st.fixed_dictionaries({"shape": JSON}, optional=dict.fromkeys(OPTIONAL, JSON)))
-def test_any_data_is_read_or_refused(data: Any) -> None:
-    try:
-        drawing = from_plain(Drawing, data)
-    except HydraError:
-        return
-    assert from_plain(Drawing, to_plain(drawing)) == drawing or drawing.extra is not None
-    assert type(drawing.filled) is bool
-    assert all(type(number) is int for number in drawing.size)

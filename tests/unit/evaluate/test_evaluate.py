@@ -200,16 +200,13 @@ def with_labels(label):
 @pytest.mark.parametrize(
     ("model", "arguments", "token"),
     [
-        (None, ([],), "'id' has no batches"),
         (None, (image_batches(), {"void": []}), "'void' has no batches"),
         (None, (with_labels(1),), "'id'.*27 labels are 1"),
         (None, (with_labels(CLASSES),), "batch 0 of set 'id'.*4 classes"),
         (None, ([x for x, _ in image_batches()],), "batch 0 of set 'id' has no labels"),
-        (None, (image_batches(), None, {"fog": [x for x, _ in image_batches()]}), "'fog' has no labels"),
         (broken(tiny_ensemble(), 2), (image_batches(),), "'id'.*1 of 96 member logits.*batch 2"),
         (broken(tiny_ensemble(), 5), (image_batches(), OOD), "'close'.*1 of 72 member logits.*batch 1"),
         (lambda x: x[:, 0, 0, :2].T, (image_batches(),), "'id'.*batch 0"),
-        (lambda x: "yes", (image_batches(),), "'id'.*str"),
         (lambda x: torch.randn(2, len(x), 4 if len(x) == 8 else 5), (image_batches(),), "'id'.*5 classes"),
     ],
 )
@@ -225,11 +222,8 @@ def never(inputs):
 @pytest.mark.parametrize(
     ("model", "settings", "token"),
     [
-        (never, {"score": "doubt"}, "doubt"),
         (never, {"scores": ("energy", "doubt")}, "doubt"),
-        (never, {"scores": "energy"}, "energy"),
         (never, {"convention": "mine"}, "convention.*'mine'"),
-        (never, {"bootstrap": -1}, "bootstrap.*-1"),
         (never, {"gallery": -1}, "gallery.*-1"),
         (tiny_ensemble(classes=0), {}, "no classifier"),
     ],

@@ -233,20 +233,14 @@ def good_but(value: float) -> Tensor:
     [
         ((GOOD[:, :0], TARGETS[:0]), "'mine'.*one sample"),
         ((good_but(math.nan), TARGETS), "'mine'.*1 of 3000 member logits"),
-        ((good_but(math.inf), TARGETS), "'mine'.*1 of 3000 member logits"),
         ((GOOD, torch.zeros(200).long()), "'mine'.*200 labels are 0"),
         ((GOOD, TARGETS + 1), "'mine'.*from 1 to 5"),
-        ((GOOD, TARGETS - 1), "'mine'.*from -1 to 3"),
         ((GOOD, TARGETS[:-1]), "'mine'.*199 labels"),
         ((GOOD, TARGETS.float()), "'mine'.*whole numbers"),
-        ((GOOD[..., :1], TARGETS), "'mine'.*two classes"),
-        ((GOOD.long(), TARGETS), "'mine'.*floating point"),
-        ((GOOD, TARGETS, {"empty": GOOD[:, :0]}), "'empty'.*one sample"),
         ((GOOD, TARGETS, {"nan": good_but(math.nan)}), "'nan'.*1 of 3000"),
         ((GOOD, TARGETS, {"wide": torch.randn(3, 9, 6)}), "'wide'.*6 classes"),
         ((GOOD, TARGETS, {"two": GOOD[:2]}), "'two'.*2 members"),
         ((GOOD, TARGETS, None, {"fog": (GOOD, TARGETS[:5])}), "'fog'.*5 labels"),
-        ((GOOD, TARGETS, None, {"fog": (GOOD[:, :3], torch.ones(3).long())}), "'fog'.*3 labels are 1"),
         ((GOOD, TARGETS, {"near": {"a": GOOD}, "far": {"a": GOOD}}), r"\['a'\]"),
         ((GOOD, TARGETS, {"near": {"a": GOOD}, "b": GOOD}), r"\['near', 'b'\]"),
         ((GOOD, TARGETS, {"nearby": {"a": GOOD}}), "nearby"),
@@ -290,12 +284,6 @@ def test_a_changed_evaluation_is_refused(tmp_path, evaluation):
         path.write_text(json.dumps(content))
         with pytest.raises(DataError, match="was changed"):
             Evaluation.load(path)
-    for content in ("[]", "[" * 100_000, '{"version": ' + "9" * 5000 + "}", '{"id": 1, "id": 2}'):
-        path.write_text(content)
-        with pytest.raises(DataError, match=r"run\.json"):
-            Evaluation.load(path)
-    with pytest.raises(DataError, match="plain file"):
-        Evaluation.load(tmp_path)
 
 
 def test_logits_are_those_that_the_evaluation_was_saved_with(tmp_path, evaluation):

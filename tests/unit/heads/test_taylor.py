@@ -272,21 +272,16 @@ def test_dropout_is_off() -> None:
     [
         ({"budget": 0}, HeadError, "budget"),
         ({"budget": 13}, HeadError, "12 heads"),
-        ({"budget": 2.5}, ConfigError, "budget"),
         ({"budget": 4}, HeadError, "evenly"),
         ({"budget": 8, "layers": [0, 1], "removed": [(1, 0)]}, HeadError, "7 heads"),
         ({"budget": 6, "layers": [0, 1], "removed": [(1, 0), (1, 1)]}, HeadError, "layer 1 has only 2"),
         ({"layers": [3]}, HeadError, "layers"),
         ({"removed": [(0, 7)]}, HeadError, r"0\.7"),
-        ({"removed": [(0, 1), (0, 1)]}, HeadError, "twice"),
-        ({"removed": [(0, 1, "text")]}, HeadError, "'text'"),
         ({"scope": "block"}, ConfigError, "scope"),
         ({"seed": -1}, ConfigError, "seed"),
-        ({"seed": 0.5}, ConfigError, "seed"),
         ({"calibration_batches": 0}, ConfigError, "calibration_batches"),
         ({"calibration_batches": 4}, DataError, "3 batches"),
         ({"dtype": torch.int64}, ConfigError, "dtype"),
-        ({"device": "gpu"}, ConfigError, "device"),
     ],
 )
 def test_settings_that_cannot_work(settings: dict[str, Any], error: type[Exception], token: str) -> None:

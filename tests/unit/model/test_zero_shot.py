@@ -10,13 +10,12 @@ from torch import nn
 
 import hydra_ensembles as he
 from architectures import perturbed
-from architectures_clip import DUAL_CASES, DualCase, open_clip_model
+from architectures_clip import DUAL_CASES, DualCase
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.files import sealed
 from hydra_ensembles.model.config import ReadoutConfig
 from hydra_ensembles.model.metadata import join_text_sides
 from hydra_ensembles.model.stem_readout import Projections
-from processes import run_script
 from zero_shot_models import NAMES, OTHER_NAMES, TEMPLATES, dual_of, relative_error, tokenizer_for
 
 CASES = {case.name: case for case in DUAL_CASES}
@@ -249,44 +248,6 @@ def test_text_sides_that_do_not_belong_together_are_dropped() -> None:
     for second in (other, without):
         assert he.Ensemble.stack([one, second]).metadata.text_side is None
     assert join_text_sides([]) is None
-
-
-# --- without the libraries ---------------------------------------------------------------------------------
-
-WITHOUT_LIBRARIES = """
-import sys
-for name in ("timm", "transformers", "open_clip", "torchvision", "ftfy", "regex"):
-    sys.modules[name] = None  # importing it raises ImportError
-import torch
-from PIL import Image
-import hydra_ensembles as he
-saved = torch.load(sys.argv[1] + "/expected.pt", weights_only=True)
-ensemble = he.Ensemble.from_pretrained(sys.argv[1])
-picture = ensemble.prepare([Image.new("RGB", (70, 50), (200, 30, 90))])
-with torch.no_grad():
-    assert torch.equal(ensemble(picture), saved["before"])
-    assert torch.equal(he.retarget(ensemble, saved["names"], "a drawing of a {label}")(picture), saved["after"])
-print("equal")
-"""
-
-
-def test_a_loaded_ensemble_is_re_targeted_without_the_libraries(tmp_path: Path) -> None:
-    from PIL import Image
-
-    dual = he.convert(open_clip_model(text={"vocab_size": 49408, "context_length": 20}))
-    members = [he.prune(dual, heads) for heads in PRUNED]
-    ensemble = he.zero_shot(he.fuse(members), ["cat", "Bär", "fire engine"])
-    names = ["violin", "piano"]
-    picture = ensemble.prepare([Image.new("RGB", (70, 50), (200, 30, 90))])
-    with torch.no_grad():
-        before = ensemble(picture)
-        after = he.zero_shot(he.fuse(members), names, "a drawing of a {label}")(picture)
-    ensemble.save_pretrained(tmp_path)
-    torch.save({"names": names, "before": before, "after": after}, tmp_path / "expected.pt")
-    (tmp_path / "without.py").write_text(WITHOUT_LIBRARIES)
-    result = run_script(tmp_path / "without.py", tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "equal"
 
 
 # --- damaged files -----------------------------------------------------------------------------------------

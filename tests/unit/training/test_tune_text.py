@@ -211,7 +211,6 @@ def test_data_that_cannot_be_used(data, message):
         ({"recipe": replace(QUICK, reinit_classifier="zeros")}, "reinit_classifier"),
         ({"recipe": replace(QUICK, classifier_rate=10.0)}, "classifier_rate"),
         ({"recipe": replace(QUICK, last_blocks=9)}, "last_blocks"),
-        ({"dual": "clip"}, "DualEncoder"),
     ],
 )
 def test_settings_that_do_not_fit(settings, message):
