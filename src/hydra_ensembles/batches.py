@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -19,6 +20,7 @@ from .schema import short
 Inputs = Tensor | dict[str, Tensor]
 Batches = Iterable[Any]
 
+_INPUT = re.compile("masks?$|_ids$|embeds?$|pos$|^(inputs?|pixels?|attention|token_types?|positions?|segments?)(_|$)")
 _INNER = ("base_dataloader", "batches", "sampler", "batch_sampler", "dataset")
 _KEPT = ("epoch", "stream", "generator")
 _FORMS = "(inputs, labels), (inputs,), a mapping with 'labels', or a tensor"
@@ -29,8 +31,8 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
     """Split one batch into inputs and labels (None when there are none); another form is a `DataError`.
 
     Accepted are `(inputs, labels)`, `(inputs,)`, a mapping with or without `labels`, and a bare tensor of inputs. What
-    a mapping holds besides tensors (file names, texts) is left out: no model reads it. `name` and `index` are for
-    messages. Where labels are not wanted, what stands in their place (file names, masks) is not looked at.
+    a mapping holds besides (file names, texts) is left out, see `tensors_of`. `name` and `index` are for messages.
+    Where labels are not wanted, what stands in their place (file names, masks) is not looked at.
     """
     where = f"batch {index} of {name}"
     labels: Any = None
@@ -45,7 +47,7 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
         got = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
         raise DataError(f"{where} is a {got}; expected {_FORMS}")
     if isinstance(inputs, Mapping):
-        tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
+        tensors = tensors_of(inputs, where)
         if not tensors:
             raise DataError(
                 f"{where} is a mapping without tensors, with {sorted(inputs)}; from it no model reads anything (let "
@@ -58,17 +60,58 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
         raise DataError(f"the inputs in {where} have no axis of samples; expected tensors [B, ...], in {_FORMS}")
     if labels is None or not labelled:
         return inputs, None
+    return inputs, read_labels(labels, size_of(inputs), where)
+
+
+def read_labels(labels: Any, samples: int, where: str) -> Tensor:
+    """Labels `[B]` in any integer type, one for each sample; not yet held against classes. `where` is for messages."""
     try:
         read = torch.as_tensor(labels)
     except (TypeError, ValueError, RuntimeError) as error:
         got = type(labels).__name__
         raise DataError(f"labels in {where} must be whole numbers [B] from 0, got a {got} ({error})") from error
-    if read.dim() != 1 or read.is_floating_point() or read.is_complex() or len(read) != size_of(inputs):
+    odd = read.is_floating_point() or read.is_complex() or read.is_meta
+    if read.dim() != 1 or odd or len(read) != samples:
         raise DataError(
-            f"labels in {where} must be whole numbers, one for each of its {size_of(inputs)} inputs; got {read.dtype} "
-            f"{list(read.shape)}"
+            f"labels in {where} must be whole numbers, one for each of its {samples} inputs; got {read.dtype} "
+            f"{list(read.shape)} on {read.device}"
         )
-    return inputs, read
+    return read
+
+
+def looks_like_input(name: str) -> bool:
+    """Whether something of this name is likely meant for a model: `attention_masks`, `position_ids`, `pixel_value`."""
+    return _INPUT.search(name) is not None
+
+
+def tensors_of(mapping: Mapping[str, Any], where: str) -> dict[str, Tensor]:
+    """The tensors of a mapping; of the rest, what is named like an input is made a tensor, and all else left out.
+
+    So arrays and nested lists are read, and texts and file names may be there; `where` is for messages.
+    """
+    found: dict[str, Tensor] = {}
+    for name, value in mapping.items():
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif value is not None and looks_like_input(name) and not _is_text(value):
+            try:
+                found[name] = _read_numbers(value)
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+                got = f"a {type(value).__name__} that cannot be made a tensor ({error})"
+                raise DataError(f"{name} of {where} is {got}; give one tensor, or leave it out") from error
+    return found
+
+
+def _read_numbers(value: Any) -> Tensor:
+    """Numbers in an array, in nested lists, or in a list of arrays or tensors, as one tensor."""
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor | np.ndarray):
+        return torch.stack([one if isinstance(one, Tensor) else torch.from_numpy(np.array(one)) for one in value])
+    return torch.from_numpy(np.array(value))
+
+
+def _is_text(value: Any) -> bool:
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    return isinstance(first, str | bytes) or (isinstance(value, np.ndarray) and value.dtype.kind in "US")
 
 
 def iterate(batches: Batches, name: str = "data", labelled: bool = True) -> Iterator[tuple[Inputs, Tensor | None]]:
@@ -104,19 +147,22 @@ def changed(inputs: Tensor | Mapping[str, Tensor], change: Callable[[Tensor], Te
 
 def size_of(inputs: Inputs) -> int:
     """Number of samples in the inputs of one batch."""
-    return len(inputs) if isinstance(inputs, Tensor) else len(next(iter(inputs.values())))
+    if isinstance(inputs, Tensor):
+        return len(inputs) if inputs.dim() else 0
+    return next((len(one) for one in inputs.values() if one.dim()), 0)
 
 
 def require_labels(labels: Tensor | None, classes: int, name: str = "data", index: int = 0) -> Tensor:
     """Labels that exist and fit the number of classes, or an error that names the batch."""
     if labels is None:
         raise DataError(f"batch {index} of {name} has no labels; this call needs (inputs, labels)")
+    labels = labels.long()  # before they are compared: not every integer type can be
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise DataError(
             f"batch {index} of {name} has labels from {int(labels.min())} to {int(labels.max())}; "
             f"the model has {classes} classes (0 to {classes - 1})"
         )
-    return labels.long()
+    return labels
 
 
 def require_rereadable(batches: Batches, name: str) -> None:

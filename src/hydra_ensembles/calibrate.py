@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._utils import evaluation_mode
 from .arguments import checked
-from .batches import Batches, iterate, move, require_labels
+from .batches import Batches, iterate, require_labels
 from .errors import ConfigError, DataError
 from .metrics.conformal import Reference, check_share, conformal_threshold, samples_for
 from .metrics.inputs import check_labels
@@ -67,7 +67,7 @@ def calibrate(
     with evaluation_mode(ensemble), torch.no_grad():
         for index, (inputs, targets) in enumerate(iterate(validation, "validation")):
             labels.append(require_labels(targets, ensemble.num_classes, "validation", index).cpu())
-            logits.append(ensemble(move(inputs, ensemble.device, ensemble.dtype)).cpu())  # [M, B, C]
+            logits.append(ensemble(ensemble.prepare(inputs)).cpu())  # [M, B, C]
     together = torch.cat(logits, dim=1), torch.cat(labels)
     fit = fit_calibration(*together, share=share, score=score, per_member=per_member, temperature=temperature)
     metrics = {
@@ -93,7 +93,7 @@ def calibrate(
 @checked
 def fit_calibration(
     member_logits: Tensor,
-    labels: Tensor,
+    labels: Tensor | Sequence[int],
     *,
     share: float = 0.95,
     score: ScoreName = "msp",
@@ -118,7 +118,7 @@ def fit_calibration(
         temperature: Whether to fit a temperature at all.
     """
     check_share(share)
-    member_logits = scale_logits(member_logits.detach())
+    member_logits = scale_logits(member_logits).detach()
     _require_members_for(score, len(member_logits))
     samples, classes = member_logits.shape[1:]
     if samples < 2:

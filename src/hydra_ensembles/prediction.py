@@ -275,6 +275,9 @@ class Prediction:
 
 def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, check_finite: bool = True) -> Tensor:
     """Check member logits `[M, B, C]`, raise them to at least float32, and divide by the temperature."""
+    given: object = member_logits
+    if not isinstance(given, Tensor):
+        raise DataError(f"member logits must be a tensor [members, samples, classes], got a {type(given).__name__}")
     if member_logits.ndim != 3 or member_logits.shape[0] < 1 or member_logits.shape[2] < 2:
         advice = "at least 1 member and 2 classes; a single model's logits get a member axis by .unsqueeze(0)"
         raise DataError(f"member logits must be [members, samples, classes], got {list(member_logits.shape)}; {advice}")

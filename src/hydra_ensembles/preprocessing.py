@@ -69,6 +69,8 @@ class ImagePreprocessing:
                     "PIL.Image.fromarray; give normalised images as one tensor [B, channels, H, W], and of a batch "
                     "(images, labels) the images alone"
                 )
+            if not image.width or not image.height:
+                raise DataError(f"image {index} is {image.width}x{image.height}, without a pixel; leave it out")
         pixels = torch.stack([self._pixels(image) for image in batch])  # [B, channels, H, W]
         mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
         return (pixels - mean) / std
@@ -137,7 +139,7 @@ class TextPreprocessing:
                 )
         if not self.tokenizer:
             raise DataError("this model was saved without a tokenizer; give token ids instead of strings")
-        tokenizer, cleaned = self._parsed(), [self._cleaned(text) for text in batch]
+        tokenizer, cleaned = self._parsed(), [self._cleaned(text, index) for index, text in enumerate(batch)]
         with _tokenizing():
             encodings = tokenizer.encode_batch(cleaned)
             encoded = {"input_ids": torch.tensor([encoding.ids for encoding in encodings])}
@@ -145,6 +147,9 @@ class TextPreprocessing:
                 encoded["attention_mask"] = torch.tensor([encoding.attention_mask for encoding in encodings])
             if self.segments:
                 encoded["token_type_ids"] = torch.tensor([encoding.type_ids for encoding in encodings])
+        for index, encoding in enumerate(encodings):
+            if 1 not in encoding.attention_mask:  # a tokenizer that adds nothing of its own
+                raise DataError(f"text {index} is {cleaned[index]!r}, which has no tokens; leave it out")
         return encoded
 
     def require_tokenizer(self) -> None:
@@ -156,10 +161,15 @@ class TextPreprocessing:
         length = self.max_length if self.pad_to_max else None
         return _tokenizer(self.tokenizer, self.max_length, self.pad_id, self.pad_token, length)
 
-    def _cleaned(self, text: str | tuple[str, str]) -> str | tuple[str, str]:
-        if isinstance(text, str):
-            return clean_text(text, self.cleaning)
-        return clean_text(text[0], self.cleaning), clean_text(text[1], self.cleaning)
+    def _cleaned(self, text: str | tuple[str, str], index: int) -> str | tuple[str, str]:
+        """A text, or both of a pair, cleaned; refused where it holds what is no character."""
+        parts = (text,) if isinstance(text, str) else text
+        first, *second = (clean_text(part, self.cleaning) for part in parts)
+        for part in (first, *second):
+            if not part.isascii() and any("\ud800" <= letter <= "\udfff" for letter in part):
+                advice = 'read the file as UTF-8, or replace it: text.encode("utf-8", "replace").decode()'
+                raise DataError(f"text {index} has half of a surrogate pair, which is no character; {advice}")
+        return (first, second[0]) if second else first
 
 
 def _items(given: Any, *single: type) -> list[Any]:

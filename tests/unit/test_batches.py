@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from hydra_ensembles.batches import borrowed, fingerprint, iterate, move, read_batch
+from hydra_ensembles.batches import borrowed, fingerprint, iterate, move, read_batch, require_labels
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import DataError
 
@@ -62,6 +63,27 @@ def test_what_no_model_reads_is_left_out_of_a_mapping() -> None:
     assert labels is not None
     with pytest.raises(DataError, match="without tensors"):
         read_batch({"text": ["one", "two"], "labels": [0, 1]})
+
+
+def test_what_is_named_like_an_input_is_read_or_refused_and_texts_are_left_out() -> None:
+    mask = np.ones((2, 3), np.int64)
+    mask.flags.writeable = False
+    given = {"input_ids": [[1, 2, 3], [4, 5, 6]], "attention_mask": mask, "image_ids": ["a", "b"], "rows": [1, 2]}
+    inputs, _ = read_batch({**given, "segment_ids": np.array(["x", "y"]), "position_ids": None})
+    assert isinstance(inputs, dict)
+    assert {name: tensor.tolist() for name, tensor in inputs.items()} == {
+        "input_ids": [[1, 2, 3], [4, 5, 6]],
+        "attention_mask": [[1, 1, 1], [1, 1, 1]],
+    }
+    for wrong in ([[1], [1, 2]], object(), np.array([object()]), [[None]], [[10**30]]):
+        with pytest.raises(DataError, match="attention_mask of batch 3 of val"):
+            read_batch({**given, "attention_mask": wrong}, "val", 3)
+
+
+def test_labels_of_any_integer_type_are_read() -> None:
+    for labels in (np.arange(4, dtype=np.uint16), [0, 1, 2, 3], Y.to(torch.uint8)):
+        _, read = read_batch((X, labels))
+        assert torch.equal(require_labels(read, 4), Y)
 
 
 def test_a_generator_that_is_not_torchs_is_left_alone() -> None:

@@ -281,3 +281,15 @@ def test_what_was_calibrated_under_a_mask_stays_so():
         inside = model(images).detach()
         calibrated = calibrate(model, [(images, torch.arange(6) % model.num_classes)])
     torch.testing.assert_close(calibrated(images), inside)
+
+
+def test_labels_may_be_a_list_or_an_array_and_what_is_neither_is_named():
+    logits, labels = sample(2, 40, 3, 1.0, 0)
+    expected = fit_calibration(logits, labels)
+    assert fit_calibration(logits, labels.tolist()).calibration == expected.calibration
+    assert fit_calibration(logits, labels.numpy()).calibration == expected.calibration
+    for wrong in (["cat"] * 40, labels.cfloat(), None):
+        with pytest.raises(DataError, match="labels"):
+            fit_calibration(logits, wrong)
+    with pytest.raises(DataError, match="ndarray"):
+        fit_calibration(logits.numpy(), labels)

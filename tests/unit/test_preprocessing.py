@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from checkpoint_models import TOKENIZER
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing, to_grey
 from zero_shot_models import word_tokenizer
@@ -88,3 +89,17 @@ def test_a_tokenizer_that_fails_at_a_text_is_named(spoil: Any, monkeypatch: pyte
     spoil(content)
     with pytest.raises(ConfigError, match="cannot use this tokenizer"):
         replace(good, tokenizer=json.dumps(content))(["a photo of a cat", "xyzzy"])
+
+
+def test_images_without_a_pixel_and_texts_that_cannot_be_read_are_refused() -> None:
+    images, texts = plain(3), TextPreprocessing(max_length=5, tokenizer=TOKENIZER)
+    for size in ((0, 0), (0, 5), (5, 0)):
+        with pytest.raises(DataError, match="image 1 is"):
+            images([Image.new("RGB", (2, 2)), Image.new("RGB", size)])
+    for text, token in (("", "no tokens"), ("  ", "no tokens"), ("", "text 1"), ("a \ud83d b", "surrogate")):
+        with pytest.raises(DataError, match=token):
+            texts(["hello", text])
+        with pytest.raises(DataError, match=token):
+            texts([("hello", "hello"), ("", text)])
+    repaired = TextPreprocessing(max_length=5, tokenizer=TOKENIZER, cleaning="whitespace")
+    assert repaired("hello \ud83d")["input_ids"].tolist() == [[1, 0]]  # as open_clip reads it

@@ -1,18 +1,18 @@
 """MC Dropout as an ensemble: the members are passes of one model with different neurons dropped."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from .._utils import torch_seeded
 from ..arguments import checked
-from ..batches import changed
+from ..batches import Inputs
 from ..model.clip import require_ensemble
 from ..model.config import EnsembleConfig, require_number, require_whole
 from ..model.ensemble import Ensemble, built_around
+from ..model.given import Given
+from ..model.layers import dropping
 from ..prediction import Prediction
 
 
@@ -32,8 +32,8 @@ class MCDropout(nn.Module):
     projection, the MLP activation and the MLP output; on attention weights and the input of the classifier where the
     model itself was trained so. The ensemble's calibration does not apply: it was made for other probabilities.
 
-    The same inputs get the same answer every time, in training and in evaluation mode alike: the seed starts
-    afresh with each call, so batches of one size are seen through the same masks.
+    The same inputs get the same answer every time, in training and in evaluation mode, in any number of threads: each
+    call has random numbers of its own, from the seed, so batches of one size are seen through the same masks.
     """
 
     def __init__(self, ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> None:
@@ -47,25 +47,30 @@ class MCDropout(nn.Module):
         self.num_classes = ensemble.num_classes
         self.eval()
 
-    def train(self, mode: bool = True) -> "MCDropout":
-        """Change the mode of this view; its model keeps dropping in either."""
-        super().train(mode)
-        self.model.train(True)
-        return self
-
-    def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
-        """Member logits `[M·passes, B, C]` for a batch of inputs; the passes of a member lie together."""
+    def forward(
+        self,
+        inputs: Given | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **named: Any,
+    ) -> Tensor:
+        """Member logits `[M·passes, B, C]`, of what an ensemble takes; the passes of a member lie together."""
+        given = self.model.unpack(inputs, attention_mask, token_type_ids, **named)
         if self.p == 0.0:  # every pass is the same
-            return cast(Tensor, self.model(inputs)).repeat_interleave(self.passes, dim=0)
-        many = changed(inputs, lambda tensor: torch.cat([tensor] * self.passes))  # [passes·B, …], pass after pass
-        with torch_seeded(self.seed, self.device):
-            logits = cast(Tensor, self.model(many))  # [M, passes·B, C]
+            return cast(Tensor, self.model(*given)).repeat_interleave(self.passes, dim=0)
+        many = (None if one is None else torch.cat([one] * self.passes) for one in given)  # [passes·B, …] each
+        with dropping(torch.Generator(self.device).manual_seed(self.seed)):
+            logits = cast(Tensor, self.model(*many))  # [M, passes·B, C]
         return logits.unflatten(1, (self.passes, -1)).flatten(0, 1)  # [M·passes, B, C]
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Prediction:
         """As `Ensemble.predict`, uncalibrated."""
-        return Prediction.from_logits(self(self.model.prepare(inputs)), class_names=self.model.metadata.labels or None)
+        return Prediction.from_logits(self(self.prepare(inputs)), class_names=self.model.metadata.labels or None)
+
+    def prepare(self, inputs: Any) -> Inputs:
+        """As `Ensemble.prepare`."""
+        return self.model.prepare(inputs)
 
     @property
     def device(self) -> torch.device:

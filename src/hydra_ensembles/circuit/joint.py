@@ -44,7 +44,7 @@ def read_texts(
     tower = dual.text
     if tower.config.readout.cosine is not None:
         raise ConfigError("the text tower classifies by class embeddings; use the text tower as it was converted")
-    ids, *others = tower.unpack(tower.prepare(prompts_of(names, templates)), None, None)
+    ids, *others = tower.unpack(tower.prepare(prompts_of(names, templates)))
     mask, segments = (None if part is None else part.to(device) for part in others)
     group = SampleGroup(np.arange(len(ids)), (ids.to(device), mask, segments))
     labels = torch.full((len(group),), -1, device=device)

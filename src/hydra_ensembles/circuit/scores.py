@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._utils import torch_seeded
-from ..batches import Batches, begin_epoch, borrowed, iterate, move, require_labels
+from ..batches import Batches, begin_epoch, borrowed, iterate, require_labels
 from ..errors import DataError
 from ..heads.members import Score as Score
 from ..heads.ranking import DataFingerprint, Head
@@ -87,7 +87,7 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Batches | No
             for index, (given, answers) in enumerate(iterate(batches, _SOURCES[source], labelled=source == 0)):
                 known = None if source else require_labels(answers, model.num_classes, _SOURCES[source], index)
                 fingerprint.update(given, known)
-                inputs = model.unpack(move(given, model.device, model.dtype), None, None)
+                inputs = model.unpack(model.prepare(given))
                 numbers = np.arange(len(origin), len(origin) + len(inputs[0]))
                 shape = tuple(None if part is None else (part.dtype, *part.shape[1:]) for part in inputs)
                 pieces.setdefault(shape, []).append(SampleGroup(numbers, inputs))

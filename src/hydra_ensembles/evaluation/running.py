@@ -15,9 +15,12 @@ from tqdm import tqdm
 
 from .._distributed import check_unsharded, current_ranks
 from .._utils import evaluation_mode, require
+from ..baselines.mc_dropout import MCDropout
 from ..batches import Batches, Inputs, changed, iterate, length_of, move, require_labels, size_of
 from ..errors import ConfigError, DataError
 from ..metrics.inputs import at_least_float32, check_finite, where
+from ..model.ensemble import Ensemble
+from ..model.layers import dropping
 from ..optimize.runner import OptimizedEnsemble
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from .evaluation import GalleryItem, LabelledLogits, Shelf
@@ -82,7 +85,10 @@ class Runner:
 
     def _answer(self, inputs: Inputs, name: str, index: int) -> tuple[Tensor, torch.dtype]:
         """Member logits `[M, B, C]` of one batch, and the dtype they came in."""
-        answer = self.model(inputs if self.device is None else move(inputs, self.device, self.dtype))
+        if isinstance(self.model, Ensemble | OptimizedEnsemble | MCDropout):
+            answer: Any = self.model(self.model.prepare(inputs))
+        else:
+            answer = self.model(inputs if self.device is None else move(inputs, self.device, self.dtype))
         answer = getattr(answer, "logits", answer)
         logits = member_logits(answer, name, f" of batch {index}")
         if logits.shape[1] != size_of(inputs):
@@ -165,7 +171,8 @@ def running(model: object, device: torch.device | None) -> Iterator[tuple[torch.
                     restoring.callback(model.to, home)
                     model.to(device)
                 device = device or home
-            restoring.enter_context(evaluation_mode(model))
+            ours = isinstance(model, Ensemble | MCDropout)  # other models know evaluation mode by their flags alone
+            restoring.enter_context(dropping(False) if ours else evaluation_mode(model))
         yield device, dtype
 
 

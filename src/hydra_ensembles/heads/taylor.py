@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from .._utils import require_device, torch_seeded
 from ..arguments import checked
-from ..batches import Batches, Inputs, begin_epoch, borrowed, move, read_batch, require_labels
+from ..batches import Batches, Inputs, begin_epoch, borrowed, read_batch, require_labels
 from ..errors import ConfigError, DataError, HeadError
 from ..model.clip import require_ensemble
 from ..model.config import require_whole
@@ -147,7 +147,7 @@ def gradients_of_mean_loss(model: Ensemble, batches: LabelledBatches, weights: S
     samples = 0
     for index, inputs, labels in batches:
         with torch.enable_grad():
-            logits = model(move(inputs, model.device, model.dtype))[0]  # [1, B, C] -> [B, C]
+            logits = model(model.prepare(inputs))[0]  # [1, B, C] -> [B, C]
             loss = F.cross_entropy(logits.to(precise), labels.to(model.device), reduction="sum")
             if not loss.isfinite():
                 value = float(loss.detach())

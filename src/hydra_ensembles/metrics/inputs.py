@@ -1,6 +1,6 @@
 """What metrics take. A public function checks it here, once; the arithmetic behind it trusts its caller."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -72,17 +72,23 @@ def check_scores(scores: Tensor, what: str) -> Tensor:
     return scores.detach()
 
 
-def check_labels(labels: Tensor, samples: int, classes: int, name: str | None = None) -> Tensor:
-    """Class indices `[B]`, one for each of so many samples, as int64."""
+def check_labels(labels: Any, samples: int, classes: int, name: str | None = None) -> Tensor:
+    """Class indices `[B]` in a tensor, an array or a list, one for each of so many samples, as int64."""
+    if not isinstance(labels, Tensor):
+        try:
+            labels = torch.as_tensor(labels)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(f"{where(name)}labels must be whole numbers [B], got a {type(labels).__name__}") from error
     if labels.ndim != 1 or labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
         got = f"{labels.dtype} {list(labels.shape)}"
         raise DataError(f"{where(name)}labels must be whole numbers [B], one class index a sample, but are {got}")
     check_same_length({"samples": samples, "labels": len(labels)}, name)
+    labels = labels.detach().long()
     lowest, highest = int(labels.min()), int(labels.max())
     if lowest < 0 or highest >= classes:
         range_ = f"{where(name)}labels run from {lowest} to {highest}, but there are {classes} classes"
         raise DataError(f"{range_} (0 to {classes - 1}); check that model and set have the same classes")
-    return labels.detach().long()
+    return labels
 
 
 def check_probs(probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._utils import evaluation_mode
 from ..arguments import checked
 from ..checkpoint import DUAL_ENCODER, Contents, Stored, dual_encoder_contents, read_dual_encoder
 from ..errors import ConfigError, DataError
@@ -18,7 +17,8 @@ from ..preprocessing import TextPreprocessing
 from .config import CosineConfig, DualEncoderConfig, EnsembleConfig, Sharing, output_width
 from .cost import Description
 from .ensemble import Ensemble, Saved, built_around, copied
-from .layers import GroupedLinear
+from .given import READ
+from .layers import GroupedLinear, dropping
 from .members import member_index, place_of
 from .metadata import PROJECTION, TOWER, Metadata, TextSettings, TextSide, odd_names, text_state
 from .stem_readout import Projections, compose, linear, projection_config, projection_from
@@ -173,6 +173,9 @@ def embed(tower: Ensemble, projection: GroupedLinear | None, inputs: Any, normal
     """Embeddings `[G, B, e]` of what a tower takes; G is 1 where neither tower nor projection has members."""
     if not isinstance(inputs, Tensor | Mapping):
         inputs = tower.prepare(list(inputs) if isinstance(inputs, tuple) else inputs)
+    elif isinstance(inputs, Mapping):  # a processor gives the inputs of both towers in one
+        others = READ["text" if tower.kind == "image" else "image"]
+        inputs = {name: value for name, value in inputs.items() if name not in others}
     x = tower(inputs)  # [M or 1, B, d]
     if projection is not None:
         x = projection(x)
@@ -253,7 +256,7 @@ def class_embeddings(
 ) -> Tensor:
     """Embeddings `[G, C, e]` of length one; G is 1, or the number of members that differ in tower or projection."""
     prompts = prompts_of(names, templates)
-    with evaluation_mode(tower):
+    with dropping(False):
         batches = (prompts[start : start + _PROMPTS_AT_ONCE] for start in range(0, len(prompts), _PROMPTS_AT_ONCE))
         embedded = torch.cat([embed(tower, projection, batch, normalize=True) for batch in batches], dim=1)
     return average_templates(embedded, len(templates))
@@ -261,7 +264,7 @@ def class_embeddings(
 
 def require_distinct(tower: Ensemble, names: Sequence[str], templates: Sequence[str]) -> None:
     """Refuse class names that become the same tokens, naming two: no member can tell them apart."""
-    ids = tower.unpack(tower.prepare(prompts_of(names, templates)), None, None)[0]  # [C·templates, T]
+    ids = tower.unpack(tower.prepare(prompts_of(names, templates)))[0]  # [C·templates, T]
     seen: dict[bytes, str] = {}
     for name, tokens in zip(names, ids.cpu().unflatten(0, (len(names), -1)), strict=True):
         other = seen.setdefault(tokens.numpy().tobytes(), name)

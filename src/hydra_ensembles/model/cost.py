@@ -14,9 +14,9 @@ from .._utils import evaluation_mode
 from ..arguments import checked
 from ..errors import ConfigError, DataError
 from .config import EnsembleConfig, KeptHeads, PatchStemConfig
+from .given import Given
 
 Name = TypeVar("Name", bound=str)
-Given = Tensor | Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)

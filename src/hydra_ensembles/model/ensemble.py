@@ -2,15 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from .._utils import evaluation_mode
-from ..batches import Inputs, move, read_batch
+from ..batches import Inputs, move
 from ..checkpoint import (
     ENSEMBLE,
     Contents,
@@ -25,8 +24,9 @@ from ..checkpoint import (
 from ..errors import ConfigError, DataError
 from ..prediction import Prediction
 from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_width
-from .cost import Description, Given, describe
-from .layers import Encoder, GroupedNorm
+from .cost import Description, describe
+from .given import READ, Arguments, Given, fitting_images, fitting_tokens, gathered, require_at_home
+from .layers import Encoder, GroupedNorm, dropping
 from .members import (
     join_states,
     listed,
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from ..optimize.runner import OptimizedEnsemble
 
 Model = TypeVar("Model", bound=nn.Module)
-
-NOT_READ = ("position_ids", "inputs_embeds", "head_mask", "bool_masked_pos")
-"""Inputs of other libraries' models that change the answer and that an ensemble does not take."""
 
 
 def built_around(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Model:
@@ -168,45 +165,64 @@ class Ensemble(Saved, nn.Module):
     # --- running -----------------------------------------------------------------------------------------
 
     def forward(
-        self, inputs: Given, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+        self,
+        inputs: Given | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **named: Any,
     ) -> Tensor:
         """Member logits `[M, B, C]`.
 
         Args:
             inputs: Images `[B, 3, H, W]`, token ids `[B, T]`, or a mapping as tokenizers and image processors give it
-                (`pixel_values`, or `input_ids` with `attention_mask` and `token_type_ids`; `labels` are ignored).
-            attention_mask: `[B, T]`, 0 at padding.
+                (`pixel_values`, or `input_ids` with `attention_mask` and `token_type_ids`).
+            attention_mask: `[B, T]`, 1 at tokens and 0 at padding.
             token_type_ids: `[B, T]`, the segment of each token.
+            named: The same as keywords: `ensemble(**tokenizer(texts, return_tensors="pt"))`. What changes no answer
+                (`labels`, see `given.PASSED_OVER`) may be there; all else is refused.
         """
-        return self._per_member(self.readout(*self._encoded(inputs, attention_mask, token_type_ids)))
+        return self._per_member(self.readout(*self._encoded(inputs, attention_mask, token_type_ids, named)))
 
     def features(
-        self, inputs: Given, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+        self,
+        inputs: Given | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **named: Any,
     ) -> Tensor:
         """Pooled features `[M, B, d]`, as the classifier (or its hidden layer) sees them."""
-        return self._per_member(self.readout.pool(*self._encoded(inputs, attention_mask, token_type_ids)))
+        return self._per_member(self.readout.pool(*self._encoded(inputs, attention_mask, token_type_ids, named)))
 
     @torch.no_grad()
     def predict(self, inputs: Any, check_finite: bool = True) -> Prediction:
         """Label, confidence and uncertainty of a batch, with the saved calibration applied.
+
+        The answer is that of evaluation mode in any mode, and no flag is changed: threads may share the model.
 
         Args:
             inputs: What `forward` takes; or raw inputs, which go through the saved preprocessing: a PIL
                 image, a string, a pair of strings, or a list of them.
             check_finite: Refuse logits that are NaN or infinite. On a GPU this waits for them; nothing else does.
         """
-        with evaluation_mode(self):
+        with dropping(False):
             return self.prediction(self(self.prepare(inputs)), check_finite)
 
     def prepare(self, inputs: Any) -> Inputs:
-        """What `predict` takes, as inputs for `forward` on the device and in the dtype of the model."""
+        """What `predict` takes, as inputs for `forward` on the device and in the dtype of the model.
+
+        Whatever comes from the CPU is checked before it is sent to another device.
+        """
         if not isinstance(inputs, Tensor | Mapping):
             if self.metadata.preprocessing is None:
                 advice = "give tensors, or convert the model with processor="
                 raise DataError(f"got {type(inputs).__name__}, but there is no saved preprocessing; {advice}")
             raw: Any = [inputs] if isinstance(inputs, tuple) and self.kind == "text" else inputs
             inputs = self.metadata.preprocessing(raw)
-        return move(read_batch(inputs)[0], self.device, self.dtype)
+        arguments, home = self.unpack(inputs), next(self.parameters())
+        if arguments[0].is_meta and not home.is_meta:
+            raise DataError("the inputs are on the device 'meta', where tensors have no values; give real ones")
+        present = {name: tensor for name, tensor in zip(READ[self.kind], arguments, strict=False) if tensor is not None}
+        return move(arguments[0] if self.kind == "image" else present, home.device, home.dtype)
 
     def prediction(self, logits: Tensor, check_finite: bool = True) -> Prediction:
         """What member logits `[M, B, C]` say, with the calibration and the class names of this ensemble."""
@@ -216,12 +232,14 @@ class Ensemble(Saved, nn.Module):
         return found.prediction(logits, self.metadata.labels or None, check_finite)
 
     def _encoded(
-        self, inputs: Given, attention_mask: Tensor | None, token_type_ids: Tensor | None
+        self, inputs: Any, attention_mask: Any, token_type_ids: Any, named: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """What the readout takes: tokens after the last block `[N, B, T', d]`, key mask, main input."""
-        main, mask, segments = self.unpack(inputs, attention_mask, token_type_ids)
-        x, key_mask = self.embed(main, mask, segments)
-        return self.encoder(x, key_mask, self.readout.tokens_read()), key_mask, main
+        arguments = self.unpack(inputs, attention_mask, token_type_ids, **named)
+        if not torch.compiler.is_compiling():
+            require_at_home(arguments, next(self.parameters(), None))
+        x, key_mask = self.embed(*arguments)
+        return self.encoder(x, key_mask, self.readout.tokens_read()), key_mask, arguments[0]
 
     def _per_member(self, x: Tensor) -> Tensor:
         return x.expand(self.num_members, *x.shape[1:])  # [N, B, …] -> [M, B, …]
@@ -232,28 +250,18 @@ class Ensemble(Saved, nn.Module):
         """What enters the first block: embedded tokens `[G, B, T, d]` and the key mask `[B, T]` or None."""
         if self.kind == "image":
             return self.stem(inputs), None
-        if attention_mask is not None and attention_mask.shape != inputs.shape:
-            raise DataError(f"attention_mask has shape {list(attention_mask.shape)}, token ids {list(inputs.shape)}")
         key_mask = None if attention_mask is None else attention_mask.bool()
         return self.stem(inputs, token_type_ids), key_mask
 
     def unpack(
-        self, inputs: Given, attention_mask: Tensor | None, token_type_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The main input, mask and segments, whether they come as arguments or in a mapping."""
-        if isinstance(inputs, Tensor):
-            return inputs, attention_mask, token_type_ids
-        name = "pixel_values" if self.kind == "image" else "input_ids"
-        if not isinstance(inputs, Mapping) or name not in inputs:
-            got = sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
-            raise DataError(f"expected a tensor or a mapping with {name!r}, got {got}")
-        refused = sorted(key for key in NOT_READ if inputs.get(key) is not None)
-        if refused:
-            raise DataError(f"the inputs hold {refused}, which change the answer and are not read; leave them out")
-        if self.kind == "image":
-            return inputs[name], None, None
-        mask, segments = inputs.get("attention_mask", attention_mask), inputs.get("token_type_ids", token_type_ids)
-        return inputs[name], mask, segments
+        self, inputs: Any = None, attention_mask: Any = None, token_type_ids: Any = None, **named: Any
+    ) -> Arguments:
+        """The main input, mask and segments, however `forward` was given them, held against what the model takes."""
+        main, mask, segments = gathered(self.kind, inputs, attention_mask, token_type_ids, named)
+        if isinstance(self.config.stem, PatchStemConfig):
+            fitting_images(self.config.stem, main)
+            return main, None, None
+        return fitting_tokens(self.config.stem, main, mask, segments)
 
     def optimize(self, example_inputs: Given | None = None, **options: Any) -> "OptimizedEnsemble":
         """A frozen, faster runner of this ensemble; `OptimizedEnsemble` says which options there are."""
@@ -297,6 +305,10 @@ class Ensemble(Saved, nn.Module):
 
         Its weights are these, not copies of them: training one in place, or masking heads of it, changes both.
         """
+        known = [one.name for one in fields(Metadata)]
+        strange = sorted(set(changes) - set(known))
+        if strange:
+            raise ConfigError(f"there is no metadata {strange}; there are {known}")
         metadata = replace(self.metadata, **changes)
         return built_around(lambda: Ensemble(self.config, metadata), self.state_dict())
 

@@ -5,8 +5,9 @@ are stored in G copies: one that all members share, or one for each of them. The
 on one axis of length K; members may keep different numbers of them.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
 
@@ -72,10 +73,11 @@ class Block(nn.Module):
 
     def _drop(self, branch: Tensor) -> Tensor:
         """Stochastic depth: drop the branch of a sample (of a member), scale the others up."""
-        if not self.training or self.drop_path == 0.0:
+        if self.drop_path == 0.0 or (by := drops(self)) is False:
             return branch
-        keep = 1.0 - self.drop_path
-        kept = torch.rand(*branch.shape[:2], 1, 1, dtype=torch.float32, device=branch.device) < keep
+        keep, generator = 1.0 - self.drop_path, None if by is True else by
+        shape = (*branch.shape[:2], 1, 1)
+        kept = torch.rand(shape, generator=generator, dtype=torch.float32, device=branch.device) < keep
         return branch * (kept.to(branch.dtype) / keep)
 
 
@@ -108,7 +110,7 @@ class Attention(nn.Module):
         self.out = empty(total, head_dim, width)
         self.out_bias = empty(copies, width) if config.out_bias else None
         self.scale = empty(copies, width) if config.layer_scale else None
-        self.out_dropout = nn.Dropout(config.projection_dropout)
+        self.out_dropout = Dropout(config.projection_dropout)
         self.register_buffer("distinct", None, persistent=False)
 
     @property
@@ -165,7 +167,8 @@ class Attention(nn.Module):
             k, v = self._into_heads(x, start, stop, slice(1, 3)).unbind(3)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm.of_heads(q, self.sizes, copy), self.key_norm.of_heads(k, self.sizes, copy)
-        return attend(q, k, v, key_mask, x.shape[0], self.causal, self.dropout if self.training else 0.0)
+        by = self.dropout > 0.0 and drops(self)
+        return attend(q, k, v, key_mask, x.shape[0], self.causal, self.dropout, by)
 
     def _into_heads(self, x: Tensor, start: int, stop: int, parts: slice) -> Tensor:
         """Project `[N, B, T, d]` to `[R, T, H, P, d_k]` for the chosen parts of (query, key, value)."""
@@ -192,25 +195,38 @@ def into_heads(x: Tensor, weight: Tensor, bias: Tensor | None, members: int) -> 
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, repeats: int, causal: bool, dropout: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    repeats: int,
+    causal: bool,
+    dropout: float = 0.0,
+    by: bool | torch.Generator = False,
 ) -> Tensor:
     """Attention of every head; the one place where it is computed, and where a backend is chosen.
 
     Query `[R, T', H, d_k]`, key and value `[R, T, H, d_k]` give `[R, T', H, d_k]`, where R = repeats · B. The key mask
-    `[B, T]` is true where a token may be attended to; `dropout` is the rate at which attention weights are dropped.
+    `[B, T]` is true where a token may be attended to; `dropout` is the rate at which attention weights are dropped, and
+    `by` is as `drops` gives it.
     """
     mask = None
     if key_mask is not None:
         mask = (key_mask.repeat(repeats, 1) if repeats > 1 else key_mask)[:, None, None, :]  # [R, 1, 1, T]
-        if causal:
-            mask = mask & torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+    if causal and (mask is not None or isinstance(by, torch.Generator)):
+        earlier = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+        mask = earlier if mask is None else mask & earlier
+    if isinstance(by, torch.Generator):  # written out: the kernels take no generator
+        weights = torch.einsum("rqhd,rkhd->rhqk", q, k) * q.shape[3] ** -0.5  # [R, H, T', T]
+        weights = (weights if mask is None else weights.masked_fill(~mask, -torch.inf)).softmax(-1)
+        return torch.einsum("rhqk,rkhd->rqhd", dropped(weights, dropout, by), v)
     with _right_gradients(q, k, v):
         z = F.scaled_dot_product_attention(
             q.transpose(1, 2),  # [R, H, T', d_k]
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
-            dropout_p=dropout,
+            dropout_p=dropout if by else 0.0,
             is_causal=causal and mask is None,
         )
     return z.transpose(1, 2)
@@ -259,8 +275,8 @@ class MLP(nn.Module):
         self.up = GroupedLinear(copies, config.width, hidden, config.mlp_bias)
         self.down = GroupedLinear(copies, config.mlp_width, config.width, config.mlp_bias)
         self.scale = empty(copies, config.width) if config.layer_scale else None
-        self.activation_dropout = nn.Dropout(config.activation_dropout)
-        self.output_dropout = nn.Dropout(config.output_dropout)
+        self.activation_dropout = Dropout(config.activation_dropout)
+        self.output_dropout = Dropout(config.output_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[N, B, T, d]` to `[max(N, G), B, T, d]`; LayerScale and dropout applied, residual not added."""
@@ -338,6 +354,50 @@ class GroupedNorm(nn.Module):
         if x.shape[2] == sum(sizes):  # all copies side by side
             return torch.cat([self.of_copy(one, part) for one, part in enumerate(x.split(sizes, dim=2))], dim=2)
         return self(x.unflatten(0, (copies, -1))).flatten(0, 1)  # copies on the batch axis
+
+
+# --- dropping ----------------------------------------------------------------------------------------------
+
+_THREAD = threading.local()  # `rule`: what `dropping` says in this thread; absent or None where it says nothing
+
+
+@contextmanager
+def dropping(rule: bool | torch.Generator) -> Iterator[None]:
+    """Inside, in this thread alone, layers drop nothing (False), or by a generator, whatever mode they are in.
+
+    No flag of a module is changed: other threads may run, or train, the same model meanwhile.
+    """
+    before = getattr(_THREAD, "rule", None)
+    _THREAD.rule = rule
+    try:
+        yield
+    finally:
+        _THREAD.rule = before
+
+
+def drops(module: nn.Module) -> bool | torch.Generator:
+    """Whether a layer drops: as `dropping` says, else in training mode; a generator where one is to be used."""
+    rule: bool | torch.Generator | None = getattr(_THREAD, "rule", None)
+    return module.training if rule is None else rule
+
+
+class Dropout(nn.Dropout):
+    """Dropout that does what `dropping` says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Zero some of the activations and scale the others up."""
+        by = self.p > 0.0 and drops(self)
+        if isinstance(by, torch.Generator):
+            return dropped(x, self.p, by)
+        return F.dropout(x, self.p) if by else x
+
+
+def dropped(x: Tensor, p: float, generator: torch.Generator) -> Tensor:
+    """What `F.dropout` gives, with random numbers from a generator of one's own."""
+    return x * torch.empty_like(x).bernoulli_(1.0 - p, generator=generator).div_(1.0 - p)
+
+
+# --- small parts -------------------------------------------------------------------------------------------
 
 
 def empty(*shape: int) -> nn.Parameter:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -89,11 +90,11 @@ def unequal(states: Sequence[Mapping[str, Tensor]]) -> list[str]:
     return [name for name, tensor in states[0].items() if any(differs(tensor, state[name]) for state in states[1:])]
 
 
-def member_index(index: int, members: int) -> int:
+def member_index(index: object, members: int) -> int:
     """A member's number, counted from 0; negative ones count from the end."""
-    if not -members <= index < members:
+    if isinstance(index, bool) or not isinstance(index, Integral) or not -members <= int(index) < members:
         raise ConfigError(f"member {index} does not exist: there are {members}, counted from 0")
-    return index % members
+    return int(index) % members
 
 
 def are_several(members: object) -> TypeGuard[Iterable[Any]]:

@@ -83,6 +83,13 @@ class Metadata:
     metrics: Mapping[str, float] = field(default_factory=dict)
     text_side: "TextSide | None" = field(default=None, metadata=ADDED_LATER)
 
+    def __post_init__(self) -> None:
+        """Refuse class names that are none: a string is not a list of its letters."""
+        given: Any = self.labels
+        if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
+            raise ConfigError(f"labels must be a list of names, one for each class, got {given!r}")
+        object.__setattr__(self, "labels", tuple(given))
+
     def after(self, line: str, **changes: Any) -> "Metadata":
         """Metadata once the model was changed: one more line of history; calibration and metrics do not carry over."""
         return replace(self, calibration=None, metrics={}, history=(*self.history, line), **changes)

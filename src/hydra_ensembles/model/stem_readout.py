@@ -4,9 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import DataError
 from .config import EnsembleConfig, PatchStemConfig, ProjectionConfig, Resample, TextStemConfig
-from .layers import ACTIVATIONS, GroupedLinear, GroupedNorm, attend, empty
+from .layers import ACTIVATIONS, Dropout, GroupedLinear, GroupedNorm, attend, empty
 
 
 class PatchStem(nn.Module):
@@ -23,11 +22,11 @@ class PatchStem(nn.Module):
         self.register_tokens = empty(copies, config.registers, width) if config.registers else None
         self.position = empty(copies, config.position_prefix + rows * columns, width)
         self.norm = GroupedNorm(copies, width, config.norm_eps) if config.norm else None
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, images: Tensor) -> Tensor:
         """Embed images `[B, channels, H, W]` as `[G, B, T, d]`; any size that is a multiple of the patch."""
-        grid = self._grid_of(images)
+        grid = images.shape[2] // self.config.patch_size[0], images.shape[3] // self.config.patch_size[1]
         copies, width = self.patch.shape[:2]
         bias = None if self.patch_bias is None else self.patch_bias.flatten()
         x = F.conv2d(images, self.patch.flatten(0, 1), bias, stride=self.config.patch_size)  # [B, G·d, h, w]
@@ -49,18 +48,6 @@ class PatchStem(nn.Module):
             return None
         joined, covered = torch.cat(present, dim=1), self.config.position_prefix
         return torch.cat([joined[:, :covered] + position[:, :covered], joined[:, covered:]], dim=1)
-
-    def _grid_of(self, images: Tensor) -> tuple[int, int]:
-        channels, patch = self.config.channels, self.config.patch_size
-        if not images.is_floating_point():
-            raise DataError(f"images are {images.dtype}; give normalised floats, or PIL images to `predict`")
-        if images.dim() != 4 or images.shape[1] != channels:
-            raise DataError(f"expected images of shape [batch, {channels}, height, width], got {list(images.shape)}")
-        height, width = images.shape[2:]
-        if height % patch[0] or width % patch[1] or not height or not width:
-            advice = f"resize them, for example to {self.config.image_size}"
-            raise DataError(f"images are {height}x{width}, which the patch size {patch} does not divide; {advice}")
-        return height // patch[0], width // patch[1]
 
 
 def resample_position(
@@ -93,16 +80,10 @@ class TextStem(nn.Module):
         self.segments = empty(copies, config.segments, embedding) if config.segments else None
         self.norm = GroupedNorm(copies, embedding, config.norm_eps) if config.norm else None
         self.project = GroupedLinear(copies, embedding, width) if config.project else None
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, ids: Tensor, segments: Tensor | None = None) -> Tensor:
         """Embed token ids `[B, T]` (and segment ids of the same shape) as `[G, B, T, d]`."""
-        if ids.dim() != 2 or ids.is_floating_point():
-            raise DataError(f"expected token ids [batch, tokens] as integers, got {ids.dtype} {list(ids.shape)}")
-        if segments is not None and segments.shape != ids.shape:
-            raise DataError(f"segments have shape {list(segments.shape)}, token ids {list(ids.shape)}; give both alike")
-        if not 0 < ids.shape[1] <= self.config.max_tokens:
-            raise DataError(f"got {ids.shape[1]} tokens, there may be 1 to {self.config.max_tokens}; truncate them")
         x = lookup(self.words, ids) + lookup(self.positions, self._position_ids(ids))
         if self.segments is not None:
             x = x + lookup(self.segments, torch.zeros_like(ids) if segments is None else segments)
@@ -149,8 +130,8 @@ class Readout(nn.Module):
             self.classifier = GroupedLinear(copies, features, readout.num_classes, readout.bias)
             if readout.pool == "distilled":
                 self.distillation_classifier = GroupedLinear(copies, features, readout.num_classes, readout.bias)
-        self.dropout = nn.Dropout(readout.dropout)
-        self.hidden_dropout = nn.Dropout(readout.hidden_dropout)
+        self.dropout = Dropout(readout.dropout)
+        self.hidden_dropout = Dropout(readout.hidden_dropout)
 
     def tokens_read(self) -> slice | None:
         """Positions this readout looks at, or None when it may need any of them."""

@@ -1,5 +1,6 @@
 """Running a frozen ensemble: by which plan, compiled or not, recorded or not, and what is fastest here."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,9 +11,11 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
+from ..batches import Inputs
 from ..errors import ConfigError
-from ..model.cost import Given, times_in_turn
+from ..model.cost import times_in_turn
 from ..model.ensemble import Ensemble
+from ..model.given import Given, require_at_home
 from ..prediction import Prediction
 from .freeze import Plan, frozen, with_plan
 
@@ -32,7 +35,8 @@ class OptimizedEnsemble:
 
     What all members have in common is stored and computed once, constants are folded into the weights. For every
     shape of input the plans are measured once, at its first call, and the fastest is used from then on (compiled, if
-    asked for). Any batch size gives the numbers of the ensemble, up to rounding. Not for several threads at a time.
+    asked for). Any batch size gives the numbers of the ensemble, up to rounding. Threads may share it: what is
+    measured, compiled or recorded runs for one of them at a time.
 
     `config`, `metadata`, `kind`, `num_members`, `num_classes` and `device` are those of the ensemble.
 
@@ -83,6 +87,8 @@ class OptimizedEnsemble:
         self.config, self.metadata, self.description = ensemble.config, ensemble.metadata, ensemble.describe()
         self.kind, self.num_members, self.num_classes = ensemble.kind, ensemble.num_members, ensemble.num_classes
         self.choices: dict[Key, Choice] = {}
+        self._one_at_a_time = _Lock()
+        self._stream: Any = None  # the one that graphs were last replayed on
         self._compile, self._dynamic, self._compiled_shapes = compile, dynamic, compiled_shapes
         self._graphed = on_cuda if graphs is None else graphs
         self._pool: Any = torch.cuda.graph_pool_handle() if self._graphed else None
@@ -91,27 +97,43 @@ class OptimizedEnsemble:
         self._plain: dict[Plan, Run] = {plan: self._with_graphs(module) for plan, module in self._modules.items()}
         self._compiled: dict[Plan, Run] = {}
         self._model = next(iter(self._modules.values()))  # the ensemble as it was, to read inputs and name results
+        self._home = next(self._model.parameters())
         if example_inputs is not None:
             self(example_inputs)
 
     @torch.inference_mode()
     def __call__(
-        self, inputs: Given, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+        self,
+        inputs: Given | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **named: Any,
     ) -> Tensor:
-        """Member logits `[M, B, C]`."""
-        arguments = self._arguments(inputs, attention_mask, token_type_ids)
-        choice = self._choice(arguments)
-        run = self._compiled[choice.plan] if choice.compiled else self._plain[choice.plan]
+        """Member logits `[M, B, C]`; takes what `Ensemble.forward` takes."""
+        arguments = self._arguments(inputs, attention_mask, token_type_ids, **named)
+        with self._one_at_a_time.lock:
+            self._take_turns()
+            choice = self._choice(arguments)
+            run = self._compiled[choice.plan] if choice.compiled else self._plain[choice.plan]
+            if choice.compiled or self._graphed:  # settings of the compiler, and buffers of graphs, are not for two
+                return run(*arguments)
         return run(*arguments)
 
     def predict(self, inputs: Any, check_finite: bool = True) -> Prediction:
         """Label, confidence and uncertainty of a batch; takes what `Ensemble.predict` takes."""
-        return self._model.prediction(self(self._model.prepare(inputs)), check_finite)
+        return self._model.prediction(self(self.prepare(inputs)), check_finite)
+
+    def prepare(self, inputs: Any) -> Inputs:
+        """As `Ensemble.prepare`."""
+        return self._model.prepare(inputs)
 
     @torch.inference_mode()
     def choice_for(self, inputs: Given) -> "Choice":
         """How inputs of this shape are run; measured if need be."""
-        return self._choice(self._arguments(inputs, None, None))
+        arguments = self._arguments(inputs)
+        with self._one_at_a_time.lock:
+            self._take_turns()
+            return self._choice(arguments)
 
     def module(self, plan: Plan) -> Ensemble:
         """The rewritten ensemble as it runs by a plan: uncompiled, without graphs."""
@@ -141,9 +163,11 @@ class OptimizedEnsemble:
         settings = f"plans={list(self._modules)}, compile={self._compile}, graphs={self._graphed}, dtype={self.dtype}"
         return f"OptimizedEnsemble({settings}, memory={self.memory_bytes / 1e6:.1f} MB, shapes={len(self.choices)})"
 
-    def _arguments(self, inputs: Given, attention_mask: Tensor | None, token_type_ids: Tensor | None) -> Arguments:
-        main, mask, segments = self._model.unpack(inputs, attention_mask, token_type_ids)
-        return main.to(self.dtype) if main.is_floating_point() else main, mask, segments
+    def _arguments(self, *given: Any, **named: Any) -> Arguments:
+        main, mask, segments = self._model.unpack(*given, **named)
+        main = main.to(self.dtype) if main.is_floating_point() else main
+        require_at_home((main, mask, segments), self._home)
+        return main, mask, segments
 
     def _choice(self, arguments: Arguments) -> "Choice":
         """How arguments of these shapes are run: as before, or by measuring where there are several plans."""
@@ -182,8 +206,26 @@ class OptimizedEnsemble:
         self._compiled[choice.plan](*arguments)
         return replace(choice, compiled=True)
 
+    def _take_turns(self) -> None:
+        """Let a stream wait for the one before it: their graphs read from the same buffers."""
+        if self._graphed:
+            stream = torch.cuda.current_stream(self.device)
+            if self._stream not in (None, stream):
+                stream.wait_stream(self._stream)
+            self._stream = stream
+
     def _with_graphs(self, function: Run) -> Run:
         return GraphCache(function, self._pool) if self._graphed else function
+
+
+class _Lock:
+    """A lock that a copy, or a pickle, has anew."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type["_Lock"], tuple[()]]:
+        return _Lock, ()
 
 
 def _sensible_plans(ensemble: Ensemble) -> tuple[Plan, ...]:
@@ -295,6 +337,6 @@ class GraphCache:
                 self._function(*buffers)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # others may go on
             result = self._function(*buffers)
         return graph, buffers, result

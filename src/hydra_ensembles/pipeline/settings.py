@@ -21,7 +21,6 @@ from ..batches import (
     fingerprint,
     iterate,
     length_of,
-    move,
     require_labels,
     require_rereadable,
     size_of,
@@ -159,7 +158,7 @@ class BuildData:
         for name, inputs in first.items():
             try:
                 with torch.no_grad():
-                    base(move(changed(inputs, lambda tensor: tensor[:1]), base.device, base.dtype))
+                    base(base.prepare(changed(inputs, lambda tensor: tensor[:1])))
             except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
                 raise DataError(f"the model cannot read the first batch of {name}: {error}") from error
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._utils import derive_seed, evaluation_mode, torch_seeded
 from ..arguments import checked
-from ..batches import Batches, Inputs, changed, iterate, move, read_batch, require_labels, size_of
+from ..batches import Batches, Inputs, changed, iterate, read_batch, require_labels, size_of
 from ..errors import ConfigError, DataError
 from ..model.clip import require_ensemble
 from ..model.ensemble import Ensemble
@@ -68,7 +68,7 @@ class EnsembleLearner(Learner[Batch]):
             wrapped, last = self.parallel, index + 1 == len(group)
             kept = nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()
             with kept, torch_seeded(derive_seed(seed, index, self.runtime.ranks.rank), device):  # exchanged at the last
-                own = move(inputs, device, self.model.dtype)
+                own = self.model.prepare(inputs)
                 own = changed(own, lambda x: x.clone() if x.is_inference() else x)  # or they would give no gradients
                 with self.autocast():
                     logits = wrapped(own)  # [M, B, C]
@@ -91,7 +91,7 @@ class EnsembleLearner(Learner[Batch]):
                     continue
                 target = require_labels(labels, self.model.num_classes, "validation", index).to(device)
                 with self.autocast():
-                    logits = self.model(move(inputs, device, self.model.dtype))  # [M, B, C]
+                    logits = self.model(self.model.prepare(inputs))  # [M, B, C]
                 log_probs = logits.double().log_softmax(-1).logsumexp(0) - math.log(logits.shape[0])  # [B, C]
                 correct = (log_probs.argmax(1) == target).sum()
                 nll = -log_probs.gather(1, target[:, None]).sum()

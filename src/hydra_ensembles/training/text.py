@@ -13,11 +13,12 @@ from torch.nn import functional as F
 
 from .._utils import derive_seed, evaluation_mode, torch_seeded
 from ..arguments import checked
-from ..batches import Batches, Inputs
+from ..batches import Batches, Inputs, read_labels
 from ..errors import ConfigError, DataError
 from ..model.clip import DualEncoder
 from ..model.config import output_width
 from ..model.ensemble import Ensemble
+from ..model.layers import dropping
 from .loop import Job, Learner, Runtime, train_best
 from .recipe import Recipe, trainable_state
 
@@ -34,7 +35,7 @@ def image_features(dual: DualEncoder, batches: Batches) -> Tensor:
 
     Batches are what `encode_image` takes, without texts and labels; the tower runs in evaluation mode.
     """
-    with evaluation_mode(dual.image):
+    with dropping(False):
         parts = [_features(dual.image, images, f"batch {index}") for index, images in enumerate(batches)]
     if not parts:
         raise DataError("there are no batches to compute image features of; check the data")
@@ -101,15 +102,12 @@ def read_pairs(raw: Any, name: str, index: int = 0) -> Pairs:
     if isinstance(texts, str):
         raise DataError(f"the texts of {where} are one string; give a list of strings, one per image")
     texts = list(texts) if isinstance(texts, tuple) else texts
-    labels = None if labels is None else torch.as_tensor(labels)
-    if labels is not None and (labels.dim() != 1 or labels.is_floating_point()):
-        raise DataError(f"labels in {where} must be whole numbers [B], got {labels.dtype} {list(labels.shape)}")
-    given = {"images": images, "texts": texts, **({} if labels is None else {"labels": labels})}
+    given = {"images": images, "texts": texts}
     firsts = {what: next(iter(one.values()), ()) if isinstance(one, Mapping) else one for what, one in given.items()}
-    if len({len(one) for one in firsts.values()}) > 1 or not len(firsts["texts"]):
+    if len(firsts["images"]) != len(firsts["texts"]) or not len(firsts["texts"]):
         listed = ", ".join(f"{len(one)} {what}" for what, one in firsts.items())
-        raise DataError(f"{where} has {listed}; every image needs one text, and one label where there are any")
-    return images, texts, labels
+        raise DataError(f"{where} has {listed}; every image needs one text")
+    return images, texts, None if labels is None else read_labels(labels, len(firsts["texts"]), where)
 
 
 class TextLearner(Learner[Pairs]):

@@ -82,6 +82,8 @@ def test_an_optimized_ensemble_is_evaluated_as_the_one_it_was_made_from():
     assert found.provenance.hardware == expected.provenance.hardware
     with pytest.raises(ConfigError, match=r"cpu.*cuda"), running(fast, torch.device("cuda")):
         pass
+    with pytest.raises(ConfigError, match="meta"):
+        evaluate(calibrated, data, progress=False, device="meta")
 
 
 def test_any_callable_with_two_axes_counts_as_one_member():

@@ -189,7 +189,7 @@ def test_validation_keeps_the_best_weights_and_decides_a_grid():
     [
         ([], "train has no batches"),
         ([(torch.zeros(3, 3, 8, 8), ["a", "b"], None)], "3 images, 2 texts"),
-        ([(torch.zeros(2, 3, 8, 8), ["a", "b"], torch.zeros(3, dtype=torch.long))], "2 texts, 3 labels"),
+        ([(torch.zeros(2, 3, 8, 8), ["a", "b"], torch.zeros(3, dtype=torch.long))], "labels in batch 0 of train"),
         ([(torch.zeros(2, 3, 8, 8), ["a", "b"], torch.zeros(2))], "must be whole numbers"),
         ([(torch.zeros(2, 3, 8, 8), "ab", None)], "one string"),
         ([torch.zeros(2, 3, 8, 8)], "batch 0 of train"),

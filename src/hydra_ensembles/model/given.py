@@ -1,0 +1,153 @@
+"""What a model is given: names, shapes and ranges of its inputs, looked at before anything is computed.
+
+Nothing that could change an answer is passed over in silence. Values are looked at while they lie on the CPU, where
+data come from: a tensor on a GPU is not read back, and compiled code does not look either.
+"""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..batches import looks_like_input, tensors_of
+from ..errors import DataError
+from .config import PatchStemConfig, TextStemConfig
+
+Given = Tensor | Mapping[str, Tensor]
+Arguments = tuple[Tensor, Tensor | None, Tensor | None]  # images or token ids, mask, segments
+
+READ: dict[Literal["image", "text"], tuple[str, ...]] = {
+    "image": ("pixel_values",),
+    "text": ("input_ids", "attention_mask", "token_type_ids"),
+}
+"""What models read, by the names that processors and tokenizers give; the main input first."""
+
+PASSED_OVER = (
+    "labels",
+    "label",
+    "label_ids",
+    "idx",
+    "length",
+    "special_tokens_mask",
+    "offset_mapping",
+    "overflow_to_sample_mapping",
+    "num_truncated_tokens",
+)
+"""What processors and data sets put beside inputs, and what changes no answer. In a mapping there may also be what no
+model could take for an input: texts, file names, objects, and one number for each sample."""
+
+
+def gathered(
+    kind: Literal["image", "text"], inputs: Any, attention_mask: Any, token_type_ids: Any, named: Mapping[str, Any]
+) -> Arguments:
+    """The tensors that a model of this kind reads, out of what `forward` was called with; not yet held against it.
+
+    Raises:
+        DataError: The main input is missing, something was given twice, or something would be left unread.
+    """
+    main, *beside = READ[kind]
+    if isinstance(inputs, Tensor) and not named and attention_mask is None and token_type_ids is None:
+        return inputs, None, None
+    given = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, **named}
+    given = {name: value for name, value in given.items() if value is not None}
+    unknown = [name for name in named if name not in (main, *beside, *PASSED_OVER)]
+    if unknown:
+        raise DataError(_not_read(unknown[0], kind))
+    whole = inputs if isinstance(inputs, Mapping) else {} if inputs is None else {main: inputs}
+    twice = sorted(name for name in given if whole.get(name) is not None)
+    if twice:
+        raise DataError(f"{twice} are given twice, inside the inputs and as arguments; give each once")
+    found = tensors_of({**whole, **given}, "the inputs")
+    for name, tensor in found.items():
+        if name not in (main, *beside, *PASSED_OVER) and (tensor.dim() > 1 or looks_like_input(name)):
+            raise DataError(_not_read(name, kind))
+    if main not in found:
+        got = sorted(map(str, {**whole, **given}))
+        raise DataError(f"expected a tensor or a mapping with {main!r}, got {got or 'nothing'}")
+    mask, segments = (found.get(name) if name in beside else None for name in ("attention_mask", "token_type_ids"))
+    return found[main], mask, segments
+
+
+def _not_read(name: str, kind: Literal["image", "text"]) -> str:
+    near = get_close_matches(name, READ[kind], 1)
+    advice = f"did you mean {near[0]!r}?" if near else "leave it out"
+    return f"the inputs hold {name!r}, which is not read; {kind} models read {', '.join(READ[kind])}: {advice}"
+
+
+def fitting_images(config: PatchStemConfig, images: Tensor) -> None:
+    """Refuse images that a stem of this configuration cannot cut into patches."""
+    channels, patch = config.channels, config.patch_size
+    if not images.is_floating_point():
+        raise DataError(f"images are {images.dtype}; give normalised floats, or PIL images to `predict`")
+    if images.dim() != 4 or images.shape[1] != channels:
+        raise DataError(f"expected images of shape [batch, {channels}, height, width], got {list(images.shape)}")
+    height, width = images.shape[2:]
+    if height % patch[0] or width % patch[1] or not height or not width:
+        advice = f"resize them, for example to {config.image_size}"
+        raise DataError(f"images are {height}x{width}, which the patch size {patch} does not divide; {advice}")
+
+
+def fitting_tokens(config: TextStemConfig, ids: Tensor, mask: Tensor | None, segments: Tensor | None) -> Arguments:
+    """Token ids and segments as int32 or int64 and a mask of 0 and 1, provided they fit each other and the stem."""
+    if ids.dim() != 2 or not _whole(ids) or ids.dtype == torch.bool:
+        raise DataError(f"expected token ids [batch, tokens] as integers, got {ids.dtype} {list(ids.shape)}")
+    if not 0 < ids.shape[1] <= config.max_tokens:
+        raise DataError(f"got {ids.shape[1]} tokens, there may be 1 to {config.max_tokens}; truncate them")
+    for name, other in (("attention_mask", mask), ("token_type_ids, the segments,", segments)):
+        if other is not None and (other.shape != ids.shape or other.is_meta != ids.is_meta):
+            raise DataError(f"{name} must be like the token ids, {list(ids.shape)}; got {list(other.shape)}")
+    ids = _in_range(ids, config.vocabulary, "token ids", "the vocabulary; use the tokenizer of this model")
+    if segments is not None:
+        if not _whole(segments):
+            raise DataError(f"token_type_ids must be integers, got {segments.dtype}")
+        segments = _in_range(segments, max(config.segments, 1), "token_type_ids", "the segments this model knows")
+    return ids, None if mask is None else _fitting_mask(mask), segments
+
+
+def _fitting_mask(mask: Tensor) -> Tensor:
+    """A mask of 1 (read) and 0 (padding); what is added to attention scores (0 and -inf) would read as its opposite."""
+    advice = "give 1 for tokens and 0 for padding, at least one token each; of an additive mask that is `mask == 0`"
+    if _visible(mask):
+        ones = mask == 1
+        if not bool((ones | (mask == 0)).all()) or not bool(ones.any(1).all()):
+            what = f"attention_mask ({mask.dtype}) has other values than 0 and 1, or a row without a token"
+            raise DataError(f"{what}; {advice}")
+        return mask if _whole(mask) else ones
+    if not _whole(mask):
+        raise DataError(f"attention_mask is {mask.dtype}, and on a GPU its values are not looked at; {advice}, as bool")
+    return mask
+
+
+def _in_range(numbers: Tensor, end: int, name: str, of: str) -> Tensor:
+    """Numbers as int32 or int64; refused, where they can be seen, if one is negative or at least `end`."""
+    numbers = numbers if numbers.dtype in (torch.int32, torch.int64) else numbers.long()
+    if _visible(numbers) and numbers.numel():
+        low, high = (int(bound) for bound in numbers.aminmax())
+        if low < 0 or high >= end:
+            raise DataError(f"{name} run from {low} to {high}; 0 to {end - 1} are {of}")
+    return numbers
+
+
+def _whole(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _visible(tensor: Tensor) -> bool:
+    """Whether the values of a tensor can be read without waiting for anything."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def require_at_home(tensors: Arguments, home: Tensor | None) -> None:
+    """Refuse inputs that lie elsewhere than the parameters (`home` is one), or whose dtype they cannot be used with."""
+    if home is None:  # a replica of `nn.DataParallel` has none of its own
+        return
+    for tensor in tensors:
+        if tensor is not None and tensor.device != home.device:
+            advice = "move one of them, or use `predict`"
+            raise DataError(f"the inputs are on {tensor.device} and the model is on {home.device}; {advice}")
+    main = tensors[0]
+    if main.is_floating_point() and main.dtype != home.dtype and not torch.is_autocast_enabled(main.device.type):
+        advice = "convert one of them, or use `predict`"
+        raise DataError(f"the inputs are {main.dtype} and the model is {home.dtype}; {advice}")

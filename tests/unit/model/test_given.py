@@ -1,0 +1,283 @@
+"""What a model is given: every way in reads the same inputs, and nothing that changes an answer is passed over."""
+
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import hydra_ensembles as he
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.evaluation.evaluate import evaluate
+from random_ensembles import CLASSES, random_ensemble
+
+TEXT, IMAGE = "text-segments-projected", "image-cls"  # 20 words, 2 segments; images [3, 4, 6]
+GENERATOR = torch.Generator().manual_seed(3)
+IDS = torch.randint(2, 20, (6, 7), generator=GENERATOR)
+MASK = (torch.arange(7)[None] < torch.tensor([7, 3, 5, 4, 6, 2])[:, None]).long()
+SEGMENTS = (torch.arange(7)[None] > 2).long() * MASK
+LABELS = torch.tensor([0, 1, 2, 3, 0, 1])
+BATCH = {"input_ids": IDS, "attention_mask": MASK, "token_type_ids": SEGMENTS}
+PIXELS = torch.randn(2, 3, 4, 6, generator=GENERATOR)
+RECIPE = he.Recipe(learning_rate=0.1, epochs=1)
+
+
+def model(shape: str = TEXT, members: int = 1) -> he.Ensemble:
+    single = random_ensemble(shape, dtype=torch.float32)
+    return single if members == 1 else he.Ensemble.stack([single, random_ensemble(shape, dtype=torch.float32, seed=1)])
+
+
+WAYS: dict[str, Callable[[he.Ensemble, Any], Tensor]] = {
+    "forward": lambda one, batch: one(batch),
+    "keywords": lambda one, batch: one(**batch) if not isinstance(batch, Tensor) else one(batch),
+    "features": lambda one, batch: one.features(batch),
+    "predict": lambda one, batch: one.predict(batch).member_logits,
+    "optimized": lambda one, batch: one.optimize()(batch),
+    "optimized predict": lambda one, batch: one.optimize().predict(batch).member_logits,
+    "optimized keywords": lambda one, batch: one.optimize()(**batch) if not isinstance(batch, Tensor) else one(batch),
+    "mc_dropout": lambda one, batch: he.mc_dropout(one, 0.1, 2)(batch),
+    "mc_dropout predict": lambda one, batch: he.mc_dropout(one, 0.1, 2).predict(batch).member_logits,
+    "stack": lambda one, batch: he.Ensemble.stack([one, one])(batch),
+}
+
+
+def numbers(ranking: he.HeadRanking) -> list[Any]:
+    return [ranking.heads, ranking.scores]
+
+
+def built(one: he.Ensemble, batch: Any) -> Any:
+    settings = he.HydraConfig(prune=2, members=2, strategy="random")
+    return dict(he.build(one, settings, train=[(batch, LABELS)], id=[(batch, LABELS)], progress=False).state_dict())
+
+
+LONG_WORK: dict[str, Callable[[he.Ensemble, Any], Any]] = {
+    "evaluate": lambda one, batch: evaluate(one, [(batch, LABELS)], progress=False).numbers(),
+    "calibrate": lambda one, batch: he.calibrate(one, [(batch, LABELS)]).metadata.calibration,
+    "taylor": lambda one, batch: numbers(he.taylor(one, [(batch, LABELS)], budget=3, scope="global")),
+    "finetune": lambda one, batch: dict(he.finetune(one, [(batch, LABELS)], RECIPE, progress=False).state_dict()),
+    "extract_circuit": lambda one, batch: numbers(
+        he.extract_circuit(one, [(batch, LABELS)], budget=2, score="acc", method="naive", progress=False)
+    ),
+    "build": built,
+}
+
+
+# --- read in every form ----------------------------------------------------------------------------------------
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "arrays": {"attention_mask": MASK.numpy(), "token_type_ids": SEGMENTS.numpy().astype(np.int8)},
+    "lists": {"attention_mask": MASK.tolist(), "token_type_ids": SEGMENTS.tolist()},
+    "rows": {"attention_mask": list(MASK.numpy()), "token_type_ids": list(SEGMENTS)},
+    "bool": {"attention_mask": MASK.bool(), "token_type_ids": SEGMENTS.bool()},
+    "floats of 0 and 1": {"attention_mask": MASK.float()},
+    "narrow ids": {"input_ids": IDS.to(torch.uint8), "token_type_ids": SEGMENTS.to(torch.int16)},
+    "ids in an array": {"input_ids": IDS.numpy().astype(np.int32)},
+    "labels and other columns": {"labels": LABELS, "idx": torch.arange(6), "special_tokens_mask": 1 - MASK},
+    "nothing where nothing is read": {"position_ids": None, "inputs_embeds": None},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_answer_everywhere(form: str) -> None:
+    one, batch = model(), {**BATCH, **FORMS[form]}
+    passed = {name: value for name, value in batch.items() if value is not None}
+    for way, run in WAYS.items():
+        given = passed if "keywords" in way else UserDict(batch)
+        torch.testing.assert_close(run(one, given), run(one, BATCH), rtol=1e-4, atol=1e-5, msg=way)
+    without = one({"input_ids": IDS})
+    assert not torch.allclose(one(batch), without, atol=1e-3)  # mask and segments count
+
+
+@pytest.mark.parametrize("work", LONG_WORK)
+def test_long_work_reads_arrays_and_refuses_what_it_would_not_read(work: str) -> None:
+    run, one = LONG_WORK[work], model()
+    found, expected = (run(one, batch) for batch in ({**BATCH, **FORMS["lists"]}, BATCH))
+    assert found.keys() == expected.keys() if isinstance(found, dict) else found == expected
+    if isinstance(found, dict):
+        assert all(np.array_equal(found[name], expected[name], equal_nan=True) for name in found)
+    misspelt = {"input_ids": IDS, "attention_masks": MASK.numpy()}
+    for batch, token in ((misspelt, "attention_mask"), ({**BATCH, "input_ids": IDS + 9}, "vocabulary")):
+        with pytest.raises(DataError, match=token):
+            run(one, batch)
+
+
+def test_the_keywords_of_a_tokenizer_and_of_an_image_processor() -> None:
+    text, image = model(members=2), model(IMAGE, members=2)
+    assert torch.equal(text(**BATCH), text(IDS, MASK, SEGMENTS))
+    assert torch.equal(image(pixel_values=PIXELS, labels=None), image(PIXELS))
+    assert torch.equal(image.optimize()(pixel_values=PIXELS), image.optimize()(PIXELS))
+    for arguments in ({"pixel_value": PIXELS}, {}, {"input_ids": IDS, "output_attentions": True}):
+        with pytest.raises(DataError, match="pixel_values"):
+            image(**arguments)
+    for arguments in ({**BATCH, "inputs": IDS}, {"inputs": BATCH, "attention_mask": MASK}):
+        with pytest.raises(DataError, match="twice"):
+            text(**arguments)
+
+
+def test_a_mapping_with_the_inputs_of_both_towers_serves_both() -> None:
+    image, text = random_ensemble(IMAGE, dtype=torch.float32), random_ensemble("text-causal", dtype=torch.float32)
+    dual, both = he.DualEncoder(image, text), {"pixel_values": PIXELS, "input_ids": IDS[:2], "attention_mask": MASK[:2]}
+    apart = dual({"pixel_values": PIXELS}, {"input_ids": IDS[:2], "attention_mask": MASK[:2]})
+    assert torch.equal(dual(both, both), apart)
+    with pytest.raises(DataError, match="input_ids"):
+        image(both)
+
+
+# --- refused -----------------------------------------------------------------------------------------------------
+
+
+ADDED = torch.zeros(6, 7).masked_fill(MASK == 0, -torch.inf)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a misspelt mask": ({"attention_masks": MASK}, "did you mean 'attention_mask'"),
+    "a misspelt list": ({"attention_masks": MASK.tolist()}, "did you mean 'attention_mask'"),
+    "positions": ({"position_ids": torch.arange(7)}, "position_ids"),
+    "embeddings": ({"inputs_embeds": torch.zeros(6, 7, 10)}, "inputs_embeds"),
+    "a mask of heads": ({"head_mask": torch.ones(3, 4)}, "head_mask"),
+    "images for a text model": ({"pixel_values": PIXELS}, "pixel_values"),
+    "something with axes": ({"boxes": torch.zeros(6, 7, 4)}, "boxes"),
+    "a ragged mask": ({"attention_mask": [[1, 1], [1]]}, "attention_mask"),
+    "a mask of objects": ({"attention_mask": object()}, "attention_mask"),
+    "a mask of 0 and -inf": ({"attention_mask": ADDED}, "additive"),
+    "a mask of 0 and -1e9": ({"attention_mask": ADDED.clamp(min=-1e9)}, "additive"),
+    "a mask of 0 alone": ({"attention_mask": torch.zeros(6, 7)}, "additive"),
+    "a mask of four axes": ({"attention_mask": ADDED[:, None, None]}, "attention_mask"),
+    "a mask with NaN": ({"attention_mask": MASK * torch.nan}, "0 and 1"),
+    "a mask with twos": ({"attention_mask": MASK * 2}, "0 and 1"),
+    "a mask of another length": ({"attention_mask": MASK[:, :4]}, "attention_mask"),
+    "a mask without values": ({"attention_mask": MASK.to("meta")}, "attention_mask"),
+    "ids beyond the vocabulary": ({"input_ids": IDS + 9}, "vocabulary"),
+    "negative ids": ({"input_ids": IDS - 9}, "vocabulary"),
+    "ids of one bit": ({"input_ids": IDS > 9}, "integers"),
+    "floating ids": ({"input_ids": IDS.float()}, "integers"),
+    "complex ids": ({"input_ids": IDS.cfloat()}, "integers"),
+    "ids of one axis": ({"input_ids": IDS[0]}, "batch, tokens"),
+    "ids without values": ({name: tensor.to("meta") for name, tensor in BATCH.items()}, "meta"),
+    "no tokens": ({name: tensor[:, :0] for name, tensor in BATCH.items()}, "0 tokens"),
+    "too many tokens": ({name: tensor.repeat(1, 3) for name, tensor in BATCH.items()}, "truncate"),
+    "segments out of range": ({"token_type_ids": SEGMENTS + 1}, "segments"),
+    "negative segments": ({"token_type_ids": SEGMENTS - 1}, "segments"),
+    "floating segments": ({"token_type_ids": SEGMENTS.float()}, "token_type_ids"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_everywhere(case: str) -> None:
+    changes, token = REFUSED[case]
+    one = model()
+    for run in WAYS.values():
+        with pytest.raises(DataError, match=token):
+            run(one, {**BATCH, **changes})
+
+
+@pytest.mark.parametrize(
+    ("images", "token"),
+    [
+        (PIXELS[:, :1], r"\[2, 1, 4, 6\]"),
+        (torch.zeros(2, 3, 0, 6), "0x6"),
+        (PIXELS.byte(), "uint8"),
+        (PIXELS.cfloat(), "complex64"),
+        (PIXELS.to("meta"), "meta"),
+        ({"pixel_values": PIXELS, "pixel_mask": torch.ones(2, 4, 6)}, "pixel_mask"),
+        ({"pixel_values": PIXELS, "attention_mask": torch.ones(2, 4)}, "attention_mask"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused_everywhere(images: Any, token: str) -> None:
+    one = model(IMAGE)
+    for run in WAYS.values():
+        with pytest.raises(DataError, match=token):
+            run(one, images)
+
+
+def test_segments_of_a_model_that_has_none_are_refused_unless_they_say_nothing() -> None:
+    one = random_ensemble("text-post-norm", dtype=torch.float32)
+    assert torch.equal(one(IDS, MASK, torch.zeros_like(IDS)), one(IDS, MASK))
+    with pytest.raises(DataError, match="segments"):
+        one(IDS, MASK, SEGMENTS)
+
+
+def test_forward_names_a_dtype_that_does_not_fit_and_predict_converts_it() -> None:
+    one = model(IMAGE)
+    with pytest.raises(DataError, match=r"float64.*float32"):
+        one(PIXELS.double())
+    assert torch.equal(one.predict(PIXELS.double()).probs, one.predict(PIXELS).probs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert one(PIXELS.bfloat16()).shape == (1, 2, CLASSES)
+
+
+@pytest.mark.parametrize("labels", [LABELS.cfloat(), LABELS.to("meta"), ["cat"] * 6, LABELS.float(), LABELS[:3]])
+@pytest.mark.parametrize("work", [name for name in LONG_WORK if name != "build"])
+def test_labels_that_are_none_are_refused(work: str, labels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "LABELS", labels)
+    with pytest.raises(DataError, match="labels"):
+        LONG_WORK[work](model(), BATCH)
+
+
+def test_an_empty_batch_cannot_be_trained_on_and_a_number_is_no_data() -> None:
+    none = {name: tensor[:0] for name, tensor in BATCH.items()}
+    with pytest.raises(DataError, match="empty"):
+        he.finetune(model(), [(none, LABELS[:0])], RECIPE, progress=False)
+    data: Any = 5
+    for run in (
+        lambda: he.calibrate(model(), data),
+        lambda: he.taylor(model(), data, budget=3),
+        lambda: he.finetune(model(), data, RECIPE),
+        lambda: he.extract_circuit(model(), data, budget=2, score="acc"),
+        lambda: evaluate(model(), data, progress=False),
+    ):
+        with pytest.raises(DataError, match="DataLoader"):
+            run()
+
+
+# --- plain mistakes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "token"),
+    [
+        (lambda: model().member(1.5), "1.5"),  # type: ignore[arg-type]
+        (lambda: model().member(True), "True"),
+        (lambda: model().with_metadata(foo=1), "foo"),
+        (lambda: model().with_metadata(labels="abcd"), "abcd"),
+        (lambda: model().with_metadata(labels=[1, 2]), "labels"),
+        (lambda: he.taylor(model(), [(BATCH, LABELS)], budget=3, device="meta"), "meta"),
+    ],
+)
+def test_plain_mistakes_are_named(make: Callable[[], object], token: str) -> None:
+    with pytest.raises(ConfigError, match=token):
+        make()
+
+
+def test_lists_of_names_and_numpys_integers_are_taken() -> None:
+    assert model().with_metadata(labels=["a", "b", "c", "d"]).metadata.labels == ("a", "b", "c", "d")
+    assert model(members=2).member(np.int64(-1)).num_members == 1  # type: ignore[arg-type]
+
+
+# --- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_data_are_checked_before_they_leave_the_cpu_and_not_read_back() -> None:
+    one = model(members=2).cuda()
+    for wrong in ({"input_ids": IDS + 9}, {"attention_mask": ADDED}, {"token_type_ids": SEGMENTS + 1}):
+        with pytest.raises(DataError):
+            one.predict({**BATCH, **wrong})
+    there = {name: tensor.cuda() for name, tensor in BATCH.items()}
+    with pytest.raises(DataError, match="cuda"):
+        one(BATCH)
+    with pytest.raises(DataError, match="as bool"):
+        one({**there, "attention_mask": ADDED.cuda()})
+    fast = one.optimize(there)
+    expected = one.predict(BATCH).probs
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        answers = [run.predict(there, check_finite=False) for run in (one, fast)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for answer in answers:
+        torch.testing.assert_close(answer.probs, expected, rtol=1e-4, atol=1e-5)
