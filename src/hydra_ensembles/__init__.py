@@ -5,7 +5,7 @@ from .baselines.mc_dropout import mc_dropout
 from .calibrate import calibrate, fit_calibration
 from .circuit.extract import extract_circuit
 from .convert.convert import convert
-from .errors import HydraError
+from .errors import HydraError, HydraWarning
 from .evaluation.evaluate import evaluate
 from .evaluation.evaluation import Evaluation
 from .fuse import fuse, soup
@@ -34,6 +34,7 @@ __all__ = [
     "HeadRanking",
     "HydraConfig",
     "HydraError",
+    "HydraWarning",
     "ImagePreprocessing",
     "Prediction",
     "Projections",

@@ -2,7 +2,9 @@
 
 import hashlib
 import importlib
+import inspect
 import random
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from .errors import CheckpointError, ConfigError, MissingExtraError
+from .errors import CheckpointError, ConfigError, HydraWarning, MissingExtraError
 
+_PACKAGE = Path(__file__).parent
 __version__ = "0.1.0.dev0"
 
 
@@ -44,6 +47,14 @@ def require_device(device: torch.device | str) -> torch.device:
     except (RuntimeError, AssertionError, TypeError, ImportError) as error:
         cause = error
     raise ConfigError(f"device {str(device)!r} cannot be used here; PyTorch finds the CPU and {gpus} GPUs") from cause
+
+
+def warn(message: str) -> None:
+    """Warn of something, at the first line that is not this library's."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, HydraWarning, stacklevel=level)
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -1,14 +1,13 @@
 """Calibration on held-out data: a temperature, and a threshold that says when to abstain."""
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ._utils import evaluation_mode
+from ._utils import evaluation_mode, warn
 from .arguments import checked
 from .batches import Batches, iterate, require_labels
 from .errors import ConfigError, DataError
@@ -152,7 +151,7 @@ def threshold_for(scores: Tensor, share: float) -> float:
         return threshold
     if share < 1.0:
         few = f"a share of {share:.4g} can be promised from {samples_for(share)} samples on, there are {len(scores)}"
-        warnings.warn(f"{few}: every input is accepted; calibrate on more, or accept a smaller share", stacklevel=3)
+        warn(f"{few}: every input is accepted; calibrate on more, or accept a smaller share")
     return torch.finfo(torch.float32).max  # a number that files can hold
 
 
@@ -173,8 +172,7 @@ def _fit_temperature(
             return (1.0,), before
         for bound, cause in ((low, _AT_COLDEST), (high, _AT_HOTTEST)):  # a single member may well stop there
             if abs(math.log(common) - bound) < _AT_BOUND:
-                line = f"the temperature {common:.4g} stopped at the bound {math.exp(bound):.4g}: {cause}"
-                warnings.warn(line, stacklevel=3)
+                warn(f"the temperature {common:.4g} stopped at the bound {math.exp(bound):.4g}: {cause}")
         return (common,), nll
     common, nll = _lowest(lambda value: _nll(_label_log_probs(member_logits, labels, value)), low, high)
     if before - nll <= _WORTHWHILE:

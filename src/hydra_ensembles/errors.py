@@ -1,4 +1,4 @@
-"""Every error this library raises on purpose.
+"""Every error this library raises on purpose, and its one kind of warning.
 
 All are also a `ValueError`; the message says what was received, what is accepted, and what to do about it.
 """
@@ -6,6 +6,10 @@ All are also a `ValueError`; the message says what was received, what is accepte
 
 class HydraError(ValueError):
     """Base class of the errors raised by `hydra_ensembles`."""
+
+
+class HydraWarning(UserWarning):
+    """Something that is done as asked, though it is hardly meant."""
 
 
 class ConfigError(HydraError):

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
+from ._utils import warn
 from .arguments import checked
 from .convert.convert import convert
 from .errors import ConfigError
@@ -75,7 +77,20 @@ def fuse(
         raise ConfigError("fuse takes members of one kind, got ['DualEncoder', 'Ensemble']")
     if trunk is not None:
         require_whole("trunk", trunk, 0)
+    elif twins := _twins(given):
+        warn(f"members {twins[0]} and {twins[1]} given to fuse are equal: they will never disagree")
     return cast(Model, _fuse_dual_encoders(duals, how, trunk) if duals else _fuse_ensembles(ensembles, how, trunk))
+
+
+def _twins(members: Sequence[Ensemble | DualEncoder]) -> tuple[int, int] | None:
+    """Positions of two single members that are the same to the last bit; None where there are none."""
+    for (i, one), (j, other) in combinations(enumerate(members), 2):
+        if one.num_members == other.num_members == 1 and one.config == other.config:
+            first, second = one.state_dict(), other.state_dict()
+            here = all(first[name].device == second[name].device for name in first)
+            if here and all(torch.equal(first[name], second[name]) for name in first):
+                return i, j
+    return None
 
 
 def soup(models: Iterable[nn.Module]) -> Ensemble:

@@ -72,6 +72,7 @@ def test_with_everything_separate_it_is_a_stack() -> None:
     assert all(torch.equal(tensor, stacked.state_dict()[name]) for name, tensor in fused.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")  # equal members
 @pytest.mark.parametrize("trunk", [0, 1, 2, 3])
 @torch.no_grad()
 def test_the_trunk_is_found_exactly_when_it_exists(trunk: int) -> None:
@@ -140,6 +141,7 @@ def test_pruning_refuses_heads_that_are_not_there() -> None:
         he.prune(he.fuse([base, once]), [(0, 2)])
 
 
+@pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")
 @pytest.mark.parametrize("join", [he.fuse, he.Ensemble.stack])
 def test_class_names_in_another_order_are_refused(join: Callable[[list[he.Ensemble]], he.Ensemble]) -> None:
     base = small()
@@ -186,6 +188,7 @@ def test_a_soup_is_the_mean_of_all_weights() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")
 def test_what_cannot_be_averaged_is_refused() -> None:
     for models in (
         [small(), he.prune(small(), [(0, 1)])],
@@ -197,6 +200,7 @@ def test_what_cannot_be_averaged_is_refused() -> None:
             he.soup(models)
 
 
+@pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")
 def test_a_limit_keeps_equal_layers_apart() -> None:
     assert he.fuse([small()] * 2).config.trunk == 3
     assert he.fuse([small()] * 2, trunk=1).config.trunk == 1

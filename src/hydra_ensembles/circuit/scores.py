@@ -19,6 +19,7 @@ from ..errors import DataError
 from ..heads.members import Score as Score
 from ..heads.ranking import DataFingerprint, Head
 from ..model.ensemble import Ensemble
+from ..overlap import Keys, require_unlike, sample_keys
 
 Method = Literal["naive", "exact", "screened"]
 
@@ -78,15 +79,18 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Batches | No
     pieces: dict[tuple[object, ...], list[SampleGroup]] = {}  # by shape of the inputs
     labels: list[Tensor] = []
     origin: list[tuple[int, int]] = []
+    keys: list[list[Keys]] = []  # of each source
     id_count, fingerprints = 0, []
     sources = [id_batches] if ood_batches is None else [id_batches, ood_batches]
     with torch_seeded(seed, model.device), borrowed(*sources):
         for source, batches in enumerate(sources):
             begin_epoch(batches, 0, seed)
             fingerprint, before = DataFingerprint(), len(origin)
+            keys.append([])
             for index, (given, answers) in enumerate(iterate(batches, _SOURCES[source], labelled=source == 0)):
                 known = None if source else require_labels(answers, model.num_classes, _SOURCES[source], index)
                 fingerprint.update(given, known)
+                keys[source].append(sample_keys(given))
                 inputs = model.unpack(model.prepare(given))
                 numbers = np.arange(len(origin), len(origin) + len(inputs[0]))
                 shape = tuple(None if part is None else (part.dtype, *part.shape[1:]) for part in inputs)
@@ -97,6 +101,8 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Batches | No
                 raise DataError(f"{_SOURCES[source]} has no samples; check the loader")
             id_count = before or len(origin)  # the ID samples come first
             fingerprints.append(fingerprint.hexdigest())
+    own, *foreign = map(np.concatenate, keys)
+    require_unlike(_SOURCES[0], own, dict(zip(_SOURCES[1:], foreign, strict=False)))
     truth = torch.cat(labels)
     if truth[:id_count].min() == truth[:id_count].max():
         raise DataError(f"all samples of id_batches have the label {int(truth[0])}; a circuit needs two classes")

@@ -21,6 +21,7 @@ from ..model.config import require_whole
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration, Metadata
 from ..optimize.runner import OptimizedEnsemble
+from ..overlap import require_unlike
 from ..prediction import ScoreName
 from .evaluation import (
     Evaluation,
@@ -91,8 +92,8 @@ def evaluate(
         progress: Whether to show progress bars.
 
     Raises:
-        DataError: A set is empty, has one class, holds NaN, does not fit the model, or is given twice (as far as that
-            shows without reading it); the message names it.
+        DataError: A set is empty, has one class, holds NaN, does not fit the model, or is given twice, also under
+            another name; the message names it. A `HydraWarning` tells of OOD sets with some ID samples, or one sample.
         ConfigError: A setting is not known.
     """
     if not callable(ensemble):
@@ -129,6 +130,9 @@ def evaluate(
         like = own.answers.logits  # [M, B, C]
         others = {key: run(batched(data, key), key, False, like) for key, data in foreign.items()}
         shifted = {key: run(batched(data, key), key, True, like) for key, data in (shift or {}).items()}
+    require_unlike(
+        f"the in-distribution set {id_name!r}", own.keys, {f"OOD set {key!r}": one.keys for key, one in others.items()}
+    )
     members, _, classes = like.shape
     return measure.evaluation(
         MemberLogits(

@@ -9,6 +9,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -22,6 +23,7 @@ from ..metrics.inputs import at_least_float32, check_finite, where
 from ..model.ensemble import Ensemble
 from ..model.layers import dropping
 from ..optimize.runner import OptimizedEnsemble
+from ..overlap import Keys, sample_keys
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from .evaluation import GalleryItem, LabelledLogits, Shelf
 from .measure import Measure
@@ -31,9 +33,10 @@ TEXT_LENGTH = 280  # most characters of an embedded text
 
 
 class Pass(NamedTuple):
-    """What a pass over one set brought: logits and labels (if asked for), the gallery, the dtype of the answers."""
+    """What a pass over one set brought: logits and labels (if asked for), keys, gallery, dtype of the answers."""
 
     answers: LabelledLogits
+    keys: Keys  # of the samples
     gallery: list[GalleryItem]
     dtype: torch.dtype
 
@@ -58,7 +61,7 @@ class Runner:
         """
         check_unsharded(batches, name)
         ranks = current_ranks()
-        pieces: list[tuple[int, Tensor, Tensor, torch.dtype]] = []
+        pieces: list[tuple[int, Tensor, Tensor, Keys, torch.dtype]] = []
         gallery: list[GalleryItem] = []
         first, error = 0, None
         try:
@@ -70,7 +73,7 @@ class Runner:
                     labels = torch.empty(0, dtype=torch.long)
                     if labelled:
                         labels = require_labels(targets, logits.shape[2], f"set {name!r}", index).cpu()
-                    pieces.append((index, logits, labels, dtype))
+                    pieces.append((index, logits, labels, sample_keys(inputs), dtype))
                     if self.keep:
                         gallery = self._shelved(gallery, name, first, inputs, logits, labels if labelled else None)
                 first += size_of(inputs)
@@ -78,10 +81,11 @@ class Runner:
             error = problem
         pieces = sorted(chain.from_iterable(ranks.gather(pieces, error)), key=itemgetter(0))
         gallery = sorted_onto_shelves(chain.from_iterable(ranks.gather(gallery)), self.keep)
-        _, answers, targets_of, dtypes = zip(*pieces, strict=True)
+        _, answers, targets_of, keys, dtypes = zip(*pieces, strict=True)
         for answer in answers:
             require_like(answer, answers[0] if like is None else like, name)
-        return Pass(LabelledLogits(torch.cat(answers, dim=1), torch.cat(targets_of)), gallery, dtypes[0])
+        found = LabelledLogits(torch.cat(answers, dim=1), torch.cat(targets_of))
+        return Pass(found, np.concatenate(keys), gallery, dtypes[0])
 
     def _answer(self, inputs: Inputs, name: str, index: int) -> tuple[Tensor, torch.dtype]:
         """Member logits `[M, B, C]` of one batch, and the dtype they came in."""

@@ -36,6 +36,7 @@ from ..heads.taylor import Scope
 from ..model.clip import DualEncoder, Templates, checked_names, checked_templates, zero_shot
 from ..model.ensemble import Ensemble
 from ..model.members import place_of
+from ..overlap import keys_at_hand, require_unlike, sample_keys, warn_if_shared
 from ..prune import prune
 from ..schema import require_types
 from ..training.recipe import Recipe
@@ -166,7 +167,7 @@ class BuildData:
 def read_data(
     seed: int, classes: int, train: Batches | None, id: Batches | None, ood: Batches | None, validation: Batches | None
 ) -> BuildData:
-    """Read and check the held-out sets.
+    """Read and check the held-out sets, and hold them against each other.
 
     Without `validation`, half of `id` ranks and half validates, whatever the strategy: builds that differ in
     nothing else are then calibrated on the same samples.
@@ -175,9 +176,16 @@ def read_data(
         require_rereadable(train, "train")
     checked = None if validation is None else read_all(validation, "validation", seed, classes)
     ranking = None if id is None else read_all(id, "id", seed, classes)
+    unlike = None if ood is None else read_all(ood, "ood", seed)
+    given = {"train": keys_at_hand(train), "id": keys_at_hand(ranking), "validation": keys_at_hand(checked)}
+    warn_if_shared("id", given["id"], "validation", given["validation"], "what ranks the heads calibrates them, too")
+    known = {name: keys for name, keys in given.items() if keys is not None}
+    if unlike is not None and known:
+        foreign = np.concatenate([sample_keys(inputs) for inputs, _ in unlike])
+        require_unlike(" and ".join(known), np.concatenate(list(known.values())), {"ood": foreign})
     if ranking is not None and checked is None:
         ranking, checked = halves(ranking, seed)
-    return BuildData(train, ranking, checked, None if ood is None else read_all(ood, "ood", seed), seed)
+    return BuildData(train, ranking, checked, unlike, seed)
 
 
 def read_all(batches: Batches, name: str, seed: int, classes: int | None = None) -> list[Batch]:

@@ -18,6 +18,7 @@ from ..batches import Batches, Inputs, changed, iterate, read_batch, require_lab
 from ..errors import ConfigError, DataError
 from ..model.clip import require_ensemble
 from ..model.ensemble import Ensemble
+from ..overlap import keys_at_hand, warn_if_shared
 from .loop import Job, Learner, Runtime, train_best
 from .recipe import Recipe, trainable_state
 
@@ -161,6 +162,9 @@ def finetune(
     if not member.num_classes:
         raise ConfigError("fine-tuning needs a classifier, but this ensemble has none (num_classes is 0)")
     recipe.check(member, train, validation)
+    if validation is not None:
+        why = "it says little about new data"
+        warn_if_shared("train", keys_at_hand(train), "validation", keys_at_hand(validation), why)
     result = train_best(partial(EnsembleLearner, member, recipe, index=index), member, job)
     best = result.best
     metadata = replace(

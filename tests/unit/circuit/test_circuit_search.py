@@ -19,6 +19,8 @@ from hydra_ensembles.prune import prune
 from random_ensembles import ALL_SHAPES, CLASSES, HEADS, LAYERS, encoder
 from trained_vit import id_pictures, ood_pictures, trained_vit
 
+pytestmark = pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")  # samples on both sides, on purpose
+
 # --- naive -------------------------------------------------------------------------------------------------
 
 

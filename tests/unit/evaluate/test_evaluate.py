@@ -176,8 +176,10 @@ def test_labels_of_ood_sets_are_not_read():
         "in a mapping": [{"pixel_values": inputs, "label": names}],
         "none": DataLoader(TensorDataset(inputs), batch_size=7),
     }
-    found = evaluate(tiny_ensemble(), image_batches(), forms, progress=False, gallery=1)
-    assert len({replace(one, group="near").detection["msp"] for one in found.ood.values()}) == 1
+    found = [
+        evaluate(tiny_ensemble(), image_batches(), {"x": form}, progress=False, gallery=1) for form in forms.values()
+    ]
+    assert len({one.ood["x"].detection["msp"] for one in found}) == 1
     with pytest.raises(DataError, match="batch 0 of set 'id'"):
         evaluate(tiny_ensemble(), forms["file names"], progress=False)
 

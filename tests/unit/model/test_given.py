@@ -219,7 +219,7 @@ def test_labels_that_are_none_are_refused(work: str, labels: Any, monkeypatch: p
 
 def test_an_empty_batch_cannot_be_trained_on_and_a_number_is_no_data() -> None:
     none = {name: tensor[:0] for name, tensor in BATCH.items()}
-    with pytest.raises(DataError, match="empty"):
+    with pytest.raises(DataError, match="no samples"):
         he.finetune(model(), [(none, LABELS[:0])], RECIPE, progress=False)
     data: Any = 5
     for run in (

@@ -94,9 +94,10 @@ def test_validation_replaces_the_second_half() -> None:
     with pytest.raises(DataError, match="at least 2"):
         read_data(0, 3, train=None, id=numbered([1]), ood=None, validation=None)
     one = [(torch.zeros(6, 3, 8, 8), torch.arange(6) % 3)]
-    both = read_data(0, 3, train=None, id=iter(one), ood=iter(one), validation=None)
+    other, held = ([(one[0][0] + shift, one[0][1])] for shift in (1, 2))
+    both = read_data(0, 3, train=None, id=iter(one), ood=iter(other), validation=None)
     assert both.samples() == {"ranking": 3, "validation": 3, "ood": 6}
-    given_ = read_data(0, 3, train=None, id=one, ood=list(one), validation=one)
+    given_ = read_data(0, 3, train=None, id=one, ood=list(other), validation=held)
     assert given_.samples() == {"ranking": 6, "validation": 6, "ood": 6}
 
 

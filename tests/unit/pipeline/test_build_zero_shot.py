@@ -67,4 +67,4 @@ def test_what_cannot_work_is_refused(config: he.HydraConfig, more: dict[str, Any
     with pytest.raises(ConfigError, match=message):
         build(dual_of(CASE), config, **more)
     with pytest.raises(ConfigError, match="2 members"):
-        build(he.fuse([dual_of(CASE)] * 2), config, class_names=NAMES)
+        build(he.fuse([dual_of(CASE)] * 2, trunk=0), config, class_names=NAMES)

@@ -31,6 +31,7 @@ def assert_close(found, expected, **tolerance):
         torch.testing.assert_close(tensor, expected.state_dict()[name], **tolerance)
 
 
+@pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")  # validated on what was trained on
 def test_training_learns_and_leaves_the_input_alone():
     member, data = tiny(), batches(96)
     before = copy.deepcopy(member)
@@ -147,6 +148,7 @@ def test_shared_groups_a_trunk_and_class_embeddings_train_too():
     assert "readout.class_embeddings.weight" in moved(zero_shot, train(zero_shot))
 
 
+@pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")
 def test_random_numbers_are_those_of_seed_and_index_and_the_callers_are_untouched():
     data = TensorDataset(*samples())
     loader = DataLoader(data, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(5))

@@ -1,0 +1,87 @@
+"""Sets that should have nothing in common, held against each other by the values of their samples.
+
+A set given twice makes numbers that mean nothing: ID data as OOD data have an AUROC of 0.5, and validation data that
+were trained on are predicted well. What cannot be meant is refused, the rest is warned of.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
+
+from ._utils import warn
+from .batches import Batches, Inputs, read_batch
+from .errors import DataError
+
+Keys = npt.NDArray[np.int64]
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers as wide as floating-point numbers of so many bytes
+_ROWS = 256  # samples whose values are multiplied at a time
+
+
+def sample_keys(inputs: Inputs) -> Keys:
+    """A number for each sample `[B]`, the same where all its values are the same; a text is so however far padded."""
+    if isinstance(inputs, Tensor):
+        return _keys(inputs)
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if ids is not None:
+        return _keys(ids if mask is None or mask.shape != ids.shape else ids * (mask != 0))
+    return np.sum([_keys(inputs[name]) for name in sorted(inputs)], axis=0, dtype=np.int64)
+
+
+def _keys(values: Tensor) -> Keys:
+    """Sums `[B]` of the values, seen as integers, each times an odd number of its place; int64 wraps around."""
+    rows = torch.view_as_real(values) if values.is_complex() else values.detach()
+    rows = (rows[:, None] if rows.dim() == 1 else rows.flatten(1)).contiguous()  # [B, n]
+    if rows.is_floating_point() and rows.element_size() in _BITS:
+        rows = rows.view(_BITS[rows.element_size()])
+    factors = _factors(rows.shape[1]).to(rows.device)
+    sums = [(some.long() * factors).sum(1) for some in rows.split(_ROWS)]
+    return np.asarray(torch.cat(sums).cpu().numpy(), dtype=np.int64)
+
+
+@lru_cache(maxsize=8)
+def _factors(count: int) -> Tensor:
+    return torch.from_numpy((np.random.PCG64(0).random_raw(count) | 1).view(np.int64))
+
+
+def keys_at_hand(batches: Batches | None) -> Keys | None:
+    """Keys of a source that lies in memory and is read whole in every pass; None for any other.
+
+    That is a list of batches, or a `DataLoader` over a `TensorDataset`, shuffled or not.
+    """
+    if isinstance(batches, list | tuple) and batches:
+        return np.concatenate([sample_keys(read_batch(one, labelled=False)[0]) for one in batches])
+    data: Any = getattr(batches, "dataset", None)
+    whole = type(batches) is DataLoader and type(batches.sampler) in (SequentialSampler, RandomSampler)
+    return sample_keys(data.tensors[0]) if whole and type(data) is TensorDataset and len(data) else None
+
+
+def require_unlike(name: str, own: Keys, ood: Mapping[str, Keys]) -> None:
+    """Refuse OOD sets whose samples are all ID samples, or those of another set; warn of some, and of a single one."""
+    seen: dict[str, Keys] = {}
+    for title, keys in ood.items():
+        inside = int(np.isin(keys, own).sum())
+        same = [other for other, theirs in seen.items() if np.array_equal(np.sort(keys), np.sort(theirs))]
+        if inside == len(keys) or same:
+            place = name if inside == len(keys) else same[0]
+            raise DataError(
+                f"{title} has the same samples as {place} (all {len(keys)} of them are there); OOD detection tells "
+                "different data apart: give other data, or leave it out"
+            )
+        if inside:
+            warn(f"{inside} of {len(keys)} samples of {title} are samples of {name}, too; leave them out of one")
+        if len(keys) == 1:
+            warn(f"{title} has one sample: whether it was told apart says nothing of others; give more")
+        seen[title] = keys
+
+
+def warn_if_shared(name: str, own: Keys | None, title: str, other: Keys | None, why: str) -> None:
+    """Warn of a set, `title`, with samples of another; `why` says what comes of it. None is a set that is not known."""
+    shared = 0 if own is None or other is None else int(np.isin(other, own).sum())
+    if shared and other is not None:
+        warn(f"{shared} of {len(other)} samples of {title} are samples of {name}, too: {why}")
