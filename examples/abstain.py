@@ -25,7 +25,9 @@ def answer(ensemble: he.Ensemble, picture: Any) -> dict[str, Any]:
     p = ensemble.predict(picture)
     if p.accept is None:
         raise RuntimeError("this model has no threshold; run he.calibrate(ensemble, held_out_batches) and save it")
-    if not p.accept[0]:
+    if p.reason[0] == "unfamiliar":
+        return {"label": None, "why": "unlike the images this model knows", "familiarity": p.familiarity[0].item()}
+    if p.reason[0] == "unsure":
         return {"label": None, "why": f"uncertainty {p.score()[0]:.2f} is above {p.threshold:.2f}"}
     return {"label": p.names()[0], "confidence": round(p.confidence[0].item(), 3)}
 

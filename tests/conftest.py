@@ -12,3 +12,4 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let untrained models be calibrated on few samples: no temperature is right for answers by chance."""
     config.addinivalue_line("filterwarnings", "ignore:the temperature .* stopped at the bound:UserWarning")
     config.addinivalue_line("filterwarnings", "ignore:a share of .* can be promised from:UserWarning")
+    config.addinivalue_line("filterwarnings", "ignore:few samples a class:UserWarning")

@@ -8,6 +8,7 @@ from .convert.convert import convert
 from .errors import HydraError, HydraWarning
 from .evaluation.evaluate import evaluate
 from .evaluation.evaluation import Evaluation
+from .familiarity import fit_familiarity
 from .fuse import fuse, soup
 from .heads.masking import masked
 from .heads.ranking import Head, HeadRanking
@@ -49,6 +50,7 @@ __all__ = [
     "extract_circuit",
     "finetune",
     "fit_calibration",
+    "fit_familiarity",
     "fuse",
     "masked",
     "mc_dropout",

@@ -1,22 +1,26 @@
-"""Calibration on held-out data: a temperature, and a threshold that says when to abstain."""
+"""Calibration on held-out data: a temperature, and thresholds that say when to abstain and why."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ._utils import evaluation_mode, warn
+from ._utils import warn
 from .arguments import checked
-from .batches import Batches, iterate, require_labels
+from .batches import Batches
 from .errors import ConfigError, DataError
+from .familiarity import FitOptions, Fitting, Samples, answers, digests, require_fresh
 from .metrics.conformal import Reference, check_share, conformal_threshold, samples_for
-from .metrics.inputs import check_labels
+from .metrics.distance import FamiliarityChoice, FamiliarityName
+from .metrics.inputs import check_labels, mean
 from .metrics.ood import aurc
 from .model.clip import require_ensemble
 from .model.ensemble import Ensemble
-from .model.metadata import Calibration
+from .model.metadata import Calibration, Familiarity
 from .prediction import ScoreName, scale_logits
 
 COLDEST, HOTTEST = 0.05, 20.0  # temperatures searched
@@ -52,23 +56,44 @@ def calibrate(
     score: ScoreName = "msp",
     per_member: bool = False,
     temperature: bool = True,
+    familiarity: FamiliarityChoice | None = "auto",
 ) -> Ensemble:
     """A copy of an ensemble that knows its temperature and when to abstain, from held-out labelled ID batches.
 
-    `predict` applies both and they are saved with the model, in place of an earlier calibration. The numbers of the
-    fit are added to its metrics under `validation/`. The settings are those of `fit_calibration`.
+    There are two reasons to abstain, each with a threshold that accepts at least `share` of inputs like these: it is
+    *unsure* (`score`), or the input is *unfamiliar* (a score of features, see `fit_familiarity`). So at least
+    2 · share - 1 are accepted by both; the share of the samples that was is a metric, and in the history.
+
+    `predict` applies all of it and it is saved with the model, in place of an earlier calibration. The numbers of the
+    fit are added to its metrics under `validation/`.
+
+    Args:
+        ensemble: It is not changed.
+        validation: Held-out labelled in-distribution batches, which had no part in fitting anything before.
+        share: As of `fit_calibration`, like `score`, `per_member` and `temperature`.
+        score: Score that says how unsure an answer is.
+        per_member: Whether each member gets a temperature of its own.
+        temperature: Whether to fit a temperature at all.
+        familiarity: The score that says how familiar an input is. Where it is not fitted yet, a random half of the
+            samples fits it, and the other half sets its threshold. `"auto"` takes what was fitted, else `mahalanobis`
+            where there are samples enough (the history says so if not); None sets no such threshold.
     """
     require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "calibrate")  # compiled ones are let through
     _require_members_for(score, ensemble.num_members)
-    if not ensemble.num_classes:
-        raise ConfigError("calibration needs a classifier, but this ensemble has none (num_classes is 0)")
-    logits, labels = [], []
-    with evaluation_mode(ensemble), torch.no_grad():
-        for index, (inputs, targets) in enumerate(iterate(validation, "validation")):
-            labels.append(require_labels(targets, ensemble.num_classes, "validation", index).cpu())
-            logits.append(ensemble(ensemble.prepare(inputs)).cpu())  # [M, B, C]
-    together = torch.cat(logits, dim=1), torch.cat(labels)
-    fit = fit_calibration(*together, share=share, score=score, per_member=per_member, temperature=temperature)
+    choices = get_args(FamiliarityChoice)
+    if familiarity not in (None, *choices):
+        raise ConfigError(f"familiarity={familiarity!r} is not known; choose one of {', '.join(choices)}, or None")
+    check_share(share)
+    known, parts, seen = ensemble.metadata.familiarity, list[Samples](), list[str]()
+    fitted = known if known is not None and familiarity in ("auto", known.settings.scores[0]) else None
+    for inputs, some in answers(ensemble, validation, "validation", labelled=True):
+        parts.append(some if familiarity is not None else some._replace(features=some.features[..., :0]))
+        seen += [] if fitted is None else digests(inputs)
+    samples = Samples.join(parts)
+    settings: dict[str, Any] = {"share": share, "score": score, "per_member": per_member, "temperature": temperature}
+    fit = fit_calibration(samples.logits, samples.labels, **settings)
+    degrees = ", ".join(f"{value:.4g}" for value in fit.calibration.temperature)
+    line = f"calibrated on {fit.samples} samples: temperature {degrees}; {score} threshold accepts {fit.accepted:.2%}"
     metrics = {
         "validation/accuracy": fit.accuracy,
         "validation/nll_uncalibrated": fit.nll_before,
@@ -77,16 +102,69 @@ def calibrate(
         "validation/risk_of_accepted": fit.risk,
         "validation/aurc": fit.aurc,
     }
-    degrees = ", ".join(f"{value:.4g}" for value in fit.calibration.temperature)
-    line = f"calibrated on {fit.samples} samples: temperature {degrees}; {score} threshold accepts {fit.accepted:.2%}"
+    if familiarity is not None:
+        try:
+            if fitted is not None:
+                require_fresh(fitted, seen)
+                found, held = fitted, samples
+            else:
+                wanted: FamiliarityName = "mahalanobis" if familiarity == "auto" else familiarity
+                found, held = _half_fitted(ensemble, samples, wanted, share)
+            known, both = _with_threshold(found, held, fit.calibration, share)
+            metrics |= both
+            line += f", {known.settings.scores[0]} threshold {both['validation/familiar_share']:.2%}; both accept "
+            line += f"{both['validation/accepted_share']:.2%} of the {len(held.labels)} that did not fit it"
+        except DataError as problem:
+            if familiarity != "auto" or fitted is not None:
+                raise
+            line += f"; familiarity is not fitted: {problem}"
     metadata = replace(
         ensemble.metadata,
         calibration=fit.calibration,
+        familiarity=known,
         metrics={**ensemble.metadata.metrics, **metrics},
         history=(*ensemble.metadata.history, line),
     )
     # weights of its own: what was calibrated stays what it is, whatever becomes of the ensemble (masked, trained)
     return Ensemble.from_state(ensemble.config, ensemble.state_dict(), metadata)
+
+
+def _half_fitted(
+    ensemble: Ensemble, samples: Samples, score: FamiliarityName, share: float
+) -> tuple[Familiarity, Samples]:
+    """Familiarity from a random half of the samples, and the other half, which can set its threshold."""
+    draws = np.random.default_rng(0)
+    fits = torch.from_numpy(draws.random(len(samples.labels)) < 0.5)
+    for label in samples.labels.unique().tolist():  # by chance all samples of a rare class may be in one half
+        own = (samples.labels == label).nonzero()[:, 0]
+        if not bool(fits[own].any()):
+            fits[own[0]] = True
+    held = samples.pick(~fits)
+    if len(held.labels) < max(samples_for(share), 1):
+        few = f"a half of {len(samples.labels)} samples is too few to promise a share of {share:.4g} of familiar inputs"
+        raise DataError(f"{few}; it takes {samples_for(share)}, or statistics fitted before, by fit_familiarity")
+    fitting = Fitting(ensemble, FitOptions.checked(score), draws)
+    fitting.add(samples.pick(fits))
+    return fitting.finish(), held
+
+
+def _with_threshold(
+    known: Familiarity, held: Samples, calibration: Calibration, share: float
+) -> tuple[Familiarity, dict[str, float]]:
+    """Familiarity with the threshold that samples without a part in it set; and what both thresholds do to them."""
+    scores = known.scores(held.features, held.logits)  # [S, M, n]
+    first = scores[0].mean(dim=0)
+    settings = replace(known.settings, threshold=threshold_for(first, share), accepted_share=share)
+    known = Familiarity(replace(settings, reference=Reference.of(first)), known.state)
+    decided = calibration.prediction(held.logits, unfamiliarity=known.about(scores))
+    sure, familiar = decided.score() <= cast(float, calibration.threshold), first <= cast(float, settings.threshold)
+    accept, wrong = sure & familiar, decided.label != held.labels
+    return known, {
+        "validation/sure_share": mean(sure),
+        "validation/familiar_share": mean(familiar),
+        "validation/accepted_share": mean(accept),
+        "validation/risk_of_accepted": mean(wrong[accept]) if bool(accept.any()) else 0.0,
+    }
 
 
 @checked
@@ -166,8 +244,8 @@ def _fit_temperature(
     """The temperature (or one per member) with the lowest NLL, and that NLL; 1 unless another is better."""
     low, high = math.log(COLDEST), math.log(HOTTEST)
     if not per_member or len(member_logits) == 1:
-        mean = _log_mean(member_logits)  # [1, n, C]
-        common, nll = _lowest(lambda value: _nll(_label_log_probs(mean, labels, value)), low, high)
+        pooled = _log_mean(member_logits)  # [1, n, C]
+        common, nll = _lowest(lambda value: _nll(_label_log_probs(pooled, labels, value)), low, high)
         if before - nll <= _WORTHWHILE:
             return (1.0,), before
         for bound, cause in ((low, _AT_COLDEST), (high, _AT_HOTTEST)):  # a single member may well stop there

@@ -46,7 +46,7 @@ from .files import (
     writing,
 )
 from .model.config import DualEncoderConfig, EnsembleConfig, TextStemConfig, output_width
-from .model.metadata import Metadata, TextSettings, TextSide
+from .model.metadata import Familiarity, FamiliaritySettings, Metadata, TextSettings, TextSide
 from .model_card import dual_model_card, model_card
 from .preprocessing import TextPreprocessing
 from .schema import from_plain, short, to_plain
@@ -57,7 +57,8 @@ CONFIG, WEIGHTS, TOKENIZER, CARD = "config.json", "model.safetensors", "tokenize
 FORMAT, FORMAT_VERSION = "hydra_ensembles", 2  # 1 had no digest of config.json itself, and promised no single dtype
 ENSEMBLE, DUAL_ENCODER = "ensemble", "dual_encoder"  # kinds of model
 TEXT_SIDE = "text_side"  # name of the text side in the metadata, and prefix of its tensors
-BESIDE = (TEXT_SIDE, "familiarity")  # prefixes of tensors that are not the model's own and have a dtype of their own
+FAMILIARITY = "familiarity"  # the same of the statistics of features
+BESIDE = (TEXT_SIDE, FAMILIARITY)  # prefixes of tensors that are not the model's own and have a dtype of their own
 SAVING, SAVED = ".saving-", ".saved-"  # folders of a save before and after it is whole
 LOOKS = 10  # at a folder that is being saved to all the time
 MAX_CONFIG, MAX_TOKENIZER = 4 << 20, 64 << 20  # bytes
@@ -102,6 +103,9 @@ def ensemble_contents(name: str, config: EnsembleConfig, metadata: Metadata, sta
     if side is not None:
         plain[TEXT_SIDE] = to_plain(side.settings)
         tensors |= {f"{TEXT_SIDE}.{key}": tensor for key, tensor in side.state.items()}
+    if (known := metadata.familiarity) is not None:
+        plain[FAMILIARITY] = to_plain(known.settings)
+        tensors |= {f"{FAMILIARITY}.{key}": tensor for key, tensor in known.state.items()}
     return Contents(ENSEMBLE, to_plain(config), plain, tensors, model_card(name, config, metadata, state))
 
 
@@ -114,15 +118,19 @@ def dual_encoder_contents(
     return Contents(DUAL_ENCODER, to_plain(config), plain, state, card)
 
 
-def read_ensemble(stored: "Stored") -> tuple[EnsembleConfig, Metadata, TextSettings | None]:
-    """Configuration and metadata of a stored ensemble, and the settings of its text side where it kept one."""
-    texts, data = None, dict(stored.record.metadata)
+def read_ensemble(
+    stored: "Stored",
+) -> tuple[EnsembleConfig, Metadata, TextSettings | None, FamiliaritySettings | None]:
+    """Configuration and metadata of a stored ensemble; settings of its text side and of its familiarity."""
+    texts, fitted, data = None, None, dict(stored.record.metadata)
     with _reading(stored.folder / CONFIG):
         config = from_plain(EnsembleConfig, stored.record.model, "config.model", complete=True)
         if TEXT_SIDE in data:
             texts = from_plain(TextSettings, data.pop(TEXT_SIDE), f"config.metadata.{TEXT_SIDE}", complete=True)
             _check_text_side(config, texts)
-        return config, _read_metadata(config, data, "config.metadata", stored.complete), texts
+        if FAMILIARITY in data:
+            fitted = from_plain(FamiliaritySettings, data.pop(FAMILIARITY), f"config.metadata.{FAMILIARITY}")
+        return config, _read_metadata(config, data, "config.metadata", stored.complete), texts, fitted
 
 
 def read_dual_encoder(stored: "Stored") -> tuple[DualEncoderConfig, Metadata, Metadata]:
@@ -136,16 +144,21 @@ def read_dual_encoder(stored: "Stored") -> tuple[DualEncoderConfig, Metadata, Me
         return config, image, _read_metadata(config.text, data["text"], "config.metadata.text", stored.complete)
 
 
-def with_text_side(
-    tensors: Mapping[str, Tensor], metadata: Metadata, texts: TextSettings | None
+def with_parts(
+    tensors: Mapping[str, Tensor], metadata: Metadata, texts: TextSettings | None, fitted: FamiliaritySettings | None
 ) -> tuple[Mapping[str, Tensor], Metadata]:
-    """The tensors of an ensemble alone, and its metadata with those of the text side, which stays on the CPU."""
-    if texts is None:
-        return tensors, metadata
-    own, prefix = dict(tensors), f"{TEXT_SIDE}."
-    kept = {name: own.pop(name).to("cpu", copy=True) for name in tensors if name.startswith(prefix)}
-    side = TextSide(texts, {name.removeprefix(prefix): tensor for name, tensor in kept.items()})
-    return own, replace(metadata, text_side=side)
+    """The tensors of an ensemble alone, and its metadata with those of its other parts, which stay on the CPU."""
+    own = dict(tensors)
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        names = [name for name in tensors if name.startswith(f"{prefix}.")]
+        return {name.removeprefix(f"{prefix}."): own.pop(name).to("cpu", copy=True) for name in names}
+
+    if texts is not None:
+        metadata = replace(metadata, text_side=TextSide(texts, part(TEXT_SIDE)))
+    if fitted is not None:
+        metadata = replace(metadata, familiarity=Familiarity(fitted, part(FAMILIARITY)))
+    return own, metadata
 
 
 def _text_preprocessing(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -156,8 +169,8 @@ def _text_preprocessing(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _plain_metadata(config: EnsembleConfig, metadata: Metadata) -> dict[str, Any]:
-    """Metadata as JSON data without the text side; what could not be read back is not written."""
-    plain: dict[str, Any] = to_plain(replace(metadata, text_side=None))
+    """Metadata as JSON data without what holds tensors; what could not be read back is not written."""
+    plain: dict[str, Any] = to_plain(metadata.plain)
     try:
         _read_metadata(config, plain, "metadata")
     except ConfigError as error:
@@ -167,8 +180,9 @@ def _plain_metadata(config: EnsembleConfig, metadata: Metadata) -> dict[str, Any
 
 def _read_metadata(config: EnsembleConfig, data: Any, path: str, complete: bool = True) -> Metadata:
     """Metadata that belong to this model: labels, temperatures and preprocessing are held against it."""
-    if isinstance(data, Mapping) and TEXT_SIDE in data:
-        raise CheckpointError(f"{path} has the unknown field {TEXT_SIDE!r}")
+    strange = sorted({TEXT_SIDE, FAMILIARITY} & data.keys()) if isinstance(data, Mapping) else []
+    if strange:
+        raise CheckpointError(f"{path} has the unknown field {strange[0]!r}")
     metadata = from_plain(Metadata, data, path, complete=complete)
     classes, labels = config.readout.num_classes, len(metadata.labels)
     if classes and labels not in (0, classes):
@@ -411,7 +425,8 @@ class Stored:
                 _require_one_dtype({name: dtype for name, (_, dtype) in stored.items()})
             # after the cheap checks: it reads the whole file
             self._verify(WEIGHTS, hashlib.file_digest(opened, "sha256").hexdigest())
-            return {name: file.get_tensor(name).to(device=place, dtype=dtype) for name in names}
+            kept = {name: torch.float32 if name.startswith(f"{FAMILIARITY}.") else dtype for name in names}
+            return {name: file.get_tensor(name).to(device=place, dtype=kept[name]) for name in names}
 
     def tokenizer(self) -> str:
         """The text of `tokenizer.json`."""

@@ -7,7 +7,7 @@ raised to float32; float64 stays float64. A temperature makes probabilities hone
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, SupportsIndex, get_args
@@ -17,14 +17,31 @@ from torch import Tensor
 
 from .errors import ConfigError, DataError
 from .metrics.conformal import Reference
+from .metrics.distance import FAMILIARITY_NAMES, FamiliarityName
 from .metrics.probabilities import EntropyParts, disagreement_per_sample, entropy_parts
 from .schema import short
 
 ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy", "gen"]
+AnyScore = Literal[ScoreName, FamiliarityName]
+Reason = Literal["unfamiliar", "unsure"]
 Calibrates = Literal["logits", "probs"]
 Temperature = float | Sequence[float] | Tensor
 
 GEN_POWER, GEN_CLASSES = 0.1, 100  # of the generalised entropy
+
+
+@dataclass(frozen=True, eq=False)
+class Unfamiliarity:
+    """How unlike the familiar data B samples are to M members, by S scores; the first is the one that decides."""
+
+    names: tuple[FamiliarityName, ...]
+    members: Tensor  # [S, M, B]
+    threshold: float | None = None
+    reference: Reference | None = None
+
+    def score(self, name: FamiliarityName) -> Tensor:
+        """`[B]`, the mean over members."""
+        return self.members[self.names.index(name)].mean(dim=0)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -42,6 +59,7 @@ class Prediction:
         class_names: C names, or None.
         temperature: What `probs` is calibrated by: one number after the mean, or one for each member before it.
         reference: Held-out scores that p-values are made from, or None.
+        unfamiliarity: Scores of features, where the ensemble was fitted to give some (`fit_familiarity`), or None.
     """
 
     member_logits: Tensor
@@ -50,6 +68,7 @@ class Prediction:
     class_names: tuple[str, ...] | None = None
     temperature: tuple[float, ...] = (1.0,)
     reference: Reference | None = None
+    unfamiliarity: Unfamiliarity | None = None
 
     @classmethod
     def from_logits(
@@ -62,6 +81,7 @@ class Prediction:
         check_finite: bool = True,
         calibrates: Calibrates = "logits",
         reference: Reference | None = None,
+        unfamiliarity: Unfamiliarity | None = None,
     ) -> "Prediction":
         """Derive everything from member logits.
 
@@ -76,8 +96,10 @@ class Prediction:
                 it; or for `"probs"` alone the logarithm of the mean probabilities (which keeps every label), or with
                 one per member their logits.
             reference: Held-out scores for p-values.
+            unfamiliarity: Scores of features, of the same samples.
         """
-        _check_score_name(score)
+        if score not in get_args(ScoreName):
+            raise ConfigError(f"score {score!r} is not known; choose one of {', '.join(get_args(ScoreName))}")
         if calibrates not in get_args(Calibrates):
             raise ConfigError(
                 f"calibrates={calibrates!r} is not known; choose one of {', '.join(get_args(Calibrates))}"
@@ -93,7 +115,7 @@ class Prediction:
         if class_names is not None and len(class_names) != scaled.shape[-1]:
             raise DataError(f"got {len(class_names)} class names for {scaled.shape[-1]} classes; give one per class")
         names = None if class_names is None else tuple(class_names)
-        return cls(scaled, threshold, score, names, kept, reference)
+        return cls(scaled, threshold, score, names, kept, reference, unfamiliarity)
 
     @cached_property
     def member_probs(self) -> Tensor:
@@ -169,10 +191,40 @@ class Prediction:
 
     @cached_property
     def accept(self) -> Tensor | None:
-        """`[B]` of bool, True where the score is at most the threshold; None where none is known."""
+        """`[B]` of bool, True where every score that has a threshold is at most that; None where none is known."""
+        sure, familiar = self._sure, self._familiar
+        return sure if familiar is None else familiar if sure is None else sure & familiar
+
+    @cached_property
+    def _sure(self) -> Tensor | None:
         return None if self.threshold is None else self.score() <= self.threshold
 
-    def score(self, name: ScoreName | None = None) -> Tensor:
+    @cached_property
+    def _familiar(self) -> Tensor | None:
+        known = self.unfamiliarity
+        return None if known is None or known.threshold is None else known.score(known.names[0]) <= known.threshold
+
+    @cached_property
+    def reason(self) -> list[Reason | None]:
+        """Why each sample is not accepted: `"unfamiliar"` (also where it is unsure, too), `"unsure"`; None if it is."""
+        if self.accept is None:
+            raise ConfigError("there is no threshold that could be a reason; calibrate the ensemble first")
+        doubts: tuple[tuple[Reason, Tensor | None], ...] = (("unsure", self._sure), ("unfamiliar", self._familiar))
+        found: list[Reason | None] = [None] * len(self)
+        for reason, passed in doubts:
+            for row in [] if passed is None else (~passed).nonzero()[:, 0].tolist():
+                found[row] = reason
+        return found
+
+    @property
+    def familiarity(self) -> Tensor:
+        """`[B]`, how familiar each sample is: the p-value of the first score of features, near 0 for foreign ones."""
+        known = self.unfamiliarity
+        if known is None:
+            raise ConfigError("nothing says how familiar an input is; fit it: fit_familiarity(ensemble, id_batches)")
+        return self.p_value(known.names[0])
+
+    def score(self, name: AnyScore | None = None) -> Tensor:
         """How much each sample looks out of distribution, `[B]`, higher = more uncertain.
 
         * `msp`: one minus the largest mean probability.
@@ -181,11 +233,19 @@ class Prediction:
         * `max_logit`: minus the largest logit, of the logits averaged over members.
         * `energy`: minus the log-sum-exp of the logits averaged over members.
         * `gen`: generalised entropy, the sum of (p (1 - p))^0.1 over the 100 largest mean probabilities.
+        * the scores of features that the ensemble was fitted to give, the mean over members.
 
         None is calibrated: a temperature would change the order of inputs by the first two.
         """
         name = self.score_name if name is None else name
-        _check_score_name(name)
+        known = () if self.unfamiliarity is None else self.unfamiliarity.names
+        if name not in (*get_args(ScoreName), *known):
+            fitted = f"; {name} has to be fitted first: fit_familiarity(ensemble, id_batches, {name!r})"
+            advice = fitted if name in FAMILIARITY_NAMES else ""
+            choice = ", ".join((*get_args(ScoreName), *known))
+            raise ConfigError(f"score {name!r} is not known; choose one of {choice}{advice}")
+        if self.unfamiliarity is not None and name in FAMILIARITY_NAMES:
+            return self.unfamiliarity.score(name)
         if name == "msp":
             return self._rest
         if name == "entropy":
@@ -206,15 +266,18 @@ class Prediction:
         first = self.mean_probs.max(dim=-1).indices[:, None]
         return self.mean_probs.scatter(-1, first, 0.0).sum(dim=-1)
 
-    def p_value(self) -> Tensor:
+    def p_value(self, name: AnyScore | None = None) -> Tensor:
         """`[B]`: how rare a score as high as this one is among inputs like the held-out data; near 0 for odd ones.
 
-        It is (1 + held-out scores at least as high) / (1 + held-out samples), of the score the threshold is for. Of
+        It is (1 + held-out scores at least as high) / (1 + held-out samples), of a score that has a threshold. Of
         inputs like the held-out data at most a share p has a p-value of p or less.
         """
-        if self.reference is None:
-            raise ConfigError("there are no held-out scores to make p-values from; calibrate the ensemble first")
-        return self.reference.p_values(self.score())
+        name, other = self.score_name if name is None else name, self.unfamiliarity
+        known = {self.score_name: self.reference} | ({} if other is None else {other.names[0]: other.reference})
+        reference, scores = known.get(name), self.score(name)
+        if reference is None:
+            raise ConfigError(f"there are no held-out scores of {name} to make p-values from; calibrate the ensemble")
+        return reference.p_values(scores)
 
     @property
     def members(self) -> int:
@@ -243,11 +306,18 @@ class Prediction:
                 ours, theirs = getattr(first, what), getattr(other, what)
                 if ours != theirs:
                     raise DataError(f"prediction {index} has {what} = {short(theirs)} and prediction 0 {short(ours)}")
-        return first._with(torch.cat([one.member_logits for one in predictions], dim=1))
+        joined = torch.cat([one.member_logits for one in predictions], dim=1)
+        features = [one.unfamiliarity for one in predictions if one.unfamiliarity is not None]
+        if not features:
+            return dataclasses.replace(first, member_logits=joined)
+        if len(features) < len(predictions) or len({one.names for one in features}) > 1:
+            raise DataError("some predictions have scores of features that others lack; join those of one model")
+        known = dataclasses.replace(features[0], members=torch.cat([one.members for one in features], dim=2))
+        return dataclasses.replace(first, member_logits=joined, unfamiliarity=known)
 
     def to(self, device: torch.device | str) -> "Prediction":
         """The same prediction on another device."""
-        return self._with(self.member_logits.to(device))
+        return self._with(lambda tensor: tensor.to(device))
 
     def __len__(self) -> int:
         return self.member_logits.shape[1]
@@ -256,21 +326,25 @@ class Prediction:
         if index is None:
             raise DataError("there is no sample None; where this was `accept`, calibrate the ensemble first")
         if isinstance(index, slice):
-            return self._with(self.member_logits[:, index])
+            return self._with(lambda tensor: tensor[:, index])
         rows = torch.as_tensor(index)
         if rows.ndim == 0:  # one sample; its axis stays
             if not -len(self) <= int(rows) < len(self):
                 raise IndexError(f"sample {int(rows)} of a prediction for {len(self)} samples")
             rows = rows[None]
         rows = rows if rows.dtype == torch.bool else rows.long()  # an empty list comes without a dtype
-        return self._with(self.member_logits[:, rows])
+        return self._with(lambda tensor: tensor[:, rows])
 
     def __repr__(self) -> str:
         settings = f"score={self.score_name!r}, threshold={self.threshold}"
         return f"Prediction({len(self)} samples, {self.members} members, {self.classes} classes, {settings})"
 
-    def _with(self, member_logits: Tensor) -> "Prediction":
-        return dataclasses.replace(self, member_logits=member_logits)
+    def _with(self, change: Callable[[Tensor], Tensor]) -> "Prediction":
+        """The same with the samples changed, which are on the second axis of what `change` is given."""
+        known = self.unfamiliarity
+        if known is not None:
+            known = dataclasses.replace(known, members=change(known.members.mT).mT)  # [S, M, B] as [S, B, M]
+        return dataclasses.replace(self, member_logits=change(self.member_logits), unfamiliarity=known)
 
 
 def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, check_finite: bool = True) -> Tensor:
@@ -310,8 +384,3 @@ def check_temperature(values: Sequence[float]) -> None:
     """Refuse temperatures that are not positive and finite, and none at all."""
     if not values or not all(0 < value < math.inf for value in values):
         raise ConfigError(f"temperature={list(values)} must be positive and finite; 1 changes nothing")
-
-
-def _check_score_name(name: str) -> None:
-    if name not in get_args(ScoreName):
-        raise ConfigError(f"score {name!r} is not known; choose one of {', '.join(get_args(ScoreName))}")

@@ -208,14 +208,14 @@ def validation(count: int = 40) -> list[tuple[Tensor, Tensor]]:
 def test_a_calibrated_ensemble_predicts_and_abstains(tmp_path, per_member):
     ensemble, data = tiny().train(), validation()
     labels = torch.cat([target for _, target in data])
-    calibrated = calibrate(ensemble, data, share=0.8, score="entropy", per_member=per_member)
+    calibrated = calibrate(ensemble, data, share=0.8, score="entropy", per_member=per_member, familiarity=None)
     assert ensemble.training
     assert ensemble.metadata.calibration is None
     assert not calibrated.training
     calibration, metrics = calibrated.metadata.calibration, calibrated.metadata.metrics
     assert (calibration.score, calibration.accepted_share) == ("entropy", 0.8)
     assert len(calibration.temperature) == (2 if per_member else 1)
-    again = calibrate(calibrated, data, share=0.8, score="entropy", per_member=per_member)
+    again = calibrate(calibrated, data, share=0.8, score="entropy", per_member=per_member, familiarity=None)
     assert again.metadata.calibration == calibration  # replaced, not stacked
     assert (metrics["kept"], metrics["validation/accepted_share"]) == (1.0, 33 / 40)  # ⌈0.8 · 41⌉ of 40
     assert metrics["validation/nll"] <= metrics["validation/nll_uncalibrated"]

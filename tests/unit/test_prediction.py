@@ -20,7 +20,8 @@ T = torch.tensor
 SCORES = ScoreName.__args__
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DERIVED = [name for name, one in vars(Prediction).items() if isinstance(one, property | functools.cached_property)]
-TENSORS = ["member_logits", *(name for name in DERIVED if name[0] != "_" and name not in ("members", "classes"))]
+OTHERS = ("members", "classes", "reason", "familiarity")  # numbers, and what takes more than logits
+TENSORS = ["member_logits", *(name for name in DERIVED if name[0] != "_" and name not in OTHERS)]
 
 
 @st.composite

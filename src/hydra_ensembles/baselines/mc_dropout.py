@@ -41,7 +41,8 @@ class MCDropout(nn.Module):
         require_ensemble(ensemble, "mc_dropout")
         require_number("MCDropout.p", p, 0.0, 1.0)
         self.p, self.passes, self.seed = p, require_whole("passes", passes, 1), require_whole("seed", seed, 0)
-        config, metadata = _with_dropout(ensemble.config, p), replace(ensemble.metadata, calibration=None)
+        config = _with_dropout(ensemble.config, p)
+        metadata = replace(ensemble.metadata, calibration=None, familiarity=None)
         self.model = built_around(lambda: Ensemble(config, metadata), ensemble.state_dict())  # the weights, not copies
         self.kind, self.num_members = ensemble.kind, self.passes * ensemble.num_members
         self.num_classes = ensemble.num_classes

@@ -18,7 +18,7 @@ from ..evaluation.evaluation import Evaluation, logits_path
 from ..files import parse_json
 from ..metrics.inputs import Convention
 from ..model.cost import Cost
-from ..prediction import ScoreName
+from ..prediction import AnyScore
 from ..report.compare import COLUMNS, load_costs, set_columns, to_csv, to_latex, to_markdown, to_rich
 from ..report.compare import FORMAT as COSTS
 from ..report.compare import compare as compare_evaluations
@@ -57,8 +57,8 @@ class EvaluateSettings(DataSettings, ModelSettings):
     ood: tuple[str, ...] = ()
     shift: tuple[str, ...] = ()
     suite: str | None = None
-    score: ScoreName = "msp"
-    scores: tuple[ScoreName, ...] = ()
+    score: AnyScore = "msp"
+    scores: tuple[AnyScore, ...] = ()
     convention: Convention = "torch-uncertainty"
     bootstrap: int = 0
     keep_logits: bool = False

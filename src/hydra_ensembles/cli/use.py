@@ -70,8 +70,8 @@ def predict(
 ) -> None:
     """Label images or texts, or abstain.
 
-    The verdict is accept or abstain, by the threshold that build calibrated and stored with the model (or --threshold).
-    A model without one gives no verdict.
+    The verdict is accept or abstain, by the thresholds that build calibrated and stored with the model, and the reason
+    is unsure (--threshold sets another) or unfamiliar. A model without a threshold gives no verdict.
 
     Examples:
       hydra-ensembles predict run photo.jpg more-photos/
@@ -149,13 +149,16 @@ def _texts(argument: str, path: Path) -> list[str]:
 
 def _answers(names: Sequence[str], prediction: Prediction) -> list[dict[str, Any]]:
     """The columns of the output; a label is a number where the model has no names, uncertainties are in nats."""
-    known, accept = prediction.class_names, prediction.accept
+    known, accept, fitted = prediction.class_names, prediction.accept, prediction.unfamiliarity
+    known_reference = None if fitted is None else fitted.reference
     columns: dict[str, Sequence[Any]] = {
         "input": names,
         "label": [str(label) if known is None else known[label] for label in prediction.label.tolist()],
         **{name: getattr(prediction, name).tolist() for name in NUMBERS},
         "score": prediction.score().tolist(),
+        "familiarity": [None] * len(names) if known_reference is None else prediction.familiarity.tolist(),
         "verdict": [None] * len(names) if accept is None else ["accept" if one else "abstain" for one in accept],
+        "reason": [None] * len(names) if accept is None else prediction.reason,
     }
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
@@ -174,7 +177,8 @@ def _written(answers: Sequence[dict[str, Any]], format: OutputFormat) -> str | T
     for one in answers:
         numbers = (f"{one[name]:.4f}" for name in NUMBERS)
         style = "yellow" if one["verdict"] == "abstain" else None
-        table.add_row(escape(_short(one["input"])), escape(one["label"]), *numbers, one["verdict"] or "–", style=style)
+        verdict = one["verdict"] or "–" if one["reason"] is None else f"{one['verdict']}: {one['reason']}"
+        table.add_row(escape(_short(one["input"])), escape(one["label"]), *numbers, verdict, style=style)
     return table
 
 
@@ -208,9 +212,9 @@ def info(
 
 def _facts(ensemble: Ensemble) -> dict[str, Any]:
     """Everything worth knowing about an ensemble, as plain data."""
-    calibration = ensemble.metadata.calibration and ensemble.metadata.calibration.brief
-    known = replace(ensemble.metadata, text_side=None, calibration=calibration)
-    description, metadata = ensemble.describe(), to_plain(known)
+    fitted, calibration = ensemble.metadata.familiarity, ensemble.metadata.calibration
+    calibration = calibration and calibration.brief
+    description, metadata = ensemble.describe(), to_plain(replace(ensemble.metadata.plain, calibration=calibration))
     if isinstance(ensemble.metadata.preprocessing, TextPreprocessing):
         metadata["preprocessing"]["tokenizer"] = bool(metadata["preprocessing"]["tokenizer"])  # not all its words
     return {
@@ -222,6 +226,7 @@ def _facts(ensemble: Ensemble) -> dict[str, Any]:
         "parameters": description.parameters,
         "multiply_adds": description.multiply_adds,
         **metadata,
+        "familiarity": None if fitted is None else to_plain(replace(fitted.settings, reference=None, marks=())),
         "config": to_plain(ensemble.config),
     }
 
@@ -240,6 +245,7 @@ def _described(title: str, ensemble: Ensemble) -> str:
         ("parameters", counts),
         ("preprocessing", _value(facts["preprocessing"] or f"unknown: the model takes {ensemble.kind} tensors only")),
         ("calibration", _value(facts["calibration"] or "none: predictions come without a verdict")),
+        ("familiarity", _value(facts["familiarity"] or "not fitted: no input is called unfamiliar")),
         *(("metric", f"{name} = {value:.4g}") for name, value in facts["metrics"].items()),
         *(("" if index else "history", line) for index, line in enumerate(facts["history"])),
     ]

@@ -159,7 +159,7 @@ def _run(
     # would make the confidences so extreme that they no longer rank OOD images.
     found = (backbone, taylor, circ_avg, hydra_taylor, hydra_circ)
     models = {
-        name: calibrate(model, data["calibration"], temperature=False)
+        name: calibrate(model, data["calibration"], temperature=False, familiarity=None)
         for name, model in zip(METHODS, found, strict=False)
     }
     logits = {name: stored[:, : settings.limit] for name, stored in load_deep_logits().items()}

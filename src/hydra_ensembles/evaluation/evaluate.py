@@ -22,7 +22,7 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration, Metadata
 from ..optimize.runner import OptimizedEnsemble
 from ..overlap import require_unlike
-from ..prediction import ScoreName
+from ..prediction import AnyScore, ScoreName
 from .evaluation import (
     Evaluation,
     LabelledLogits,
@@ -48,8 +48,8 @@ def evaluate(
     *,
     name: str | None = None,
     id_name: str | None = None,
-    score: ScoreName = "msp",
-    scores: Sequence[ScoreName] = (),
+    score: AnyScore = "msp",
+    scores: Sequence[AnyScore] = (),
     convention: Convention = "torch-uncertainty",
     calibration: Calibration | None = None,
     preprocess: Preprocess | None = None,
@@ -79,7 +79,7 @@ def evaluate(
         name: What tables call the model.
         id_name: Name of the in-distribution set; that of a data set is known.
         score: Score that detects OOD samples, of the mean over members.
-        scores: Further scores to report.
+        scores: Further scores to report; those that `fit_familiarity` fitted are known too.
         convention: How AUPR and FPR95 are defined; see `hydra_ensembles.metrics.ood`.
         calibration: Temperature and threshold to apply; an ensemble brings its own.
         preprocess: Turns a list of raw items into inputs; an ensemble brings its own.
@@ -106,7 +106,8 @@ def evaluate(
     preprocess = preprocess or known.preprocessing
     id_name = id_name or _set_name(id_data)
     applied = calibration or Calibration()
-    measure = Measure(name or "model", id_name, score, scores, convention, applied, bootstrap, keep_logits)
+    fitted = known.familiarity if isinstance(ensemble, Ensemble | OptimizedEnsemble) else None
+    measure = Measure(name or "model", id_name, score, scores, convention, applied, bootstrap, keep_logits, fitted)
     for setting, value in {"gallery": gallery, "num_workers": num_workers}.items():
         require_whole(setting, value, 0)
     require_whole("batch_size", batch_size, 1)
@@ -143,6 +144,11 @@ def evaluate(
         model=describe_model(ensemble, members, classes, calibration),
         provenance=provenance_of(place, own.dtype, current_ranks().size),
         gallery=[item for one in (own, *others.values()) for item in one.gallery],
+        unfamiliarity={
+            ("id", ""): own.unfamiliarity,
+            **{("ood", key): one.unfamiliarity for key, one in others.items()},
+            **{("shift", key): one.unfamiliarity for key, one in shifted.items()},
+        },
     )
 
 

@@ -26,7 +26,7 @@ from ..model.config import KeptHeads
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
 from ..optimize.runner import OptimizedEnsemble
-from ..prediction import ScoreName
+from ..prediction import AnyScore
 from ..schema import from_plain, to_plain
 
 OodGroup = Literal["near", "far", "apart", "ungrouped"]
@@ -331,7 +331,7 @@ class Evaluation:
 
     name: str
     id_name: str
-    score: ScoreName
+    score: AnyScore
     convention: Convention
     id: Classification
     ood: Mapping[str, OodSet]

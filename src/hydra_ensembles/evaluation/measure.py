@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import cast, get_args
 
 import numpy as np
@@ -21,8 +22,8 @@ from ..metrics.probabilities import (
     reliability_bins,
 )
 from ..model.config import require_whole
-from ..model.metadata import Calibration
-from ..prediction import Prediction, ScoreName
+from ..model.metadata import Calibration, Familiarity
+from ..prediction import AnyScore, Prediction, ScoreName
 from .evaluation import (
     Classification,
     Curve,
@@ -51,36 +52,49 @@ class Measure:
 
     name: str
     id_name: str
-    score: ScoreName
-    scores: Sequence[ScoreName]
+    score: AnyScore
+    scores: Sequence[AnyScore]
     convention: Convention
     calibration: Calibration
     bootstrap: int
     keep_logits: bool
+    familiarity: Familiarity | None = None  # of an ensemble that was fitted to give scores of features
 
     def __post_init__(self) -> None:
         check_convention(self.convention)
         if isinstance(self.scores, str):
             raise ConfigError(f"scores={self.scores!r} is a string; give a sequence of names, as ({self.scores!r},)")
-        known = get_args(ScoreName)
+        fitted = () if self.familiarity is None else self.familiarity.settings.scores
+        known = (*get_args(ScoreName), *fitted)
         unknown = [name for name in (self.score, *self.scores) if name not in known]
         if unknown:
-            raise ConfigError(f"scores {unknown} are not known; choose from {', '.join(known)}")
+            fit = "; fit_familiarity makes an ensemble give scores of its features" if not fitted else ""
+            raise ConfigError(f"scores {unknown} are not known; choose from {', '.join(known)}{fit}")
         require_whole("bootstrap", self.bootstrap, 0)
 
-    def predict(self, logits: Tensor) -> Prediction:
+    def predict(self, logits: Tensor, unfamiliarity: Tensor | None = None) -> Prediction:
         """A prediction from logits `[M, B, C]` that are finite; only a division by less than one can change that."""
-        known = self.calibration
-        if known.threshold is None:
-            known = replace(known, score=self.score, reference=None)
-        return known.prediction(logits, check_finite=min(known.temperature) < 1)
+        known, fitted = self.calibration, self.familiarity
+        if known.threshold is None and self.score in get_args(ScoreName):
+            known = replace(known, score=cast(ScoreName, self.score), reference=None)
+        about = None if fitted is None or unfamiliarity is None else fitted.about(unfamiliarity)
+        return known.prediction(logits, check_finite=min(known.temperature) < 1, unfamiliarity=about)
 
     def evaluation(
-        self, logits: MemberLogits, model: ModelInfo | None, provenance: Provenance, gallery: Iterable[GalleryItem] = ()
+        self,
+        logits: MemberLogits,
+        model: ModelInfo | None,
+        provenance: Provenance,
+        gallery: Iterable[GalleryItem] = (),
+        unfamiliarity: Mapping[tuple[str, str], Tensor | None] = MappingProxyType({}),
     ) -> Evaluation:
-        """Everything that `evaluate` reports."""
-        prediction, labels = self.predict(logits.id.logits), logits.id.labels
-        answers = {key: self.predict(one) for sets in logits.ood.values() for key, one in sets.items()}
+        """Everything that `evaluate` reports; scores of features `[S, M, B]` by `(kind, name)` of each set."""
+        prediction, labels = self.predict(logits.id.logits, unfamiliarity.get(("id", ""))), logits.id.labels
+        answers = {
+            key: self.predict(one, unfamiliarity.get(("ood", key)))
+            for sets in logits.ood.values()
+            for key, one in sets.items()
+        }
         wanted = tuple(dict.fromkeys((self.score, *self.scores)))
         id_scores = {one: prediction.score(one) for one in wanted}
         ood = {
@@ -112,7 +126,7 @@ class Measure:
                 for name, keys in averaged.items()
             },
             shift={
-                key: self._classification(self.predict(one.logits), one.labels, key)
+                key: self._classification(self.predict(one.logits, unfamiliarity.get(("shift", key))), one.labels, key)
                 for key, one in logits.shift.items()
             },
             selective=_selective(prediction, labels),

@@ -24,6 +24,7 @@ from ..model.ensemble import Ensemble
 from ..model.layers import dropping
 from ..optimize.runner import OptimizedEnsemble
 from ..overlap import Keys, sample_keys
+from ..prediction import Prediction
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from .evaluation import GalleryItem, LabelledLogits, Shelf
 from .measure import Measure
@@ -33,12 +34,16 @@ TEXT_LENGTH = 280  # most characters of an embedded text
 
 
 class Pass(NamedTuple):
-    """What a pass over one set brought: logits and labels (if asked for), keys, gallery, dtype of the answers."""
+    """What a pass over one set brought: logits and labels (if asked for), keys, gallery, dtype of the answers.
+
+    `unfamiliarity` has the scores of features `[S, M, B]`, of an ensemble that gives some.
+    """
 
     answers: LabelledLogits
     keys: Keys  # of the samples
     gallery: list[GalleryItem]
     dtype: torch.dtype
+    unfamiliarity: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Runner:
         """
         check_unsharded(batches, name)
         ranks = current_ranks()
-        pieces: list[tuple[int, Tensor, Tensor, Keys, torch.dtype]] = []
+        pieces: list[tuple[int, Tensor, Tensor, Keys, torch.dtype, Tensor | None]] = []
         gallery: list[GalleryItem] = []
         first, error = 0, None
         try:
@@ -69,28 +74,34 @@ class Runner:
             shown = tqdm(pairs, name, length_of(batches), leave=False, disable=quiet, unit="batch")
             for index, (inputs, targets) in enumerate(shown):
                 if index % ranks.size == ranks.rank:
-                    logits, dtype = self._answer(inputs, name, index)
+                    logits, dtype, scores = self._answer(inputs, name, index)
                     labels = torch.empty(0, dtype=torch.long)
                     if labelled:
                         labels = require_labels(targets, logits.shape[2], f"set {name!r}", index).cpu()
-                    pieces.append((index, logits, labels, sample_keys(inputs), dtype))
+                    pieces.append((index, logits, labels, sample_keys(inputs), dtype, scores))
                     if self.keep:
-                        gallery = self._shelved(gallery, name, first, inputs, logits, labels if labelled else None)
+                        prediction, known = self.measure.predict(logits, scores), labels if labelled else None
+                        gallery = self._shelved(gallery, name, first, inputs, prediction, known)
                 first += size_of(inputs)
         except Exception as problem:
             error = problem
         pieces = sorted(chain.from_iterable(ranks.gather(pieces, error)), key=itemgetter(0))
         gallery = sorted_onto_shelves(chain.from_iterable(ranks.gather(gallery)), self.keep)
-        _, answers, targets_of, keys, dtypes = zip(*pieces, strict=True)
+        _, answers, targets_of, keys, dtypes, found = zip(*pieces, strict=True)
         for answer in answers:
             require_like(answer, answers[0] if like is None else like, name)
-        found = LabelledLogits(torch.cat(answers, dim=1), torch.cat(targets_of))
-        return Pass(found, np.concatenate(keys), gallery, dtypes[0])
+        labelled_logits = LabelledLogits(torch.cat(answers, dim=1), torch.cat(targets_of))
+        scores = None if found[0] is None else torch.cat(found, dim=2)  # [S, M, B]
+        return Pass(labelled_logits, np.concatenate(keys), gallery, dtypes[0], scores)
 
-    def _answer(self, inputs: Inputs, name: str, index: int) -> tuple[Tensor, torch.dtype]:
-        """Member logits `[M, B, C]` of one batch, and the dtype they came in."""
-        if isinstance(self.model, Ensemble | OptimizedEnsemble | MCDropout):
-            answer: Any = self.model(self.model.prepare(inputs))
+    def _answer(self, inputs: Inputs, name: str, index: int) -> tuple[Tensor, torch.dtype, Tensor | None]:
+        """Member logits `[M, B, C]` of one batch, the dtype they came in, and scores of features `[S, M, B]`."""
+        answer: Any
+        scores = None
+        if isinstance(self.model, Ensemble | OptimizedEnsemble) and self.measure.familiarity is not None:
+            answer, scores = self.model.answers(self.model.prepare(inputs))
+        elif isinstance(self.model, Ensemble | OptimizedEnsemble | MCDropout):
+            answer = self.model(self.model.prepare(inputs))
         else:
             answer = self.model(inputs if self.device is None else move(inputs, self.device, self.dtype))
         answer = getattr(answer, "logits", answer)
@@ -100,13 +111,18 @@ class Runner:
                 f"{where(name)}the model answered batch {index} of {size_of(inputs)} inputs with logits "
                 f"{list(answer.shape)}; expected [M, B, C] (members, inputs, classes)"
             )
-        return logits, answer.dtype
+        return logits, answer.dtype, None if scores is None else scores.cpu()
 
     def _shelved(
-        self, items: list[GalleryItem], name: str, first: int, inputs: Inputs, logits: Tensor, labels: Tensor | None
+        self,
+        items: list[GalleryItem],
+        name: str,
+        first: int,
+        inputs: Inputs,
+        prediction: Prediction,
+        labels: Tensor | None,
     ) -> list[GalleryItem]:
         """The gallery of a set after one more batch, whose first sample has position `first` in the set."""
-        prediction = self.measure.predict(logits)
         scores, predicted = prediction.score(self.measure.score), prediction.label
         order = scores.sort(stable=True).indices
         shelves: dict[Shelf, Tensor] = {"sure": order, "unsure": scores.sort(stable=True, descending=True).indices}

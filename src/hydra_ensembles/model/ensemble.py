@@ -19,7 +19,7 @@ from ..checkpoint import (
     push_checkpoint,
     read_ensemble,
     save_checkpoint,
-    with_text_side,
+    with_parts,
 )
 from ..errors import ConfigError, DataError
 from ..prediction import Prediction
@@ -205,7 +205,33 @@ class Ensemble(Saved, nn.Module):
             check_finite: Refuse logits that are NaN or infinite. On a GPU this waits for them; nothing else does.
         """
         with dropping(False):
-            return self.prediction(self(self.prepare(inputs)), check_finite)
+            return self.prediction(*self.answers(self.prepare(inputs)), check_finite=check_finite)
+
+    def answers(
+        self,
+        inputs: Given | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **named: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`."""
+        known = self.metadata.familiarity
+        if known is None:
+            return self(inputs, attention_mask, token_type_ids, **named), None
+        features, logits = self.features_and_logits(inputs, attention_mask, token_type_ids, **named)
+        return logits, known.scores(features, logits)
+
+    def features_and_logits(
+        self,
+        inputs: Given | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **named: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Pooled features `[M, B, d]`, those of two tokens one after the other, and member logits `[M, B, C]`."""
+        pooled = self.readout.pool(*self._encoded(inputs, attention_mask, token_type_ids, named))
+        logits = self.readout.classify(pooled)
+        return self._per_member(pooled.flatten(2)), self._per_member(logits)
 
     def prepare(self, inputs: Any) -> Inputs:
         """What `predict` takes, as inputs for `forward` on the device and in the dtype of the model.
@@ -224,12 +250,13 @@ class Ensemble(Saved, nn.Module):
         present = {name: tensor for name, tensor in zip(READ[self.kind], arguments, strict=False) if tensor is not None}
         return move(arguments[0] if self.kind == "image" else present, home.device, home.dtype)
 
-    def prediction(self, logits: Tensor, check_finite: bool = True) -> Prediction:
-        """What member logits `[M, B, C]` say, with the calibration and the class names of this ensemble."""
+    def prediction(self, logits: Tensor, unfamiliarity: Tensor | None = None, check_finite: bool = True) -> Prediction:
+        """What `answers` say, with the calibration and the class names of this ensemble."""
         if not self.num_classes:
             raise ConfigError("this ensemble has no classifier; convert the model with num_labels=, or use features()")
-        found = self.metadata.calibration or Calibration()
-        return found.prediction(logits, self.metadata.labels or None, check_finite)
+        found, known = self.metadata.calibration or Calibration(), self.metadata.familiarity
+        about = None if known is None or unfamiliarity is None else known.about(unfamiliarity)
+        return found.prediction(logits, self.metadata.labels or None, check_finite, about)
 
     def _encoded(
         self, inputs: Any, attention_mask: Any, token_type_ids: Any, named: Mapping[str, Any]
@@ -319,19 +346,27 @@ class Ensemble(Saved, nn.Module):
 
     @classmethod
     def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> "Ensemble":
-        config, metadata, texts = read_ensemble(stored)
+        config, metadata, texts, fitted = read_ensemble(stored)
 
         def skeleton() -> Ensemble:
-            """The ensemble with its text side as part of it: so the tensors of a checkpoint are named."""
+            """The ensemble with text side and statistics as parts of it: so the tensors of a checkpoint are named."""
             ensemble = cls(config)
             if texts is not None:
                 parts = {"tower": cls(texts.tower)}
                 projection = projection_from(texts.projection, output_width(texts.tower))
                 ensemble.text_side = nn.ModuleDict(parts if projection is None else {**parts, "projection": projection})
+            for name, shape in {} if fitted is None else fitted.shapes(config.members, ensemble.num_classes).items():
+                score, _, last = f"familiarity.{name}".rpartition(".")
+                part: nn.Module = ensemble
+                for step in score.split("."):
+                    if not hasattr(part, step):
+                        part.add_module(step, nn.Module())
+                    part = part.get_submodule(step)
+                part.register_buffer(last, torch.empty(shape))
             return ensemble
 
         state = stored.tensors(skeleton, device, dtype, at_least=config.encoder.layers)
-        own, metadata = with_text_side(state, metadata, texts)
+        own, metadata = with_parts(state, metadata, texts, fitted)
         return cls.from_state(config, own, metadata)
 
     # --- looking at it -----------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..metrics.conformal import Reference, check_share
-from ..prediction import Calibrates, Prediction, ScoreName, check_temperature
+from ..metrics.distance import FamiliarityName, is_relative, unfamiliarity
+from ..prediction import Calibrates, Prediction, ScoreName, Unfamiliarity, check_temperature
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..schema import ADDED_LATER
 from .config import EnsembleConfig, ProjectionConfig
@@ -45,7 +46,11 @@ class Calibration:
         return replace(self, reference=None)
 
     def prediction(
-        self, member_logits: Tensor, class_names: Sequence[str] | None = None, check_finite: bool = True
+        self,
+        member_logits: Tensor,
+        class_names: Sequence[str] | None = None,
+        check_finite: bool = True,
+        unfamiliarity: Unfamiliarity | None = None,
     ) -> Prediction:
         """What member logits `[M, B, C]` say, with this calibration applied."""
         temperature = self.temperature if len(self.temperature) > 1 else self.temperature[0]
@@ -58,7 +63,97 @@ class Calibration:
             check_finite,
             self.calibrates,
             self.reference,
+            unfamiliarity,
         )
+
+
+@dataclass(frozen=True)
+class FamiliaritySettings:
+    """What was fitted to say how familiar an input is, without the tensors.
+
+    Attributes:
+        scores: The scores, the first of which the threshold and the p-values are of.
+        width: Length of the features.
+        samples: How many samples the statistics are from.
+        stored: Of `knn`: features stored.
+        neighbours: Of `knn`: which neighbour counts.
+        principal: Of `vim`: directions of the principal subspace.
+        threshold: Inputs whose score is above it are unfamiliar; None before calibration.
+        accepted_share: The share of familiar inputs that the threshold accepts.
+        reference: Scores of samples that the statistics are not from.
+        marks: Digests of some samples they are from, which must not choose a threshold.
+    """
+
+    scores: tuple[FamiliarityName, ...]
+    width: int
+    samples: int
+    stored: int = 0
+    neighbours: int = 0
+    principal: int = 0
+    threshold: float | None = None
+    accepted_share: float = 0.95
+    reference: Reference | None = None
+    marks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_share(self.accepted_share, "accepted_share")
+        if not self.scores or len(set(self.scores)) < len(self.scores):
+            raise ConfigError(f"familiarity has the scores {list(self.scores)}; give one or more, each once")
+        if not 0 <= self.principal < self.width or not 0 <= self.neighbours <= self.stored:
+            raise ConfigError(
+                f"familiarity with {self.principal} principal of {self.width} directions, {self.neighbours} neighbours "
+                f"of {self.stored} stored: there must be fewer principal ones, and as many stored"
+            )
+
+    def shapes(self, members: int, classes: int) -> dict[str, tuple[int, ...]]:
+        """The tensors of all scores, `score.name`, and their shapes."""
+        square, found = (members, self.width, self.width), dict[str, tuple[int, ...]]()
+        for score in self.scores:
+            own: dict[str, tuple[int, ...]] = {"mean": (members, self.width), "whiten": square}
+            own["classes"] = (members, classes, self.width)
+            if is_relative(score):
+                own["background"] = square
+            elif score == "knn":
+                own = {"bank": (members, self.stored, self.width)}
+            elif score == "vim":
+                residual = (members, self.width, self.width - self.principal)
+                own = {"origin": (members, self.width), "residual": residual, "weight": (members,)}
+            found |= {f"{score}.{name}": shape for name, shape in own.items()}
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Familiarity:
+    """Fitted statistics, in float32 on the CPU, by the names that the settings say; never changed once made."""
+
+    settings: FamiliaritySettings
+    state: Mapping[str, Tensor] = field(repr=False)
+    _placed: dict[torch.device, dict[str, dict[str, Tensor]]] = field(default_factory=dict, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Familiarity) or self.settings != other.settings:
+            return False
+        return self.state.keys() == other.state.keys() and not unequal([self.state, other.state])
+
+    def scores(self, features: Tensor, logits: Tensor) -> Tensor:
+        """Every score of every member, `[S, M, B]`, from features `[M, B, d]` and logits `[M, B, C]`."""
+        known, neighbours = self._on(features.device), self.settings.neighbours
+        found = [unfamiliarity(name, known[name], features, logits, neighbours) for name in self.settings.scores]
+        return torch.stack(found)
+
+    def about(self, scores: Tensor) -> Unfamiliarity:
+        """What a prediction says of scores `[S, M, B]`."""
+        return Unfamiliarity(self.settings.scores, scores, self.settings.threshold, self.settings.reference)
+
+    def _on(self, device: torch.device) -> dict[str, dict[str, Tensor]]:
+        """The statistics of each score on a device; they stay there."""
+        if device not in self._placed:
+            placed: dict[str, dict[str, Tensor]] = {}
+            for key, tensor in self.state.items():
+                score, _, name = key.rpartition(".")
+                placed.setdefault(score, {})[name] = tensor.to(device)
+            self._placed[device] = placed
+        return self._placed[device]
 
 
 @dataclass(frozen=True)
@@ -73,6 +168,7 @@ class Metadata:
         history: What was done to the model, one readable line per step, oldest first.
         metrics: Measured numbers worth showing on the model card.
         text_side: Of a zero-shot ensemble, the text towers it can be re-targeted with; None where there are none.
+        familiarity: What says how familiar an input is; None where nothing was fitted.
     """
 
     source: str = ""
@@ -82,6 +178,12 @@ class Metadata:
     history: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     text_side: "TextSide | None" = field(default=None, metadata=ADDED_LATER)
+    familiarity: Familiarity | None = field(default=None, metadata=ADDED_LATER)
+
+    @property
+    def plain(self) -> "Metadata":
+        """The same without what holds tensors: text side and familiarity."""
+        return replace(self, text_side=None, familiarity=None)
 
     def __post_init__(self) -> None:
         """Refuse class names that are none: a string is not a list of its letters."""
@@ -91,14 +193,14 @@ class Metadata:
         object.__setattr__(self, "labels", tuple(given))
 
     def after(self, line: str, **changes: Any) -> "Metadata":
-        """Metadata once the model was changed: one more line of history; calibration and metrics do not carry over."""
-        return replace(self, calibration=None, metrics={}, history=(*self.history, line), **changes)
+        """Metadata once the model was changed: one more line of history; what was measured does not carry over."""
+        return replace(self, calibration=None, familiarity=None, metrics={}, history=(*self.history, line), **changes)
 
 
 def member_metadata(metadata: Metadata, index: int, members: int) -> Metadata:
     """Metadata of one of so many members on its own; calibration and metrics of several together are not its own."""
     if members > 1:
-        metadata = replace(metadata, calibration=None, metrics={})
+        metadata = replace(metadata, calibration=None, familiarity=None, metrics={})
     return metadata if metadata.text_side is None else replace(metadata, text_side=metadata.text_side.member(index))
 
 
@@ -118,7 +220,8 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
     history = tuple(dict.fromkeys(line for member in members for line in member.history))
     labels = members[0].labels if len(named) == len(members) else ()
     side = join_text_sides([member.text_side for member in members])
-    return replace(members[0], labels=labels, calibration=None, history=history, metrics={}, text_side=side)
+    known: dict[str, Any] = {"labels": labels, "history": history, "text_side": side}
+    return replace(members[0], calibration=None, familiarity=None, metrics={}, **known)
 
 
 def odd_names(names: Sequence[object]) -> tuple[int | None, list[str]]:

@@ -3,10 +3,11 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ PLANS: tuple[Plan, ...] = get_args(Plan)
 MEASURED_SHAPES = 32  # beyond so many different input shapes, a new one takes the plan of the nearest
 REPEATS = 5  # how often each plan is run to choose between them
 
-Run = Callable[..., Tensor]
+Run = Callable[..., tuple[Tensor, ...]]  # member logits, and scores of features where the ensemble gives some
 Arguments = tuple[Tensor | None, ...]
 Key = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
 
@@ -94,7 +95,9 @@ class OptimizedEnsemble:
         self._pool: Any = torch.cuda.graph_pool_handle() if self._graphed else None
         base = frozen(ensemble, self.dtype)
         self._modules: dict[Plan, Ensemble] = {plan: with_plan(base, plan) for plan in chosen or _sensible_plans(base)}
-        self._plain: dict[Plan, Run] = {plan: self._with_graphs(module) for plan, module in self._modules.items()}
+        self._plain: dict[Plan, Run] = {
+            plan: self._with_graphs(self._run(module)) for plan, module in self._modules.items()
+        }
         self._compiled: dict[Plan, Run] = {}
         self._model = next(iter(self._modules.values()))  # the ensemble as it was, to read inputs and name results
         self._home = next(self._model.parameters())
@@ -110,18 +113,30 @@ class OptimizedEnsemble:
         **named: Any,
     ) -> Tensor:
         """Member logits `[M, B, C]`; takes what `Ensemble.forward` takes."""
+        return self.answers(inputs, attention_mask, token_type_ids, **named)[0]
+
+    @torch.inference_mode()
+    def answers(
+        self,
+        inputs: Given | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **named: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`."""
         arguments = self._arguments(inputs, attention_mask, token_type_ids, **named)
         with self._one_at_a_time.lock:
             self._take_turns()
             choice = self._choice(arguments)
             run = self._compiled[choice.plan] if choice.compiled else self._plain[choice.plan]
-            if choice.compiled or self._graphed:  # settings of the compiler, and buffers of graphs, are not for two
-                return run(*arguments)
-        return run(*arguments)
+            exclusive = choice.compiled or self._graphed  # settings of the compiler and buffers of graphs: not for two
+            found = run(*arguments) if exclusive else None
+        found = run(*arguments) if found is None else found
+        return found[0], found[1] if len(found) > 1 else None
 
     def predict(self, inputs: Any, check_finite: bool = True) -> Prediction:
         """Label, confidence and uncertainty of a batch; takes what `Ensemble.predict` takes."""
-        return self._model.prediction(self(self.prepare(inputs)), check_finite)
+        return self._model.prediction(*self.answers(self.prepare(inputs)), check_finite=check_finite)
 
     def prepare(self, inputs: Any) -> Inputs:
         """As `Ensemble.prepare`."""
@@ -195,13 +210,7 @@ class OptimizedEnsemble:
         if compiled >= self._compiled_shapes and not self._dynamic:
             return replace(choice, note=f"code is compiled for {compiled} other shapes, the most allowed")
         if choice.plan not in self._compiled:
-            code = torch.compile(self._modules[choice.plan], fullgraph=True, dynamic=self._dynamic)
-
-            def run(*arguments: Tensor | None) -> Tensor:
-                # the compiler's own limits count for all ensembles together; how often to compile is decided above
-                with torch.compiler.config.patch(_NO_LIMITS):  # type: ignore[attr-defined]
-                    return cast(Tensor, code(*arguments))
-
+            run = self._run(self._modules[choice.plan], compiled=True)
             self._compiled[choice.plan] = self._with_graphs(run)
         self._compiled[choice.plan](*arguments)
         return replace(choice, compiled=True)
@@ -213,6 +222,21 @@ class OptimizedEnsemble:
             if self._stream not in (None, stream):
                 stream.wait_stream(self._stream)
             self._stream = stream
+
+    def _run(self, module: Ensemble, compiled: bool = False) -> Run:
+        """A rewritten ensemble as it is run; scores of features follow what is compiled, and are recorded with it."""
+        known = self.metadata.familiarity
+        code: Any = module if known is None else module.features_and_logits
+        if compiled:
+            code = torch.compile(code, fullgraph=True, dynamic=self._dynamic)
+
+        def run(*arguments: Tensor | None) -> tuple[Tensor, ...]:
+            # the compiler's own limits count for all ensembles together; how often to compile is decided by the caller
+            with torch.compiler.config.patch(_NO_LIMITS) if compiled else nullcontext():  # type: ignore[attr-defined]
+                found = code(*arguments)
+            return (found,) if known is None else (found[1], known.scores(*found))
+
+        return run
 
     def _with_graphs(self, function: Run) -> Run:
         return GraphCache(function, self._pool) if self._graphed else function
@@ -268,7 +292,7 @@ def fastest(runs: Mapping[Plan, Run], arguments: Arguments, device: torch.device
     Raises:
         RuntimeError: No plan can run these inputs; the error of the first.
     """
-    able: dict[Plan, Callable[[], Tensor]] = {}
+    able: dict[Plan, Callable[[], tuple[Tensor, ...]]] = {}
     errors: dict[Plan, RuntimeError] = {}
     for plan, run in runs.items():
         try:
@@ -307,9 +331,9 @@ class GraphCache:
 
     def __init__(self, function: Run, pool: Any) -> None:
         self._function, self._pool = function, pool
-        self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph, Arguments, Tensor]] = OrderedDict()
+        self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph, Arguments, tuple[Tensor, ...]]] = OrderedDict()
 
-    def __call__(self, *arguments: Tensor | None) -> Tensor:
+    def __call__(self, *arguments: Tensor | None) -> tuple[Tensor, ...]:
         """Replay the graph for these shapes, recording it first where there is none."""
         key = shape_key(arguments)
         if key not in self._graphs:
@@ -322,13 +346,13 @@ class GraphCache:
             if buffer is not None and argument is not None:
                 buffer.copy_(argument)
         graph.replay()
-        return result.clone()
+        return tuple(one.clone() for one in result)
 
     def forget(self, key: Key) -> None:
         """Drop the graph of a shape and the memory it holds, if there is one."""
         self._graphs.pop(key, None)
 
-    def _record(self, arguments: Arguments) -> tuple[torch.cuda.CUDAGraph, Arguments, Tensor]:
+    def _record(self, arguments: Arguments) -> tuple[torch.cuda.CUDAGraph, Arguments, tuple[Tensor, ...]]:
         buffers = tuple(None if one is None else one.clone() for one in arguments)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

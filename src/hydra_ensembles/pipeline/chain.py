@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -21,16 +21,18 @@ from ..calibrate import calibrate
 from ..circuit.extract import extract_circuit
 from ..circuit.scores import Score
 from ..errors import CheckpointError, ConfigError, DataError
+from ..familiarity import digests, fit_familiarity, require_fresh
 from ..fuse import fuse
 from ..heads.members import CIRCUIT_ORDER, circuit_members, distinct_taylor, random_members, sampled_members
 from ..heads.ranking import Head, HeadRanking, model_fingerprint
 from ..heads.taylor import taylor
+from ..metrics.distance import FamiliarityName
 from ..model.clip import DEFAULT_TEMPLATES, Templates
 from ..model.ensemble import Ensemble
 from ..schema import from_plain, to_plain
 from ..training.finetune import finetune
 from .run_folder import RunFolder
-from .settings import BuildData, HydraConfig, StartingModel, read_data, starting_model, with_upper_layers
+from .settings import Batch, BuildData, HydraConfig, StartingModel, read_data, starting_model, with_upper_layers
 
 FORMAT = "hydra_ensembles build 1"
 
@@ -106,7 +108,7 @@ def build(
 
 def _identity(config: HydraConfig, start: StartingModel, data: BuildData) -> dict[str, Any]:
     """Config, model and data of a build as plain data."""
-    metadata = json.dumps(to_plain(replace(start.base.metadata, text_side=None)), sort_keys=True).encode()
+    metadata = json.dumps(to_plain(start.base.metadata.plain), sort_keys=True).encode()
     digest = hashlib.sha256(metadata).hexdigest()
     model: dict[str, Any] = {"weights": model_fingerprint(start.ranked), "metadata": digest}
     if start.upper is not None:
@@ -164,7 +166,25 @@ class _Chain:
         fused = self.run.ensemble("fused", self._fused)
         if not config.calibrate or validation is None:
             return fused
-        return calibrate(fused, validation, share=config.accepted_share, per_member=config.per_member_temperature)
+        each, share = config.per_member_temperature, config.accepted_share
+        familiar = self._familiar(fused, validation)
+        return calibrate(familiar, validation, share=share, per_member=each, familiarity=config.familiarity)
+
+    def _familiar(self, fused: Ensemble, validation: list[Batch]) -> Ensemble:
+        """The ensemble with familiarity fitted on the samples that ranked heads, if others are left to calibrate on."""
+        wanted, ranking = self.config.familiarity, self.data.ranking
+        if wanted is None or ranking is None:
+            return fused
+        try:
+            score: FamiliarityName = "mahalanobis" if wanted == "auto" else wanted
+            found = fit_familiarity(fused, ranking, score, held_out=0.0, seed=self.config.seed)
+            if found.metadata.familiarity is not None:
+                require_fresh(found.metadata.familiarity, (one for inputs, _ in validation for one in digests(inputs)))
+            return found
+        except DataError:
+            if wanted != "auto":
+                raise
+            return fused  # calibration tries with a half of its own samples, and says what is amiss
 
     def _fused(self) -> Ensemble:
         config, count = self.config, range(self.config.members)

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -33,12 +33,13 @@ from ..heads.masking import existing_heads, towers_of
 from ..heads.members import CIRCUIT_ORDER
 from ..heads.ranking import Head, data_fingerprint
 from ..heads.taylor import Scope
+from ..metrics.distance import FamiliarityChoice
 from ..model.clip import DualEncoder, Templates, checked_names, checked_templates, zero_shot
 from ..model.ensemble import Ensemble
 from ..model.members import place_of
 from ..overlap import keys_at_hand, require_unlike, sample_keys, warn_if_shared
 from ..prune import prune
-from ..schema import require_types
+from ..schema import ADDED_LATER, require_types
 from ..training.recipe import Recipe
 
 Strategy = Literal["circuit", "taylor", "sampled", "random", "branches"]
@@ -261,7 +262,9 @@ class HydraConfig:
         readout: How poolers and classifiers are fused.
         calibrate: Whether to fit a temperature and a threshold at the end.
         per_member_temperature: One temperature per member instead of one for all.
-        accepted_share: Share of held-out in-distribution data the threshold accepts.
+        accepted_share: Share of in-distribution inputs that each threshold accepts.
+        familiarity: Score of features that says how familiar an input is, fitted on the half that ranks heads; see
+            `calibrate`.
         seed: Draws halves, batches and members. Fine-tuning has the seed of its recipe.
     """
 
@@ -283,6 +286,7 @@ class HydraConfig:
     calibrate: bool = True
     per_member_temperature: bool = False
     accepted_share: float = 0.95
+    familiarity: FamiliarityChoice | None = field(default="auto", metadata=ADDED_LATER)
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -171,6 +171,7 @@ def finetune(
         member.metadata,
         history=(*member.metadata.history, f"fine-tuned {result.described(recipe)}"),
         calibration=None,
+        familiarity=None,
         metrics={} if best is None else {"validation/accuracy": best.accuracy, "validation/nll": best.nll},
     )
     return Ensemble.from_state(member.config, result.state_like(member), metadata)

@@ -1,0 +1,379 @@
+"""Familiarity: how far the features of an input lie from those of data the model knows.
+
+Fitting reads the data once. Sums are kept in float64, and of the features themselves a bounded sample, so memory does
+not grow with the data. What is fitted travels with the ensemble, and every prediction has its scores.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .batches import Batches, Inputs, iterate, require_labels
+from .errors import ConfigError, DataError
+from .metrics.conformal import Reference
+from .metrics.distance import BY_CLASS, FAMILIARITY_NAMES, FamiliarityName, is_normalised, is_relative
+from .metrics.inputs import check_finite
+from .model.clip import require_ensemble
+from .model.ensemble import Ensemble
+from .model.layers import dropping
+from .model.metadata import Familiarity, FamiliaritySettings
+from .overlap import sample_keys
+
+FEW_A_CLASS = 20  # samples a class below which the covariance is shrunk more
+SHRINKAGE, SHRINKAGE_OF_FEW = 0.01, 0.1  # of the mean eigenvalue, added to each
+HELD_OUT_MOST = 4096  # samples held out for p-values
+MARKS = 16  # samples that are known again
+_NULL = 1e-10  # of the largest eigenvalue: directions in which nothing varies
+
+
+class Samples(NamedTuple):
+    """What a model says of some samples: features `[M, B, d]`, logits `[M, B, C]`, labels `[B]`; all on the CPU."""
+
+    features: Tensor
+    logits: Tensor
+    labels: Tensor
+
+    def pick(self, rows: Tensor) -> "Samples":
+        """Some of them, by place or by mask."""
+        return Samples(self.features[:, rows], self.logits[:, rows], self.labels[rows])
+
+    @classmethod
+    def join(cls, parts: Sequence["Samples"]) -> "Samples":
+        """All of them."""
+        return cls(
+            torch.cat([one.features for one in parts], dim=1),
+            torch.cat([one.logits for one in parts], dim=1),
+            torch.cat([one.labels for one in parts]),
+        )
+
+
+def fit_familiarity(
+    ensemble: Ensemble,
+    id_batches: Batches,
+    score: FamiliarityName | Sequence[FamiliarityName] = "mahalanobis",
+    *,
+    held_out: float = 0.2,
+    shrinkage: float | None = None,
+    neighbours: int | None = None,
+    principal: int | None = None,
+    stored: int = 10_000,
+    seed: int = 0,
+) -> Ensemble:
+    """A copy of an ensemble that says how familiar an input is: `p.score("mahalanobis")`, `p.familiarity`.
+
+    A share of the samples, drawn by the seed, is held out: it has no part in the statistics, and p-values come from it.
+    `calibrate` sets a threshold, on other data, and p-values then come from those.
+
+    Args:
+        ensemble: Any classifier: of images, of texts, zero-shot. It is not changed.
+        id_batches: In-distribution batches, labelled for scores that know classes; training data will do. Read once.
+        score: One score, or several, of which the first decides; see `hydra_ensembles.metrics.distance`.
+        held_out: Share to hold out, at most 4,096 samples; 0 for none.
+        shrinkage: What is added to every eigenvalue of a covariance, as a share of their mean; None takes 0.01, and
+            0.1 where there are fewer than 20 samples a class.
+        neighbours: Of `knn`, which neighbour counts; None takes one in 50 of those stored, at most 50.
+        principal: Of `vim`, directions of the principal subspace; None takes two thirds.
+        stored: Features kept at most, drawn at random: those that `knn` compares with, and that `vim` is weighed by.
+        seed: Draws what is held out and what is stored.
+
+    Raises:
+        DataError: A class has no samples, there are too few for a covariance, or features are not finite.
+    """
+    require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "fit_familiarity")
+    options = FitOptions.checked(score, shrinkage, neighbours, principal, stored)
+    if not 0.0 <= held_out < 1.0:
+        raise ConfigError(f"held_out is a share of the samples from 0 to below 1, got {held_out}")
+    draws = np.random.default_rng(seed)
+    fitting, waiting = Fitting(ensemble, options, draws), Reservoir(HELD_OUT_MOST, draws)
+    for inputs, samples in answers(ensemble, id_batches, "id_batches", options.labelled):
+        out = torch.from_numpy(draws.random(len(samples.labels)) < held_out)
+        fitting.add(samples.pick(~out))
+        fitting.mark(inputs, ~out)
+        for row in waiting.offer(samples.pick(out)):
+            fitting.add(row)
+    kept = waiting.samples()
+    for label in fitting.missing():  # a class whose only samples were held out
+        if kept is not None and bool((kept.labels == label).any()):
+            place = int((kept.labels == label).nonzero()[0])
+            fitting.add(kept.pick(torch.tensor([place])))
+            kept = kept.pick(torch.arange(len(kept.labels)) != place)
+    known = fitting.finish()
+    if kept is not None and len(kept.labels):
+        scores = known.scores(kept.features, kept.logits)[0].mean(dim=0)
+        known = Familiarity(replace(known.settings, reference=Reference.of(scores)), known.state)
+    line = f"familiarity ({', '.join(options.scores)}) fitted on {known.settings.samples} samples"
+    metadata = replace(ensemble.metadata, familiarity=known, history=(*ensemble.metadata.history, line))
+    return Ensemble.from_state(ensemble.config, ensemble.state_dict(), metadata)
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What is to be fitted, and how; as described at `fit_familiarity`."""
+
+    scores: tuple[FamiliarityName, ...]
+    shrinkage: float | None = None
+    neighbours: int | None = None
+    principal: int | None = None
+    stored: int = 10_000
+
+    @classmethod
+    def checked(
+        cls,
+        score: FamiliarityName | Sequence[FamiliarityName],
+        shrinkage: float | None = None,
+        neighbours: int | None = None,
+        principal: int | None = None,
+        stored: int = 10_000,
+    ) -> "FitOptions":
+        """Options that make sense by themselves."""
+        scores = cast(tuple[FamiliarityName, ...], (score,) if isinstance(score, str) else tuple(score))
+        unknown = [name for name in scores if name not in FAMILIARITY_NAMES]
+        if unknown or not scores or len(set(scores)) < len(scores):
+            known = ", ".join(FAMILIARITY_NAMES)
+            raise ConfigError(f"score={list(scores)} cannot be fitted; choose one or more, each once, of {known}")
+        if shrinkage is not None and not 0.0 <= shrinkage < float("inf"):
+            raise ConfigError(f"shrinkage is a share of the mean eigenvalue, 0 or more; got {shrinkage}")
+        for name, value in {"neighbours": neighbours, "principal": principal, "stored": stored}.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be 1 or more, got {value}")
+        return cls(scores, shrinkage, neighbours, principal, stored)
+
+    @property
+    def labelled(self) -> bool:
+        """Whether any score is fitted with labels."""
+        return any(name in BY_CLASS for name in self.scores)
+
+
+def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> Iterator[tuple[Inputs, Samples]]:
+    """Every batch as it came, and what the model says of it; labels are zeros where none are wanted."""
+    if not ensemble.num_classes:
+        raise ConfigError("this ensemble has no classifier (num_classes is 0); convert the model with num_labels=")
+    with dropping(False), torch.no_grad():
+        for index, (inputs, targets) in enumerate(iterate(batches, name, labelled)):
+            features, logits = ensemble.features_and_logits(ensemble.prepare(inputs))
+            check_finite(features, f"features of batch {index}", name)
+            labels = torch.zeros(features.shape[1], dtype=torch.long)
+            if labelled:
+                labels = require_labels(targets, ensemble.num_classes, name, index).cpu()
+            yield inputs, Samples(features.float().cpu(), logits.float().cpu(), labels)
+
+
+def digests(inputs: Inputs) -> list[str]:
+    """A short name of each input, to know it again; padding of texts does not count."""
+    return [f"{key:016x}" for key in sample_keys(inputs).view(np.uint64).tolist()]
+
+
+def require_fresh(known: Familiarity, seen: Iterable[str]) -> None:
+    """Refuse samples that the statistics are from: a threshold on them would promise what it cannot keep."""
+    marks = set(known.settings.marks)
+    found = len(marks & set(seen))
+    if 2 * found > len(marks):
+        raise DataError(
+            f"at least {found} of these samples fitted the familiarity of this ensemble, so they say nothing of how "
+            "familiar new ones look; calibrate on other data"
+        )
+
+
+# --- gathering -----------------------------------------------------------------------------------------------------
+
+
+class Reservoir:
+    """At most so many samples, drawn evenly from all that were offered, whatever their number."""
+
+    def __init__(self, most: int, draws: np.random.Generator) -> None:
+        self.most, self.draws, self.offered = most, draws, 0
+        self.rows: list[Samples] = []
+
+    def offer(self, samples: Samples) -> list[Samples]:
+        """Take some of these; what is not taken, or has to go for it, comes back one by one."""
+        left = []
+        for place in range(len(samples.labels)):
+            row = samples.pick(torch.tensor([place]))
+            self.offered += 1
+            if len(self.rows) < self.most:
+                self.rows.append(row)
+                continue
+            slot = int(self.draws.integers(self.offered))
+            if slot < self.most:
+                self.rows[slot], row = row, self.rows[slot]
+            left.append(row)
+        return left
+
+    def samples(self) -> Samples | None:
+        """All that are kept."""
+        return Samples.join(self.rows) if self.rows else None
+
+
+class Sums:
+    """Counts `[C]`, sums `[M, C, d]` and sums of products `[M, d, d]` of features, less the mean of the first ones."""
+
+    def __init__(self, first: Tensor, classes: int, labelled: bool) -> None:
+        members, _, width = first.shape
+        self.shift = first.mean(dim=1)  # [M, d]; features far from zero would lose digits otherwise
+        self.count = torch.zeros(classes if labelled else 1, dtype=torch.float64)
+        self.sums = torch.zeros(members, len(self.count), width, dtype=torch.float64)
+        self.products = torch.zeros(members, width, width, dtype=torch.float64)
+
+    def add(self, features: Tensor, labels: Tensor) -> None:
+        """Add features `[M, B, d]` in float64."""
+        centred = features - self.shift[:, None]
+        self.count += torch.bincount(labels, minlength=len(self.count))
+        self.sums.index_add_(1, labels, centred)
+        self.products += centred.mT @ centred
+
+    @property
+    def mean(self) -> Tensor:
+        """`[M, d]`, less the shift."""
+        return self.sums.sum(dim=1) / self.count.sum()
+
+
+class Fitting:
+    """Statistics in the making."""
+
+    def __init__(self, ensemble: Ensemble, options: FitOptions, draws: np.random.Generator) -> None:
+        self.ensemble, self.options = ensemble, options
+        self.sums: dict[bool, Sums] = {}  # by whether features are normalised
+        self.samples, self.width, self.peaks = 0, 0, torch.zeros(ensemble.num_members, dtype=torch.float64)
+        self.kept = Reservoir(options.stored, draws)
+        self.marks: list[str] = []
+
+    def add(self, samples: Samples) -> None:
+        """Take in what a model says of some samples."""
+        if not len(samples.labels):
+            return
+        self.samples, self.width = self.samples + len(samples.labels), samples.features.shape[2]
+        self.peaks += samples.logits.double().amax(dim=-1).sum(dim=1)
+        for normalised in {is_normalised(name) for name in self.options.scores if name != "knn"}:
+            features = samples.features.double()  # [M, B, d]
+            features = F.normalize(features, dim=-1) if normalised else features
+            if normalised not in self.sums:
+                self.sums[normalised] = Sums(features, self.ensemble.num_classes, self.options.labelled)
+            self.sums[normalised].add(features, samples.labels)
+        if {"knn", "vim"} & set(self.options.scores):
+            self.kept.offer(samples)
+
+    def mark(self, inputs: Inputs, rows: Tensor) -> None:
+        """Remember some of the samples that were added."""
+        if len(self.marks) < MARKS:
+            chosen = (digest for digest, keep in zip(digests(inputs), rows.tolist(), strict=False) if keep)
+            self.marks = [*self.marks, *chosen][:MARKS]
+
+    def missing(self) -> list[int]:
+        """Classes without a sample, where labels count."""
+        if not self.options.labelled or not self.sums:
+            return []
+        return (next(iter(self.sums.values())).count == 0).nonzero()[:, 0].tolist()
+
+    def finish(self) -> Familiarity:
+        """The statistics, in float32."""
+        if not self.samples:
+            raise DataError("there are no samples to fit familiarity on; give more, or hold out fewer")
+        options, shrinkage = self.options, self._shrinkage()
+        kept, state, settings = self.kept.samples(), dict[str, Tensor](), dict[str, Any](marks=tuple(self.marks))
+        for name in options.scores:
+            if name == "knn" and kept is not None:
+                bank = F.normalize(kept.features.double(), dim=-1)  # [M, N, d]
+                most = bank.shape[1]
+                chosen = options.neighbours or min(50, max(1, most // 50))
+                if chosen > most:
+                    raise ConfigError(f"neighbours is {chosen}, but {most} features are stored; lower it")
+                settings |= {"stored": most, "neighbours": chosen}
+                own = {"bank": bank}
+            elif name == "vim" and kept is not None:
+                own = self._vim(kept)
+                settings["principal"] = own["origin"].shape[1] - own["residual"].shape[2]
+            else:
+                own = _mahalanobis(self.sums[is_normalised(name)], shrinkage, is_relative(name))
+            state |= {f"{name}.{key}": tensor.float().contiguous() for key, tensor in own.items()}
+        found = FamiliaritySettings(options.scores, self.width, self.samples, **settings)
+        return Familiarity(found, state)
+
+    def _shrinkage(self) -> float:
+        """How much to shrink; refuses what no shrinkage makes a covariance of, and says where samples are few."""
+        if not self.options.labelled:
+            return 0.0
+        sums = next(iter(self.sums.values()))
+        missing, classes, width = self.missing(), len(sums.count), sums.shift.shape[1]
+        if missing:
+            listed = f"{missing[:8]}{' and more' if len(missing) > 8 else ''}"
+            raise DataError(f"classes {listed} have no samples, so nothing is familiar there; give some of every class")
+        if self.samples < 2 * classes:
+            raise DataError(
+                f"{self.samples} samples of {classes} classes are too few for a covariance; give two a class at least, "
+                f"better {FEW_A_CLASS}, or use score='knn'"
+            )
+        if self.options.shrinkage == 0.0 and self.samples - classes < width:
+            raise DataError(
+                f"{self.samples} samples of {classes} classes leave some of the {width} directions of the features "
+                f"unknown; give {width + classes} or more, or leave shrinkage=0 out"
+            )
+        few = self.samples < FEW_A_CLASS * classes
+        if few and self.options.shrinkage is None:
+            warn(
+                f"few samples a class: {self.samples / classes:.3g} on average, {int(sums.count.min())} of the rarest; "
+                f"below {FEW_A_CLASS} the covariance is shrunk by {SHRINKAGE_OF_FEW}, and distances are rough"
+            )
+        return self.options.shrinkage if self.options.shrinkage is not None else (SHRINKAGE, SHRINKAGE_OF_FEW)[few]
+
+    def _vim(self, kept: Samples) -> dict[str, Tensor]:
+        """Origin, directions outside the principal subspace, and the weight against the energy, of every member."""
+        sums, width = self.sums[False], kept.features.shape[2]
+        principal = self.options.principal or max(2 * width // 3, 1)
+        if principal >= width:
+            raise ConfigError(f"principal is {principal}, but features have {width} directions; some must be left over")
+        origin = self._origin()
+        if origin is None:
+            origin = sums.mean + sums.shift
+        offset, mean = origin - sums.shift, sums.mean  # [M, d] each
+        crossed = mean[:, :, None] * offset[:, None]
+        moment = sums.products / self.samples - crossed - crossed.mT + offset[:, :, None] * offset[:, None]
+        directions = torch.linalg.eigh(moment).eigenvectors  # [M, d, d], by ascending eigenvalue
+        residual = directions[:, :, : width - principal]
+        lengths = ((kept.features.double() - origin[:, None]) @ residual).norm(dim=-1).mean(dim=1)  # [M]
+        peaks = self.peaks / self.samples
+        if not bool((peaks > 0).all()) or not bool((lengths > 0).all()):
+            raise DataError(
+                f"vim weighs the largest logits, {peaks.tolist()} on average, against what lies outside the principal "
+                f"subspace, {lengths.tolist()}; both must be above 0: use another score"
+            )
+        return {"origin": origin, "residual": residual, "weight": peaks / lengths}
+
+    def _origin(self) -> Tensor | None:
+        """Where a plain linear classifier gives zero for every class, `[M, d]`; None for readouts of another kind."""
+        readout = self.ensemble.readout
+        if readout.classifier is None or readout.hidden is not None or readout.distillation_classifier is not None:
+            return None
+        weight, bias = readout.classifier.weight.detach().double().cpu(), readout.classifier.bias
+        if bias is None:
+            return torch.zeros(self.ensemble.num_members, weight.shape[2], dtype=torch.float64)
+        found = -torch.linalg.pinv(weight) @ bias.detach().double().cpu()[..., None]  # [G, d, 1]
+        return found[..., 0].expand(self.ensemble.num_members, -1)
+
+
+def _mahalanobis(sums: Sums, shrinkage: float, relative: bool) -> dict[str, Tensor]:
+    """Mean of all, whitening of what varies within classes, and the means of the classes after it, of every member."""
+    samples, mean = sums.count.sum(), sums.mean  # [M, d]
+    means = sums.sums / sums.count[:, None]  # [M, C, d]
+    within = (sums.products - (means * sums.count[:, None]).mT @ means) / samples  # [M, d, d]
+    whiten = _whitening(within, shrinkage)
+    found = {"mean": mean + sums.shift, "whiten": whiten, "classes": (means - mean[:, None]) @ whiten}
+    if relative:
+        total = sums.products / samples - mean[:, :, None] * mean[:, None]
+        found["background"] = _whitening(total, shrinkage)
+    return found
+
+
+def _whitening(covariance: Tensor, shrinkage: float) -> Tensor:
+    """What makes features of these covariances `[M, d, d]` white; directions in which nothing varies are left out."""
+    values, directions = torch.linalg.eigh(covariance)
+    mean, largest = values.mean(dim=-1, keepdim=True), values.amax(dim=-1, keepdim=True)  # [M, 1]
+    if not bool((largest > 0).all()):
+        raise DataError("the features of all samples of a class are the same; familiarity needs some that vary")
+    values = values.clamp(min=0.0) + shrinkage * mean
+    scale = torch.where(values > _NULL * largest, values, torch.inf).rsqrt()  # [M, d]
+    return directions * scale[:, None]

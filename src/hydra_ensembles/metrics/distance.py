@@ -1,0 +1,77 @@
+"""How far features lie from those of familiar data, given fitted statistics: scores, higher = less familiar.
+
+Everything here is a pure function of features `[M, B, d]` and of tensors that `hydra_ensembles.familiarity` fits: each
+member is compared with its own statistics. Nothing is read back from the device.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+from torch import Tensor
+from torch.nn import functional as F
+
+FamiliarityName = Literal[
+    "mahalanobis", "mahalanobis++", "relative_mahalanobis", "relative_mahalanobis++", "vim", "knn"
+]
+
+FamiliarityChoice = Literal[FamiliarityName, "auto"]
+
+FAMILIARITY_NAMES: tuple[FamiliarityName, ...] = get_args(FamiliarityName)
+BY_CLASS = FAMILIARITY_NAMES[:4]  # those that compare with the mean of each class, and are fitted with labels
+
+Statistics = Mapping[str, Tensor]
+
+
+def is_normalised(name: FamiliarityName) -> bool:
+    """Whether a score looks at the direction of features alone."""
+    return name.endswith("++") or name == "knn"
+
+
+def is_relative(name: FamiliarityName) -> bool:
+    """Whether the distance to all data is taken off that to the nearest class."""
+    return name.startswith("relative")
+
+
+def prepared(name: FamiliarityName, features: Tensor) -> Tensor:
+    """Features `[M, B, d]` as a score takes them."""
+    return F.normalize(features, dim=-1) if is_normalised(name) else features
+
+
+def unfamiliarity(
+    name: FamiliarityName, statistics: Statistics, features: Tensor, logits: Tensor, neighbours: int = 1
+) -> Tensor:
+    """The score of each member for each sample, `[M, B]`, in float32.
+
+    * `mahalanobis`: squared Mahalanobis distance to the nearest class mean, under one covariance for all classes; with
+      `++` of features of length one; `relative_` less the distance to the mean of all classes under that of all data.
+    * `vim`: length of the part of the features outside their principal subspace, weighed against the energy.
+    * `knn`: distance to the k-th nearest of the stored features, all of length one.
+
+    Args:
+        name: Which score.
+        statistics: What was fitted for it, of every member.
+        features: `[M, B, d]`.
+        logits: `[M, B, C]`, for `vim`.
+        neighbours: Of `knn`, which neighbour counts.
+    """
+    x = prepared(name, features.float())
+    if name == "vim":
+        outside = (x - statistics["origin"][:, None]) @ statistics["residual"]  # [M, B, d - principal]
+        return statistics["weight"][:, None] * outside.norm(dim=-1) - logits.float().logsumexp(dim=-1)
+    if name == "knn":
+        bank = statistics["bank"]  # [M, N, d]
+        place = (x @ bank.mT).topk(neighbours, dim=-1).indices[..., -1]  # [M, B]
+        return (x - _picked(bank, place)).norm(dim=-1)
+    centred = x - statistics["mean"][:, None]
+    white, means = centred @ statistics["whiten"], statistics["classes"]  # [M, B, d], [M, C, d]
+    # the nearest class by |m|² - 2 w·m; the distance itself from the difference, where nothing cancels
+    nearest = (means.square().sum(dim=-1)[:, None] - 2 * white @ means.mT).argmin(dim=-1)  # [M, B]
+    found = (white - _picked(means, nearest)).square().sum(dim=-1)
+    if is_relative(name):
+        found = found - (centred @ statistics["background"]).square().sum(dim=-1)
+    return found
+
+
+def _picked(rows: Tensor, place: Tensor) -> Tensor:
+    """The row of `[M, N, d]` at each place `[M, B]`, as `[M, B, d]`."""
+    return rows.gather(1, place[..., None].expand(-1, -1, rows.shape[-1]))

@@ -1,0 +1,348 @@
+"""Familiarity: every score against independent computations, the way through a model's life, reasons, bad input."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import logsumexp
+from sklearn.neighbors import NearestNeighbors
+from torch import Tensor
+
+import hydra_ensembles as he
+from architectures_clip import DUAL_CASES
+from checkpoint_models import ensemble, hydra, ragged, single, text
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.familiarity import HELD_OUT_MOST, Reservoir, Samples, fit_familiarity
+from hydra_ensembles.metrics.distance import FAMILIARITY_NAMES
+from hydra_ensembles.model.config import EnsembleConfig, ReadoutConfig
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.metadata import Metadata
+from zero_shot_models import NAMES, dual_of
+
+EXACT: dict[str, Any] = {"held_out": 0.0, "shrinkage": 0.0}
+
+
+def model(config: EnsembleConfig) -> Ensemble:
+    """A model whose features are of full rank: its last norm has no say in them."""
+    return ensemble(config, metadata=Metadata())
+
+
+def batches(config: EnsembleConfig, count: int = 120, seed: int = 0, size: int = 16, shift: float = 0.0) -> list[Any]:
+    """Labelled inputs whose classes differ in more than their labels."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % config.readout.num_classes
+    if config.kind == "text":
+        inputs = torch.randint(1, config.stem.vocabulary, (count, 5), generator=generator)
+    else:
+        noise = torch.randn(count, config.stem.channels, *config.stem.image_size, generator=generator)
+        inputs = noise + labels[:, None, None, None] + shift
+    order = torch.randperm(count, generator=generator)
+    return list(zip(inputs[order].split(size), labels[order].split(size), strict=True))
+
+
+def joined(data: list[Any]) -> tuple[Tensor, Tensor]:
+    return torch.cat([inputs for inputs, _ in data]), torch.cat([labels for _, labels in data])
+
+
+def told(one: Ensemble, inputs: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    with torch.no_grad():
+        features, logits = one.features_and_logits(inputs)
+    return features.double().numpy(), logits.double().numpy()
+
+
+# --- the definitions ------------------------------------------------------------------------------------------------
+
+
+def expected(name: str, fit: np.ndarray, labels: np.ndarray, fit_logits: np.ndarray, new: np.ndarray,
+             logits: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:  # fmt: skip
+    """The score of one member by NumPy and scikit-learn, one class after another, in float64."""
+    if name.endswith("++") or name == "knn":
+        fit, new = (one / np.linalg.norm(one, axis=-1, keepdims=True) for one in (fit, new))
+    if name == "knn":
+        return NearestNeighbors(n_neighbors=3).fit(fit).kneighbors(new)[0][:, -1]
+    if name == "vim":
+        origin = -np.linalg.pinv(weight) @ bias
+        values, vectors = np.linalg.eigh(np.cov((fit - origin).T, bias=True) + np.outer(*[(fit - origin).mean(0)] * 2))
+        rest = vectors[:, np.argsort(-values)[5:]]
+        alpha = fit_logits.max(-1).mean() / np.linalg.norm((fit - origin) @ rest, axis=-1).mean()
+        return alpha * np.linalg.norm((new - origin) @ rest, axis=-1) - logsumexp(logits, axis=-1)
+    means = np.stack([fit[labels == one].mean(0) for one in np.unique(labels)])
+    within = (fit - means[labels]).T @ (fit - means[labels]) / len(fit)
+
+    def distance(mean: np.ndarray, covariance: np.ndarray) -> np.ndarray:
+        inverse = np.linalg.pinv(covariance, rcond=1e-9, hermitian=True)
+        return np.einsum("bi,ij,bj->b", new - mean, inverse, new - mean)
+
+    nearest = np.min([distance(mean, within) for mean in means], axis=0)
+    return nearest - distance(fit.mean(0), np.cov(fit.T, bias=True)) if name.startswith("relative") else nearest
+
+
+@pytest.mark.parametrize("name", FAMILIARITY_NAMES)
+def test_each_score_is_its_definition(name) -> None:
+    config = ragged()
+    one, data, (new, _) = model(config), batches(config), joined(batches(config, 40, seed=1, shift=1.0))
+    inputs, labels = joined(data)
+    fitted = fit_familiarity(one, data, name, **EXACT, neighbours=3, principal=5)
+    (fit, fit_logits), (features, logits) = told(one, inputs), told(one, new)
+    readout = one.readout.classifier
+    weight, bias = (tensor.detach().double().numpy() for tensor in (readout.weight, readout.bias))
+    by_member = [
+        expected(name, fit[m], labels.numpy(), fit_logits[m], features[m], logits[m], weight[m], bias[m])
+        for m in range(3)
+    ]
+    p, atol = fitted.predict(new), 5e-4 if name.startswith("relative") else 1e-4  # a difference of larger numbers
+    np.testing.assert_allclose(p.unfamiliarity.members[0].numpy(), by_member, rtol=1e-4, atol=atol)
+    np.testing.assert_allclose(p.score(name).numpy(), np.mean(by_member, axis=0), rtol=1e-4, atol=atol)
+    assert one.metadata.familiarity is None  # the input is untouched
+    whole = fit_familiarity(one, [(inputs, labels)], name, **EXACT, neighbours=3, principal=5)  # read in one batch
+    torch.testing.assert_close(whole.predict(new).score(name), p.score(name), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mahalanobis", "relative_mahalanobis", "vim", "knn"])
+def test_pytorch_ood_agrees(name) -> None:
+    """Its distances differ by a constant factor between versions: by which, one sample says for all others."""
+    detector = pytest.importorskip("pytorch_ood.detector", reason="pytorch-ood, the referee, is not installed")
+    config = single()
+    one, data, (new, _) = model(config), batches(config), joined(batches(config, 40, seed=1, shift=1.0))
+    inputs, labels = joined(data)
+    with torch.no_grad():
+        fit, features = one.features_and_logits(inputs)[0][0], one.features_and_logits(new)[0][0]
+    weight, bias = one.readout.classifier.weight[0].detach(), one.readout.classifier.bias[0].detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        referee = {
+            "mahalanobis": lambda: detector.Mahalanobis(None),
+            "relative_mahalanobis": lambda: detector.RMD(None),
+            "vim": lambda: detector.ViM(None, d=5, w=weight, b=bias),
+            "knn": lambda: detector.KNN(None),
+        }[name]()
+        if name == "knn":
+            fit, features = (torch.nn.functional.normalize(tensor, dim=-1) for tensor in (fit, features))
+        theirs = referee.fit_features(fit, labels).predict_features(features).double().flatten()
+    ours = fit_familiarity(one, data, name, **EXACT, neighbours=1, principal=5).predict(new).score(name).double()
+    factor = theirs[0] / ours[0] if "mahalanobis" in name else 1.0
+    torch.testing.assert_close(theirs / factor, ours, rtol=1e-4, atol=1e-5)
+
+
+def test_shrinkage_adds_a_share_of_the_mean_eigenvalue() -> None:
+    config = single()
+    one, data = model(config), batches(config)
+    inputs, labels = joined(data)
+    fit = told(one, inputs)[0][0]
+    means = np.stack([fit[labels == label].mean(0) for label in range(3)])
+    within = (fit - means[labels]).T @ (fit - means[labels]) / len(fit)
+    inverse = np.linalg.inv(within + 0.01 * np.trace(within) / len(within) * np.eye(len(within)))
+    by_class = [np.einsum("bi,ij,bj->b", fit - mean, inverse, fit - mean) for mean in means]
+    found = fit_familiarity(one, data, held_out=0.0).predict(inputs).score("mahalanobis")  # 40 a class
+    np.testing.assert_allclose(found.numpy(), np.min(by_class, axis=0), rtol=1e-4)
+
+
+# --- the life of a model ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [single(), hydra(), text()], ids=["one member", "two tokens, a trunk", "text"])
+def test_it_is_saved_loaded_optimized_and_evaluated(config, tmp_path) -> None:
+    data, other = batches(config), batches(config, 40, seed=3, shift=4.0)
+    names = ("mahalanobis++", "knn", "relative_mahalanobis", *(() if config.kind == "text" else ("vim",)))
+    fitted = fit_familiarity(model(config), data, names)
+    fitted = he.calibrate(fitted, batches(config, 60, seed=2), share=0.9)
+    inputs = joined(other)[0]
+    p = fitted.predict(inputs)
+    fitted.save_pretrained(tmp_path)
+    loaded = Ensemble.from_pretrained(tmp_path)
+    assert loaded.metadata == fitted.metadata
+    for name in fitted.metadata.familiarity.settings.scores:
+        assert torch.equal(loaded.predict(inputs).score(name), p.score(name))
+        torch.testing.assert_close(fitted.optimize().predict(inputs).score(name), p.score(name), rtol=1e-3, atol=1e-4)
+    assert loaded.predict(inputs).reason == p.reason
+    assert torch.equal(loaded.predict(inputs).familiarity, p.familiarity)
+    half = Ensemble.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert half.metadata == fitted.metadata  # statistics stay in float32
+    assert half.predict(inputs).score("knn").dtype == torch.float32
+    found = he.evaluate(fitted, data, {"other": other}, scores=("mahalanobis++", "knn"), progress=False)
+    expected = he.metrics.auroc(fitted.predict(joined(data)[0]).score("knn"), p.score("knn"))
+    assert found.ood["other"].detection["knn"].auroc == pytest.approx(expected, abs=1e-6)
+    assert found.ood["other"].abstained == pytest.approx((~p.accept).double().mean().item())
+    found.save(tmp_path / "evaluation.json")
+    assert he.Evaluation.load(tmp_path / "evaluation.json").numbers() == found.numbers()
+
+
+def test_a_zero_shot_ensemble_learns_what_is_familiar() -> None:
+    case = DUAL_CASES[0]
+    classifier = he.zero_shot(dual_of(case), NAMES)
+    pixels = case.pixels()
+    generator = torch.Generator().manual_seed(0)
+    many = torch.randn(60, *pixels.shape[1:], generator=generator)
+    fitted = fit_familiarity(classifier, [(many, torch.arange(60) % len(NAMES))])
+    assert fitted.predict(many).familiarity.mean() > 0.2
+    assert (fitted.predict(50 + 30 * many).score("mahalanobis") > fitted.predict(many).score("mahalanobis").max()).all()
+    assert he.retarget(fitted, ["boat", "tree"]).metadata.familiarity is None  # other classes, other means
+
+
+def test_it_does_not_outlive_the_features_it_knows() -> None:
+    config = single()
+    fitted = fit_familiarity(model(config), batches(config))
+    assert he.prune(fitted, [(0, 0)]).metadata.familiarity is None
+    assert he.fuse([fitted, he.prune(fitted, [(0, 0)])], mlp="separate").metadata.familiarity is None
+    assert fitted.member(0).metadata.familiarity == fitted.metadata.familiarity  # of one member it is its own
+
+
+def test_foreign_inputs_are_unfamiliar_and_p_values_of_familiar_ones_uniform() -> None:
+    config = single()
+    fitted = fit_familiarity(model(config), batches(config, 1500), held_out=0.5)
+    fresh, foreign = (fitted.predict(joined(batches(config, 600, 9, 600, shift))[0]) for shift in (0.0, 6.0))
+    for level in (0.05, 0.2, 0.5):
+        assert (fresh.familiarity <= level).double().mean() == pytest.approx(level, abs=0.06)
+    assert he.metrics.auroc(fresh.score("mahalanobis"), foreign.score("mahalanobis")) > 0.9
+    assert foreign.familiarity.mean() < 0.2
+
+
+# --- two reasons ----------------------------------------------------------------------------------------------------
+
+
+def test_both_thresholds_promise_their_share() -> None:
+    config = single()
+    one, accepted = model(config), []
+    calibrated = he.calibrate(one, batches(config, 400), share=0.9)
+    settings, metrics = calibrated.metadata.familiarity.settings, calibrated.metadata.metrics
+    assert (settings.scores, settings.accepted_share) == (("mahalanobis",), 0.9)
+    assert 150 < settings.samples < 250
+    assert settings.reference.samples == 400 - settings.samples  # the threshold is of the others
+    assert metrics["validation/accepted_share"] >= 2 * 0.9 - 1
+    assert min(metrics["validation/sure_share"], metrics["validation/familiar_share"]) >= 0.85
+    assert "both accept" in calibrated.metadata.history[-1]
+    p = calibrated.predict(joined(batches(config, 500, seed=8))[0])
+    familiar, sure = p.score("mahalanobis") <= settings.threshold, p.score() <= p.threshold
+    assert torch.equal(p.accept, familiar & sure)
+    names = ["unfamiliar" if not a else "unsure" if not b else None for a, b in zip(familiar, sure, strict=True)]
+    assert p.reason == names
+    assert {"unsure", None} <= set(names)
+    accepted = [one.double().mean().item() for one in (familiar, sure)]
+    assert min(accepted) > 0.84
+    assert p[p.accept].reason == [None] * int(p.accept.sum())
+    assert he.Prediction.concat([p[:100], p[100:]]).reason == p.reason
+
+
+def test_a_build_fits_both(tmp_path) -> None:
+    base = model(single())
+    data, ood = batches(base.config, 160), batches(base.config, 40, seed=4, shift=5.0)
+    config = he.HydraConfig(prune=3, members=2, strategy="taylor", taylor_scope="layer", calibration_batches=1)
+    built = he.build(base, config, id=data, ood=ood, output=tmp_path, progress=False)
+    known = built.metadata.familiarity.settings
+    assert (known.samples, known.reference.samples) == (80, 80)  # ranking half, calibration half
+    assert set(built.predict(joined(ood)[0]).reason) <= {"unfamiliar", "unsure", None}
+    assert Ensemble.from_pretrained(tmp_path / "ensemble").metadata == built.metadata
+
+
+def test_calibrate_without_familiarity_or_with_another() -> None:
+    config = single()
+    one, data = model(config), batches(config, 200)
+    assert he.calibrate(one, data, familiarity=None).metadata.familiarity is None
+    assert he.calibrate(one, data, familiarity="knn").metadata.familiarity.settings.scores == ("knn",)
+    few = he.calibrate(one, data[:1])
+    assert few.metadata.familiarity is None
+    assert "familiarity is not fitted" in few.metadata.history[-1]
+    with pytest.raises(DataError, match="too few"):
+        he.calibrate(one, data[:1], familiarity="mahalanobis")
+    with pytest.raises(ConfigError, match="cosine"):
+        he.calibrate(one, data, familiarity="cosine")  # type: ignore[arg-type]
+
+
+def test_what_fitted_the_statistics_sets_no_threshold() -> None:
+    config = single()
+    data = batches(config, 200)
+    fitted = fit_familiarity(model(config), data)
+    with pytest.raises(DataError, match="other data"):
+        he.calibrate(fitted, data)
+    assert he.calibrate(fitted, data, familiarity=None).metadata.familiarity == fitted.metadata.familiarity
+
+
+# --- few and bad data -----------------------------------------------------------------------------------------------
+
+
+def test_memory_is_bounded_and_draws_are_even() -> None:
+    draws = np.random.default_rng(0)
+    kept = Reservoir(50, draws)
+    left = []
+    for start in range(0, 1000, 100):
+        labels = torch.arange(start, start + 100)
+        left += kept.offer(Samples(torch.zeros(1, 100, 1), torch.zeros(1, 100, 2), labels))
+    rows = kept.samples().labels
+    assert sorted([*rows.tolist(), *(int(one.labels) for one in left)]) == list(range(1000))  # none lost, none twice
+    assert len(rows) == 50
+    assert 350 < rows.double().mean() < 650
+    config = single()
+    fitted = fit_familiarity(model(config), batches(config, 90), "knn", held_out=0.0, stored=40)
+    assert fitted.metadata.familiarity.state["knn.bank"].shape == (1, 40, 8)
+    assert HELD_OUT_MOST >= 1000
+
+
+def test_few_samples_are_said_and_shrunk() -> None:
+    config = single()
+    with pytest.warns(UserWarning, match="4 on average, 4 of the rarest"):
+        few = fit_familiarity(model(config), batches(config, 12), held_out=0.0)
+    assert few.predict(joined(batches(config, 5))[0]).score("mahalanobis").isfinite().all()
+
+
+def without_class(config: EnsembleConfig, label: int) -> list[Any]:
+    return [(inputs[labels != label], labels[labels != label]) for inputs, labels in batches(config)]
+
+
+def not_finite(config: EnsembleConfig) -> list[Any]:
+    data = batches(config)
+    data[1][0][0] = torch.inf
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "error", "token"),
+    [
+        (lambda c: without_class(c, 2), {}, DataError, r"\[2\] have no samples"),
+        (lambda c: batches(c, 4), {"held_out": 0.0}, DataError, "4 samples of 3 classes"),
+        (lambda c: batches(c, 9), EXACT, DataError, "shrinkage=0"),
+        (not_finite, {}, DataError, "NaN or infinite"),
+        (lambda c: [], {}, DataError, "no batches"),
+        (lambda c: [inputs for inputs, _ in batches(c)], {}, DataError, "no labels"),
+        (lambda c: [(torch.ones(30, 3, 8, 8), torch.arange(30) % 3)], {}, DataError, "the same"),
+        (batches, {"score": "cosine"}, ConfigError, "cosine"),
+        (batches, {"score": ()}, ConfigError, "one or more"),
+        (batches, {"score": ("knn", "knn")}, ConfigError, "each once"),
+        (batches, {"held_out": 1.0}, ConfigError, "held_out"),
+        (batches, {"shrinkage": -1.0}, ConfigError, "shrinkage"),
+        (batches, {"score": "knn", "neighbours": 1000}, ConfigError, "neighbours is 1000"),
+        (batches, {"score": "vim", "principal": 8}, ConfigError, "8 directions"),
+        (batches, {"score": "knn", "stored": 0}, ConfigError, "stored"),
+    ],
+)
+def test_what_cannot_be_fitted_is_named(data, settings, error, token) -> None:
+    config = single()
+    with pytest.raises(error, match=token):
+        fit_familiarity(model(config), data(config), **settings)
+
+
+def test_what_was_not_fitted_or_calibrated_is_named() -> None:
+    config = single()
+    one, data = model(config), batches(config)
+    headless = model(EnsembleConfig(config.stem, config.encoder, ReadoutConfig(), config.heads))
+    plain, fitted = one.predict(data[0][0]), fit_familiarity(one, data, held_out=0.0).predict(data[0][0])
+    for call, token in (
+        (lambda: plain.score("mahalanobis"), "fit_familiarity"),
+        (lambda: plain.familiarity, "fit_familiarity"),
+        (lambda: plain.reason, "calibrate"),
+        (lambda: fitted.familiarity, "calibrate"),
+        (lambda: fitted.score("knn"), "'knn'"),
+        (lambda: he.evaluate(one, data, score="vim", progress=False), "fit_familiarity"),
+        (lambda: fit_familiarity(headless, data), "num_classes"),
+        (lambda: fit_familiarity(torch.nn.Linear(1, 1), data), "Ensemble"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=token):
+            call()
+
+
+def test_labels_are_not_needed_where_no_class_is() -> None:
+    config = single()
+    unlabelled = [inputs for inputs, _ in batches(config)]
+    fitted = fit_familiarity(model(config), unlabelled, ("knn", "vim"))
+    assert fitted.predict(unlabelled[0]).familiarity.shape == (16,)
