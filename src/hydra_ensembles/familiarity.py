@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ._utils import warn
 from .batches import Batches, Inputs, iterate, require_labels
 from .errors import ConfigError, DataError
 from .metrics.conformal import Reference
