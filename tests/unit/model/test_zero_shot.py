@@ -135,7 +135,9 @@ def test_it_is_pruned_fused_optimised_calibrated_evaluated_and_saved(tmp_path: P
     prediction = loaded.predict([Image.new("RGB", (40, 30), (200, 30, 90))])
     assert prediction.names()[0] in NAMES
     assert prediction.accept is not None
-    evaluation = he.evaluate(loaded, labelled(), {"noise": labelled()}, progress=False)
+    evaluation = he.evaluate(
+        loaded, labelled(), {"noise": [(2 * images, answers) for images, answers in labelled()]}, progress=False
+    )
     assert 0.0 <= evaluation.id.accuracy <= 1.0
     assert "he.retarget" in (tmp_path / "README.md").read_text()
 

@@ -125,7 +125,7 @@ def test_the_summary_says_what_was_made(tmp_path: Path) -> None:
     assert history[0] == "made"
     assert history[1].startswith("member 0 (circuit avg): pruned 3 heads")
     assert history[2].startswith("member 0 (circuit avg): fine-tuned")
-    assert history[-2].startswith("fused 2 members")
+    assert history[-3].startswith("fused 2 members")
     for index, member in enumerate(summary["members"]):
         assert member["heads_kept"] == [len(layer) for layer in hydra.heads[index]]
         assert len(member["pruned"]) == 3
