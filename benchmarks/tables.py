@@ -30,6 +30,7 @@ def tables() -> dict[str, str]:
         "proposition1": proposition_table(),
         "tower_scores": tower_table(load("zero_shot_tower_scores.json")),
         "demo": demo_table(),
+        "attack": attack_table(),
         **inference_report.tables(),
         **study_blocks(RESULTS / "studies"),
     }
@@ -62,6 +63,21 @@ def demo_table() -> str:
         f"{settings['latency_batch']} on {found['hardware']}, against Single. From `results/demo.json`."
     )
     return "\n".join([*table(header, zip(names, *columns, strict=True)), "", about])
+
+
+def attack_table() -> str:
+    """What became of every case of the attack, and of all together."""
+    found = load("attack.json")
+    columns = ["cases", "refused", "same", "other", "raw", "crash", "slow", "apart"]
+    rows = [[row["what"], *(row[column] for column in columns)] for row in found["rows"]]
+    total = ["**all**", *(sum(row[index + 1] for row in rows) for index in range(len(columns)))]
+    written = [[name, *(f"{number:,}" for number in numbers)] for name, *numbers in (*rows, total)]
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    about = (
+        f"Share of a whole run: {found['share']:.0%}. Seed {found['seed']}, {found['hardware']}; {versions}. "
+        "From `results/attack.json`."
+    )
+    return "\n".join([*table(["what", *columns], written), "", about])
 
 
 def rendered(text: str, made: dict[str, str]) -> str:
