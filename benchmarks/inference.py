@@ -6,11 +6,13 @@
     python benchmarks/inference.py --members 1 2 3 5 8 --modes graphed-eager --batches 4 128
     python benchmarks/inference.py --shape clip-b32 --modes graphed-eager --batches 4 128   # zero-shot classifiers
     python benchmarks/inference.py --against FOLDER --contenders hydra-k0 hydra-k8 hydra-k10   # and another checkout
+    python benchmarks/inference.py --conversion --device cpu --threads 1 --output results/conversion.json
 
 Every contender is timed in turn with the user's own model, in the same mode. Modes: `eager`; `compiled`
 (`torch.compile` for that batch size); `graphed` (compiled, then recorded as a CUDA graph: the best the user's model
 can get); `graphed-eager` (recorded, not compiled). Rows that the output file has already are skipped, unless `--again`.
 With `--against`, a process for each checkout makes the same contenders, and the two take turns on the clock.
+`--conversion` times `convert` instead, with and without its comparison of answers.
 """
 
 import argparse
@@ -27,9 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import checkouts, hardware, serve, store, take_turns, versions
+from common import checkouts, hardware, serve, store, synchronize, take_turns, versions
 from inference_models import NAMES, ONE_MEMBER, SHAPES, ZERO_SHOT, Call, Contender, Inputs, Workshop, ZeroShotWorkshop
 from torch import Tensor
+
+import hydra_ensembles as he
 
 MODES = ("graphed", "compiled", "graphed-eager", "eager")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -344,6 +348,24 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
                     store(options.output, {"benchmark": "inference, two checkouts", **about, "rows": rows})
 
 
+def conversion(options: argparse.Namespace) -> None:
+    """Time `convert` in float32 with and without its comparison of answers, in turn; in seconds of computing."""
+    model = SHAPES[options.shape].build().to(options.device).eval()
+    spent: dict[bool, list[float]] = {True: [], False: []}
+    for turn in range(1 + (options.repeats or 5)):  # the first warms up
+        for probe, seconds in spent.items():
+            begun = time.process_time()
+            he.convert(model, probe=probe)
+            synchronize(options.device)
+            seconds += [time.process_time() - begun] if turn else []
+    medians = {probe: statistics.median(seconds) for probe, seconds in spent.items()}
+    about = {"hardware": hardware(options.device), "shape": options.shape, "repeats": len(spent[True])}
+    found = {"convert_seconds": medians[True], "comparison_seconds": medians[True] - medians[False]}
+    print(", ".join(f"{name} {value}" for name, value in {**about, **found}.items()))
+    if options.output:
+        store(options.output, {"benchmark": "conversion", **about, **found, "versions": versions("timm")})
+
+
 # --- command ---------------------------------------------------------------------------------------------------------
 
 
@@ -364,6 +386,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--again", action="store_true", help="measure rows that the output has already")
     add("--output", type=Path, help="JSON file that rows are merged into")
     add("--against", type=Path, help="folder of another checkout, to be timed side by side with this one")
+    add("--conversion", action="store_true", help="time `convert` instead")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     on_gpu = torch.device(options.device).type == "cuda"
@@ -388,6 +411,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with torch._dynamo.config.patch(many):
         if options.worker:
             work(options)
+        elif options.conversion:
+            conversion(options)
         elif options.against:
             compare(options, given)
         else:

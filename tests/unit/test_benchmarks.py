@@ -66,6 +66,14 @@ def test_two_checkouts_are_timed_side_by_side(tmp_path: Path) -> None:
     assert row["errors"] == [pytest.approx(0.0, abs=1e-5)] * 2
 
 
+def test_a_conversion_is_timed(tmp_path: Path) -> None:
+    path = tmp_path / "conversion.json"
+    inference.main(["--conversion", "--shape", "tiny", "--device", "cpu", "--repeats", "1", "--output", str(path)])
+    found = json.loads(path.read_text())
+    assert found["shape"] == "tiny"
+    assert 0 < found["convert_seconds"] > found["comparison_seconds"]
+
+
 def test_figures_are_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(inference_report, "FIGURES", tmp_path)

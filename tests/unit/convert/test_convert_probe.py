@@ -13,7 +13,9 @@ from architectures import ArchitectureCase, timm_model, torchvision_model
 from architectures_clip import DUAL_CASES, DualCase, open_clip_model
 from architectures_transformers import transformers_model
 from contract.all_architectures import ALL_CASES
+from hydra_ensembles.convert import probe
 from hydra_ensembles.errors import ConversionError
+from hydra_ensembles.model.layers import Block
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 VISION = {**SIZES, "image_size": 32, "patch_size": 8}
@@ -139,6 +141,36 @@ def test_models_that_cannot_answer_are_clear_errors(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConversionError, match=r"ZeroDivisionError.*probe=False"):
         he.convert(model)
     assert he.convert(model, probe=False).num_classes == 5
+
+
+# --- what it costs -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [case for case in ALL_CASES if case.kind == "image"], ids=str)
+def test_blocks_that_agree_see_few_tokens_of_an_image(case: ArchitectureCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    block = Block.forward
+    monkeypatch.setattr(probe, "_FEW", 6)
+    monkeypatch.setattr(Block, "forward", lambda self, x, *given: (seen.append(x.shape[2]), block(self, x, *given))[1])
+    layers = he.convert(case.build(), **case.convert_kwargs).num_layers
+    assert len(seen) == layers
+    assert set(seen) <= set(range(1, 7))
+
+
+def test_tokens_that_the_blocks_do_not_see_are_compared_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    from_state = he.Ensemble.from_state
+
+    def wrong(*given: Any) -> he.Ensemble:
+        ensemble = from_state(*given)
+        with torch.no_grad():
+            last = ensemble.stem.position[..., -1, :]  # of the last token
+            last += torch.linspace(-3, 3, last.shape[-1])
+        return ensemble
+
+    monkeypatch.setattr(he.Ensemble, "from_state", wrong)
+    monkeypatch.setattr(probe, "_FEW", 2)
+    with pytest.raises(ConversionError, match="part first before"):
+        he.convert(timm_model("vit_tiny_patch16_224"))
 
 
 # --- what it leaves alone ------------------------------------------------------------------------------------
