@@ -31,6 +31,7 @@ def tables() -> dict[str, str]:
         "tower_scores": tower_table(load("zero_shot_tower_scores.json")),
         "demo": demo_table(),
         "attack": attack_table(),
+        "conversion": conversion_line(),
         **inference_report.tables(),
         **study_blocks(RESULTS / "studies"),
     }
@@ -67,17 +68,29 @@ def demo_table() -> str:
 
 def attack_table() -> str:
     """What became of every case of the attack, and of all together."""
-    found = load("attack.json")
+    parts = load("attack.json")["parts"]
     columns = ["cases", "refused", "same", "other", "raw", "crash", "slow", "apart"]
-    rows = [[row["what"], *(row[column] for column in columns)] for row in found["rows"]]
+    rows = [[row["what"], *(row[column] for column in columns)] for part in parts.values() for row in part["rows"]]
     total = ["**all**", *(sum(row[index + 1] for row in rows) for index in range(len(columns)))]
     written = [[name, *(f"{number:,}" for number in numbers)] for name, *numbers in (*rows, total)]
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    about = (
-        f"Share of a whole run: {found['share']:.0%}. Seed {found['seed']}, {found['hardware']}; {versions}. "
-        "From `results/attack.json`."
-    )
+    told = []
+    for name, part in parts.items():
+        cases, share = sum(row["cases"] for row in part["rows"]), part["share"]
+        some = "" if share == 1 else f", {share:.0%} of a whole run"
+        told.append(f"`{name}` {cases:,} cases in {part['minutes']:g} minutes (seed {part['seed']}{some})")
+    last = list(parts.values())[-1]
+    versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
+    about = f"Parts: {'; '.join(told)}. {last['hardware']}; {versions}. From `results/attack.json`."
     return "\n".join([*table(["what", *columns], written), "", about])
+
+
+def conversion_line() -> str:
+    """What the comparison of answers at the end of a conversion costs."""
+    found = load("conversion.json")
+    return (
+        f"The comparison takes {found['comparison_seconds']:.2f} s of computing for ViT-B/16 at 224 pixels (float32, "
+        f"{found['hardware']}; the whole conversion {found['convert_seconds']:.2f} s). From `results/conversion.json`."
+    )
 
 
 def rendered(text: str, made: dict[str, str]) -> str:

@@ -306,9 +306,11 @@ def _check(value: Any) -> None:
 # --- digests ---------------------------------------------------------------------------------------------------------
 
 
-def checksum(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+def checksum(path: Path, most: int | None = None) -> str:
+    """SHA-256 of a file of at most so many bytes, in hexadecimal; None for any number."""
     with path.open("rb") as file:
+        if most is not None and os.fstat(file.fileno()).st_size > most:
+            raise CheckpointError(f"{path} has more than {most} bytes, which is the limit for such a file")
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -1,16 +1,19 @@
 """Run the attack, print what became of every case, and write it down.
 
 PYTHONPATH=tests python -m attack                          # everything; results/attack.json
-PYTHONPATH=tests python -m attack --share 0.1 --only files --output found.json
+PYTHONPATH=tests python -m attack --only files             # one part; the others stay as they are in the result
+PYTHONPATH=tests python -m attack --share 0.1 --seed 7 --output found.json
 """
 
 import argparse
+import hashlib
 import json
 import platform
 import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy
 import safetensors
@@ -36,34 +39,54 @@ def main() -> None:
     parser.add_argument("--only", choices=[_name(part) for part in PARTS], action="append", help="one part, or more")
     parser.add_argument("--output", type=Path, default=RESULT)
     given = parser.parse_args()
-    rows: list[Row] = []
-    begun = time.monotonic()
+    parts: dict[str, Any] = known_parts(given.output)
+    found: list[Row] = []
     for part in PARTS:
         if given.only is None or _name(part) in given.only:
-            rows += part.run(max(1, round(part.CASES * given.share)), given.seed)
-    show(rows)
-    found = {
-        "rows": [plain(row) for row in rows],
-        "failures": {name: sum(getattr(row, name) for row in rows) for name in FAILURES},
-        "seed": given.seed,
-        "share": given.share,
-        "minutes": round((time.monotonic() - begun) / 60, 1),
-        "versions": {
-            "hydra_ensembles": he.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "safetensors": safetensors.__version__,
-            "numpy": numpy.__version__,
-        },
-        "hardware": f"{platform.system()} {platform.machine()}, CPU",
+            begun = time.monotonic()
+            rows = part.run(max(1, round(part.CASES * given.share)), given.seed)
+            found += rows
+            parts[_name(part)] = {
+                "rows": [plain(row) for row in rows],
+                "seed": given.seed,
+                "share": given.share,
+                "minutes": round((time.monotonic() - begun) / 60, 1),
+                "source": source_digest(),
+                "versions": versions(),
+                "hardware": f"{platform.system()} {platform.machine()}, CPU",
+            }
+            ordered = {_name(one): parts[_name(one)] for one in PARTS if _name(one) in parts}
+            given.output.write_text(json.dumps({"parts": ordered}, indent=1, ensure_ascii=False) + "\n")
+    show(found)
+    sys.exit(1 if any(row.failures for row in found) else 0)
+
+
+def known_parts(path: Path) -> dict[str, Any]:
+    """The parts of an earlier result, each of which says what it was run with."""
+    return dict(json.loads(path.read_text()).get("parts", {})) if path.exists() else {}
+
+
+def source_digest() -> str:
+    """The first digits of the SHA-256 of the library that is attacked: parts of one digest belong together."""
+    root, found = Path(he.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:12]
+
+
+def versions() -> dict[str, str]:
+    return {
+        "hydra_ensembles": he.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "safetensors": safetensors.__version__,
+        "numpy": numpy.__version__,
     }
-    given.output.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    sys.exit(1 if any(row.failures for row in rows) else 0)
 
 
 def show(rows: list[Row]) -> None:
     """The table, and below it the first failures of each row."""
-    console, table = Console(), Table("what", "cases", *OUTCOMES)
+    console, table = Console(width=160), Table("what", "cases", *OUTCOMES)
     total = Row("all", sum(row.cases for row in rows), *(sum(getattr(row, name) for row in rows) for name in OUTCOMES))
     for row in (*rows, total):
         numbers = [getattr(row, name) for name in OUTCOMES]

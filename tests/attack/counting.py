@@ -69,7 +69,7 @@ def count(
     check: Callable[[Case], str],
     cases: Sequence[Case],
     *,
-    workers: int = 2,
+    workers: int | None = None,
     ready: Callable[[], object] | None = None,
 ) -> Row:
     """Run `check` on every case, in order of the cases, and count how they ended.
@@ -78,10 +78,11 @@ def count(
         what: Name of the row.
         check: A function that processes can be given: of a module, or a `functools.partial` of one.
         cases: What it is called with, one after another; plain data whose `repr` says how to do it again.
-        workers: Processes at a time.
+        workers: Processes at a time; None for one on each core that this process may use.
         ready: Called once in every process, before its time counts: for imports, and for what all cases share.
     """
     found: list[tuple[object, str, str]] = [(case, "", "") for case in cases]
+    workers = workers or min(len(os.sched_getaffinity(0)), len(cases))
     left = list(range(len(cases)))[::-1]
     running: dict[Connection, _Worker] = {}
     try:

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import random
+import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, pairwise, zip_longest
@@ -349,7 +350,9 @@ def _apply_tensors(content: bytes, what: str, *arguments: Any) -> bytes:
         "empty": lambda: rows[:0],
         "negative": lambda: -tensor if tensor.dtype is not torch.bool else ~tensor,
         "cast": lambda: tensor.to(DTYPES[arguments[1]]),
-        "fill": lambda: torch.full_like(tensor, arguments[1] if tensor.is_floating_point() else 0),
+        "fill": lambda: torch.full(
+            tensor.shape, arguments[1] if tensor.is_floating_point() else 0, dtype=torch.float64
+        ).to(tensor.dtype),
     }
     if what == "drop":
         del tensors[name]
@@ -368,13 +371,16 @@ def _apply_tensors(content: bytes, what: str, *arguments: Any) -> bytes:
 
 # --- files in their folder -------------------------------------------------------------------------------------------
 
-MOVES = ("missing", "folder", "full folder", "link inside", "link outside", "dangling link", "circle", "pipe", "twin")
+MOVES = (
+    *("missing", "folder", "full folder", "link inside", "link outside", "dangling link", "circle", "pipe", "socket"),
+    *("twin", "neighbour", "upper", "hole", "trailing hole", "declared hole"),
+)
 OUTSIDE = "outside"  # a file beside the folder that is attacked: links lead there, and nothing may change it
+HUGE = 32 << 30  # bytes of a file that takes no place on the disk: whoever reads it all is slow, or out of memory
 
 
 def _draw_moves(content: bytes, source: random.Random, count: int) -> Iterator[tuple[Any, ...]]:
     yield from ((move,) for move in MOVES)
-    yield ("upper",)
 
 
 def _move(path: Path, what: str, outside: Path, twin: bytes | None) -> None:
@@ -401,13 +407,43 @@ def _move(path: Path, what: str, outside: Path, twin: bytes | None) -> None:
             path.symlink_to(path)
         case "pipe":
             os.mkfifo(path)
+        case "socket":
+            os.mknod(path, stat.S_IFSOCK | 0o600)
         case "twin":
             if twin is not None:
                 path.write_bytes(twin)
+        case "neighbour":  # changes places with the next file of its folder
+            others = sorted(one for one in path.parent.iterdir() if one.is_file() and one.name != "README.md")
+            if others:
+                other = next((one for one in others if one > path), others[0])
+                path.write_bytes(other.read_bytes())
+                other.write_bytes(content)
         case "upper":
             path.with_name(path.name.upper()).write_bytes(content)
+        case "hole" | "trailing hole" | "declared hole":
+            begin = b"" if what == "hole" else content if what == "trailing hole" else _declare(content)
+            path.write_bytes(begin)
+            os.truncate(path, len(begin) + HUGE)
         case _:
             raise KeyError(what)
+
+
+def _declare(content: bytes) -> bytes:
+    """The header of a file of tensors whose last one has `HUGE` bytes; another file is given back as it is."""
+    found = _header(content)
+    if found is None:
+        return content
+    header, data = found
+    last = max((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"][1])
+    start = header[last]["data_offsets"][0]
+    size = len(data) - start + HUGE  # of bytes
+    header[last] |= {
+        "dtype": "U8",
+        "shape": [1] * (len(header[last]["shape"]) - 1) + [size],
+        "data_offsets": [start, start + size],
+    }
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
 
 
 KINDS: dict[str, Callable[[bytes, random.Random, int], Iterator[tuple[Any, ...]]]] = {

@@ -9,7 +9,8 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class Target:
     name: str
     make: Callable[[Path, int], None]  # the folder, and which of the two saves
     answer: Callable[[Path], bytes]
+    bare: tuple[str, ...] = ()  # files of before that have no digest: no edit of them can be noticed
 
 
 def _digest(*parts: object) -> bytes:
@@ -46,9 +48,10 @@ def _digest(*parts: object) -> bytes:
             for name, tensor in part.state_dict().items():
                 found.update(_digest(name, tensor))
             for tower in (part.image, part.text) if isinstance(part, he.DualEncoder) else (part,):
-                side = tower.metadata.text_side
-                found.update(_digest(to_plain(tower.config), to_plain(replace(tower.metadata, text_side=None))))
-                found.update(_digest(side is None))
+                found.update(_digest(to_plain(tower.config), to_plain(tower.metadata.plain)))
+                for beside in (tower.metadata.text_side, tower.metadata.familiarity):
+                    if beside is not None:
+                        found.update(_digest(to_plain(beside.settings), *chain(*sorted(beside.state.items()))))
         elif isinstance(part, Tensor):
             plain = part.detach().contiguous()
             found.update(f"{plain.dtype} {tuple(plain.shape)}".encode())
@@ -76,14 +79,25 @@ def _make_images(folder: Path, save: int) -> None:
     labels = ("cat", "dog") if save else ("dog", "cat")
     calibration = Calibration(temperature=(0.5, 0.75), threshold=0.6, score="entropy")
     about = replace(about, preprocessing=own, labels=labels, calibration=calibration)
-    _varied(ensemble(tiny(), metadata=about), save).save_pretrained(folder)
+    _familiar(_varied(ensemble(tiny(), metadata=about), save)).save_pretrained(folder)
+
+
+def _familiar(model: he.Ensemble) -> he.Ensemble:
+    """The model with fitted statistics, and a threshold on the first of their scores."""
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(60, 3, 2, 4, generator=generator), torch.arange(60) % 2)]
+    fitted = he.fit_familiarity(model, data, ("mahalanobis", "knn"), stored=8)
+    known = fitted.metadata.familiarity
+    assert known is not None
+    return fitted.with_metadata(familiarity=replace(known, settings=replace(known.settings, threshold=4.0)))
 
 
 def _answer_images(folder: Path) -> bytes:
     model = he.Ensemble.from_pretrained(folder)
     raw = Image.frombytes("RGB", (8, 6), bytes(range(3 * 6 * 8)))
     found = [model.predict(inputs_for(tiny())), model.predict([raw])]
-    return _digest(model, *(part for one in found for part in (one.probs, one.accept, one.names())))
+    told = [(one.probs, one.reason, one.familiarity, one.score("knn"), one.names()) for one in found]
+    return _digest(model, *chain(*told))
 
 
 def _make_texts(folder: Path, save: int) -> None:
@@ -93,6 +107,13 @@ def _make_texts(folder: Path, save: int) -> None:
         tokens["model"]["vocab"] = {"[PAD]": 0, "hello": 2, "wörld": 1}
         about = replace(about, preprocessing=replace(about.preprocessing, tokenizer=json.dumps(tokens)))  # type: ignore[type-var]
     _varied(ensemble(text(), metadata=about), save).save_pretrained(folder)
+
+
+def _make_old_texts(folder: Path, save: int) -> None:
+    _make_texts(folder, save)
+    config = json.loads((folder / "config.json").read_text())
+    del config["digest"]
+    (folder / "config.json").write_text(json.dumps({**config, "format_version": 1}, indent=1))
 
 
 def _answer_texts(folder: Path) -> bytes:
@@ -129,9 +150,21 @@ def _answer_dual(folder: Path) -> bytes:
     return _digest(model, model(images, ["a photo of a cat", "red bus"]))
 
 
+def _make_zero_shot(folder: Path, save: int) -> None:
+    dual = _varied(he.DualEncoder.from_state(_dual().config, _dual().state_dict(), *_metadata()), save)
+    he.zero_shot(dual, ("cat", "red bus"), ("a photo of a {label}", "the {label}")).save_pretrained(folder)
+
+
+def _answer_zero_shot(folder: Path) -> bytes:
+    model = he.Ensemble.from_pretrained(folder)
+    images = torch.linspace(-1, 1, 2 * 3 * 4 * 6).reshape(2, 3, 4, 6)
+    return _digest(model, *(one.predict(images).probs for one in (model, he.retarget(model, ("boat", "dog", "house")))))
+
+
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
+@cache
 def _problem() -> dict[str, Any]:
     model = random_ensemble("image-cls", dtype=torch.float32)
     data = [[(x.float(), y) for x, y in random_batches(model, (12, 8), seed)] for seed in range(4)]
@@ -228,36 +261,42 @@ def _answer_training(folder: Path) -> bytes:
     return _digest(_finetuned(folder))
 
 
-def _built(folder: Path, save: int = 0, stop: int = -1) -> he.Ensemble:
+def _built(training: str, folder: Path, save: int = 0, stop: int = -1) -> he.Ensemble:
     known = _problem()
-    config = he.HydraConfig(members=2, prune=3, recipe=_recipe(save), shared_layers=1, seed=3)
+    how: dict[str, Any] = {"strategy": "circuit" if training == "apart" else "random", "training": training}
+    config = he.HydraConfig(members=2, prune=3, recipe=_recipe(save), shared_layers=1, seed=3, **how)
     train = _Stopping(known["train"], stop)
     data = {"train": train, "id": known["id"], "ood": known["ood"], "validation": known["held"]}
     return he.build(known["model"], config, **data, output=folder, progress=False)
 
 
-def _make_half_build(folder: Path, save: int) -> None:
+def _make_build(training: str, stop: int, folder: Path, save: int) -> None:
     with suppress(KeyboardInterrupt):
-        _built(folder, save, stop=12)
+        _built(training, folder, save, stop)
 
 
-def _make_build(folder: Path, save: int) -> None:
-    _built(folder, save)
+def _answer_build(training: str, folder: Path) -> bytes:
+    return _digest(_built(training, folder))
 
 
-def _answer_build(folder: Path) -> bytes:
-    return _digest(_built(folder))
+def _build(training: str, what: str, stop: int) -> Target:
+    name = f"build, members trained {training}, {what}"
+    return Target(name, partial(_make_build, training, stop), partial(_answer_build, training))
 
 
 TARGETS = (
-    Target("checkpoint of images, calibrated, with labels", _make_images, _answer_images),
+    Target("checkpoint of images, with calibration and familiarity", _make_images, _answer_images),
     Target("checkpoint of texts, with tokenizer", _make_texts, _answer_texts),
+    Target("checkpoint of texts, first format", _make_old_texts, _answer_texts, bare=("config.json",)),
     Target("checkpoint of a dual encoder", _make_dual, _answer_dual),
+    Target("checkpoint of a zero-shot classifier", _make_zero_shot, _answer_zero_shot),
     Target("head ranking", _make_ranking, _answer_ranking),
     Target("evaluation with logits", _make_evaluation, _answer_evaluation),
     Target("circuit journal", _make_journal, _answer_journal),
     Target("fine-tuning, stopped", _make_training, _answer_training),
     Target("fine-tuning, finished", _make_trained, _answer_training),
-    Target("build, stopped", _make_half_build, _answer_build),
-    Target("build, finished", _make_build, _answer_build),
+    _build("apart", "stopped", 12),
+    _build("apart", "finished", -1),
+    _build("together", "stopped", 5),
+    _build("together", "finished", -1),
 )

@@ -11,6 +11,7 @@ import pytest
 
 from hydra_ensembles.errors import CheckpointError, HydraError, StorageError
 from hydra_ensembles.files import (
+    checksum,
     digest_of,
     json_bytes,
     locked,
@@ -188,6 +189,10 @@ def test_json_files_are_read_within_limits(tmp_path: Path) -> None:
         for read in (read_file, read_json):
             with pytest.raises(CheckpointError, match=wrong.name):
                 read(wrong, most)
+    os.truncate(path, 1 << 40)  # a hole, which takes no place on the disk
+    with pytest.raises(CheckpointError, match="limit"):
+        checksum(path, 1 << 20)
+    write_json(path, {"a": [1]})
     with pytest.raises(CheckpointError, match="JSON"):
         write_json(path, {"a": float("nan")})
     assert read_json(path) == {"a": [1]}

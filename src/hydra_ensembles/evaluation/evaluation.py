@@ -1,6 +1,7 @@
 """What an evaluation found: every number, saved and read as JSON."""
 
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping
@@ -254,11 +255,13 @@ class MemberLogits:
         return cls._read(Path(path))[0]
 
     @classmethod
-    def _read(cls, path: Path) -> tuple["MemberLogits", str]:
-        """What a file holds, and the digest of it."""
+    def _read(cls, path: Path, most: float = math.inf) -> tuple["MemberLogits", str]:
+        """What a file of at most so many bytes holds, and the digest of it."""
         try:
             if not path.is_file():
                 raise DataError("there is no such file")
+            if path.stat().st_size > most:
+                raise DataError(f"it has {path.stat().st_size} bytes, the samples of the evaluation need {most}")
             with safe_open(path, framework="pt") as file:
                 about = file.metadata() or {}
                 order = parse_json(about.get("order", "[]").encode(), "the order of its tensors")
@@ -423,7 +426,8 @@ class Evaluation:
         if not with_logits:
             return evaluation
         place = logits_path(Path(path))
-        logits, digest = MemberLogits._read(place)
+        numbers = (evaluation.model.members * evaluation.model.classes + 1) * sum(evaluation.samples.values())
+        logits, digest = MemberLogits._read(place, 8 * numbers + (1 << 20))  # float64, labels, room for names
         if DIGEST in data and digest != evaluation.logits_digest:  # files of before do not know their logits
             raise DataError(
                 f"{place} has not the logits that {path} was saved with: they belong to another evaluation, or a save "

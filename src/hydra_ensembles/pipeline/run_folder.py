@@ -17,7 +17,17 @@ from .._distributed import launched_rank
 from .._utils import require_same_run
 from ..checkpoint import settle_checkpoint
 from ..errors import CheckpointError
-from ..files import checksum, locked, read_json, remove_leftovers, unsealed, write_atomically, write_json, write_sealed
+from ..files import (
+    MAX_BYTES,
+    checksum,
+    locked,
+    read_json,
+    remove_leftovers,
+    unsealed,
+    write_atomically,
+    write_json,
+    write_sealed,
+)
 from ..heads.ranking import HeadRanking
 from ..model.ensemble import Ensemble
 
@@ -169,7 +179,8 @@ class RunFolder:
         place = self.place(name)
         if place is not None and self.has(name):
             try:
-                digest = checksum(_content(place))
+                content = _content(place)
+                digest = checksum(content, MAX_BYTES if content.suffix == ".json" else None)
                 if (self._finished() or {name: digest})[name] != digest:
                     raise CheckpointError("it is not what this run made: it was changed, or comes from another run")
                 return read(place)
@@ -209,7 +220,7 @@ class RunFolder:
 def read_finished(folder: Path, name: str) -> Any:
     """Plain data that a run has finished, for whoever reads its folder from outside; refused if changed since."""
     products, file = _read_identity(folder / IDENTITY)[1], folder / name
-    if products is not None and products.get(name) != checksum(file):
+    if products is not None and products.get(name) != checksum(file, MAX_BYTES):
         raise CheckpointError(f"{file} is not what the run in {folder} made; delete it and run that again")
     return read_json(file)
 

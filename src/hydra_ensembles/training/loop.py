@@ -278,11 +278,17 @@ def read_state(folder: Path, fingerprint: Mapping[str, Any]) -> RunState | None:
     return state
 
 
-def read_tensors(folder: Path, state: RunState) -> tuple[RunState, dict[str, dict[str, Tensor]]]:
-    """The tensors of every file that a state names, by what they hold; and the state with all checksums."""
+def read_tensors(
+    folder: Path, state: RunState, trained: Mapping[str, Tensor]
+) -> tuple[RunState, dict[str, dict[str, Tensor]]]:
+    """The tensors of every file that a state names, by what they hold; and the state with all checksums.
+
+    No file is larger than three times what is `trained`, which is what an optimizer keeps, and some room for names.
+    """
     tensors, checksums = {}, {}
+    most = 3 * sum(tensor.nbytes for tensor in trained.values()) + (len(trained) << 12) + (1 << 20)
     for what, name in state.files.items():
-        content = read_file(folder / Path(name).name, None)
+        content = read_file(folder / Path(name).name, most)
         checksums[name] = hashlib.sha256(content).hexdigest()
         if state.checksums.get(name, checksums[name]) != checksums[name]:
             raise CheckpointError(f"{name} was changed after it was written: its SHA-256 is not that in {INDEX}")
@@ -402,7 +408,7 @@ class Run(Generic[BatchT]):
         saved = None if self.folder is None else read_state(self.folder, self.state.fingerprint)
         if saved is not None and self.folder is not None:
             with usable(self.folder):
-                self.state, kept = read_tensors(self.folder, saved)
+                self.state, kept = read_tensors(self.folder, saved, self.learner.trained)
                 for what in kept.keys() & {"result", "best"}:
                     require_layout(kept[what], self.learner.trained)
                 if self.runtime.ranks.rank == 0:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -297,6 +298,10 @@ def test_logits_are_those_that_the_evaluation_was_saved_with(tmp_path, evaluatio
     evaluate_logits(GOOD.flip(1), TARGETS, SUITE, keep_logits=True).logits.save(place)  # whole, of another one
     MemberLogits.load(place)
     with pytest.raises(DataError, match="another evaluation"):
+        Evaluation.load(path, with_logits=True)
+    place.write_bytes(written)
+    os.truncate(place, 1 << 40)  # a hole, which takes no place on the disk
+    with pytest.raises(DataError, match="1099511627776 bytes"):
         Evaluation.load(path, with_logits=True)
     place.write_bytes(written)
     dataclasses.replace(evaluation, logits=None).save(path)  # one that kept none

@@ -89,6 +89,11 @@ def test_a_damaged_product_is_named_and_a_write_that_fails_leaves_nothing(
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"Delete .*a\.json"):
         run.json("a", never)
+    os.truncate(tmp_path / "a.json", 1 << 40)  # a hole, which nobody reads to its end
+    with pytest.raises(CheckpointError, match=r"limit.*Delete .*a\.json"):
+        run.json("a", never)
+    with pytest.raises(CheckpointError, match="limit"):
+        read_finished(tmp_path, "a.json")
 
 
 # --- digests, and one worker at a time ---------------------------------------------------------------------

@@ -358,6 +358,9 @@ def test_changed_states_and_tensors_are_noticed(stopped):
     tensors.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(CheckpointError, match=r"current-4-0\.safetensors was changed"):
         train(Stopping(batches()), PLAIN, output=stopped)
+    os.truncate(tensors, 1 << 40)  # a hole, which takes no place on the disk and all memory
+    with pytest.raises(CheckpointError, match=r"current-4-0\.safetensors has more than"):
+        train(Stopping(batches()), PLAIN, output=stopped)
     tensors.write_bytes(whole)
     assert same(train(batches(), PLAIN), train(Stopping(batches()), PLAIN, output=stopped))
     result = next(folder.glob("result-*.safetensors"))
