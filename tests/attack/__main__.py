@@ -23,10 +23,13 @@ from rich.table import Table
 
 import hydra_ensembles as he
 
-from . import files
+from . import altered_models, bad_commands, bad_data, bad_inputs, bad_settings, disk, files, kills, threads, writers
 from .counting import FAILURES, OUTCOMES, Row, plain
 
-PARTS: tuple[ModuleType, ...] = (files,)
+PARTS: tuple[ModuleType, ...] = (
+    *(files, bad_inputs, bad_data, bad_settings, bad_commands, altered_models),
+    *(kills, writers, threads, disk),
+)
 """Modules with `CASES`, as many as a whole run has, and `run(cases, seed) -> list[Row]`, which runs about so many."""
 
 RESULT = Path(__file__).resolve().parents[2] / "results" / "attack.json"

@@ -1,0 +1,283 @@
+"""Bad sets of batches, of images and of texts, given to every function that reads one.
+
+Every set says whether it must be refused, or read as a plain one is.
+"""
+
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import hydra_ensembles as he
+
+from .counting import Row, count
+from .expected import Deed, drawn, outcome
+from .small import CLASSES, KEYS, KINDS, VOCABULARY, Batch, batches, model, recipe
+
+CASES = 1200
+
+Case = tuple[str, str, str]  # kind of model, function, set
+
+
+def run(cases: int, seed: int) -> list[Row]:
+    """One row."""
+    return [count("sets of batches", check, drawn(all_cases(), cases, seed))]
+
+
+def check(case: Case) -> str:
+    """Give one set to one function."""
+    kind, entry, value = case
+    return outcome(deeds(kind)[entry, value]())
+
+
+@cache
+def all_cases() -> list[Case]:
+    """Every case there is."""
+    return [(kind, *deed) for kind in KINDS for deed in deeds(kind)]
+
+
+@cache
+def plain_data(kind: str) -> list[Batch]:
+    """What all bad data are made from."""
+    return batches(kind, 24, 4, seed=5)
+
+
+@cache
+def readers(kind: str) -> dict[str, Callable[[Any], Any]]:
+    """Functions that read a set of batches, with everything else as it should be."""
+    single = model(kind)
+    train, held_out, foreign = batches(kind, 24, 4, seed=6), batches(kind, 24, 4, seed=7), batches(kind, 16, 4, 8, 1.5)
+    quiet: dict[str, Any] = {"progress": False}
+    circuit = he.HydraConfig(prune=2, members=2, strategy="sampled", pool=4, method="naive")
+    tuned = he.HydraConfig(prune=3, members=2, strategy="taylor", calibration_batches=2, recipe=recipe(steps=6))
+    all_steps = recipe(steps=6)  # one pass over the data
+    return {
+        "calibrate": lambda data: he.calibrate(single, data).metadata.calibration,
+        "evaluate": lambda data: he.evaluate(single, data, **quiet).numbers(),
+        "evaluate, OOD": lambda data: he.evaluate(single, held_out, {"other": data}, **quiet).numbers(),
+        "evaluate, shift": lambda data: he.evaluate(single, held_out, None, {"fog": data}, **quiet).numbers(),
+        "finetune": lambda data: he.finetune(single, data, all_steps, **quiet),
+        "finetune, validation": lambda data: he.finetune(single, train, all_steps, data, **quiet),
+        "taylor": lambda data: he.taylor(single, data, budget=3).heads,
+        "extract_circuit": lambda data: he.extract_circuit(single, data, foreign, budget=2, **quiet).heads,
+        "extract_circuit, OOD": lambda data: he.extract_circuit(single, held_out, data, budget=2, **quiet).heads,
+        "build, id": lambda data: he.build(single, circuit, id=data, ood=foreign, **quiet),
+        "build, OOD": lambda data: he.build(single, circuit, id=held_out, ood=data, **quiet),
+        "build, train": lambda data: he.build(single, tuned, train=data, id=held_out, **quiet),
+        "build, validation": lambda data: he.build(single, tuned, train=train, validation=data, **quiet),
+    }
+
+
+UNLABELLED = ("evaluate, OOD", "extract_circuit, OOD", "build, OOD")
+OPTIONAL = ("finetune, validation",)  # None is not bad there; `build` needs what it is tried with
+READ_AGAIN = ("finetune", "finetune, validation", "build, train")
+
+
+class OwnError(Exception):
+    """What a loader of the caller raises."""
+
+
+@cache
+def deeds(kind: str) -> dict[tuple[str, str], Callable[[], Deed]]:
+    """Every set for every function."""
+    return {
+        (entry, name): partial(_data_deed, kind, entry, name, expectation, make)
+        for entry in readers.__wrapped__(kind)
+        for name, (expectation, make) in data_table(kind).items()
+        if not (name == "None" and entry in OPTIONAL)
+    }
+
+
+def _data_deed(kind: str, entry: str, name: str, expectation: str, make: Callable[[], Any]) -> Deed:
+    read = readers(kind)[entry]
+    if expectation == "labels":
+        expectation = "same" if entry in UNLABELLED else "refused"
+    if expectation == "once":
+        expectation = "refused" if entry in READ_AGAIN else "same"
+    if expectation == "theirs":
+        return Deed(partial(_own_error, read, make), lambda: "came through")
+    if expectation == "refused":
+        return Deed(lambda: read(make()))
+    return Deed(lambda: read(make()), partial(_answer, kind, entry), may_refuse=expectation == "either")
+
+
+@cache
+def _answer(kind: str, entry: str) -> Any:
+    return readers(kind)[entry](plain_data(kind))
+
+
+def _own_error(read: Callable[[Any], Any], make: Callable[[], Any]) -> str:
+    try:
+        read(make())
+    except OwnError:
+        return "came through"
+    return "was lost"
+
+
+def data_table(kind: str) -> dict[str, tuple[str, Callable[[], Any]]]:
+    """Sets by name: how each must end, and how it is made."""
+    good, key = plain_data(kind), KEYS[kind]
+
+    def each(change: Callable[[Any, Tensor], Any]) -> Callable[[], list[Any]]:
+        return lambda: [change(inputs, labels) for inputs, labels in good]
+
+    def last(change: Callable[[Any, Tensor], Any]) -> Callable[[], list[Any]]:
+        return lambda: [*good[:-1], change(*good[-1])]
+
+    def named(inputs: Any) -> dict[str, Any]:
+        return dict(inputs) if isinstance(inputs, dict) else {key: inputs}
+
+    def main(inputs: Any, change: Callable[[Tensor], Any]) -> Any:
+        return {**inputs, key: change(inputs[key])} if isinstance(inputs, dict) else change(inputs)
+
+    def cut(inputs: Any, size: int) -> Any:
+        return {n: t[:size] for n, t in inputs.items()} if isinstance(inputs, dict) else inputs[:size]
+
+    def raising() -> Iterator[Any]:
+        yield good[0]
+        raise OwnError
+
+    def spoilt(value: float) -> Callable[[], list[Any]]:
+        def change(tensor: Tensor) -> Tensor:
+            tensor = tensor.clone()
+            tensor.view(-1)[5] = value
+            return tensor
+
+        return last(lambda x, y: (main(x, change), y))
+
+    form: dict[str, Callable[[], Any]] = {
+        "None": lambda: None,
+        "a number": lambda: 5,
+        "an object": object,
+        "a function": lambda: data_table,
+        "a class": lambda: list,
+        "a text": lambda: "data/train",
+        "bytes": lambda: b"data",
+        "no batches": list,
+        "an empty mapping": dict,
+        "a mapping of sets": lambda: {"train": good},
+        "an iterator that is spent": lambda: iter([]),
+        "batches of None": lambda: [None, None],
+        "batches without anything": lambda: [(), ()],
+        "batches of numbers": lambda: range(3),
+        "batches of texts": lambda: ["ab", "cd"],
+        "batches of three": each(lambda x, y: (x, y, y)),
+        "batches of four": each(lambda x, y: [x, y, y, y]),
+        "batches of objects": lambda: [object()],
+        "mappings without anything": lambda: [{}, {}],
+        "mappings of labels alone": each(lambda x, y: {"labels": y}),
+        "inputs without tensors": each(lambda x, y: ({key: "a text"}, y)),
+        "inputs that are None": each(lambda x, y: (None, y)),
+        "inputs that are a text": each(lambda x, y: ("a text", y)),
+        "inputs that are a number": each(lambda x, y: (torch.tensor(3.0), y)),
+        "inputs and labels changed over": each(lambda x, y: (y, main(x, lambda t: t) if kind == "image" else x[key])),
+        "the wrong key": each(lambda x, y: {"values": named(x)[key], "labels": y}),
+        "other shapes at the end": last(lambda x, y: (main(x, lambda t: t[:, None]), y)),
+        "nothing but empty batches": each(lambda x, y: (cut(x, 0), y[:0])),
+        "a list of samples": lambda: [(x[0] if kind == "image" else x[key][0], y[0]) for x, y in good],
+        "NaN at the end" if kind == "image" else "an unknown token at the end": spoilt(
+            float("nan") if kind == "image" else VOCABULARY
+        ),
+        "infinity at the end" if kind == "image" else "a negative token at the end": spoilt(
+            float("inf") if kind == "image" else -1
+        ),
+    }
+    labels: dict[str, Callable[[], Any]] = {
+        "no labels": each(lambda x, y: (x,)),
+        "bare inputs": each(lambda x, y: x),
+        "labels of None": each(lambda x, y: (x, None)),
+        "a mapping without labels": each(lambda x, y: named(x)),
+        "floating labels": each(lambda x, y: (x, y.float())),
+        "labels with NaN": each(lambda x, y: (x, torch.full(y.shape, float("nan")))),
+        "complex labels": each(lambda x, y: (x, y.to(torch.complex64))),
+        "boolean labels": each(lambda x, y: (x, y > 0)),
+        "labels in a column": each(lambda x, y: (x, y[:, None])),
+        "one-hot labels": each(lambda x, y: (x, torch.nn.functional.one_hot(y, CLASSES))),
+        "one label for all": each(lambda x, y: (x, y[0])),
+        "a label too few": last(lambda x, y: (x, y[:-1])),
+        "a label too many": last(lambda x, y: (x, torch.cat([y, y[:1]]))),
+        "labels beyond the classes": last(lambda x, y: (x, y + CLASSES)),
+        "labels far beyond": last(lambda x, y: (x, y + 2**40)),
+        "negative labels": last(lambda x, y: (x, y - CLASSES)),
+        "ignored labels": last(lambda x, y: (x, torch.full_like(y, -100))),
+        "labels in words": each(lambda x, y: (x, ["cat"] * len(y))),
+        "one word for a label": each(lambda x, y: (x, "cat")),
+        "labels some of which are None": each(lambda x, y: (x, [None, *y[1:].tolist()])),
+        "labels in lists of their own": each(
+            lambda x, y: (x, [[int(label)] * (1 + i % 2) for i, label in enumerate(y)])
+        ),
+        "labels in a mapping": each(lambda x, y: (x, {"a": y})),
+        "labels in a set": each(lambda x, y: (x, set(y.tolist()))),
+    }
+    right: dict[str, Callable[[], Any]] = {
+        "a list": lambda: list(good),
+        "a tuple": lambda: tuple(good),
+        "a queue": lambda: deque(good),
+        "batches that are lists": each(lambda x, y: [x, y]),
+        "mappings": each(lambda x, y: {**named(x), "labels": y}),
+        "mappings with a label": each(lambda x, y: {**named(x), "label": y}),
+        "user's mappings": each(lambda x, y: UserDict({**named(x), "labels": y})),
+        "mappings with names of files": each(
+            lambda x, y: {**named(x), "labels": y, "path": [f"{i}.png" for i in range(len(y))]}
+        ),
+        "labels in lists": each(lambda x, y: (x, y.tolist())),
+        "labels in arrays": each(lambda x, y: (x, y.numpy())),
+        "labels of 32 bits": each(lambda x, y: (x, y.int())),
+        "labels of 8 bits": each(lambda x, y: (x, y.to(torch.uint8))),
+        "a source without a length": lambda: _Endless(good),
+    }
+    if kind == "image":
+        images, targets = (torch.cat(part) for part in zip(*good, strict=True))
+        right["a loader"] = lambda: DataLoader(TensorDataset(images, targets), batch_size=4)
+        right["inputs with gradients"] = each(lambda x, y: (x.clone().requires_grad_(), y))
+    table = {name: ("refused", make) for name, make in form.items()}
+    table |= {name: ("labels", make) for name, make in labels.items()}
+    table |= {name: ("same", make) for name, make in right.items()}
+    table |= {
+        "an iterator": ("once", lambda: iter(good)),
+        "a loader that fails": ("theirs", lambda: _Failing(raising)),
+        "inputs in arrays": ("either", each(lambda x, y: (main(x, lambda t: t.numpy()), y))),
+        "inputs in lists": ("either", each(lambda x, y: (main(x, lambda t: t.tolist()), y))),
+        "an empty batch among others": ("either", lambda: [*good[:3], (cut(good[3][0], 0), good[3][1][:0]), *good[3:]]),
+    }
+    if kind == "text":
+        table |= {
+            "masks in arrays": ("either", each(lambda x, y: ({**x, "attention_mask": x["attention_mask"].numpy()}, y))),
+            "masks in lists": ("either", each(lambda x, y: ({**x, "attention_mask": x["attention_mask"].tolist()}, y))),
+            "masks misspelt": (
+                "refused",
+                each(lambda x, y: ({"input_ids": x["input_ids"], "attention_masks": x["attention_mask"]}, y)),
+            ),
+            "segments out of range": (
+                "refused",
+                last(lambda x, y: ({**x, "token_type_ids": x["token_type_ids"] + 2}, y)),
+            ),
+        }
+    return table
+
+
+class _Endless:
+    """Batches of a source that does not know how many there are."""
+
+    def __init__(self, source: list[Batch]) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.source)
+
+
+class _Failing:
+    """Batches of a source that breaks."""
+
+    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.make()

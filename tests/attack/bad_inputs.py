@@ -1,0 +1,375 @@
+"""Bad inputs of one batch, images and texts, given to every way to run a model.
+
+Every value says whether it must be refused or answered, and as what.
+"""
+
+from collections import OrderedDict, UserDict
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+import hydra_ensembles as he
+
+from .counting import Row, count
+from .expected import Deed, drawn, outcome
+from .small import KINDS, LONGEST, SIZE, TOKENS, VOCABULARY, hydra, model, samples
+
+CASES = 1000
+
+Case = tuple[str, str, str]  # kind of model, way to run it, value
+Value = tuple[str, Callable[[], Any], Callable[[], Any] | None]  # expectation, the value, a plain one like it
+
+
+def run(cases: int, seed: int) -> list[Row]:
+    """One row."""
+    return [count("inputs of a model", check, drawn(all_cases(), cases, seed))]
+
+
+def check(case: Case) -> str:
+    """Try one value in one way."""
+    kind, entry, value = case
+    return outcome(deeds(kind)[entry, value]())
+
+
+@cache
+def all_cases() -> list[Case]:
+    """Every case there is."""
+    return [(kind, *deed) for kind in KINDS for deed in deeds(kind)]
+
+
+@cache
+def good_inputs(kind: str) -> Any:
+    """Four samples."""
+    return samples(kind, 4, seed=3)[0]
+
+
+@cache
+def runners(kind: str) -> dict[str, Callable[[Any], Any]]:
+    """Ways to run a model on inputs of one batch; those called predict take raw inputs and refuse NaN."""
+    single, several = model(kind), hydra(kind)
+    with torch.no_grad():
+        frozen, dropping = several.optimize(), he.mc_dropout(single, 0.2, 3)
+    return {
+        "predict": lambda inputs: single.predict(inputs).member_logits,
+        "predict of a hydra": lambda inputs: several.predict(inputs).member_logits,
+        "predict of an optimized hydra": lambda inputs: frozen.predict(inputs).member_logits,
+        "predict of MC dropout": lambda inputs: dropping.predict(inputs).member_logits,
+        "forward": torch.no_grad()(single),
+        "forward of a hydra": torch.no_grad()(several),
+        "forward of an optimized hydra": torch.no_grad()(frozen),
+        "forward of MC dropout": torch.no_grad()(dropping),
+        "features": torch.no_grad()(single.features),
+    }
+
+
+@cache
+def deeds(kind: str) -> dict[tuple[str, str], Callable[[], Deed]]:
+    """Every value on every way to run a model; raw inputs only where they are taken."""
+    tensors, raw, values = (image_tensors(), raw_images(), image_values()) if kind == "image" else (*text_tables(), {})
+    found: dict[tuple[str, str], Callable[[], Deed]] = {}
+    for entry in ("predict", "predict of a hydra", "predict of an optimized hydra", "predict of MC dropout"):
+        for name, value in {**tensors, **raw, **values}.items():
+            found[entry, name] = partial(_input_deed, kind, entry, value)
+    for entry in (
+        "forward",
+        "forward of a hydra",
+        "forward of an optimized hydra",
+        "forward of MC dropout",
+        "features",
+    ):
+        for name, value in tensors.items():
+            found[entry, name] = partial(_input_deed, kind, entry, value)
+    return found
+
+
+def _input_deed(kind: str, entry: str, value: Value) -> Deed:
+    expectation, make, plain = value
+    run_on = runners(kind)[entry]
+    if expectation == "refused":
+        return Deed(lambda: run_on(make()))
+    reference = make if plain is None else plain
+    return Deed(lambda: run_on(make()), lambda: run_on(reference()), may_refuse=expectation == "either")
+
+
+def image_tensors() -> dict[str, Value]:
+    """Images as tensors, arrays and mappings."""
+    x = good_inputs("image")
+
+    def given(make: Callable[[Tensor], Any], expectation: str = "refused", plain: Any = None) -> Value:
+        return expectation, lambda: make(x.clone()), lambda: x.clone() if plain is None else plain(x.clone())
+
+    mapping = {"pixel_values": x}
+    return {
+        "None": given(lambda x: None),
+        "a number": given(lambda x: 3),
+        "a list of numbers": given(lambda x: x[0, 0].tolist()),
+        "a nested list": given(lambda x: x.tolist()),
+        "an array": given(lambda x: x.numpy(), "either"),
+        "an array of objects": given(lambda x: np.array([None, None], object)),
+        "whole numbers": given(lambda x: (x * 50).long(), "either", lambda x: (x * 50).long().float()),
+        "bytes": given(lambda x: (x * 50).clamp(0, 255).to(torch.uint8), "refused"),
+        "booleans": given(lambda x: x > 0),
+        "complex": given(lambda x: x.to(torch.complex64)),
+        "one image without a batch": given(lambda x: x[0]),
+        "one channel without a batch": given(lambda x: x[0, 0]),
+        "a vector": given(lambda x: x.flatten()),
+        "a number in a tensor": given(lambda x: x.sum()),
+        "five axes": given(lambda x: x[None]),
+        "one channel": given(lambda x: x[:, :1]),
+        "four channels": given(lambda x: torch.cat([x, x[:, :1]], 1)),
+        "no channel": given(lambda x: x[:, :0]),
+        "channels last": given(lambda x: x.permute(0, 2, 3, 1)),
+        "a side that patches do not divide": given(lambda x: x[..., :-1]),
+        "no rows": given(lambda x: x[:, :, :0]),
+        "no columns": given(lambda x: x[..., :0]),
+        "smaller than a patch": given(lambda x: x[..., :2, :2]),
+        "no images": given(lambda x: x[:0], "either", lambda x: x[:0]),
+        "sparse": given(lambda x: x.to_sparse(), "either"),
+        "without values": given(lambda x: x.to("meta")),
+        "a mapping without inputs": given(lambda x: {}),
+        "a misspelt key": given(lambda x: {"pixel_value": x}),
+        "another model's key": given(lambda x: {"input_ids": x}),
+        "None in a mapping": given(lambda x: {"pixel_values": None}),
+        "an array in a mapping": given(lambda x: {"pixel_values": x.numpy()}, "either"),
+        "a list in a mapping": given(lambda x: {"pixel_values": x.tolist()}, "either"),
+        "a text in a mapping": given(lambda x: {"pixel_values": "cat.png"}),
+        "one image in a mapping": given(lambda x: {"pixel_values": x[0]}),
+        "masked positions": given(lambda x: {**mapping, "bool_masked_pos": torch.ones(4, 4, dtype=torch.bool)}),
+        "a mask of heads": given(lambda x: {**mapping, "head_mask": torch.ones(3, 4)}),
+        "a mask of pixels that hides some": given(lambda x: {**mapping, "pixel_mask": torch.zeros(4, SIZE, SIZE)}),
+        "whole": given(lambda x: x, "same"),
+        "a mapping": given(lambda x: {"pixel_values": x}, "same"),
+        "an ordered mapping": given(lambda x: OrderedDict(pixel_values=x), "same"),
+        "a user's mapping": given(lambda x: UserDict(pixel_values=x), "same"),
+        "labels beside": given(lambda x: {"pixel_values": x, "labels": torch.zeros(4, dtype=torch.long)}, "same"),
+        "strided": given(lambda x: x.repeat_interleave(2, 0)[::2], "same"),
+        "expanded": given(lambda x: x[:1].expand(4, -1, -1, -1), "same", lambda x: x[:1].repeat(4, 1, 1, 1)),
+        "channels last in memory": given(lambda x: x.contiguous(memory_format=torch.channels_last), "same"),
+        "transposed twice": given(lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), "same"),
+        "with a gradient": given(lambda x: x.requires_grad_(), "same"),
+        "a parameter": given(lambda x: torch.nn.Parameter(x), "same"),
+        "larger images": given(
+            lambda x: torch.cat([x, x], 3), "same", lambda x: {"pixel_values": torch.cat([x, x], 3)}
+        ),
+    }
+
+
+def image_values() -> dict[str, Value]:
+    """Numbers that only a look at the answer can refuse, and other floating types."""
+    x = good_inputs("image")
+
+    def with_value(number: float) -> Tensor:
+        changed = x.clone()
+        changed[2, 1, 3, 3] = number
+        return changed
+
+    odd = {name: ("refused", partial(with_value, float(name)), None) for name in ("nan", "inf", "-inf")}
+    types = {
+        f"in {dtype}": ("same", lambda dtype=dtype: x.to(dtype), lambda dtype=dtype: x.to(dtype).float())
+        for dtype in (torch.float64, torch.float16, torch.bfloat16)
+    }
+    return {**odd, **types, "enormous": ("either", partial(with_value, 1e30), None)}
+
+
+def raw_images() -> dict[str, Value]:
+    """Pictures of PIL, and what is none."""
+    pixels = np.random.default_rng(0).integers(0, 255, (11, 13, 3)).astype(np.uint8)
+    picture = Image.fromarray(pixels)
+
+    def given(make: Callable[[], Any], expectation: str = "refused", plain: Callable[[], Any] | None = None) -> Value:
+        return expectation, make, plain
+
+    modes = {
+        f"a picture of mode {mode}": given(
+            lambda mode=mode: picture.convert(mode), "same", lambda mode=mode: [picture.convert(mode).convert("RGB")]
+        )
+        for mode in ("1", "L", "P", "CMYK", "YCbCr", "RGBA")
+    }
+    empty = {
+        f"a picture of {width}x{height}": given(lambda size=(width, height): Image.new("RGB", size))
+        for width, height in ((0, 0), (0, 5), (5, 0))
+    }
+    return {
+        **modes,
+        **empty,
+        "a picture": given(lambda: picture, "same", lambda: [picture]),
+        "a tuple of pictures": given(lambda: (picture, picture), "same", lambda: [picture, picture]),
+        "pictures one by one": given(lambda: (one for one in [picture, picture]), "either", lambda: [picture, picture]),
+        "a column of pictures": given(lambda: _objects([picture, picture]), "either", lambda: [picture, picture]),
+        "a picture of one pixel": given(
+            lambda: Image.new("RGB", (1, 1), 77), "same", lambda: Image.new("RGB", (2, 2), 77)
+        ),
+        "a very wide picture": given(
+            lambda: Image.new("RGB", (2000, 1), 9), "same", lambda: Image.new("RGB", (8, 8), 9)
+        ),
+        "no picture": given(list),
+        "None among pictures": given(lambda: [picture, None]),
+        "a text among pictures": given(lambda: [picture, "cat.png"]),
+        "lists of pictures": given(lambda: [[picture], [picture]]),
+        "a text": given(lambda: "a photo of a cat"),
+        "a path": given(lambda: "cat.png"),
+        "raw bytes": given(lambda: pixels.tobytes()),
+        "an array of pixels": given(lambda: pixels),
+        "a set": given(lambda: {1, 2}),
+    }
+
+
+def _objects(items: list[Any]) -> np.ndarray:
+    column = np.empty(len(items), object)
+    column[:] = items
+    return column
+
+
+def text_tables() -> tuple[dict[str, Value], dict[str, Value]]:
+    """Token ids, masks and segments; and raw texts."""
+    good = good_inputs("text")
+    ids, mask, segments = good["input_ids"], good["attention_mask"], good["token_type_ids"]
+
+    def changed(expectation: str = "refused", plain: dict[str, Any] | None = None, **changes: Any) -> Value:
+        def make() -> dict[str, Any]:
+            merged = {**good, **{name: value() if callable(value) else value for name, value in changes.items()}}
+            return {name: value for name, value in merged.items() if value is not MISSING}
+
+        return expectation, make, lambda: {**good, **(plain or {})}
+
+    def at(tensor: Tensor, value: float) -> Tensor:
+        tensor = tensor.clone()
+        tensor[1, 1] = value
+        return tensor
+
+    floating = mask.float()
+    hidden = torch.zeros(mask.shape).masked_fill(mask == 0, float("-inf"))
+    ones, no_mask = torch.ones_like(mask), {"attention_mask": torch.ones_like(mask)}
+    tables = {
+        # token ids
+        "ids beyond the vocabulary": changed(input_ids=at(ids, VOCABULARY)),
+        "ids far beyond": changed(input_ids=at(ids, 2**40)),
+        "negative ids": changed(input_ids=at(ids, -1)),
+        "very negative ids": changed(input_ids=at(ids, -(2**40))),
+        "ids of -100": changed(input_ids=at(ids, -100)),
+        "floating ids": changed(input_ids=ids.float()),
+        "complex ids": changed(input_ids=ids.to(torch.complex64)),
+        "boolean ids": changed(input_ids=ids > 3),
+        "ids of 32 bits": changed("same", input_ids=ids.int()),
+        "ids of 16 bits": changed("either", input_ids=ids.short()),
+        "ids of 8 bits": changed("either", input_ids=ids.to(torch.int8)),
+        "ids of 8 bits, unsigned": changed("either", input_ids=ids.to(torch.uint8)),
+        "ids without a batch": changed(input_ids=ids[0], attention_mask=mask[0], token_type_ids=segments[0]),
+        "ids of three axes": changed(input_ids=ids[None]),
+        "no tokens": changed(input_ids=ids[:, :0], attention_mask=mask[:, :0], token_type_ids=segments[:, :0]),
+        "no texts": ("either", lambda: {name: tensor[:0] for name, tensor in good.items()}, None),
+        "too many tokens": ("refused", lambda: {n: t.repeat(1, LONGEST) for n, t in good.items()}, None),
+        "one token too many": ("refused", lambda: {"input_ids": torch.ones(2, LONGEST + 1, dtype=torch.long)}, None),
+        "as many tokens as there may be": (
+            "same",
+            lambda: {"input_ids": torch.ones(2, LONGEST, dtype=torch.long)},
+            lambda: torch.ones(2, LONGEST, dtype=torch.long),
+        ),
+        "ids in an array": changed("either", input_ids=ids.numpy()),
+        "ids in lists": changed("either", input_ids=ids.tolist()),
+        "ids that are None": changed(input_ids=None),
+        "ids that are a text": changed(input_ids="a cat"),
+        "sparse ids": changed("either", input_ids=lambda: ids.to_sparse()),
+        "without ids": changed(input_ids=MISSING),
+        "ids misspelt": ("refused", lambda: {"input_id": ids, "attention_mask": mask}, None),
+        "images": ("refused", lambda: {"pixel_values": torch.randn(2, 3, SIZE, SIZE)}, None),
+        "pixels for ids": ("refused", lambda: torch.randn(2, 3, SIZE, SIZE), None),
+        "None": ("refused", lambda: None, None),
+        "a number": ("refused", lambda: 5, None),
+        # masks
+        "a mask in an array": changed("either", attention_mask=mask.numpy()),
+        "a mask in lists": changed("either", attention_mask=mask.tolist()),
+        "a boolean mask in an array": changed("either", attention_mask=mask.bool().numpy()),
+        "a mask of floats": changed("same", attention_mask=floating),
+        "a mask of half floats": changed("same", attention_mask=floating.half()),
+        "a boolean mask": changed("same", attention_mask=mask.bool()),
+        "a mask of 32 bits": changed("same", attention_mask=mask.int()),
+        "a mask of bytes": changed("same", attention_mask=mask.to(torch.uint8)),
+        "an additive mask": changed("either", attention_mask=hidden),
+        "an additive mask with the lowest number": changed(
+            "either", attention_mask=hidden.clamp(min=torch.finfo(torch.float32).min)
+        ),
+        "an additive mask of -10000": changed("either", attention_mask=hidden.clamp(min=-10000.0)),
+        "an additive mask that hides nothing": changed("either", no_mask, attention_mask=torch.zeros(mask.shape)),
+        "a mask with NaN": changed(attention_mask=at(floating, float("nan"))),
+        "a mask with twos": changed(attention_mask=mask * 2),
+        "a mask with negative numbers": changed(attention_mask=-mask),
+        "a mask with halves": changed(attention_mask=floating / 2),
+        "a complex mask": changed(attention_mask=mask.to(torch.complex64)),
+        "a mask of other samples": changed(attention_mask=mask[:2]),
+        "a mask of other tokens": changed(attention_mask=mask[:, :2]),
+        "a mask that is too long": changed(attention_mask=torch.cat([mask, mask], 1)),
+        "a mask without a batch": changed(attention_mask=mask[0]),
+        "a mask of every pair": changed("either", attention_mask=mask[:, None, None, :]),
+        "a mask that is a text": changed(attention_mask="111000"),
+        "a mask that is a number": changed("refused", attention_mask=1),
+        "no mask": changed("same", no_mask, attention_mask=MISSING),
+        "a mask of None": changed("same", no_mask, attention_mask=None),
+        "a mask of ones": changed("same", {"attention_mask": ones.bool()}, attention_mask=ones),
+        "a mask under another name": changed(attention_mask=MISSING, attention_masks=mask),
+        "a mask under a short name": changed(attention_mask=MISSING, mask=mask),
+        "a mask under torch's name": changed(attention_mask=MISSING, attn_mask=mask),
+        "a mask of padding under torch's name": changed(attention_mask=MISSING, key_padding_mask=mask == 0),
+        # segments
+        "segments in an array": changed("either", token_type_ids=segments.numpy()),
+        "segments in lists": changed("either", token_type_ids=segments.tolist()),
+        "segments out of range": changed(token_type_ids=segments + 1),
+        "negative segments": changed(token_type_ids=segments - 1),
+        "floating segments": changed("either", token_type_ids=segments.float()),
+        "boolean segments": changed("either", token_type_ids=segments.bool()),
+        "segments of other samples": changed(token_type_ids=segments[:2]),
+        "segments without a batch": changed(token_type_ids=segments[0]),
+        "segments of 32 bits": changed("same", token_type_ids=segments.int()),
+        "segments of None": changed("same", {"token_type_ids": torch.zeros_like(segments)}, token_type_ids=None),
+        "no segments": changed("same", {"token_type_ids": torch.zeros_like(segments)}, token_type_ids=MISSING),
+        "segments under another name": changed(token_type_ids=MISSING, token_types_ids=segments),
+        "segments under a short name": changed(token_type_ids=MISSING, segment_ids=segments),
+        # what is not read
+        "positions": changed(position_ids=torch.arange(TOKENS).flip(0)[None].expand(4, -1)),
+        "embeddings": changed(inputs_embeds=torch.randn(4, TOKENS, 12)),
+        "a mask of heads": changed(head_mask=torch.ones(3, 4)),
+        "texts beside": changed("same", texts=["a", "b", "c", "d"]),
+        "lengths beside": changed("either", length=mask.sum(1)),
+        "labels beside": changed("same", labels=torch.zeros(4, dtype=torch.long)),
+        "a user's mapping": ("same", lambda: UserDict(good), lambda: dict(good)),
+        "strided": ("same", lambda: {n: t.repeat_interleave(2, 0)[::2] for n, t in good.items()}, lambda: dict(good)),
+    }
+    words = "a photo of a cat"
+
+    def raw(make: Callable[[], Any], expectation: str = "refused", plain: Callable[[], Any] | None = None) -> Value:
+        return expectation, make, plain
+
+    texts = {
+        "a text": raw(lambda: words, "same", lambda: [words]),
+        "a pair": raw(lambda: (words, "the dog"), "same", lambda: [(words, "the dog")]),
+        "words it does not know": raw(lambda: "xyzzy", "same", lambda: ["plugh"]),
+        "capital letters": raw(lambda: words.upper(), "same", lambda: [words]),
+        "a very long text": raw(lambda: "cat " * 20_000, "same", lambda: ["cat " * LONGEST]),
+        "texts one by one": raw(lambda: iter([words, "dog"]), "either", lambda: [words, "dog"]),
+        "a column of texts": raw(lambda: np.array([words, "dog"], object), "either", lambda: [words, "dog"]),
+        "an empty text": raw(lambda: "", "either", lambda: [""]),
+        "nothing but blanks": raw(lambda: "  \n", "either", lambda: [""]),
+        "a zero character": raw(lambda: "a\0b", "either", lambda: ["a\0b"]),
+        "half a character": raw(lambda: "a \ud800 cat"),
+        "half a character in a list": raw(lambda: ["a cat", "\udfff"]),
+        "half a character in a pair": raw(lambda: ("a cat", "\udfff")),
+        "no texts": raw(list),
+        "None among texts": raw(lambda: [words, None]),
+        "a number among texts": raw(lambda: [words, 3]),
+        "bytes": raw(lambda: words.encode()),
+        "bytes in a list": raw(lambda: [words.encode()]),
+        "lists of texts": raw(lambda: [[words], ["dog"]]),
+        "three texts that belong together": raw(lambda: (words, "dog", "bus")),
+        "half a pair": raw(lambda: (words, None)),
+        "a picture": raw(lambda: Image.new("RGB", (4, 4))),
+        "a set": raw(lambda: {1, 2}),
+    }
+    return tables, texts
+
+
+MISSING = object()  # an entry that is left out

@@ -1,0 +1,151 @@
+"""Child processes that are forked, and the named points of their work at which something can be done to them.
+
+A point is reached before and after every rename, in the middle of every write, before files are flushed or removed,
+when folders are made, and around every step of long work. So a kill, or another writer, comes exactly there: nothing
+depends on the clock.
+"""
+
+import functools
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import safetensors.torch
+
+from hydra_ensembles.circuit.extract import Journal
+from hydra_ensembles.errors import HydraError
+from hydra_ensembles.training.loop import Learner
+
+KILLED = 9
+
+Act = Callable[[int, str], None]  # number of the point, from 0, and its name
+
+
+class Ending(NamedTuple):
+    """How a child ended: what it gave, the error it was refused with, what it raised, or that it was killed."""
+
+    how: Literal["given", "refused", "raised", "killed"]
+    value: Any = None
+
+
+def forked(work: Callable[[], Any]) -> Ending:
+    """Run `work` in a child that is a copy of this process, to its end."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        try:
+            ending = Ending("given", work())
+        except HydraError as error:
+            ending = Ending("refused", f"{type(error).__name__}: {error}")
+        except BaseException:
+            ending = Ending("raised", " ".join(traceback.format_exc().splitlines()[-3:]))
+        with os.fdopen(writing, "wb") as pipe:
+            pickle.dump(ending, pipe)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        content = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status == KILLED:
+        return Ending("killed")
+    if status or not content:
+        return Ending("raised", f"the process ended with status {status}")
+    found: Ending = pickle.loads(content)
+    return found
+
+
+def watch(act: Act) -> None:
+    """From here on, call `act` at every point; for a process of its own, since nothing is put back."""
+    points = _Points(act)
+    for name in ("replace", "rename"):
+        setattr(os, name, points.around(getattr(os, name), "renaming", place=1))
+    for name, deed in (("unlink", "removing"), ("rmdir", "removing the folder"), ("mkdir", "making the folder")):
+        setattr(os, name, points.around(getattr(os, name), deed))
+    os.fsync = points.around(os.fsync, "flushing")  # type: ignore[assignment]
+    Path.open = points.halving(Path.open)  # type: ignore[method-assign]
+    safetensors.torch.serialize_file = points.cutting(safetensors.torch.serialize_file)
+    Journal.add = points.around(Journal.add, "a step of the circuit")  # type: ignore[method-assign]
+    Learner.update = points.around(Learner.update, "an update")  # type: ignore[method-assign]
+
+
+class _Points:
+    def __init__(self, act: Act) -> None:
+        self.act, self.reached, self.inside = act, 0, False
+
+    def reach(self, name: str) -> None:
+        if not self.inside:  # what is done at a point has no points of its own
+            self.inside = True
+            try:
+                self.act(self.reached, name)
+            finally:
+                self.inside = False
+            self.reached += 1
+
+    def around(self, function: Callable[..., Any], deed: str, place: int = 0) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            what = f"{deed} {Path(args[place]).name}" if isinstance(args[place], str | os.PathLike) else deed
+            self.reach(f"before {what}")
+            result = function(*args, **kwargs)
+            self.reach(f"after {what}")
+            return result
+
+        return watched
+
+    def halving(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`Path.open` whose files are written in two parts."""
+
+        def opened(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            file = function(path, mode, *args, **kwargs)
+            return (
+                _Halves(file, functools.partial(self.reach, f"writing {path.name}")) if set(mode) & set("wxa") else file
+            )
+
+        return opened
+
+    def cutting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that writes tensors to a file, which is half written at first."""
+
+        def written(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+            function(tensors, filename, *args, **kwargs)
+            os.truncate(filename, os.path.getsize(filename) // 2)
+            self.reach(f"writing {Path(filename).name}")
+            return function(tensors, filename, *args, **kwargs)
+
+        return written
+
+
+class _Halves:
+    def __init__(self, file: Any, between: Callable[[], None]) -> None:
+        self.file, self.between = file, between
+
+    def __enter__(self) -> "_Halves":
+        self.file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.file.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def write(self, content: Any) -> int:
+        half = len(content) // 2
+        written: int = self.file.write(content[:half])
+        self.file.flush()
+        self.between()
+        return written + int(self.file.write(content[half:]))
+
+
+def killed_at(number: int) -> Act:
+    """End the process at the point of this number, without a chance to tidy up."""
+
+    def act(reached: int, name: str) -> None:
+        if reached == number:
+            os._exit(KILLED)
+
+    return act

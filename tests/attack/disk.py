@@ -1,0 +1,114 @@
+"""Disks that do not take what is written: too small, read-only, and the rights that new files get."""
+
+import os
+import resource
+import stat
+from pathlib import Path
+from random import Random
+
+from hydra_ensembles.errors import StorageError
+
+from .children import Ending, forked
+from .counting import Row, count
+from .jobs import JOBS, files_in, folder_of, given, require_whole, undisturbed
+
+CASES = 150
+
+Case = tuple[str, str, int]  # what is done to the disk, a job, and how much of it
+NOBODY = 65534
+SIZES = (0, 1, 100, 1_000, 3_000, 8_000, 16_000, 32_000, 1 << 20)
+
+
+def run(cases: int, seed: int) -> list[Row]:
+    """One row each for disks that are full, folders that are read-only, and umasks."""
+    share = max(1, round(cases * 0.7 / len(JOBS)))
+    random = Random(seed)
+    full = [("full", name, size) for name in JOBS for size in sorted(random.sample(SIZES, min(share, len(SIZES))))]
+    others = Random(seed).sample(list(JOBS), max(1, min(len(JOBS), cases // 8)))
+    return [
+        count("disk full", check, full),
+        count("read-only folder", check, [("read-only", name, 0) for name in others]),
+        count("umask", check, [("umask", name, mask) for name in others for mask in (0o077, 0o022)]),
+    ]
+
+
+def check(case: Case) -> str:
+    """Do one of the three to one job."""
+    what, name, size = case
+    return {"full": _full, "read-only": _read_only, "umask": _umask}[what](name, size)
+
+
+def _full(name: str, size: int) -> str:
+    """With files of at most so many bytes, it is refused, nothing is cut off, and with more space it goes on."""
+    job, usual = JOBS[name], undisturbed(name)
+    with folder_of(job) as folder:
+
+        def cramped() -> str:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+            return job.run(folder)
+
+        ending = forked(cramped)
+        require_whole(folder)
+        _require_known_state(name, folder)
+        if ending.how == "refused":
+            left = [file for file in files_in(folder) if file.endswith(".tmp") or ".saving-" in file]
+            if left:
+                raise AssertionError(f"refused, and leaves {left[:5]}: {ending.value}")
+            again = given(forked(lambda: job.run(folder)))
+            left = sorted(set(files_in(folder)) ^ set(usual.files))
+            if again != usual.result or left:
+                raise AssertionError(f"does not go on as it should with more space; files left or missing: {left[:5]}")
+            raise StorageError(str(ending.value))
+        return "same" if given(ending) == usual.result else "other"
+
+
+def _require_known_state(name: str, folder: Path) -> None:
+    job, states = JOBS[name], undisturbed(name).states
+    ending = forked(lambda: None if job.state is None else job.state(folder))
+    if job.state is not None and ending.how != "refused" and given(ending) not in states:
+        raise AssertionError("a mixture of two can be read")
+
+
+def _read_only(name: str, size: int) -> str:
+    """A folder that may not be written in, as somebody who is not root."""
+    job = JOBS[name]
+    with folder_of(job) as elsewhere, folder_of(job) as folder:
+        before = files_in(folder)
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+
+        def confined() -> str:
+            job.run(elsewhere)  # models are made and libraries loaded before rights are given up
+            if os.getuid() == 0:
+                os.setgroups([])
+                os.setgid(NOBODY)
+                os.setuid(NOBODY)
+            return job.run(folder)
+
+        ending: Ending = forked(confined)
+        if files_in(folder) != before:
+            raise AssertionError(f"wrote {sorted(set(files_in(folder)) - set(before))} to a read-only folder")
+        if ending.how == "refused":
+            raise StorageError(str(ending.value))
+        given(ending)
+        return "other"
+
+
+def _umask(name: str, mask: int) -> str:
+    """What is made has the rights that the umask leaves: no more, and no fewer."""
+    job, usual = JOBS[name], undisturbed(name)
+    with folder_of(job) as folder:
+
+        def masked() -> str:
+            os.umask(mask)
+            return job.run(folder)
+
+        before = set(files_in(folder))
+        if given(forked(masked)) != usual.result:
+            return "other"
+        for file in sorted(set(files_in(folder)) - before) or sorted(before):
+            path = folder / file
+            rights, wanted = stat.S_IMODE(path.stat().st_mode), (0o777 if path.is_dir() else 0o666) & ~mask
+            if rights != wanted:
+                raise AssertionError(f"{file} has rights {rights:o}, and the umask {mask:03o} leaves {wanted:o}")
+    return "same"

@@ -1,0 +1,67 @@
+"""Deeds with a known end: refused with a clear error, or answered as a reference answers."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ensembles.errors import HydraError
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Deed:
+    """Something to try.
+
+    Attributes:
+        act: Does it; gives the answer.
+        reference: Gives the right answer, found in another way; None where it must be refused.
+        may_refuse: Whether a refusal is as good as the right answer.
+    """
+
+    act: Callable[[], Any]
+    reference: Callable[[], Any] | None = None
+    may_refuse: bool = False
+
+
+def outcome(deed: Deed) -> str:
+    """What a check returns of a deed; a refusal comes through where it is due, and is a defect where it is not."""
+    try:
+        answer = deed.act()
+    except HydraError as error:
+        if deed.reference is None or deed.may_refuse:
+            raise
+        raise AssertionError(f"refused, but it is right: {type(error).__name__}: {error}") from error
+    if deed.reference is None:
+        return "other"
+    return "same" if alike(answer, deed.reference()) else "other"
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two answers are the same, up to the rounding of their type."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        half = {one.dtype, other.dtype} & {torch.float16, torch.bfloat16}
+        close = (2e-2, 1e-2) if half else (1e-4, 1e-5)
+        return one.shape == other.shape and torch.allclose(one.double(), other.double(), *close, equal_nan=True)
+    if isinstance(one, nn.Module) and isinstance(other, nn.Module):
+        return alike(one.state_dict(), other.state_dict())
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(one, float) and isinstance(other, float | int):
+        return math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-5) or one == other or (one != one and other != other)
+    if dataclasses.is_dataclass(one) and type(one) is type(other) and not isinstance(one, type):
+        return all(alike(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one))
+    return bool(one == other)
+
+
+def drawn(all_cases: list[T], count: int, seed: int) -> list[T]:
+    """So many of the cases, drawn by the seed, in their order; all of them where there are no more."""
+    chosen = Random(seed).sample(range(len(all_cases)), min(count, len(all_cases)))
+    return [all_cases[index] for index in sorted(chosen)]

@@ -1,0 +1,267 @@
+"""Work that leaves files behind, each kind of it: what it does in a folder, and how to see that nothing was mixed."""
+
+import hashlib
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load as read_tensors
+from torch import nn
+
+import hydra_ensembles as he
+from hydra_ensembles.batches import tensor_bytes
+
+from . import small
+from .children import Ending, forked, watch
+from .small import Shuffled, batches, dual, hydra, model, pairs, recipe
+
+STUDIES = Path(__file__).resolve().parents[1] / "unit" / "studies"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kind of work.
+
+    Attributes:
+        run: Does it in a folder, going on where an earlier run was stopped; a digest of the result.
+        prepare: What lies in the folder before.
+        state: What the folder holds after a kill, as a digest among `states`, or a `HydraError`; None where there is
+            nothing to read before the work is done.
+    """
+
+    run: Callable[[Path], str]
+    prepare: Callable[[Path], Any] = lambda folder: None
+    state: Callable[[Path], str] | None = None
+
+
+def digest(*parts: Any) -> str:
+    """A digest of models, rankings, evaluations, texts: every bit counts."""
+    found = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, nn.Module):
+            for name, tensor in part.state_dict().items():
+                found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+                found.update(tensor_bytes(tensor))
+            towers = [part.image, part.text] if isinstance(part, he.DualEncoder) else [part]
+            found.update(repr([(tower.config, tower.metadata) for tower in towers]).encode())
+        else:
+            found.update(repr(part).encode())
+    return found.hexdigest()
+
+
+# --- circuits and training ---------------------------------------------------------------------------------
+
+
+def _circuit(folder: Path, method: Any, kind: str = "image") -> str:
+    own, foreign = batches(kind, 12, 4, seed=2), batches(kind, 8, 4, seed=3, shift=1.5)
+    settings: dict[str, Any] = {"budget": 4, "method": method, "progress": False, "screen_size": 4}
+    ranking = he.extract_circuit(model(kind), own, foreign, journal=folder / "circuit.journal", **settings)
+    ranking.save(folder / "ranking.json")
+    return _evidence(he.HeadRanking.load(folder / "ranking.json"))
+
+
+def _evidence(ranking: he.HeadRanking) -> str:
+    """What a ranking says; how much work it was depends on where it was interrupted."""
+    made = {
+        key: value for key, value in ranking.provenance.items() if key not in ("layer_evaluations", "model_forwards")
+    }
+    return digest(ranking.heads, ranking.scores, made)
+
+
+def _joint_circuit(folder: Path) -> str:
+    own, foreign = batches("image", 8, 4, seed=2), batches("image", 8, 4, seed=3, shift=1.5)
+    names = {"class_names": small.LABELS, "progress": False}
+    return _evidence(he.extract_circuit(dual(), own, foreign, budget=3, journal=folder / "circuit.journal", **names))
+
+
+def _finetune(folder: Path, kind: str = "image") -> str:
+    how = recipe(learning_rate=None, grid=(0.05, 0.1), steps=4, evaluate_every=2)
+    data = Shuffled(kind), batches(kind, 8, 4, seed=2)
+    return digest(he.finetune(model(kind), data[0], how, data[1], output=folder, progress=False, checkpoint_every=1))
+
+
+def _tune_text(folder: Path) -> str:
+    how = recipe(steps=4, optimizer="adamw", learning_rate=0.01)
+    data: dict[str, Any] = {"validation": pairs(8, 4, seed=2), "progress": False}
+    return digest(he.tune_text(dual(), pairs(), how, output=folder, checkpoint_every=1, **data))
+
+
+def _build(folder: Path, kind: str = "image", **settings: Any) -> str:
+    config = he.HydraConfig(**{"prune": 3, "members": 2, "recipe": recipe(steps=3, evaluate_every=2), **settings})
+    own, foreign = Shuffled(kind, 24, seed=2), batches(kind, 8, 4, seed=3, shift=1.5)
+    given: dict[str, Any] = {"train": Shuffled(kind, 16), "id": own, "ood": foreign, "output": folder}
+    return digest(he.build(model(kind), config, **given, progress=False))
+
+
+SAMPLED = {"strategy": "sampled", "pool": 5, "method": "exact", "shared_layers": 1}
+TAYLOR = {"strategy": "taylor", "calibration_batches": 2}
+
+
+# --- saving ------------------------------------------------------------------------------------------------
+
+
+def _saved(folder: Path, make: Callable[[], he.Ensemble | he.DualEncoder]) -> str:
+    made = make()
+    made.save_pretrained(folder)
+    return _loaded(folder)
+
+
+def _loaded(folder: Path) -> str:
+    kind = json.loads((folder / "config.json").read_text())["kind"] if (folder / "config.json").exists() else ""
+    return digest((he.DualEncoder if kind == "dual_encoder" else he.Ensemble).from_pretrained(folder))
+
+
+def _other_hydra() -> he.Ensemble:
+    """Another model of the same shape under other labels: what a mixture would be made of."""
+    changed = he.Ensemble.from_state(
+        hydra().config, {n: t + 1 for n, t in hydra().state_dict().items()}, hydra().metadata
+    )
+    return changed.with_metadata(labels=("one", "two", "three"))
+
+
+def _zero_shot() -> he.Ensemble:
+    return he.zero_shot(dual(), small.NAMES)
+
+
+# --- evaluations and reports -------------------------------------------------------------------------------
+
+
+@cache
+def evaluation(seed: int = 1, name: str = "Hydra") -> he.Evaluation:
+    """An evaluation with everything in it."""
+    own, foreign = batches("image", 16, 4, seed), {"near": {"other": batches("image", 12, 4, seed + 1, 1.5)}}
+    kept: dict[str, Any] = {"name": name, "gallery": 2, "keep_logits": True, "progress": False}
+    return he.evaluate(hydra(), own, foreign, **kept)
+
+
+def _evaluate(folder: Path, seed: int = 1) -> str:
+    evaluation(seed).save(folder / "hydra.json")
+    return _read_evaluation(folder)
+
+
+def _read_evaluation(folder: Path) -> str:
+    found = he.Evaluation.load(folder / "hydra.json", with_logits=True)
+    assert found.logits is not None
+    return digest(found, found.logits.id.logits, found.logits.ood)
+
+
+def _report(folder: Path) -> str:
+    he.write_report(folder / "report.html", [evaluation(1, "A"), evaluation(1, "B")])
+    return digest((folder / "report.html").read_text())
+
+
+def _study(folder: Path) -> str:
+    """One seed of a small study, with every stage of the real ones."""
+    from small_studies import classifier_runs  # type: ignore[import-not-found]
+
+    from studies.engine import run_stages
+
+    runs = classifier_runs(folder)[:1]
+    run_stages(runs, list(runs[0].recipe.STAGES[:-1]))  # costs are measured by the clock
+    return digest(sorted((str(p.relative_to(folder)), p.read_bytes()) for p in folder.rglob("*.safetensors")))
+
+
+if str(STUDIES) not in sys.path:
+    sys.path.append(str(STUDIES))
+
+JOBS: dict[str, Job] = {
+    "circuit, exact": Job(partial(_circuit, method="exact")),
+    "circuit, screened": Job(partial(_circuit, method="screened")),
+    "circuit of texts, naive": Job(partial(_circuit, method="naive", kind="text")),
+    "circuit of two towers": Job(_joint_circuit),
+    "finetune": Job(_finetune),
+    "finetune, texts": Job(partial(_finetune, kind="text")),
+    "tune_text": Job(_tune_text),
+    "build, circuits": Job(partial(_build, **SAMPLED)),
+    "build, Taylor": Job(partial(_build, kind="text", **TAYLOR)),
+    "build, members together": Job(partial(_build, **SAMPLED, training="together")),
+    "build, branches": Job(partial(_build, kind="text", strategy="branches", prune=0, training="apart")),
+    "save": Job(partial(_saved, make=_other_hydra), lambda folder: hydra().save_pretrained(folder), _loaded),
+    "save, for the first time": Job(partial(_saved, make=partial(hydra, "text")), state=_loaded),
+    "save, two towers": Job(partial(_saved, make=dual), lambda folder: dual(seed=5).save_pretrained(folder), _loaded),
+    "save, zero-shot": Job(partial(_saved, make=_zero_shot), state=_loaded),
+    "evaluate": Job(_evaluate, lambda folder: _evaluate(folder, seed=4), _read_evaluation),
+    "report": Job(_report),
+}
+
+
+# --- a job in a folder of its own --------------------------------------------------------------------------
+
+
+@contextmanager
+def folder_of(job: Job) -> Iterator[Path]:
+    """A folder in which the job can be run, prepared, as the same name every time (models are called by it)."""
+    outside = Path(tempfile.mkdtemp(prefix="attack-"))
+    try:
+        outside.chmod(0o755)
+        folder = outside / "work"
+        folder.mkdir()
+        prepared = forked(lambda: job.prepare(folder))
+        assert prepared.how == "given", prepared
+        yield folder
+    finally:
+        shutil.rmtree(outside, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What a job gives when nothing happens to it: its result, points, files, and the states before and after."""
+
+    result: str
+    points: tuple[str, ...]
+    files: tuple[str, ...]
+    states: tuple[str, ...]
+
+
+@cache
+def undisturbed(name: str) -> Undisturbed:
+    """Run a job twice, the first time from point to point."""
+    job = JOBS[name]
+    with folder_of(job) as folder:
+        before = forked(lambda: None if job.state is None else job.state(folder))
+
+        def walk() -> tuple[str, tuple[str, ...]]:
+            points: list[str] = []
+            watch(lambda number, point: points.append(point))
+            return job.run(folder), tuple(points)
+
+        ended = given(forked(walk))
+        files = files_in(folder)
+        after = forked(lambda: None if job.state is None else job.state(folder))
+        again = given(forked(lambda: job.run(folder)))
+    assert again == ended[0], f"{name} gives another result when it is run again"
+    return Undisturbed(ended[0], ended[1], files, tuple(str(e.value) for e in (before, after) if e.how == "given"))
+
+
+def given(ending: Ending) -> Any:
+    """What a child gave; any other end is a defect."""
+    if ending.how != "given":
+        raise AssertionError(f"{ending.how}: {ending.value}")
+    return ending.value
+
+
+def files_in(folder: Path) -> tuple[str, ...]:
+    """Every file and folder, hidden ones too."""
+    return tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*")))
+
+
+def require_whole(folder: Path) -> None:
+    """Every file that has its name is complete; what is being written has a hidden one."""
+    for path in folder.rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if hidden or not path.is_file():
+            continue
+        content = path.read_bytes()
+        if path.suffix in (".json", ".journal"):
+            json.loads(content)
+        elif path.suffix == ".safetensors":
+            read_tensors(content)
+        elif path.suffix == ".html":
+            assert content.rstrip().endswith(b"</html>"), f"{path.name} is cut off"

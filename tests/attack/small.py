@@ -1,0 +1,153 @@
+"""Small models and data that bad inputs, kills and writers work on; made once in a process, and never changed."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hydra_ensembles as he
+from hydra_ensembles.model.config import (
+    EncoderConfig,
+    EnsembleConfig,
+    PatchStemConfig,
+    ReadoutConfig,
+    TextStemConfig,
+    all_heads,
+)
+from hydra_ensembles.model.metadata import Metadata
+from zero_shot_models import word_tokenizer
+
+CLASSES, LAYERS, HEADS = 3, 3, 4
+SIZE = 8  # of an image, in pixels
+VOCABULARY, TOKENS, LONGEST = 60, 6, 12
+LABELS = ("cat", "dog", "bus")
+NAMES = ("cat", "dog", "red bus", "green tree")
+KINDS = ("image", "text")
+KEYS = {"image": "pixel_values", "text": "input_ids"}
+
+Batch = tuple[Any, Tensor]
+
+
+def _encoder(**changes: Any) -> EncoderConfig:
+    return EncoderConfig(width=12, layers=LAYERS, heads=HEADS, head_dim=3, mlp_width=16, **changes)
+
+
+def _random(config: EnsembleConfig, metadata: Metadata, seed: int) -> he.Ensemble:
+    """All parameters far from zero, so that every head matters."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        ensemble = he.Ensemble(config, metadata)
+        for parameter in ensemble.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return ensemble.eval()
+
+
+@cache
+def model(kind: str = "image", seed: int = 4, dropout: float = 0.0) -> he.Ensemble:
+    """A classifier with one member, its class names and its preprocessing."""
+    preprocessing: Any = he.ImagePreprocessing((SIZE, SIZE), mean=(0.5,) * 3, std=(0.5,) * 3)
+    if kind == "text":
+        preprocessing = he.TextPreprocessing(LONGEST, segments=True, tokenizer=word_tokenizer().tokenizer)
+        blocks = _encoder(norm_first=False, projection_dropout=dropout)
+        stem = TextStemConfig(vocabulary=VOCABULARY, positions=LONGEST, embedding_width=12, segments=2)
+        readout = ReadoutConfig(num_classes=CLASSES, hidden="tanh", norm="none")
+        config = EnsembleConfig(stem, blocks, readout, all_heads(blocks))
+    else:
+        blocks = _encoder(projection_dropout=dropout)
+        stem_config = PatchStemConfig(patch_size=(4, 4), grid=(2, 2))
+        config = EnsembleConfig(stem_config, blocks, ReadoutConfig(num_classes=CLASSES), all_heads(blocks))
+    return _random(config, Metadata(source="a test", labels=LABELS, preprocessing=preprocessing), seed)
+
+
+@cache
+def hydra(kind: str = "image", dropout: float = 0.0) -> he.Ensemble:
+    """Two members of one model, other heads each, calibrated."""
+    base = model(kind, dropout=dropout)
+    fused = he.fuse([he.prune(base, [(0, 1), (2, 2)]), he.prune(base, [(1, 0), (2, 3)])])
+    return he.calibrate(fused, batches(kind, seed=9))
+
+
+@cache
+def dual(seed: int = 0) -> he.DualEncoder:
+    """Two towers with one member each that read images of 8x8 pixels and a few words."""
+    texts, images = _encoder(norm_first=False), _encoder()
+    stem = TextStemConfig(vocabulary=VOCABULARY, positions=LONGEST, embedding_width=12)
+    towers = (
+        _random(
+            EnsembleConfig(PatchStemConfig((4, 4), (2, 2)), images, ReadoutConfig(), all_heads(images)),
+            Metadata(preprocessing=he.ImagePreprocessing((SIZE, SIZE))),
+            seed,
+        ),
+        _random(
+            EnsembleConfig(stem, texts, ReadoutConfig(pool="mean", norm="none"), all_heads(texts)),
+            Metadata(preprocessing=word_tokenizer(mask=True), history=("made",)),
+            seed + 1,
+        ),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return he.DualEncoder(*towers, he.Projections.fresh(12, 12, 8)).eval()
+
+
+def samples(kind: str, count: int, seed: int = 1, shift: float = 0.0) -> Batch:
+    """Inputs of a kind, texts padded at the end, and labels; `shift` moves images away, and texts to other words."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % CLASSES
+    if kind == "image":
+        images = torch.randn(count, 3, SIZE, SIZE, generator=generator) + shift
+        images[torch.arange(count), labels] += 1.0
+        return images, labels
+    lengths = torch.randint(2, TOKENS + 1, (count, 1), generator=generator)
+    mask = (torch.arange(TOKENS)[None] < lengths).long()  # [B, T]
+    low = VOCABULARY // 2 if shift else 1
+    ids = torch.randint(low, low + VOCABULARY // 2 - 1, (count, TOKENS), generator=generator) * mask
+    segments = (torch.arange(TOKENS)[None] >= 2).long() * mask
+    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": segments}, labels
+
+
+def rows(inputs: Any, index: Any) -> Any:
+    """Some samples of inputs."""
+    return inputs[index] if isinstance(inputs, Tensor) else {key: value[index] for key, value in inputs.items()}
+
+
+def batches(kind: str = "image", count: int = 24, size: int = 4, seed: int = 1, shift: float = 0.0) -> list[Batch]:
+    """Labelled batches."""
+    inputs, labels = samples(kind, count, seed, shift)
+    cuts = [slice(start, start + size) for start in range(0, count, size)]
+    return [(rows(inputs, cut), labels[cut]) for cut in cuts]
+
+
+def pairs(count: int = 12, size: int = 4, seed: int = 1) -> list[tuple[Tensor, list[str], Tensor]]:
+    """Batches of images, their descriptions and labels."""
+    found = batches("image", count, size, seed)
+    return [
+        (images, [f"a photo of a {LABELS[label]}" for label in labels.tolist()], labels) for images, labels in found
+    ]
+
+
+def recipe(**changes: Any) -> he.Recipe:
+    """A short one that trains everything but the stem, with dropout."""
+    settings: dict[str, Any] = {
+        "optimizer": "sgd",
+        "learning_rate": 0.05,
+        "steps": 4,
+        "dropout": 0.1,
+        "train_groups": ("attention", "mlp", "norms", "readout"),
+    }
+    return he.Recipe(**{**settings, **changes})
+
+
+class Shuffled:
+    """Samples in batches whose order is drawn from torch's generator anew at every pass."""
+
+    def __init__(self, kind: str, count: int = 12, size: int = 4, seed: int = 1) -> None:
+        (self.inputs, self.labels), self.size = samples(kind, count, seed), size
+
+    def __len__(self) -> int:
+        return len(self.labels) // self.size
+
+    def __iter__(self) -> Iterator[Batch]:
+        for chosen in torch.randperm(len(self.labels)).split(self.size):
+            yield rows(self.inputs, chosen), self.labels[chosen]

@@ -1,0 +1,99 @@
+"""Eight threads that ask one model at a time: every answer is the one that a single thread gets, and flags stay."""
+
+import sys
+import threading
+from functools import cache
+from typing import Any
+
+import torch
+
+import hydra_ensembles as he
+
+from .counting import Row, count
+from .expected import alike
+from .small import NAMES, batches, dual, hydra, model
+
+CASES = 40
+THREADS, ASKED = 8, 12  # threads, and how often each of them asks
+
+Case = tuple[str, str, int]  # what is asked, in which mode, and a number that tells cases apart
+
+
+def run(cases: int, seed: int) -> list[Row]:
+    """One row for each mode."""
+    each = max(1, cases // (2 * len(SUBJECTS)))
+    return [
+        count(f"8 threads, {mode} mode", check, [(name, mode, seed + i) for name in SUBJECTS for i in range(each)])
+        for mode in ("evaluation", "training")
+    ]
+
+
+def check(case: Case) -> str:
+    """Ask from all threads at once; hold answers and flags against those of before."""
+    name, mode, seed = case
+    subject, ask = SUBJECTS[name]()
+    questions = [inputs for inputs, _ in batches("text" if "text" in name else "image", 8 * 3, 3, seed=seed)]
+    expected = [ask(inputs) for inputs in questions]
+    if isinstance(subject, torch.nn.Module):
+        subject.train(mode == "training")
+        if mode == "training":  # a part in evaluation mode stays so
+            next(iter(subject.children())).eval()
+    flags = _flags(subject)
+    wrong: list[str] = []
+
+    def work(own: int) -> None:
+        try:
+            for turn in range(ASKED):
+                which = (own + turn) % len(questions)
+                if not alike(ask(questions[which]), expected[which]):
+                    wrong.append(f"thread {own}, turn {turn}")
+        except BaseException as error:
+            wrong.append(f"thread {own}: {type(error).__name__}: {error}")
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    if any("Error" in one for one in wrong):
+        raise AssertionError(f"{len(wrong)} of {THREADS * ASKED}: {wrong[0]}")
+    if _flags(subject) != flags:
+        raise AssertionError("the flags of the model are not what they were")
+    return "other" if wrong else "same"
+
+
+def _flags(subject: Any) -> list[bool]:
+    return [part.training for part in subject.modules()] if isinstance(subject, torch.nn.Module) else []
+
+
+def _predicting(subject: Any) -> tuple[Any, Any]:
+    return subject, lambda inputs: subject.predict(inputs).probs
+
+
+@cache
+def _dual() -> tuple[Any, Any]:
+    towers = dual(seed=3)
+    texts = ["a photo of a cat", "the dog"]
+
+    def ask(images: Any) -> Any:
+        with torch.no_grad():
+            return towers(images, texts)
+
+    return towers, ask
+
+
+SUBJECTS: dict[str, Any] = {
+    "a model": cache(lambda: _predicting(model(seed=8, dropout=0.5))),
+    "a model of texts": cache(lambda: _predicting(model("text", seed=8, dropout=0.5))),
+    "a hydra": cache(lambda: _predicting(hydra(dropout=0.5))),
+    "an optimized hydra": cache(lambda: _predicting(hydra().optimize())),
+    "an optimized model of texts": cache(lambda: _predicting(hydra("text").optimize())),
+    "MC dropout": cache(lambda: _predicting(he.mc_dropout(model(seed=9), 0.3, 4))),
+    "a zero-shot classifier": cache(lambda: _predicting(he.zero_shot(dual(), NAMES))),
+    "two towers": _dual,
+}

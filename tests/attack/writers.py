@@ -1,0 +1,103 @@
+"""Others at work in the same place: at every point of a work, another of its kind, or a reader, does all of its own.
+
+The other one is started at a named point and waited for, so every interleaving is tried on purpose. It must end as if
+it were alone, or be told that somebody works there; a work that would wait for the first one counts as told. Readers
+see what was there before, or what is there after, or a clear error, and never a mixture.
+"""
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from .children import Ending, forked, watch
+from .counting import Row, count
+from .jobs import JOBS, Job, files_in, folder_of, undisturbed
+
+CASES = 160
+
+Case = tuple[str, str, float]  # a job, who else is there, and how far along its points
+WAITS = 7  # exit status of one that would wait for the lock
+SHARED = ("save", "save, two towers", "save, zero-shot", "evaluate", "report")  # both may write, whole files each
+READ = tuple(name for name, job in JOBS.items() if job.state is not None)
+
+
+def run(cases: int, seed: int) -> list[Row]:
+    """One row for second writers, one for readers."""
+    random = Random(seed)
+    each = max(1, cases // (len(JOBS) + len(READ)))
+
+    def spread(names: tuple[str, ...], who: str) -> list[Case]:
+        return [(name, who, round((index + random.random()) / each, 4)) for name in names for index in range(each)]
+
+    return [
+        count("a second writer at work", check, spread(tuple(JOBS), "writer")),
+        count("a reader at work", check, spread(READ, "reader")),
+    ]
+
+
+def check(case: Case) -> str:
+    """Run a job with somebody else at one of its points; both must end well."""
+    name, who, place = case
+    job, usual = JOBS[name], undisturbed(name)
+    number = int(place * len(usual.points))
+    with folder_of(job) as folder:
+        other = _reader(job, folder) if who == "reader" else _writer(job, folder)
+
+        def together() -> tuple[str, list[Ending]]:
+            met: list[Ending] = []
+
+            def meet(reached: int, point: str) -> None:
+                if reached == number:
+                    met.append(forked(other))
+
+            watch(meet)
+            return job.run(folder), met
+
+        ending = forked(together)
+        where = f"{number} ({usual.points[number]})"
+        if ending.how == "refused" and who == "writer" and name not in SHARED:
+            again = forked(lambda: job.run(folder))  # the second one was first: nothing is lost
+            return "same" if again == Ending("given", usual.result) else _fail(where, again)
+        if ending.how != "given":
+            _fail(where, ending)
+        result, met = ending.value
+        for one in met:
+            accepted = one.how in ("given", "refused") or "status 7" in str(one.value)
+            if not accepted or (one.how == "given" and one.value not in (usual.result, *usual.states)):
+                _fail(f"{where}: the {who}", one)
+        if result != usual.result:
+            return "other"
+        left = sorted(set(files_in(folder)) - set(usual.files))
+        if left:
+            raise AssertionError(f"at {where}, with a {who}: files are left over: {left[:5]}")
+    return "same"
+
+
+def _fail(where: str, ending: Ending) -> Any:
+    raise AssertionError(f"at {where}: {ending.how}: {ending.value}")
+
+
+def _writer(job: Job, folder: Path) -> Callable[[], Any]:
+    def work() -> Any:
+        lock = fcntl.flock
+
+        def impatient(handle: Any, flags: int) -> None:
+            try:
+                lock(handle, flags | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if flags & fcntl.LOCK_NB:
+                    raise
+                os._exit(WAITS)  # it waits for the one that waits for it here
+
+        fcntl.flock = impatient  # type: ignore[assignment]
+        return job.run(folder)
+
+    return work
+
+
+def _reader(job: Job, folder: Path) -> Callable[[], Any]:
+    assert job.state is not None
+    return lambda: job.state(folder)  # type: ignore[misc]
