@@ -414,7 +414,7 @@ class Stored:
         place = None if device is None else require_device(device)
         if dtype is not None and dtype not in DTYPES.values():
             raise ConfigError(f"dtype is {dtype}; accepted are {ACCEPTED}, or None for the stored one")
-        with self._opened(WEIGHTS) as opened, safe_open(_name_of(opened), framework="pt", device="cpu") as file:
+        with self._opened(WEIGHTS) as opened, _mapped(opened) as file:
             names = list(file.keys())
             if len(names) < at_least:
                 raise CheckpointError(f"it holds {len(names)} tensors, the configuration needs at least {at_least}")
@@ -528,6 +528,16 @@ def _name_of(file: BufferedReader) -> str:
         if os.path.exists(f"{folder}/{file.fileno()}"):
             return f"{folder}/{file.fileno()}"
     return file.name  # Windows renames nothing over an open file
+
+
+def _mapped(file: BufferedReader) -> safe_open:
+    """The tensors of an opened file, read when asked for."""
+    try:
+        return safe_open(_name_of(file), framework="pt", device="cpu")
+    except (MemoryError, RuntimeError) as error:  # of safetensors, of torch
+        raise CheckpointError(
+            f"it does not fit into memory ({_first_line(error)}); free some, or look at the size of the file"
+        ) from error
 
 
 def _own_config(path: Path) -> dict[str, Any]:

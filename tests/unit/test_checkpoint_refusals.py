@@ -277,6 +277,9 @@ def test_enormous_models_are_refused_before_they_are_built(name: str, change: Ch
 
 
 def test_files_of_absurd_size_are_not_read_through(folder: Path) -> None:
+    for error in (MemoryError, RuntimeError("unable to mmap")):  # what the system does not map
+        with patch("hydra_ensembles.checkpoint.safe_open", side_effect=error):
+            assert_refused(folder, "memory")
     for name, token in (("model.safetensors", "damaged"), ("config.json", "4194304 bytes")):
         with (folder / name).open("r+b") as file:
             file.truncate(1 << 40)  # sparse: takes no space

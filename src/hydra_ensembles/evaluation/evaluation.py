@@ -272,7 +272,7 @@ class MemberLogits:
             if about.get("digest", digest) != digest:  # files of before have none
                 raise DataError("it was changed after it was written; evaluate again with keep_logits=True")
             return cls._of_tensors(tensors), digest
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError, MemoryError, RuntimeError) as error:  # torch maps the file
             raise DataError(f"{path} cannot be read as stored member logits: {error}") from error
 
     @classmethod

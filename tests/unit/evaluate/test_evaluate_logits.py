@@ -303,6 +303,8 @@ def test_logits_are_those_that_the_evaluation_was_saved_with(tmp_path, evaluatio
     os.truncate(place, 1 << 40)  # a hole, which takes no place on the disk
     with pytest.raises(DataError, match="1099511627776 bytes"):
         Evaluation.load(path, with_logits=True)
+    with pytest.raises(DataError, match="stored member logits"):
+        MemberLogits.load(place)
     place.write_bytes(written)
     dataclasses.replace(evaluation, logits=None).save(path)  # one that kept none
     with pytest.raises(DataError, match="another evaluation"):
