@@ -40,9 +40,12 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Write to a temporary name in the same folder, flush to disk, then rename; the umask is respected.
 
     Raises:
-        StorageError: The disk does not take it; what was there before is untouched.
+        StorageError: The disk does not take it, or there is something else than a file, such as a device, which would
+            be replaced by one; what was there before is untouched.
     """
     with writing(path):
+        if path.exists() and not path.is_file():
+            raise FileExistsError(errno.EEXIST, "it is there, and it is not a plain file")
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_dead(path)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")

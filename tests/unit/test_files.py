@@ -85,6 +85,14 @@ def test_a_write_removes_what_a_killed_one_left_and_nothing_of_a_living_one(
     assert {one.name for one in tmp_path.iterdir()} == {"file", ".other.0123.tmp"}
 
 
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # as a device: whoever may write there must not take it away
+    with pytest.raises(StorageError, match="not a plain file"):
+        write_atomically(tmp_path / "pipe", b"content")
+    assert (tmp_path / "pipe").is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
 def test_a_file_in_the_way_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="file"):
