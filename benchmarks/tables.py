@@ -78,6 +78,8 @@ def attack_table() -> str:
         cases, share = sum(row["cases"] for row in part["rows"]), part["share"]
         some = "" if share == 1 else f", {share:.0%} of a whole run"
         told.append(f"`{name}` {cases:,} cases in {part['minutes']:g} minutes (seed {part['seed']}{some})")
+    if len({part["source"] for part in parts.values()}) > 1:
+        told.append("not all on the same state of the library, see `source` there")
     last = list(parts.values())[-1]
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
     about = f"Parts: {'; '.join(told)}. {last['hardware']}; {versions}. From `results/attack.json`."

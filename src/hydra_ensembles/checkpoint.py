@@ -425,8 +425,11 @@ class Stored:
                 _require_one_dtype({name: dtype for name, (_, dtype) in stored.items()})
             # after the cheap checks: it reads the whole file
             self._verify(WEIGHTS, hashlib.file_digest(opened, "sha256").hexdigest())
-            kept = {name: torch.float32 if name.startswith(f"{FAMILIARITY}.") else dtype for name in names}
-            return {name: file.get_tensor(name).to(device=place, dtype=kept[name]) for name in names}
+            wide: dict[str, torch.dtype] = {}  # of each part, the one that holds all its tensors: one, but in format 1
+            for name, (_, found) in stored.items():
+                wide[_part(name)] = torch.promote_types(wide.get(_part(name), DTYPES[found]), DTYPES[found])
+            wanted = {part: torch.float32 if part == FAMILIARITY else dtype or one for part, one in wide.items()}
+            return {name: file.get_tensor(name).to(device=place, dtype=wanted[_part(name)]) for name in names}
 
     def tokenizer(self) -> str:
         """The text of `tokenizer.json`."""
@@ -621,12 +624,17 @@ def _compare(stored: Mapping[str, tuple[tuple[int, ...], str]], build: Callable[
         raise CheckpointError(f"it does not fit its configuration: it {'; it '.join(problems[:5])}{more}")
 
 
+def _part(name: str) -> str:
+    """The part that a tensor belongs to: what lies beside the model, or the model itself, which has no name."""
+    part = name.partition(".")[0]
+    return part if part in BESIDE else ""
+
+
 def _require_one_dtype(dtypes: Mapping[str, str]) -> None:
     """Refuse tensors of one model in several floating types; those beside it may have their own."""
     parts: dict[str, dict[str, str]] = {}
     for name, dtype in dtypes.items():
-        part = name.partition(".")[0]
-        parts.setdefault(part if part in BESIDE else "", {}).setdefault(dtype, name)
+        parts.setdefault(_part(name), {}).setdefault(dtype, name)
     for found in parts.values():
         if len(found) > 1:
             examples = ", ".join(f"{dtype} ({name})" for dtype, name in found.items())

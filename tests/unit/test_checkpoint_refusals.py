@@ -212,11 +212,13 @@ def test_a_model_of_the_first_format_answers_as_before(folder: Path) -> None:
     assert (loaded.config, loaded.metadata) == (model.config, model.metadata)
     assert same_state(loaded, model)
     tensors = load_file(folder / "model.safetensors")
-    tensors["stem.words"] = tensors["stem.words"].double()  # it allowed several types
+    tensors["stem.words"] = tensors["stem.words"].double()  # it allowed several types, which compute together
     save_file(tensors, folder / "model.safetensors")
     config["files"]["model.safetensors"] = checksum(folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({**config, "format_version": 1}), encoding="utf-8")
-    assert Ensemble.from_pretrained(folder).stem.words.dtype == torch.float64
+    loaded = Ensemble.from_pretrained(folder)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float64}
+    assert torch.equal(loaded.predict("hello").probs, model.double().predict("hello").probs)
 
 
 @pytest.mark.parametrize(
