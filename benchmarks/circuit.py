@@ -2,7 +2,7 @@
 
     python benchmarks/circuit.py --tiny
     python benchmarks/circuit.py --model FOLDER --id id.safetensors --ood ood.safetensors --budget 24
-    python benchmarks/circuit.py --scaling --output results/circuit_scaling.json
+    python benchmarks/circuit.py --scaling --ties order --output results/circuit_scaling.json
     python benchmarks/circuit.py --random vit-b16 --samples 128 --budget 8 --against FOLDER      # and another checkout
 
 A data file holds the tensors `inputs`, preprocessed, and `labels`. A model forward is one pass of the whole model over
@@ -155,6 +155,8 @@ def timed(
     settings |= {"layers": case.layers, "progress": False}
     if method == "screened":
         settings["audit_steps"] = 0  # an audit is work of the exact method
+    if options.ties:
+        settings["ties"] = options.ties
     synchronize(options.device)
     start = time.perf_counter()
     ranking = he.extract_circuit(case.model, case.id_batches, case.ood_batches, **settings | more)
@@ -237,6 +239,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--samples", type=int, help="ID samples, and as many OOD samples; default: all there are")
     add("--scores", nargs="+", choices=SCORES, default=list(SCORES))
     add("--methods", nargs="+", choices=METHODS, help="default: all, and exact and screened for --against")
+    add("--ties", choices=("order", "likelihood"), help="default: that of the library; recorded results: order")
     add("--naive-steps", type=int, help="measure so many naive steps (at least 2) and extrapolate; 0: all")
     add("--naive-heads", type=int, help="and only so many heads (at least 3); 0: all")
     add("--image-size", type=int, default=112, help="of --scaling and --random")

@@ -113,7 +113,7 @@ def fuse(options: argparse.Namespace) -> None:
 def members_of(model: he.Ensemble, options: argparse.Namespace, rate: float) -> list[he.Ensemble]:
     """Three pruned and fine-tuned copies."""
     known, unknown = (SampleBatches(stored(options, name), 250) for name in ("id", "ood"))
-    settings: dict[str, Any] = {"budget": options.prune, "progress": False}
+    settings: dict[str, Any] = {"budget": options.prune, "progress": False, "method": "exact", "ties": "order"}
     rankings = [he.extract_circuit(model, known, unknown, score=score, **settings) for score in SCORES]
     pruned = [he.prune(model, ranking.first(options.prune)) for ranking in rankings]
     groups = ("attention", "mlp", "norms", "readout")

@@ -143,10 +143,11 @@ def rankings(model: he.Ensemble, sample: Any, prune: int, images: int, seed: int
         data.batches(data.subset(sample[name], images, seed=seed), preprocess, batch_size=64)
         for name in ("circuit_id", "circuit_ood")
     )
+    how: dict[str, Any] = {"method": "exact", "ties": "order"}
     return {
         "Taylor": list(he.taylor(model, known, budget=prune, scope="global").first(prune)),
-        "CircAcc": list(he.extract_circuit(model, known, score="acc", budget=prune).first(prune)),
-        "CircAvg": list(he.extract_circuit(model, known, unknown, score="avg", budget=prune).first(prune)),
+        "CircAcc": list(he.extract_circuit(model, known, score="acc", budget=prune, **how).first(prune)),
+        "CircAvg": list(he.extract_circuit(model, known, unknown, score="avg", budget=prune, **how).first(prune)),
     }
 
 

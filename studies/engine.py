@@ -168,7 +168,8 @@ class SeedRun(ABC):
             model, *data, options = ready()
             inside, outside = (SampleBatches(samples, CIRCUIT_BATCH) for samples in data)
             options |= {"score": score, "budget": budget, "journal": self.folder.place(f"rankings/{name}.journal")}
-            return extract_circuit(model, inside, outside, progress=False, **options)
+            as_the_paper: dict[str, Any] = {"method": "exact", "ties": "order", "progress": False}
+            return extract_circuit(model, inside, outside, **as_the_paper | options)
 
         return self.folder.ranking(f"rankings/{name}-{budget}", make)
 

@@ -82,7 +82,8 @@ def searches(
     """Both methods on one problem, and the heads to choose from."""
     model = working_copy(problem.model, dtype, torch.device("cpu"))
     samples = read_samples(model, problem.id_batches, None if score == "acc" else problem.ood_batches, 0)
-    objective, heads = Objective(score, samples.id_count, samples.ood_count), list(existing_heads(model.config, layers))
+    objective = Objective(score, samples.id_count, tuple(samples.ood_sources.values()))
+    heads = list(existing_heads(model.config, layers))
     tower = CachedTower(WorkingModel(model, [], Work()), samples, heads, heads, 64, 10**9)
     return Naive(model, samples, objective, Ranks(), Work(), 64, []), Exact(tower, objective, Ranks()), heads
 

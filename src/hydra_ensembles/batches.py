@@ -19,6 +19,7 @@ from .schema import short
 
 Inputs = Tensor | dict[str, Tensor]
 Batches = Iterable[Any]
+Sources = Batches | Mapping[str, Batches]
 
 _INPUT = re.compile("masks?$|_ids$|embeds?$|pos$|^(inputs?|pixels?|attention|token_types?|positions?|segments?)(_|$)")
 _INNER = ("base_dataloader", "batches", "sampler", "batch_sampler", "dataset")
@@ -127,6 +128,16 @@ def iterate(batches: Batches, name: str = "data", labelled: bool = True) -> Iter
         yield read_batch(batch, name, index, labelled)
     if empty:
         raise DataError(f"{name} has no batches; check the loader, or that it was not consumed before")
+
+
+def named_sources(given: Sources, name: str) -> dict[str, Batches]:
+    """Sources of batches by what messages call them: the one that is given, or those of a mapping."""
+    if not isinstance(given, Mapping):
+        return {name: given}
+    if not given or any(isinstance(batches, Tensor) for batches in given.values()):
+        got = f"one with tensors {sorted(map(str, given))}: that is a single batch" if given else "an empty one"
+        raise DataError(f"{name} may be a mapping from the name of each source to its batches, got {got}; give a list")
+    return {f"{name}[{key!r}]": batches for key, batches in given.items()}
 
 
 def move(inputs: Inputs, device: torch.device, dtype: torch.dtype | None = None) -> Inputs:

@@ -163,13 +163,15 @@ def mlp_cost(encoder: EncoderConfig, queries: int) -> int:
 
 def forward_cost(model: Ensemble, samples: Samples) -> int:
     """Multiply-adds of all blocks for all samples; the last block only for the tokens that are read."""
-    encoder, total = model.config.encoder, 0
-    for group in samples.groups:
-        tokens = tokens_of(model, group)
-        queries = [tokens] * (model.num_layers - 1) + [read_tokens(tokens, model.readout.tokens_read())]
-        for kept, count in zip(model.heads[0], queries, strict=True):
-            total += len(group) * (attention_cost(encoder, len(kept), tokens, count) + mlp_cost(encoder, count))
-    return total
+    return sum(len(group) * sample_cost(model, group) for group in samples.groups)
+
+
+def sample_cost(model: Ensemble, group: SampleGroup) -> int:
+    """Multiply-adds of all blocks for one sample of a group."""
+    encoder, tokens = model.config.encoder, tokens_of(model, group)
+    queries = [tokens] * (model.num_layers - 1) + [read_tokens(tokens, model.readout.tokens_read())]
+    pairs = zip(model.heads[0], queries, strict=True)
+    return sum(attention_cost(encoder, len(kept), tokens, count) + mlp_cost(encoder, count) for kept, count in pairs)
 
 
 def tokens_of(model: Ensemble, group: SampleGroup) -> int:

@@ -3,18 +3,18 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
-from tqdm import tqdm
 
 from .._distributed import Ranks, all_ranks, local_device
-from .._utils import require_device, require_same_run
+from .._utils import require_device, require_same_run, warn
 from ..arguments import checked
-from ..batches import Batches
+from ..batches import Batches, Sources
 from ..errors import CheckpointError, ConfigError, DataError, HydraError
 from ..files import read_sealed, write_sealed
 from ..heads.masking import TOWER, checked_layers, off_and_left, towers_of, working_copy
@@ -26,9 +26,10 @@ from ..model.ensemble import Ensemble
 from ..schema import from_plain, to_plain
 from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_batch_size, forward_cost
 from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
-from .scores import Method, Objective, Samples, Score, read_samples
+from .scores import Method, Objective, Result, Samples, Score, Ties, read_samples
 from .screened import AFRESH, Screened
 from .search import Exact, Naive
+from .timing import MINUTES, CandidateBar, in_words, say, seconds_of
 
 
 @checked
@@ -36,11 +37,13 @@ from .search import Exact, Naive
 def extract_circuit(
     ensemble: Ensemble | DualEncoder,
     id_batches: Batches,
-    ood_batches: Batches | None = None,
+    ood_batches: Sources | None = None,
     *,
     score: Score = "avg",
     budget: int,
-    method: Method = "exact",
+    method: Method = "auto",
+    ties: Ties = "likelihood",
+    max_accuracy_loss: float | None = None,
     layers: Iterable[int] | None = None,
     removed: Iterable[HeadLike] = (),
     dtype: torch.dtype | None = None,
@@ -59,8 +62,8 @@ def extract_circuit(
     """Rank heads by switching them off one after another, each time the one whose loss hurts least.
 
     This is Algorithm 1 of the paper: at every step, the head without which the score S is highest is switched off for
-    good; ties go to the first (layer, head). S is the accuracy on ID data (`"acc"`), the AUROC of the maximum softmax
-    probability between ID and OOD data (`"ood"`, ties count half), or their mean (`"avg"`).
+    good. S is the accuracy on ID data (`"acc"`), the AUROC of the maximum softmax probability between ID and OOD data
+    (`"ood"`, ties count half; of several OOD sources the mean of their AUROCs), or the mean of both (`"avg"`).
 
     * `"naive"` runs the whole model for every head. The reference.
     * `"exact"` makes the same choices with less work. In float64 the result is the naive one; in float32 rounding
@@ -68,6 +71,8 @@ def extract_circuit(
     * `"screened"` estimates all heads by what they did to each sample before, and measures only those that come out
       best (on a GPU, with float32 products in TF32; for the accuracy it is `"exact"` with such products).
       Approximate; audited steps tell how often its choice was as good as that of `"exact"`.
+    * `"auto"` times a few passes, and takes `"exact"` where that is a matter of minutes (ten at most), else
+      `"screened"` (for one tower). The ranking and the journal say which; a run that is resumed stays with it.
 
     Of a dual encoder, the heads of both towers are candidates together, and images are classified by class names
     as `zero_shot` does. Under `torchrun` or `accelerate launch` the heads are spread over the ranks, and every rank
@@ -76,10 +81,17 @@ def extract_circuit(
     Args:
         ensemble: An ensemble with a classifier, or a dual encoder; one member. Heads pruned before are no candidates.
         id_batches: Labelled in-distribution batches. All samples are held in memory.
-        ood_batches: Out-of-distribution batches, needed for `"ood"` and `"avg"`; labels are ignored.
+        ood_batches: Out-of-distribution batches, needed for `"ood"` and `"avg"`; labels are ignored. Or a mapping from
+            names to batches: sources that count alike, however many samples each of them has.
         score: What to keep high.
         budget: Heads to remove.
         method: How to find the best head of each step.
+        ties: Between heads that leave the same S, the one with the larger summed log-likelihood of the labels of the
+            ID samples goes, rounded to 1e-6 (`"likelihood"`); then, or at once (`"order"`, as in the paper), the first
+            (layer, head).
+        max_accuracy_loss: Share of its accuracy on the ID samples that the model may lose in all: from 90 %, 0.02
+            allows 88.2 %. A head that would cost more stays; where only such are left, the ranking ends there, with a
+            warning and fewer heads than the budget. None for no limit, as in the paper.
         layers: Layers whose heads are candidates; None for all, and where both towers have candidates.
         removed: Heads that are off from the start.
         dtype: Precision of the evaluation; None for the model's own.
@@ -88,7 +100,7 @@ def extract_circuit(
             GPU, or a quarter of the host's.
         batch_size: Samples in a batch, or pairs of head and sample; None for a size that suits the device.
         journal: A file to note every step in. Where it exists, the run goes on after its last step. One run at a time.
-        progress: Show a progress bar.
+        progress: Say how long it will take, and show a bar that moves with every candidate.
         screen_size: Heads that `"screened"` measures at a step, at most; twice as many at every eighth step, where
             it starts from nothing. None for a third of the candidates.
         audit_steps: Steps of `"screened"`, spread evenly, at which its choice is held against that of `"exact"`.
@@ -112,9 +124,11 @@ def extract_circuit(
     chosen, numbered = _checked_places(ensemble, towers, layers)
     off, candidates = off_and_left(ensemble, chosen, numbered, removed)
     require_budget(budget, len(candidates))
-    for name, value, accepted in (("score", score, Score), ("method", method, Method)):
+    for name, value, accepted in (("score", score, Score), ("method", method, Method), ("ties", ties, Ties)):
         if value not in get_args(accepted):
             raise ConfigError(f"{name} must be one of {list(get_args(accepted))}, got {value!r}")
+    if max_accuracy_loss is not None and not 0 <= max_accuracy_loss <= 1:
+        raise ConfigError(f"max_accuracy_loss must be a share from 0 to 1, got {max_accuracy_loss}")
     audit_steps, seed = require_whole("audit_steps", audit_steps, 0), require_whole("seed", seed, 0)
     room = int(max_memory) if isinstance(max_memory, float) else max_memory  # bytes are written as 2e9
     for name, size in (("screen_size", screen_size), ("batch_size", batch_size), ("max_memory", room)):
@@ -127,49 +141,55 @@ def extract_circuit(
         raise DataError(f'score="{score}" compares ID with OOD samples; give ood_batches, or use score="acc"')
 
     dtype, place = dtype or ensemble.dtype, local_device(require_device(device or ensemble.device))
-    audits = min(audit_steps, budget) if method == "screened" else 0
+    path = None if journal is None else Path(journal).expanduser()
     settings: dict[str, Any] = {  # that decide which heads are chosen
         "score": score,
         "method": method,
         "layers": None if numbered is None else list(numbered),
         "removed": [str(head) for head in off],
         "dtype": str(dtype),
-        "audit_steps": audit_steps if method == "screened" else 0,
+        "audit_steps": 0,
     }
     if names:
         prompts = hashlib.sha256(json.dumps([names, sentences]).encode()).hexdigest()
         settings |= {"towers": list(chosen), "prompts": prompts}
-    if method == "screened":
-        settings["screen_size"] = screen_size
-    if audits:  # which steps are audited depends on the budget; else a larger one continues a smaller one
-        settings["budget"] = budget
+    if ties != "order":  # journals of before had nothing else, and no limit
+        settings["ties"] = ties
+    if max_accuracy_loss is not None:
+        settings["max_accuracy_loss"] = float(max_accuracy_loss)
     with all_ranks(place) as ranks:
         dual = ensemble if isinstance(ensemble, DualEncoder) else None
         model = ensemble if isinstance(ensemble, Ensemble) else clip.zero_shot(ensemble, names, sentences, False)
         model = working_copy(model, dtype, place)
         samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
-        identity = Journal(FORMAT, model_fingerprint(ensemble), samples.fingerprint, settings)
-        ranks.require_same((identity, budget), "model, data or settings")
         run = Extraction(
             method=method,
             budget=budget,
             removed=off,
             candidates=candidates,
             screen_size=-(-len(candidates) // 3) if screen_size is None else screen_size,
-            audited={index * budget // audits for index in range(audits)},  # spread evenly from the first on
+            audit_steps=audit_steps,
+            max_accuracy_loss=max_accuracy_loss,
             model=model,
             texts=read_texts(dual, names, sentences, dtype, place) if dual and with_text else None,
             samples=samples,
-            objective=Objective(score, samples.id_count, samples.ood_count),
+            objective=Objective(score, samples.id_count, tuple(samples.ood_sources.values()), ties),
             ranks=ranks,
             batch_size=batch_size or fitting_batch_size(model, samples),
             max_memory=room,
         )
-        path = None if journal is None else Path(journal).expanduser()
+        run.settle_method(path, progress)
+        settings["method"] = run.method
+        if run.method == "screened":
+            settings |= {"audit_steps": audit_steps, "screen_size": screen_size}
+        if run.audited:  # which steps are audited depends on the budget; else a larger one continues a smaller one
+            settings["budget"] = budget
+        identity = Journal(FORMAT, model_fingerprint(ensemble), samples.fingerprint, settings)
+        ranks.require_same((identity, budget), "model, data or settings")
         with nullcontext() if path is None else ranks.locked(path.parent, "circuit extraction", path.name):
             record = resumed(identity, path, ranks, candidates)
             run.take_steps(record, path if ranks.rank == 0 else None, progress)
-    more = {"seed": seed, "device": place.type, "layers": numbered, "dtype": str(dtype)}
+    more = {"seed": seed, "device": place.type, "layers": numbered, "dtype": str(dtype), "asked": method, "ties": ties}
     prompted = {"towers": chosen, "classes": len(names), "templates": sentences} if names else {}
     return run.ranking(record, {**more, **prompted})
 
@@ -207,16 +227,17 @@ def _checked_places(
     return chosen, None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Extraction:
     """The greedy steps of one run; what is not explained here is named as in `extract_circuit`."""
 
-    method: Method
+    method: Method  # settled before the first step
     budget: int
     removed: Sequence[Head]
     candidates: Sequence[Head]  # that could be chosen at the first step
     screen_size: int
-    audited: set[int]  # steps
+    audit_steps: int
+    max_accuracy_loss: float | None
     model: Ensemble  # a private copy of what classifies
     texts: Texts | None  # of a dual encoder, where heads of the text tower may be off
     samples: Samples
@@ -226,6 +247,49 @@ class Extraction:
     max_memory: int | None
     work: Work = field(default_factory=Work)  # what was run so far, on this rank
 
+    @property
+    def audited(self) -> set[int]:
+        """Steps of "screened" that are audited, spread evenly from the first on."""
+        audits = min(self.audit_steps, self.budget) if self.method == "screened" else 0
+        return {index * self.budget // audits for index in range(audits)}
+
+    def settle_method(self, journal: Path | None, progress: bool) -> None:
+        """Decide how "auto" is meant: as in the journal, else by the time it takes; say both."""
+        kept, problem = None, None
+        if self.method == "auto" and self.ranks.rank == 0 and journal is not None and journal.exists():
+            try:
+                kept = _read_journal(journal).settings.get("method")
+            except HydraError as error:
+                problem = error
+        kept, asked = self.ranks.gather(kept, problem)[0], self.method
+        if kept in get_args(Method):
+            self.method = cast(Method, kept)
+        if not progress and self.method != "auto":
+            return
+        seconds = self.ranks.gather(
+            seconds_of(
+                self.model,
+                self.texts,
+                self.samples,
+                self.candidates,
+                self.budget,
+                self.objective.score,
+                self.batch_size,
+                self.ranks.size,
+            )
+        )[0]
+        if self.method == "auto":
+            slow = seconds["exact"] > MINUTES and self.texts is None
+            self.method = "screened" if slow else "exact"
+        said = f"circuit {self.objective.score}: {in_words(seconds[self.method])} for {self.budget} heads by "
+        said += f"{self.method!r}"
+        if asked == "auto" and self.method == "screened":
+            said += f", which is approximate; 'exact' would take {in_words(seconds['exact'])}"
+        if self.ranks.rank == 0 and progress:
+            say(said)
+        elif self.ranks.rank == 0 and self.method == "screened":
+            warn(said)
+
     def take_steps(self, journal: "Journal", path: Path | None, progress: bool) -> None:
         """Take the greedy steps that the journal does not have yet."""
         done = journal.heads
@@ -233,13 +297,22 @@ class Extraction:
             return
         search = self._start(done)
         if journal.start is None:
-            journal.start = dict(zip(("errors", "discordance"), search.result[2:], strict=True))
+            start = search.result
+            journal.start = {"errors": start.errors, "discordance": start.discordance}
+        if self.max_accuracy_loss is not None:  # decimals as they are written: 0.29 of 100 right answers is 29
+            right = self.objective.id_count - journal.start["errors"]
+            self.objective.most_errors = journal.start["errors"] + int(Fraction(str(self.max_accuracy_loss)) * right)
         left = [head for head in self.candidates if head not in set(done)]
         counted = (0, 0)
         name, hidden = f"circuit/{self.method} {self.objective.score}", not progress or self.ranks.rank > 0
-        with tqdm(total=self.budget, initial=len(done), desc=name, unit="head", disable=hidden) as bar:
+        shown = CandidateBar(name, len(self.candidates), self.budget, len(done), self.ranks.size, hidden)
+        search.tell = shown.tell
+        with closing(shown.bar):
             for index in range(len(done), self.budget):
-                choice, excess = search.choose(left), None
+                choice, excess = self._choice(search, left), None
+                if choice.over:
+                    self._warn_of_end(journal)
+                    return
                 if isinstance(search, Screened) and index in self.audited:
                     measured = search.exact.choose([choice.head])
                     excess = measured.value - search.exact.choose(left, known=measured).value
@@ -252,8 +325,24 @@ class Extraction:
                 spent, counted = (blocks - counted[0], products - counted[1]), (blocks, products)
                 layer, head, tower = choice.head
                 journal.add(Step(layer, head, choice.errors, choice.discordance, *spent, excess, tower), path)
-                bar.set_postfix(score=f"{self.objective.achieved(choice.errors, choice.discordance):.4f}")
-                bar.update()
+                shown.next_step(self.objective.achieved(choice.errors, choice.discordance))
+
+    def _choice(self, search: Naive | Exact | JointExact | Screened, left: Sequence[Head]) -> Result:
+        """The head that goes next; where all cost too much accuracy by estimates, measurements have the last word."""
+        choice = search.choose(left)
+        return search.exact.choose(left) if choice.over and isinstance(search, Screened) else choice
+
+    def _warn_of_end(self, journal: "Journal") -> None:
+        count, most, steps = self.objective.id_count, self.objective.most_errors, len(journal.steps)
+        assert journal.start is not None
+        assert most is not None
+        now = journal.steps[-1].errors if steps else journal.start["errors"]
+        if self.ranks.rank == 0:
+            warn(
+                f"the circuit for {self.objective.score!r} ends after {steps} of {self.budget} heads: without any "
+                f"further one the accuracy, {1 - now / count:.4f} (at first {1 - journal.start['errors'] / count:.4f}),"
+                f" would fall below {1 - most / count:.4f} (max_accuracy_loss={self.max_accuracy_loss})",
+            )
 
     def _start(self, done: Sequence[Head]) -> Naive | Exact | JointExact | Screened:
         """A search that goes on after some steps. "screened" repeats those since it last started from nothing."""
@@ -296,7 +385,9 @@ class Extraction:
         if self.texts is not None:
             whole_pass += forward_cost(self.texts.tower, self.texts.prompts)
         excesses = {index: step.excess for index, step in enumerate(steps) if step.excess is not None}
-        screened = {"screen_size": self.screen_size} if self.method == "screened" else {}
+        screened: dict[str, Any] = {"screen_size": self.screen_size} if self.method == "screened" else {}
+        if self.max_accuracy_loss is not None:
+            screened |= {"max_accuracy_loss": self.max_accuracy_loss, "complete": len(steps) == self.budget}
         return HeadRanking(
             heads=tuple(journal.heads[: self.budget]),
             scores=tuple(objective.achieved(step.errors, step.discordance) for step in steps),
@@ -308,7 +399,8 @@ class Extraction:
                 **provenance,
                 **screened,
                 "id_samples": objective.id_count,
-                "ood_samples": objective.ood_count,
+                "ood_samples": sum(objective.ood_sizes),
+                **({"ood_sources": self.samples.ood_sources} if len(objective.ood_sizes) > 1 else {}),
                 "budget": self.budget,
                 "removed": [list(head[: 2 if head.tower == TOWER else 3]) for head in self.removed],
                 "approximate": self.method == "screened",

@@ -20,7 +20,7 @@ from ..model.ensemble import Ensemble
 from ..model.stem_readout import compose
 from .cache import CachedTower
 from .scores import Answers, IntArray, Result, SampleGroup, Samples, to_device
-from .search import Exact, Naive, run_without
+from .search import Exact, Naive, Tell, run_without, silent
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ def read_texts(
     mask, segments = (None if part is None else part.to(device) for part in others)
     group = SampleGroup(np.arange(len(ids)), (ids.to(device), mask, segments))
     labels = torch.full((len(group),), -1, device=device)
-    prompts = Samples((group,), labels, id_count=0, origin=np.zeros((len(group), 2), np.int64), fingerprint="")
+    prompts = Samples((group,), labels, {"prompts": len(group)}, np.zeros((len(group), 2), np.int64), "")
     projection = compose(tower.readout.classifier, dual.projections.text)
     if projection is not None:
         width, biased = projection.weight.shape[1], projection.bias is not None
@@ -90,6 +90,8 @@ class JointNaive(Naive):
 class JointExact:
     """Branch and bound in the image tower; in the text tower (`tower`, without its removed heads) all candidates."""
 
+    tell: Tell = staticmethod(silent)
+
     def __init__(self, images: Exact, texts: Texts, tower: CachedTower) -> None:
         self.images, self.texts, self.tower = images, texts, tower
         self._classes: dict[Head, Tensor] = {}  # [C, e], that text candidates would leave behind
@@ -106,9 +108,14 @@ class JointExact:
         own = [head for head in of_tower(candidates, text=True) if head in self.tower.own]
         for layer in sorted({head.layer for head in own if head not in self._classes}):
             self._run_prompts([head for head in own if head.layer == layer and head not in self._classes])
-        found = self.images.ranks.gather(min((self._judge(head) for head in own), default=None))
+        judged: list[Result] = []
+        for head in own:
+            judged.append(self._judge(head))
+            self.tell(len(judged))
+        found = self.images.ranks.gather(min(judged, default=None))
         use_classes(self._classifier, self._own)
         best = min((one for one in found if one is not None), default=None)
+        self.images.tell = lambda decided: self.tell(len(own) + decided)
         return self.images.choose(of_tower(candidates, text=False), best)
 
     def remove(self, head: Head) -> None:

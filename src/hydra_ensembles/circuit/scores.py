@@ -1,10 +1,13 @@
 """What a circuit is judged by: errors and discordant pairs as integers, counted on fixed samples.
 
 E is the number of ID samples answered wrongly. D is twice the number of pairs of an ID and an OOD sample in which the
-OOD sample is the more confident one, plus the pairs that tie. Integers compare exactly, and a bound on one holds.
+OOD sample is the more confident one, plus the pairs that tie. Of several OOD sources, each of n_s samples, every D_s
+counts L / n_s times, L being the least common multiple of all n_s: 1 - D / (2 · n · L · sources) is then the mean of
+their AUROCs. Integers compare exactly, and a bound on one holds.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
@@ -12,16 +15,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .._utils import torch_seeded
-from ..batches import Batches, begin_epoch, borrowed, iterate, require_labels
+from ..batches import Batches, Sources, begin_epoch, borrowed, iterate, named_sources, require_labels
 from ..errors import DataError
 from ..heads.members import Score as Score
 from ..heads.ranking import DataFingerprint, Head
 from ..model.ensemble import Ensemble
 from ..overlap import Keys, require_unlike, sample_keys
 
-Method = Literal["naive", "exact", "screened"]
+Method = Literal["auto", "naive", "exact", "screened"]
+Ties = Literal["likelihood", "order"]
 
 IntArray = npt.NDArray[np.int64]
 Inputs = tuple[Tensor, Tensor | None, Tensor | None]  # images or token ids, attention mask, token types
@@ -51,8 +56,8 @@ class Samples:
 
     groups: tuple[SampleGroup, ...]  # by shape of their inputs
     labels: Tensor  # [n], -1 for samples without a label, such as all OOD samples
-    id_count: int
-    origin: IntArray  # [n, 2], source (0 for ID, 1 for OOD) and batch each sample came from
+    sources: Mapping[str, int]  # samples of each source by its name, the ID one first
+    origin: IntArray  # [n, 2], source (by number) and batch each sample came from
     fingerprint: str  # changes with any sample, label, or their order
 
     def __post_init__(self) -> None:
@@ -62,15 +67,17 @@ class Samples:
             self.group_of[group.numbers], self.row_of[group.numbers] = index, np.arange(len(group))
 
     @property
-    def ood_count(self) -> int:
-        """Number of OOD samples."""
-        return len(self.labels) - self.id_count
+    def id_count(self) -> int:
+        """Number of ID samples."""
+        return next(iter(self.sources.values()))
+
+    @property
+    def ood_sources(self) -> dict[str, int]:
+        """Number of samples of each OOD source, by name."""
+        return dict(list(self.sources.items())[1:])
 
 
-_SOURCES = ("id_batches", "ood_batches")
-
-
-def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Batches | None, seed: int) -> Samples:
+def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | None, seed: int) -> Samples:
     """Read all batches, check them, and move them to the device and dtype of the model.
 
     Random numbers of PyTorch and of the sources start from `seed` meanwhile and are put back afterwards: a shuffling
@@ -79,31 +86,32 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Batches | No
     pieces: dict[tuple[object, ...], list[SampleGroup]] = {}  # by shape of the inputs
     labels: list[Tensor] = []
     origin: list[tuple[int, int]] = []
-    keys: list[list[Keys]] = []  # of each source
-    id_count, fingerprints = 0, []
-    sources = [id_batches] if ood_batches is None else [id_batches, ood_batches]
-    with torch_seeded(seed, model.device), borrowed(*sources):
-        for source, batches in enumerate(sources):
+    keys: dict[str, list[Keys]] = {}  # of each source
+    sizes: dict[str, int] = {}
+    fingerprints = []
+    given = {"id_batches": id_batches} | ({} if ood_batches is None else named_sources(ood_batches, "ood_batches"))
+    with torch_seeded(seed, model.device), borrowed(*given.values()):
+        for source, (name, batches) in enumerate(given.items()):
             begin_epoch(batches, 0, seed)
             fingerprint, before = DataFingerprint(), len(origin)
-            keys.append([])
-            for index, (given, answers) in enumerate(iterate(batches, _SOURCES[source], labelled=source == 0)):
-                known = None if source else require_labels(answers, model.num_classes, _SOURCES[source], index)
-                fingerprint.update(given, known)
-                keys[source].append(sample_keys(given))
-                inputs = model.unpack(model.prepare(given))
+            keys[name] = []
+            for index, (read, answers) in enumerate(iterate(batches, name, labelled=source == 0)):
+                known = None if source else require_labels(answers, model.num_classes, name, index)
+                fingerprint.update(read, known)
+                keys[name].append(sample_keys(read))
+                inputs = model.unpack(model.prepare(read))
                 numbers = np.arange(len(origin), len(origin) + len(inputs[0]))
                 shape = tuple(None if part is None else (part.dtype, *part.shape[1:]) for part in inputs)
                 pieces.setdefault(shape, []).append(SampleGroup(numbers, inputs))
                 labels.append(torch.full((len(numbers),), -1) if known is None else known.cpu())
                 origin += [(source, index)] * len(numbers)
             if len(origin) == before:
-                raise DataError(f"{_SOURCES[source]} has no samples; check the loader")
-            id_count = before or len(origin)  # the ID samples come first
+                raise DataError(f"{name} has no samples; check the loader")
+            sizes[name] = len(origin) - before
             fingerprints.append(fingerprint.hexdigest())
-    own, *foreign = map(np.concatenate, keys)
-    require_unlike(_SOURCES[0], own, dict(zip(_SOURCES[1:], foreign, strict=False)))
-    truth = torch.cat(labels)
+    foreign = {name: np.concatenate(found) for name, found in keys.items()}
+    require_unlike("id_batches", foreign.pop("id_batches"), foreign)
+    truth, id_count = torch.cat(labels), sizes["id_batches"]
     if truth[:id_count].min() == truth[:id_count].max():
         raise DataError(f"all samples of id_batches have the label {int(truth[0])}; a circuit needs two classes")
     groups = []
@@ -111,7 +119,7 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Batches | No
         columns = zip(*(piece.inputs for piece in same), strict=True)
         inputs = cast(Inputs, tuple(None if column[0] is None else torch.cat(column) for column in columns))
         groups.append(SampleGroup(np.concatenate([piece.numbers for piece in same]), inputs))
-    return Samples(tuple(groups), truth.to(model.device), id_count, np.array(origin, np.int64), "+".join(fingerprints))
+    return Samples(tuple(groups), truth.to(model.device), sizes, np.array(origin, np.int64), "+".join(fingerprints))
 
 
 def to_device(index: IntArray, device: torch.device) -> Tensor:
@@ -129,6 +137,8 @@ def parts(count: int, size: int) -> Iterator[slice]:
 MOST_CONFIDENT = torch.iinfo(torch.int64).max
 LEAST_CONFIDENT = torch.iinfo(torch.int64).min
 _LARGEST_LOG_ODDS = 2.0**30
+_LIKELIHOOD_STEP = 1e-6  # of a summed log-likelihood
+_LARGEST_LOSS = 2.0**62  # in these steps
 
 
 def quantum(dtype: torch.dtype) -> float:
@@ -157,12 +167,19 @@ def log_odds(logits: Tensor, classes: Tensor) -> Tensor:
     return logits.gather(-1, chosen)[..., 0] - others
 
 
+def losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Negative log-likelihood of the label `[B]`, in float64 and never negative; 0 for samples without one."""
+    precise = logits.double()
+    loss = -F.logsigmoid(log_odds(precise, labels.clamp(min=0)))
+    return torch.where(labels < 0, 0.0, loss.nan_to_num(posinf=_LARGEST_LOG_ODDS).clamp(0, _LARGEST_LOG_ODDS))
+
+
 def require_finite(finite: Tensor, samples: Samples, head: Head) -> None:
     """Raise where a sample `[n]` has logits that are not finite, naming its batch."""
     if not finite.all():
         source, batch = samples.origin[int((~finite).nonzero()[0, 0])]
         state = "" if head == NO_HEAD else f" with head {head} switched off"
-        where = f"batch {batch} of {_SOURCES[source]}"
+        where = f"batch {batch} of {list(samples.sources)[source]}"
         raise DataError(f"{where} gives logits that are NaN or infinite{state}; check its inputs, or use a wider dtype")
 
 
@@ -170,48 +187,59 @@ NO_HEAD = Head(-1, -1)  # stands for the head of a result with no further head o
 
 
 class Result(NamedTuple):
-    """The integers of the model without one more head. The smaller is the better; ties go to the first head."""
+    """The integers of the model without one more head: the smaller is the better, field by field."""
 
+    over: bool  # whether it makes more errors than it may
     value: int
+    loss: int  # of the labels, summed, in steps of 1e-6; 0 where ties go to the first head
     head: Head
     errors: int
     discordance: int
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Objective:
     """The integer to minimise, and the score S it stands for."""
 
     score: Score
     id_count: int
-    ood_count: int
+    ood_sizes: tuple[int, ...] = ()  # samples of each OOD source; none for `acc`
+    ties: Ties = "order"
+    most_errors: int | None = None  # a model with more of them is out of the question; set before the first choice
+
+    def __post_init__(self) -> None:
+        """How often the pairs of each source count, and the OOD samples that all sources together stand for."""
+        common = math.lcm(*self.ood_sizes)
+        self.weights = tuple(common // size for size in self.ood_sizes)
+        self.balanced = common * len(self.ood_sizes)
 
     @property
     def samples(self) -> int:
         """Samples a candidate is evaluated on: ID first, then OOD (none for `acc`)."""
-        return self.id_count + self.ood_count
+        return self.id_count + sum(self.ood_sizes)
 
-    def count(self, wrong: Tensor, confidence: Tensor) -> tuple[Tensor, Tensor]:
-        """E and D `[K]` of candidates, from answers and confidences `[K, n]`; D is 0 for `acc`."""
-        errors = wrong[:, : self.id_count].sum(-1)
-        if self.score == "acc":
-            return errors, torch.zeros_like(errors)
-        inside, outside = confidence[:, : self.id_count], confidence[:, self.id_count :]
-        return errors, _twice_below(inside, outside.contiguous()).sum(-1)
+    def count(self, wrong: Tensor, confidence: Tensor) -> Tensor:
+        """Integers `[K, 1 + sources]` of candidates, E and each D_s, from answers and confidences `[K, n]`."""
+        inside, *outside = confidence.split([self.id_count, *self.ood_sizes], dim=1)
+        pairs = [_twice_below(inside, one.contiguous()).sum(-1) for one in outside]
+        return torch.stack([wrong[:, : self.id_count].sum(-1), *pairs], dim=1)
 
-    def result(self, head: Head, errors: int, discordance: int) -> Result:
-        """What the integers of a model amount to; `head` is the one it goes without."""
+    def result(self, head: Head, counts: Sequence[int], loss: int = 0) -> Result:
+        """What the counts of a model amount to; `head` is the one it goes without."""
+        errors, *pairs = counts
+        discordance = sum(weight * one for weight, one in zip(self.weights, pairs, strict=True))
         value = errors if self.score == "acc" else discordance
         if self.score == "avg":
-            value += 2 * self.ood_count * errors
-        return Result(value, head, errors, discordance)
+            value += 2 * self.balanced * errors
+        over = self.most_errors is not None and errors > self.most_errors
+        return Result(over, value, loss, head, errors, discordance)
 
     def achieved(self, errors: int, discordance: int) -> float:
-        """S: accuracy, AUROC, or their mean."""
+        """S: accuracy, AUROC (of several sources the mean), or the mean of both."""
         accuracy = (self.id_count - errors) / self.id_count
         if self.score == "acc":
             return accuracy
-        pairs = 2 * self.id_count * self.ood_count
+        pairs = 2 * self.id_count * self.balanced
         auroc = (pairs - discordance) / pairs
         return auroc if self.score == "ood" else (accuracy + auroc) / 2
 
@@ -220,13 +248,16 @@ class Objective:
 
         Among those that add nothing, ID samples with little confidence come first, and OOD samples with much.
         """
-        inside, outside = confidence[: self.id_count], confidence[self.id_count :]
-        doubt = torch.cat([-inside, outside]).cpu().numpy()
-        added = wrong.long()[: self.id_count]
-        if self.score != "acc":
-            of_inside = 2 * len(outside) - _twice_below(outside, inside)
-            added = of_inside + (2 * self.ood_count * added if self.score == "avg" else 0)
-            added = torch.cat([added, _twice_below(inside, outside)])
+        inside, *outside = confidence.split([self.id_count, *self.ood_sizes])
+        doubt = torch.cat([-inside, *outside]).cpu().numpy()
+        added = wrong[: self.id_count].double()
+        if self.score != "acc":  # in pairs with the first source
+            first, of_outside = self.ood_sizes[0], []
+            added *= 2 * first * len(outside) if self.score == "avg" else 0
+            for one in outside:
+                added += first / len(one) * (2 * len(one) - _twice_below(one, inside))
+                of_outside.append(first / len(one) * _twice_below(inside, one))
+            added = torch.cat([added, *of_outside])
         return np.lexsort((-doubt, -added.cpu().numpy()))
 
 
@@ -240,7 +271,8 @@ class Answers:
     """Answers of K models, each without one of `heads` (`NO_HEAD` for none), to n samples; logits are of `dtype`.
 
     A sample that was not evaluated yet counts as right, as an ID sample as most confident, as an OOD sample as least
-    confident. So the integers of a model never shrink as answers come in: they are lower bounds of its result.
+    confident, and its label as certain. So the integers of a model never shrink as answers come in: they are lower
+    bounds of its result, also of the loss that decides between models whose other integers are equal.
     """
 
     def __init__(self, samples: Samples, objective: Objective, heads: Sequence[Head], dtype: torch.dtype) -> None:
@@ -249,6 +281,9 @@ class Answers:
         self.wrong = torch.empty(shape, dtype=torch.bool, device=device)
         self.confidence = torch.empty(shape, dtype=torch.int64, device=device)
         self.finite = torch.empty(shape, dtype=torch.bool, device=device)
+        self.loss: Tensor | None = None  # of labels
+        if objective.ties == "likelihood":
+            self.loss = torch.empty(shape, dtype=torch.float64, device=device)
         self.clear()
 
     def clear(self) -> None:
@@ -257,12 +292,16 @@ class Answers:
         self.confidence[:, : self.objective.id_count] = MOST_CONFIDENT
         self.confidence[:, self.objective.id_count :] = LEAST_CONFIDENT
         self.finite.fill_(True)
+        if self.loss is not None:
+            self.loss.zero_()
 
     def record(self, models: IntArray, numbers: IntArray, logits: Tensor) -> None:
         """Take in logits `[P, C]` of pairs of model and sample."""
         where = to_device(models, logits.device), to_device(numbers, logits.device)
-        answers = judge(logits, self.samples.labels[where[1]], self.step)
-        self.wrong[where], self.confidence[where], self.finite[where] = answers
+        labels = self.samples.labels[where[1]]
+        self.wrong[where], self.confidence[where], self.finite[where] = judge(logits, labels, self.step)
+        if self.loss is not None:
+            self.loss[where] = losses(logits, labels)
 
     def result(self, batches: Iterable[tuple[IntArray, Tensor]]) -> Result:
         """What one model amounts to, given logits `[B, C]` for all samples, with their numbers."""
@@ -273,10 +312,15 @@ class Answers:
     def results(self, models: IntArray) -> list[Result]:
         """What the answers so far amount to, model by model; an error if one of them was not finite."""
         rows = to_device(models, self.wrong.device)
-        errors, discordance = self.objective.count(self.wrong[rows], self.confidence[rows])
-        finite = self.finite[rows].all(-1)
-        found = torch.stack([errors, discordance, finite.long()], 1).tolist()  # one transfer
-        for model, (_, _, fine) in zip(models, found, strict=True):
-            if not fine:
+        columns = [self.objective.count(self.wrong[rows], self.confidence[rows]), self.finite[rows].all(-1)[:, None]]
+        if self.loss is not None:
+            summed = (self.loss[rows].sum(-1) / _LIKELIHOOD_STEP).round()
+            columns.append(summed.clamp(max=_LARGEST_LOSS).long()[:, None])
+        found = torch.cat(columns, 1).tolist()  # one transfer
+        counted = 1 + len(self.objective.ood_sizes)
+        results = []
+        for model, numbers in zip(models, found, strict=True):
+            if not numbers[counted]:
                 require_finite(self.finite[model], self.samples, self.heads[model])
-        return [self.objective.result(self.heads[model], *one[:2]) for model, one in zip(models, found, strict=True)]
+            results.append(self.objective.result(self.heads[model], numbers[:counted], sum(numbers[counted + 1 :])))
+        return results

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..heads.ranking import Head
 from .cache import CachedTower
 from .scores import IntArray, Result, judge, log_odds, parts, quantum, require_finite, to_device
-from .search import Exact
+from .search import Exact, Tell, silent
 
 AFRESH = 8  # steps after which all that is remembered is forgotten; a resumed run repeats at most as many
 _PREDICT_EVERY = 2  # steps after which a gradient corrects what is remembered
@@ -24,10 +24,10 @@ _ROUNDS = 3  # in which the candidates of a step are measured, at most
 
 
 @contextmanager
-def fast_products(device: torch.device) -> Iterator[None]:
-    """Let a GPU multiply float32 matrices in TF32 (ten bits of mantissa): for estimates that are compared."""
+def fast_products(device: torch.device, fast: bool = True) -> Iterator[None]:
+    """Let a GPU multiply float32 matrices in TF32 (ten bits of mantissa), for estimates that are compared, or not."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" else before)
+    torch.set_float32_matmul_precision(("high" if fast else "highest") if device.type == "cuda" else before)
     try:
         yield
     finally:
@@ -40,6 +40,8 @@ class Screened:
     `exact` keeps nothing of candidates. At most `size` are measured in a step, twice as many where nothing is
     remembered; `step` is the number of greedy steps taken so far, a multiple of `AFRESH`.
     """
+
+    tell: Tell = staticmethod(silent)
 
     def __init__(self, exact: Exact, size: int, step: int) -> None:
         self.exact, self.size, self.step, self.shifts = exact, size, step, Shifts(exact)
@@ -59,6 +61,7 @@ class Screened:
         self.step += 1
         with torch.no_grad(), fast_products(self.exact.tower.model.ensemble.device):
             if self.exact.objective.score == "acc":  # one error decides: estimates are too coarse, bounds cheap
+                self.exact.tell = self.tell
                 return self.exact.choose(candidates)
             self.shifts.start_step(afresh)
             if predict:
@@ -79,11 +82,16 @@ class Screened:
                 chosen = promising[: min(together, most - len(measured))]
                 self._measure(chosen, half)
                 measured.update(chosen)
+                self.tell(len(measured) // self.exact.ranks.size)
                 continue
             best = next(one for one in ordered if one.head in measured)
             if best.head in finished:
                 return best
-            self._measure([best.head], whole[len(half) :])
+            if self.exact.objective.most_errors is None:
+                self._measure([best.head], whole[len(half) :])
+            else:  # whether it makes too many errors is not left to fast products
+                with fast_products(self.shifts.device, fast=False):
+                    self._measure([best.head], whole)
             finished.add(best.head)
 
     def _measure(self, heads: Sequence[Head], numbers: IntArray) -> None:
@@ -171,14 +179,13 @@ class Shifts:
         margin = (self._own_margin + self.known[1, rows])[:, : self.objective.id_count]
         softness = 0.1 * margin.std(1).median().clamp(min=1e-6)  # range over which an answer counts by degrees
         nearly = torch.sigmoid(-margin / softness).sum(1)  # errors by degrees
-        counts = (*self.objective.count(margin < 0, confidence), nearly, self.finite[rows].all(1))
+        columns = self.objective.count(margin < 0, confidence), nearly, self.finite[rows].all(1)
         found = []
-        for row, head, *numbers in zip(index, candidates, *(column.tolist() for column in counts), strict=True):
-            errors, discordance, soft, fine = numbers
+        for row, head, counts, soft, fine in zip(index, candidates, *(one.tolist() for one in columns), strict=True):
             if not fine:
                 require_finite(self.finite[row], self.tower.samples, head)
-            result = self.objective.result(head, errors, discordance)
-            found.append((result.value, round(soft, 6), head, result))
+            result = self.objective.result(head, counts)
+            found.append((result.over, result.value, round(soft, 6), head, result))
         return [result for *_, result in sorted(found)]
 
 

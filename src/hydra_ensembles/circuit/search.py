@@ -1,7 +1,7 @@
 """Which head goes next: by trying every one, or by branch and bound."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,6 +13,12 @@ from ..heads.ranking import Head
 from ..model.ensemble import Ensemble
 from .cache import CachedTower, Work, forward_cost
 from .scores import NO_HEAD, Answers, IntArray, Objective, Result, Samples, parts
+
+Tell = Callable[[int], None]  # takes the number of candidates of this rank that are decided so far in a step
+
+
+def silent(_: int) -> None:
+    """Tell nobody."""
 
 
 @dataclass(eq=False)
@@ -26,6 +32,7 @@ class Naive:
     work: Work
     batch_size: int
     off: Sequence[Head]  # removed so far
+    tell: Tell = field(default=silent, kw_only=True)
 
     @property
     def result(self) -> Result:
@@ -34,7 +41,10 @@ class Naive:
 
     def choose(self, candidates: Sequence[Head]) -> Result:
         """The candidate whose removal leaves the best score."""
-        found = [self.evaluate(head) for head in self.ranks.share(candidates)]
+        found: list[Result] = []
+        for head in self.ranks.share(candidates):
+            found.append(self.evaluate(head))
+            self.tell(len(found))
         return self.ranks.smallest(min(found, default=None))
 
     def remove(self, head: Head) -> None:
@@ -74,8 +84,11 @@ class Exact:
     """Branch and bound over the candidates of this rank, in step with the other ranks.
 
     All candidates see the samples in one order, hardest first. The integers of a candidate on the samples it has seen
-    are a lower bound of its result; one whose bound is above a complete result need not go on.
+    are a lower bound of its result; one whose bound is above a complete result need not go on, and neither need one
+    that makes more errors than it may.
     """
+
+    tell: Tell = staticmethod(silent)
 
     def __init__(self, tower: CachedTower, objective: Objective, ranks: Ranks) -> None:
         self.tower, self.objective, self.ranks = tower, objective, ranks
@@ -107,13 +120,15 @@ class Exact:
         bounds: dict[Head, Result] = {}
         self._advance(seen, bounds, dict.fromkeys(own, self._chunk))
         while True:
-            complete = [bounds[head] for head, count in seen.items() if count == self.objective.samples]
-            waiting = [bounds[head] for head, count in seen.items() if count < self.objective.samples]
+            done = {head for head, count in seen.items() if count == self.objective.samples or bounds[head].over}
+            complete = [bounds[head] for head in own if head in done]
+            waiting = [bounds[head] for head in own if head not in done]
             everywhere = self.ranks.gather((min(complete, default=None), min(waiting, default=None)))
-            best = min((one for one in (known, *(done for done, _ in everywhere)) if one is not None), default=None)
+            best = min((one for one in (known, *(first for first, _ in everywhere)) if one is not None), default=None)
+            self.tell(len(complete) + sum(best is not None and bound > best for bound in waiting))
             if best is not None and not any(bound is not None and bound < best for _, bound in everywhere):
                 return best
-            self._advance(seen, bounds, self._next(sorted(waiting), best))
+            self._advance(seen, bounds, self._next(sorted(waiting), None if best is None or best.over else best))
 
     def _next(self, waiting: Sequence[Result], best: Result | None) -> dict[Head, int]:
         """How many more samples to evaluate for which candidates, given their bounds, the smallest first.

@@ -7,6 +7,7 @@ from .corruptions import CORRUPTIONS, SEVERITIES, corrupt, corrupted
 from .dataset import Dataset, ImageDataset, TextDataset, keyed_order, only_classes, split, subset, without_classes
 from .loading import Columns, load
 from .suites import SetRef, Suite, all_suites, suite
+from .synthetic import synthetic_ood
 
 __all__ = [
     "CORRUPTIONS",
@@ -31,6 +32,7 @@ __all__ = [
     "split",
     "subset",
     "suite",
+    "synthetic_ood",
     "to_rgb",
     "without_classes",
 ]

@@ -99,7 +99,7 @@ class DemoSettings:
         common = HydraConfig(self.prune, shared_layers=self.shared_layers, calibrate=False, seed=self.seed)
         half = max(1, -(-self.ranking_images // TAYLOR_BATCH) // 2)
         return {
-            "circuit": replace(common, strategy="circuit", method=self.method),
+            "circuit": replace(common, strategy="circuit", method=self.method, ties="order"),
             "taylor": replace(common, strategy="taylor", taylor_scope="global", calibration_batches=half),
         }
 

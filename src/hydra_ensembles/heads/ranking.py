@@ -5,7 +5,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,7 +165,10 @@ class HeadRanking:
                 f"this ranking ({self.method}) is for exactly {self.only} heads, not {count}; rank with budget={count}"
             )
         if count > len(self):
-            raise HeadError(f"{count} heads were asked for, the ranking has {len(self)}; rank with a larger budget")
+            remedy = "rank with a larger budget"
+            if self.provenance.get("complete") is False:
+                remedy = "another one would cost more than max_accuracy_loss; allow more, or prune fewer heads"
+            raise HeadError(f"{count} heads were asked for, the ranking has {len(self)}; {remedy}")
         return self.heads[:count]
 
     @checked
@@ -176,11 +179,17 @@ class HeadRanking:
     @classmethod
     @checked
     def load(cls, path: str | Path) -> "HeadRanking":
-        """Read a ranking that `save` wrote; one of before, without a digest, is accepted too."""
+        """Read a ranking that `save` wrote; one of before, without a digest, is accepted too.
+
+        A circuit of before does not say how ties were decided: by order.
+        """
         try:
-            return from_plain(cls, read_sealed(Path(path)), "ranking", complete=True)
+            found = from_plain(cls, read_sealed(Path(path)), "ranking", complete=True)
         except ValueError as error:
             raise HeadError(f"{path} is not a saved head ranking: {error}") from error
+        if found.method.startswith("circuit/") and "ties" not in found.provenance:
+            found = replace(found, provenance={**found.provenance, "ties": "order"})
+        return found
 
 
 def overlap(first: HeadRanking, second: HeadRanking, count: int) -> float:

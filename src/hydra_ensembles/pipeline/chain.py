@@ -273,6 +273,8 @@ class _Chain:
                 score=score,
                 budget=budget,
                 method=self.config.method,
+                ties=self.config.ties,
+                max_accuracy_loss=self.config.max_accuracy_loss if score == "ood" else None,
                 layers=self.layers,
                 journal=self.run.place(f"rankings/{score}.journal"),
                 progress=self.progress,

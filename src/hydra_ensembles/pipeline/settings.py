@@ -25,7 +25,7 @@ from ..batches import (
     require_rereadable,
     size_of,
 )
-from ..circuit.scores import Method
+from ..circuit.scores import Method, Ties
 from ..convert.convert import convert
 from ..errors import ConfigError, DataError
 from ..fuse import Fusion, StemFusion
@@ -246,6 +246,8 @@ class HydraConfig:
         training: `"together"` trains the fused ensemble once, on the sum of its members' losses, trunk included;
             `"apart"` trains every member by itself before fusing; None is `"apart"` where there is a recipe, else none.
         method: How circuits are extracted; see `extract_circuit`.
+        ties: Which head goes where several leave the same score; see `extract_circuit`.
+        max_accuracy_loss: Share of its accuracy that the circuit for OOD detection may cost the model; None for any.
         pool: Heads to draw from, for `"sampled"` and for more than three circuit members; None takes the
             paper's ratio of 100 to 48, as far as there are heads.
         taylor_scope: `"layer"` prunes every layer alike, `"global"` compares heads of all layers.
@@ -273,7 +275,9 @@ class HydraConfig:
     strategy: Strategy = "circuit"
     whole: bool = False
     training: Training | None = None
-    method: Method = "exact"
+    method: Method = "auto"
+    ties: Ties = "likelihood"
+    max_accuracy_loss: float | None = field(default=None, metadata=ADDED_LATER)
     pool: int | None = None
     taylor_scope: Scope = "layer"
     calibration_batches: int = 8
@@ -305,6 +309,8 @@ class HydraConfig:
             )
         if not 0.0 < self.accepted_share <= 1.0:
             raise ConfigError(f"HydraConfig.accepted_share must be above 0 and at most 1, got {self.accepted_share}")
+        if self.max_accuracy_loss is not None and not 0.0 <= self.max_accuracy_loss <= 1.0:
+            raise ConfigError(f"HydraConfig.max_accuracy_loss must be from 0 to 1, got {self.max_accuracy_loss}")
         if self.pool is not None and self.pool <= self.lost:
             raise ConfigError(f"HydraConfig.pool is {self.pool}; draws differ only if it is above prune ({self.lost})")
         if self.training is not None and self.recipe is None:

@@ -13,8 +13,9 @@ from circuit_process import BUDGET, KILLED
 from torch.utils.data import DataLoader, TensorDataset
 
 from circuit_models import Problem, evidence, random_problem
+from hydra_ensembles.circuit import extract
 from hydra_ensembles.circuit.extract import Journal, Step
-from hydra_ensembles.errors import CheckpointError, StorageError
+from hydra_ensembles.errors import CheckpointError, HydraWarning, StorageError
 from hydra_ensembles.heads.ranking import HeadRanking
 
 PROCESS = Path(__file__).with_name("circuit_process.py")
@@ -71,6 +72,32 @@ def test_interrupted_anywhere(
     assert steps_in(path) == budget
 
 
+def test_a_circuit_that_may_not_cost_much_ends_again_where_it_ended(tmp_path: Path) -> None:
+    problem, path = random_problem(seed=1), tmp_path / "journal.json"
+    with torch.no_grad():
+        for inputs, labels in problem.id_batches:  # the model is right about all of them
+            labels.copy_(problem.model(inputs)[0].argmax(-1))
+    options = {"score": "ood", "budget": 12, "max_accuracy_loss": 0.1, "journal": path}
+    with pytest.warns(HydraWarning, match="max_accuracy_loss"):
+        first = problem.extract(**options)
+    with pytest.warns(HydraWarning, match=f"after {len(first)} of 12"):
+        again = problem.extract(**options)
+    assert evidence(again) == evidence(first)
+
+
+def test_auto_stays_with_what_the_journal_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, path = random_problem(), tmp_path / "journal.json"
+    options = {"budget": 3, "screen_size": 3, "journal": path}
+    with monkeypatch.context() as patch:
+        patch.setattr(extract, "MINUTES", 0.0)  # as if it took longer
+        with pytest.warns(HydraWarning, match="'screened', which is approximate"):
+            first = problem.extract(**options)
+    assert (first.method, first.provenance["asked"]) == ("circuit/screened", "auto")
+    assert json.loads(path.read_text())["settings"]["method"] == "screened"
+    assert problem.extract(**options) == first
+    assert problem.extract(budget=3).method == "circuit/exact"
+
+
 def test_finished_shorter_and_longer(tmp_path: Path) -> None:
     problem, path = random_problem(), tmp_path / "journal.json"
     first = problem.extract(budget=4, journal=path)
@@ -83,8 +110,8 @@ def test_finished_shorter_and_longer(tmp_path: Path) -> None:
 
 def test_a_journal_as_it_was_first_written_is_continued(tmp_path: Path) -> None:
     """The format of before: fields by name, steps of one tower without the tower's name."""
-    problem, path = random_problem(), tmp_path / "journal.json"
-    expected = problem.extract(budget=5, journal=path)
+    problem, path, as_before = random_problem(), tmp_path / "journal.json", {"method": "exact", "ties": "order"}
+    expected = problem.extract(budget=5, journal=path, **as_before)
     content = json.loads(path.read_text())
     assert content.pop("digest")
     assert set(content) == {"format", "model", "data", "settings", "start", "steps"}
@@ -92,7 +119,9 @@ def test_a_journal_as_it_was_first_written_is_continued(tmp_path: Path) -> None:
     assert set(content["settings"]) == {"score", "method", "layers", "removed", "dtype", "audit_steps"}
     steps = [{key: step[key] for key in step if key not in ("tower", "excess")} for step in content["steps"][:3]]
     path.write_text(json.dumps({**content, "steps": steps}))
-    assert evidence(problem.extract(budget=5, journal=path)) == evidence(expected)
+    assert evidence(problem.extract(budget=5, journal=path, **as_before)) == evidence(expected)
+    with pytest.raises(CheckpointError, match=r"settings.ties"):
+        problem.extract(budget=5, journal=path)
 
 
 def test_another_run_is_refused(tmp_path: Path) -> None:
@@ -100,6 +129,7 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
     options = {"budget": 2, "journal": path}
     problem.extract(**options)
     changes = {"score": "ood", "method": "naive", "layers": [0, 1], "removed": [(0, 0)], "dtype": torch.float32}
+    changes |= {"ties": "order", "max_accuracy_loss": 0.5}
     for name, value in changes.items():
         with pytest.raises(CheckpointError, match=f"settings.{name}"):
             problem.extract(**options | {name: value})

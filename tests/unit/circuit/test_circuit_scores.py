@@ -1,5 +1,7 @@
 """Scores as integers."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from hydra_ensembles.circuit.scores import (
     Samples,
     Score,
     judge,
+    losses,
     quantum,
 )
 from hydra_ensembles.errors import DataError
@@ -56,21 +59,62 @@ def test_the_first_of_tied_classes_is_the_answer() -> None:
 @given(st.lists(st.tuples(*[st.integers(-4, 4)] * 7), min_size=1, max_size=3), st.integers(1, 6))
 def test_discordance_is_that_of_the_metrics(rows: list[tuple[int, ...]], inside: int) -> None:
     table = torch.tensor(rows)
-    _, found = Objective("ood", inside, 7 - inside).count(table > 0, table)
-    assert found.tolist() == [discordance(-row[:inside], -row[inside:]) for row in table]
+    found = Objective("ood", inside, (7 - inside,)).count(table > 0, table)
+    assert found[:, 1].tolist() == [discordance(-row[:inside], -row[inside:]) for row in table]
 
 
 def test_scores_from_integers() -> None:
     wrong = torch.tensor([True, False, False, False])
     confidence = torch.tensor([3, 5, 7, 9, 5, 1])
-    errors, found = (int(count) for count in Objective("avg", 4, 2).count(wrong[None], confidence[None]))
-    assert (errors, found) == (1, 3)  # OOD 5 is above ID 3 and level with ID 5
+    counts = Objective("avg", 4, (2,)).count(wrong[None], confidence[None])[0].tolist()
+    assert counts == [1, 3]  # OOD 5 is above ID 3 and level with ID 5
     expected = auroc(-confidence[:4], -confidence[4:])
-    assert Objective("acc", 4, 0).achieved(errors, 0) == 0.75
-    assert Objective("ood", 4, 2).achieved(errors, found) == pytest.approx(expected)
-    assert Objective("avg", 4, 2).achieved(errors, found) == pytest.approx((0.75 + expected) / 2)
-    values = [Objective(score, 4, 2).result(NO_HEAD, 1, 3).value for score in SCORES]
-    assert values == [1, 3, 7]
+    assert Objective("acc", 4).achieved(1, 0) == 0.75
+    assert Objective("ood", 4, (2,)).achieved(*counts) == pytest.approx(expected)
+    assert Objective("avg", 4, (2,)).achieved(*counts) == pytest.approx((0.75 + expected) / 2)
+    assert Objective("acc", 4).result(NO_HEAD, [1]).value == 1
+    assert [Objective(score, 4, (2,)).result(NO_HEAD, counts).value for score in SCORES[1:]] == [3, 7]
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.integers(-3, 3), min_size=16, max_size=16), st.permutations([2, 3, 5]))
+def test_sources_of_any_size_count_alike(values: list[int], sizes: list[int]) -> None:
+    """The integer stands for the mean of the sources' AUROCs, to the last unit, however large they are."""
+    objective, confidence, wrong = Objective("avg", 6, tuple(sizes)), torch.tensor([values]), torch.tensor([values]) > 1
+    result = objective.result(NO_HEAD, objective.count(wrong, confidence)[0].tolist())
+    inside, *outside = (-confidence[0]).split([6, *sizes])
+    area = sum(1 - Fraction(discordance(inside, one), 2 * 6 * len(one)) for one in outside) / 3
+    accuracy = 1 - Fraction(int(wrong[0, :6].sum()), 6)
+    assert 1 - Fraction(result.discordance, 2 * 6 * objective.balanced) == area
+    assert 1 - Fraction(result.value, 4 * 6 * objective.balanced) == (accuracy + area) / 2
+    assert objective.achieved(result.errors, result.discordance) == pytest.approx(float(accuracy + area) / 2)
+    order = objective.hardest_first(wrong[0], confidence[0])
+    assert sorted(order) == list(range(16))
+
+
+def test_many_sources_of_odd_sizes_do_not_overflow() -> None:
+    sizes = (997, 991, 983, 977, 971, 967, 953, 947)
+    objective = Objective("ood", 1000, sizes)
+    assert objective.balanced > 2**64
+    worst = objective.result(NO_HEAD, [0, *(2 * 1000 * size for size in sizes)])
+    assert objective.achieved(0, worst.discordance) == 0
+    better = objective.result(NO_HEAD, [0, *(2 * 1000 * size for size in sizes[:-1]), 2 * 1000 * sizes[-1] - 1])
+    assert better < worst
+
+
+def test_more_errors_than_allowed_come_last() -> None:
+    objective = Objective("ood", 10, (4,), most_errors=2)
+    bad, good = objective.result(Head(0, 0), [3, 0]), objective.result(Head(1, 0), [2, 80])
+    assert good < bad
+    assert not good.over
+
+
+def test_the_loss_of_labels_is_that_of_torch_and_never_negative() -> None:
+    logits = torch.randn(50, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 20
+    labels = torch.arange(50) % 4
+    assert torch.allclose(losses(logits, labels), torch.nn.functional.cross_entropy(logits, labels, reduction="none"))
+    sure = torch.tensor([[400.0, 0.0], [0.0, 400.0], [torch.nan, 1.0]])
+    assert losses(sure, torch.tensor([0, 0, -1])).tolist() == pytest.approx([0, 400, 0])
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -83,27 +127,32 @@ def test_integers_only_grow_as_samples_come_in(score: Score, seed: int) -> None:
     wrong, confidence, _ = judge(logits, table.samples.labels, STEP)
     order = table.objective.hardest_first(wrong, confidence)
     assert sorted(order) == list(range(table.objective.samples))
-    values = [table.results(np.array([0]))[0].value]
+    bounds: list[tuple[object, ...]] = [table.results(np.array([0]))[0]]
     for number in order:
         table.record(np.array([0]), np.array([number]), logits[[number]])
-        values.append(table.results(np.array([0]))[0].value)
-    assert values[0] == 0
-    assert values == sorted(values)
-    counts = map(int, table.objective.count(wrong[None], confidence[None]))
-    assert values[-1] == table.objective.result(NO_HEAD, *counts).value
+        bounds.append(table.results(np.array([0]))[0])
+    bounds = [one[:3] for one in bounds]
+    assert bounds[0] == (False, 0, 0)
+    assert bounds == sorted(bounds)  # also the loss, where values tie
+    assert [one[2] for one in bounds] == sorted(one[2] for one in bounds)
+    counts = table.objective.count(wrong[None], confidence[None])[0].tolist()
+    assert bounds[-1][1] == table.objective.result(NO_HEAD, counts).value
+    expected = torch.nn.functional.cross_entropy(logits[:7], table.samples.labels[:7], reduction="sum")
+    assert bounds[-1][2] == round(float(expected) * 1e6)
 
 
 def test_hardest_samples_come_first() -> None:
     wrong = torch.tensor([False, True, False])
-    assert Objective("acc", 3, 0).hardest_first(wrong, torch.tensor([1, 9, 5])).tolist() == [1, 0, 2]
-    order = Objective("ood", 3, 2).hardest_first(wrong, torch.tensor([1, 9, 5, 0, 6]))
+    assert Objective("acc", 3).hardest_first(wrong, torch.tensor([1, 9, 5])).tolist() == [1, 0, 2]
+    order = Objective("ood", 3, (2,)).hardest_first(wrong, torch.tensor([1, 9, 5, 0, 6]))
     assert order.tolist() == [4, 0, 2, 3, 1]
 
 
 def answers(inside: int, outside: int, score: Score = "avg") -> Answers:
     labels = torch.cat([torch.zeros(inside, dtype=torch.long), torch.full((outside,), -1)])
-    samples = Samples((), labels, inside, np.zeros((len(labels), 2), np.int64), "")
-    return Answers(samples, Objective(score, inside, outside), [Head(0, 0), Head(0, 1)], torch.float64)
+    samples = Samples((), labels, {"id_batches": inside, "ood": outside}, np.zeros((len(labels), 2), np.int64), "")
+    objective = Objective(score, inside, (outside,) if outside else (), "likelihood")
+    return Answers(samples, objective, [Head(0, 0), Head(0, 1)], torch.float64)
 
 
 def test_integers_beyond_forty_bits_are_right() -> None:
@@ -113,7 +162,7 @@ def test_integers_beyond_forty_bits_are_right() -> None:
     table.confidence[0] = 5  # everything ties: one unit for each pair
     table.wrong[0] = True
     assert 2 * count**2 > 1 << 40
-    assert table.results(np.array([0]))[0][2:] == (count, count**2)
+    assert table.results(np.array([0]))[0][-2:] == (count, count**2)
     table.confidence[0, :count] = 4  # every OOD sample is above every ID sample
     assert table.results(np.array([0]))[0].discordance == 2 * count**2
 

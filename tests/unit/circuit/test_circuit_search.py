@@ -1,5 +1,8 @@
 """The naive method against a reference of its own, and the exact method against the naive one, to the last integer."""
 
+import warnings
+from typing import Any, get_args
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,8 +13,9 @@ from torch import Tensor
 from architectures import ArchitectureCase
 from circuit_models import SCORES, Inputs, Problem, evidence, random_problem, searches
 from contract.all_architectures import ALL_CASES
-from hydra_ensembles.circuit.scores import Score
+from hydra_ensembles.circuit.scores import Score, Ties
 from hydra_ensembles.convert.convert import convert
+from hydra_ensembles.errors import HeadError, HydraWarning
 from hydra_ensembles.heads.ranking import HeadRanking
 from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from hydra_ensembles.model.ensemble import Ensemble
@@ -39,16 +43,37 @@ def plain_score(model: Ensemble, problem: Problem, score: Score) -> float:
     return {"acc": accuracy, "ood": auroc, "avg": (accuracy + auroc) / 2}[score]
 
 
-@pytest.mark.parametrize(("shape", "score"), [*(("image-cls", score) for score in SCORES), ("text-end-of-text", "avg")])
-def test_naive_choices_and_scores(shape: str, score: Score) -> None:
+def likelihood(model: Ensemble, problem: Problem) -> float:
+    """Log-likelihood of the labels, summed and rounded to 1e-6."""
+    with torch.no_grad():
+        found = [model(inputs)[0].log_softmax(-1)[torch.arange(len(y)), y].sum() for inputs, y in problem.id_batches]
+    return round(float(sum(found)), 6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "score", "ties"),
+    [
+        *(("image-cls", score, "order") for score in SCORES),
+        ("text-end-of-text", "avg", "order"),
+        ("image-cls", "acc", "likelihood"),
+        ("text-end-of-text", "acc", "likelihood"),
+        ("image-cls", "avg", "likelihood"),
+    ],
+)
+def test_naive_choices_and_scores(shape: str, score: Score, ties: str) -> None:
     problem = random_problem(shape, id_sizes=(6, 5), ood_sizes=(5, 2))
-    ranking = problem.extract(method="naive", score=score, budget=3)
+    ranking = problem.extract(method="naive", score=score, budget=3, ties=ties)
     left = [(layer, head) for layer in range(3) for head in range(4)]
     removed: list[tuple[int, int]] = []
     for head, achieved in zip(ranking.heads, ranking.scores, strict=True):
-        scores = {one: plain_score(prune(problem.model, [*removed, one]), problem, score) for one in left}
+        models = {one: prune(problem.model, [*removed, one]) for one in left}
+        scores = {one: plain_score(model, problem, score) for one, model in models.items()}
         highest = max(scores.values())
-        best = min(one for one, value in scores.items() if value > highest - 1e-12)
+        tied = [one for one, value in scores.items() if value > highest - 1e-12]
+        if ties == "likelihood":
+            best = min(tied, key=lambda one: (-likelihood(models[one], problem), one))
+        else:
+            best = min(tied)
         assert head[:2] == best
         assert achieved == pytest.approx(highest, abs=1e-12)
         left.remove(best)
@@ -82,7 +107,9 @@ def test_every_architecture(case: ArchitectureCase) -> None:
     labels[:2] = torch.tensor([0, 1])
     inside, outside = varied(case.inputs(), 8, seed=1), varied(case.inputs(), 6, seed=2)
     batches = [({name: one[part] for name, one in inside.items()}, labels[part]) for part in (slice(5), slice(5, 8))]
-    assert_same_choices(Problem(model, batches, [outside]), score="avg", budget=2)
+    others = [{name: one[part] for name, one in outside.items()} for part in (slice(2), slice(2, 6))]
+    sources = {"few": others[:1], "more": others[1:]}
+    assert_same_choices(Problem(model, batches, sources), score="avg", budget=2)  # ties by likelihood
 
 
 def varied(inputs: Inputs, count: int, seed: int) -> dict[str, Tensor]:
@@ -109,14 +136,73 @@ def test_ties_between_samples_down_to_the_last_head(shape: str, score: Score) ->
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_ties_between_heads_go_to_the_first(score: Score) -> None:
+def test_ties_between_heads(score: Score) -> None:
+    """Of equal heads the first goes, by either rule."""
     problem = random_problem(seed=3)
     with torch.no_grad():
         for block in problem.model.encoder.layers:
             for name in ("qkv", "qkv_bias", "out"):
                 weights = getattr(block.attention, name)
                 weights[2:] = weights[:2]  # heads 2 and 3 are heads 0 and 1 again
-    assert assert_same_choices(problem, score=score, budget=6).heads[0].head in (0, 1)
+    for ties in ("order", "likelihood"):
+        ranking = assert_same_choices(problem, score=score, budget=6, ties=ties)
+        assert ranking.heads[0].head in (0, 1)
+        assert ranking.provenance["ties"] == ties
+
+
+def test_the_rule_for_ties_decides_between_heads_with_the_same_integer() -> None:
+    problem, rules = random_problem(seed=4), get_args(Ties)[::-1]
+    by_order, by_likelihood = (problem.extract(score="acc", budget=1, ties=rule) for rule in rules)
+    assert by_order.scores == by_likelihood.scores
+    assert by_order.heads < by_likelihood.heads
+
+
+def test_several_sources_count_alike() -> None:
+    problem = random_problem(id_sizes=(6, 5), ood_sizes=(7, 2, 3), seed=4)
+    first, *others = problem.ood_batches
+
+    def of(ood: Any) -> Problem:
+        return Problem(problem.model, problem.id_batches, ood)
+
+    sources = of({"first": [first], "others": others})
+    found = assert_same_choices(sources, score="ood", budget=6)
+    assert found.provenance["ood_samples"] == 12
+    assert found.provenance["ood_sources"] == {"ood_batches['first']": 7, "ood_batches['others']": 5}
+    model = prune(problem.model, found.heads)
+    areas = [plain_score(model, of(one), "ood") for one in ([first], others)]
+    assert found.scores[-1] == pytest.approx(sum(areas) / 2, abs=1e-12)
+    assert found.scores != problem.extract(score="ood", budget=6).scores
+    one = evidence(problem.extract(budget=5))
+    assert evidence(of({"only": problem.ood_batches}).extract(budget=5)) == one
+    turned = of({"others": others, "first": [first]}).extract(score="ood", budget=6)
+    assert (turned.heads, turned.scores) == (found.heads, found.scores)
+
+
+@pytest.mark.parametrize("method", ["naive", "exact", "screened"])
+def test_no_more_accuracy_is_lost_than_allowed(method: str) -> None:
+    problem = random_problem(id_sizes=(8, 6, 6), seed=6)
+    with torch.no_grad():  # the model is right about all but two
+        labels = [problem.model(inputs)[0].argmax(-1) for inputs, _ in problem.id_batches]
+    labels[1][:2] = (labels[1][:2] + 1) % CLASSES
+    known = [(inputs, true) for (inputs, _), true in zip(problem.id_batches, labels, strict=True)]
+    problem = Problem(problem.model, known, problem.ood_batches)
+    options: dict[str, Any] = {"score": "ood", "method": method, "screen_size": 4}
+    free = problem.extract(budget=8, **options)
+    assert max(free.provenance["errors"]) > 5
+    kept = problem.extract(budget=4, max_accuracy_loss=0.17, **options)  # 3 of 18 right answers
+    assert max(kept.provenance["errors"]) <= 5
+    assert (kept.provenance["max_accuracy_loss"], kept.provenance["complete"]) == (0.17, True)
+    assert problem.extract(budget=4, max_accuracy_loss=1, **options).heads == free.heads[:4]
+    with pytest.warns(HydraWarning, match="max_accuracy_loss"):
+        ended = problem.extract(budget=12, max_accuracy_loss=0.17, **options)
+    assert 4 <= len(ended) < 12
+    assert not ended.provenance["complete"]
+    with pytest.raises(HeadError, match="max_accuracy_loss"):
+        ended.first(12)
+    naive, _, heads = searches(problem, "ood")
+    for head in ended.heads:
+        naive.remove(head)
+    assert all(naive.evaluate(head).errors > 5 for head in set(heads) - set(ended.heads))
 
 
 def test_batches_and_memory_change_the_work_and_nothing_else() -> None:
@@ -178,7 +264,15 @@ def tiny_problems(draw: st.DrawFn) -> Problem:
 @given(problem=tiny_problems(), score=st.sampled_from(SCORES), data=st.data())
 def test_any_tiny_model(problem: Problem, score: Score, data: st.DataObject) -> None:
     total = problem.model.num_layers * problem.model.num_heads
-    assert_same_choices(problem, score=score, budget=data.draw(st.integers(1, total)))
+    options: dict[str, Any] = {"ties": data.draw(st.sampled_from(["likelihood", "order"]))}
+    if data.draw(st.booleans()):
+        sources = {str(index): [batch] for index, batch in enumerate(problem.ood_batches)}
+        problem = Problem(problem.model, problem.id_batches, sources)
+    if data.draw(st.booleans()):
+        options["max_accuracy_loss"] = data.draw(st.sampled_from([0, 0.25, 0.5]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the circuit ends early
+        assert_same_choices(problem, score=score, budget=data.draw(st.integers(1, total)), **options)
 
 
 # --- on a model that learned something ---------------------------------------------------------------------
@@ -194,10 +288,13 @@ def test_a_third_of_the_work_is_enough(learned: Problem) -> None:
     """Counted, not timed; the naive method does the same for every score."""
     passes = 1 + 48 + 47
     for score in SCORES:
-        exact = learned.extract(score=score, budget=2, dtype=torch.float32)
+        exact = learned.extract(score=score, budget=2, dtype=torch.float32, ties="order")
         samples = 48 if score == "acc" else 96
         assert 3 * exact.provenance["layer_evaluations"] <= passes * 6 * samples
         assert 3 * exact.provenance["model_forwards"] <= passes
+        if score != "acc":  # where nearly all heads tie; elsewhere ties are rare, and cost next to nothing
+            likely = learned.extract(score=score, budget=2, dtype=torch.float32)
+            assert likely.provenance["model_forwards"] <= 1.05 * exact.provenance["model_forwards"]
     assert_same_choices(learned, score="avg", budget=1, layers=[2, 4])
 
 

@@ -1,0 +1,231 @@
+"""OOD data made from ID data: images taken apart and texts in disorder, for whoever has no other.
+
+Every sample is spoilt in one of a few ways, which take turns, so that all of them count alike. What is left is unlike
+the ID data, but of the same shapes, types and, roughly, values: a model can read it, and should be unsure about it.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from .._utils import derive_seed
+from ..arguments import checked
+from ..batches import Batches, Inputs, borrowed, epoch_of, iterate
+from ..errors import DataError
+from ..model.config import TextStemConfig, require_whole
+from ..model.ensemble import Ensemble
+from ..preprocessing import TextPreprocessing
+
+_CELLS = 4  # rows and columns in which an image is cut
+_BLUR = 1 / 8  # standard deviation of the blur, of the shorter side
+_NOISE = 2.0  # standard deviation of the noise, of that of each channel
+_REPLACED = 0.5  # share of the words of a text
+
+Spoil = Callable[[Tensor, Tensor, torch.Generator], Tensor]  # an image [C, H, W], another one, random numbers
+
+
+@checked
+def synthetic_ood(id_batches: Batches, *, seed: int = 0, model: Ensemble | None = None) -> list[tuple[Inputs]]:
+    """Make OOD batches out of ID batches, as many samples in the same shapes and types.
+
+    Images `[B, C, H, W]`, in turn: patches shuffled, phases scrambled (the spectrum stays), a strong blur, strong noise,
+    and half of the patches taken from the image before. Texts, token ids `[B, T]`, in turn: words shuffled, half of
+    them replaced by any others of the vocabulary, all replaced by such that occur in no text. Special tokens and padding
+    stay where they are.
+
+    What comes out depends on the samples, their order and the seed alone.
+
+    Args:
+        id_batches: In-distribution batches, ready for a model; labels are not read. All are held in memory.
+        seed: Draws everything that is random.
+        model: Of texts: whose vocabulary and special tokens count. Without one, words are replaced by others below the
+            largest id there is, and tokens are special that begin, or end, every text.
+
+    Returns:
+        Batches without labels, to be read any number of times.
+
+    Raises:
+        DataError: The batches are neither images nor token ids.
+    """
+    require_whole("seed", seed, 0)
+    with borrowed(id_batches), epoch_of(id_batches, 0, derive_seed(seed, "synthetic"), torch.device("cpu")):
+        given = [inputs for inputs, _ in iterate(id_batches, "id_batches", labelled=False)]
+    tensors = [_main(inputs, index) for index, inputs in enumerate(given)]
+    images = {key.dim() == 4 for _, key in tensors}
+    if len(images) > 1:
+        raise DataError("id_batches has images [B, C, H, W] in some batches and token ids [B, T] in others; give one")
+    draws = (torch.Generator().manual_seed(derive_seed(seed, number)) for number in range(_samples(tensors)))
+    if images == {True}:
+        spoilt = _spoilt_images([key for _, key in tensors], draws)
+    else:
+        masks = [_mask(inputs, ids) for inputs, (_, ids) in zip(given, tensors, strict=True)]
+        spoilt = _spoilt_texts([ids for _, ids in tensors], masks, draws, model)
+    made = zip(given, tensors, spoilt, strict=True)
+    return [(new if isinstance(inputs, Tensor) else {**inputs, name: new},) for inputs, (name, _), new in made]
+
+
+def _main(inputs: Inputs, index: int) -> tuple[str, Tensor]:
+    """The images or token ids of a batch, with their name there."""
+    named: Mapping[str, Tensor] = {"inputs": inputs} if isinstance(inputs, Tensor) else inputs
+    for name in ("inputs", "pixel_values", "input_ids"):
+        tensor = named.get(name)
+        if tensor is not None and (tensor.dim() == 4 or (tensor.dim() == 2 and not tensor.is_floating_point())):
+            return name, tensor
+    got = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in named.items()}
+    raise DataError(
+        f"batch {index} of id_batches holds {got}; OOD data is made from images [B, C, H, W] or token ids [B, T]"
+    )
+
+
+def _samples(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    return sum(len(tensor) for _, tensor in tensors)
+
+
+# --- images ----------------------------------------------------------------------------------------------------------
+
+
+def _spoilt_images(batches: Iterable[Tensor], draws: Iterator[torch.Generator]) -> Iterator[Tensor]:
+    """Batches `[B, C, H, W]` with every image spoilt."""
+    ways, number, before = tuple(IMAGE_WAYS.values()), 0, torch.empty(0)
+    for batch in batches:
+        made = []
+        for image in batch.cpu():  # [C, H, W]
+            precise = image if image.dtype == torch.float64 else image.float()
+            other = before if before.shape == precise.shape else precise.flip(-1)
+            new = ways[number % len(ways)](precise, other, next(draws))
+            if not image.is_floating_point():
+                limits = torch.iinfo(image.dtype)
+                new = new.round().clamp(limits.min, limits.max)
+            made.append(new.to(image.dtype))
+            number, before = number + 1, precise
+        yield (torch.stack(made) if made else batch.cpu()).to(batch.device)
+
+
+def shuffle_patches(image: Tensor, _: Tensor, draw: torch.Generator) -> Tensor:
+    """An image whose patches, a grid of four by four, are in disorder."""
+    patches = _cut(image)
+    return _joined(image, patches[torch.randperm(len(patches), generator=draw)])
+
+
+def scramble_phases(image: Tensor, _: Tensor, draw: torch.Generator) -> Tensor:
+    """An image of the same mean and spectrum, whose waves do not meet where they did."""
+    noise = torch.randn(image.shape[-2:], generator=draw, dtype=image.dtype)
+    turned = torch.fft.rfft2(noise).angle()  # of real numbers, so that real numbers come out
+    turned[0, 0] = 0.0
+    spectrum = torch.fft.rfft2(image)
+    return torch.fft.irfft2(spectrum * torch.polar(torch.ones_like(turned), turned), s=image.shape[-2:])
+
+
+def blur(image: Tensor, _: Tensor, __: torch.Generator) -> Tensor:
+    """An image in which only the coarsest shapes are left."""
+    height, width = image.shape[-2:]
+    squares = torch.fft.fftfreq(height)[:, None] ** 2 + torch.fft.rfftfreq(width) ** 2
+    kept = torch.exp(-2 * (torch.pi * _BLUR * min(height, width)) ** 2 * squares).to(image.dtype)
+    return torch.fft.irfft2(torch.fft.rfft2(image) * kept, s=image.shape[-2:])
+
+
+def add_noise(image: Tensor, _: Tensor, draw: torch.Generator) -> Tensor:
+    """An image under noise of twice its own spread, in each channel."""
+    spread = image.std(dim=(1, 2), keepdim=True, correction=0)
+    return image + _NOISE * spread * torch.randn(image.shape, generator=draw, dtype=image.dtype)
+
+
+def paste(image: Tensor, other: Tensor, draw: torch.Generator) -> Tensor:
+    """An image half of whose patches come from another one."""
+    patches, foreign = _cut(image), _cut(other)
+    chosen = torch.randperm(len(patches), generator=draw)[: (len(patches) + 1) // 2]
+    patches[chosen] = foreign[chosen]
+    return _joined(image, patches)
+
+
+IMAGE_WAYS: Mapping[str, Spoil] = {
+    "patches": shuffle_patches,
+    "phases": scramble_phases,
+    "blur": blur,
+    "noise": add_noise,
+    "pasted": paste,
+}
+"""How images are spoilt, in their turn."""
+
+
+def _grid(image: Tensor) -> tuple[int, int, int, int]:
+    """Rows and columns of patches, and height and width of one."""
+    height, width = image.shape[-2:]
+    rows, columns = min(_CELLS, height), min(_CELLS, width)
+    return rows, columns, height // rows, width // columns
+
+
+def _cut(image: Tensor) -> Tensor:
+    """Patches `[rows · columns, C, h, w]`; what a grid of equal ones does not cover is left out."""
+    rows, columns, height, width = _grid(image)
+    inner = image[:, : rows * height, : columns * width]
+    cells = inner.unflatten(2, (columns, width)).unflatten(1, (rows, height))  # [C, rows, h, columns, w]
+    return cells.permute(1, 3, 0, 2, 4).flatten(0, 1)
+
+
+def _joined(image: Tensor, patches: Tensor) -> Tensor:
+    """The image with other patches."""
+    rows, columns, height, width = _grid(image)
+    cells = patches.unflatten(0, (rows, columns)).permute(2, 0, 3, 1, 4)  # [C, rows, h, columns, w]
+    made = image.clone()
+    made[:, : rows * height, : columns * width] = cells.flatten(3, 4).flatten(1, 2)
+    return made
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+TEXT_WAYS = ("shuffled", "replaced", "foreign")
+"""How texts are spoilt, in their turn."""
+
+
+def _mask(inputs: Inputs, ids: Tensor) -> Tensor:
+    """Where there are tokens, `[B, T]`."""
+    found = None if isinstance(inputs, Tensor) else inputs.get("attention_mask")
+    return torch.ones(ids.shape, dtype=torch.bool) if found is None else found.bool().cpu()
+
+
+def _spoilt_texts(
+    batches: list[Tensor], masks: list[Tensor], draws: Iterator[torch.Generator], model: Ensemble | None
+) -> Iterator[Tensor]:
+    """Batches `[B, T]` with every text spoilt."""
+    texts = [ids[mask] for batch, kept in zip(batches, masks, strict=True) for ids, mask in zip(batch.cpu(), kept)]
+    special, size = _special(texts, model), 1 + max((int(text.max()) for text in texts if len(text)), default=0)
+    if model is not None and isinstance(model.config.stem, TextStemConfig):
+        size = model.config.stem.vocabulary
+    usable = torch.ones(size, dtype=torch.bool)
+    usable[[one for one in special if one < size]] = False
+    unseen = usable.clone()
+    for text in texts:
+        unseen[text[text < size]] = False
+    anything = usable.nonzero()[:, 0]
+    if not len(anything):
+        raise DataError(f"all {size} tokens of the vocabulary are special; there are no others to replace words by")
+    foreign = unseen.nonzero()[:, 0] if unseen.any() else anything
+    fixed, number = torch.tensor(sorted(special), dtype=torch.long), 0
+    for batch, mask in zip(batches, masks, strict=True):
+        made = batch.cpu().clone()
+        for ids, kept in zip(made, mask, strict=True):
+            draw, way = next(draws), TEXT_WAYS[number % len(TEXT_WAYS)]
+            places = (kept & ~torch.isin(ids, fixed)).nonzero()[:, 0]  # of words
+            order = places[torch.randperm(len(places), generator=draw)]
+            if way == "shuffled":
+                ids[places] = ids[order]
+            else:
+                words = foreign if way == "foreign" else anything
+                count = len(order) if way == "foreign" else -(-len(order) // round(1 / _REPLACED))
+                ids[order[:count]] = words[torch.randint(len(words), (count,), generator=draw)].to(ids.dtype)
+            number += 1
+        yield made.to(batch.device)
+
+
+def _special(texts: list[Tensor], model: Ensemble | None) -> set[int]:
+    """Tokens that are no words: those the tokenizer says, and such that begin, or end, every text."""
+    ends = [{int(text[place]) for text in texts if len(text)} for place in (0, -1)]
+    found = {one for same in ends for one in same if len(same) == 1 and len(texts) > 1}
+    preprocessing = None if model is None else model.metadata.preprocessing
+    if isinstance(preprocessing, TextPreprocessing) and preprocessing.tokenizer:
+        added = json.loads(preprocessing.tokenizer).get("added_tokens") or ()
+        found |= {preprocessing.pad_id, *(int(one["id"]) for one in added if one.get("special"))}
+    return found
