@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -29,7 +30,7 @@ from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
 from .scores import Method, Objective, Result, Samples, Score, Ties, read_samples
 from .screened import AFRESH, Screened
 from .search import Exact, Naive
-from .timing import MINUTES, CandidateBar, in_words, say, seconds_of
+from .timing import MINUTES, CandidateBar, in_words, say, seconds_of, speed_of
 
 
 @checked
@@ -163,6 +164,7 @@ def extract_circuit(
         model = working_copy(model, dtype, place)
         samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
         run = Extraction(
+            asked=method,
             method=method,
             budget=budget,
             removed=off,
@@ -178,7 +180,7 @@ def extract_circuit(
             batch_size=batch_size or fitting_batch_size(model, samples),
             max_memory=room,
         )
-        run.settle_method(path, progress)
+        run.settle_method(path)
         settings["method"] = run.method
         if run.method == "screened":
             settings |= {"audit_steps": audit_steps, "screen_size": screen_size}
@@ -231,7 +233,8 @@ def _checked_places(
 class Extraction:
     """The greedy steps of one run; what is not explained here is named as in `extract_circuit`."""
 
-    method: Method  # settled before the first step
+    asked: Method
+    method: Method  # what "auto" means, settled before the first step
     budget: int
     removed: Sequence[Head]
     candidates: Sequence[Head]  # that could be chosen at the first step
@@ -253,48 +256,50 @@ class Extraction:
         audits = min(self.audit_steps, self.budget) if self.method == "screened" else 0
         return {index * self.budget // audits for index in range(audits)}
 
-    def settle_method(self, journal: Path | None, progress: bool) -> None:
-        """Decide how "auto" is meant: as in the journal, else by the time it takes; say both."""
+    def settle_method(self, journal: Path | None) -> None:
+        """Decide how "auto" is meant: as in the journal, else by the time it takes."""
+        if self.asked != "auto":
+            return
         kept, problem = None, None
-        if self.method == "auto" and self.ranks.rank == 0 and journal is not None and journal.exists():
+        if self.ranks.rank == 0 and journal is not None and journal.exists():
             try:
                 kept = _read_journal(journal).settings.get("method")
             except HydraError as error:
                 problem = error
-        kept, asked = self.ranks.gather(kept, problem)[0], self.method
-        if kept in get_args(Method):
-            self.method = cast(Method, kept)
-        if not progress and self.method != "auto":
+        kept = self.ranks.gather(kept, problem)[0]
+        slow = self.texts is None and self._seconds(self.candidates)["exact"] > MINUTES
+        self.method = cast(Method, kept) if kept in get_args(Method) else "screened" if slow else "exact"
+
+    def _seconds(self, left: Sequence[Head]) -> dict[Method, float]:
+        """About how long the steps take that are to do, by each method, as rank 0 sees it."""
+        steps = self.budget - (len(self.candidates) - len(left))
+        towers = [(self.model, self.samples)]
+        towers += [] if self.texts is None else [(self.texts.tower, self.texts.prompts)]
+        return self.ranks.gather(seconds_of(towers, left, steps, self.objective, self._speed * self.ranks.size))[0]
+
+    @cached_property
+    def _speed(self) -> float:
+        return speed_of(self.model, self.samples, self.batch_size)
+
+    def _say_time(self, left: Sequence[Head], progress: bool) -> None:
+        """Say how long it will take; that "auto" means an approximation is said in any case."""
+        approximated = self.asked == "auto" and self.method == "screened"
+        if not progress and not approximated:
             return
-        seconds = self.ranks.gather(
-            seconds_of(
-                self.model,
-                self.texts,
-                self.samples,
-                self.candidates,
-                self.budget,
-                self.objective.score,
-                self.batch_size,
-                self.ranks.size,
-            )
-        )[0]
-        if self.method == "auto":
-            slow = seconds["exact"] > MINUTES and self.texts is None
-            self.method = "screened" if slow else "exact"
-        said = f"circuit {self.objective.score}: {in_words(seconds[self.method])} for {self.budget} heads by "
-        said += f"{self.method!r}"
-        if asked == "auto" and self.method == "screened":
+        seconds, steps = self._seconds(left), self.budget - (len(self.candidates) - len(left))
+        said = f"circuit {self.objective.score}: {in_words(seconds[self.method])} for {steps} heads by {self.method!r}"
+        if approximated:
             said += f", which is approximate; 'exact' would take {in_words(seconds['exact'])}"
-        if self.ranks.rank == 0 and progress:
-            say(said)
-        elif self.ranks.rank == 0 and self.method == "screened":
-            warn(said)
+        if self.ranks.rank == 0:
+            (say if progress else warn)(said)
 
     def take_steps(self, journal: "Journal", path: Path | None, progress: bool) -> None:
         """Take the greedy steps that the journal does not have yet."""
         done = journal.heads
         if len(done) >= self.budget:
             return
+        left = [head for head in self.candidates if head not in set(done)]
+        self._say_time(left, progress)
         search = self._start(done)
         if journal.start is None:
             start = search.result
@@ -302,7 +307,6 @@ class Extraction:
         if self.max_accuracy_loss is not None:  # decimals as they are written: 0.29 of 100 right answers is 29
             right = self.objective.id_count - journal.start["errors"]
             self.objective.most_errors = journal.start["errors"] + int(Fraction(str(self.max_accuracy_loss)) * right)
-        left = [head for head in self.candidates if head not in set(done)]
         counted = (0, 0)
         name, hidden = f"circuit/{self.method} {self.objective.score}", not progress or self.ranks.rank > 0
         shown = CandidateBar(name, len(self.candidates), self.budget, len(done), self.ranks.size, hidden)

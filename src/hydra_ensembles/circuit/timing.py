@@ -14,48 +14,45 @@ from tqdm import tqdm
 from ..heads.ranking import Head
 from ..model.ensemble import Ensemble
 from .cache import forward_cost, sample_cost
-from .joint import Texts
-from .scores import Method, Samples, Score
+from .scores import Method, Objective, Samples
 
 MINUTES = 600.0  # seconds up to which `auto` takes the exact method
 _SHARE = {"acc": 0.15, "ood": 0.4, "avg": 0.4}  # of the blocks above its head that a candidate of "exact" runs
-_SCREENED_SHARE = {"acc": 0.15, "ood": 0.16, "avg": 0.16}  # and one of "screened"
+_WITH_TIES = 0.5  # of those for "acc", where ties by likelihood have to be followed to their end
+_SCREENED_SHARE = 0.16  # of those of "screened"; for "acc" it is the exact method
 _TIMED = {"cuda": 2048, "cpu": 8}  # samples in a timed pass, at most
 _PASSES = 3  # that are timed; the fastest counts
 
 
 def seconds_of(
-    model: Ensemble,
-    texts: Texts | None,
-    samples: Samples,
-    candidates: Sequence[Head],
-    steps: int,
-    score: Score,
-    batch_size: int,
-    ranks: int,
+    towers: Sequence[tuple[Ensemble, Samples]], left: Sequence[Head], steps: int, objective: Objective, speed: float
 ) -> dict[Method, float]:
-    """Seconds that so many steps would take by each method, about."""
-    whole: dict[bool, tuple[int, int]] = {False: (forward_cost(model, samples), model.num_layers)}  # cost, layers
-    if texts is not None:
-        whole[True] = (forward_cost(texts.tower, texts.prompts), texts.tower.num_layers)
+    """Seconds that so many steps would take by each method, about.
+
+    Args:
+        towers: What classifies with all samples; of a dual encoder also the text tower with the prompts.
+        left: The candidates of the first of these steps.
+        steps: How many.
+        objective: What is scored.
+        speed: Multiply-adds a second, of all ranks.
+    """
+    costs = [forward_cost(model, samples) for model, samples in towers]
     above = 0.0  # multiply-adds of the blocks from that of each candidate on
-    for head in candidates:
-        cost, layers = whole[head.tower == "text"]
-        above += cost * (layers - head.layer) / layers
-    passes = sum(len(candidates) - step for step in range(steps))  # of one candidate each
-    each = above / len(candidates) * passes
-    work: dict[Method, float] = {
-        "naive": passes * sum(cost for cost, _ in whole.values()),
-        "exact": _SHARE[score] * each,
-        "screened": _SCREENED_SHARE[score] * each,
-    }
-    speed = _multiply_adds_a_second(model, samples, batch_size) * ranks
+    for head in left:
+        place = -1 if head.tower == "text" else 0
+        above += costs[place] * (1 - head.layer / towers[place][0].num_layers)
+    passes = sum(len(left) - step for step in range(steps))  # of one candidate each
+    each = above / len(left) * passes
+    follows_ties = objective.score == "acc" and objective.ties == "likelihood"
+    share = _WITH_TIES if follows_ties else _SHARE[objective.score]
+    estimated = share if objective.score == "acc" else _SCREENED_SHARE
+    work: dict[Method, float] = {"naive": passes * sum(costs), "exact": share * each, "screened": estimated * each}
     return {method: products / speed for method, products in work.items()}
 
 
 @torch.no_grad()
-def _multiply_adds_a_second(model: Ensemble, samples: Samples, batch_size: int) -> float:
-    """How fast the device runs blocks."""
+def speed_of(model: Ensemble, samples: Samples, batch_size: int) -> float:
+    """Multiply-adds a second: how fast the device runs blocks."""
     group = max(samples.groups, key=len)
     rows = min(len(group), batch_size, _TIMED["cuda" if model.device.type == "cuda" else "cpu"])
     taken = []

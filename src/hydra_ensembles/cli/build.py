@@ -17,8 +17,11 @@ from ..pipeline.settings import HydraConfig
 from ..schema import to_plain
 from . import sources as source
 from .command import command, write_settings
+from .evaluations import read_named
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
 
+OOD = "ood "  # before the name of a source
+SYNTHETIC = "synthetic"
 VARIETY = 2  # times as many batches as a ranking reads, so that members are ranked on different ones
 
 
@@ -29,14 +32,14 @@ class BuildSources(DataSettings, ModelSettings):
     Attributes:
         output: Run folder.
         id: Held-out labelled data.
-        ood: Data unlike the training data, for circuits.
+        ood: Data unlike the training data, for circuits, once for each source, as [NAME=]DATA, or synthetic.
         train: Labelled training data, for fine-tuning and Taylor rankings.
         validation: Held-out labelled data for calibration; half of `id` if not given.
     """
 
     output: str = field(kw_only=True)
     id: str | None = None
-    ood: str | None = None
+    ood: tuple[str, ...] = ()
     train: str | None = None
     validation: str | None = None
 
@@ -46,8 +49,17 @@ class BuildSources(DataSettings, ModelSettings):
         DataSettings.__post_init__(self)
         if not self.output:
             raise ConfigError("output is empty; name the folder that the build goes to")
+        if SYNTHETIC in self.ood and len(self.ood) > 1:
+            raise DataError(f"ood is {SYNTHETIC} data, or data that you give; got {', '.join(self.ood)}")
         for name in ("id", "train", "validation"):
-            source.require_different((name, getattr(self, name)), ("ood", self.ood))
+            source.require_different((name, getattr(self, name)), *(("ood", data) for _, data in self.ood_sources))
+
+    @property
+    def ood_sources(self) -> list[tuple[str | None, str]]:
+        """Name (None: the data's own) and data of each OOD source that is given."""
+        paths = [(None, spec) for spec in self.ood if source.existing_path(spec)[0] is not None]  # also one with "="
+        others = [spec for spec in self.ood if spec != SYNTHETIC and (None, spec) not in paths]
+        return [*paths, *((name, data) for _, name, data in read_named(others))]
 
 
 @command
@@ -62,7 +74,8 @@ def build(
     run folder; a build that was interrupted goes on where it stopped when the same command is given again.
 
     MODEL is a folder, timm:NAME or hub:OWNER/NAME. Data are a folder of images with a sub-folder per class, a Parquet,
-    CSV or JSONL file, hub:NAME:SPLIT or suite:NAME:SET. The circuit strategies need --ood; taylor and random do not.
+    CSV or JSONL file, hub:NAME:SPLIT or suite:NAME:SET. The circuit strategies need --ood, given once for each source,
+    or --ood synthetic, which makes such data from --id; taylor and random do not.
 
     Examples:
       hydra-ensembles build timm:vit_base_patch16_224 --id val/ --ood other/ --prune 24 --output run
@@ -94,8 +107,9 @@ def _build(sources: BuildSources, hydra: HydraConfig, folder: Path, progress: bo
     """Load model and data, write the settings down, build."""
     begun = (folder / IDENTITY).exists()
     require_own_folder(folder)
-    for role in ("id", "ood", "train", "validation"):  # before anything is written
-        data, _ = source.existing_path(getattr(sources, role) or "")
+    given = [(role, getattr(sources, role)) for role in ("id", "train", "validation")]
+    for role, spec in (*given, *(("ood", data) for _, data in sources.ood_sources)):  # before anything is written
+        data, _ = source.existing_path(spec or "")
         if data is not None and not begun and folder.resolve().is_relative_to(data.resolve()):
             raise DataError(f"output is {folder}, which is among the {role} data of {data}; name a folder outside it")
     model = source.load_classifier(sources)
@@ -104,7 +118,10 @@ def _build(sources: BuildSources, hydra: HydraConfig, folder: Path, progress: bo
         model = source.with_labels_of(model, sets["id"])
     size, train_size = _batch_sizes(sources, hydra, {role: len(data) for role, data in sets.items()})
     sources = replace(sources, batch_size=size)
-    sets = {role: source.fit_to_model(data, model, sources, labelled=role != "ood") for role, data in sets.items()}
+    sets = {
+        role: source.fit_to_model(data, model, sources, labelled=not role.startswith(OOD))
+        for role, data in sets.items()
+    }
     if not begun:  # the settings of another build stay: `build` refuses the folder
         write_settings(folder / SETTINGS, {**to_plain(sources), **to_plain(hydra)}, "build")
     transform: Any = model.metadata.preprocessing
@@ -116,18 +133,26 @@ def _build(sources: BuildSources, hydra: HydraConfig, folder: Path, progress: bo
         if hydra.recipe is not None and hydra.recipe.rand_augment is not None:
             transform = TrainTransform.matching(transform, rand_augment=hydra.recipe.rand_augment)
         held_out["train"] = batches(train, transform, train_size, shuffle=True, seed=hydra.seed, num_workers=workers)
+    ood = {role.removeprefix(OOD): held_out.pop(role) for role in [*held_out] if role.startswith(OOD)}
+    if ood:
+        held_out["ood"] = ood if len(ood) > 1 else next(iter(ood.values()))
+    elif SYNTHETIC in sources.ood:
+        held_out["ood"] = SYNTHETIC
     return build_ensemble(model, hydra, **held_out, output=folder, device=sources.place(), progress=progress)
 
 
 def _load_sets(sources: BuildSources, hydra: HydraConfig) -> dict[str, AnyDataset]:
-    """The sets that are given and that the build has a use for."""
-    wanted = {"id": True, "validation": True, "ood": hydra.extracts_circuits, "train": hydra.reads_train}
+    """The sets that are given and that the build has a use for: by their role, and OOD sources by name."""
+    wanted = {"id": True, "validation": True, "train": hydra.reads_train}
     specs = {role: getattr(sources, role) for role, used in wanted.items() if used}
-    return {
-        role: source.load_data(spec, sources, labelled=role != "ood")
-        for role, spec in specs.items()
-        if spec is not None
-    }
+    sets = {role: source.load_data(spec, sources) for role, spec in specs.items() if spec is not None}
+    for name, spec in sources.ood_sources if hydra.extracts_circuits else ():
+        data = source.load_data(spec, sources, labelled=False)
+        name = name or data.name
+        if OOD + name in sets:
+            raise DataError(f"two OOD sources are called {name!r}; name them apart, as NAME={spec}")
+        sets[OOD + name] = data
+    return sets
 
 
 def _batch_sizes(sources: BuildSources, hydra: HydraConfig, samples: dict[str, int]) -> tuple[int, int]:

@@ -173,9 +173,18 @@ def read_settings(
     if "recipe" in known:
         merged["recipe"] = _read_recipe(merged.get("recipe"))
     for parameter, kind in kinds.items():
-        own = {field.name: merged[field.name] for field in fields(kind) if field.name in merged}
+        hints = get_type_hints(kind)
+        names = [field.name for field in fields(kind) if field.name in merged]
+        own = {name: _listed(hints[name], merged[name]) for name in names}
         others[parameter] = from_plain(kind, own)
     return others
+
+
+def _listed(hint: Any, value: Any) -> Any:
+    """A setting of which there may be several: one may stand by itself, and nothing is none."""
+    if get_origin(hint) is not tuple or not isinstance(value, str | None):
+        return value
+    return () if value is None else (value,)
 
 
 def _read_recipe(value: Any) -> Recipe | None:

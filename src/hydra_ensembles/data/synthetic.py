@@ -5,6 +5,7 @@ the ID data, but of the same shapes, types and, roughly, values: a model can rea
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -30,10 +31,10 @@ Spoil = Callable[[Tensor, Tensor, torch.Generator], Tensor]  # an image [C, H, W
 def synthetic_ood(id_batches: Batches, *, seed: int = 0, model: Ensemble | None = None) -> list[tuple[Inputs]]:
     """Make OOD batches out of ID batches, as many samples in the same shapes and types.
 
-    Images `[B, C, H, W]`, in turn: patches shuffled, phases scrambled (the spectrum stays), a strong blur, strong noise,
-    and half of the patches taken from the image before. Texts, token ids `[B, T]`, in turn: words shuffled, half of
-    them replaced by any others of the vocabulary, all replaced by such that occur in no text. Special tokens and padding
-    stay where they are.
+    Images `[B, C, H, W]`, in turn: patches shuffled, phases scrambled (the spectrum stays), a strong blur, strong
+    noise, and half of the patches taken from the image before. Texts, token ids `[B, T]`, in turn: words shuffled, half
+    of them replaced by any others of the vocabulary, all replaced by such that occur in no text. Special tokens and
+    padding stay where they are.
 
     What comes out depends on the samples, their order and the seed alone.
 
@@ -190,7 +191,11 @@ def _spoilt_texts(
     batches: list[Tensor], masks: list[Tensor], draws: Iterator[torch.Generator], model: Ensemble | None
 ) -> Iterator[Tensor]:
     """Batches `[B, T]` with every text spoilt."""
-    texts = [ids[mask] for batch, kept in zip(batches, masks, strict=True) for ids, mask in zip(batch.cpu(), kept)]
+    texts = [
+        ids[kept]
+        for batch, mask in zip(batches, masks, strict=True)
+        for ids, kept in zip(batch.cpu(), mask, strict=True)
+    ]
     special, size = _special(texts, model), 1 + max((int(text.max()) for text in texts if len(text)), default=0)
     if model is not None and isinstance(model.config.stem, TextStemConfig):
         size = model.config.stem.vocabulary
@@ -210,11 +215,11 @@ def _spoilt_texts(
             draw, way = next(draws), TEXT_WAYS[number % len(TEXT_WAYS)]
             places = (kept & ~torch.isin(ids, fixed)).nonzero()[:, 0]  # of words
             order = places[torch.randperm(len(places), generator=draw)]
-            if way == "shuffled":
+            if way == "shuffled" and not torch.equal(ids[places], ids[order]):
                 ids[places] = ids[order]
-            else:
+            else:  # also a text that is the same in any order
                 words = foreign if way == "foreign" else anything
-                count = len(order) if way == "foreign" else -(-len(order) // round(1 / _REPLACED))
+                count = len(order) if way == "foreign" else math.ceil(_REPLACED * len(order))
                 ids[order[:count]] = words[torch.randint(len(words), (count,), generator=draw)].to(ids.dtype)
             number += 1
         yield made.to(batch.device)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from .._distributed import all_ranks
 from .._utils import __version__
 from ..arguments import checked
-from ..batches import Batches
+from ..batches import Batches, Sources, named_sources
 from ..calibrate import calibrate
 from ..circuit.extract import extract_circuit
 from ..circuit.scores import Score
@@ -44,7 +44,7 @@ def build(
     *,
     train: Batches | None = None,
     id: Batches | None = None,
-    ood: Batches | None = None,
+    ood: Sources | Literal["synthetic"] | None = None,
     validation: Batches | None = None,
     output: str | Path | None = None,
     device: torch.device | str | None = None,
@@ -71,7 +71,9 @@ def build(
         train: Labelled training batches that can be read again and again, for fine-tuning and Taylor rankings.
         id: Held-out labelled in-distribution batches, kept in memory. A half drawn by the seed ranks heads, the
             other half calibrates (and chooses between learning rates), unless `validation` is given.
-        ood: Batches unlike the training data, for circuits, kept in memory. Use other data to report results.
+        ood: Batches unlike the training data, for circuits, kept in memory. Use other data to report results. A mapping
+            from names to batches gives several sources, which count alike; `"synthetic"` makes them from `id`, see
+            `data.synthetic_ood`.
         validation: Held-out labelled batches for calibration and for choosing in fine-tuning.
         output: Run folder; None keeps nothing.
         device: Where to compute; None stays where the model is.
@@ -90,10 +92,11 @@ def build(
     config = config.settled(start)
     if pretrained is not None:
         start = with_upper_layers(start, pretrained, config.trunk)
-    if config.extracts_circuits and ood is not None and any(ood is other for other in (train, id, validation)):
+    foreign = () if ood is None or isinstance(ood, str) else named_sources(ood, "ood").values()
+    if config.extracts_circuits and any(one is other for one in foreign for other in (train, id, validation)):
         raise DataError("ood= is the very data given as train=, id= or validation=; give data unlike the training data")
     train, ood = train if config.reads_train else None, ood if config.extracts_circuits else None
-    data = read_data(config.seed, start.base.num_classes, train, id, ood, validation)
+    data = read_data(config.seed, start.base.num_classes, train, id, ood, validation, start.base)
     config.check(start, data)
     with all_ranks(start.base.device) as ranks, ExitStack() as alone:  # one process group for circuits and fine-tuning
 

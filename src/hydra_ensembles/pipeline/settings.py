@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -15,18 +15,21 @@ from .._utils import derive_seed, require_device
 from ..batches import (
     Batches,
     Inputs,
+    Sources,
     borrowed,
     changed,
     epoch_of,
     fingerprint,
     iterate,
     length_of,
+    named_sources,
     require_labels,
     require_rereadable,
     size_of,
 )
 from ..circuit.scores import Method, Ties
 from ..convert.convert import convert
+from ..data.synthetic import synthetic_ood
 from ..errors import ConfigError, DataError
 from ..fuse import Fusion, StemFusion
 from ..heads.masking import existing_heads, towers_of
@@ -126,13 +129,14 @@ class BuildData:
     train: Batches | None  # labelled, as the caller gave them
     ranking: list[Batch] | None  # labelled ID batches to rank heads on
     validation: list[Batch] | None  # labelled ID batches to calibrate on, and to choose by in fine-tuning
-    ood: list[Batch] | None  # for circuits
+    ood: list[Batch] | dict[str, list[Batch]] | None  # for circuits; sources by name where there are several
     seed: int  # what the order of a shuffling loader is drawn from
 
     @property
     def held_out(self) -> dict[str, list[Batch] | None]:
         """The sets in memory, by name."""
-        return {"ranking": self.ranking, "validation": self.validation, "ood": self.ood}
+        outside: Mapping[str, Any] = {"ood": None} if self.ood is None else named_sources(self.ood, "ood")
+        return {"ranking": self.ranking, "validation": self.validation, **outside}
 
     @property
     def for_taylor(self) -> Batches | None:
@@ -166,26 +170,43 @@ class BuildData:
 
 
 def read_data(
-    seed: int, classes: int, train: Batches | None, id: Batches | None, ood: Batches | None, validation: Batches | None
+    seed: int,
+    classes: int,
+    train: Batches | None,
+    id: Batches | None,
+    ood: Sources | Literal["synthetic"] | None,
+    validation: Batches | None,
+    model: Ensemble | None = None,
 ) -> BuildData:
     """Read and check the held-out sets, and hold them against each other.
 
     Without `validation`, half of `id` ranks and half validates, whatever the strategy: builds that differ in
-    nothing else are then calibrated on the same samples.
+    nothing else are then calibrated on the same samples. Synthetic OOD data is made from the half that ranks; `model`
+    knows the vocabulary of texts.
     """
     if train is not None:
         require_rereadable(train, "train")
     checked = None if validation is None else read_all(validation, "validation", seed, classes)
     ranking = None if id is None else read_all(id, "id", seed, classes)
-    unlike = None if ood is None else read_all(ood, "ood", seed)
+    unlike: list[Batch] | dict[str, list[Batch]] | None = None
+    if isinstance(ood, Mapping):
+        named = zip(ood, named_sources(ood, "ood").items(), strict=True)
+        unlike = {str(key): read_all(batches, name, seed) for key, (name, batches) in named}
+    elif ood is not None and not isinstance(ood, str):
+        unlike = read_all(ood, "ood", seed)
     given = {"train": keys_at_hand(train), "id": keys_at_hand(ranking), "validation": keys_at_hand(checked)}
     warn_if_shared("id", given["id"], "validation", given["validation"], "what ranks the heads calibrates them, too")
     known = {name: keys for name, keys in given.items() if keys is not None}
     if unlike is not None and known:
-        foreign = np.concatenate([sample_keys(inputs) for inputs, _ in unlike])
-        require_unlike(" and ".join(known), np.concatenate(list(known.values())), {"ood": foreign})
+        sources = named_sources(unlike, "ood")
+        foreign = {name: np.concatenate([sample_keys(one) for one, _ in data]) for name, data in sources.items()}
+        require_unlike(" and ".join(known), np.concatenate(list(known.values())), foreign)
     if ranking is not None and checked is None:
         ranking, checked = halves(ranking, seed)
+    if isinstance(ood, str):
+        if ranking is None:
+            raise DataError(f"ood={ood!r} is made from the data of id=, which is missing; give it")
+        unlike = [(inputs, None) for (inputs,) in synthetic_ood(ranking, seed=seed, model=model)]
     return BuildData(train, ranking, checked, unlike, seed)
 
 
@@ -410,7 +431,10 @@ class HydraConfig:
     def _check_sets(self, data: BuildData) -> None:
         """Every set that some stage reads is there; Taylor rankings can draw different batches."""
         if self.extracts_circuits and (data.ranking is None or data.ood is None):
-            raise DataError(f"strategy={self.strategy!r} needs id= and ood=; without OOD data use strategy='taylor'")
+            raise DataError(
+                f"strategy={self.strategy!r} needs id= and ood=; without OOD data use ood='synthetic', or "
+                "strategy='taylor'"
+            )
         if self.strategy == "taylor" and data.for_taylor is None:
             raise DataError("strategy='taylor' reads labelled batches; give train= or id=")
         if self.recipe is not None and data.train is None:

@@ -67,6 +67,31 @@ def test_exact_equals_naive(name: str, score: str) -> None:
     assert exact.provenance["model_forwards"] < naive.provenance["model_forwards"]
 
 
+@pytest.mark.filterwarnings("ignore:the circuit for")  # it may end early
+@pytest.mark.parametrize("options", [{"ties": "order"}, {"ties": "likelihood", "max_accuracy_loss": 0.2}], ids=str)
+def test_exact_equals_naive_on_several_sources(options: dict[str, Any]) -> None:
+    dual = dual_in_float64()
+    sources = {"few": batches(dual, 8, 3), "more": batches(dual, 12, 4)}
+    naive, exact = (
+        he.extract_circuit(
+            dual,
+            batches(dual, 20, 0),
+            sources,
+            score="ood",
+            budget=5,
+            method=method,  # type: ignore[arg-type]
+            class_names=NAMES,
+            progress=False,
+            **options,
+        )
+        for method in ("naive", "exact")
+    )
+    assert evidence(exact) == evidence(naive)
+    if "max_accuracy_loss" in options:
+        start = he.extract_circuit(dual, batches(dual, 20, 0), score="acc", budget=1, class_names=NAMES, progress=False)
+        assert 1 - max(exact.provenance["errors"]) / 20 >= 0.8 * start.provenance["start"] - 1e-9
+
+
 def test_exact_equals_naive_to_the_last_head() -> None:
     dual = dual_in_float64("transformers-quickgelu")
     settings: dict[str, Any] = {"budget": 14, "removed": [(0, 1, "image"), (1, 3, "text")], "batch_size": 5}

@@ -10,11 +10,8 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from architectures import ArchitectureCase
-from circuit_models import SCORES, Inputs, Problem, evidence, random_problem, searches
-from contract.all_architectures import ALL_CASES
+from circuit_models import SCORES, Problem, evidence, random_problem, searches
 from hydra_ensembles.circuit.scores import Score, Ties
-from hydra_ensembles.convert.convert import convert
 from hydra_ensembles.errors import HeadError, HydraWarning
 from hydra_ensembles.heads.ranking import HeadRanking
 from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
@@ -96,37 +93,6 @@ def assert_same_choices(problem: Problem, **options: object) -> HeadRanking:
 @pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_every_shape_of_model(shape: str) -> None:
     assert_same_choices(random_problem(shape, (4, 3), (3, 2)), score="avg", budget=3)  # it has both integers
-
-
-@pytest.mark.parametrize("case", ALL_CASES, ids=str)
-def test_every_architecture(case: ArchitectureCase) -> None:
-    model = convert(case.build(), **case.convert_kwargs)
-    if not model.num_classes:
-        model = convert(case.build(), **{**case.convert_kwargs, "num_labels": 5})
-    labels = torch.randint(model.num_classes, (8,), generator=torch.Generator().manual_seed(0))
-    labels[:2] = torch.tensor([0, 1])
-    inside, outside = varied(case.inputs(), 8, seed=1), varied(case.inputs(), 6, seed=2)
-    batches = [({name: one[part] for name, one in inside.items()}, labels[part]) for part in (slice(5), slice(5, 8))]
-    others = [{name: one[part] for name, one in outside.items()} for part in (slice(2), slice(2, 6))]
-    sources = {"few": others[:1], "more": others[1:]}
-    assert_same_choices(Problem(model, batches, sources), score="avg", budget=2)  # ties by likelihood
-
-
-def varied(inputs: Inputs, count: int, seed: int) -> dict[str, Tensor]:
-    """Other inputs of the same kind: noisy images, or texts with some words replaced by others of theirs."""
-    generator = torch.Generator().manual_seed(seed)
-    assert isinstance(inputs, dict)
-    many = {name: tensor.repeat(count, *[1] * (tensor.dim() - 1))[:count] for name, tensor in inputs.items()}
-    if "pixel_values" in many:
-        images = many["pixel_values"]
-        return {**many, "pixel_values": images + torch.randn(images.shape, generator=generator)}
-    ids = many["input_ids"].clone()
-    ends = many["attention_mask"].sum(1) if "attention_mask" in many else torch.full((count,), ids.shape[1])
-    for row, end in enumerate(ends.tolist()):
-        words = ids[row, 1 : end - 1]  # first and last token may have a meaning of their own
-        if len(words):
-            ids[row, 1 : end - 1] = words[torch.randint(len(words), words.shape, generator=generator)]
-    return {**many, "input_ids": ids}
 
 
 @pytest.mark.parametrize(("shape", "score"), [*(("image-cls", score) for score in SCORES), ("text-post-norm", "avg")])

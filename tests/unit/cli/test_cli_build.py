@@ -46,6 +46,26 @@ def test_a_build_of_texts(text_folder):
     assert settings["batch_size"] == 40 // (2 * 3)  # so that 40 texts give more batches than a ranking reads
 
 
+def test_several_ood_sources_or_none(world, tmp_path):
+    model, flags = vit_flags(world / "mine.safetensors"), ["--id", world / "val", "--members", 2, "--prune", 3, "-q"]
+    sources = ["--ood", f"lines={world / 'stripes'}", "--ood", f"more={world / 'test'}"]
+    succeed("build", *model, *flags, *sources, "--output", tmp_path / "several")
+    ranking = json.loads((tmp_path / "several" / "rankings" / "avg.json").read_text())["provenance"]
+    assert list(ranking["ood_sources"]) == ["ood_batches['lines']", "ood_batches['more']"]
+    succeed("build", "--config", tmp_path / "several" / "config.yaml", "-q")
+    succeed("build", *model, *flags, "--ood", "synthetic", "--output", tmp_path / "none")
+    summary = json.loads((tmp_path / "none" / "summary.json").read_text())["samples"]
+    assert summary["ood"] == summary["ranking"]
+    config = yaml.safe_load((tmp_path / "none" / "config.yaml").read_text())
+    assert config["ood"] == ["synthetic"]
+    (tmp_path / "before.yaml").write_text(yaml.safe_dump({**config, "ood": str(world / "stripes")}))  # not a list
+    succeed("build", "-c", tmp_path / "before.yaml", "--strategy", "random", "-o", tmp_path / "random", "-q")
+    said = fail("build", *model, *flags, *sources, "--ood", "synthetic", "-o", tmp_path / "both")
+    assert "synthetic" in said
+    said = fail("build", *model, *flags, "--ood", world / "stripes", "--ood", world / "stripes", "-o", tmp_path / "two")
+    assert "same data" in said
+
+
 def test_a_recipe_fine_tunes(world, tmp_path):
     flags = ["--strategy", "random", "--members", 2, "--prune", 3, "--recipe", "sst2", "--set", "recipe.steps=2",
              "--set", "recipe.learning_rate=1e-3", "--set", "recipe.batch_size=8"]  # fmt: skip

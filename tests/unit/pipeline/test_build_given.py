@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from build_cases import image_model, shuffled, text_batches
+from build_cases import batches, image_model, shuffled, text_batches
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -88,6 +88,26 @@ def test_a_shuffling_loader_is_read_in_one_order_and_left_alone() -> None:
 def test_batches_that_cannot_be_used_are_named(batches: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_all(batches, "id", 0, 3)
+
+
+def test_ood_data_comes_from_one_source_from_several_or_from_the_id_data() -> None:
+    known, few, many = (batches(count, seed=seed) for count, seed in ((20, 1), (5, 2), (8, 3)))
+    several = read_data(0, 3, train=None, id=known, ood={"few": few, "many": many}, validation=None)
+    assert several.samples() == {"ranking": 10, "validation": 10, "ood['few']": 5, "ood['many']": 8}
+    one = read_data(0, 3, train=None, id=known, ood=few, validation=None)
+    assert set(one.fingerprints()) == {"train", "ranking", "validation", "ood"}
+    assert several.fingerprints()["ood['few']"] == one.fingerprints()["ood"]
+    made = read_data(0, 3, train=None, id=known, ood="synthetic", validation=None)
+    again, other = (read_data(seed, 3, train=None, id=known, ood="synthetic", validation=None) for seed in (0, 1))
+    assert made.samples()["ood"] == 10
+    assert made.fingerprints() == again.fingerprints() != other.fingerprints()
+    with pytest.raises(DataError, match="id="):
+        read_data(0, 3, train=None, id=None, ood="synthetic", validation=None)
+    with pytest.raises(DataError, match=r"ood\['few'\]"):
+        read_data(0, 3, train=None, id=known, ood={"few": [], "many": many}, validation=None)
+    for wrong in ({}, {"input_ids": torch.zeros(2, 3)}):
+        with pytest.raises(DataError, match="mapping"):
+            read_data(0, 3, train=None, id=known, ood=wrong, validation=None)
 
 
 def test_validation_replaces_the_second_half() -> None:

@@ -1,0 +1,145 @@
+"""How much circuits depend on the images they were found with: ties, OOD sources and a limit on accuracy, side by side.
+
+    python benchmarks/circuit_draws.py --output results/circuit_draws.json
+
+On the embedded model, every variant is extracted on several draws of the images that are for ranking heads (ID images,
+and images of PermanentCrop as OOD data). Of each: how many of the removed heads two draws have in common, and accuracy
+and AUROC (by the maximum softmax probability) of what is left on the test images, with the standard deviation over
+draws. Test images rank nothing. About twenty minutes on a core.
+"""
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import hardware, load, store, table, versions
+from torch import Tensor
+
+import hydra_ensembles as he
+from hydra_ensembles import data
+from hydra_ensembles.demo.embedded import FAR, NEAR, load_backbone, load_sample
+from hydra_ensembles.metrics import auroc
+
+RESULT = "circuit_draws.json"
+ONE, BOTH, MADE = "PermanentCrop", "PermanentCrop and synthetic", "synthetic"
+LIMIT = 0.02
+VARIANTS = (  # score, ties, OOD source, limit
+    ("acc", "order", ONE, None),
+    ("acc", "likelihood", ONE, None),
+    *((score, ties, ONE, None) for score in ("avg", "ood") for ties in ("order", "likelihood")),
+    *((score, "likelihood", source, None) for score in ("avg", "ood") for source in (BOTH, MADE)),
+    ("ood", "likelihood", BOTH, LIMIT),
+)
+HEADER = ("score", "ties", "OOD data", "accuracy lost", "heads", "in common %", "test Acc %", "near AUROC", "far AUROC")
+TESTS = ("accuracy", "near", "far")
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def read(sets: Any, name: str, preprocess: Any, count: int | None = None, seed: int = 0) -> Batches:
+    """Preprocessed images of a set, or some of them, in one batch."""
+    some = sets[name] if count is None else data.subset(sets[name], count, seed=seed)
+    return list(data.batches(some, preprocess, batch_size=len(some)))
+
+
+def answers(model: he.Ensemble, batches: Batches) -> tuple[Tensor, Tensor]:
+    """Probabilities `[N, C]` and labels `[N]`."""
+    with torch.no_grad():
+        found = [(model(part).softmax(-1)[0], labels) for images, y in batches for part, labels in split(images, y)]
+    return torch.cat([one for one, _ in found]), torch.cat([one for _, one in found])
+
+
+def split(images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(images.split(64), labels.split(64), strict=True)
+
+
+def tested(model: he.Ensemble, tests: dict[str, Batches]) -> dict[str, float]:
+    """Accuracy, and mean AUROC of near and far OOD sets."""
+    inside, labels = answers(model, tests["test"])
+    doubt = {name: -answers(model, tests[name])[0].amax(-1) for name in (*NEAR, *FAR)}
+    areas = {name: float(auroc(-inside.amax(-1), one)) for name, one in doubt.items()}
+    near, far = (statistics.mean(areas[name] for name in names) for names in (NEAR, FAR))
+    return {"accuracy": float((inside.argmax(-1) == labels).double().mean()), "near": near, "far": far}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """A row for each variant, with the numbers of every draw."""
+    model, sample = load_backbone(), load_sample()
+    preprocess: Any = model.metadata.preprocessing
+    sets = sample.sets
+    tests = {name: read(sets, name, preprocess) for name in ("test", *NEAR, *FAR)}
+    drawn = []
+    for seed in range(options.draws):
+        known, odd = (read(sets, f"circuit_{side}", preprocess, options.images, seed) for side in ("id", "ood"))
+        made = data.synthetic_ood(known, seed=seed)
+        drawn.append((known, {ONE: odd, MADE: made, BOTH: {ONE: odd, MADE: made}}))
+    rows = []
+    for score, ties, source, limit in VARIANTS:
+        found, results = [], []
+        for known, sources in drawn:
+            how: Any = {"score": score, "ties": ties, "max_accuracy_loss": limit, "budget": options.budget}
+            how |= {"layers": range(options.trunk, model.num_layers), "method": "exact", "progress": False}
+            ranking = he.extract_circuit(model, known, None if score == "acc" else sources[source], **how)
+            found.append(set(ranking.heads))
+            results.append(tested(he.prune(model, ranking.heads), tests))
+        common = [len(one & other) / max(len(one), len(other), 1) for one, other in combinations(found, 2)]
+        row: dict[str, Any] = {"score": score, "ties": ties, "ood": source, "max_accuracy_loss": limit}
+        row |= {"heads": statistics.mean(map(len, found)), "in_common": statistics.mean(common)}
+        for name in TESTS:
+            values = [one[name] for one in results]
+            row[name] = {"mean": statistics.mean(values), "deviation": statistics.stdev(values), "draws": values}
+        rows.append(row | {"removed": [sorted(map(str, heads)) for heads in found]})
+        print(*line(rows[-1]), sep="  ", flush=True)
+    return {
+        "benchmark": "circuit draws",
+        "draws": options.draws,
+        "images": options.images,
+        "budget": options.budget,
+        "trunk": options.trunk,
+        "whole": tested(model, tests),
+        "hardware": hardware("cpu"),
+        "versions": versions(),
+        "rows": rows,
+    }
+
+
+def line(row: dict[str, Any]) -> tuple[object, ...]:
+    """A row of the table."""
+    limit, source = row["max_accuracy_loss"], "–" if row["score"] == "acc" else row["ood"]
+    numbers = (f"{100 * row[name]['mean']:.1f} ± {100 * row[name]['deviation']:.1f}" for name in TESTS)
+    allowed = "any" if limit is None else f"at most {100 * limit:.0f} %"
+    heads, common = f"{row['heads']:.1f}", f"{100 * row['in_common']:.0f}"
+    return (row["score"], row["ties"], source, allowed, heads, common, *numbers)
+
+
+def draws_table() -> str:
+    """The table of the documents."""
+    found = load(RESULT)
+    whole = ", ".join(f"{name} {100 * found['whole'][name]:.1f}" for name in TESTS)
+    about = (
+        f"{found['draws']} draws of {found['images']} ID and {found['images']} OOD images, {found['budget']} of the 24 "
+        f"heads above layer {found['trunk'] - 1} removed by `exact` in float32; mean ± standard deviation over draws. "
+        f"The whole model: {whole}. From `results/{RESULT}`."
+    )
+    return "\n".join([*table(HEADER, map(line, found["rows"]), "llll"), "", about])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=5)
+    parser.add_argument("--images", type=int, default=48, help="ID images of a draw, and as many OOD images")
+    parser.add_argument("--budget", type=int, default=6)
+    parser.add_argument("--trunk", type=int, default=2, help="layers that keep all heads")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    found = measure(options)
+    if options.output:
+        store(options.output, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What is said about time, and a bar that moves with every candidate; nothing is asserted about seconds."""
+
+import pytest
+
+from circuit_models import random_problem, searches
+from hydra_ensembles.circuit.timing import CandidateBar, in_words, seconds_of
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(3, "less than a minute"), (170, "about 3 min"), (5000, "about 83 min"), (9000, "about 2.5 h")],
+)
+def test_times_in_words(seconds: float, words: str) -> None:
+    assert in_words(seconds) == words
+
+
+def test_more_work_takes_longer() -> None:
+    naive, _, heads = searches(random_problem(), "avg")
+
+    def work(candidates: list, steps: int) -> dict[str, float]:
+        found = seconds_of([(naive.model, naive.samples)], candidates, steps, naive.objective, speed=1e9)
+        return {method: seconds / found["naive"] for method, seconds in found.items()}
+
+    usual, upper = work(heads, 4), work([head for head in heads if head.layer == 2], 4)
+    assert 0 < usual["screened"] < usual["exact"] < usual["naive"] == 1
+    assert upper["exact"] == pytest.approx(usual["exact"] / 2)  # a third of the blocks, instead of two
+
+
+def test_the_bar_counts_candidates_and_never_goes_back() -> None:
+    shown = CandidateBar("circuit", candidates=6, budget=3, done=1, ranks=2, hidden=False)
+    with shown.bar as bar:
+        assert (bar.n, bar.total) == (6, 6 + 5 + 4)
+        positions = []
+        for decided in (1, 2, 1, 9):
+            shown.tell(decided)
+            positions.append(bar.n)
+        assert positions == [8, 10, 10, 11]
+        shown.next_step(0.5)
+        shown.next_step(0.5)
+        assert bar.n == bar.total
+
+
+@pytest.mark.parametrize("method", ["auto", "naive", "exact", "screened"])
+def test_a_run_says_how_long_it_takes_and_moves_by_candidates(
+    method: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    tell = CandidateBar.tell
+
+    def listening(self: CandidateBar, decided: int) -> None:
+        told.append(decided)
+        tell(self, decided)
+
+    monkeypatch.setattr(CandidateBar, "tell", listening)
+    random_problem().extract(method=method, budget=2, progress=True, screen_size=3, audit_steps=0)
+    said = capfd.readouterr().err
+    by = "exact" if method == "auto" else method
+    assert f"circuit avg: less than a minute for 2 heads by '{by}'" in said
+    assert "23/23" in said  # 12 candidates, then 11
+    assert len(told) > 4
+    random_problem().extract(method=method, budget=1, progress=False, screen_size=3, audit_steps=0)
+    assert not capfd.readouterr().err

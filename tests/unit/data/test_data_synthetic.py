@@ -1,0 +1,120 @@
+"""OOD data made from ID data: the same shapes, spoilt in every way, and always alike."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import hydra_ensembles as he
+from hydra_ensembles.data.synthetic import IMAGE_WAYS, TEXT_WAYS
+from hydra_ensembles.errors import DataError
+from random_ensembles import random_ensemble
+
+CLS, SEP, PAD = 1, 2, 0
+
+
+def pictures(count: int = 20, size: tuple[int, int] = (18, 14), dtype: torch.dtype = torch.float32) -> Tensor:
+    """Waves of their own colour, not noise."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = torch.linspace(0, 6, size[0])[:, None], torch.linspace(0, 4, size[1])
+    phases = torch.rand(count, 3, 1, 1, generator=generator) * 6
+    waves = torch.sin(rows + phases) + torch.cos(2 * columns + phases) + phases
+    return (waves * 20 if dtype == torch.uint8 else waves).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.uint8])
+def test_images_keep_their_shape_and_lose_their_sense(dtype: torch.dtype) -> None:
+    images = pictures(dtype=dtype)
+    made = he.data.synthetic_ood([(images[:7], torch.zeros(7)), {"pixel_values": images[7:], "name": ["a"] * 13}])
+    assert made[1][0].keys() == {"pixel_values"}
+    new = torch.cat([made[0][0], made[1][0]["pixel_values"]])
+    assert (new.shape, new.dtype) == (images.shape, dtype)
+    assert new.double().isfinite().all()
+    changed = (new.double() - images.double()).flatten(1).abs().mean(1) / images.double().std()
+    assert changed.min() > 0.05
+    again = he.data.synthetic_ood([images])[0][0]  # where the batches are cut does not matter
+    assert torch.equal(again, new)
+    assert not torch.equal(he.data.synthetic_ood([images], seed=1)[0][0], new)
+
+
+def test_each_way_does_what_it_says() -> None:
+    image, other = pictures(2, (16, 16), torch.float64)
+    shuffled, turned, blurred, noisy, pasted = (
+        spoil(image, other, torch.Generator().manual_seed(3)) for spoil in IMAGE_WAYS.values()
+    )
+    assert torch.equal(shuffled.flatten().sort().values, image.flatten().sort().values)
+    assert torch.allclose(torch.fft.rfft2(turned).abs(), torch.fft.rfft2(image).abs(), atol=1e-9)
+    assert torch.allclose(blurred.mean((1, 2)), image.mean((1, 2)))
+    assert (blurred.std((1, 2)) < 0.6 * image.std((1, 2))).all()
+    assert ((noisy - image).std((1, 2)) / image.std((1, 2)) - 2).abs().max() < 0.5
+    from_other = ((pasted == other) & (other != image)).double().mean()
+    assert 0.4 < from_other < 0.6
+    assert ((pasted == other) | (pasted == image)).all()
+
+
+def texts(count: int = 12, length: int = 9) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(5, 15, (count, length), generator=generator)
+    lengths = torch.randint(6, length + 1, (count, 1), generator=generator)
+    lengths[0] = length
+    places = torch.arange(length)[None]
+    ids[:, 0] = CLS
+    ids = torch.where(places == lengths - 1, SEP, ids).masked_fill(places >= lengths, PAD)
+    return {"input_ids": ids, "attention_mask": (places < lengths).long()}
+
+
+def test_texts_keep_special_tokens_and_padding() -> None:
+    batch = texts()
+    ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+    ((made,),) = he.data.synthetic_ood([(batch, torch.zeros(12))])
+    new = made["input_ids"]
+    assert (new.shape, new.dtype) == (ids.shape, ids.dtype)
+    assert torch.equal(made["attention_mask"], batch["attention_mask"])
+    special = (ids == CLS) | (ids == SEP) | ~mask
+    assert torch.equal(new[special], ids[special])
+    assert not torch.isin(new[~special], torch.tensor([CLS, SEP])).any()
+    seen = set(ids[~special].tolist())
+    for row in range(12):
+        before, after = (one[row][~special[row]] for one in (ids, new))
+        way = TEXT_WAYS[row % 3]
+        assert not torch.equal(before, after)
+        if way == "shuffled":
+            assert before.sort().values.tolist() == after.sort().values.tolist()
+        elif way == "replaced":
+            assert (before == after).any()
+        else:
+            assert not seen & set(after.tolist())
+
+
+def test_the_vocabulary_of_a_model_is_used() -> None:
+    model, batch = random_ensemble("text-post-norm"), texts()
+    ((made,),) = he.data.synthetic_ood([batch], model=model)
+    assert made["input_ids"].max() < model.config.stem.vocabulary
+    assert made["input_ids"].max() > 14
+    assert model(made["input_ids"], made["attention_mask"]).isfinite().all()
+
+
+def test_a_shuffling_loader_is_read_alike_and_left_as_it_was() -> None:
+    generator = torch.Generator().manual_seed(3)
+    data = TensorDataset(pictures(), torch.arange(20) % 2)
+    loader = DataLoader(data, batch_size=6, shuffle=True, generator=generator)
+    state = generator.get_state()
+    first, second = (torch.cat([one for (one,) in he.data.synthetic_ood(loader, seed=2)]) for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(generator.get_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("batches", "token"),
+    [
+        ([torch.zeros(3, 5)], "torch.float32"),
+        ([{"audio": torch.zeros(3, 5)}], "audio"),
+        ([torch.zeros(2, 3, 8, 8), torch.ones(2, 5, dtype=torch.long)], "some batches"),
+        ([], "no batches"),
+    ],
+)
+def test_what_is_neither_image_nor_text_is_refused(batches: Any, token: str) -> None:
+    with pytest.raises(DataError, match=token):
+        he.data.synthetic_ood(batches)
