@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ def extract_circuit(
     removed: Iterable[HeadLike] = (),
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    max_memory: int | None = None,
+    max_memory: float | None = None,
     batch_size: int | None = None,
     journal: str | Path | None = None,
     progress: bool = True,
@@ -131,8 +132,10 @@ def extract_circuit(
     if max_accuracy_loss is not None and not 0 <= max_accuracy_loss <= 1:
         raise ConfigError(f"max_accuracy_loss must be a share from 0 to 1, got {max_accuracy_loss}")
     audit_steps, seed = require_whole("audit_steps", audit_steps, 0), require_whole("seed", seed, 0)
-    room = int(max_memory) if isinstance(max_memory, float) else max_memory  # bytes are written as 2e9
-    for name, size in (("screen_size", screen_size), ("batch_size", batch_size), ("max_memory", room)):
+    if max_memory is not None and not 1 <= max_memory < math.inf:
+        raise ConfigError(f"max_memory must be at least 1 byte, got {max_memory}")
+    room = None if max_memory is None else int(max_memory)  # bytes are written as 2e9
+    for name, size in (("screen_size", screen_size), ("batch_size", batch_size)):
         if size is not None:
             require_whole(name, size, 1)
     with_text = "text" in {*chosen, *(head.tower for head in off)}  # heads of the text tower are off, or may be
