@@ -191,12 +191,14 @@ def _spoilt_texts(
     batches: list[Tensor], masks: list[Tensor], draws: Iterator[torch.Generator], model: Ensemble | None
 ) -> Iterator[Tensor]:
     """Batches `[B, T]` with every text spoilt."""
-    texts = [
-        ids[kept]
-        for batch, mask in zip(batches, masks, strict=True)
-        for ids, kept in zip(batch.cpu(), mask, strict=True)
+    given = [
+        (ids, kept)
+        for pair in zip(batches, masks, strict=True)
+        for ids, kept in zip(*map(Tensor.cpu, pair), strict=True)
     ]
-    special, size = _special(texts, model), 1 + max((int(text.max()) for text in texts if len(text)), default=0)
+    texts, padding = [ids[kept] for ids, kept in given], [ids[~kept] for ids, kept in given]
+    special = _special(texts, model) | {int(one) for one in torch.cat(padding).unique()}
+    size = 1 + max((int(text.max()) for text in texts if len(text)), default=0)
     if model is not None and isinstance(model.config.stem, TextStemConfig):
         size = model.config.stem.vocabulary
     usable = torch.ones(size, dtype=torch.bool)

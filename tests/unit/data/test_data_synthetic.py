@@ -47,7 +47,8 @@ def test_each_way_does_what_it_says() -> None:
     assert torch.equal(shuffled.flatten().sort().values, image.flatten().sort().values)
     assert torch.allclose(torch.fft.rfft2(turned).abs(), torch.fft.rfft2(image).abs(), atol=1e-9)
     assert torch.allclose(blurred.mean((1, 2)), image.mean((1, 2)))
-    assert (blurred.std((1, 2)) < 0.6 * image.std((1, 2))).all()
+    fine = torch.randn(image.shape, generator=torch.Generator().manual_seed(4), dtype=image.dtype)
+    assert (IMAGE_WAYS["blur"](fine, other, torch.Generator()).std((1, 2)) < 0.3).all()
     assert ((noisy - image).std((1, 2)) / image.std((1, 2)) - 2).abs().max() < 0.5
     from_other = ((pasted == other) & (other != image)).double().mean()
     assert 0.4 < from_other < 0.6
@@ -74,7 +75,7 @@ def test_texts_keep_special_tokens_and_padding() -> None:
     assert torch.equal(made["attention_mask"], batch["attention_mask"])
     special = (ids == CLS) | (ids == SEP) | ~mask
     assert torch.equal(new[special], ids[special])
-    assert not torch.isin(new[~special], torch.tensor([CLS, SEP])).any()
+    assert not torch.isin(new[~special], torch.tensor([CLS, SEP, PAD])).any()
     seen = set(ids[~special].tolist())
     for row in range(12):
         before, after = (one[row][~special[row]] for one in (ids, new))
@@ -89,7 +90,7 @@ def test_texts_keep_special_tokens_and_padding() -> None:
 
 
 def test_the_vocabulary_of_a_model_is_used() -> None:
-    model, batch = random_ensemble("text-post-norm"), texts()
+    model, batch = random_ensemble("text-post-norm"), texts(length=8)
     ((made,),) = he.data.synthetic_ood([batch], model=model)
     assert made["input_ids"].max() < model.config.stem.vocabulary
     assert made["input_ids"].max() > 14
