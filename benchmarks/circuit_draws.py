@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     model, sample = load_backbone(), load_sample()
     preprocess: Any = model.metadata.preprocessing
     sets = sample.sets
-    tests = {name: read(sets, name, preprocess) for name in ("test", *NEAR, *FAR)}
+    tests = {name: read(sets, name, preprocess, options.tests) for name in ("test", *NEAR, *FAR)}
     drawn = []
     for seed in range(options.draws):
         known, odd = (read(sets, f"circuit_{side}", preprocess, options.images, seed) for side in ("id", "ood"))
@@ -98,6 +98,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "circuit draws",
         "draws": options.draws,
         "images": options.images,
+        "tests": options.tests,
         "budget": options.budget,
         "trunk": options.trunk,
         "whole": tested(model, tests),
@@ -123,7 +124,7 @@ def draws_table() -> str:
     about = (
         f"{found['draws']} draws of {found['images']} ID and {found['images']} OOD images, {found['budget']} of the 24 "
         f"heads above layer {found['trunk'] - 1} removed by `exact` in float32; mean ± standard deviation over draws. "
-        f"The whole model: {whole}. From `results/{RESULT}`."
+        f"{found['tests']} images of each test set. The whole model: {whole}. From `results/{RESULT}`."
     )
     return "\n".join([*table(HEADER, map(line, found["rows"]), "llll"), "", about])
 
@@ -131,7 +132,8 @@ def draws_table() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=5)
-    parser.add_argument("--images", type=int, default=48, help="ID images of a draw, and as many OOD images")
+    parser.add_argument("--images", type=int, default=40, help="ID images of a draw, and as many OOD images")
+    parser.add_argument("--tests", type=int, default=240, help="images of each test set")
     parser.add_argument("--budget", type=int, default=6)
     parser.add_argument("--trunk", type=int, default=2, help="layers that keep all heads")
     parser.add_argument("--output", type=Path)

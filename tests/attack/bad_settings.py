@@ -233,6 +233,8 @@ def _hydra_config(add: Add) -> None:
         "whole": only(True),
         "training": only(none=True),
         "method": nothing,
+        "ties": nothing,
+        "max_accuracy_loss": number(0, 1, below=False, none=True),
         "pool": either(whole(2, none=True), 1),
         "taylor_scope": nothing,
         "calibration_batches": whole(1),
@@ -409,6 +411,9 @@ def _circuits(add: Add) -> None:
     add("extract_circuit(budget)", lambda v: circuit(budget=v), whole(1, LAYERS * HEADS))
     add("extract_circuit(score)", lambda v: circuit(score=v), nothing)
     add("extract_circuit(method)", lambda v: circuit(method=v), nothing)
+    add("extract_circuit(ties)", lambda v: circuit(ties=v), nothing)
+    share = number(0, 1, below=False, none=True)
+    add("extract_circuit(max_accuracy_loss)", lambda v: circuit(max_accuracy_loss=v), share)
     add("extract_circuit(layers)", lambda v: circuit(layers=v), lambda v: v is None or _is_one(v))
     add("extract_circuit(removed)", lambda v: circuit(removed=v), heads)
     add("extract_circuit(dtype)", lambda v: circuit(dtype=v), _dtype)

@@ -160,7 +160,7 @@ def extract_circuit(
     if ties != "order":  # journals of before had nothing else, and no limit
         settings["ties"] = ties
     if max_accuracy_loss is not None:
-        settings["max_accuracy_loss"] = float(max_accuracy_loss)
+        settings["max_accuracy_loss"] = max_accuracy_loss = float(max_accuracy_loss)
     with all_ranks(place) as ranks:
         dual = ensemble if isinstance(ensemble, DualEncoder) else None
         model = ensemble if isinstance(ensemble, Ensemble) else clip.zero_shot(ensemble, names, sentences, False)

@@ -5,7 +5,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,6 +157,11 @@ class HeadRanking:
         """Number of ranked heads."""
         return len(self.heads)
 
+    @property
+    def ties(self) -> str | None:
+        """What decided between heads of one score: `"likelihood"`, or `"order"` as in circuits of before; else None."""
+        return self.provenance.get("ties", "order") if self.method.startswith("circuit/") else None
+
     def first(self, count: int) -> tuple[Head, ...]:
         """The `count` heads to prune, in removal order."""
         require_whole("count", count, 0)
@@ -179,17 +184,11 @@ class HeadRanking:
     @classmethod
     @checked
     def load(cls, path: str | Path) -> "HeadRanking":
-        """Read a ranking that `save` wrote; one of before, without a digest, is accepted too.
-
-        A circuit of before does not say how ties were decided: by order.
-        """
+        """Read a ranking that `save` wrote; one of before, without a digest, is accepted too."""
         try:
-            found = from_plain(cls, read_sealed(Path(path)), "ranking", complete=True)
+            return from_plain(cls, read_sealed(Path(path)), "ranking", complete=True)
         except ValueError as error:
             raise HeadError(f"{path} is not a saved head ranking: {error}") from error
-        if found.method.startswith("circuit/") and "ties" not in found.provenance:
-            found = replace(found, provenance={**found.provenance, "ties": "order"})
-        return found
 
 
 def overlap(first: HeadRanking, second: HeadRanking, count: int) -> float:

@@ -72,6 +72,22 @@ def test_data_that_cannot_be_used(spoil: Callable[[Problem], Any], token: str) -
         problem.extract(budget=1)
 
 
+@pytest.mark.parametrize(
+    ("sources", "token"),
+    [
+        ({}, "empty"),
+        ({"pixel_values": torch.zeros(2, 3, 4, 6)}, "single batch"),
+        ({"a": [], "b": [torch.zeros(2, 3, 4, 6)]}, r"ood_batches\['a'\] has no batches"),
+        ({"a": [torch.full((2, 3, 4, 6), torch.nan)]}, r"batch 0 of ood_batches\['a'\]"),
+    ],
+    ids=["none", "a batch", "nothing in one", "not finite"],
+)
+def test_ood_sources_that_cannot_be_used(sources: Any, token: str) -> None:
+    problem = random_problem()
+    with pytest.raises(DataError, match=token):
+        Problem(problem.model, problem.id_batches, sources).extract(budget=1)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("side", ["id_batches", "ood_batches"])
 def test_inputs_that_are_not_finite(side: str, method: str) -> None:
@@ -106,6 +122,9 @@ def test_a_budget_there_are_no_heads_for(budget: Any) -> None:
     [
         {"score": "f1"},
         {"method": "fast"},
+        {"ties": "first"},
+        {"max_accuracy_loss": -0.1},
+        {"max_accuracy_loss": 1.01},
         {"layers": [0, 3]},
         *({"removed": heads} for heads in ([(0, 9)], [(0, 1), (0, 1)], [(0, 1, "text")])),
         {"budget": 4, "layers": [1], "removed": [(1, 2), (0, 0)]},

@@ -216,3 +216,14 @@ def test_what_counts_about_data() -> None:
     assert data_fingerprint([(last, labels)]) == names[0]
     with pytest.raises(DataError, match="validation data"):
         data_fingerprint([], "validation data")
+
+
+def test_a_circuit_of_before_decided_ties_by_order() -> None:
+    assert ranking((0, 1)).ties == "order"
+    assert ranking((0, 1), provenance={"ties": "likelihood"}).ties == "likelihood"
+    assert ranking((0, 1), method="taylor/layer").ties is None
+
+
+def test_a_circuit_that_ended_early_says_why_it_has_no_more_heads() -> None:
+    with pytest.raises(HeadError, match="max_accuracy_loss"):
+        ranking((0, 1), provenance={"complete": False}).first(2)

@@ -24,6 +24,8 @@ from hydra_ensembles.schema import from_plain, to_plain
         "seed": [-1, 2**63],
         "strategy": ["best", ["circuit"]],
         "method": ["fast"],
+        "ties": ["first"],
+        "max_accuracy_loss": [-0.1, 1.5, float("nan"), "2%"],
         "taylor_scope": ["all"],
         "stem": ["own"],
         "mlp": ["shared"],
