@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import inspect
 import random
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from torch import nn
 from .errors import CheckpointError, ConfigError, HydraWarning, MissingExtraError
 
 _PACKAGE = Path(__file__).parent
+_flags = threading.Lock()
+_evaluated: dict[nn.Module, tuple[int, bool]] = {}  # parts in `evaluation_mode`: how often, and their mode before
 __version__ = "0.1.0.dev0"
 
 
@@ -90,15 +93,27 @@ def all_seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every part is in the mode it was in before (`train` sets all parts alike)."""
-    before = [(part, part.training) for module in modules for part in module.modules()]
-    try:
+    """Evaluation mode inside; afterwards every part is in the mode it was in before (`train` sets all parts alike).
+
+    Threads may do this to one module at a time: who comes last puts the flags back.
+    """
+    parts = {part for module in modules for part in module.modules()}
+    with _flags:
+        for part in parts:
+            inside, before = _evaluated.get(part, (0, part.training))
+            _evaluated[part] = inside + 1, before
         for module in modules:
-            module.eval()  # not set by hand: MC Dropout has its own idea of evaluation mode
+            module.eval()
+    try:
         yield
     finally:
-        for part, training in before:
-            part.training = training
+        with _flags:
+            for part in parts:
+                inside, before = _evaluated.pop(part)
+                if inside > 1:
+                    _evaluated[part] = inside - 1, before
+                else:
+                    part.training = before
 
 
 def require_same_run(theirs: Any, ours: Any, place: Path, what: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .errors import ConfigError, DataError
 from .schema import short
 
+MOST = 2**63 - 1  # the largest number that torch and numpy count, and draw random numbers from
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -41,7 +42,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     Kinds are looked at, also those of items that are at hand, no more: ranges, heads, and whether models fit are the
     function's own to check. A model is never refused here: the function knows what to say of another library's.
     """
-    signature = inspect.signature(function)
+    signature, title = inspect.signature(function), function.__name__
+    if title == "__init__":
+        title = function.__qualname__.split(".")[-2]
 
     @functools.cache
     def hints() -> dict[str, Any]:
@@ -55,10 +58,26 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
                 data = any((get_origin(one) or one) in (Iterable, Mapping, Tensor) for one in choices)
                 wanted = " or ".join(dict.fromkeys(map(_in_words, choices)))
                 got = f"{short(value)}{'' if isinstance(value, str | float) else f' ({type(value).__name__})'}"
-                raise (DataError if data else ConfigError)(f"{name} of {function.__name__} must be {wanted}, got {got}")
+                raise (DataError if data else ConfigError)(f"{name} of {title} must be {wanted}, got {got}")
         return function(*args, **kwargs)
 
     return call
+
+
+def require_number(name: str, value: Any, least: float, end: float) -> None:
+    """Refuse what is no number of at least `least` and less than `end`."""
+    number: Any = value if isinstance(value, Real) and not isinstance(value, bool | np.bool_) else math.nan
+    if not least <= number < end:
+        raise ConfigError(f"{name} must be a number of at least {least} and less than {end}, got {short(value)}")
+
+
+def require_whole(name: str, value: object, least: int, most: int = MOST) -> int:
+    """The value as Python's own integer; refused where it is no whole number, too small or too large."""
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if number is None or not least <= number <= most:
+        limit = "less than 2**63" if most == MOST else f"at most {most}"
+        raise ConfigError(f"{name} must be a whole number of at least {least} and {limit}, got {short(value)}")
+    return number
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

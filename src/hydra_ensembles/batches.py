@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,7 +21,14 @@ Inputs = Tensor | dict[str, Tensor]
 Batches = Iterable[Any]
 Sources = Batches | Mapping[str, Batches]
 
+READ: dict[Literal["image", "text"], tuple[str, ...]] = {
+    "image": ("pixel_values",),
+    "text": ("input_ids", "attention_mask", "token_type_ids"),
+}
+"""What models read, by the names that processors and tokenizers give; the main input first."""
+
 _INPUT = re.compile("masks?$|_ids$|embeds?$|pos$|^(inputs?|pixels?|attention|token_types?|positions?|segments?)(_|$)")
+_ALL_READ = tuple(chain.from_iterable(READ.values()))
 _INNER = ("base_dataloader", "batches", "sampler", "batch_sampler", "dataset")
 _KEPT = ("epoch", "stream", "generator")
 _FORMS = "(inputs, labels), (inputs,), a mapping with 'labels', or a tensor"
@@ -88,13 +95,14 @@ def looks_like_input(name: str) -> bool:
 def tensors_of(mapping: Mapping[str, Any], where: str) -> dict[str, Tensor]:
     """The tensors of a mapping; of the rest, what is named like an input is made a tensor, and all else left out.
 
-    So arrays and nested lists are read, and texts and file names may be there; `where` is for messages.
+    So arrays and nested lists are read, and texts and file names may be there, but not in the place of what models
+    read; `where` is for messages.
     """
     found: dict[str, Tensor] = {}
     for name, value in mapping.items():
         if isinstance(value, Tensor):
             found[name] = value
-        elif value is not None and looks_like_input(name) and not _is_text(value):
+        elif value is not None and (name in _ALL_READ or (looks_like_input(name) and not _is_text(value))):
             try:
                 found[name] = _read_numbers(value)
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:

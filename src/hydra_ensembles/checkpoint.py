@@ -184,17 +184,12 @@ def _read_metadata(config: EnsembleConfig, data: Any, path: str, complete: bool 
     if strange:
         raise CheckpointError(f"{path} has the unknown field {strange[0]!r}")
     metadata = from_plain(Metadata, data, path, complete=complete)
-    classes, labels = config.readout.num_classes, len(metadata.labels)
-    if classes and labels not in (0, classes):
-        raise CheckpointError(f"{path}: {labels} labels for {classes} classes; give one label per class, or none")
-    count = 1 if metadata.calibration is None else len(metadata.calibration.temperature)
-    if count not in (1, config.members):
-        raise CheckpointError(f"{path}: {count} temperatures for {config.members} members; give one, or one each")
-    given = metadata.preprocessing
-    if given is not None and isinstance(given, TextPreprocessing) != isinstance(config.stem, TextStemConfig):
-        raise CheckpointError(f"{path}: preprocessing is {type(given).__name__} for a model of {config.kind}s")
-    if isinstance(given, TextPreprocessing):
-        _check_tokens(config, given, path)
+    try:
+        metadata.check(config)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if isinstance(metadata.preprocessing, TextPreprocessing):
+        _check_tokens(config, metadata.preprocessing, path)
     return metadata
 
 

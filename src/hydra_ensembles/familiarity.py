@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._utils import warn
+from .arguments import checked, require_whole
 from .batches import Batches, Inputs, iterate, require_labels
 from .errors import ConfigError, DataError
 from .metrics.conformal import Reference
@@ -53,6 +54,7 @@ class Samples(NamedTuple):
         )
 
 
+@checked
 def fit_familiarity(
     ensemble: Ensemble,
     id_batches: Batches,
@@ -140,8 +142,8 @@ class FitOptions:
         if shrinkage is not None and not 0.0 <= shrinkage < float("inf"):
             raise ConfigError(f"shrinkage is a share of the mean eigenvalue, 0 or more; got {shrinkage}")
         for name, value in {"neighbours": neighbours, "principal": principal, "stored": stored}.items():
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be 1 or more, got {value}")
+            if value is not None:
+                require_whole(name, value, 1)
         return cls(scores, shrinkage, neighbours, principal, stored)
 
     @property

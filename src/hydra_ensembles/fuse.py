@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ._utils import warn
-from .arguments import checked
+from .arguments import checked, require_whole
 from .convert.convert import convert
 from .errors import ConfigError
 from .heads.masking import Model
 from .model.clip import DualEncoder, require_ensemble, require_model
-from .model.config import Sharing, require_whole
+from .model.config import Sharing
 from .model.ensemble import Ensemble, singles
 from .model.layers import GroupedLinear
 from .model.members import (
@@ -93,6 +93,7 @@ def _twins(members: Sequence[Ensemble | DualEncoder]) -> tuple[int, int] | None:
     return None
 
 
+@checked
 def soup(models: Iterable[nn.Module]) -> Ensemble:
     """One model with the mean of the weights of several fine-tunings of one model: at the price of one.
 

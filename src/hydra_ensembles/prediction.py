@@ -15,6 +15,7 @@ from typing import Literal, SupportsIndex, get_args
 import torch
 from torch import Tensor
 
+from .arguments import checked
 from .errors import ConfigError, DataError
 from .metrics.conformal import Reference
 from .metrics.distance import FAMILIARITY_NAMES, FamiliarityName
@@ -71,6 +72,7 @@ class Prediction:
     unfamiliarity: Unfamiliarity | None = None
 
     @classmethod
+    @checked
     def from_logits(
         cls,
         member_logits: Tensor,
@@ -98,14 +100,23 @@ class Prediction:
             reference: Held-out scores for p-values.
             unfamiliarity: Scores of features, of the same samples.
         """
-        if score not in get_args(ScoreName):
-            raise ConfigError(f"score {score!r} is not known; choose one of {', '.join(get_args(ScoreName))}")
-        if calibrates not in get_args(Calibrates):
-            raise ConfigError(
-                f"calibrates={calibrates!r} is not known; choose one of {', '.join(get_args(Calibrates))}"
-            )
-        if threshold is not None and math.isnan(threshold):
-            raise ConfigError("threshold is NaN; give a number, or None to accept or refuse nothing")
+        settings = (temperature, threshold, score, class_names, check_finite, calibrates, reference, unfamiliarity)
+        return cls.derived(member_logits, *settings)
+
+    @classmethod
+    def derived(
+        cls,
+        member_logits: Tensor,
+        temperature: Temperature | None = None,
+        threshold: float | None = None,
+        score: ScoreName = "msp",
+        class_names: Sequence[str] | None = None,
+        check_finite: bool = True,
+        calibrates: Calibrates = "logits",
+        reference: Reference | None = None,
+        unfamiliarity: Unfamiliarity | None = None,
+    ) -> "Prediction":
+        """The same for a caller that knows its settings to be of the right kind: nothing looks at every name."""
         kept: tuple[float, ...] = (1.0,)
         if calibrates == "probs" and temperature is not None:
             kept, temperature = _temperatures(temperature, member_logits), None
@@ -296,6 +307,7 @@ class Prediction:
         return [self.class_names[index] for index in self.label.tolist()]
 
     @classmethod
+    @checked
     def concat(cls, predictions: Sequence["Prediction"]) -> "Prediction":
         """Join predictions for consecutive batches into one."""
         if not predictions:

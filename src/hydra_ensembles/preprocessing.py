@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ._utils import require
 from .errors import ConfigError, DataError
+from .schema import require_types
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -46,7 +47,8 @@ class ImagePreprocessing:
     crop_corner: Literal["round", "floor"] = "round"
 
     def __post_init__(self) -> None:
-        """Check sizes, channels and the crop."""
+        """Check types, sizes, channels and the crop."""
+        require_types(self)
         if min(self.size) < 1 or max(self.size) > 1 << 16:
             raise ConfigError(f"preprocessing size must be between 1 and 65536 pixels, got {self.size}")
         if len(self.mean) not in (1, 3) or len(self.mean) != len(self.std) or min(self.std) <= 0:
@@ -117,13 +119,12 @@ class TextPreprocessing:
     tokenizer: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        """Check the length."""
+        """Check types, the length and the padding."""
+        require_types(self)
         if not 1 <= self.max_length <= 1 << 20:
             raise ConfigError(f"max_length must be between 1 and 1048576 tokens, got {self.max_length}")
         if self.pad_id < 0:
             raise ConfigError(f"pad_id must not be negative, got {self.pad_id}")
-        if self.cleaning not in get_args(TextCleaning):
-            raise ConfigError(f"cleaning must be one of {list(get_args(TextCleaning))}, got {self.cleaning!r}")
 
     def __call__(self, texts: "str | Sequence[str | tuple[str, str]]") -> dict[str, Tensor]:
         """Turn strings (or pairs of strings) into `input_ids` and what else the model takes, `[B, T]` each."""

@@ -128,6 +128,8 @@ def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
 
 def _read_union(choices: list[Any], value: Any, path: str, complete: bool) -> Any:
     """Read `value` as the member of the union it names by its `kind`, or as the first one that fits."""
+    if dataclasses.is_dataclass(value) and type(value) in choices:
+        return value
     tagged = {choice.kind: choice for choice in choices if isinstance(getattr(choice, "kind", None), str)}
     if tagged:
         kind = value.get("kind") if isinstance(value, Mapping) else None

@@ -199,7 +199,7 @@ def test_accept_is_a_score_at_or_below_the_threshold(name):
 
 
 def test_picking_samples():
-    p = random_prediction(samples=6, threshold=0.4, class_names="abcd")
+    p = random_prediction(samples=6, threshold=0.4, class_names=tuple("abcd"))
     assert_same(p[:], p)
     for index, rows in [
         (-1, [5]),
@@ -226,13 +226,13 @@ def test_picking_samples():
 
 
 def test_joining_batches_and_moving_devices():
-    p = random_prediction(samples=6, threshold=0.4, class_names="abcd")
+    p = random_prediction(samples=6, threshold=0.4, class_names=tuple("abcd"))
     assert_same(Prediction.concat([p[:2], p[2:3], p[3:]]), p)
     for other, what in [
-        (random_prediction(members=2, threshold=0.4, class_names="abcd"), "members = 2"),
-        (random_prediction(classes=5, threshold=0.4, class_names="abcde"), "classes = 5"),
-        (random_prediction(threshold=0.5, class_names="abcd"), "threshold = 0.5"),
-        (random_prediction(threshold=0.4, score="entropy", class_names="abcd"), "score_name = 'entropy'"),
+        (random_prediction(members=2, threshold=0.4, class_names=tuple("abcd")), "members = 2"),
+        (random_prediction(classes=5, threshold=0.4, class_names=tuple("abcde")), "classes = 5"),
+        (random_prediction(threshold=0.5, class_names=tuple("abcd")), "threshold = 0.5"),
+        (random_prediction(threshold=0.4, score="entropy", class_names=tuple("abcd")), "score_name = 'entropy'"),
         (random_prediction(threshold=0.4), "class_names = None"),
     ]:
         with pytest.raises(DataError, match=f"prediction 1 has {what}"):
@@ -296,13 +296,14 @@ def test_bad_logits(make):
 @pytest.mark.parametrize(
     ("settings", "error", "token"),
     [
-        *(({"temperature": one}, ConfigError, "positive") for one in (0.0, math.nan, math.inf, [1.0, 0.0])),
-        *(({"temperature": one}, ConfigError, "2 members") for one in ([1.0], [1.0] * 3, [[1.0, 1.0]])),
+        *(({"temperature": one}, ConfigError, "temperature") for one in (0.0, math.nan, math.inf, [1.0, 0.0])),
+        *(({"temperature": one}, ConfigError, "temperature") for one in ([1.0], [1.0] * 3, [[1.0, 1.0]], "warm", True)),
         ({"temperature": 1e-38}, DataError, "24 of 24 .* larger temperature"),
         ({"score": "odin"}, ConfigError, "odin"),
         ({"calibrates": "labels"}, ConfigError, "labels"),
         ({"threshold": math.nan}, ConfigError, "threshold"),
         ({"class_names": ["a", "b"]}, DataError, "2 class names"),
+        ({"class_names": "abcd"}, ConfigError, "class_names"),
     ],
 )
 def test_bad_settings(settings, error, token):

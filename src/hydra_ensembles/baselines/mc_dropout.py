@@ -4,15 +4,15 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..arguments import checked
+from ..arguments import checked, require_number, require_whole
 from ..batches import Inputs
 from ..model.clip import require_ensemble
-from ..model.config import EnsembleConfig, require_number, require_whole
+from ..model.config import EnsembleConfig
 from ..model.ensemble import Ensemble, built_around
 from ..model.given import Given
-from ..model.layers import dropping
+from ..model.layers import Droppable, dropping
 from ..prediction import Prediction
 
 
@@ -25,7 +25,7 @@ def mc_dropout(ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> "MCD
     return MCDropout(ensemble, p, passes, seed)
 
 
-class MCDropout(nn.Module):
+class MCDropout(Droppable):
     """A view of an ensemble in which every pass is a member; `forward` gives `[M·passes, B, C]`.
 
     Dropout sits where transformers have it in training: on the embedded tokens and, in each layer, after the attention
@@ -67,7 +67,7 @@ class MCDropout(nn.Module):
     @torch.no_grad()
     def predict(self, inputs: Any) -> Prediction:
         """As `Ensemble.predict`, uncalibrated."""
-        return Prediction.from_logits(self(self.prepare(inputs)), class_names=self.model.metadata.labels or None)
+        return Prediction.derived(self(self.prepare(inputs)), class_names=self.model.metadata.labels or None)
 
     def prepare(self, inputs: Any) -> Inputs:
         """As `Ensemble.prepare`."""

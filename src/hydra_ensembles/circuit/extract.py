@@ -15,7 +15,7 @@ import torch
 
 from .._distributed import Ranks, all_ranks, local_device
 from .._utils import require_device, require_same_run, warn
-from ..arguments import checked
+from ..arguments import checked, require_whole
 from ..batches import Batches, Sources
 from ..errors import CheckpointError, ConfigError, DataError, HydraError
 from ..files import read_sealed, write_sealed
@@ -23,7 +23,6 @@ from ..heads.masking import TOWER, checked_layers, off_and_left, towers_of, work
 from ..heads.ranking import Head, HeadLike, HeadRanking, model_fingerprint, require_budget
 from ..model import clip
 from ..model.clip import DualEncoder
-from ..model.config import require_whole
 from ..model.ensemble import Ensemble
 from ..schema import from_plain, to_plain
 from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_batch_size, forward_cost

@@ -1,11 +1,12 @@
 """From a library's live model to the canonical ensemble, or dual encoder."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
 
+from ..arguments import checked
 from ..errors import ConversionError
 from ..model.clip import DualEncoder
 from ..model.config import PatchStemConfig
@@ -29,6 +30,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 _SCALES = ("logit_scale", "logit_bias")
 
 
+@checked
 def convert(
     model: nn.Module,
     *,
@@ -115,8 +117,6 @@ def _find_architecture(model: object) -> Architecture | DualArchitecture:
 def _labels(given: Sequence[str] | None, known: Metadata, classes: int) -> tuple[str, ...]:
     if given is None:
         return known.labels if len(known.labels) == classes else ()
-    if isinstance(given, str | Mapping | Set):
-        raise ConversionError(f"labels is a {type(given).__name__}; give a list of names in the order of the logits")
     names = tuple(given)
     if len(names) != classes:
         raise ConversionError(f"{len(names)} labels were given for {classes} classes")

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from .._distributed import current_ranks
 from .._utils import require_device
-from ..arguments import checked
+from ..arguments import checked, require_whole
 from ..batches import Batches
 from ..data.batching import BatchLoader, Preprocess
 from ..data.batching import batches as make_batches
 from ..data.dataset import Dataset
 from ..errors import ConfigError, DataError
 from ..metrics.inputs import Convention, check_labels
-from ..model.config import require_whole
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration, Metadata
 from ..optimize.runner import OptimizedEnsemble

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arguments import require_whole
 from ..errors import ConfigError, DataError
 from ..metrics.bootstrap import Interval, bootstrap_metric, bootstrap_ood
 from ..metrics.inputs import Convention, check_convention, mean, where
@@ -21,7 +22,6 @@ from ..metrics.probabilities import (
     ece_of_confidence,
     reliability_bins,
 )
-from ..model.config import require_whole
 from ..model.metadata import Calibration, Familiarity
 from ..prediction import AnyScore, Prediction, ScoreName
 from .evaluation import (

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .._distributed import check_unsharded, current_ranks
-from .._utils import evaluation_mode, require
+from .._utils import require
 from ..baselines.mc_dropout import MCDropout
 from ..batches import Batches, Inputs, changed, iterate, length_of, move, require_labels, size_of
 from ..errors import ConfigError, DataError
 from ..metrics.inputs import at_least_float32, check_finite, where
 from ..model.ensemble import Ensemble
-from ..model.layers import dropping
+from ..model.layers import evaluating
 from ..optimize.runner import OptimizedEnsemble
 from ..overlap import Keys, sample_keys
 from ..prediction import Prediction
@@ -191,8 +191,7 @@ def running(model: object, device: torch.device | None) -> Iterator[tuple[torch.
                     restoring.callback(model.to, home)
                     model.to(device)
                 device = device or home
-            ours = isinstance(model, Ensemble | MCDropout)  # other models know evaluation mode by their flags alone
-            restoring.enter_context(dropping(False) if ours else evaluation_mode(model))
+            restoring.enter_context(evaluating(model))
         yield device, dtype
 
 

@@ -11,9 +11,9 @@ from typing import Literal
 
 import numpy as np
 
+from ..arguments import require_whole
 from ..errors import ConfigError, HeadError, SameMembersError
 from ..model.clip import DualEncoder
-from ..model.config import require_whole
 from ..model.ensemble import Ensemble
 from .masking import off_and_left, towers_of
 from .ranking import Head, HeadRanking

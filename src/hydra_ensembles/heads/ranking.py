@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..arguments import checked
+from ..arguments import checked, require_whole
 from ..batches import Batches, Inputs, iterate, tensor_bytes
 from ..errors import HeadError
 from ..files import read_sealed, write_sealed
 from ..model.clip import DualEncoder
-from ..model.config import require_whole
 from ..model.ensemble import Ensemble
 from ..schema import from_plain, short, to_plain
 

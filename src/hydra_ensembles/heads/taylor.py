@@ -14,11 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from .._utils import require_device, torch_seeded
-from ..arguments import checked
+from ..arguments import checked, require_whole
 from ..batches import Batches, Inputs, begin_epoch, borrowed, read_batch, require_labels
 from ..errors import ConfigError, DataError, HeadError
 from ..model.clip import require_ensemble
-from ..model.config import require_whole
 from ..model.ensemble import Ensemble
 from .masking import TOWER, attention_of, checked_layers, head_rows, masked, off_and_left, working_copy
 from .ranking import DataFingerprint, Head, HeadLike, HeadRanking, model_fingerprint, require_budget

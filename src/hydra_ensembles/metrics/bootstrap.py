@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arguments import checked, require_whole
 from ..errors import ConfigError, DataError
 from .inputs import Convention, check_convention, check_same_length, check_scores
 from .ood import OodMetric, cumulative_counts, joint_ranks, of_counts
@@ -36,6 +37,7 @@ class Interval:
         return self.low <= value <= self.high
 
 
+@checked
 def bootstrap_metric(
     metric: Callable[..., float],
     samples: Sequence[Tensor],
@@ -59,7 +61,8 @@ def bootstrap_metric(
         level: Share of the replicates the interval holds.
         seed: Decides the draws.
     """
-    _check_resamples(resamples)
+    require_whole("resamples", resamples, 1)
+    require_whole("seed", seed, 0)
     if not samples:
         raise DataError("got no arrays to draw samples from; give at least one")
     arrays = [*samples, *(minus or ())]
@@ -76,6 +79,7 @@ def bootstrap_metric(
     return _interval(measured(arrays), np.array(replicates), level)
 
 
+@checked
 def bootstrap_ood(
     metric: OodMetric,
     id_scores: Tensor,
@@ -119,7 +123,8 @@ def ood_replicates(
     The draws depend on the seed and the numbers of samples alone, so replicates of methods on the same samples
     are paired, and differences of many methods can be put together.
     """
-    _check_resamples(resamples)
+    require_whole("resamples", resamples, 1)
+    require_whole("seed", seed, 0)
     check_convention(convention)
     if metric not in get_args(OodMetric):
         raise ConfigError(f"metric={metric!r} is not known; choose one of {', '.join(get_args(OodMetric))}")
@@ -154,11 +159,6 @@ def _drawn(ranks: Tensor, rows: int, generator: np.random.Generator) -> Tensor:
 
 def _as_list(scores: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return [scores] if isinstance(scores, Tensor) else list(scores)
-
-
-def _check_resamples(resamples: int) -> None:
-    if resamples < 1:
-        raise ConfigError(f"resamples={resamples} draws nothing; use 1 or more (1000 is the custom)")
 
 
 def _interval(value: float, replicates: np.ndarray, level: float) -> Interval:

@@ -13,8 +13,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import ConfigError, DataError
-from .inputs import check_probs, check_scores
+from .inputs import Labels, check_probs, check_scores
 
 SetKind = Literal["lac", "aps", "raps"]
 
@@ -37,6 +38,7 @@ def samples_for(share: float) -> int:
     return math.ceil(round(share / (1.0 - share), 9)) if share < 1.0 else 0
 
 
+@checked
 def conformal_threshold(scores: Tensor, share: float) -> float:
     """The threshold that a new sample's score is at most with probability `share` or more, from held-out scores `[n]`.
 
@@ -48,6 +50,7 @@ def conformal_threshold(scores: Tensor, share: float) -> float:
     return math.inf if rank > len(ordered) else ordered[rank - 1].item()
 
 
+@checked
 def p_values(reference: Tensor, scores: Tensor) -> Tensor:
     """How many held-out scores `[n]` are at least as high as each score `[B]`: (1 + that many) / (n + 1), `[B]`.
 
@@ -141,9 +144,10 @@ def label_scores(probs: Tensor, kind: SetKind = "lac", penalty: float = 0.1, fre
     return torch.empty_like(scores).scatter(-1, labels, scores)
 
 
+@checked
 def fit_sets(
     probs: Tensor,
-    labels: Tensor,
+    labels: Labels,
     share: float = 0.9,
     kind: SetKind = "lac",
     *,
@@ -165,11 +169,11 @@ def fit_sets(
     check_share(share)
     if penalty < 0 or free_ranks < 0:
         raise ConfigError(f"penalty and free_ranks must be 0 or more, got {penalty} and {free_ranks}")
-    probs, labels = check_probs(probs, labels)
-    scores = label_scores(probs, kind, penalty, free_ranks).gather(-1, labels[:, None])[:, 0]  # [B]
+    probs, targets = check_probs(probs, labels)
+    scores = label_scores(probs, kind, penalty, free_ranks).gather(-1, targets[:, None])[:, 0]  # [B]
     groups: Sequence[Tensor] = [scores]
     if by_class:
-        groups = [scores[labels == one] for one in range(probs.shape[1])]
+        groups = [scores[targets == one] for one in range(probs.shape[1])]
         empty = [index for index, one in enumerate(groups) if not len(one)]
         if empty:
             raise DataError(f"classes {empty[:8]} have no samples; give some of each, or leave by_class out")

@@ -1,5 +1,6 @@
 """What metrics take. A public function checks it here, once; the arithmetic behind it trusts its caller."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, DataError
 
+Labels = Tensor | Sequence[int]
 Convention = Literal["torch-uncertainty", "openood"]
 
 # How far a row of probabilities may be from one: the rounding of the dtype, added up over the classes.
@@ -91,12 +93,12 @@ def check_labels(labels: Any, samples: int, classes: int, name: str | None = Non
     return labels
 
 
-def check_probs(probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def check_probs(probs: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
     """Probabilities `[B, C]` in at least float32, clamped to [0, 1], and class indices `[B]`, on one device."""
     if probs.ndim != 2:
         raise DataError(f"probabilities must have shape [B, C], but have {list(probs.shape)}")
-    labels = check_labels(labels, samples=probs.shape[0], classes=probs.shape[1])
-    return _probability_rows(probs), labels.to(probs.device)
+    targets = check_labels(labels, samples=probs.shape[0], classes=probs.shape[1])
+    return _probability_rows(probs), targets.to(probs.device)
 
 
 def check_member_probs(member_probs: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..errors import ConfigError, DataError
 from .inputs import Convention, check_convention, check_finite, check_same_length, check_scores
 
@@ -53,6 +54,7 @@ class RiskCoverage:
 # --- selective prediction -----------------------------------------------------------------------------------
 
 
+@checked
 def risk_coverage(scores: Tensor, errors: Tensor) -> RiskCoverage:
     """Risk at every coverage, from scores `[B]` and whether (bool) or how much (any number) each answer is wrong."""
     scores = check_scores(scores, "scores")
@@ -63,11 +65,13 @@ def risk_coverage(scores: Tensor, errors: Tensor) -> RiskCoverage:
     return risk_curve(scores, errors)
 
 
+@checked
 def aurc(scores: Tensor, errors: Tensor) -> float:
     """Area under the risk-coverage curve, as `RiskCoverage.area` defines it."""
     return risk_coverage(scores, errors).area
 
 
+@checked
 def risk_at_coverage(scores: Tensor, errors: Tensor, coverage: float = 0.8) -> float:
     """Mean error when at least this share of the samples is answered, the most certain ones."""
     return risk_coverage(scores, errors).at(coverage)
@@ -83,6 +87,7 @@ def risk_curve(scores: Tensor, errors: Tensor) -> RiskCoverage:
 # --- detection ----------------------------------------------------------------------------------------------
 
 
+@checked
 def discordance(id_scores: Tensor, ood_scores: Tensor) -> int:
     """Twice the number of (ID, OOD) pairs in the wrong order, plus the number of tied pairs.
 
@@ -93,6 +98,7 @@ def discordance(id_scores: Tensor, ood_scores: Tensor) -> int:
     return 2 * len(id_scores) * len(ood_scores) - int(_concordant_twice(fp, tp))
 
 
+@checked
 def auroc(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch-uncertainty") -> float:
     """Probability that an OOD sample scores higher than an ID sample, ties counting one half.
 
@@ -101,16 +107,19 @@ def auroc(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch
     return _measured("auroc", id_scores, ood_scores, convention)
 
 
+@checked
 def aupr(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch-uncertainty") -> float:
     """Area under the precision-recall curve with OOD as the positive class."""
     return _measured("aupr", id_scores, ood_scores, convention)
 
 
+@checked
 def fpr95(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch-uncertainty") -> float:
     """Share of ID samples flagged at the threshold that flags 95 % of the OOD samples."""
     return _measured("fpr95", id_scores, ood_scores, convention)
 
 
+@checked
 def roc_curve(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Shares of ID and of OOD samples flagged (at or above a threshold), and the thresholds, from infinity down.
 

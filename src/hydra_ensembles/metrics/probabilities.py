@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from .inputs import at_least_float32, check_member_probs, check_probs, mean
+from ..arguments import checked, require_whole
+from .inputs import Labels, at_least_float32, check_member_probs, check_probs, mean
 
 BINS = 15
 
@@ -42,17 +42,20 @@ class EntropyParts(NamedTuple):
 # --- accuracy and calibration -------------------------------------------------------------------------------
 
 
-def accuracy(probs: Tensor, labels: Tensor) -> float:
+@checked
+def accuracy(probs: Tensor, labels: Labels) -> float:
     """Share of samples whose most probable class is the label, divided once, so that 9 of 10 is 0.9."""
     return mean(top_label(probs, labels)[1])
 
 
-def brier(probs: Tensor, labels: Tensor) -> float:
+@checked
+def brier(probs: Tensor, labels: Labels) -> float:
     """Brier score: squared error summed over the classes, mean over the samples (0 best, 2 worst)."""
     return mean(brier_per_sample(*check_probs(probs, labels)))
 
 
-def nll(probs: Tensor, labels: Tensor) -> float:
+@checked
+def nll(probs: Tensor, labels: Labels) -> float:
     """Negative log-likelihood of the label, mean over the samples.
 
     Infinite as soon as one label has probability zero, as in torch-uncertainty; scikit-learn would clip.
@@ -60,7 +63,8 @@ def nll(probs: Tensor, labels: Tensor) -> float:
     return mean(nll_per_sample(*check_probs(probs, labels)))
 
 
-def ece(probs: Tensor, labels: Tensor, *, bins: int = BINS) -> float:
+@checked
+def ece(probs: Tensor, labels: Labels, *, bins: int = BINS) -> float:
     """Expected calibration error: equal-width bins of top-1 confidence, L1, as torchmetrics defines it.
 
     Like there, a confidence of exactly 1 has a bin of its own.
@@ -68,7 +72,8 @@ def ece(probs: Tensor, labels: Tensor, *, bins: int = BINS) -> float:
     return ece_of_confidence(*top_label(probs, labels), bins=bins)
 
 
-def adaptive_ece(probs: Tensor, labels: Tensor, *, bins: int = BINS) -> float:
+@checked
+def adaptive_ece(probs: Tensor, labels: Labels, *, bins: int = BINS) -> float:
     """Calibration error over bins of equal count, L1 weighted by count.
 
     torch-uncertainty's is NaN with fewer samples than bins, where here the empty bins are dropped. Equal confidences
@@ -77,11 +82,12 @@ def adaptive_ece(probs: Tensor, labels: Tensor, *, bins: int = BINS) -> float:
     return adaptive_ece_of_confidence(*top_label(probs, labels), bins=bins)
 
 
-def top_label(probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+@checked
+def top_label(probs: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
     """Confidence of the most probable class and whether it is the label: `[B]` and `[B]` of bool."""
-    probs, labels = check_probs(probs, labels)
+    probs, targets = check_probs(probs, labels)
     confidence, predicted = probs.max(dim=1)
-    return confidence, predicted == labels
+    return confidence, predicted == targets
 
 
 def brier_per_sample(probs: Tensor, labels: Tensor) -> Tensor:
@@ -109,7 +115,7 @@ def ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: int = BINS) 
 def adaptive_ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> float:
     """`adaptive_ece` from what `top_label` returns."""
     order = confidence.sort(stable=True).indices
-    size, larger = divmod(len(order), _checked(bins))  # the first `larger` bins hold one sample more
+    size, larger = divmod(len(order), require_whole("bins", bins, 1))  # the first `larger` bins hold one sample more
     sizes = torch.tensor([size + 1] * larger + [size] * (bins - larger))
     groups = torch.repeat_interleave(torch.arange(bins), sizes)
     return _weighted_gap(groups, confidence[order], correct[order], bins)
@@ -132,7 +138,7 @@ def _equal_width_groups(confidence: Tensor, bins: int) -> Tensor:
 
     Bins are found in float32, where torchmetrics finds them, so that a confidence on an edge lands alike.
     """
-    edges = torch.linspace(0, 1, _checked(bins) + 1, dtype=torch.float32)
+    edges = torch.linspace(0, 1, require_whole("bins", bins, 1) + 1, dtype=torch.float32)
     return torch.bucketize(confidence.cpu().float(), edges, right=True) - 1
 
 
@@ -142,20 +148,16 @@ def _weighted_gap(groups: Tensor, confidence: Tensor, correct: Tensor, bins: int
     return gap.abs().sum().item() / len(groups)
 
 
-def _checked(bins: int) -> int:
-    if bins < 1:
-        raise ConfigError(f"bins={bins} cannot hold samples; use at least 1 ({BINS} is the custom)")
-    return bins
-
-
 # --- diversity of members -----------------------------------------------------------------------------------
 
 
+@checked
 def mutual_information(member_probs: Tensor) -> float:
     """Mutual information of label and member in nats, mean over samples; zero for one member."""
     return mean(entropy_parts(check_member_probs(member_probs)).epistemic)
 
 
+@checked
 def disagreement(member_probs: Tensor) -> float:
     """Share of member pairs that predict different classes, mean over samples; zero for one member."""
     return mean(disagreement_per_sample(check_member_probs(member_probs)))

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..arguments import checked
+from ..batches import READ
 from ..checkpoint import DUAL_ENCODER, Contents, Stored, dual_encoder_contents, read_dual_encoder
 from ..errors import ConfigError, DataError
 from ..preprocessing import TextPreprocessing
 from .config import CosineConfig, DualEncoderConfig, EnsembleConfig, Sharing, output_width
 from .cost import Description
 from .ensemble import Ensemble, Saved, built_around, copied
-from .given import READ
-from .layers import GroupedLinear, dropping
+from .layers import Droppable, GroupedLinear, dropping
 from .members import member_index, place_of
 from .metadata import PROJECTION, TOWER, Metadata, TextSettings, TextSide, odd_names, text_state
 from .stem_readout import Projections, compose, linear, projection_config, projection_from
@@ -28,7 +28,7 @@ Tower = Literal["image", "text"]
 INITIAL_SCALE = math.log(1 / 0.07)  # where CLIP's training starts
 
 
-class DualEncoder(Saved, nn.Module):
+class DualEncoder(Saved, Droppable):
     """An image tower and a text tower whose features are projected into one embedding (CLIP).
 
     The towers have the same number of members, or one of them has a single member that serves all. The logit of an

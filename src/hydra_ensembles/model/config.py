@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
+from ..arguments import require_number
 from ..errors import ConfigError
-from ..schema import ADDED_LATER
+from ..schema import ADDED_LATER, require_types
 
 MAX_SIZE = 1 << 24  # no width, vocabulary or count of a real model is larger; guards against absurd files
 MAX_COPIES = 4096  # of layers, heads, members
@@ -21,40 +21,23 @@ Epsilon = Annotated[float, (math.ulp(0.0), 1.0)]
 
 
 class Checked:
-    """Settings that refuse values beyond the ranges and choices in the annotations of their fields."""
+    """Settings that give their fields the annotated types, and refuse values beyond the ranges that stand there."""
 
     def __post_init__(self) -> None:
+        require_types(self)
         for name, hint in get_type_hints(type(self), include_extras=True).items():
-            _check(f"{type(self).__name__}.{name}", getattr(self, name), hint)
+            _check_range(f"{type(self).__name__}.{name}", getattr(self, name), hint)
 
 
-def _check(name: str, value: Any, hint: Any) -> None:
+def _check_range(name: str, value: Any, hint: Any) -> None:
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         require_number(name, value, *inner[1])
-    elif origin is Literal and value not in inner:
-        raise ConfigError(f"{name} must be one of {list(inner)}, got {value!r}")
     elif origin is tuple:
-        if inner[-1] is not Ellipsis and len(value) != len(inner):
-            raise ConfigError(f"{name} must have {len(inner)} entries, got {value!r}")
         for index, one in enumerate(value):
-            _check(f"{name}[{index}]", one, inner[0])
+            _check_range(f"{name}[{index}]", one, inner[0])
     elif origin in (Union, UnionType) and value is not None:
-        _check(name, value, inner[0])
-
-
-def require_number(name: str, value: Any, least: float, end: float) -> None:
-    """Refuse what is no number of at least `least` and less than `end`."""
-    is_number = isinstance(value, Real)
-    if not is_number or not least <= value < end:
-        raise ConfigError(f"{name} must be a number of at least {least} and less than {end}, got {value!r}")
-
-
-def require_whole(name: str, value: object, least: int) -> int:
-    """The value as Python's own integer; refused where it is no whole number, or too small."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-        raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    return int(value)
+        _check_range(name, value, inner[0])
 
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]

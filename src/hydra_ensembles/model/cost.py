@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._utils import evaluation_mode
 from ..arguments import checked
 from ..errors import ConfigError, DataError
 from .config import EnsembleConfig, KeptHeads, PatchStemConfig
 from .given import Given
+from .layers import evaluating
 
 Name = TypeVar("Name", bound=str)
 
@@ -149,7 +149,7 @@ def measure_costs(
         if own != example.device:
             raise DataError(f"model {name!r} is on {own} and the inputs are on {example.device}; move one of them")
     runs = {name: partial(model, inputs) for name, model in models.items()}
-    with evaluation_mode(*modules.values()), torch.no_grad():
+    with evaluating(*modules.values()), torch.no_grad():
         times_in_turn(runs, warmup, example.device)
         times = times_in_turn(runs, repeats, example.device)
         memory = {name: _peak_memory(model, inputs, example.device) for name, model in models.items()}

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..batches import Inputs, move
+from ..arguments import checked
+from ..batches import READ, Inputs, move
 from ..checkpoint import (
     ENSEMBLE,
     Contents,
@@ -25,8 +26,8 @@ from ..errors import ConfigError, DataError
 from ..prediction import Prediction
 from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_width
 from .cost import Description, describe
-from .given import READ, Arguments, Given, fitting_images, fitting_tokens, gathered, require_at_home
-from .layers import Encoder, GroupedNorm, dropping
+from .given import Arguments, Given, fitting_images, fitting_tokens, gathered, require_at_home, require_dense
+from .layers import Droppable, Encoder, GroupedNorm, dropping
 from .members import (
     join_states,
     listed,
@@ -72,6 +73,7 @@ class Saved(ABC):
     def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> Self:
         """The model that an opened checkpoint holds."""
 
+    @checked
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `config.json`, `model.safetensors`, for text `tokenizer.json`, and a model card into a folder.
 
@@ -80,6 +82,7 @@ class Saved(ABC):
         save_checkpoint(folder, self._contents(Path(folder).expanduser().resolve().name))
 
     @classmethod
+    @checked
     def from_pretrained(
         cls,
         source: str | Path,
@@ -105,6 +108,7 @@ class Saved(ABC):
             source, cls._kind, lambda stored: cls._restored(stored, device, dtype), revision=revision, token=token
         )
 
+    @checked
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None, commit_message: str | None = None
     ) -> str:
@@ -113,7 +117,7 @@ class Saved(ABC):
         return push_checkpoint(repo_id, contents, private=private, token=token, commit_message=commit_message)
 
 
-class Ensemble(Saved, nn.Module):
+class Ensemble(Saved, Droppable):
     """A transformer classifier with M members: stem, encoder, readout; `forward` gives `[M, B, C]`.
 
     A single model is an ensemble with one member, a pruned model one with fewer heads, a Deep Ensemble one
@@ -284,7 +288,9 @@ class Ensemble(Saved, nn.Module):
         self, inputs: Any = None, attention_mask: Any = None, token_type_ids: Any = None, **named: Any
     ) -> Arguments:
         """The main input, mask and segments, however `forward` was given them, held against what the model takes."""
-        main, mask, segments = gathered(self.kind, inputs, attention_mask, token_type_ids, named)
+        found = gathered(self.kind, inputs, attention_mask, token_type_ids, named)
+        require_dense(found)
+        main, mask, segments = found
         if isinstance(self.config.stem, PatchStemConfig):
             fitting_images(self.config.stem, main)
             return main, None, None
@@ -337,6 +343,7 @@ class Ensemble(Saved, nn.Module):
         if strange:
             raise ConfigError(f"there is no metadata {strange}; there are {known}")
         metadata = replace(self.metadata, **changes)
+        metadata.check(self.config)
         return built_around(lambda: Ensemble(self.config, metadata), self.state_dict())
 
     # --- saving and loading ------------------------------------------------------------------------------

@@ -11,18 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..batches import looks_like_input, tensors_of
+from ..batches import READ, looks_like_input, tensors_of
 from ..errors import DataError
 from .config import PatchStemConfig, TextStemConfig
 
 Given = Tensor | Mapping[str, Tensor]
 Arguments = tuple[Tensor, Tensor | None, Tensor | None]  # images or token ids, mask, segments
-
-READ: dict[Literal["image", "text"], tuple[str, ...]] = {
-    "image": ("pixel_values",),
-    "text": ("input_ids", "attention_mask", "token_type_ids"),
-}
-"""What models read, by the names that processors and tokenizers give; the main input first."""
 
 PASSED_OVER = (
     "labels",
@@ -74,6 +68,13 @@ def _not_read(name: str, kind: Literal["image", "text"]) -> str:
     near = get_close_matches(name, READ[kind], 1)
     advice = f"did you mean {near[0]!r}?" if near else "leave it out"
     return f"the inputs hold {name!r}, which is not read; {kind} models read {', '.join(READ[kind])}: {advice}"
+
+
+def require_dense(tensors: Arguments) -> None:
+    """Refuse tensors that are stored in another way than number by number, such as sparse ones."""
+    for tensor in tensors:
+        if tensor is not None and tensor.layout is not torch.strided:
+            raise DataError(f"the inputs hold a tensor of layout {tensor.layout}; give dense ones: tensor.to_dense()")
 
 
 def fitting_images(config: PatchStemConfig, images: Tensor) -> None:

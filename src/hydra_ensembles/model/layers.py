@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .._utils import evaluation_mode
 from .config import Activation, EncoderConfig, EnsembleConfig, HiddenActivation, NormKind
 
 
@@ -379,6 +380,18 @@ def drops(module: nn.Module) -> bool | torch.Generator:
     """Whether a layer drops: as `dropping` says, else in training mode; a generator where one is to be used."""
     rule: bool | torch.Generator | None = getattr(_THREAD, "rule", None)
     return module.training if rule is None else rule
+
+
+class Droppable(nn.Module):
+    """A model all of whose layers do what `dropping` says."""
+
+
+@contextmanager
+def evaluating(*models: object) -> Iterator[None]:
+    """Evaluation mode inside: of ours in this thread alone, and no flag changes; of other modules by their flags."""
+    others = [one for one in models if isinstance(one, nn.Module) and not isinstance(one, Droppable)]
+    with dropping(False), evaluation_mode(*others):
+        yield
 
 
 class Dropout(nn.Dropout):

@@ -13,7 +13,7 @@ from ..metrics.conformal import Reference, check_share
 from ..metrics.distance import FamiliarityName, is_relative, unfamiliarity
 from ..prediction import Calibrates, Prediction, ScoreName, Unfamiliarity, check_temperature
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
-from ..schema import ADDED_LATER
+from ..schema import ADDED_LATER, require_types
 from .config import EnsembleConfig, ProjectionConfig
 from .members import join_equal, member_config, member_state, unequal
 
@@ -37,6 +37,7 @@ class Calibration:
     reference: Reference | None = field(default=None, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
+        require_types(self)
         check_temperature(self.temperature)
         check_share(self.accepted_share, "accepted_share")
 
@@ -54,7 +55,7 @@ class Calibration:
     ) -> Prediction:
         """What member logits `[M, B, C]` say, with this calibration applied."""
         temperature = self.temperature if len(self.temperature) > 1 else self.temperature[0]
-        return Prediction.from_logits(
+        return Prediction.derived(
             member_logits,
             temperature,
             self.threshold,
@@ -186,11 +187,19 @@ class Metadata:
         return replace(self, text_side=None, familiarity=None)
 
     def __post_init__(self) -> None:
-        """Refuse class names that are none: a string is not a list of its letters."""
-        given: Any = self.labels
-        if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
-            raise ConfigError(f"labels must be a list of names, one for each class, got {given!r}")
-        object.__setattr__(self, "labels", tuple(given))
+        require_types(self)
+
+    def check(self, config: EnsembleConfig) -> None:
+        """Refuse labels, temperatures and preprocessing that do not belong to such a model."""
+        classes, labels = config.readout.num_classes, len(self.labels)
+        if classes and labels not in (0, classes):
+            raise ConfigError(f"{labels} labels for {classes} classes; give one label per class, or none")
+        count = 1 if self.calibration is None else len(self.calibration.temperature)
+        if count not in (1, config.members):
+            raise ConfigError(f"{count} temperatures for {config.members} members; give one, or one each")
+        given = self.preprocessing
+        if given is not None and given.kind != config.kind:
+            raise ConfigError(f"preprocessing is {type(given).__name__} for a model of {config.kind}s")
 
     def after(self, line: str, **changes: Any) -> "Metadata":
         """Metadata once the model was changed: one more line of history; what was measured does not carry over."""

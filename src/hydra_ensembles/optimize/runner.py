@@ -12,6 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from ..arguments import checked, require_whole
 from ..batches import Inputs
 from ..errors import ConfigError
 from ..model.cost import times_in_turn
@@ -47,6 +48,7 @@ class OptimizedEnsemble:
         choices: The plan for each input shape seen, with the measured times.
     """
 
+    @checked
     def __init__(
         self,
         ensemble: Ensemble,
@@ -79,8 +81,7 @@ class OptimizedEnsemble:
             raise ConfigError(f"plans must be some of {list(PLANS)}, got {list(chosen)}")
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(f"dtype must be a floating type such as torch.bfloat16, got {dtype}")
-        if compiled_shapes < 1:
-            raise ConfigError(f"compiled_shapes must be at least 1, got {compiled_shapes}")
+        require_whole("compiled_shapes", compiled_shapes, 1)
         self.device, self.dtype = ensemble.device, dtype or ensemble.dtype
         on_cuda = self.device.type == "cuda"
         if graphs and not on_cuda:

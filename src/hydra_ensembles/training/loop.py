@@ -21,12 +21,12 @@ from tqdm import tqdm
 
 from .._distributed import ALONE, Ranks, all_ranks, is_sharded, launched, local_device
 from .._utils import derive_seed, require_device, require_same_run
+from ..arguments import require_whole
 from ..batches import Batches, borrowed, epoch_of, fingerprint, length_of, require_rereadable
 from ..errors import CheckpointError, ConfigError, DataError
 from ..files import read_file, read_sealed, remove_leftovers, write_atomically, write_sealed
 from ..heads.ranking import model_fingerprint
 from ..model.clip import DualEncoder
-from ..model.config import require_whole
 from ..model.ensemble import Ensemble
 from ..schema import ADDED_LATER, from_plain, to_plain
 from .recipe import Recipe, make_optimizer

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._utils import require
+from ..arguments import checked
 from ..batches import Batches, length_of
 from ..errors import ConfigError
 from ..model.config import GROUPS, EnsembleConfig, Group
@@ -149,6 +150,7 @@ class Recipe:
                     raise ConfigError(f"Recipe.{name} must be at least {low:g}{below}, got {number}")
 
     @classmethod
+    @checked
     def preset(cls, name: str, **changes: Any) -> "Recipe":
         """A recipe of the paper, with some settings changed.
 

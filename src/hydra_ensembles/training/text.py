@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -99,15 +100,23 @@ def read_pairs(raw: Any, name: str, index: int = 0) -> Pairs:
     if not isinstance(raw, list | tuple) or len(raw) not in (2, 3):
         raise DataError(f"{where} is a {type(raw).__name__}; expected (images, texts, labels), or (images, texts)")
     images, texts, labels = (*raw, None)[:3]
-    if isinstance(texts, str):
-        raise DataError(f"the texts of {where} are one string; give a list of strings, one per image")
     texts = list(texts) if isinstance(texts, tuple) else texts
-    given = {"images": images, "texts": texts}
-    firsts = {what: next(iter(one.values()), ()) if isinstance(one, Mapping) else one for what, one in given.items()}
-    if len(firsts["images"]) != len(firsts["texts"]) or not len(firsts["texts"]):
-        listed = ", ".join(f"{len(one)} {what}" for what, one in firsts.items())
+    counts = {"images": _count(images), "texts": _count(texts)}
+    for what, one in (("images", images), ("texts", texts)):
+        if counts[what] is None:
+            raise DataError(f"the {what} of {where} are a {type(one).__name__}; give a list, a tensor or a mapping")
+    if counts["images"] != counts["texts"] or not counts["texts"]:
+        listed = ", ".join(f"{count} {what}" for what, count in counts.items())
         raise DataError(f"{where} has {listed}; every image needs one text")
-    return images, texts, None if labels is None else read_labels(labels, len(firsts["texts"]), where)
+    return images, texts, None if labels is None else read_labels(labels, counts["texts"], where)
+
+
+def _count(given: Any) -> int | None:
+    """How many samples there are in a list, a tensor, or a mapping of them; None where there cannot be any."""
+    first = next(iter(given.values()), ()) if isinstance(given, Mapping) else given
+    if isinstance(first, Tensor | np.ndarray):
+        return len(first) if first.ndim else None
+    return len(first) if isinstance(first, list | tuple) else None
 
 
 class TextLearner(Learner[Pairs]):

@@ -240,5 +240,5 @@ def test_bad_scores_and_errors_are_refused(scores, errors, token):
         with pytest.raises(DataError, match=token):
             metric(scores, errors)
     for coverage in (0.0, 1.5, float("nan")):
-        with pytest.raises(ConfigError, match="coverage="):
+        with pytest.raises(ConfigError, match="coverage"):
             risk_at_coverage(T([0.1]), T([True]), coverage)
