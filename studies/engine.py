@@ -18,7 +18,7 @@ from torch import Tensor
 from hydra_ensembles import Ensemble, HeadRanking, __version__, extract_circuit, fit_calibration
 from hydra_ensembles.batches import move, read_batch
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.files import checksum, read_json, write_json
+from hydra_ensembles.files import checksum, read_object, write_json
 from hydra_ensembles.heads.members import Members, Score
 from hydra_ensembles.heads.ranking import Head
 from hydra_ensembles.model.cost import measure_costs
@@ -120,7 +120,7 @@ class SeedRun(ABC):
         """What was sealed; refused where nothing was, or where it was changed since."""
         path, stage = self.record_path, self.RECORD_STAGE
         try:
-            plain = read_json(path)
+            plain = read_object(path)
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{path} cannot be read ({error}); run the stage `{stage}` first: test sets are opened only after "
@@ -257,7 +257,7 @@ def evaluate(run: SeedRun) -> None:
 def require_own_record(run: SeedRun) -> None:
     """Refuse a seed whose numbers were made under another sealed record than it holds now."""
     file = run.path / f"{EVALUATED}.json"
-    if file.exists() and read_json(file)["seed"]["record"] != digest_of(run.record()):
+    if file.exists() and read_object(file)["seed"]["record"] != digest_of(run.record()):
         raise DataError(f"{run.path} was evaluated by another record; delete it and run the seed again")
 
 

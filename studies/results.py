@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.files import read_json, write_json
+from hydra_ensembles.files import read_object, write_json
 from hydra_ensembles.metrics import brier_per_sample, nll_per_sample
 from hydra_ensembles.prediction import Calibrates, Prediction, ScoreName
 
@@ -127,7 +127,7 @@ class Results:
         """Read `NAME.json` and `NAME.npz`."""
         path = folder / f"{name}.json"
         try:
-            facts = read_json(path)
+            facts = read_object(path)
             if facts.get("format") != FORMAT:
                 raise DataError(f"its format is {facts.get('format')!r}, and this version reads {FORMAT!r}")
             return cls(facts, read_arrays(path.with_suffix(".npz")))

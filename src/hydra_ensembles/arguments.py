@@ -91,8 +91,15 @@ def _choices(hint: Any) -> tuple[Any, ...]:
 def _in_words(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {list(get_args(hint))}"
-    kind = get_origin(hint) or hint
+    kind, item = get_origin(hint) or hint, next(iter(get_args(hint)), Any)
+    if kind in (Sequence, Collection) and _is_simple(item):
+        return f"{_WORDS[kind]} of which each is {_in_words(item)}"
     return _WORDS.get(kind, f"a {getattr(kind, '__name__', kind)}")
+
+
+def _is_simple(hint: Any) -> bool:
+    """Whether items are annotated as one kind, which can be looked at."""
+    return (isinstance(hint, type) and hint is not Any) or get_origin(hint) is Literal
 
 
 def _fits(hint: Any, value: Any) -> bool:
@@ -115,7 +122,7 @@ def _fits(hint: Any, value: Any) -> bool:
         return isinstance(given, str) and "\0" not in given and _can_be_written(given)
     if kind in (Iterable, Sequence, Collection):
         item = next(iter(get_args(hint)), Any)
-        simple = isinstance(item, type) or get_origin(item) is Literal
+        simple = _is_simple(item)
         if not simple and item is not Any:  # heads, members: whoever takes them knows what to say
             return True
         listed = isinstance(value, Iterable) if kind is Iterable else hasattr(type(value), "__len__")

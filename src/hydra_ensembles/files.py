@@ -214,12 +214,17 @@ if hasattr(os, "register_at_fork"):
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
+def plain_file(path: Path) -> Path:
+    """The path, unless it is something else than a file: to open a named pipe would be to wait for ever."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is not a plain file; move it away, or give another path")
+    return path
+
+
 def read_file(path: Path, most: int | None = MAX_BYTES) -> bytes:
     """The content of a plain file of at most so many bytes; None for any number."""
     try:
-        if path.exists() and not path.is_file():  # opening a named pipe would wait for ever
-            raise CheckpointError(f"{path} is not a plain file; move it away, or give another path")
-        with path.open("rb") as file:
+        with plain_file(path).open("rb") as file:
             content = file.read() if most is None else file.read(most + 1)
     except OSError as error:
         reason = error.strerror or error
@@ -232,6 +237,14 @@ def read_file(path: Path, most: int | None = MAX_BYTES) -> bytes:
 def read_json(path: Path, most: int = MAX_BYTES) -> Any:
     """The plain data in a JSON file, by the rules of `parse_json`."""
     return parse_json(read_file(path, most), str(path), most=most)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The plain data in a JSON file that holds an object."""
+    plain = read_json(path)
+    if not isinstance(plain, dict):
+        raise CheckpointError(f"{path} holds a {type(plain).__name__}, not an object with named fields")
+    return plain
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -354,10 +367,7 @@ def write_sealed(path: Path, plain: Mapping[str, Any]) -> None:
 
 def read_sealed(path: Path, *, required: bool = False) -> dict[str, Any]:
     """The content of what `write_sealed` wrote, unchanged; without a digest, only where it is not `required`."""
-    plain = read_json(path)
-    if not isinstance(plain, dict):
-        raise CheckpointError(f"{path} holds a {type(plain).__name__}, not an object with named fields")
-    return unsealed(plain, str(path), required=required)
+    return unsealed(read_object(path), str(path), required=required)
 
 
 def remove_leftovers(folder: Path) -> None:

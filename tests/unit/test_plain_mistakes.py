@@ -17,12 +17,14 @@ import torch
 
 import checkpoint_models
 import hydra_ensembles as he
+from hydra_ensembles import metrics
 from hydra_ensembles.data.dataset import ImageDataset, split, subset
 from hydra_ensembles.data.loading import load
-from hydra_ensembles.errors import HydraError
+from hydra_ensembles.errors import ConfigError, HydraError
 from hydra_ensembles.evaluation.evaluate import evaluate_logits
-from hydra_ensembles.model.config import output_width
+from hydra_ensembles.model.config import EncoderConfig, PatchStemConfig, ReadoutConfig, output_width
 from hydra_ensembles.model.cost import measure_costs
+from hydra_ensembles.model.metadata import Calibration
 from sample_evaluations import costs, evaluation
 from unit.pipeline import build_cases as cases
 from zero_shot_models import word_tokenizer
@@ -100,6 +102,11 @@ BATCHES: dict[str, Callable[[], Any]] = {  # what may go wrong within batches
 }
 OWN = {"ensemble = type", "ensemble = module"}  # of `evaluate`: what the user's own model raises passes through
 DATA = {"train", "batches", "id", "ood", "validation", "id_batches", "ood_batches", "id_data"}
+SCORES = torch.arange(6.0)
+LABELLED: dict[str, Any] = {"probs": torch.full((6, 3), 1 / 3), "labels": Y}
+OOD = {"id_scores": SCORES, "ood_scores": SCORES + 1}
+RISK = {"scores": SCORES, "errors": Y > 0}
+LOGITS = {"threshold": None, "class_names": None, "check_finite": True, "calibrates": "logits", "reference": None}
 CLASSES = {"class_names": ["red", "green"], "templates": ["a {label}"]}
 Call = tuple[Callable[..., Any], Callable[[], dict[str, Any]]]  # a function, and arguments that it takes
 
@@ -317,6 +324,64 @@ CALLS: dict[str, Call] = {
     ),
     "measure_costs": (measure_costs, lambda: {"models": {"m": MODEL}, "inputs": X, "repeats": 1, "warmup": 0}),
     "zero_shot": (he.zero_shot, lambda: {"dual": dual(), **CLASSES}),
+    "fit_familiarity": (
+        he.fit_familiarity,
+        lambda: {
+            "ensemble": MODEL,
+            "id_batches": data(),
+            "score": "knn",
+            "held_out": 0.2,
+            "shrinkage": None,
+            "neighbours": 1,
+            "principal": None,
+            "stored": 10,
+            "seed": 0,
+        },
+    ),
+    "soup": (he.soup, lambda: {"models": [MODEL]}),
+    "optimize": (MODEL.optimize, lambda: {"plans": ["batched"], "compiled_shapes": 1, "graphs": None, "dtype": None}),
+    "from_pretrained": (
+        he.Ensemble.from_pretrained,
+        lambda: {"source": "folder", "revision": None, "device": None, "dtype": None, "token": None},
+    ),
+    "save_pretrained": (MODEL.save_pretrained, lambda: {"folder": "saved"}),
+    "member": (MODEL.member, lambda: {"index": 0}),
+    "with_metadata": (
+        MODEL.with_metadata,
+        lambda: {"labels": (), "preprocessing": None, "calibration": None, "history": (), "metrics": {}, "source": ""},
+    ),
+    "Prediction": (
+        he.Prediction.from_logits,
+        lambda: {"member_logits": torch.randn(2, 6, 3), "temperature": 1.0, "score": "msp", **LOGITS},
+    ),
+    "Prediction.concat": (he.Prediction.concat, lambda: {"predictions": [MODEL.predict(X)]}),
+    "Recipe.preset": (he.Recipe.preset, lambda: {"name": "sst2"}),
+    "Calibration": (Calibration, lambda: settings(Calibration)),
+    "ImagePreprocessing": (he.ImagePreprocessing, lambda: {"size": (8, 8), **settings(he.ImagePreprocessing)}),
+    "TextPreprocessing": (he.TextPreprocessing, lambda: {"max_length": 8, **settings(he.TextPreprocessing)}),
+    "EncoderConfig": (
+        EncoderConfig,
+        lambda: {"width": 8, "layers": 2, "heads": 2, "head_dim": 4, "mlp_width": 8, **settings(EncoderConfig)},
+    ),
+    "PatchStemConfig": (
+        PatchStemConfig,
+        lambda: {"patch_size": (2, 2), "grid": (2, 2), **settings(PatchStemConfig)},
+    ),
+    "ReadoutConfig": (ReadoutConfig, lambda: settings(ReadoutConfig)),
+    "bootstrap_ood": (
+        metrics.bootstrap_ood,
+        lambda: {"metric": "auroc", **OOD, "convention": "openood", "resamples": 2, "level": 0.9, "seed": 0},
+    ),
+    "fit_sets": (metrics.fit_sets, lambda: {**LABELLED, "share": 0.9, "kind": "lac", "by_class": False}),
+    "ece": (metrics.ece, lambda: {**LABELLED, "bins": 3}),
+    "adaptive_ece": (metrics.adaptive_ece, lambda: {**LABELLED, "bins": 3}),
+    **{name: (getattr(metrics, name), lambda: LABELLED) for name in ("accuracy", "brier", "nll", "top_label")},
+    **{name: (getattr(metrics, name), lambda: OOD) for name in ("auroc", "aupr", "fpr95", "discordance", "roc_curve")},
+    **{name: (getattr(metrics, name), lambda: RISK) for name in ("aurc", "risk_coverage", "risk_at_coverage")},
+    "mutual_information": (metrics.mutual_information, lambda: {"member_probs": LABELLED["probs"][None]}),
+    "disagreement": (metrics.disagreement, lambda: {"member_probs": LABELLED["probs"][None]}),
+    "conformal_threshold": (metrics.conformal_threshold, lambda: {"scores": SCORES, "share": 0.9}),
+    "p_values": (metrics.p_values, lambda: {"reference": SCORES, "scores": SCORES}),
 }
 
 
@@ -346,3 +411,27 @@ def test_every_mistake_is_answered_or_refused_in_our_words(name: str, tmp_path: 
                 continue
             raw.append(f"{title}: {error!r}")
     assert not raw, "\n".join(raw)
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "token"),
+    [  # taken in silence by earlier versions
+        (Calibration, {"threshold": "2"}, "threshold"),
+        (Calibration, {"accepted_share": True}, "accepted_share"),
+        (he.ImagePreprocessing, {"size": (8, 8), "interpolation": "nonsense"}, "interpolation"),
+        (he.TextPreprocessing, {"max_length": 8, "pad_to_max": "no"}, "pad_to_max"),
+        (he.TextPreprocessing, {"max_length": 8, "pad_id": 1.5}, "pad_id"),
+        (EncoderConfig, {"width": 8, "layers": 1.5, "heads": 2, "head_dim": 4, "mlp_width": 8}, "layers"),
+        (ReadoutConfig, {"eot_token": "2"}, "eot_token"),
+        (MODEL.with_metadata, {"calibration": 1.5}, "calibration"),
+        (MODEL.with_metadata, {"metrics": 2}, "metrics"),
+        (MODEL.with_metadata, {"labels": ["a"]}, "1 labels"),
+        (MODEL.with_metadata, {"preprocessing": he.TextPreprocessing(8)}, "TextPreprocessing"),
+        (MODEL.optimize, {"compiled_shapes": True}, "compiled_shapes"),
+        (metrics.bootstrap_ood, {"metric": "auroc", **OOD, "seed": None}, "seed"),
+        (he.taylor, {"ensemble": MODEL, "batches": [], "budget": 3, "seed": 2**70}, "seed"),
+    ],
+)
+def test_settings_of_another_kind_are_refused(call: Callable[..., Any], given: dict[str, Any], token: str) -> None:
+    with pytest.raises(ConfigError, match=token):
+        call(**given)

@@ -37,6 +37,17 @@ def test_inside_everything_is_in_evaluation_mode_also_after_an_error() -> None:
             raise RuntimeError("stop")
 
 
+def test_who_leaves_evaluation_mode_last_puts_the_flags_back() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    with partly_frozen(model, model[0]):
+        first, second = evaluation_mode(model), evaluation_mode(model)
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not any(module.training for module in model.modules())
+        second.__exit__(None, None, None)
+
+
 @pytest.mark.parametrize(
     "run",
     [

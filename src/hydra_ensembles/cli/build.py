@@ -1,15 +1,19 @@
 """`hydra-ensembles build`: a Hydra Ensemble from one trained model."""
 
+import os
 import shlex
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from .._distributed import launched_rank
 from ..data.batching import TrainTransform, batches
 from ..data.dataset import AnyDataset
 from ..errors import ConfigError, DataError
+from ..files import locked
 from ..model.ensemble import Ensemble
 from ..pipeline.chain import build as build_ensemble
 from ..pipeline.run_folder import IDENTITY, RESULT, SETTINGS, require_own_folder
@@ -104,7 +108,7 @@ def build(
 
 
 def _build(sources: BuildSources, hydra: HydraConfig, folder: Path, progress: bool) -> Ensemble:
-    """Load model and data, write the settings down, build."""
+    """Load model and data, write the settings down, build; of two that start at once in one folder, one is told."""
     begun = (folder / IDENTITY).exists()
     require_own_folder(folder)
     given = [(role, getattr(sources, role)) for role in ("id", "train", "validation")]
@@ -122,8 +126,6 @@ def _build(sources: BuildSources, hydra: HydraConfig, folder: Path, progress: bo
         role: source.fit_to_model(data, model, sources, labelled=not role.startswith(OOD))
         for role, data in sets.items()
     }
-    if not begun:  # the settings of another build stay: `build` refuses the folder
-        write_settings(folder / SETTINGS, {**to_plain(sources), **to_plain(hydra)}, "build")
     transform: Any = model.metadata.preprocessing
     workers, train = sources.workers, sets.pop("train", None)
     held_out: dict[str, Any] = {
@@ -138,7 +140,11 @@ def _build(sources: BuildSources, hydra: HydraConfig, folder: Path, progress: bo
         held_out["ood"] = ood if len(ood) > 1 else next(iter(ood.values()))
     elif SYNTHETIC in sources.ood:
         held_out["ood"] = SYNTHETIC
-    return build_ensemble(model, hydra, **held_out, output=folder, device=sources.place(), progress=progress)
+    writes = launched_rank() == 0 and (not begun or os.access(folder, os.W_OK))  # a finished one can be read anywhere
+    with locked(folder, "build", file=SETTINGS) if writes else nullcontext():
+        if writes and not (folder / IDENTITY).exists():  # else those of the run stay, which may be another one
+            write_settings(folder / SETTINGS, {**to_plain(sources), **to_plain(hydra)}, "build")
+        return build_ensemble(model, hydra, **held_out, output=folder, device=sources.place(), progress=progress)
 
 
 def _load_sets(sources: BuildSources, hydra: HydraConfig) -> dict[str, AnyDataset]:

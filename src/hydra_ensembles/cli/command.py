@@ -27,7 +27,7 @@ import yaml
 from rich.console import Console, RenderableType
 
 from ..errors import ConfigError, HydraError
-from ..files import write_atomically
+from ..files import read_file, write_atomically
 from ..schema import from_plain
 from ..training.recipe import Recipe
 
@@ -152,7 +152,7 @@ def read_settings(
         ConfigError: A setting is unknown, missing, or cannot be what it is.
     """
     known: dict[str, Field[Any]] = {field.name: field for kind in kinds.values() for field in fields(kind)}
-    merged = {} if config is None else _parse(config.read_bytes(), str(config)) or {}
+    merged = {} if config is None else _parse(read_file(config), str(config)) or {}
     if not isinstance(merged, dict):
         raise ConfigError(f"{config} holds a {type(merged).__name__}; it must hold settings, a line 'name: value' each")
     others: dict[str, Any] = {}

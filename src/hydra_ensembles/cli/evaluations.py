@@ -15,7 +15,7 @@ from ..errors import ConfigError, DataError
 from ..evaluation.evaluate import evaluate as evaluate_model
 from ..evaluation.evaluation import FORMAT as EVALUATION
 from ..evaluation.evaluation import Evaluation, logits_path
-from ..files import parse_json
+from ..files import parse_json, read_file
 from ..metrics.inputs import Convention
 from ..model.cost import Cost
 from ..prediction import AnyScore
@@ -207,8 +207,9 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
     for path in paths:
         if not path.exists():
             raise DataError(f"{path} does not exist; give saved evaluations (.json) or folders that hold them")
+        before = len(evaluations) + len(costs)
         for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
-            data = parse_json(file.read_bytes(), str(file), foreign=True)
+            data = parse_json(read_file(file), str(file), foreign=True)
             kind = data.get("format") if isinstance(data, dict) else None
             if kind == EVALUATION:
                 evaluations.append(Evaluation.load(file))
@@ -216,6 +217,8 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
                 costs += load_costs(file)
             elif not path.is_dir():
                 raise DataError(f"{file} is neither a saved evaluation nor a table of costs")
+        if len(evaluations) + len(costs) == before:
+            raise DataError(f"no saved evaluation found in {path}; hydra-ensembles evaluate MODEL writes one")
     if not evaluations:
         places = ", ".join(str(path) for path in paths)
         raise DataError(f"no saved evaluation found in {places}; hydra-ensembles evaluate MODEL writes one")

@@ -16,7 +16,7 @@ from ..data.dataset import AnyDataset, subset
 from ..data.loading import Columns, load
 from ..data.suites import SetRef, suite
 from ..errors import CheckpointError, ConfigError, ConversionError, DataError
-from ..files import parse_json
+from ..files import parse_json, plain_file, read_file
 from ..model.clip import DualEncoder
 from ..model.ensemble import Ensemble
 from ..pipeline.run_folder import IDENTITY, RESULT
@@ -121,7 +121,7 @@ def _from_hub(name: str, settings: ModelSettings) -> Ensemble | DualEncoder:
 
 def _by_config(source: str, timm_scheme: str, path: Path, settings: ModelSettings) -> Ensemble | DualEncoder:
     """Load a folder or hub id by what its `config.json` says of the library that wrote it."""
-    content = parse_json(path.read_bytes(), str(path), foreign=True)
+    content = parse_json(read_file(path), str(path), foreign=True)
     config = content if isinstance(content, dict) else {}
     ours = config.get("format") == "hydra_ensembles"
     if "architecture" in config and not ours and not (timm_scheme == "local-dir" and "model_type" in config):
@@ -142,7 +142,7 @@ def _load_timm(name: str, settings: ModelSettings) -> Ensemble:
     if ":" not in name and name.partition(".")[0] not in timm.list_models():  # without the tag of pretrained weights
         raise CheckpointError(f"timm has no model {name!r}{did_you_mean(name, timm.list_models())}")
     try:
-        state = None if settings.weights is None else load_file(Path(settings.weights).expanduser())
+        state = None if settings.weights is None else load_file(plain_file(Path(settings.weights).expanduser()))
     except (OSError, SafetensorError) as error:  # files of other kinds can run code
         raise CheckpointError(f"the weights {settings.weights} cannot be read as safetensors: {error}") from error
     classes = (len(state[key]) for key in ("head.weight", "head.fc.weight") if state is not None and key in state)
@@ -192,7 +192,7 @@ def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> 
 def _require_no_code(source: str, folder: Path) -> None:
     """Refuse a model that is meant to be read by code of its own: without it, the answers may be other ones."""
     for path in sorted(folder.glob("*config.json")):
-        content = parse_json(path.read_bytes(), str(path), foreign=True)
+        content = parse_json(read_file(path), str(path), foreign=True)
         if isinstance(content, dict) and content.get("auto_map"):
             raise CheckpointError(
                 f"{source} brings code of its own (auto_map in {path.name}), which is never run here; if you trust it, "

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..data.dataset import IMAGE_SUFFIXES, AnyDataset, read_image
 from ..data.loading import TABLE_SUFFIXES, Columns, load
 from ..errors import ConfigError, DataError
+from ..files import read_file
 from ..model.config import GROUPS, EnsembleConfig, PatchStemConfig, all_heads
 from ..model.cost import Cost, measure_costs
 from ..model.ensemble import Ensemble
@@ -83,7 +84,7 @@ def predict(
     if threshold is not None:
         stored = ensemble.metadata.calibration or Calibration()
         ensemble = ensemble.with_metadata(calibration=replace(stored, threshold=threshold))
-    columns = dict(pair.partition("=")[::2] for pair in column or ())
+    columns = from_plain(Columns, dict(pair.partition("=")[::2] for pair in column or ()), "columns")
     items = find_inputs(ensemble.kind, inputs or (), text or (), columns)
     answers: list[dict[str, Any]] = []
     for start in range(0, len(items), batch_size):
@@ -95,7 +96,7 @@ def predict(
               file=sys.stderr)  # fmt: skip
 
 
-def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns: Mapping[str, str]) -> list[Item]:
+def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns: Columns) -> list[Item]:
     """The inputs that arguments name, for a model that reads this kind, in their order; `texts` come last.
 
     Arguments are files and folders; for text also `-`, the standard input. `columns` are for tables.
@@ -109,7 +110,7 @@ def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns:
             hint = f"; for a text write --text {argument!r}" if kind == "text" else ""
             raise DataError(f"{path} does not exist{did_you_mean(path)}{hint}")
         if path.is_file() and path.suffix.lower() in TABLE_SUFFIXES:
-            data = load(path, columns=from_plain(Columns, columns, "columns"), labels="optional")
+            data = load(path, columns=columns, labels="optional")
             if data.kind != kind:
                 raise DataError(f"{path} holds {data.kind}s, but the model reads {kind}s")
             items += [(f"{path}:{row}", partial(_content, data, row)) for row in range(len(data))]
@@ -138,7 +139,7 @@ def _texts(argument: str, path: Path) -> list[str]:
         raise DataError(f"{path} is a folder, but the model reads text; give a file with one text a line")
     if argument != "-":
         try:
-            lines = path.read_text(encoding="utf-8").split("\n")
+            lines = read_file(path, most=None).decode("utf-8").split("\n")
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not text in UTF-8 ({error})") from error
     found = [line.strip() for line in lines if line.strip()]

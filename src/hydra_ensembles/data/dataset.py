@@ -14,7 +14,8 @@ from torch.utils.data import Dataset as TorchDataset
 
 from .._utils import require
 from ..arguments import checked
-from ..errors import DataError
+from ..errors import CheckpointError, DataError
+from ..files import read_file
 from ..preprocessing import to_rgb
 from ..schema import short
 
@@ -200,9 +201,9 @@ def decode_image(content: bytes, where: str) -> "Image":
 def read_image(path: Path, where: str | None = None) -> "Image":
     """Read an image file as RGB; a `DataError` where it is missing or no image."""
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"image file {path} cannot be read: {error.strerror or error}") from error
+        content = read_file(path, most=None)
+    except CheckpointError as error:
+        raise DataError(f"image file {error}") from error
     return decode_image(content, where or f"image file {path}")
 
 

@@ -108,6 +108,8 @@ def load(
         table = _read_hub(name.removeprefix(_HUB), config, split)
     elif not path.exists():
         raise DataError(f"{path} does not exist; check the path, or write 'hub:owner/name' for a data set of the hub")
+    elif not path.is_dir() and not path.is_file():  # to open a named pipe would be to wait for ever
+        raise DataError(f"{path} is neither a plain file nor a folder; give one of them")
     elif path.is_dir() and (splits := _table_splits(path)):
         table = _read_tables(splits[_choose(split, splits, path)], path.name, columns)
     elif path.is_dir():
@@ -195,7 +197,7 @@ def _table_splits(folder: Path) -> dict[str, list[Path]]:
     """The tables in a folder, or in `data/` below it, by split, of one kind: Parquet, else CSV, TSV or JSON lines."""
     for place, suffix in product((folder, folder / "data"), TABLE_SUFFIXES):
         splits: dict[str, list[Path]] = {}
-        for file in sorted(file for file in place.glob("*") if file.suffix.lower() == suffix):
+        for file in sorted(file for file in place.glob("*") if file.suffix.lower() == suffix and file.is_file()):
             shard = _SHARD.match(file.stem)
             splits.setdefault(shard["split"] if shard else file.stem, []).append(file)
         if splits:

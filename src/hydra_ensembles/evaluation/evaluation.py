@@ -439,9 +439,7 @@ class Evaluation:
 def read_json(path: str | Path, what: str) -> dict[str, Any]:
     """The JSON object in a file, unchanged where it has a digest; or a `DataError` that says what it should be."""
     try:
-        plain = files.read_json(Path(path))
-        if not isinstance(plain, dict):
-            raise DataError(f"it holds a {type(plain).__name__}, not an object with named fields")
+        plain = files.read_object(Path(path))
         unsealed(plain, "the file", required=False)
     except ValueError as error:
         raise DataError(f"{path} cannot be read as {what}: {error}") from error

@@ -22,6 +22,7 @@ from ..files import (
     checksum,
     locked,
     read_json,
+    read_object,
     remove_leftovers,
     unsealed,
     write_atomically,
@@ -232,9 +233,7 @@ def _content(place: Path) -> Path:
 
 def _read_identity(file: Path) -> tuple[dict[str, Any], Mapping[str, str] | None]:
     """What a run is, and the digests of its products; None where an earlier version began it."""
-    plain = read_json(file)
-    if not isinstance(plain, dict):
-        raise CheckpointError(f"{file} holds a {type(plain).__name__} and not what a run is; give another folder")
+    plain = read_object(file)
     identity = unsealed(plain, str(file), required=PRODUCTS in plain)
     products = identity.pop(PRODUCTS, None)
     known = products is None or (isinstance(products, dict) and all(isinstance(one, str) for one in products.values()))

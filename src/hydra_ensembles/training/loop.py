@@ -3,8 +3,9 @@
 import hashlib
 import json
 import math
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -384,11 +385,24 @@ def train_best(
         job = replace(job, identity={**job.identity, **data, "model": model_fingerprint(start)})
     with borrowed(job.train, job.validation), training_runtime(job.device, start.device) as runtime:
         own, ranks = replace(job, train=runtime.share(job.train)), runtime.ranks
-        with nullcontext() if job.folder is None else ranks.locked(job.folder, "training"):
-            if job.folder is not None and ranks.rank == 0:
-                remove_leftovers(job.folder)
+        folder = None if job.folder is None or _only_read(job.folder, job.recipe.rates) else job.folder
+        with nullcontext() if folder is None else ranks.locked(folder, "training"):
+            if folder is not None and ranks.rank == 0:
+                remove_leftovers(folder)
             results = [Run(make_learner(runtime), own, rate, runtime).finish() for rate in sorted(job.recipe.rates)]
     return max(results, key=lambda result: () if result.best is None else result.best.merit)
+
+
+def _only_read(folder: Path, rates: Iterable[float]) -> bool:
+    """Whether a training is finished and lies where nothing can be written: then nothing has to be."""
+    if not folder.exists() or os.access(folder, os.W_OK):
+        return False
+    states = [_place(folder, rate) / INDEX for rate in rates]
+    return all(state.exists() and read_sealed(state).get("finished") is True for state in states)
+
+
+def _place(folder: Path, rate: float) -> Path:
+    return folder / f"rate-{rate!r}"
 
 
 class Run(Generic[BatchT]):
@@ -396,7 +410,7 @@ class Run(Generic[BatchT]):
 
     def __init__(self, learner: Learner[BatchT], job: Job, rate: float, runtime: Runtime) -> None:
         self.learner, self.job, self.recipe, self.rate, self.runtime = learner, job, job.recipe, rate, runtime
-        self.folder = None if job.folder is None else job.folder / f"rate-{rate!r}"
+        self.folder = None if job.folder is None else _place(job.folder, rate)
         self.seed = derive_seed(job.recipe.seed, "member", job.index)
         self.total, self.warmup = job.recipe.plan(length_of(job.train))
         self.best_weights: dict[str, Tensor] = {}

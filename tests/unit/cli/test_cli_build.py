@@ -10,6 +10,7 @@ import yaml
 
 import hydra_ensembles as he
 from cli_cases import COLOURS, fail, run, succeed, vit_flags
+from hydra_ensembles.cli.command import write_settings
 
 
 def test_a_build_of_images_leaves_a_calibrated_ensemble_and_settings_that_run_it_again(run_folder):
@@ -35,6 +36,35 @@ def test_options_win_over_the_file_and_another_build_is_not_overwritten(run_fold
     succeed("build", "-c", config, "--members", 2, "--strategy", "random", "-o", tmp_path / "two", "-q")
     assert yaml.safe_load((tmp_path / "two" / "config.yaml").read_text())["members"] == 2
     assert he.Ensemble.from_pretrained(tmp_path / "two" / "ensemble").num_members == 2
+
+
+def test_of_two_builds_that_start_at_once_one_is_told_and_the_settings_are_those_of_the_other(
+    world, tmp_path, monkeypatch
+):
+    sets = [
+        "build",
+        *vit_flags(world / "mine.safetensors"),
+        "--id",
+        world / "val",
+        "-p",
+        2,
+        "-o",
+        tmp_path / "run",
+        "-q",
+    ]
+    others = []
+
+    def meanwhile(*given):
+        if not others:
+            others.append(run(*sets, "--strategy", "random", "--members", 3))
+        write_settings(*given)
+
+    monkeypatch.setattr("hydra_ensembles.cli.build.write_settings", meanwhile)
+    succeed(*sets, "--strategy", "random", "--members", 2)
+    assert (others[0].exit_code, "another build works" in others[0].stderr) == (2, True)
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["members"] == 2
+    assert he.Ensemble.from_pretrained(tmp_path / "run" / "ensemble").num_members == 2
+    assert not [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
 
 
 def test_a_build_of_texts(text_folder):

@@ -89,6 +89,8 @@ def test_wrong_arguments_are_exit_code_2():
         (["info"], "model was not given"),
         (["build", "x", "--prune", "3"], "output was not given"),
         (["build", "--config", "missing.yaml"], "missing.yaml"),
+        (["build", "--config", "/dev/null/x"], "/dev/null/x"),
+        (["evaluate", "--config", "/dev/null"], "not a plain file"),
         (["info", "x", "--jsn"], "No such option"),
         (["build", "x", "--prune", "many"], "Invalid value for '--prune'"),
         (["build", "x", "--strategy", "best"], "'circuit', 'taylor', 'sampled', 'random'"),

@@ -1,6 +1,7 @@
 """`hydra-ensembles evaluate`, `compare` and `report`."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -146,12 +147,15 @@ def test_a_comparison_in_each_format_and_a_report(saved):
 def test_files_that_are_no_evaluations(saved):
     for name in ("empty", "wrong", "different"):
         (saved / name).mkdir()
+    os.mkfifo(saved / "pipe")
     (saved / "cut.json").write_text('{"format": "hydra_en')
     (saved / "wrong" / "run.json").write_text(json.dumps({**json.loads((saved / "0.json").read_text()), "id": 3}))
     evaluation(ood=False).save(saved / "different" / "x.json")
     for paths, says in (
         (["missing"], "does not exist"),
         (["empty"], "no saved evaluation found"),
+        (["0.json", "empty"], "no saved evaluation found"),
+        (["pipe"], "not a plain file"),
         (["cut.json"], "not valid JSON"),
         (["settings.json"], "neither a saved evaluation nor a table of costs"),
         (["wrong"], "was changed after it was written"),

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 
 import pytest
 from PIL import Image
@@ -85,9 +86,15 @@ def test_no_threshold_no_verdict(run_folder, world):
         ("text", ["{world}/dots/0.png"], "is not text in UTF-8"),
         ("text", ["-"], "standard input has no text"),
         ("text", ["{world}/val.csv", "--column", "words=text"], "words"),
+        ("image", ["{world}/dots/0.png", "--column", "text"], "column"),
+        ("image", ["{empty}/pipe.png"], "not a plain file"),
+        ("text", ["{empty}/pipe.txt"], "not a plain file"),
+        ("text", ["{empty}/pipe.csv"], "plain file"),
     ],
 )
 def test_what_is_no_input_for_the_model(run_folder, text_folder, world, tmp_path, kind, inputs, says):
+    for suffix in ("png", "txt", "csv") if "pipe" in str(inputs) else ():
+        os.mkfifo(tmp_path / f"pipe.{suffix}")  # opening it would wait for ever
     given = [one.format(world=world, empty=tmp_path) for one in inputs]
     assert says in fail("predict", run_folder if kind == "image" else text_folder, *given, input="\n")
 

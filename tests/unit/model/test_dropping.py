@@ -12,6 +12,7 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from hydra_ensembles.evaluation.evaluate import evaluate
+from hydra_ensembles.model.cost import measure_costs
 from hydra_ensembles.model.layers import dropping
 from random_ensembles import random_batches, random_ensemble
 
@@ -37,6 +38,11 @@ ASKED: dict[str, Callable[[he.Ensemble], Callable[[Any], Tensor]]] = {
     ),
     "mc_dropout": lambda model: (lambda view: lambda batch: view.predict(batch).member_logits)(
         he.mc_dropout(model, 0.5, 3).train()
+    ),
+    "measure_costs": lambda model: (
+        lambda batch: torch.tensor(
+            [cost.parameters for cost in measure_costs({"m": model}, batch, repeats=1, warmup=0)]
+        )
     ),
     "evaluate": lambda model: (
         lambda batch: torch.tensor(
@@ -65,7 +71,7 @@ def test_threads_get_the_answers_of_evaluation_mode_and_no_flag_changes(asked: s
 
     def work(start: threading.Barrier) -> None:
         start.wait()
-        for _ in range(TIMES if asked != "evaluate" else 2):
+        for _ in range(TIMES if asked not in ("evaluate", "measure_costs") else 2):
             if not torch.allclose(ask(batch), expected, rtol=1e-4, atol=1e-5, equal_nan=True):
                 wrong.append(True)
 

@@ -138,6 +138,9 @@ def test_a_record_that_is_not_this_recipes_opens_nothing(classifiers: Finished, 
     fresh.seal(decision)
     assert fresh.record() == decision
     plain = json.loads(fresh.record_path.read_text())
+    fresh.record_path.write_text(json.dumps([plain]))
+    with pytest.raises(DataError, match="list"):
+        fresh.record()
     plain["record"]["scores"]["Hydra (Circ)"] = "energy"
     fresh.record_path.write_text(json.dumps(plain))
     with pytest.raises(DataError, match="changed"):

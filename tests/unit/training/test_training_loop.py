@@ -1,5 +1,6 @@
 """The loop: validation decides, orders are those of the member, a stopped run goes on with the same bits."""
 
+import errno
 import json
 import os
 from dataclasses import replace
@@ -292,6 +293,22 @@ def test_a_finished_run_is_read_back(tmp_path):
     assert same(first, train(reread, PLAIN, data, output=tmp_path))
     assert files(tmp_path) == untouched
     assert untouched == {"member-0/rate-0.05/checkpoint.json", "member-0/rate-0.05/result-6-0.safetensors"}
+
+
+def test_a_finished_run_is_read_where_nothing_can_be_written_and_an_unfinished_one_refused(tmp_path, monkeypatch):
+    first = train(batches(), PLAIN, output=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        train(Stopping(batches(), 5), replace(PLAIN, steps=9), output=tmp_path / "stopped", checkpoint_every=1)
+
+    def forbidden(*given, **named):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for name in ("open", "unlink", "replace", "mkdir"):
+        monkeypatch.setattr(os, name, forbidden)
+    assert same(first, train(batches(), PLAIN, output=tmp_path))
+    with pytest.raises(StorageError, match="stopped"):
+        train(batches(), replace(PLAIN, steps=9), output=tmp_path / "stopped")
 
 
 @pytest.fixture
