@@ -1,32 +1,42 @@
 """The command line, given wrong paths, wrong names and wrong values wherever it takes one: it ends with a clear error.
 
-That is exit status 2 and a message; an internal error, a traceback, or silence is a defect.
+That is exit status 2 and a message; an internal error, a traceback, or silence is a defect. The same holds on full
+disks, in read-only folders and where files vanish while they are read; Ctrl-C ends with 130.
 """
 
 import os
 import pickle
+import resource
+import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from cli_cases import run as run_command
 from cli_cases import save_images, save_reviews, save_stripes
+from hydra_ensembles import files
 from hydra_ensembles.errors import ConfigError
 
+from .children import forked, watch
 from .counting import Row, count
 from .expected import drawn
 from .jobs import evaluation
 from .small import hydra
 
-CASES = 600
+CASES = 1000
 
-Case = tuple[str, str]  # a command with a place, and what is put there
+Case = tuple[str, str]  # a command with a place, and what is put there; or a command, and what is done to it
 
 
 def run(cases: int, seed: int) -> list[Row]:
-    """One row."""
-    return [count("commands", check, drawn(all_cases(), cases, seed))]
+    """One row for wrong values, and one for commands that are disturbed."""
+    disturbed = [(command, how) for command in DISTURBED for how in HOW]
+    few = max(1, round(len(disturbed) * min(1.0, cases / CASES)))
+    return [
+        count("commands", check, drawn(all_cases(), cases, seed)),
+        count("commands, disturbed", check_disturbed, drawn(disturbed, few, seed)),
+    ]
 
 
 def check(case: Case) -> str:
@@ -36,18 +46,81 @@ def check(case: Case) -> str:
     words = [wrong if word == "?" else word.replace("{}", str(world)) for word in command.split()]
     words = [word.replace("@", f"{world}/bad/") if word.startswith("@") else word for word in words]
     with tempfile.TemporaryDirectory() as place:  # what is written goes there
-        before = os.getcwd()
-        os.chdir(place)
-        try:
-            result = run_command(*words, input="")
-        finally:
-            os.chdir(before)
-    said = " ".join(result.output.split())
-    if result.exit_code == 2 and "internal error" not in said and said:
-        raise ConfigError(said)
-    if result.exit_code == 0:
+        code, said = _ended(words, place)
+    if code == 0:
         return "same" if command in MAY_WORK else "other"
-    raise AssertionError(f"exit status {result.exit_code}: {said[-300:]} {result.exception!r}")
+    return _require_clear(code, said)
+
+
+def check_disturbed(case: Case) -> str:
+    """Run a command that would work on a full disk, in a read-only folder, while files vanish, or until Ctrl-C."""
+    command, how = case
+    with tempfile.TemporaryDirectory() as outside:
+        world, place = Path(outside) / "world", Path(outside) / "place"
+        shutil.copytree(_world(), world, ignore=shutil.ignore_patterns("bad"))
+        place.mkdir()
+        Path(outside).chmod(0o755)
+        words = command.replace("{}", str(world)).split()
+
+        def work() -> tuple[int, str]:
+            _disturb(how, place)
+            return _ended(words, place)
+
+        ending = forked(work)
+        if ending.how != "given":
+            raise AssertionError(f"{ending.how}: {ending.value}")
+        code, said = ending.value
+    if code == 130 and how.startswith("Ctrl-C") and "interrupted" in said:
+        raise ConfigError(said)
+    return "same" if code == 0 else _require_clear(code, said)
+
+
+def _disturb(how: str, place: Path) -> None:
+    """What is done to a command, in a process of its own."""
+    what, _, number = how.rpartition(" ")
+    if what == "full disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(number), resource.RLIM_INFINITY))
+    elif what == "read-only":
+        place.chmod(0o555)
+        if os.getuid() == 0:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+    elif what == "Ctrl-C":
+
+        def stop(reached: int, name: str) -> None:
+            if reached == int(number):
+                raise KeyboardInterrupt
+
+        watch(stop)
+    else:
+        plain, read = files.plain_file, []
+
+        def vanishing(path: Path) -> Path:
+            read.append(path)
+            if len(read) == int(number):
+                path.unlink(missing_ok=True)
+            return plain(path)
+
+        files.plain_file = vanishing
+
+
+def _ended(words: list[str], place: str | Path) -> tuple[int, str]:
+    """The exit status of a command that is run in a folder, and what it says."""
+    before = os.getcwd()
+    os.chdir(place)
+    try:
+        result = run_command(*words, input="")
+    finally:
+        os.chdir(before)
+    said = " ".join(result.output.split())
+    return result.exit_code, said if result.exit_code in (0, 2, 130) else f"{said[-300:]} {result.exception!r}"
+
+
+def _require_clear(code: int, said: str) -> NoReturn:
+    if code == 2 and "internal error" not in said and said:
+        raise ConfigError(said)
+    raise AssertionError(f"exit status {code}: {said}")
 
 
 @cache
@@ -55,6 +128,22 @@ def all_cases() -> list[Case]:
     """Every wrong value in every place for one of its kind."""
     tables = ((PATHS, (*WRONG_PATHS, os.devnull)), (OUTPUTS, WRONG_PATHS), (VALUES, WRONG_VALUES))
     return [(command, wrong) for commands, values in tables for command in commands for wrong in values]
+
+
+DISTURBED = (
+    "build {}/single --id {}/val --strategy random --prune 2 --output out -q",
+    "evaluate {}/model --id {}/val --ood {}/stripes -q --keep-logits --output out",
+    "report {}/evaluation.json --output out.html",
+    "compare {}/evaluation.json --format csv --output out.csv",
+    "predict {}/model {}/val --format jsonl --output out.jsonl",
+    "bench {}/model --batch 1 --repeats 1 --output out.json",
+)
+HOW = (
+    *("full disk 0", "full disk 100", "full disk 3000", "full disk 20000", "read-only 0"),
+    *(f"Ctrl-C {number}" for number in (0, 1, 2, 5, 9, 20)),
+    *(f"vanished {number}" for number in (1, 2, 3, 5)),
+)
+NOBODY = 65534
 
 
 PATHS = (
@@ -86,7 +175,12 @@ OUTPUTS = (
     "predict {}/model {}/val/red/0.png --output ?",
     "evaluate {}/model --id {}/val -q --output ?",
 )
-MAY_WORK = OUTPUTS
+MAY_WORK = (
+    *OUTPUTS,
+    "predict {}/texts ?",  # a line of any file is a text
+    "predict {}/model {}/val/red/0.png --threshold ?",
+    "predict {}/model {}/val/red/0.png --batch-size ?",
+)
 WRONG_PATHS = (
     "nowhere",
     "nowhere/at/all.json",
@@ -104,6 +198,11 @@ WRONG_PATHS = (
     "@loop",
     "@dangling",
     "@pipe",
+    "@pipe.csv",
+    "@pipe.json",
+    "@pipe.png",
+    "@pipe.safetensors",
+    "@pipe.txt",
     "@closed/../broken.yaml",
     "timm:",
     "timm:nonsense",
@@ -177,5 +276,6 @@ def _world() -> Path:
         (bad / name).write_bytes(content)
     (bad / "loop").symlink_to(bad / "loop")
     (bad / "dangling").symlink_to(bad / "nowhere")
-    os.mkfifo(bad / "pipe")
+    for suffix in ("", ".csv", ".json", ".png", ".safetensors", ".txt"):
+        os.mkfifo(bad / f"pipe{suffix}")
     return world

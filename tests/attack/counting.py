@@ -60,7 +60,8 @@ class Row:
         examples = []
         for failure in FAILURES:
             told = [f"{failure}: {case}: {said}" for case, outcome, said in found if outcome == failure]
-            examples += [text if len(text) < 400 else text[:400] + "…" for text in told[:EXAMPLES]]
+            told = [text.encode("utf-8", "backslashreplace").decode() for text in told[:EXAMPLES]]  # half characters
+            examples += [text if len(text) < 400 else text[:400] + "…" for text in told]
         return cls(what, len(found), **{name: outcomes.count(name) for name in OUTCOMES}, examples=tuple(examples))
 
 

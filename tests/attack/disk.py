@@ -10,12 +10,13 @@ from hydra_ensembles.errors import StorageError
 
 from .children import Ending, forked
 from .counting import Row, count
-from .jobs import JOBS, files_in, folder_of, given, require_whole, undisturbed
+from .jobs import JOBS, Job, files_in, folder_of, given, require_whole, undisturbed
 
 CASES = 150
 
 Case = tuple[str, str, int]  # what is done to the disk, a job, and how much of it
 NOBODY = 65534
+READ_AGAIN = tuple(name for name in JOBS if name.startswith(("finetune", "tune_text", "build")))  # without writing
 SIZES = (0, 1, 100, 1_000, 3_000, 8_000, 16_000, 32_000, 1 << 20)
 
 
@@ -28,6 +29,7 @@ def run(cases: int, seed: int) -> list[Row]:
     return [
         count("disk full", check, full),
         count("read-only folder", check, [("read-only", name, 0) for name in others]),
+        count("read-only folder, finished", check, [("finished", name, 0) for name in others if name in READ_AGAIN]),
         count("umask", check, [("umask", name, mask) for name in others for mask in (0o077, 0o022)]),
     ]
 
@@ -35,7 +37,8 @@ def run(cases: int, seed: int) -> list[Row]:
 def check(case: Case) -> str:
     """Do one of the three to one job."""
     what, name, size = case
-    return {"full": _full, "read-only": _read_only, "umask": _umask}[what](name, size)
+    checks = {"full": _full, "read-only": _read_only, "finished": _finished, "umask": _umask}
+    return checks[what](name, size)
 
 
 def _full(name: str, size: int) -> str:
@@ -70,14 +73,31 @@ def _require_known_state(name: str, folder: Path) -> None:
 
 
 def _read_only(name: str, size: int) -> str:
-    """A folder that may not be written in, as somebody who is not root."""
-    job = JOBS[name]
-    with folder_of(job) as elsewhere, folder_of(job) as folder:
+    """A folder that may not be written in, as somebody who is not root: refused."""
+    with folder_of(JOBS[name]) as folder:
+        ending = _confined(JOBS[name], folder)
+    if ending.how == "refused":
+        raise StorageError(str(ending.value))
+    given(ending)
+    return "other"
+
+
+def _finished(name: str, size: int) -> str:
+    """The same where the work was done before: what is there is read."""
+    job, usual = JOBS[name], undisturbed(name)
+    with folder_of(job) as folder:
+        given(forked(lambda: job.run(folder)))
+        return "same" if given(_confined(job, folder)) == usual.result else "other"
+
+
+def _confined(job: Job, folder: Path) -> Ending:
+    """How a job ends in a folder that is made read-only."""
+    with folder_of(job) as elsewhere:
         before = files_in(folder)
         for path in (folder, *folder.rglob("*")):
             path.chmod(0o555 if path.is_dir() else 0o444)
 
-        def confined() -> str:
+        def work() -> str:
             job.run(elsewhere)  # models are made and libraries loaded before rights are given up
             if os.getuid() == 0:
                 os.setgroups([])
@@ -85,13 +105,10 @@ def _read_only(name: str, size: int) -> str:
                 os.setuid(NOBODY)
             return job.run(folder)
 
-        ending: Ending = forked(confined)
+        ending = forked(work)
         if files_in(folder) != before:
             raise AssertionError(f"wrote {sorted(set(files_in(folder)) - set(before))} to a read-only folder")
-        if ending.how == "refused":
-            raise StorageError(str(ending.value))
-        given(ending)
-        return "other"
+        return ending
 
 
 def _umask(name: str, mask: int) -> str:

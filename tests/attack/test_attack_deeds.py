@@ -1,0 +1,69 @@
+"""Bad inputs, settings and commands, kills, second writers, threads, full disks: samples of what `make attack` runs."""
+
+import warnings
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from attack import altered_models, bad_commands, bad_data, bad_inputs, bad_settings, disk, kills, threads, writers
+from attack.counting import Row, count, outcome_of
+from attack.expected import Deed, drawn, outcome
+
+TABLES = {bad_inputs: 150, bad_settings: 300, bad_data: 12}  # cases of each that are tried every day
+DISTURBED = {  # in a process of its own, since it forks
+    "kills": ("save", 0.6, 0.3),
+    "kills of a circuit": ("circuit, exact", 0.5, None),
+    "writers": ("evaluate", "writer", 0.5),
+    "readers": ("save", "reader", 0.7),
+    "disk": ("full", "save", 3_000),
+    "disk of an evaluation": ("full", "evaluate", 100),
+    "umask": ("umask", "report", 0o077),
+    "threads": ("a hydra", "training", 0),
+}
+CHECKS: dict[str, ModuleType] = {"kills": kills, "writers": writers, "readers": writers, "threads": threads}
+
+
+def check(name: str) -> str:
+    """One case of `DISTURBED`."""
+    part: Any = CHECKS.get(name.split()[0], disk)
+    found: str = part.check(DISTURBED[name])
+    return found
+
+
+def test_a_deed_that_must_be_refused_must_not_be_answered_nor_the_other_way_round() -> None:
+    assert outcome(Deed(lambda: 1)) == "other"
+    assert outcome(Deed(lambda: 1.0, lambda: 2.0)) == "other"
+    assert outcome(Deed(lambda: [1.0], lambda: [1.0])) == "same"
+    refusing = bad_settings.settings()["Recipe.seed"][0]
+    with pytest.raises(AssertionError, match="seed"):
+        outcome(Deed(lambda: refusing(-1), lambda: True))
+    with pytest.raises(ValueError, match="seed"):
+        outcome(Deed(lambda: refusing(-1)))
+
+
+@pytest.mark.parametrize("part", TABLES, ids=lambda part: part.__name__)
+def test_whatever_is_given_is_refused_or_answered_rightly(part: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = [(case, *outcome_of(part.check, case)) for case in drawn(part.all_cases(), TABLES[part], seed=3)]
+    row = Row.of(part.__name__, found)
+    assert not row.failures, row.examples
+    assert row.refused > row.cases // 3
+
+
+def test_kills_writers_threads_and_disks_lose_and_mix_nothing() -> None:
+    row = count("disturbed", check, list(DISTURBED), workers=1)
+    assert not row.failures, row.examples
+    assert row.cases == len(DISTURBED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "part",
+    [bad_inputs, bad_data, bad_settings, bad_commands, altered_models, kills, writers, threads, disk],
+    ids=lambda part: part.__name__,
+)
+def test_a_part_of_the_attack_finds_nothing(part: Any) -> None:
+    rows = part.run(max(1, part.CASES // 5), seed=1)
+    assert not [example for row in rows for example in row.examples]

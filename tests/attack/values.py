@@ -1,0 +1,112 @@
+"""What somebody might give to a setting by mistake, and what a setting takes, said apart from what checks it."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Takes = Callable[[Any], bool | None]  # None: a refusal is as good as taking it
+LARGE = 2**70
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "True": lambda: True,
+    "-1": lambda: -1,
+    "0": lambda: 0,
+    "1": lambda: 1,
+    "2": lambda: 2,
+    "2**70": lambda: LARGE,
+    "0.5": lambda: 0.5,
+    "-0.5": lambda: -0.5,
+    "1.5": lambda: 1.5,
+    "nan": lambda: math.nan,
+    "inf": lambda: math.inf,
+    "1j": lambda: 1j,
+    "'2'": lambda: "2",
+    "''": lambda: "",
+    "'nonsense'": lambda: "nonsense",
+    "half a character": lambda: "\ud800",
+    "b'x'": lambda: b"x",
+    "()": lambda: (),
+    "[1]": lambda: [1],
+    "[None]": lambda: [None],
+    "['a', 'b']": lambda: ["a", "b"],
+    "{}": dict,
+    "{'a': 1}": lambda: {"a": 1},
+    "object()": object,
+    "numpy 2": lambda: np.int64(2),
+    "numpy 0.5": lambda: np.float32(0.5),
+    "tensor 2": lambda: torch.tensor(2),
+    "tensor [1., 2.]": lambda: torch.tensor([1.0, 2.0]),
+}
+
+
+# --- what a setting takes ------------------------------------------------------------------------------------
+
+
+def whole(least: int, most: float = math.inf, none: bool = False) -> Takes:
+    """A whole number in a range; of numpy and torch it may be, and so may one that is written as a float."""
+
+    def takes(value: Any) -> bool | None:
+        if value is None:
+            return none
+        foreign = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
+        number = value.item() if foreign else value
+        if type(number) is not int or not least <= number <= most:
+            return False
+        return None if foreign or number > 2**62 else True
+
+    return takes
+
+
+def number(low: float, high: float = math.inf, *, above: bool = False, below: bool = True, none: bool = False) -> Takes:
+    """A finite number from `low` (or `above` it) to `high` (or `below` it)."""
+
+    def takes(value: Any) -> bool | None:
+        if value is None:
+            return none
+        foreign = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
+        plain = value.item() if foreign else value
+        if type(plain) not in (int, float) or not math.isfinite(plain):
+            return False
+        inside = (plain > low if above else plain >= low) and (plain < high if below else plain <= high)
+        return False if not inside else None if foreign or plain > 2**62 else True
+
+    return takes
+
+
+def only(*accepted: Any, none: bool = False) -> Takes:
+    """Some values, of their own type."""
+
+    def takes(value: Any) -> bool:
+        if value is None:
+            return none
+        return any(type(value) is type(one) and value == one for one in accepted)
+
+    return takes
+
+
+def text(none: bool = False, empty: bool | None = None) -> Takes:
+    """Any text."""
+
+    def takes(value: Any) -> bool | None:
+        if value is None:
+            return none
+        if value == "" and isinstance(value, str):
+            return empty
+        return None if value == "\ud800" else isinstance(value, str)
+
+    return takes
+
+
+def nothing(value: Any) -> bool:
+    """None of the values."""
+    return False
+
+
+def either(takes: Takes, *which: Any) -> Takes:
+    """As another, but some values may be refused or taken."""
+    return lambda value: None if any(type(value) is type(w) and value == w for w in which) else takes(value)
