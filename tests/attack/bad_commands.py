@@ -4,6 +4,7 @@ That is exit status 2 and a message; an internal error, a traceback, or silence 
 disks, in read-only folders and where files vanish while they are read; Ctrl-C ends with 130.
 """
 
+import contextlib
 import os
 import pickle
 import resource
@@ -45,8 +46,8 @@ def check(case: Case) -> str:
     world = _world()
     words = [wrong if word == "?" else word.replace("{}", str(world)) for word in command.split()]
     words = [word.replace("@", f"{world}/bad/") if word.startswith("@") else word for word in words]
-    with tempfile.TemporaryDirectory() as place:  # what is written goes there
-        code, said = _ended(words, place)
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):  # what is written goes there
+        code, said = _ended(words)
     if code == 0:
         return "same" if command in MAY_WORK else "other"
     return _require_clear(code, said)
@@ -58,13 +59,19 @@ def check_disturbed(case: Case) -> str:
     with tempfile.TemporaryDirectory() as outside:
         world, place = Path(outside) / "world", Path(outside) / "place"
         shutil.copytree(_world(), world, ignore=shutil.ignore_patterns("bad"))
-        place.mkdir()
-        Path(outside).chmod(0o755)
+        for folder in (place, Path(outside) / "elsewhere"):
+            folder.mkdir()
+        for folder in (Path(outside), world):
+            folder.chmod(0o755)
         words = command.replace("{}", str(world)).split()
 
         def work() -> tuple[int, str]:
+            if how.startswith("read-only"):  # libraries are loaded before rights are given up
+                os.chdir(Path(outside) / "elsewhere")
+                _ended(words)
+            os.chdir(place)
             _disturb(how, place)
-            return _ended(words, place)
+            return _ended(words)
 
         ending = forked(work)
         if ending.how != "given":
@@ -105,14 +112,9 @@ def _disturb(how: str, place: Path) -> None:
         files.plain_file = vanishing
 
 
-def _ended(words: list[str], place: str | Path) -> tuple[int, str]:
-    """The exit status of a command that is run in a folder, and what it says."""
-    before = os.getcwd()
-    os.chdir(place)
-    try:
-        result = run_command(*words, input="")
-    finally:
-        os.chdir(before)
+def _ended(words: list[str]) -> tuple[int, str]:
+    """The exit status of a command, and what it says."""
+    result = run_command(*words, input="")
     said = " ".join(result.output.split())
     return result.exit_code, said if result.exit_code in (0, 2, 130) else f"{said[-300:]} {result.exception!r}"
 
