@@ -66,14 +66,14 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 def require_number(name: str, value: Any, least: float, end: float) -> None:
     """Refuse what is no number of at least `least` and less than `end`."""
-    number: Any = value if isinstance(value, Real) and not isinstance(value, bool | np.bool_) else math.nan
+    number: Any = math.nan if isinstance(value, bool | np.bool_) or not isinstance(value, Real) else value
     if not least <= number < end:
         raise ConfigError(f"{name} must be a number of at least {least} and less than {end}, got {short(value)}")
 
 
 def require_whole(name: str, value: object, least: int, most: int = MOST) -> int:
     """The value as Python's own integer; refused where it is no whole number, too small or too large."""
-    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    number = None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
     if number is None or not least <= number <= most:
         limit = "less than 2**63" if most == MOST else f"at most {most}"
         raise ConfigError(f"{name} must be a whole number of at least {least} and {limit}, got {short(value)}")

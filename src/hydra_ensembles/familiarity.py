@@ -91,7 +91,7 @@ def fit_familiarity(
     options = FitOptions.checked(score, shrinkage, neighbours, principal, stored)
     if not 0.0 <= held_out < 1.0:
         raise ConfigError(f"held_out is a share of the samples from 0 to below 1, got {held_out}")
-    draws = np.random.default_rng(seed)
+    draws = np.random.default_rng(require_whole("seed", seed, 0))
     fitting, waiting = Fitting(ensemble, options, draws), Reservoir(HELD_OUT_MOST, draws)
     for inputs, samples in answers(ensemble, id_batches, "id_batches", options.labelled):
         out = torch.from_numpy(draws.random(len(samples.labels)) < held_out)

@@ -310,7 +310,7 @@ class Prediction:
     @checked
     def concat(cls, predictions: Sequence["Prediction"]) -> "Prediction":
         """Join predictions for consecutive batches into one."""
-        if not predictions:
+        if len(predictions) == 0:
             raise DataError("got no predictions to join; give at least one")
         first = predictions[0]
         for index, other in enumerate(predictions):

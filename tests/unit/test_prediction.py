@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint_models import ensemble, single
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import ConfigError, DataError, HydraError
 from hydra_ensembles.metrics.conformal import Reference
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.prediction import Prediction, ScoreName, scale_logits
@@ -296,8 +296,8 @@ def test_bad_logits(make):
 @pytest.mark.parametrize(
     ("settings", "error", "token"),
     [
-        *(({"temperature": one}, ConfigError, "temperature") for one in (0.0, math.nan, math.inf, [1.0, 0.0])),
-        *(({"temperature": one}, ConfigError, "temperature") for one in ([1.0], [1.0] * 3, [[1.0, 1.0]], "warm", True)),
+        *(({"temperature": one}, HydraError, "temperature") for one in (0.0, math.nan, math.inf, [1.0, 0.0])),
+        *(({"temperature": one}, HydraError, "temperature") for one in ([1.0], [1.0] * 3, [[1.0, 1.0]], "warm", True)),
         ({"temperature": 1e-38}, DataError, "24 of 24 .* larger temperature"),
         ({"score": "odin"}, ConfigError, "odin"),
         ({"calibrates": "labels"}, ConfigError, "labels"),

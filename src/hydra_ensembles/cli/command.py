@@ -164,7 +164,7 @@ def read_settings(
         elif value is not None:
             merged[name] = value
     for change in changes:
-        _assign(merged, change)
+        assign(merged, change)
     for name in merged.keys() - known.keys():
         raise ConfigError(f"there is no setting {name!r}{did_you_mean(str(name), known)}")
     for name, field in known.items():
@@ -206,7 +206,7 @@ def _parse(text: str | bytes, where: str) -> Any:
         raise ConfigError(f"{where} is not valid YAML: {error}") from error
 
 
-def _assign(settings: dict[str, Any], change: str) -> None:
+def assign(settings: dict[str, Any], change: str) -> None:
     """Put `name.name=value` into nested settings; a preset that was named becomes settings that start from it."""
     path, separator, value = change.partition("=")
     *outer, name = path.split(".")

@@ -29,7 +29,7 @@ from ..prediction import Prediction
 from ..preprocessing import TextPreprocessing
 from ..report.compare import csv_text, save_costs
 from ..schema import from_plain, to_plain
-from .command import command, did_you_mean, emit
+from .command import assign, command, did_you_mean, emit
 from .sources import USUAL_BATCH, ModelSettings, load_classifier, load_model
 
 NUMBERS = ("confidence", "epistemic", "entropy", "disagreement")
@@ -84,8 +84,10 @@ def predict(
     if threshold is not None:
         stored = ensemble.metadata.calibration or Calibration()
         ensemble = ensemble.with_metadata(calibration=replace(stored, threshold=threshold))
-    columns = from_plain(Columns, dict(pair.partition("=")[::2] for pair in column or ()), "columns")
-    items = find_inputs(ensemble.kind, inputs or (), text or (), columns)
+    columns: dict[str, Any] = {}
+    for pair in column or ():
+        assign(columns, pair)
+    items = find_inputs(ensemble.kind, inputs or (), text or (), from_plain(Columns, columns, "columns"))
     answers: list[dict[str, Any]] = []
     for start in range(0, len(items), batch_size):
         batch = items[start : start + batch_size]

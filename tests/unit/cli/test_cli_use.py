@@ -86,7 +86,7 @@ def test_no_threshold_no_verdict(run_folder, world):
         ("text", ["{world}/dots/0.png"], "is not text in UTF-8"),
         ("text", ["-"], "standard input has no text"),
         ("text", ["{world}/val.csv", "--column", "words=text"], "words"),
-        ("image", ["{world}/dots/0.png", "--column", "text"], "column"),
+        ("image", ["{world}/dots/0.png", "--column", "text"], "name=value"),
         ("image", ["{empty}/pipe.png"], "not a plain file"),
         ("text", ["{empty}/pipe.txt"], "not a plain file"),
         ("text", ["{empty}/pipe.csv"], "plain file"),

@@ -191,7 +191,7 @@ def test_validation_keeps_the_best_weights_and_decides_a_grid():
         ([(torch.zeros(3, 3, 8, 8), ["a", "b"], None)], "3 images, 2 texts"),
         ([(torch.zeros(2, 3, 8, 8), ["a", "b"], torch.zeros(3, dtype=torch.long))], "labels in batch 0 of train"),
         ([(torch.zeros(2, 3, 8, 8), ["a", "b"], torch.zeros(2))], "must be whole numbers"),
-        ([(torch.zeros(2, 3, 8, 8), "ab", None)], "one string"),
+        ([(torch.zeros(2, 3, 8, 8), "ab", None)], "texts"),
         ([torch.zeros(2, 3, 8, 8)], "batch 0 of train"),
         ([(torch.zeros(2, 7), ["a", "b"], None)], "image features of batch 0"),
         ([(torch.full((2, 24), math.nan), ["cat", "dog"], None)], "the loss is nan .* at step 0"),
