@@ -13,11 +13,9 @@ from attack.expected import Deed, drawn, outcome
 TABLES = {bad_inputs: 150, bad_settings: 300, bad_data: 12}  # cases of each that are tried every day
 DISTURBED = {  # in a process of its own, since it forks
     "kills": ("save", 0.6, 0.3),
-    "kills of a circuit": ("circuit, exact", 0.5, None),
     "writers": ("evaluate", "writer", 0.5),
     "readers": ("save", "reader", 0.7),
     "disk": ("full", "save", 3_000),
-    "disk of an evaluation": ("full", "evaluate", 100),
     "umask": ("umask", "report", 0o077),
     "threads": ("a hydra", "training", 0),
 }
