@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from .._utils import derive_seed
-from ..arguments import checked
+from ..arguments import checked, require_whole
 from ..batches import Batches, Inputs, borrowed, epoch_of, iterate
 from ..errors import DataError
-from ..model.config import TextStemConfig, require_whole
+from ..model.config import TextStemConfig
 from ..model.ensemble import Ensemble
 from ..preprocessing import TextPreprocessing
 
