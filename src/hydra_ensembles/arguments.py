@@ -55,7 +55,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         for name, value in signature.bind(*args, **kwargs).arguments.items():
             if name in hints() and not _fits(hints()[name], value):
                 choices = _choices(hints()[name])
-                data = any((get_origin(one) or one) in (Iterable, Mapping, Tensor) for one in choices)
+                data = any(
+                    (get_origin(one) or one) in (Iterable, Mapping, Tensor) and not _listed(one) for one in choices
+                )
                 wanted = " or ".join(dict.fromkeys(map(_in_words, choices)))
                 got = f"{short(value)}{'' if isinstance(value, str | float) else f' ({type(value).__name__})'}"
                 raise (DataError if data else ConfigError)(f"{name} of {title} must be {wanted}, got {got}")
@@ -91,10 +93,15 @@ def _choices(hint: Any) -> tuple[Any, ...]:
 def _in_words(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {list(get_args(hint))}"
-    kind, item = get_origin(hint) or hint, next(iter(get_args(hint)), Any)
-    if kind in (Sequence, Collection) and _is_simple(item):
-        return f"{_WORDS[kind]} of which each is {_in_words(item)}"
+    kind = get_origin(hint) or hint
+    if _listed(hint):
+        return f"a list of which each is {_in_words(get_args(hint)[0])}"
     return _WORDS.get(kind, f"a {getattr(kind, '__name__', kind)}")
+
+
+def _listed(hint: Any) -> bool:
+    """Whether a list of things of one simple kind is annotated: names, numbers."""
+    return get_origin(hint) in (Iterable, Sequence, Collection) and _is_simple(get_args(hint)[0])
 
 
 def _is_simple(hint: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -54,7 +54,7 @@ class OptimizedEnsemble:
         ensemble: Ensemble,
         example_inputs: Given | None = None,
         *,
-        plans: Collection[Plan] | None = None,
+        plans: Iterable[Plan] | None = None,
         compile: bool = False,
         dynamic: bool = False,
         compiled_shapes: int = 16,
