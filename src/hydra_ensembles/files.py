@@ -129,6 +129,7 @@ def flush(path: Path) -> None:
 # --- one worker in a folder ------------------------------------------------------------------------------------------
 
 _held: set[int] = set()  # file descriptors of locks
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # a lock is written to: not to where somebody's link leads
 
 
 @contextmanager
@@ -167,7 +168,7 @@ def locked(folder: Path, what: str, *, file: str | None = None, wait: bool = Fal
 def _lock(path: Path, wait: bool) -> int | None:
     """The open, locked file, or None if another one has it."""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINKS, 0o666)
         try:
             if sys.platform != "win32":
                 fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

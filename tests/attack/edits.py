@@ -12,7 +12,7 @@ import random
 import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, pairwise, product, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +49,8 @@ def apply(folder: Path, edit: Edit, twin: Files) -> None:
     path = folder / edit.file
     if edit.kind == "folder":
         _move(path, edit.arguments[0], folder.parent / OUTSIDE, twin.get(edit.file))
+    elif edit.kind == "beside":
+        _put(path.with_name(edit.arguments[0].format(path.name)), edit.arguments[1], folder.parent / OUTSIDE)
     else:
         path.write_bytes(APPLIED[edit.kind](path.read_bytes(), *edit.arguments))
 
@@ -446,10 +448,47 @@ def _declare(content: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
+THINGS = ("file", "folder", "full folder", "link outside", "link to a folder outside", "dangling link", "pipe")
+
+
+HIDDEN = (".lock", ".{}.lock", ".{}.00000000.tmp", ".saving-0", ".saved-nothing", f".saved-{'0' * 64}")
+
+
+def _draw_beside(content: bytes, source: random.Random, count: int) -> Iterator[tuple[Any, ...]]:
+    yield from product(HIDDEN, THINGS)
+
+
+def _put(path: Path, what: str, outside: Path) -> None:
+    """Something where the library itself puts locks and unfinished files."""
+    match what:
+        case "file":
+            path.write_bytes(b"{}")
+        case "folder":
+            path.mkdir()
+        case "full folder":
+            path.mkdir()
+            (path / "config.json").write_bytes(b"{}")
+        case "link outside":
+            outside.write_bytes(b"precious")
+            path.symlink_to(outside)
+        case "link to a folder outside":
+            outside.with_name("folder").mkdir()
+            outside.with_name("folder").joinpath("config.json").symlink_to(outside)
+            outside.write_bytes(b"precious")
+            path.symlink_to(outside.with_name("folder"))
+        case "dangling link":
+            path.symlink_to(path.with_name("nowhere"))
+        case "pipe":
+            os.mkfifo(path)
+        case _:
+            raise KeyError(what)
+
+
 KINDS: dict[str, Callable[[bytes, random.Random, int], Iterator[tuple[Any, ...]]]] = {
     "bytes": _draw_bytes,
     "json": _draw_json,
     "tensors": _draw_tensors,
     "folder": _draw_moves,
+    "beside": _draw_beside,
 }
 APPLIED: dict[str, Callable[..., bytes]] = {"bytes": _apply_bytes, "json": _apply_json, "tensors": _apply_tensors}

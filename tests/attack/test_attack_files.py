@@ -21,11 +21,11 @@ def test_edits_are_those_of_the_seed_and_change_something(tmp_path: Path) -> Non
     assert len(set(found)) == 300
     assert found == edits(original, 300, 0)
     assert set(found) != set(edits(original, 300, 1))
-    assert {edit.kind for edit in found} == {"bytes", "json", "tensors", "folder"}
+    assert {edit.kind for edit in found} == {"bytes", "json", "tensors", "folder", "beside"}
     unchanged = []
     for edit in found:
         path = tmp_path / "one" / edit.file
-        if edit.kind != "folder":
+        if edit.kind not in ("folder", "beside"):
             apply(tmp_path / "one", edit, {})
             if path.read_bytes() == original[edit.file]:
                 unchanged.append(edit)

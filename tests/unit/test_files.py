@@ -119,6 +119,15 @@ def test_the_second_worker_is_told_and_the_lock_leaves_nothing(tmp_path: Path) -
     assert not list(folder.iterdir())
 
 
+def test_a_lock_is_not_written_where_a_link_leads(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("text")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(StorageError, match="cannot be written"):
+        locked(tmp_path / "a", "build").__enter__()
+    assert (tmp_path / "precious").read_text() == "text"
+
+
 KILLED = """
 import os, sys
 from pathlib import Path

@@ -111,8 +111,9 @@ class RunFolder:
         with locked(self.path, "run"):
             if (self.path / IDENTITY).exists():
                 self._finished()
-                for leftover in [*self.path.rglob(".saved-*"), *self.path.rglob(".saving-*")]:
-                    settle_checkpoint(leftover.parent)
+                found = (*self.path.rglob(".saved-*"), *self.path.rglob(".saving-*"))
+                for folder in {leftover.parent for leftover in found} - {self.path}:  # which is no model, and is locked
+                    settle_checkpoint(folder)
                 remove_leftovers(self.path)
             else:  # the folder may have been anybody's so far: what is hidden in it stays
                 self._write_identity({})

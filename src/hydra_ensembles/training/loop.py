@@ -167,6 +167,10 @@ class Learner(ABC, Generic[BatchT]):
         if self.scaler.is_enabled():
             wanted |= {"scaler/scale": scalar.double(), "scaler/growth_tracker": scalar.long()}
         require_layout(tensors, wanted)
+        steps = {key: value.item() for key, value in tensors.items() if key.endswith("/step")}
+        for key, step in steps.items():
+            if not (step >= 0 and float(step).is_integer()):
+                raise CheckpointError(f"the tensor {key!r} is {step:g}; steps are counted from 0")
         for name, parameter in self.trained.items():
             with torch.no_grad():
                 parameter.copy_(tensors[f"weights/{name}"])

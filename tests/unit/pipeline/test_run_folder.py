@@ -12,6 +12,7 @@ from build_cases import image_model, same
 
 from hydra_ensembles.errors import CheckpointError, StorageError
 from hydra_ensembles.files import checksum, sealed
+from hydra_ensembles.pipeline import run_folder
 from hydra_ensembles.pipeline.run_folder import RunFolder, read_finished, require_own_folder
 
 IDENTITY = {"seed": 1, "model": {"weights": "abc"}}
@@ -74,6 +75,16 @@ def test_what_a_kill_leaves_is_no_obstacle_and_removed_once_the_folder_is_ours(t
     (tmp_path / "model" / ".config.json.y.tmp").write_text("{")
     run.json("kept", lambda: 1)
     assert {path.name for path in tmp_path.rglob("*")} == {"config.yaml", "run.json", "kept.json", "model"}
+
+
+def test_a_run_does_not_wait_for_its_own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settled: list[Path] = []
+    monkeypatch.setattr(run_folder, "settle_checkpoint", settled.append)
+    run = RunFolder(tmp_path, IDENTITY)
+    (tmp_path / ".saving-x").mkdir()  # where no model is saved
+    (tmp_path / "model" / ".saved-y").mkdir(parents=True)
+    run.json("kept", lambda: 1)
+    assert settled == [tmp_path / "model"]
 
 
 def test_a_damaged_product_is_named_and_a_write_that_fails_leaves_nothing(

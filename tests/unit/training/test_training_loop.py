@@ -408,6 +408,18 @@ def test_a_checkpoint_from_before_there_were_digests_goes_on_and_tensors_must_be
     assert same(train(batches(), PLAIN), train(Stopping(batches()), PLAIN, output=stopped))
 
 
+@pytest.mark.parametrize("step", [-1e30, 0.5, float("nan")])
+def test_steps_that_no_optimizer_can_have_counted_are_refused(step, tmp_path):
+    recipe = replace(PLAIN, optimizer="adamw")
+    with pytest.raises(KeyboardInterrupt):
+        train(Stopping(batches(), 5), recipe, output=tmp_path, checkpoint_every=1)
+    edited(tmp_path, lambda state: {key: value for key, value in state.items() if key != "checksums"}, seal=False)
+    tensors, name = tmp_path / "member-0/rate-0.05/current-4-0.safetensors", "optimizer/readout.norm.bias/step"
+    tensors.write_bytes(save({**load(tensors.read_bytes()), name: torch.tensor(step)}))
+    with pytest.raises(CheckpointError, match=f"{name}.*Delete"):
+        train(Stopping(batches()), recipe, output=tmp_path)
+
+
 def test_one_training_at_a_time_works_in_a_folder(tmp_path):
     half = tmp_path / "member-0" / "rate-0.05" / ".current.safetensors.x.tmp"
 
