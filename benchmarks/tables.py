@@ -18,6 +18,7 @@ from proposition1 import proposition_table
 from tower_scores import tower_table
 
 from hydra_ensembles.demo.run import COLUMNS
+from studies.price import price_table
 from studies.tables import study_blocks
 
 
@@ -31,6 +32,7 @@ def tables() -> dict[str, str]:
         "tower_scores": tower_table(load("zero_shot_tower_scores.json")),
         "demo": demo_table(),
         "attack": attack_table(),
+        "price": price_table(load("price.json")),
         "conversion": conversion_line(),
         **inference_report.tables(),
         **study_blocks(RESULTS / "studies"),

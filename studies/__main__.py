@@ -9,7 +9,9 @@ import torch
 import typer
 
 from hydra_ensembles.errors import ConfigError, HydraError
+from hydra_ensembles.files import read_json, write_json
 
+from . import price as study_of_price
 from .classifier import ClassifierData, ClassifierRun
 from .dual import DualModels, DualRun
 from .engine import SeedRun, collect, require_own_record, run_stages
@@ -87,6 +89,43 @@ def paper(name: Name, suite: Suite = None, results: Folder = RESULTS) -> None:
     if facts is None:
         raise ConfigError(f"{results} has no results of {name}; `python -m studies run {name}` makes them")
     print(paper_table(facts))
+
+
+@app.command()
+def price(
+    stage: Annotated[str, typer.Argument(help="train, choose, report, cost, precision, store; in this order.")],
+    data: Annotated[Path, typer.Option(help="Folder with data/ and weights/.")] = Path("shared"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run goes on.")] = RUNS / "price",
+    tasks: Annotated[str, typer.Option(help="Tasks, with commas between; default: all.")] = "",
+    seeds: Annotated[str, typer.Option(help="Seeds, with commas between; default: all.")] = "",
+    share: Annotated[float, typer.Option(help="Of every set, for a trial.")] = 1.0,
+    device: Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")] = None,
+    results: Annotated[Path, typer.Option(help="File of the results.")] = Path("results/price.json"),
+) -> None:
+    """What an ensemble brings for its price: one fusing for all tasks, chosen on held-out data, against Single."""
+    settings, source = study_of_price.recipe(), DataFolder(data)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = read_json(output / "choice.json")["setting"] if stage in ("cost", "report") else {}
+    match stage:
+        case "train" | "report":
+            for name in tasks.split(",") if tasks else settings["tasks"]:
+                task = study_of_price.Task(name, settings["tasks"][name], source, place, share)
+                for seed in map(int, seeds.split(",")) if seeds else settings["seeds"]:
+                    one = study_of_price.SeedOfTask(task, seed, settings, output)
+                    one.train() if stage == "train" else one.report(chosen)
+        case "choose":
+            print(study_of_price.choose(settings, output)["chosen"])
+        case "precision":
+            name = next(iter(settings["tasks"]))
+            task = study_of_price.Task(name, settings["tasks"][name], source, place, share)
+            one = study_of_price.SeedOfTask(task, settings["seeds"][0], settings, output)
+            write_json(output / "precisions.json", one.precisions())
+        case "cost":
+            write_json(output / "costs.json", study_of_price.costs(settings, chosen, source, place))
+        case "store":
+            write_json(results, study_of_price.collected(settings, output))
+        case _:
+            raise ConfigError(f"stage must be train, choose, report, cost, precision or store, got {stage!r}")
 
 
 def seed_runs(

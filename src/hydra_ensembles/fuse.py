@@ -14,7 +14,7 @@ from .convert.convert import convert
 from .errors import ConfigError
 from .heads.masking import Model
 from .model.clip import DualEncoder, require_ensemble, require_model
-from .model.config import Sharing
+from .model.config import KeptHeads, Sharing
 from .model.ensemble import Ensemble, singles
 from .model.layers import GroupedLinear
 from .model.members import (
@@ -41,6 +41,7 @@ def fuse(
     norms: Fusion = "separate",
     readout: Fusion = "separate",
     trunk: int | None = None,
+    average: int = 0,
 ) -> Model:
     """One model out of copies of one model that were pruned, and maybe fine-tuned, in different ways.
 
@@ -58,10 +59,12 @@ def fuse(
         readout: The same for pooler and classifier.
         trunk: At most so many of the equal first layers are stored once; None: all of them. Members that are equal
             now and shall part in training need a limit.
+        average: The stem and the first so many layers become the mean of the members' and are stored once. For several
+            fine-tunings of one model: most of what they gain together, at little more than the price of one.
 
     Raises:
-        ConfigError: Members of different architectures, dtypes, devices or class names, or unequal stems with
-            `stem="shared"`.
+        ConfigError: Members of different architectures, dtypes, devices or class names, unequal stems with
+            `stem="shared"`, or layers to average that lost different heads.
     """
     given: list[Ensemble | DualEncoder] = [*listed(members, "fuse")]
     for member in given:
@@ -77,9 +80,13 @@ def fuse(
         raise ConfigError("fuse takes members of one kind, got ['DualEncoder', 'Ensemble']")
     if trunk is not None:
         require_whole("trunk", trunk, 0)
-    elif twins := _twins(given):
+    require_whole("average", average, 0)
+    if duals and average:
+        raise ConfigError(f"average={average} is for classifiers; of dual encoders the layers are kept per member")
+    if trunk is None and (twins := _twins(given)):
         warn(f"members {twins[0]} and {twins[1]} given to fuse are equal: they will never disagree")
-    return cast(Model, _fuse_dual_encoders(duals, how, trunk) if duals else _fuse_ensembles(ensembles, how, trunk))
+    fused = _fuse_dual_encoders(duals, how, trunk) if duals else _fuse_ensembles(ensembles, how, trunk, average)
+    return cast(Model, fused)
 
 
 def _twins(members: Sequence[Ensemble | DualEncoder]) -> tuple[int, int] | None:
@@ -115,8 +122,10 @@ def soup(models: Iterable[nn.Module]) -> Ensemble:
     return Ensemble.from_state(given[0].config, mean, metadata.after(f"mean weights of {len(states)} models"))
 
 
-def _fuse_ensembles(members: Sequence[Ensemble], how: How, limit: int | None) -> Ensemble:
+def _fuse_ensembles(members: Sequence[Ensemble], how: How, limit: int | None, average: int = 0) -> Ensemble:
     states, heads, metadata = singles(members)
+    if average:
+        states = _with_mean_trunk(states, heads, average)
     differing = unequal(states)
     stem = next((name for name in differing if place_of(name)[0] == "stem"), None)
     if how["stem"] == "shared" and stem is not None:
@@ -137,6 +146,23 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: How, limit: int | None) ->
     settings = ", ".join(f"{group} {fusion}" for group, fusion in how.items())
     line = f"fused {len(states)} members: {settings}, trunk of {config.trunk} layers"
     return Ensemble.from_state(config, joined, metadata.after(line))
+
+
+def _with_mean_trunk(states: Sequence[Mapping[str, Tensor]], heads: KeptHeads, layers: int) -> list[dict[str, Tensor]]:
+    """States whose stem and first layers are the mean of all."""
+    if layers > len(heads[0]):
+        raise ConfigError(f"average is {layers}, but the members have {len(heads[0])} layers")
+    parted = [layer for layer in range(layers) if len({kept[layer] for kept in heads}) > 1]
+    if parted:
+        raise ConfigError(f"members lost different heads in layer {parted[0]}, which average={layers} would join")
+    found = [dict(state) for state in states]
+    for name in states[0]:
+        group, layer = place_of(name)
+        if group == "stem" or (layer is not None and layer < layers):
+            mean = _mean(torch.stack([state[name] for state in states]))[0]
+            for state in found:
+                state[name] = mean
+    return found
 
 
 def _fuse_dual_encoders(members: Sequence[DualEncoder], how: How, trunk: int | None) -> DualEncoder:

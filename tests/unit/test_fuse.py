@@ -206,3 +206,32 @@ def test_a_limit_keeps_equal_layers_apart() -> None:
     assert he.fuse([small()] * 2, trunk=1).config.trunk == 1
     with pytest.raises(ConfigError, match="trunk"):
         he.fuse([small()] * 2, trunk=-1)
+
+
+@pytest.mark.parametrize("mlp", ["separate", "mean"])
+def test_a_mean_trunk_is_a_soup_below_and_the_members_above(mlp: Any) -> None:
+    """Every answer is that of the member with the stem and the first layers of the soup."""
+    models = [small(seed) for seed in range(3)]
+    fused, mixed, inputs = he.fuse(models, mlp=mlp, average=2), he.soup(models).state_dict(), torch.randn(4, 3, 4, 4)
+    assert (fused.config.trunk, fused.num_members) == (2, 3)
+    above = he.fuse(models, stem="separate", mlp=mlp)
+    with torch.no_grad():
+        got = fused(inputs)
+        for index in range(3):
+            state = dict(above.member(index).state_dict())
+            for name in state:
+                group, layer = place_of(name)
+                if group == "stem" or (layer is not None and layer < 2):
+                    state[name] = mixed[name]
+            alone = he.Ensemble.from_state(models[index].config, state)
+            torch.testing.assert_close(got[index], alone(inputs)[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(he.fuse(models, average=0, stem="separate")(inputs), he.fuse(models, stem="separate")(inputs))
+
+
+@pytest.mark.parametrize(
+    ("heads", "average", "token"), [([], 4, "3 layers"), ([(1, 0)], 2, "layer 1"), ([], -1, "average")]
+)
+def test_a_mean_trunk_needs_layers_with_the_same_heads(heads: Any, average: int, token: str) -> None:
+    members = [he.prune(small(0), heads), small(1)]
+    with pytest.raises(ConfigError, match=token):
+        he.fuse(members, average=average)

@@ -91,7 +91,7 @@ def build(
     start = starting_model(model, class_names, templates, device)
     config = config.settled(start)
     if pretrained is not None:
-        start = with_upper_layers(start, pretrained, config.trunk)
+        start = with_upper_layers(start, pretrained, 0 if config.average_trunk else config.trunk)
     foreign = () if ood is None or isinstance(ood, str) else named_sources(ood, "ood").values()
     if config.extracts_circuits and any(one is other for one in foreign for other in (train, id, validation)):
         raise DataError("ood= is the very data given as train=, id= or validation=; give data unlike the training data")
@@ -199,7 +199,7 @@ class _Chain:
             self.run.ensemble(f"members/{index}", lambda index=index: self._member(index))  # type: ignore[misc]
             for index in count
         ]
-        return fuse(members, **how)
+        return fuse(members, **how, average=config.trunk if config.average_trunk else 0)
 
     def _trained(self, ensemble: Ensemble, index: int) -> Ensemble:
         recipe, train, validation = self.config.training_recipe(self.start), self.data.train, self.data.validation
@@ -212,7 +212,9 @@ class _Chain:
         return self._named(self.start.pruned(self.choices[index][1]), index)
 
     def _member(self, index: int) -> Ensemble:
-        """One member, pruned and fine-tuned."""
+        """One member, pruned and fine-tuned; the whole one beside others from pretrained layers is the model itself."""
+        if self.config.whole and index == self.config.members - 1 and self.start.upper is not None:
+            return self.start.base.with_metadata(calibration=None, familiarity=None)
         return self._named(self._trained(self.start.pruned(self.choices[index][1]), index), index)
 
     def _named(self, member: Ensemble, index: int) -> Ensemble:

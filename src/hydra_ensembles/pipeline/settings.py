@@ -263,7 +263,8 @@ class HydraConfig:
             drawn from CircAvg), `"taylor"` (one Taylor ranking per member, each on other calibration
             batches), `"sampled"` (all drawn from the first `pool` heads of CircAvg), `"random"` (a control),
             `"branches"` (every member keeps all heads, and training alone makes them differ: the other control).
-        whole: Whether the last member keeps all heads.
+        whole: Whether the last member keeps all heads. Beside members that train apart from pretrained layers, it is
+            the model as it was given.
         training: `"together"` trains the fused ensemble once, on the sum of its members' losses, trunk included;
             `"apart"` trains every member by itself before fusing; None is `"apart"` where there is a recipe, else none.
         method: How circuits are extracted; see `extract_circuit`.
@@ -279,6 +280,8 @@ class HydraConfig:
         shared_layers: The first so many layers stay whole and common to all members: they run once however many
             members there are. Members that train apart leave them, and the stem, as they are. None takes five sixths
             of the layers where `prune` is not given either, else none.
+        average_trunk: Members that train apart train these layers, and the stem, too, and the trunk is their mean: a
+            Deep Ensemble's training, and most of its gain, at the price of a trunk.
         stem: How the stems are fused; see `fuse`.
         mlp: How the MLPs are fused.
         norms: How the norms are fused.
@@ -304,6 +307,7 @@ class HydraConfig:
     calibration_batches: int = 8
     recipe: Recipe | None = None
     shared_layers: int | None = None
+    average_trunk: bool = field(default=False, metadata=ADDED_LATER)
     stem: StemFusion = "shared"
     mlp: Fusion = "mean"
     norms: Fusion = "separate"
@@ -336,6 +340,11 @@ class HydraConfig:
             raise ConfigError(f"HydraConfig.pool is {self.pool}; draws differ only if it is above prune ({self.lost})")
         if self.training is not None and self.recipe is None:
             object.__setattr__(self, "recipe", Recipe.preset("hydra"))
+        if self.average_trunk and (self.recipe is None or self.training == "together" or self.shared_layers == 0):
+            raise ConfigError(
+                "HydraConfig.average_trunk is for members that train apart, each its own shared layers: give a recipe, "
+                f"training='apart' and shared_layers (got {self.training!r} and {self.shared_layers})"
+            )
         recipe, one_stem = self.recipe, self.stem == "shared" and self.members > 1 and self.training != "together"
         moves = recipe is not None and "stem" in recipe.train_groups and recipe.last_blocks is None
         whole_depth = not self.shared_layers and (self.prune is not None or self.shared_layers is not None)
@@ -363,7 +372,7 @@ class HydraConfig:
     def settled(self, start: StartingModel) -> "HydraConfig":
         """The config with every number that was left open, for this model."""
         ours, layers = self.prune is None and start.dual is None, start.base.num_layers
-        usual = min(round(TRUNK * layers), layers - 1) if ours else 0
+        usual = min(round(TRUNK * layers), layers - 1) if ours or self.average_trunk else 0
         shared = usual if self.shared_layers is None else self.shared_layers
         prune, free = self.prune, range(min(shared, layers - 1), layers)
         if prune is None and self.pruned_members:
@@ -408,7 +417,7 @@ class HydraConfig:
             return None
         if recipe.reinit_classifier is None and (self.strategy == "branches" or start.upper is not None):
             recipe = replace(recipe, reinit_classifier="random")
-        if self.training == "together" or not self.trunk:
+        if self.training == "together" or self.average_trunk or not self.trunk:
             return recipe
         free = layers - self.trunk
         return replace(recipe, last_blocks=min(free, recipe.last_blocks or free))

@@ -266,6 +266,7 @@ def test_lists_of_names_and_numpys_integers_are_taken() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_data_are_checked_before_they_leave_the_cpu_and_not_read_back() -> None:
     one = model(members=2).cuda()
@@ -279,8 +280,8 @@ def test_on_a_gpu_data_are_checked_before_they_leave_the_cpu_and_not_read_back()
         one({**there, "attention_mask": ADDED.cuda()})
     fast = one.optimize(there)
     expected = one.predict(BATCH).probs
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         answers = [run.predict(there, check_finite=False) for run in (one, fast)]
     finally:
         torch.cuda.set_sync_debug_mode("default")

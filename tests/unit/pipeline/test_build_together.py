@@ -97,6 +97,27 @@ def test_members_start_from_pretrained_layers_above_the_trunk() -> None:
         he.build(base, he.HydraConfig(strategy="random"), pretrained=before, **sets())
 
 
+def test_a_mean_trunk_is_trained_by_every_member_and_the_model_itself_is_one(tmp_path: Path) -> None:
+    """Others are trained whole from the pretrained weights; it is what the parts do by hand, and resumes."""
+    base, before, data = image_model(seed=4), image_model(seed=5), sets()
+    settings = he.HydraConfig(
+        strategy="branches",
+        whole=True,
+        training="apart",
+        average_trunk=True,
+        shared_layers=2,
+        calibrate=False,
+        recipe=recipe(steps=2, train_groups=EVERYTHING),
+    )
+    hydra = he.build(base, settings, pretrained=before, output=tmp_path, **data)
+    members = [he.Ensemble.from_pretrained(tmp_path / "members" / str(index)) for index in range(3)]
+    assert same(members[2], base)
+    assert not torch.equal(members[0].state_dict()[NORM], members[1].state_dict()[NORM])  # trunks were trained
+    assert same(hydra, he.fuse(members, average=2))
+    assert hydra.config.trunk == 2
+    assert same(hydra, he.build(base, settings, pretrained=before, output=tmp_path, **data))
+
+
 def test_what_is_left_open_follows_the_model() -> None:
     """Five sixths of the layers and few heads where nothing is said; with prune given, no trunk, as in the paper."""
     hydra = he.build(image_model(), he.HydraConfig(strategy="random", members=2), **sets())
@@ -113,6 +134,9 @@ def test_what_is_left_open_follows_the_model() -> None:
         ({"strategy": "branches"}, "training"),
         ({"whole": True, "members": 1}, "members"),
         ({"training": "jointly"}, "training"),
+        ({"average_trunk": True}, "average_trunk"),
+        ({"average_trunk": True, "training": "together"}, "average_trunk"),
+        ({"average_trunk": True, "training": "apart", "shared_layers": 0}, "average_trunk"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(changes: dict[str, Any], named: str) -> None:
