@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,8 @@ def _study(folder: Path) -> str:
     return digest(sorted((str(p.relative_to(folder)), p.read_bytes()) for p in folder.rglob("*.safetensors")))
 
 
+for library in ("matplotlib.figure", "matplotlib.backends.backend_svg"):
+    import_module(library)  # here, so that nothing is forked in the middle of it
 if str(STUDIES) not in sys.path:
     sys.path.append(str(STUDIES))
 

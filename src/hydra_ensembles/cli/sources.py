@@ -143,7 +143,7 @@ def _load_timm(name: str, settings: ModelSettings) -> Ensemble:
         raise CheckpointError(f"timm has no model {name!r}{did_you_mean(name, timm.list_models())}")
     try:
         state = None if settings.weights is None else load_file(plain_file(Path(settings.weights).expanduser()))
-    except (OSError, SafetensorError) as error:  # files of other kinds can run code
+    except (OSError, SafetensorError, UnicodeError) as error:  # files of other kinds can run code
         raise CheckpointError(f"the weights {settings.weights} cannot be read as safetensors: {error}") from error
     classes = (len(state[key]) for key in ("head.weight", "head.fc.weight") if state is not None and key in state)
     options = {"num_classes": next(classes, None), **settings.model_options}

@@ -121,8 +121,13 @@ def require_known_parts(model: nn.Module, architecture: str) -> None:
         if isinstance(module, nn.Conv2d):
             _require_patches(module, name, architecture)
     if type(model).__module__.startswith("transformers."):
-        with torch.device("meta"):
-            built = type(model)(deepcopy(model.config))
+        try:
+            with torch.device("meta"):
+                built = type(model)(deepcopy(model.config))
+        except Exception as error:  # the library raises whatever it meets
+            raise ConversionError(
+                f"{architecture}: by its configuration no model can be built ({error}); it was edited since"
+            ) from error
         _require_alike(model, built, architecture, "by its configuration")
         return
     for name, module in model.named_modules():

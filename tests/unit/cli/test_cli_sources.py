@@ -71,6 +71,7 @@ def test_a_run_folder_stands_for_its_result(run_folder, tmp_path):
         (["timm:test_vit", "--weights", "x.safetensors"], "cannot be read"),
         (["timm:test_vit", "--weights", "old.pth"], "safetensors"),
         (["timm:test_vit", "--weights", "/dev/null"], "not a plain file"),
+        (["timm:test_vit", "--weights", "half\udcff"], "safetensors"),
         (["timm:test_vit", "--weights", "mine.safetensors"], "do not fit timm:test_vit"),
         (["timm:test_vit", "--weights", "mine.safetensors", *SMALL, "--model-option", "num_classes=7"], "head.bias"),
         (["timm:test_vit", "--weights", "mine.safetensors", "--model-option", "colour=red"], "check model_options"),

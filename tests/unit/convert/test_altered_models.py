@@ -233,6 +233,7 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     ("bert", put("bert.pooler.activation", nn.ReLU()), "pooler.activation"),
     ("bert", adapted(BERT + "attention.self.value"), "Adapted"),
     ("bert", configured(hidden_act="relu"), "intermediate_act_fn"),
+    ("bert", configured(num_attention_heads=9), "configuration"),
     ("bert", set_to(BERT + "attention.self.num_attention_heads", 2), "num_attention_heads"),
     ("bert", lambda model: model.bert.embeddings.position_ids.copy_(torch.arange(23, -1, -1)[None]), "embedded"),
     ("bert", put("bert.encoder.layer.1", nn.Identity()), "bert.encoder.layer.1"),
