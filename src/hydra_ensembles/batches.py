@@ -78,7 +78,7 @@ def read_labels(labels: Any, samples: int, where: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         got = type(labels).__name__
         raise DataError(f"labels in {where} must be whole numbers [B] from 0, got a {got} ({error})") from error
-    odd = read.is_floating_point() or read.is_complex() or read.is_meta
+    odd = read.is_floating_point() or read.is_complex() or read.is_meta or read.dtype == torch.bool
     if read.dim() != 1 or odd or len(read) != samples:
         raise DataError(
             f"labels in {where} must be whole numbers, one for each of its {samples} inputs; got {read.dtype} "

@@ -96,6 +96,8 @@ def _data_deed(kind: str, entry: str, name: str, expectation: str, make: Callabl
     read = readers(kind)[entry]
     if expectation == "labels":
         expectation = "same" if entry in UNLABELLED else "refused"
+    if expectation == "sets":
+        expectation = "either" if entry in UNLABELLED else "refused"
     if expectation == "once":
         expectation = "refused" if entry in READ_AGAIN else "same"
     if expectation == "theirs":
@@ -159,7 +161,6 @@ def data_table(kind: str) -> dict[str, tuple[str, Callable[[], Any]]]:
         "bytes": lambda: b"data",
         "no batches": list,
         "an empty mapping": dict,
-        "a mapping of sets": lambda: {"train": good},
         "an iterator that is spent": lambda: iter([]),
         "batches of None": lambda: [None, None],
         "batches without anything": lambda: [(), ()],
@@ -239,6 +240,7 @@ def data_table(kind: str) -> dict[str, tuple[str, Callable[[], Any]]]:
     table |= {name: ("same", make) for name, make in right.items()}
     table |= {
         "an iterator": ("once", lambda: iter(good)),
+        "a mapping of sets": ("sets", lambda: {"other": good}),
         "a loader that fails": ("theirs", lambda: _Failing(raising)),
         "inputs in arrays": ("either", each(lambda x, y: (main(x, lambda t: t.numpy()), y))),
         "inputs in lists": ("either", each(lambda x, y: (main(x, lambda t: t.tolist()), y))),

@@ -214,7 +214,9 @@ def test_forward_names_a_dtype_that_does_not_fit_and_predict_converts_it() -> No
         assert one(PIXELS.bfloat16()).shape == (1, 2, CLASSES)
 
 
-@pytest.mark.parametrize("labels", [LABELS.cfloat(), LABELS.to("meta"), ["cat"] * 6, LABELS.float(), LABELS[:3]])
+@pytest.mark.parametrize(
+    "labels", [LABELS.cfloat(), LABELS.to("meta"), ["cat"] * 6, LABELS.float(), LABELS > 0, LABELS[:3]]
+)
 @pytest.mark.parametrize("work", [name for name in LONG_WORK if name != "build"])
 def test_labels_that_are_none_are_refused(work: str, labels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "LABELS", labels)
