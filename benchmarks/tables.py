@@ -17,7 +17,9 @@ from fusion import fusion_table
 from proposition1 import proposition_table
 from tower_scores import tower_table
 
-from hydra_ensembles.demo.run import COLUMNS
+from hydra_ensembles.demo import Gains
+from hydra_ensembles.report import to_markdown
+from hydra_ensembles.schema import from_plain
 from studies.price import price_table
 from studies.tables import study_blocks
 
@@ -40,32 +42,11 @@ def tables() -> dict[str, str]:
 
 
 def demo_table() -> str:
-    """The table of the README: all methods of one run of the demo; the best number of each column is bold."""
+    """Of the README: who wins what in one run of the demo, and the table behind it."""
     found = load("demo.json")
-    costs = {cost["name"]: cost for cost in found["measured"]["costs"]}
-    columns = []  # of each column, the cells from top to bottom
-    for column in COLUMNS:
-        places = [(one["numbers"], costs[name], one) for name, one in found["methods"].items()]
-        values = [next((place[column.key] for place in some if column.key in place), None) for some in places]
-        texts = ["–" if value is None else column.write(value) for value in values]
-        there = [value for value in values if value is not None]
-        best = column.write(max(there) if column.better == "higher" else min(there))
-        bold = best if set(texts) - {best, "–"} else None  # where all are written alike, none is the best
-        columns.append([f"**{text}**" if text == bold else text for text in texts])
-    names = [name.replace("*", "\\*") for name in found["methods"]]
-    header = ["method", *(column.long_heading for column in COLUMNS)]
-    settings, samples = found["settings"], found["samples"]
-    about = (
-        f"{samples['test']} test images of seven EuroSAT classes; near-OOD: {samples['AnnualCrop']} AnnualCrop and "
-        f"{samples['River']} River, two classes the model does not know; far-OOD: {samples['FashionMNIST']} "
-        f"Fashion-MNIST. Circuits: {settings['method']}, {samples['circuit_id']} ID and "
-        f"{samples['circuit_ood']} OOD validation images, {settings['prune']} of 36 heads pruned per member, none "
-        f"in the first {settings['shared_layers']} of 6 layers, which the members share; no fine-tuning. "
-        "OOD score: maximum softmax probability (*by MI*: mutual information). \\* Stored logits of "
-        "three models trained from different seeds; its time is that of a stack of three models. Time: a batch of "
-        f"{settings['latency_batch']} on {found['hardware']}, against Single. From `results/demo.json`."
-    )
-    return "\n".join([*table(header, zip(names, *columns, strict=True)), "", about])
+    shown = from_plain(Gains, found["gains"], "gains")
+    words = [sentence.replace("*", "\\*") for sentence in shown.verdict]
+    return "\n".join([*words, "", to_markdown(shown.table).rstrip(), "From `results/demo.json`."])
 
 
 def attack_table() -> str:

@@ -8,8 +8,10 @@ Three steps, so that the machine that trains needs no data sets:
 
 `pack` reads EuroSAT and Fashion-MNIST (`data/images/` below FOLDER) and draws the demo's sample into the package.
 `train` trains the same small vision transformer several times from different seeds: on 7 of EuroSAT's 10 classes,
-from scratch, with the last epoch's weights, so that no held-out image chooses anything. `store` puts the first copy
-and the logits of all copies into the package. On a CPU, `train --epochs 1 --limit 256 --copies 1` shows that it runs.
+from scratch, with the last epoch's weights, so that no held-out image chooses anything. `store` puts the copy of seed 0
+into the package; of the others, whose weights stay outside, what they and the Hydra Ensembles made from them say of the
+sample (built as the demo builds its own, on a CPU in minutes). To leave the backbone as it is: `train --seeds 1 2`.
+On a CPU, `train --epochs 1 --limit 256 --seeds 1` shows that it runs.
 """
 
 import argparse
@@ -20,7 +22,6 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,21 +36,29 @@ from torch.nn import functional as F
 import hydra_ensembles as he
 from hydra_ensembles import data
 from hydra_ensembles.data import ImageDataset
+from hydra_ensembles.demo import DemoSettings, load_sample
 from hydra_ensembles.demo.embedded import read_images
+from hydra_ensembles.demo.run import answers_of, build_models, prepare_data, training_batches
 
 PACKAGE = Path(he.__file__).parent / "demo"
 SIZE = 64
 PREPROCESSING = he.ImagePreprocessing(size=(SIZE, SIZE), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 CIRCUIT_OOD, NEAR = "PermanentCrop", ("AnnualCrop", "River")
 SEED = 0
-TEST, CIRCUIT, CALIBRATION, FAR = 455, 256, 256, 300  # images; of the near sets, all test and validation images
+TRAIN, TEST, CIRCUIT, CALIBRATION, FAR = (
+    700,
+    455,
+    256,
+    256,
+    300,
+)  # images; of the near sets, all but training ones
 BATCH, LEARNING_RATE, WEIGHT_DECAY, WARMUP, DROP_PATH = 256, 1e-3, 0.05, 0.08, 0.1
 
 
 # --- pack ------------------------------------------------------------------------------------------------
 
 
-def pack(shared: Path, output: Path) -> None:
+def pack(shared: Path, output: Path, test_images: int) -> None:
     """Write the images to train on into `output`, and the demo's sample into `output` and the package."""
     output.mkdir(parents=True, exist_ok=True)
     source = shared / "data" / "images"
@@ -64,10 +73,11 @@ def pack(shared: Path, output: Path) -> None:
     fashion = data.subset(data.load(source / "fashion_mnist", split="test"), FAR, seed=SEED, stratified=True)
     packer = _Packer(source)
     sample = [
+        packer.packed("train", {"eurosat/train": data.subset(train, TRAIN, seed=SEED, stratified=True)}),
         packer.packed("circuit_id", {"eurosat/validation": circuit_id}),
         packer.packed("circuit_ood", {"eurosat/train": circuit_ood}, labelled=False),
         packer.packed("calibration", {"eurosat/validation": calibration}),
-        packer.packed("test", {"eurosat/test": data.subset(test, TEST, seed=SEED, stratified=True)}),
+        packer.packed("test", {"eurosat/test": data.subset(test, test_images, seed=SEED, stratified=True)}),
     ]
     for name in NEAR:
         parts = {f"eurosat/{split}": data.only_classes(everything[split], [name]) for split in ("validation", "test")}
@@ -120,25 +130,19 @@ def _without_ood(dataset: data.Dataset[Any]) -> Any:
 # --- train -----------------------------------------------------------------------------------------------
 
 
-def train(bundle: Path, output: Path, copies: int, epochs: int, limit: int | None, device: str) -> None:
-    """Train the copies, and write weights (float16), the logits of all on the sample, and the log."""
+def train(bundle: Path, output: Path, seeds: list[int], epochs: int, limit: int | None, device: str) -> None:
+    """Train a copy from each seed, and write their weights (float16) and the log."""
     output.mkdir(parents=True, exist_ok=True)
     sets = read_images(bundle / "training.npz")
-    sample = read_images(bundle / "sample.npz")
     images, labels = _pixels(sets["train"], limit)
-    parts = {name: _inputs(one, limit) for name, one in sample.items()}
     held_out = {name: (_inputs(sets[name], limit), _labels(sets[name], limit)) for name in ("validation", "test")}
-    make = partial(_copy, images=images, labels=labels, parts=parts, held_out=held_out, epochs=epochs, device=device)
-    with ProcessPoolExecutor(copies, mp_context=torch.multiprocessing.get_context("spawn")) as pool:  # one GPU fits all
-        found = list(pool.map(make, range(copies)))
-    states, logs = [one.state for one in found], [one.log for one in found]
-    logits = {name: torch.stack([one.logits[name] for one in found]) for name in parts}  # [copies, N, C]
-    save_file(states[0], output / "backbone.safetensors")
-    others = {f"{copy}.{name}": value for copy, state in enumerate(states[1:], 1) for name, value in state.items()}
-    save_file(others, output / "copies.safetensors")
-    save_file(logits, output / "deep_logits.safetensors")
+    make = partial(_copy, images=images, labels=labels, held_out=held_out, epochs=epochs, device=device)
+    context = torch.multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(seeds), mp_context=context) as pool:  # one GPU fits all
+        found = list(pool.map(make, seeds))
+    for seed, (state, _) in zip(seeds, found, strict=True):
+        save_file(state, output / f"copy_{seed}.safetensors")
     facts = {
-        "command": f"python examples/train_demo_backbone.py train --copies {copies} --epochs {epochs}",
         "settings": {
             "batch": BATCH,
             "learning_rate": LEARNING_RATE,
@@ -146,23 +150,12 @@ def train(bundle: Path, output: Path, copies: int, epochs: int, limit: int | Non
             "warmup": WARMUP,
             "drop_path": DROP_PATH,
         },
-        "parameters": sum(tensor.numel() for tensor in states[0].values()),
+        "parameters": sum(tensor.numel() for tensor in found[0][0].values()),
         "classes": list(sets["train"].class_names),
         "samples": {"train": len(labels), **{name: len(pair[1]) for name, pair in held_out.items()}},
-        "hardware": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {platform.machine()}",
-        "versions": {"python": platform.python_version(), "torch": str(torch.__version__), "timm": _timm_version()},
-        "copies": logs,
+        "copies": [log for _, log in found],
     }
     (output / "log.json").write_text(json.dumps(facts, indent=1) + "\n")
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """One trained model: weights in float16, logits `[N, C]` of each part of the sample in float16, and its log."""
-
-    state: dict[str, Tensor]
-    logits: dict[str, Tensor]
-    log: dict[str, Any]
 
 
 def _copy(
@@ -170,20 +163,26 @@ def _copy(
     *,
     images: Tensor,
     labels: Tensor,
-    parts: dict[str, Tensor],
     held_out: dict[str, tuple[Tensor, Tensor]],
     epochs: int,
     device: str,
-) -> _Copy:
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights of one trained model in float16, and its log."""
     started = time.perf_counter()
     model, epochs_log = _train_copy(seed, images.to(device), labels.to(device), held_out, epochs)
     state = {name: tensor.half().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    model.load_state_dict({name: tensor.float() for name, tensor in state.items()})  # as it will be shipped
+    model.load_state_dict({name: tensor.float() for name, tensor in state.items()})  # as it will be used
     accuracy = {name: _accuracy(model, *pair) for name, pair in held_out.items()}
-    facts = {"seed": seed, "seconds": round(time.perf_counter() - started, 1), "accuracy": accuracy}
+    facts = {
+        "seed": seed,
+        "command": f"python examples/train_demo_backbone.py train --seeds {seed} --epochs {epochs}",
+        "hardware": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {platform.machine()}",
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__), "timm": _timm_version()},
+        "seconds": round(time.perf_counter() - started, 1),
+        "accuracy": accuracy,
+    }
     print(json.dumps(facts), flush=True)
-    logits = {name: _logits(model, inputs).half() for name, inputs in parts.items()}
-    return _Copy(state, logits, {**facts, "epochs": epochs_log})
+    return state, {**facts, "epochs": epochs_log}
 
 
 def _train_copy(
@@ -288,15 +287,30 @@ def _timm_version() -> str:
 
 
 def store(trained: Path, results: Path) -> None:
-    """Convert the first copy to an ensemble of one member, and put it, the logits and the log in their places."""
-    state = {name: tensor.float() for name, tensor in load_file(trained / "backbone.safetensors").items()}
-    classes = read_images(PACKAGE / "sample.npz")["test"].class_names
-    model = _vision_transformer(len(classes))
-    model.load_state_dict(state)
-    backbone: he.Ensemble = he.convert(model, labels=classes, processor=PREPROCESSING)
-    backbone.half().save_pretrained(PACKAGE / "backbone")
-    shutil.copyfile(trained / "deep_logits.safetensors", PACKAGE / "deep_logits.safetensors")
-    shutil.copyfile(trained / "log.json", results)
+    """Put the copy of seed 0, what the others and their Hydra Ensembles say, and the logs in their places."""
+    sample, settings = load_sample(), DemoSettings()
+    classes = sample.test.class_names
+    answers: dict[str, Tensor] = {}
+    for path in sorted(trained.glob("copy_*.safetensors")):
+        model = _vision_transformer(len(classes))
+        model.load_state_dict({name: tensor.float() for name, tensor in load_file(path).items()})
+        backbone: he.Ensemble = he.convert(model, labels=classes, processor=PREPROCESSING)
+        seed = path.stem.removeprefix("copy_")
+        if seed == "0":
+            backbone.half().save_pretrained(PACKAGE / "backbone")
+            continue
+        sets, batches = prepare_data(sample, backbone, settings), training_batches(sample, backbone, settings)
+        for name, made in build_models(backbone, sets, batches, settings).items():
+            for key, one in answers_of(made, sets).items():
+                answers[f"{name} {seed}/{key}/logits"] = one.logits.half()
+                if one.unfamiliar is not None:
+                    answers[f"{name} {seed}/{key}/unfamiliar"] = one.unfamiliar
+    if answers:
+        save_file(answers, PACKAGE / "answers.safetensors")
+    new = json.loads((trained / "log.json").read_text())
+    known = json.loads(results.read_text())["copies"] if results.exists() else []
+    logs = {log["seed"]: log for log in [*known, *new["copies"]]}
+    results.write_text(json.dumps({**new, "copies": [logs[seed] for seed in sorted(logs)]}, indent=1) + "\n")
 
 
 def main() -> None:
@@ -306,10 +320,11 @@ def main() -> None:
     packing = commands.add_parser("pack", help="draw the images")
     packing.add_argument("--shared", type=Path, required=True)
     packing.add_argument("--output", type=Path, default=Path("carry/demo"))
+    packing.add_argument("--test-images", type=int, default=TEST)
     training = commands.add_parser("train", help="train the copies")
     training.add_argument("--bundle", type=Path, default=Path("carry/demo"))
     training.add_argument("--output", type=Path, required=True)
-    training.add_argument("--copies", type=int, default=3)
+    training.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     training.add_argument("--epochs", type=int, default=150)
     training.add_argument("--limit", type=int, help="use only about so many images of each set")
     training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

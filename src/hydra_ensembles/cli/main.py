@@ -60,8 +60,9 @@ def demo(
 ) -> None:
     """See the whole method on an embedded model, offline.
 
-    Prunes, fuses and calibrates three members, compares them with the model they came from, with other ways of
-    pruning and with a Deep Ensemble, and writes a report, the model and all numbers to a folder, in minutes, on a CPU.
+    Makes three members of one model, trains them together, and shows what that catches: the model's own mistakes and
+    foreign images, by two reasons to abstain, beside the model itself and a Deep Ensemble. Writes a report, the
+    model and all numbers to a folder, in minutes, on a CPU.
 
     Examples:
       hydra-ensembles demo
@@ -69,10 +70,12 @@ def demo(
     """
     console = Console()
     try:
-        table = run_demo(output, settings, progress=progress, announce=lambda line: console.print(f"[bold]{line}[/]"))
+        found = run_demo(output, settings, progress=progress, announce=lambda line: console.print(f"[bold]{line}[/]"))
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"the same command goes on from here ({output} keeps what is done)") from error
-    console.print(to_rich(table, title="One small vision transformer, seven EuroSAT classes"))
+    for sentence in found.verdict:
+        console.print(sentence, style="bold", highlight=False)
+    console.print(to_rich(found.table, title="One small vision transformer, seven EuroSAT classes"))
     model = output / "model"
     print(f"\nReport    {output / 'report.html'}\nModel     {model}\nNumbers   {output / 'results.json'}\n\nTry next")
     print(f"  hydra-ensembles info {model}\n  hydra-ensembles predict {model} YOUR_IMAGE.jpg")

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ..data.dataset import ImageDataset, Rows, decode_image
 from ..model.ensemble import Ensemble
+from .gains import Answers
 
 _HERE = Path(__file__).parent
 BACKBONE = _HERE / "backbone"
 SAMPLE = _HERE / "sample.npz"
-DEEP_LOGITS = _HERE / "deep_logits.safetensors"
+ANSWERS = _HERE / "answers.safetensors"
 
 ID_NAME = "EuroSAT (7 classes)"
 NEAR, FAR = ("AnnualCrop", "River"), ("FashionMNIST",)
@@ -25,10 +26,11 @@ NEAR, FAR = ("AnnualCrop", "River"), ("FashionMNIST",)
 
 @dataclass(frozen=True)
 class DemoSample:
-    """The images of the demo; no image is in two of the sets, and none was trained on.
+    """The images of the demo; no image is in two of the sets, and the backbones were trained on those of `train` only.
 
     Attributes:
-        circuit_id: Labelled EuroSAT images of the backbone's seven classes, to rank heads on.
+        train: Labelled EuroSAT images of the backbone's seven classes that it was trained on, to train members on.
+        circuit_id: Labelled EuroSAT images of the backbone's seven classes, to rank heads and to fit familiarity on.
         circuit_ood: Images of PermanentCrop, a class the backbone does not know, to rank heads on.
         calibration: Labelled images to choose thresholds on.
         test: Labelled images to report results on.
@@ -36,6 +38,7 @@ class DemoSample:
         far: OOD test set of another kind of image.
     """
 
+    train: ImageDataset
     circuit_id: ImageDataset
     circuit_ood: ImageDataset
     calibration: ImageDataset
@@ -46,7 +49,7 @@ class DemoSample:
     @property
     def sets(self) -> dict[str, ImageDataset]:
         """All sets by the names they have in the file."""
-        own = {name: getattr(self, name) for name in ("circuit_id", "circuit_ood", "calibration", "test")}
+        own = {name: getattr(self, name) for name in ("train", "circuit_id", "circuit_ood", "calibration", "test")}
         return {**own, **self.near, **self.far}
 
 
@@ -62,12 +65,20 @@ def load_sample() -> DemoSample:
     return DemoSample(**sets, near=near, far=far)
 
 
-def load_deep_logits() -> dict[str, Tensor]:
-    """Logits `[3, N, 7]` of three backbones, trained alike from different seeds, on every set of the sample.
+def load_answers() -> dict[str, list[dict[str, Answers]]]:
+    """What models said whose weights are not in the package: of each method a list over backbones, by set.
 
-    The first is the embedded backbone; the weights of the other two are not in the package.
+    The backbones were trained as the embedded one was, from other seeds.
     """
-    return {name: logits.float() for name, logits in load_file(DEEP_LOGITS).items()}
+    models: dict[str, dict[str, dict[str, Tensor]]] = {}
+    for key, tensor in sorted(load_file(ANSWERS).items()):
+        model, name, what = key.split("/")  # "Single 1/test/logits"
+        models.setdefault(model, {}).setdefault(name, {})[what] = tensor.float()
+    found: dict[str, list[dict[str, Answers]]] = {}
+    for model, sets in models.items():
+        answers = {name: Answers(one["logits"], one.get("unfamiliar")) for name, one in sets.items()}
+        found.setdefault(model.rpartition(" ")[0], []).append(answers)
+    return found
 
 
 def read_images(path: Path) -> dict[str, ImageDataset]:

@@ -4,7 +4,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,96 +12,110 @@ import torch
 from torch import Tensor
 
 from ..calibrate import calibrate, fit_calibration
-from ..circuit.scores import Method
-from ..data.batching import batches
-from ..data.dataset import ImageDataset, subset
+from ..data.batching import BatchLoader, batches
+from ..data.dataset import subset
 from ..errors import ConfigError
 from ..evaluation.evaluate import evaluate, evaluate_logits
 from ..evaluation.evaluation import Evaluation, describe_model
-from ..model.cost import Cost, measure_costs
+from ..familiarity import fit_familiarity
+from ..model.cost import measure_costs
 from ..model.ensemble import Ensemble
 from ..pipeline.chain import build
 from ..pipeline.run_folder import RunFolder
-from ..pipeline.settings import HydraConfig
-from ..prediction import ScoreName
-from ..report.compare import Column, Comparison, compare, save_costs
+from ..pipeline.settings import HydraConfig, Strategy
+from ..report.compare import save_costs
 from ..report.html import write_report
 from ..schema import to_plain
-from .embedded import FAR, ID_NAME, NEAR, DemoSample, load_backbone, load_deep_logits, load_sample
+from ..training.recipe import Recipe
+from .embedded import FAR, ID_NAME, NEAR, DemoSample, load_answers, load_backbone, load_sample
+from .gains import DEEP, FAMILIAR, HYDRA, SINGLE, Answers, Gains, Sets, gains
 
-SINGLE, TAYLOR, CIRC_AVG = "Single", "Taylor", "CircAvg"
-HYDRA_TAYLOR, HYDRA_CIRC, DEEP = "Hydra (Taylor)", "Hydra (Circ)", "Deep Ensemble*"
-METHODS = (SINGLE, TAYLOR, CIRC_AVG, HYDRA_TAYLOR, HYDRA_CIRC, DEEP)
-
-SCORES: tuple[ScoreName, ...] = ("entropy", "mutual_information")  # a single model has only the first
-
-COLUMNS = (
-    Column("accuracy", "Acc %", better="higher", digits=1, scale=100),
-    Column("ece", "ECE", better="lower", digits=3),
-    Column("near.auroc", "AUROC", "Near-OOD", "higher", digits=1, scale=100),
-    Column("near.fpr95", "FPR95", "Near-OOD", "lower", digits=1, scale=100),
-    Column("mutual_information:near.auroc", "by MI", "Near-OOD", "higher", digits=1, scale=100),
-    Column("far.auroc", "AUROC", "Far-OOD", "higher", digits=1, scale=100),
-    Column("parameters", "Params M", better="lower", scale=1e-6),
-    Column("latency_ratio", "Time", better="lower", suffix="×"),
-)
-"""What the demo's table shows."""
-
-FORMAT = "hydra_ensembles demo 1"
-TAYLOR_BATCH = 8  # images a batch for Taylor rankings: small, so that each ranking draws another half of them
+METHODS = (SINGLE, HYDRA, DEEP)
+FORMAT = "hydra_ensembles demo 2"
+TRAIN_BATCH = 64
+FOREIGN = {"near": NEAR, "far": FAR}
+SEEN = ("calibration", "test", *NEAR, *FAR)  # the sets behind the numbers
 
 Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """How the demo is run: few settings, chosen on validation images only.
+    """How the demo is run: few settings, chosen on images that it does not report on (`results/demo_choice.json`).
 
     Attributes:
-        seed: Draws the images to rank heads on, and the batches of each Taylor ranking.
-        prune: Heads each member loses, of 36; the choice is in `results/demo_choice.json`.
-        shared_layers: The first so many of 6 layers stay whole and are common to all members, so they run once.
-        method: How circuits are extracted.
-        circuit_images: ID images, and as many OOD images, to rank heads on; fewer if `limit` is lower.
+        seed: Draws the images to train on and their order, and the members.
+        strategy: How the members' heads are chosen.
+        prune: Heads each member loses, of 36; 0 for none.
+        whole: Whether the last member keeps all heads.
+        shared_layers: The first so many of 6 layers are common to all members, so they run once; they stay as they are.
+        epochs: Passes over the training images, all members together.
+        learning_rate: Of these, at its peak.
+        new_classifiers: Whether each member starts from a classifier of its own, or from that of the backbone.
+        classifier_rate: Learning rate of the classifiers over that of all else.
+        share: The share of familiar images that thresholds promise to accept.
+        draws: Draws of halves behind every number and interval.
         limit: Use at most so many images of every set; None for all.
         batch_size: Images a batch while ranking and evaluating.
-        bootstrap: Resamples behind the confidence intervals.
         latency_batch: Images in the batch whose time is measured.
         latency_repeats: How often it is.
     """
 
     seed: int = 0
-    prune: int = 9
-    shared_layers: int = 2
-    method: Method = "exact"
-    circuit_images: int = 128
+    strategy: Strategy = "sampled"
+    prune: int = 2
+    whole: bool = True
+    shared_layers: int = 4
+    epochs: int = 4
+    learning_rate: float = 1e-4
+    new_classifiers: bool = False
+    classifier_rate: float = 1.0
+    share: float = 0.9
+    draws: int = 20
     limit: int | None = None
     batch_size: int = 32
-    bootstrap: int = 200
     latency_batch: int = 16
     latency_repeats: int = 7
 
     def __post_init__(self) -> None:
-        """Check what a user can change."""
-        least = {"seed": 0, "prune": 1, "circuit_images": 16, "batch_size": 1, "latency_batch": 1, "latency_repeats": 1}
-        for name, smallest in (least if self.limit is None else {**least, "limit": 16}).items():
+        """Check what a user can change, and by making the build's settings, what is checked there."""
+        least = {"draws": 2, "batch_size": 1, "latency_batch": 1, "latency_repeats": 1}
+        for name, smallest in (least if self.limit is None else {**least, "limit": 28}).items():
             if getattr(self, name) < smallest:
                 raise ConfigError(f"DemoSettings.{name} must be at least {smallest}, got {getattr(self, name)}")
+        if not 0.0 < self.share < 1.0:
+            raise ConfigError(f"DemoSettings.share must be above 0 and below 1, got {self.share}")
+        _ = self.build
 
     @property
-    def ranking_images(self) -> int:
-        """ID images, and as many OOD images, that heads are ranked on."""
-        return self.circuit_images if self.limit is None else min(self.circuit_images, self.limit)
-
-    @property
-    def builds(self) -> dict[str, HydraConfig]:
-        """Three members by circuits (for both goals, accuracy, OOD detection), and three by Taylor rankings."""
-        common = HydraConfig(self.prune, shared_layers=self.shared_layers, calibrate=False, seed=self.seed)
-        half = max(1, -(-self.ranking_images // TAYLOR_BATCH) // 2)
-        return {
-            "circuit": replace(common, strategy="circuit", method=self.method, ties="order"),
-            "taylor": replace(common, strategy="taylor", taylor_scope="global", calibration_batches=half),
-        }
+    def build(self) -> HydraConfig:
+        """Three members that train together above a trunk, which stays as it is."""
+        recipe = Recipe(
+            learning_rate=self.learning_rate,
+            classifier_rate=self.classifier_rate,
+            epochs=self.epochs,
+            warmup=0.1,
+            weight_decay=0.01,
+            clip_norm=1.0,
+            dropout=0.0,
+            last_blocks=6 - self.shared_layers,
+            reinit_classifier="random" if self.new_classifiers else None,
+            seed=self.seed,
+            batch_size=TRAIN_BATCH,
+        )
+        return HydraConfig(
+            prune=self.prune or None,
+            strategy=self.strategy,
+            method="exact",
+            ties="order",
+            whole=self.whole,
+            shared_layers=self.shared_layers,
+            training="together",
+            recipe=recipe,
+            familiarity="mahalanobis",
+            accepted_share=(1.0 + self.share) / 2,
+            seed=self.seed,
+        )
 
 
 def run_demo(
@@ -110,8 +124,8 @@ def run_demo(
     *,
     progress: bool = True,
     announce: Callable[[str], object] = print,
-) -> Comparison:
-    """Make a Hydra Ensemble out of the embedded backbone and hold it against five other methods. No network.
+) -> Gains:
+    """Make a Hydra Ensemble out of the embedded backbone; hold it against that model and a Deep Ensemble. No network.
 
     Interrupted, it goes on where it stopped when it is called again with the same settings. Called again after it
     has finished, it does everything anew, with the same numbers. A folder that holds something else is refused.
@@ -124,10 +138,10 @@ def run_demo(
         announce: Called with a line at the start of each step.
 
     Returns:
-        The table of all methods.
+        What each method catches, and at what price; `.verdict` says who wins, `.table` shows it.
     """
     settings = settings or DemoSettings()
-    identity = {"format": FORMAT, "settings": to_plain(settings), "builds": to_plain(settings.builds)}
+    identity = {"format": FORMAT, "settings": to_plain(settings), "build": to_plain(settings.build)}
     run = RunFolder(output, identity, what="a demo")
     with run.working():
         return _run(run, Path(output).expanduser(), settings, progress, announce)
@@ -135,120 +149,155 @@ def run_demo(
 
 def _run(
     run: RunFolder, folder: Path, settings: DemoSettings, progress: bool, announce: Callable[[str], object]
-) -> Comparison:
+) -> Gains:
     """All steps of the demo."""
-    started, images, backbone = time.perf_counter(), settings.ranking_images, load_backbone()
-    data = prepare_data(load_sample(), backbone, settings)
-
-    def built(name: str, id: Sequence[Batch]) -> tuple[Ensemble, Ensemble]:
-        """An ensemble, and its first member by itself."""
-        config, place = settings.builds[name], folder / "work" / name
-        ood = data["circuit_ood"] if config.extracts_circuits else None
-        fused = build(backbone, config, id=id, ood=ood, validation=data["calibration"], output=place, progress=progress)
-        return fused, Ensemble.from_pretrained(place / "members" / "0")
-
+    started, backbone, sample = time.perf_counter(), load_backbone(), load_sample()
+    data, train = prepare_data(sample, backbone, settings), training_batches(sample, backbone, settings)
     announce(
-        f"Extracting circuits ({settings.method}, {images} ID + {images} OOD images): which {settings.prune} of 36 "
-        "heads can each of three members do without?"
+        f"Building: three members above {settings.shared_layers} common layers of 6, trained together on "
+        f"{len(train.dataset)} images, {settings.epochs} times each"
     )
-    hydra_circ, circ_avg = built("circuit", data["circuit_id"])
-    announce("Ranking heads by Taylor scores, for comparison")
-    hydra_taylor, taylor = built("taylor", data["taylor_id"])
-    announce("Evaluating on EuroSAT, on unknown land use (near-OOD) and on clothes (far-OOD)")
-    # Without a temperature: of the 256 calibration images a model gets about five wrong, too few to fit one to; it
-    # would make the confidences so extreme that they no longer rank OOD images.
-    found = (backbone, taylor, circ_avg, hydra_taylor, hydra_circ)
-    models = {
-        name: calibrate(model, data["calibration"], temperature=False, familiarity=None)
-        for name, model in zip(METHODS, found, strict=False)
-    }
-    logits = {name: stored[:, : settings.limit] for name, stored in load_deep_logits().items()}
-    models[DEEP] = _deep_ensemble(backbone, logits["calibration"], data["calibration"])
-    evaluations = _evaluations(models, data, logits, settings, progress)
+    models = build_models(backbone, data, train, settings, folder / "work", progress)
+    announce("Looking at EuroSAT, at unknown land use (near) and at clothes (far)")
+    live = {name: answers_of(model, data) for name, model in models.items()}
+    stored = {name: [_limited(one, settings.limit) for one in found] for name, found in load_answers().items()}
+    answers = {name: [live[name], *(one for one in stored.get(name, []) if _whole(one))] for name in live}
+    deep = [live[SINGLE], *stored[SINGLE]]
+    answers[DEEP] = [{name: Answers.stacked([one[name] for one in deep]) for name in live[SINGLE]}]
+    models[DEEP] = _deep_ensemble(backbone, answers[DEEP][0]["calibration"], data["calibration"])
+    labels = torch.cat([labels for name in ("calibration", "test") for _, labels in data[name]])
+    prices = {name: _multiply_adds(model) / _multiply_adds(backbone) for name, model in models.items()}
+    joined = {name: [_reported(one) for one in found] for name, found in answers.items()}
+    found = gains(joined, labels, FOREIGN, prices, share=settings.share, draws=settings.draws)
+    evaluations = _evaluations(models, data, answers[DEEP][0], progress)
     announce("Measuring the time of a batch")
     inputs = torch.cat([inputs for inputs, _ in data["test"]])[: settings.latency_batch]
     costs = measure_costs(models, inputs, repeats=settings.latency_repeats, warmup=1)
 
-    models[HYDRA_CIRC].save_pretrained(folder / "model")
+    models[HYDRA].save_pretrained(folder / "model")
     for name, evaluation in evaluations.items():
         evaluation.save(folder / "evaluations" / f"{'_'.join(re.findall(r'[a-z]+', name.lower()))}.json")
     save_costs(folder / "evaluations" / "costs.json", costs)
-    about: dict[str, Any] = {"title": "Hydra Ensembles: the embedded demo", "focus": HYDRA_CIRC, "baseline": SINGLE}
+    about: dict[str, Any] = {"title": "Hydra Ensembles: the embedded demo", "focus": HYDRA, "baseline": SINGLE}
+    about |= {"lead": found.verdict, "summary": found.table}
     write_report(folder / "report.html", evaluations, costs=costs, **about)
     measured = {"seconds": round(time.perf_counter() - started, 1), "costs": [asdict(cost) for cost in costs]}
-    run.write("results", {**_results(models, evaluations, settings, data), "measured": measured})
+    run.write("results", {**_results(models, evaluations, settings, data, found), "measured": measured})
     shutil.rmtree(folder / "work")  # only an interrupted demo needs it
-    return _table(evaluations, costs, settings)
+    return found
 
 
 def prepare_data(sample: DemoSample, backbone: Ensemble, settings: DemoSettings) -> dict[str, list[Batch]]:
-    """Every set as batches of tensors, decoded once; of the circuit sets as many images as the settings say.
-
-    `taylor_id` are the images of `circuit_id` in smaller batches.
-    """
+    """Every set but `train` as batches of tensors, decoded once."""
     preprocessing: Any = backbone.metadata.preprocessing
-
-    def read(images: ImageDataset, size: int = settings.batch_size) -> list[Batch]:
-        return [(inputs, labels) for inputs, labels in batches(images, preprocessing, size)]  # type: ignore[misc]
-
-    circuit_id = subset(sample.circuit_id, settings.ranking_images, settings.seed, stratified=True)
-    circuit_ood = subset(sample.circuit_ood, settings.ranking_images, settings.seed)
-    others = {name: images for name, images in sample.sets.items() if not name.startswith("circuit")}
+    limited = {name: one.select(range(len(one))[: settings.limit]) for name, one in sample.sets.items()}
+    if settings.limit is not None:  # statistics want all classes
+        limited["circuit_id"] = subset(sample.circuit_id, settings.limit, settings.seed, stratified=True)
     return {
-        "circuit_id": read(circuit_id),
-        "taylor_id": read(circuit_id, TAYLOR_BATCH),
-        "circuit_ood": read(circuit_ood),
-        **{name: read(images.select(range(len(images))[: settings.limit])) for name, images in others.items()},
+        name: [(inputs, labels) for inputs, labels in batches(one, preprocessing, settings.batch_size)]  # type: ignore[misc]
+        for name, one in limited.items()
+        if name != "train"
     }
 
 
-def _deep_ensemble(backbone: Ensemble, logits: Tensor, calibration: Sequence[Batch]) -> Ensemble:
-    """A stack of the size of three backbones that share nothing, calibrated on their stored logits `[3, N, 7]`."""
-    fit = fit_calibration(logits, torch.cat([labels for _, labels in calibration]), temperature=False)
-    history = ("stored logits of three backbones trained from different seeds",)
-    return Ensemble.stack([backbone] * len(logits)).with_metadata(calibration=fit.calibration, history=history)
+def training_batches(sample: DemoSample, backbone: Ensemble, settings: DemoSettings) -> BatchLoader:
+    """Training images, turned and mirrored: satellites have no upside."""
+    preprocessing: Any = backbone.metadata.preprocessing
+    count = len(sample.train) if settings.limit is None else min(settings.limit, len(sample.train))
+    chosen = subset(sample.train, count, settings.seed, stratified=True)
+
+    def turned(images: list[Any]) -> Tensor:
+        pixels: Tensor = preprocessing(images)  # [B, 3, h, w]
+        turns, mirrored = torch.randint(4, (len(pixels),)).tolist(), torch.randint(2, (len(pixels),)).tolist()
+        once = (torch.rot90(one, turn, (1, 2)) for one, turn in zip(pixels, turns, strict=True))
+        return torch.stack([one.flip(2) if mirror else one for one, mirror in zip(once, mirrored, strict=True)])
+
+    return BatchLoader(chosen, turned, min(TRAIN_BATCH, count), shuffle=True, seed=settings.seed, drop_last=True)
+
+
+def build_models(
+    backbone: Ensemble,
+    data: Mapping[str, list[Batch]],
+    train: BatchLoader,
+    settings: DemoSettings,
+    place: Path | None = None,
+    progress: bool = True,
+) -> dict[str, Ensemble]:
+    """The backbone and the Hydra Ensemble made from it, both with familiarity fitted and thresholds set alike."""
+    config, ranking = settings.build, data["circuit_id"]
+    hydra = build(
+        backbone,
+        config,
+        train=train,
+        id=ranking,
+        ood=data["circuit_ood"],
+        validation=data["calibration"],
+        output=place,
+        progress=progress,
+    )
+    familiar = fit_familiarity(backbone, ranking, held_out=0.0, seed=settings.seed)
+    return {SINGLE: calibrate(familiar, data["calibration"], share=config.accepted_share), HYDRA: hydra}
+
+
+def answers_of(model: Ensemble, data: Mapping[str, Sequence[Batch]], names: Sequence[str] = SEEN) -> dict[str, Answers]:
+    """What a model with fitted familiarity says of some sets."""
+    found = {}
+    for name in names:
+        seen = [model.predict(inputs) for inputs, _ in data[name]]
+        logits = torch.cat([one.member_logits for one in seen], dim=1)  # [M, N, C]
+        found[name] = Answers(logits, torch.cat([one.score("mahalanobis") for one in seen]))
+    return found
+
+
+def _reported(sets: Sets) -> dict[str, Answers]:
+    """The labelled sets as one, from which every draw takes its halves, and the foreign ones."""
+    familiar = Answers.joined([sets["calibration"], sets["test"]])
+    return {FAMILIAR: familiar, **{name: sets[name] for names in FOREIGN.values() for name in names}}
+
+
+def _limited(sets: Sets, limit: int | None) -> dict[str, Answers]:
+    return {
+        name: Answers(one.logits[:, :limit], None if one.unfamiliar is None else one.unfamiliar[:limit])
+        for name, one in sets.items()
+    }
+
+
+def _whole(sets: Sets) -> bool:
+    return all(one.unfamiliar is not None for one in sets.values())
+
+
+def _multiply_adds(model: Ensemble) -> float:
+    return float(model.describe().multiply_adds)
+
+
+def _deep_ensemble(backbone: Ensemble, answers: Answers, calibration: Sequence[Batch]) -> Ensemble:
+    """A stack of the size of backbones that share nothing, calibrated on what they said."""
+    fit = fit_calibration(answers.logits, torch.cat([labels for _, labels in calibration]))
+    history = ("stored answers of backbones trained from different seeds",)
+    return Ensemble.stack([backbone] * len(answers.logits)).with_metadata(calibration=fit.calibration, history=history)
 
 
 def _evaluations(
-    models: Mapping[str, Ensemble],
-    data: Mapping[str, list[Batch]],
-    deep: Mapping[str, Tensor],
-    settings: DemoSettings,
-    progress: bool,
+    models: Mapping[str, Ensemble], data: Mapping[str, list[Batch]], deep: Sets, progress: bool
 ) -> dict[str, Evaluation]:
-    """Of every method; that of the deep ensemble from its stored logits."""
+    """Of every method, as `evaluate` makes them for a report; that of the deep ensemble from what its models said."""
 
     def groups(sets: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        return {group: {name: sets[name] for name in names} for group, names in (("near", NEAR), ("far", FAR))}
+        return {group: {name: sets[name] for name in names} for group, names in FOREIGN.items()}
 
     found: dict[str, Evaluation] = {}
     for name, model in models.items():
         common: dict[str, Any] = {"name": name, "id_name": ID_NAME, "keep_logits": True}
-        common |= {"scores": SCORES[: model.num_members], "bootstrap": settings.bootstrap}
         if name == DEEP:
             labels, calibration = torch.cat([labels for _, labels in data["test"]]), model.metadata.calibration
             common["model"] = describe_model(model, model.num_members, model.num_classes, calibration)
             common |= {"calibration": calibration, "provenance": found[SINGLE].provenance}
-            found[name] = evaluate_logits(deep["test"], labels, groups(deep), **common)
+            logits = {key: one.logits for key, one in deep.items()}
+            found[name] = evaluate_logits(logits["test"], labels, groups(logits), **common)
         else:
-            shown = 4 if name == HYDRA_CIRC else 0
-            found[name] = evaluate(model, data["test"], groups(data), gallery=shown, progress=progress, **common)
+            common |= {"scores": ("mahalanobis",), "gallery": 4 if name == HYDRA else 0}
+            found[name] = evaluate(model, data["test"], groups(data), progress=progress, **common)
     return found
-
-
-def _table(evaluations: Mapping[str, Evaluation], costs: tuple[Cost, ...], settings: DemoSettings) -> Comparison:
-    """All methods side by side, with what a reader must know to judge them."""
-    shown, images = compare(evaluations, costs, COLUMNS), settings.ranking_images
-    notes = (
-        *shown.notes,
-        f"Circuits: {settings.method}, on {images} ID + {images} OOD validation images (PermanentCrop); "
-        f"{settings.prune} of 36 heads pruned per member, none in the {settings.shared_layers} layers that all members "
-        'share; no fine-tuning, no temperature. AUROC and FPR95 by maximum softmax probability; "by MI": by mutual '
-        "information between members, which a single model does not have.",
-        f"{DEEP}: stored logits of three backbones trained from different seeds; its time is that of a stack of three "
-        f"models. Time: a batch of {settings.latency_batch} images, against Single.",
-    )
-    return replace(shown, notes=notes)
 
 
 def _results(
@@ -256,28 +305,26 @@ def _results(
     evaluations: Mapping[str, Evaluation],
     settings: DemoSettings,
     data: Mapping[str, Sequence[Batch]],
+    found: Gains,
 ) -> dict[str, Any]:
     """Every number of a run that does not differ from run to run, as plain data."""
     first = evaluations[SINGLE]
-    samples = {name: sum(len(labels) for _, labels in found) for name, found in data.items() if name != "taylor_id"}
     return {
+        "verdict": list(found.verdict),
         "settings": to_plain(settings),
         "versions": dict(first.provenance.versions),
         "hardware": first.provenance.hardware,
-        "samples": samples,
-        "score": first.score,
-        "convention": first.convention,
+        "samples": {name: sum(len(labels) for _, labels in some) for name, some in data.items()},
+        "gains": to_plain(found),
         "methods": {
             name: {
                 "members": models[name].num_members,
                 "heads_kept": [[len(layer) for layer in member] for member in models[name].heads],
-                "parameters": found.model.parameters,
-                "multiply_adds": found.model.multiply_adds,
-                "threshold": None if found.selective is None else found.selective.threshold,
+                "parameters": one.model.parameters,
+                "multiply_adds": one.model.multiply_adds,
                 "history": list(models[name].metadata.history),
-                "numbers": found.numbers(),
-                "intervals": {key: [one.low, one.high] for key, one in found.intervals.items()},
+                "numbers": one.numbers(),
             }
-            for name, found in evaluations.items()
+            for name, one in evaluations.items()
         },
     }

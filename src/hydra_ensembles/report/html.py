@@ -43,6 +43,8 @@ def write_report(
     title: str | None = None,
     focus: str | None = None,
     baseline: str | None = None,
+    lead: Sequence[str] = (),
+    summary: Comparison | None = None,
     allow_mismatch: bool = False,
 ) -> Path:
     """Write a report: the numbers asked for first, the comparison, and every figure, in one HTML file.
@@ -54,6 +56,8 @@ def write_report(
         title: Heading of the page.
         focus: The method the report is about; the last one, if not given.
         baseline: What it is held against; the first one, if not given.
+        lead: Sentences that stand before everything else.
+        summary: A table that stands before the others.
         allow_mismatch: As in `compare`.
 
     Raises:
@@ -84,6 +88,9 @@ def write_report(
         shown=shown,
         colours={name: figures.colour(index) for index, name in enumerate(methods)},
         tiles=list(_tiles(comparison, shown, focus, baseline, spread=len(methods[focus]) > 1)),
+        lead=list(lead),
+        summary=None if summary is None else _table(summary, summary.columns),
+        summary_notes=() if summary is None else summary.notes,
         results=[_table(comparison, columns) for columns in parts if columns],
         notes=comparison.notes,
         bars=_costs(runs, measured),

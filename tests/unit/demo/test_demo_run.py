@@ -10,14 +10,14 @@ import torch
 
 import hydra_ensembles as he
 from cli_cases import fail, run, succeed
-from hydra_ensembles.demo import DemoSettings, load_deep_logits, load_sample
-from hydra_ensembles.demo.run import CIRC_AVG, DEEP, HYDRA_CIRC, METHODS, SINGLE
+from hydra_ensembles.demo import DemoSettings, Gains, load_answers, load_sample
+from hydra_ensembles.demo.gains import DEEP, HYDRA, SINGLE
+from hydra_ensembles.demo.run import METHODS
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.evaluation.evaluate import evaluate_logits
-from hydra_ensembles.schema import to_plain
+from hydra_ensembles.schema import from_plain, to_plain
 
 ROOT = Path(__file__).resolve().parents[3]
-FEW = {"limit": 24, "shared_layers": 4, "prune": 3, "bootstrap": 10, "latency_repeats": 1}
+FEW = {"limit": 28, "epochs": 2, "draws": 4, "latency_repeats": 1}
 
 
 def without_times(folder: Path, name: str = "results.json") -> dict[str, Any]:
@@ -28,11 +28,11 @@ def without_times(folder: Path, name: str = "results.json") -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A demo on few images through the command line: interrupted when a ranking is about to get its name, resumed."""
+    """A demo on few images through the command line: interrupted when the trained members are saved, resumed."""
     place, replace = tmp_path_factory.mktemp("demo") / "few", os.replace
 
     def interrupted(source: Any, target: Any, **options: Any) -> None:
-        if str(target).endswith("rankings/acc.json"):
+        if str(target).endswith("fused/config.json"):
             raise KeyboardInterrupt
         replace(source, target, **options)
 
@@ -45,9 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert sorted(path.name for path in place.iterdir()) == ["run.json", "work"]
     done = run(*command)
     assert done.exit_code == 0, done.output
-    assert "circuit/exact ood" in done.stderr  # the progress bar
-    assert "circuit/exact avg" not in done.stderr  # that was done
-    for words in (*METHODS, "AUROC", "FPR95", "ECE", "exact", "stored logits", "hydra-ensembles predict"):
+    assert "circuit/exact" not in done.stderr  # the ranking was done
+    for words in (*METHODS, "Mistakes", "unfamiliar", "Price", "is best at", "hydra-ensembles predict"):
         assert words in done.stdout
     assert "seed was 0 and is 3" in fail(*command, "--seed", 3)
     return place
@@ -56,25 +55,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_writes_every_number_down(folder: Path) -> None:
     found = json.loads((folder / "results.json").read_text())
     assert tuple(found["methods"]) == METHODS
-    assert set(found["samples"].values()) == {24}
-    assert found["methods"][DEEP]["parameters"] > found["methods"][HYDRA_CIRC]["parameters"]
+    assert set(found["samples"].values()) == {28}
+    assert found["methods"][DEEP]["parameters"] > found["methods"][HYDRA]["parameters"]
     assert [cost["name"] for cost in found["measured"]["costs"]] == list(METHODS)
     assert json.loads((folder / "run.json").read_text())["settings"] == found["settings"]
     names = {path.name for path in (folder / "evaluations").glob("*.json")}
-    assert names == {"single.json", "taylor.json", "circavg.json", "hydra_taylor.json", "hydra_circ.json",
-                     "deep_ensemble.json", "costs.json"}  # fmt: skip
+    assert names == {"single.json", "hydra.json", "deep_ensemble.json", "costs.json"}
     assert not (folder / "work").exists()
-    assert all(name in (folder / "report.html").read_text() for name in METHODS)
-    # without fine-tuning, the first member of the fused ensemble is CircAvg
-    member = he.Ensemble.from_pretrained(folder / "model").member(0)
-    fresh = he.evaluate(member, load_sample().test.select(range(24)), progress=False)
-    assert fresh.id.accuracy == found["methods"][CIRC_AVG]["numbers"]["accuracy"]
+    gained = from_plain(Gains, found["gains"], "gains")
+    assert found["verdict"] == list(gained.verdict)
+    page = (folder / "report.html").read_text()
+    assert page.index(gained.verdict[0][:60]) < page.index("AUROC")  # before all else
+    assert all(name in page for name in METHODS)
 
 
-@pytest.mark.parametrize("wrong", [{"seed": -1}, {"prune": 0}, {"circuit_images": 8}, {"limit": 3}])
-def test_settings_out_of_range_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        DemoSettings(**wrong)  # type: ignore[arg-type]
+def test_the_model_it_leaves_behind_says_why_it_declines(folder: Path) -> None:
+    model = he.Ensemble.from_pretrained(folder / "model")
+    assert model.num_members == 3
+    assert model.config.trunk == DemoSettings().shared_layers
+    seen = model.predict([load_sample().far["FashionMNIST"][row][0] for row in range(16)])
+    assert "unfamiliar" in seen.reason
+    assert float(seen.familiarity.max()) < 0.5
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"seed": -1}, {"draws": 1}, {"share": 1.0}, {"limit": 3}, {"epochs": 0}, {"shared_layers": 6}]
+)
+def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    token = {"shared_layers": "last_blocks"}.get(next(iter(wrong)), next(iter(wrong)))
+    with pytest.raises(ConfigError, match=token):
+        DemoSettings(**wrong)
 
 
 @pytest.fixture(scope="module")
@@ -85,21 +95,25 @@ def published() -> dict[str, Any]:
 def test_the_published_run_has_the_default_settings(published: dict[str, Any]) -> None:
     assert published["settings"] == to_plain(DemoSettings())
     assert tuple(published["methods"]) == METHODS
+
+
+def test_the_settings_are_those_that_were_chosen() -> None:
+    """By the file's own criterion, on sets of which the demo has none."""
     choice = json.loads((ROOT / "results" / "demo_choice.json").read_text())
-    assert choice["chosen"] == DemoSettings().prune
+    ours = [row for row in choice["rows"] if row["method"] == HYDRA]
+    best = max(ours, key=lambda row: row["numbers"][choice["criterion"]]["mean"])
+    assert choice["chosen"] == best["settings"]
+    assert {name: getattr(DemoSettings(), name) for name in best["settings"]} == best["settings"]
+    assert not set(choice["samples"]) & {*load_sample().near, *load_sample().far}
 
 
-def test_the_published_rows_follow_from_the_stored_logits(published: dict[str, Any]) -> None:
-    """Those of the deep ensemble, the first of which is the single model."""
-    logits, sample = load_deep_logits(), load_sample()
-    labels = {name: torch.from_numpy(sample.sets[name].labels.copy()) for name in ("calibration", "test")}
-    calibration = he.fit_calibration(logits["calibration"], labels["calibration"], temperature=False).calibration
-    ood = {group: {name: logits[name] for name in sets} for group, sets in (("near", sample.near), ("far", sample.far))}
-    scores = ("entropy", "mutual_information")
-    fresh = evaluate_logits(logits["test"], labels["test"], ood, scores=scores, calibration=calibration)
-    assert fresh.numbers() == pytest.approx(published["methods"][DEEP]["numbers"], abs=1e-6)
-    right = logits["test"][0].argmax(1) == labels["test"]
-    assert right.double().mean() == pytest.approx(published["methods"][SINGLE]["numbers"]["accuracy"], abs=1e-9)
+def test_the_published_rows_follow_from_the_stored_answers(published: dict[str, Any]) -> None:
+    """Of the whole test set: two of three models of the deep ensemble are stored, and the third is the single model."""
+    labels = torch.from_numpy(load_sample().test.labels.copy())
+    stored = [sets["test"].logits[0].argmax(1) == labels for sets in load_answers()[SINGLE]]
+    accuracy = {name: published["methods"][name]["numbers"]["accuracy"] for name in METHODS}
+    right = [accuracy[SINGLE], *(one.double().mean().item() for one in stored)]
+    assert min(right) - 0.01 < accuracy[DEEP] < max(right) + 0.02
 
 
 @pytest.mark.slow
@@ -108,5 +122,5 @@ def test_the_whole_demo_gives_the_published_numbers(tmp_path: Path, published: d
     fresh = without_times(tmp_path / "demo")
     for name in METHODS:
         ours, theirs = (found["methods"][name]["numbers"] for found in (fresh, published))
-        assert ours == pytest.approx(theirs, abs=0.02), name  # rounding differs between machines
+        assert ours == pytest.approx(theirs, abs=0.05), name  # rounding differs between machines
     assert fresh["methods"][SINGLE]["numbers"]["accuracy"] == published["methods"][SINGLE]["numbers"]["accuracy"]

@@ -10,6 +10,7 @@ import matplotlib
 import pytest
 
 from hydra_ensembles.errors import ConfigError, MissingExtraError
+from hydra_ensembles.report.compare import Cell, Column, Comparison, Row
 from hydra_ensembles.report.html import write_report
 from sample_evaluations import costs, evaluation, gallery, methods
 
@@ -156,3 +157,10 @@ def test_without_its_libraries_it_says_what_to_install(monkeypatch, render, libr
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(MissingExtraError, match=rf"{library}.*\[report\]"):
         render([evaluation()])
+
+
+def test_sentences_and_a_summary_come_first(render):
+    summary = Comparison((Column("caught", "Caught"),), (Row("Single", (Cell("59 ± 4"),)),), ("over draws",))
+    page = render(methods(), lead=("Single <b>wins</b>.", "By far."), summary=summary)
+    places = [page.index(words) for words in ("Single &lt;b&gt;wins", "By far.", "59 ± 4", "over draws", "Results")]
+    assert places == sorted(places)

@@ -1,0 +1,292 @@
+"""What a user gains: mistakes and foreign images caught at a promised acceptance, over many draws; who wins, in words.
+
+A draw cuts the labelled images in two (one half sets temperature and thresholds, the other is measured) and takes half
+of each foreign set. All methods see the same draws, so their differences are paired. The spread between halves of one
+set is about the error of its mean.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..calibrate import fit_calibration
+from ..errors import DataError, HydraWarning
+from ..metrics.conformal import conformal_threshold
+from ..metrics.probabilities import ece_of_confidence
+from ..prediction import Prediction
+from ..report.compare import Cell, Column, Comparison, Row
+
+SINGLE, HYDRA, DEEP = "Single", "Hydra", "Deep Ensemble*"
+FAMILIAR = "familiar"  # the name of the labelled set
+REASONS = ("unsure", "unfamiliar", "both")
+
+COLUMNS = (
+    Column("accuracy", "Acc %", better="higher", digits=1, scale=100),
+    Column("nll", "NLL", better="lower", digits=3),
+    Column("ece", "ECE %", better="lower", digits=1, scale=100),
+    *(
+        Column(f"{kind}.{reason}", reason, f"{kind.capitalize()} %", "higher", 0, 100)
+        for kind, reasons in {"mistakes": ("unsure", "both"), "near": REASONS, "far": REASONS}.items()
+        for reason in reasons
+    ),
+    Column("price", "Price", better="lower", suffix="×"),
+)
+"""What the demo's table shows."""
+
+_JUDGED = {
+    "accuracy": "accuracy",
+    "nll": "likelihood",
+    "ece": "calibration",
+    "mistakes.unsure": "catching their own mistakes",
+    "near.unsure": "catching near foreign images by confidence",
+    "far.unsure": "catching far ones by confidence",
+    "near.both": "catching near ones by both reasons",
+    "far.both": "catching far ones by both reasons",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """What a model says of a set: member logits `[M, N, C]`, and how unfamiliar each image looks, `[N]`, if known."""
+
+    logits: Tensor
+    unfamiliar: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """How many images."""
+        return self.logits.shape[1]
+
+    @cached_property
+    def scores(self) -> tuple[Tensor, Tensor]:
+        """How unsure the model is, and how unfamiliar the images look, `[N]` each."""
+        if self.unfamiliar is None:
+            raise DataError("these answers do not say how unfamiliar the images are")
+        return Prediction.from_logits(self.logits).score("msp"), self.unfamiliar
+
+    @classmethod
+    def joined(cls, parts: Sequence["Answers"]) -> "Answers":
+        """Those of several sets as one."""
+        known = [part.unfamiliar for part in parts if part.unfamiliar is not None]
+        unfamiliar = torch.cat(known) if len(known) == len(parts) else None
+        return cls(torch.cat([part.logits for part in parts], dim=1), unfamiliar)
+
+    @classmethod
+    def stacked(cls, models: Sequence["Answers"]) -> "Answers":
+        """Those of several models as one ensemble; it looks at an image with the features of all that are known."""
+        known = [model.unfamiliar for model in models if model.unfamiliar is not None]
+        unfamiliar = torch.stack(known).mean(dim=0) if known else None
+        return cls(torch.cat([model.logits for model in models]), unfamiliar)
+
+
+Sets = Mapping[str, Answers]  # by the name of the set
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number over draws and backbones: mean, standard deviation, and the interval that holds 95 % of them."""
+
+    mean: float
+    deviation: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Values) -> "Number":
+        """Of all values that are numbers."""
+        low, high = np.nanquantile(values, (0.025, 0.975))
+        return cls(float(np.nanmean(values)), float(np.nanstd(values)), float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Method:
+    """What was found of one method; `price` is its multiply-adds over those of the single model."""
+
+    backbones: int
+    price: float
+    numbers: Mapping[str, Number]
+
+
+@dataclass(frozen=True)
+class Gains:
+    """What was found of all methods.
+
+    Attributes:
+        share: The share of familiar images that every threshold was set to accept at least.
+        draws: How many draws.
+        samples: Images of each set; a draw measures half of them.
+        methods: By name.
+        best: Of each number, the methods that no other beats: the interval of the difference holds zero.
+    """
+
+    share: float
+    draws: int
+    samples: Mapping[str, int]
+    methods: Mapping[str, Method]
+    best: Mapping[str, tuple[str, ...]]
+
+    @property
+    def verdict(self) -> tuple[str, str]:
+        """Who wins what; and what the second reason to abstain is worth."""
+        by_winners: dict[tuple[str, ...], list[str]] = {}
+        for key, words in _JUDGED.items():
+            if key in self.best:
+                by_winners.setdefault(self.best[key], []).append(words)
+        level = by_winners.pop(tuple(self.methods), None)
+        parts = [f"{_list(names)} {'is' if len(names) == 1 else 'are'} best at {_list(things)}"
+                 for names, things in by_winners.items()]  # fmt: skip
+        if level:
+            parts.append(f"all are level at {_list(level)}")
+        prices = _list([f"{name} {method.price:.2f}×" for name, method in self.methods.items()])
+        first = f"{'; '.join(parts)}. Price: {prices}."
+        own = {key: f"{100 * number.mean:.0f} %" for key, number in self.methods[HYDRA].numbers.items()}
+        caught = ", ".join(
+            f"{own[f'{kind}.both']} of {words} instead of {own[f'{kind}.unsure']}"
+            for kind, words in (("near", "near foreign images"), ("far", "far ones"), ("mistakes", "its own mistakes"))
+            if f"{kind}.both" in own
+        )
+        second = (
+            f"Refusing what is unfamiliar as well as what it is unsure of, {HYDRA} catches {caught}; it accepts "
+            f"{own['accepted.both']} of familiar images (by confidence alone {own['accepted.unsure']})."
+        )
+        return first, second
+
+    @property
+    def table(self) -> Comparison:
+        """All methods side by side; bold where no other is better beyond the intervals, and some are worse."""
+        rows = []
+        for name, method in self.methods.items():
+            cells = []
+            for column in COLUMNS:
+                number, best = method.numbers.get(column.key), self.best.get(column.key, ())
+                if column.key == "price":
+                    cells.append(Cell(column.write(method.price), method.price))
+                elif number is None:
+                    cells.append(Cell("–"))
+                else:
+                    marked = name in best and len(best) < len(self.methods)
+                    text = column.write(number.mean, number.deviation)
+                    cells.append(Cell(text, number.mean, number.deviation, "best" if marked else ""))
+            rows.append(Row(name, tuple(cells)))
+        made = _list([f"{name} {method.backbones}" for name, method in self.methods.items()])
+        sizes = _list([f"{count:,} {name}" for name, count in self.samples.items()])
+        half = (1 + self.share) / 2
+        notes = (
+            "Mistakes, Near, Far: the share that is caught (declined) of a model's own mistakes, of images of classes "
+            "from the same source that it does not know, and of another kind of image. Every threshold promises to "
+            f"accept {self.share:.0%} of familiar images: on confidence (unsure), on the Mahalanobis distance of "
+            f"features (unfamiliar), or {half:.0%} on each (both).",
+            f"Mean ± standard deviation over {self.draws} draws of halves and over backbones ({made}); bold: no other "
+            f"is better, and some are worse, beyond the 95 % interval of the difference. Images: {sizes}. Price: "
+            "multiply-adds. * Stored answers of models trained from different seeds; its familiarity is that of the "
+            "members whose features are at hand.",
+        )
+        return Comparison(COLUMNS, tuple(rows), notes)
+
+
+def gains(
+    methods: Mapping[str, Sequence[Sets]],
+    labels: Tensor,
+    groups: Mapping[str, Sequence[str]],
+    prices: Mapping[str, float],
+    *,
+    share: float = 0.9,
+    draws: int = 20,
+) -> Gains:
+    """Measure methods on the same draws.
+
+    Args:
+        methods: Of each, what it says of every set, once for every backbone that it was made from.
+        labels: `[N]`, of the familiar set.
+        groups: Names of the foreign sets that are near and far.
+        prices: Multiply-adds of each method over those of the single model.
+        share: The share of familiar images that thresholds promise to accept.
+        draws: How many draws.
+    """
+    values = {  # of each method, by number, [backbones, draws]
+        name: _columns([[_measured(sets, labels, groups, share, seed) for seed in range(draws)] for sets in models])
+        for name, models in methods.items()
+    }
+    best: dict[str, tuple[str, ...]] = {}
+    for column in COLUMNS[:-1]:
+        found = {name: own[column.key] for name, own in values.items() if column.key in own}
+        sign = 1.0 if column.better == "higher" else -1.0
+        beaten = {
+            name for name, own in found.items() for other in found.values()
+            if np.nanquantile(sign * (other - own), 0.025) > 0  # a method from one backbone meets those of all
+        }  # fmt: skip
+        if found:
+            best[column.key] = tuple(name for name in found if name not in beaten)
+    sizes = {name: one.size for name, one in next(iter(methods.values()))[0].items()}
+    found_of = {
+        name: Method(len(methods[name]), prices[name], {key: Number.of(own) for key, own in values[name].items()})
+        for name in methods
+    }
+    return Gains(share, draws, sizes, found_of, best)
+
+
+def _measured(
+    sets: Sets, labels: Tensor, groups: Mapping[str, Sequence[str]], share: float, seed: int
+) -> dict[str, float]:
+    """All numbers of one model on one draw."""
+    draw = np.random.default_rng(seed)
+
+    def halves(count: int) -> tuple[Tensor, Tensor]:
+        order = torch.from_numpy(draw.permutation(count))
+        return order[: count // 2], order[count // 2 :]
+
+    known, (held, test) = sets[FAMILIAR], halves(len(labels))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HydraWarning)  # a half with few mistakes ends at a bound now and then
+        calibration = fit_calibration(known.logits[:, held], labels[held]).calibration
+    p = calibration.prediction(known.logits[:, test])
+    wrong = p.label != labels[test]
+    each = (1.0 + share) / 2  # of two reasons: at least `share` pass both
+    alone, both = ([conformal_threshold(one[held], some) for one in known.scores] for some in (share, each))
+
+    def refused(answers: Answers, rows: Tensor) -> dict[str, Tensor]:
+        """By each of `REASONS`, `[rows]` of bool."""
+        unsure, unfamiliar = (score[rows] for score in answers.scores)
+        return {
+            "unsure": unsure > alone[0],
+            "unfamiliar": unfamiliar > alone[1],
+            "both": (unsure > both[0]) | (unfamiliar > both[1]),
+        }
+
+    own = refused(known, test)
+    foreign = {name: refused(sets[name], halves(sets[name].size)[0]) for names in groups.values() for name in names}
+    found = {
+        "accuracy": 1.0 - _share(wrong),
+        "nll": -p.log_probs.gather(1, labels[test][:, None]).double().mean().item(),
+        "ece": ece_of_confidence(p.confidence, ~wrong),
+    }
+    for reason in REASONS:
+        found[f"accepted.{reason}"] = 1.0 - _share(own[reason])
+        found[f"mistakes.{reason}"] = _share(own[reason][wrong])  # NaN without a mistake
+        caught = {group: np.mean([_share(foreign[name][reason]) for name in names]) for group, names in groups.items()}
+        found |= {f"{group}.{reason}": float(mean) for group, mean in caught.items()}
+        # familiar images answered right, or declined where wrong; foreign ones declined: each kind counts alike
+        found[f"handled.{reason}"] = float(np.mean([_share(own[reason] == wrong), *caught.values()]))
+    return found
+
+
+def _share(chosen: Tensor) -> float:
+    return chosen.double().mean().item()
+
+
+def _columns(rows: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, Values]:
+    """Numbers `[backbones][draws][key]` as `[key][backbones, draws]`; one that was never there is left out."""
+    columns = {key: np.array([[draw[key] for draw in model] for model in rows]) for key in rows[0][0]}
+    return {key: values for key, values in columns.items() if not np.isnan(values).all()}
+
+
+def _list(words: Sequence[str]) -> str:
+    """Words as a sentence lists them."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

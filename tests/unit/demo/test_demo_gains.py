@@ -1,0 +1,112 @@
+"""What methods catch, on answers made by hand: who wins, thresholds that keep their promise, words that follow."""
+
+import numpy as np
+import pytest
+import torch
+
+from hydra_ensembles.demo.gains import COLUMNS, DEEP, FAMILIAR, HYDRA, SINGLE, Answers, Gains, gains
+from hydra_ensembles.errors import DataError
+from hydra_ensembles.schema import from_plain, to_plain
+
+GROUPS = {"near": ("fields",), "far": ("shoes", "coats")}
+PRICES = {SINGLE: 1.0, HYDRA: 1.5, DEEP: 3.0}
+LABELS = torch.arange(400) % 4
+
+
+def answers(seed: int, skill: float, doubt: float = 0.0, distance: float = 0.0) -> dict[str, Answers]:
+    """One model: how good it is on its own data, how unsure of foreign images, and how far these look from its own."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    own = noise(1, 400, 4) + skill * torch.nn.functional.one_hot(LABELS, 4)
+    found = {FAMILIAR: Answers(own, noise(400))}
+    for names in GROUPS.values():
+        for name in names:
+            sure = torch.nn.functional.one_hot(torch.zeros(100, dtype=torch.long), 4) * (6.0 - doubt)
+            found[name] = Answers(noise(1, 100, 4) + sure, noise(100) + distance)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> Gains:
+    methods = {
+        SINGLE: [answers(seed, 3.0, distance=5.0) for seed in (0, 1)],
+        HYDRA: [answers(seed, 3.0, doubt=6.0, distance=5.0) for seed in (0, 1)],
+        DEEP: [answers(2, 6.0, distance=5.0)],
+    }
+    return gains(methods, LABELS, GROUPS, PRICES, draws=12)
+
+
+def test_the_winner_of_each_number_is_found(found: Gains) -> None:
+    assert found.best["accuracy"] == found.best["nll"] == (DEEP,)
+    assert found.best["near.unsure"] == found.best["far.unsure"] == (HYDRA,)
+    assert found.best["near.unfamiliar"] == (SINGLE, HYDRA, DEEP)
+    first, second = found.verdict
+    assert first.startswith(f"{DEEP} is best at accuracy, likelihood")
+    assert f"{HYDRA} is best at catching near" in first
+    assert "1.50×" in first
+    assert f"{found.methods[HYDRA].numbers['far.both'].mean:.0%}".replace("%", " %") in second
+
+
+def test_thresholds_accept_what_they_promise(found: Gains) -> None:
+    """On average; each of two reasons accepts 95 %, both together at least 90 %."""
+    for method in found.methods.values():
+        accepted = {reason: method.numbers[f"accepted.{reason}"].mean for reason in ("unsure", "unfamiliar", "both")}
+        assert accepted == pytest.approx({"unsure": 0.9, "unfamiliar": 0.9, "both": 0.91}, abs=0.03)
+        assert method.numbers["far.unfamiliar"].mean > 0.97
+        assert method.numbers["near.both"].low <= method.numbers["near.both"].mean <= method.numbers["near.both"].high
+
+
+def test_a_method_is_level_with_itself() -> None:
+    """Draws are the same for all methods, so equal answers give equal numbers, to the bit."""
+    same = answers(0, 2.0)
+    found = gains({name: [same] for name in (SINGLE, HYDRA, DEEP)}, LABELS, GROUPS, PRICES, draws=3)
+    assert all(names == (SINGLE, HYDRA, DEEP) for names in found.best.values())
+    assert found.verdict[0].startswith("all are level at accuracy, likelihood")
+    assert not any(cell.rank for row in found.table.rows for cell in row.cells)
+
+
+def test_images_handled_right() -> None:
+    """By hand: familiar images answered right or declined where wrong, foreign ones declined; a third each."""
+    sure, unsure = torch.tensor([9.0, 0, 0, 0]), torch.tensor([0.1, 0, 0, 0])
+    labels = torch.zeros(400, dtype=torch.long)
+    labels[::20] = 1  # 5 % wrong, and unsure of just these
+    own = torch.where((labels == 1)[:, None], unsure, sure)[None]
+    level = torch.zeros(100)
+    sets = {FAMILIAR: Answers(own, torch.zeros(400)), "fields": Answers(unsure.expand(1, 100, 4), level)}
+    sets |= {name: Answers(sure.expand(1, 100, 4), level) for name in GROUPS["far"]}
+    numbers = gains({HYDRA: [sets]}, labels, GROUPS, PRICES, share=0.9, draws=4).methods[HYDRA].numbers
+    assert numbers["near.unsure"].mean == 1.0 or numbers["near.unsure"].mean == 0.0
+    expected = np.mean([1.0 - 0.05 * (1.0 - numbers["mistakes.unsure"].mean), numbers["near.unsure"].mean, 0.0])
+    assert numbers["handled.unsure"].mean == pytest.approx(expected, abs=0.01)
+    assert numbers["far.unfamiliar"].mean == 0.0
+
+
+def test_a_model_without_mistakes_has_no_share_of_them() -> None:
+    perfect = answers(0, 60.0)
+    found = gains({HYDRA: [perfect]}, LABELS, GROUPS, PRICES, draws=3)
+    assert "mistakes.both" not in found.methods[HYDRA].numbers
+    assert "its own mistakes" not in found.verdict[1]
+    cells = dict(zip([column.key for column in COLUMNS], found.table.rows[0].cells, strict=True))
+    assert cells["mistakes.both"].text == "–"
+    assert cells["accuracy"].text == "100.0 ± 0.0"
+
+
+def test_an_ensemble_of_several_models_uses_the_features_that_are_known() -> None:
+    one, other = answers(0, 3.0)["shoes"], answers(1, 3.0)["shoes"]
+    both = Answers.stacked([one, other])
+    assert both.logits.shape == (2, 100, 4)
+    assert one.unfamiliar is not None and other.unfamiliar is not None  # noqa: PT018
+    torch.testing.assert_close(both.scores[1], (one.unfamiliar + other.unfamiliar) / 2)
+    blind = Answers(other.logits)
+    torch.testing.assert_close(Answers.stacked([one, blind]).scores[1], one.unfamiliar)
+    with pytest.raises(DataError, match="unfamiliar"):
+        _ = blind.scores
+    assert Answers.joined([one, other]).size == 200
+    assert Answers.joined([one, blind]).unfamiliar is None
+
+
+def test_what_was_found_is_read_back(found: Gains) -> None:
+    assert from_plain(Gains, to_plain(found), "gains") == found
