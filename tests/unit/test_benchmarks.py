@@ -19,6 +19,7 @@ from zero_shot_models import TEMPLATES, dual_of
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 import circuit  # noqa: E402
+import circuit_draws  # noqa: E402
 import common  # noqa: E402
 import fusion  # noqa: E402
 import inference  # noqa: E402
@@ -99,6 +100,23 @@ def test_circuits_by_three_methods(tmp_path: Path) -> None:
     assert rows["avg", "exact"]["model_forwards"] < rows["avg", "naive"]["model_forwards"] == 16 + 15 + 14 + 1
     assert rows["acc", "naive"]["extrapolated"]
     assert rows["acc", "naive"]["model_forwards"] == rows["avg", "naive"]["model_forwards"]
+
+
+def test_circuits_over_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = [one for one in circuit_draws.VARIANTS if one[0] == "acc" or one[3]]
+    monkeypatch.setattr(circuit_draws, "VARIANTS", some)
+    sizes = ["--draws", "2", "--images", "24", "--tests", "12", "--budget", "1", "--trunk", "5"]
+    circuit_draws.main([*sizes, "--output", str(tmp_path / "draws.json")])
+    report = json.loads((tmp_path / "draws.json").read_text())
+    assert [(row["score"], row["ties"], row["max_accuracy_loss"]) for row in report["rows"]] == [
+        ("acc", "order", None),
+        ("acc", "likelihood", None),
+        ("ood", "likelihood", circuit_draws.LIMIT),
+    ]
+    for row in report["rows"]:
+        first, second = row["removed"]
+        assert row["in_common"] == float(first == second)  # of one head
+        assert len(row["far"]["draws"]) == 2
 
 
 # --- fusing ----------------------------------------------------------------------------------------------------------

@@ -142,6 +142,9 @@ def test_several_sources_count_alike() -> None:
     assert evidence(of({"only": problem.ood_batches}).extract(budget=5)) == one
     turned = of({"others": others, "first": [first]}).extract(score="ood", budget=6)
     assert (turned.heads, turned.scores) == (found.heads, found.scores)
+    screened = sources.extract(score="ood", budget=2, method="screened", screen_size=4)
+    areas = [plain_score(prune(problem.model, screened.heads), of(one), "ood") for one in ([first], others)]
+    assert screened.scores[-1] == pytest.approx(sum(areas) / 2, abs=1e-12)
 
 
 @pytest.mark.parametrize("method", ["naive", "exact", "screened"])
