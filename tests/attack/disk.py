@@ -8,14 +8,13 @@ from random import Random
 
 from hydra_ensembles.errors import StorageError
 
-from .children import Ending, forked
+from .children import Ending, confine, forked
 from .counting import Row, count
 from .jobs import JOBS, Job, files_in, folder_of, given, require_whole, undisturbed
 
 CASES = 150
 
 Case = tuple[str, str, int]  # what is done to the disk, a job, and how much of it
-NOBODY = 65534
 READ_AGAIN = tuple(name for name in JOBS if name.startswith(("finetune", "tune_text", "build")))  # without writing
 SIZES = (0, 1, 100, 1_000, 3_000, 8_000, 16_000, 32_000, 1 << 20)
 
@@ -73,7 +72,7 @@ def _require_known_state(name: str, folder: Path) -> None:
 
 
 def _read_only(name: str, size: int) -> str:
-    """A folder that may not be written in, as somebody who is not root: refused."""
+    """A folder that may not be written in: refused."""
     with folder_of(JOBS[name]) as folder:
         ending = _confined(JOBS[name], folder)
     if ending.how == "refused":
@@ -92,23 +91,18 @@ def _finished(name: str, size: int) -> str:
 
 def _confined(job: Job, folder: Path) -> Ending:
     """How a job ends in a folder that is made read-only."""
-    with folder_of(job) as elsewhere:
-        before = files_in(folder)
-        for path in (folder, *folder.rglob("*")):
-            path.chmod(0o555 if path.is_dir() else 0o444)
+    before = files_in(folder)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
 
-        def work() -> str:
-            job.run(elsewhere)  # models are made and libraries loaded before rights are given up
-            if os.getuid() == 0:
-                os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
-            return job.run(folder)
+    def work() -> str:
+        confine()
+        return job.run(folder)
 
-        ending = forked(work)
-        if files_in(folder) != before:
-            raise AssertionError(f"wrote {sorted(set(files_in(folder)) - set(before))} to a read-only folder")
-        return ending
+    ending = forked(work)
+    if files_in(folder) != before:
+        raise AssertionError(f"wrote {sorted(set(files_in(folder)) - set(before))} to a read-only folder")
+    return ending
 
 
 def _umask(name: str, mask: int) -> str:
