@@ -36,6 +36,7 @@ NUMBERS = ("confidence", "epistemic", "entropy", "disagreement")
 LONGEST = 60  # characters of an input that a table shows
 KEPT, PRUNED = "■", "·"
 SHOWN = 12  # items of a list
+MOST_DIGITS = 5  # of a batch size to measure
 TOKENS = 128  # length of the texts that `bench` runs, as far as the model takes so many
 
 Item = tuple[str, Callable[[], Any]]
@@ -301,8 +302,8 @@ def bench(
       hydra-ensembles bench run --batch 1,8,32 --baseline single --baseline deep --output evaluations/costs.json
     """
     sizes = batch.split(",")
-    if not all(size.isdecimal() and int(size) for size in sizes):
-        raise ConfigError(f"batch takes whole numbers of at least 1, as 1,8,32; got {batch}")
+    if not all(size.isdecimal() and len(size) <= MOST_DIGITS and int(size) for size in sizes):
+        raise ConfigError(f"batch takes whole numbers of at least 1 and {MOST_DIGITS} digits, as 1,8,32; got {batch}")
     ensemble, title = load_classifier(model), name or model.own_name
     models: dict[str, Ensemble] = {}
     for one in baseline or [Baseline.SINGLE]:

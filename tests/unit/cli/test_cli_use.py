@@ -143,7 +143,12 @@ def test_bench_beside_baselines(run_folder, text_folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "says"),
-    [(["--batch", "many"], "whole numbers"), (["--batch", "0"], "at least 1"), (["--name", "single"], "both called")],
+    [
+        (["--batch", "many"], "whole numbers"),
+        (["--batch", "9" * 5000], "digits"),
+        (["--batch", "0"], "at least 1"),
+        (["--name", "single"], "both called"),
+    ],
 )
 def test_bench_with_wrong_flags(run_folder, flags, says):
     assert says in fail("bench", run_folder, *flags)
