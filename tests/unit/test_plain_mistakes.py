@@ -4,6 +4,7 @@ The table is made, not written: each function has a call that works, and each of
 every value of a common list, whatever its annotation says.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -430,6 +431,11 @@ def test_every_mistake_is_answered_or_refused_in_our_words(name: str, tmp_path: 
         (MODEL.optimize, {"compiled_shapes": True}, "compiled_shapes"),
         (metrics.bootstrap_ood, {"metric": "auroc", **OOD, "seed": None}, "seed"),
         (he.taylor, {"ensemble": MODEL, "batches": [], "budget": 3, "seed": 2**70}, "seed"),
+        (
+            he.tune_text,
+            {"dual": dual().member(0), "train": [], "recipe": cases.recipe(steps=1), "projection_rate": math.inf},
+            "projection_rate",
+        ),
     ],
 )
 def test_settings_of_another_kind_are_refused(call: Callable[..., Any], given: dict[str, Any], token: str) -> None:

@@ -289,8 +289,8 @@ def tune_text(
         raise ConfigError(f"got {dual.num_members} members; tune each dual.member(index) and fuse the results")
     if train_image_projection and dual.projections.image is None:
         raise ConfigError("train_image_projection is true, but this dual encoder has no image projection to train")
-    if not projection_rate > 0:
-        raise ConfigError(f"projection_rate must be positive, got {projection_rate}")
+    if not 0 < projection_rate < math.inf:
+        raise ConfigError(f"projection_rate must be positive and finite, got {projection_rate}")
     own = {"image_projection": train_image_projection, "projection_rate": projection_rate, "task": "text tuning"}
     folder = None if output is None else Path(output)
     job = Job(recipe, train, validation, folder, checkpoint_every, progress, device, identity=own)
