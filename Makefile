@@ -14,9 +14,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/hydra-ensembles demo
 
-# One worker per core, one thread each; a test file stays on one worker, so that its fixtures are made once.
+# One worker per core, one thread each; a test file stays on one worker, and so do files that share long fixtures.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 from architectures import BLOCKS, ArchitectureCase, Inputs, images, perturbed
 
-_VISION = {**BLOCKS, "hidden_size": 32, "image_size": 32, "patch_size": 8, "num_labels": 5}
-_VIT = {**_VISION, "intermediate_size": 64}
-_DINOV2 = {**_VISION, "mlp_ratio": 2, "layerscale_value": 0.5}
+VISION = {**BLOCKS, "hidden_size": 32, "image_size": 32, "patch_size": 8, "num_labels": 5}
+_VIT = {**VISION, "intermediate_size": 64}
+_DINOV2 = {**VISION, "mlp_ratio": 2, "layerscale_value": 0.5}
 _WORDS = {"vocab_size": 60, "max_position_embeddings": 24, "num_labels": 5}
 _DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_TEXT = {**_WORDS, **BLOCKS, **_DROPOUT, "hidden_size": 32, "intermediate_size": 64}
+TEXT = {**_WORDS, **BLOCKS, **_DROPOUT, "hidden_size": 32, "intermediate_size": 64}
 _NO_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), 0.0)
-_DISTILBERT = {**_WORDS, **_NO_DROPOUT, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
+DISTILBERT = {**_WORDS, **_NO_DROPOUT, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
 
 
 def transformers_model(model: str, config: str, settings: dict[str, Any], **arguments: Any) -> nn.Module:
@@ -87,7 +87,7 @@ _REGISTERED = "Dinov2WithRegistersForImageClassification"
 _TEACHER = "DeiTForImageClassificationWithTeacher"
 _BERT, _ROBERTA = "BertForSequenceClassification", "RobertaForSequenceClassification"
 _ELECTRA = "ElectraForSequenceClassification"
-_NARROW = {**_TEXT, "embedding_size": 16}
+_NARROW = {**TEXT, "embedding_size": 16}
 CASES: list[ArchitectureCase] = [
     _vision_case("vit", "ViTForImageClassification", "ViTConfig", _VIT),
     _vision_case("vit-bare", "ViTModel", "ViTConfig", {**_VIT, "qkv_bias": False}, bare=True),
@@ -96,11 +96,11 @@ CASES: list[ArchitectureCase] = [
     _vision_case("dinov2", "Dinov2ForImageClassification", "Dinov2Config", _DINOV2, resize=False),
     _vision_case("dinov2-swiglu-bare", "Dinov2Model", "Dinov2Config", _SWIGLU, resize=False, bare=True),
     _vision_case("dinov2-registers", _REGISTERED, "Dinov2WithRegistersConfig", _REGISTERS, resize=False),
-    _text_case("bert", _BERT, "BertConfig", _TEXT),
-    _text_case("bert-bare", "BertModel", "BertConfig", {**_TEXT, "hidden_act": "gelu_new"}, bare=True),
-    _text_case("roberta", _ROBERTA, "RobertaConfig", {**_TEXT, "type_vocab_size": 1}, pad=1, segments=False),
-    _text_case("roberta-bare", "RobertaModel", "RobertaConfig", _TEXT, pad=1, bare=True, add_pooling_layer=False),
-    _text_case("distilbert", "DistilBertForSequenceClassification", "DistilBertConfig", _DISTILBERT, segments=False),
-    _text_case("electra", _ELECTRA, "ElectraConfig", {**_TEXT, "embedding_size": 32}),
+    _text_case("bert", _BERT, "BertConfig", TEXT),
+    _text_case("bert-bare", "BertModel", "BertConfig", {**TEXT, "hidden_act": "gelu_new"}, bare=True),
+    _text_case("roberta", _ROBERTA, "RobertaConfig", {**TEXT, "type_vocab_size": 1}, pad=1, segments=False),
+    _text_case("roberta-bare", "RobertaModel", "RobertaConfig", TEXT, pad=1, bare=True, add_pooling_layer=False),
+    _text_case("distilbert", "DistilBertForSequenceClassification", "DistilBertConfig", DISTILBERT, segments=False),
+    _text_case("electra", _ELECTRA, "ElectraConfig", {**TEXT, "embedding_size": 32}),
     _text_case("electra-projected", _ELECTRA, "ElectraConfig", _NARROW),
 ]

@@ -8,6 +8,16 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+TOGETHER = ("cli", "studies")  # folders whose files share what takes long to make
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let a worker have whole files (`--dist loadgroup`), and files that share a finished study or build together."""
+    for item in items:
+        folder = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group(folder if folder in TOGETHER else item.path.name))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let untrained models be calibrated on few samples: no temperature is right for answers by chance."""
     config.addinivalue_line("filterwarnings", "ignore:the temperature .* stopped at the bound:UserWarning")

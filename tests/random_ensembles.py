@@ -17,6 +17,7 @@ from hydra_ensembles.model.config import (
     all_heads,
 )
 from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.metadata import Metadata
 
 CLASSES = 4
 LAYERS, HEADS, HEAD_DIM, WIDTH = 3, 4, 3, 10
@@ -77,6 +78,16 @@ def random_ensemble(
         for parameter in ensemble.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(0.4 * noise + (parameter == 1.0))
+    return ensemble.eval()
+
+
+def noisy(config: EnsembleConfig, seed: int = 0, noise: float = 0.2, metadata: Metadata | None = None) -> Ensemble:
+    """An ensemble as it is initialised, with noise on every parameter, so that all of it matters."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        ensemble = Ensemble(config, metadata)
+        for parameter in ensemble.parameters():
+            parameter.add_(torch.randn_like(parameter) * noise)
     return ensemble.eval()
 
 

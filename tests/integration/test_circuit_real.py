@@ -11,10 +11,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import hydra_ensembles as he
-from circuit_models import SCORES, Batches, Problem, evidence
+from circuit_models import SCORES, Batches, Problem
 from hydra_ensembles._distributed import Ranks
 from hydra_ensembles.circuit.cache import Work
-from hydra_ensembles.circuit.scores import Objective, Score, read_samples
+from hydra_ensembles.circuit.scores import Objective, read_samples
 from hydra_ensembles.circuit.search import Naive
 from hydra_ensembles.heads.masking import existing_heads, working_copy
 from hydra_ensembles.model.ensemble import Ensemble
@@ -106,17 +106,3 @@ def test_last_two_layers(name: str, request: pytest.FixtureRequest) -> None:
             assert ranking.provenance["errors"] == [choice.errors for choice in expected]
         if score != "acc":
             assert ranking.provenance["discordance"] == [choice.discordance for choice in expected]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("layers", [3, 6])
-@pytest.mark.parametrize("name", ["dinov2", "minilm"])
-def test_all_heads(name: str, layers: int, score: Score, request: pytest.FixtureRequest) -> None:
-    problem: Problem = request.getfixturevalue(name)
-    chosen = range(problem.model.num_layers - layers, problem.model.num_layers)
-    naive, exact = (
-        problem.extract(score=score, budget=2, method=method, layers=chosen) for method in ("naive", "exact")
-    )
-    assert evidence(exact) == evidence(naive)
-    assert 2 * exact.provenance["model_forwards"] < naive.provenance["model_forwards"]

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 import hydra_ensembles as he
 from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing
 from shared_paths import shared
-
-
-def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
-    assert actual is not None
-    assert expected is not None
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
-
+from zero_shot_models import relative_error
 
 # --- vision ----------------------------------------------------------------------------------------------
 
@@ -65,17 +59,6 @@ def test_logits_at_two_sizes_and_gradients_of_dinov2(dinov2: nn.Module, images: 
     dinov2.zero_grad()
 
 
-@torch.no_grad()
-def test_a_fused_ensemble_equals_its_members_in_turn(dinov2: nn.Module, images: Tensor) -> None:
-    base = he.convert(dinov2)
-    members = [he.prune(base, [(layer, (layer + m) % 6) for layer in range(2 * m, 12)]) for m in range(3)]
-    images = images[:2, :, :56, :56]
-    expected = torch.cat([member(images) for member in members])
-    fused = he.fuse(members)
-    assert relative_error(fused(images), expected) <= 1e-5
-    assert relative_error(fused.optimize()(images), expected) <= 1e-5
-
-
 # --- text ------------------------------------------------------------------------------------------------
 
 
@@ -118,24 +101,3 @@ def test_logits_of_minilm_for_tokens_and_strings_padded_or_not(minilm: Any, sent
     assert isinstance(preprocessing, TextPreprocessing)
     assert preprocessing.max_length == 512
     assert relative_error(ensemble(preprocessing(sentences))[0], expected) < 1e-5
-
-
-def test_the_bare_minilm_keeps_its_features_and_gradients_and_gets_a_classifier(
-    minilm: Any, sentences: list[str]
-) -> None:
-    bare, tokenizer = minilm
-    batch = dict(tokenizer(sentences[:4], padding=True, return_tensors="pt"))
-    ensemble, classifying = he.convert(bare), he.convert(bare, num_labels=2)
-    features, mine = bare(**batch).pooler_output, ensemble(batch)[0]
-    assert relative_error(mine, features) < 1e-5
-    with torch.no_grad():
-        expected = nn.functional.linear(features, classifying.readout.classifier.weight[0])  # its bias starts at zero
-        assert relative_error(classifying(batch)[0], expected) < 1e-5
-    for output in (features, mine):
-        output.square().sum().backward()
-    for parameter, theirs in (
-        (ensemble.stem.words, bare.embeddings.word_embeddings.weight),
-        (ensemble.encoder.layers[2].mlp.up.weight, bare.encoder.layer[2].intermediate.dense.weight),
-    ):
-        assert relative_error(parameter.grad[0], theirs.grad) < 1e-4
-    bare.zero_grad()

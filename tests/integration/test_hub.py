@@ -1,37 +1,70 @@
-"""Publishing to the hub and loading from it, against a stand-in server on this machine."""
+"""Publishing to the hub and loading from it; folders stand in for the repositories that `huggingface_hub` talks to."""
 
-from collections.abc import Iterator
+import fnmatch
+import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import create_autospec
 
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import HfApi
 
 from checkpoint_models import ensemble, hydra, same_state, text
-from hub_stand_in import Hub, running_hub
 from hydra_ensembles.errors import CheckpointError
 from hydra_ensembles.model.ensemble import Ensemble
 
 TOKEN = "hf_stand_in"
 
 
+@dataclass
+class Hub:
+    """The calls that checkpoints make, with the signatures of the library; every upload is a revision."""
+
+    root: Path
+    private: dict[str, bool | None] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+    downloads: list[str] = field(default_factory=list)
+
+    def api(self, token: str | None) -> Any:
+        def create(repo_id: str, *, private: bool | None, exist_ok: bool) -> None:
+            if token != TOKEN:
+                raise PermissionError("401 Client Error: invalid token")
+            self.private.setdefault(repo_id, private)
+
+        made = create_autospec(HfApi, instance=True)
+        made.create_repo.side_effect, made.upload_folder.side_effect = create, self.upload
+        return made
+
+    def upload(self, *, repo_id: str, folder_path: str, commit_message: str) -> Any:
+        self.messages.append(commit_message)
+        for revision in (f"{len(self.messages)}", "main"):
+            shutil.copytree(folder_path, self.root / repo_id / revision, dirs_exist_ok=True)
+        return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/{len(self.messages)}")
+
+    def download(self, repo_id: str, *, revision: str | None, token: str | None, allow_patterns: list[str]) -> str:
+        source = self.root / repo_id / (revision or "main")
+        if not source.exists() or (self.private[repo_id] and token != TOKEN):
+            raise FileNotFoundError("404 Client Error")
+        place = self.root / f"cache-{len(self.downloads)}"
+        place.mkdir()
+        for path in source.iterdir():
+            if any(fnmatch.fnmatch(path.name, pattern) for pattern in allow_patterns):
+                self.downloads.append(path.name)
+                shutil.copy(path, place)
+        return str(place)
+
+
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A running stand-in that `huggingface_hub` takes for the hub, with an empty cache and no stored login."""
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with running_hub(TOKEN) as hub:
-        # HF_ENDPOINT, as it would be read when huggingface_hub is imported
-        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
-        template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        huggingface_hub.close_session()
-        yield hub
-        huggingface_hub.close_session()
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    found = Hub(tmp_path / "hub")
+    monkeypatch.setattr(huggingface_hub, "HfApi", found.api)
+    asked = create_autospec(huggingface_hub.snapshot_download, side_effect=found.download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", asked)
+    return found
 
 
 def assert_same_model(loaded: Ensemble, saved: Ensemble) -> None:
@@ -41,28 +74,25 @@ def assert_same_model(loaded: Ensemble, saved: Ensemble) -> None:
 
 def test_round_trip_and_a_second_push_is_a_new_revision(hub: Hub) -> None:
     first, second = ensemble(text(), torch.bfloat16), ensemble(text(), torch.float64)
-    address = first.push_to_hub("owner/model", token=TOKEN)
-    repository = hub.repositories["owner/model"]
-    (commit,) = repository.commits
-    assert address == f"{hub.address}/owner/model/commit/{commit}"
-    assert sorted(repository.files) == ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
-    assert b"from_pretrained('owner/model')" in repository.files["README.md"]
+    assert first.push_to_hub("owner/model", token=TOKEN) == "https://hub/owner/model/commit/1"
+    files = {path.name: path for path in (hub.root / "owner/model/1").iterdir()}
+    assert sorted(files) == ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
+    assert "from_pretrained('owner/model')" in files["README.md"].read_text()
     assert_same_model(Ensemble.from_pretrained("owner/model"), first)
     second.push_to_hub("owner/model", token=TOKEN, commit_message="second")
-    assert repository.messages == ["Upload a Hydra Ensembles model", "second"]
+    assert hub.messages == ["Upload a Hydra Ensembles model", "second"]
     assert_same_model(Ensemble.from_pretrained("owner/model"), second)
-    assert_same_model(Ensemble.from_pretrained("owner/model", revision=commit), first)
+    assert_same_model(Ensemble.from_pretrained("owner/model", revision="1"), first)
 
 
-def test_only_our_files_are_downloaded_only_once_and_not_where_a_folder_has_that_name(
+def test_only_our_files_are_downloaded_and_none_where_a_folder_has_that_name(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ensemble(hydra())
     model.push_to_hub("owner/model", token=TOKEN)
-    others = {"setup.py": b"raise SystemExit", "pytorch_model.bin": b"pickle", "sub/config.json": b"{}"}
-    hub.repositories["owner/model"].commit(others, "more files")
-    for _ in range(2):
-        assert_same_model(Ensemble.from_pretrained("owner/model"), model)
+    for name in ("setup.py", "pytorch_model.bin"):
+        (hub.root / "owner/model/main" / name).write_bytes(b"raise SystemExit")
+    assert_same_model(Ensemble.from_pretrained("owner/model"), model)
     assert sorted(hub.downloads) == ["README.md", "config.json", "model.safetensors"]
     hub.downloads.clear()
     model.save_pretrained(tmp_path / "owner/model")
@@ -71,7 +101,7 @@ def test_only_our_files_are_downloaded_only_once_and_not_where_a_folder_has_that
     assert hub.downloads == []
 
 
-def test_what_the_hub_does_not_have_or_does_not_take(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_hub_does_not_have_or_does_not_take(hub: Hub) -> None:
     model = ensemble(hydra())
     with pytest.raises(CheckpointError, match="'owner/nothing'"):
         Ensemble.from_pretrained("owner/nothing")
@@ -80,15 +110,9 @@ def test_what_the_hub_does_not_have_or_does_not_take(hub: Hub, monkeypatch: pyte
     for name in ("model", "a/b/c", "../x", "owner/", "owner/na me"):
         with pytest.raises(CheckpointError, match="owner/name"):
             model.push_to_hub(name, token=TOKEN)
-    assert hub.repositories == {}
     model.push_to_hub("owner/secret", private=True, token=TOKEN)
     with pytest.raises(CheckpointError, match="revision 'v2'"):
         Ensemble.from_pretrained("owner/secret", revision="v2", token=TOKEN)
     with pytest.raises(CheckpointError, match="token"):
         Ensemble.from_pretrained("owner/secret")
     assert_same_model(Ensemble.from_pretrained("owner/secret", token=TOKEN), model)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
-    with pytest.raises(CheckpointError, match="connection"):
-        Ensemble.from_pretrained("owner/other")
-    with pytest.raises(CheckpointError, match="connection"):
-        model.push_to_hub("owner/other", token=TOKEN)

@@ -2,13 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
 
-from hydra_ensembles.data.batching import batches
-from hydra_ensembles.data.corruptions import corrupted
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset, subset
 from hydra_ensembles.data.loading import load
-from hydra_ensembles.preprocessing import ImagePreprocessing
 from shared_paths import shared
 from studies.sets import CIFAR10_CLASSES, overlapping, suite
 
@@ -103,16 +99,3 @@ def test_suites(name: str, id_count: int, circuit_count: int, near: list[int], f
     assert [len(data) for data in loaded["far"].values()] == far
     for ref in (*chosen.apart, *chosen.tasks):
         assert len(ref.load(root)) > 0
-
-
-def test_batches_and_corruptions_of_real_images() -> None:
-    data = subset(load(shared("data/images/tinyimagenet"), "validation"), 40, seed=1)  # some are greyscale
-    made = list(batches(data, ImagePreprocessing(size=(56, 56)), 16))
-    assert [inputs.shape for inputs, _ in made] == [(16, 3, 56, 56), (16, 3, 56, 56), (8, 3, 56, 56)]
-    assert all(torch.isfinite(inputs).all() for inputs, _ in made)
-    assert torch.cat([labels for _, labels in made]).tolist() == data.labels.tolist()
-    few = subset(load(shared("data/images/cifar10"), "test"), 8, seed=0)
-    clean = np.stack([np.asarray(image, dtype=float) for image, _ in few])
-    for name in ("gaussian_noise", "fog", "frost", "elastic_transform"):
-        pixels = np.stack([np.asarray(image, dtype=float) for image, _ in corrupted(few, name, 5, parameters="cifar")])
-        assert ((pixels - clean) ** 2).mean() > 50

@@ -5,7 +5,6 @@ import torch
 from torch.nn import functional as F
 
 import hydra_ensembles as he
-from hydra_ensembles import data
 from shared_paths import SHARED, shared
 from studies.weights import DINOV2, minilm, minilm_folder, untrained_dual
 
@@ -32,15 +31,3 @@ def test_texts_are_embedded_as_sentence_transformers_does(dual: he.DualEncoder) 
         expected = F.normalize((tokens * mask).sum(1) / mask.sum(1).clamp(min=1e-9), dim=-1)
         found = dual.encode_text(TEXTS)[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_it_classifies_prunes_and_comes_back_from_disk(dual: he.DualEncoder, tmp_path) -> None:
-    pictures = [data.load(shared("data/images/tinyimagenet"), split="validation")[row][0] for row in (0, 900)]
-    member = he.prune(dual, [(3, 1, "image"), (0, 5, "text")])
-    assert member.embedding_width == 384
-    member.save_pretrained(tmp_path)
-    loaded = he.DualEncoder.from_pretrained(tmp_path)
-    names = ("goldfish", "school bus", "lemon")
-    answers = [he.zero_shot(one, names).predict(pictures).probs for one in (member, loaded)]
-    torch.testing.assert_close(answers[0], answers[1])
-    assert answers[0].shape[-1] == 3

@@ -26,6 +26,7 @@ import inference  # noqa: E402
 import inference_models  # noqa: E402
 import inference_report  # noqa: E402
 import proposition1  # noqa: E402
+import tables  # noqa: E402
 import tower_scores  # noqa: E402
 
 del sys.path[:2]
@@ -83,6 +84,12 @@ def test_figures_are_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch, tmp
     assert {path.name for path in tmp_path.iterdir()} == names
     for script in (proposition1, tower_scores):
         script.draw(common.load(script.RESULT))
+
+
+def test_tables_of_the_documents_are_those_of_the_results() -> None:
+    made = tables.tables()
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        assert tables.rendered(path.read_text(), made) == path.read_text(), f"{path.name}: run benchmarks/tables.py"
 
 
 # --- circuits --------------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from hydra_ensembles.errors import CheckpointError, HydraError
 from hydra_ensembles.files import checksum, sealed
 from hydra_ensembles.model.clip import DualEncoder
 from hydra_ensembles.model.ensemble import Ensemble
-from json_places import places
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -182,27 +181,6 @@ def test_configs_that_do_not_add_up(change: Change, token: str, folder: Path) ->
     assert_refused(folder, token)
 
 
-def test_every_changed_value_of_a_config_is_noticed(saved: Path) -> None:
-    original = (saved / "text/config.json").read_text(encoding="utf-8")
-    count = len(places(json.loads(original)))
-    assert count > 100
-    with copy_of(saved / "text") as folder:
-        for index in range(count):
-            for change in (None, "changed", "delete"):
-                config = json.loads(original)
-                parent, key = places(config)[index]
-                if change == "delete":
-                    del parent[key]
-                elif parent[key] == change:
-                    continue
-                else:
-                    parent[key] = change
-                (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-                assert_refused(folder, "config")
-        (folder / "config.json").write_text(json.dumps(json.loads(original), sort_keys=True), encoding="utf-8")
-        Ensemble.from_pretrained(folder)  # another layout is the same content
-
-
 def test_a_model_of_the_first_format_answers_as_before(folder: Path) -> None:
     model = Ensemble.from_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -307,34 +285,14 @@ def test_tensors_that_do_not_fit(change: Change, token: str, folder: Path) -> No
     assert_refused(folder, token)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_damaged_files(name: str, folder: Path) -> None:
-    content = (folder / name).read_bytes()
-    for damaged in (b"", content[:7], content[: len(content) // 2], content[:-2], content + b"\0", b"\xff" * 99):
-        (folder / name).write_bytes(damaged)
-        assert_refused(folder, name)
-        trust(folder)
-        assert_refused(folder, name)
-    (folder / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
-    assert_refused(folder, "git-lfs")
-
-
-@pytest.mark.parametrize(
-    "content", [b"[]", b'"text"', b"{", b"\xff", b'{"a": 1}', b"[" * 100_000, b"[" + b"[]," * (9 << 20)]
-)
-def test_a_tokenizer_that_is_none(content: bytes, folder: Path) -> None:
-    (folder / "tokenizer.json").write_bytes(content)
-    trust(folder)
-    assert_refused(folder, r"tokenizer\.json")
-
-
 # --- mutations -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("index", range(3), ids=["images", "texts", "dual"])
 @pytest.mark.parametrize("anew", [False, True], ids=["as accidents", "with right digests"])
-def test_edited_files_are_refused_or_change_nothing(anew: bool, tmp_path: Path) -> None:
+def test_edited_files_are_refused_or_change_nothing(anew: bool, index: int, tmp_path: Path) -> None:
     """Bytes, JSON, headers, tensors and folders; `make attack` makes thousands of such edits."""
-    original = files.prepare(TARGETS[0], tmp_path / "0")
-    for case in files.cases_of(0, original, anew, 120, seed=0):
+    original = files.prepare(TARGETS[index], tmp_path / str(index))
+    for case in files.cases_of(index, original, anew, 60, seed=0):
         with suppress(HydraError):
             assert files.answers_alike(str(tmp_path), case) in ("same", "apart"), case

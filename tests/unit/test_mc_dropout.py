@@ -18,6 +18,7 @@ from hydra_ensembles.model.config import (
 )
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration, Metadata
+from random_ensembles import noisy
 
 ENCODER = EncoderConfig(width=16, layers=2, heads=2, head_dim=8, mlp_width=24, drop_path=(0.0, 0.5))
 IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -28,13 +29,7 @@ def tiny(members: int = 1, text: bool = False, encoder: EncoderConfig = ENCODER,
     if text:
         stem = TextStemConfig(vocabulary=20, positions=8, embedding_width=16, segments=2)
     config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=4, **readout), all_heads(encoder, members))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        ensemble = Ensemble(config, Metadata(labels=("a", "b", "c", "d"), calibration=Calibration(threshold=0.5)))
-        with torch.no_grad():
-            for parameter in ensemble.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    return ensemble.eval()
+    return noisy(config, metadata=Metadata(labels=("a", "b", "c", "d"), calibration=Calibration(threshold=0.5)))
 
 
 @pytest.mark.parametrize("members", [1, 3])

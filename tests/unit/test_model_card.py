@@ -11,7 +11,7 @@ from architectures_clip import open_clip_model
 from checkpoint_models import CONFIGS, ensemble, hydra, map_pooled, single
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Metadata
-from hydra_ensembles.model_card import dual_model_card, model_card, one_line
+from hydra_ensembles.model_card import dual_model_card, model_card
 
 
 def card_of(model: Ensemble, name: str = "my-model") -> str:
@@ -53,21 +53,19 @@ def test_the_code_on_the_card_loads_the_model(tmp_path: Path) -> None:
     assert "result = model.features(images)" in card
 
 
-def test_text_from_outside_cannot_break_the_layout() -> None:
-    assert one_line("a\n\n# b | c\t") == "a # b \\| c"
-    nasty = "x\n---\n# title | cell"
-    metadata = Metadata(source=nasty, labels=(nasty,) * 25, history=(nasty,), metrics={nasty: 1.0})
-    card = card_of(ensemble(single(), metadata=metadata), name=nasty)
+def card_about(text: str, labels: tuple[str, ...]) -> str:
+    """The card of a model about which everything that comes from outside is this text."""
+    metadata = Metadata(source=text, labels=labels, history=(text,), metrics={text: 1.0})
+    return card_of(ensemble(single(), metadata=metadata), name=text)
+
+
+def test_text_from_outside_is_neither_layout_nor_html_nor_a_link() -> None:
+    card = card_about("x\n---\n# title | cell", ("x\n---\n# title | cell",) * 25)
     assert [line for line in card.splitlines() if line.startswith("# ")] == ["# x --- # title \\| cell"]
     assert card.splitlines().count("---") == 2
     assert ModelCard(card).data.library_name == "hydra_ensembles"
-
-
-def test_text_from_outside_is_neither_html_nor_a_link() -> None:
     nasty = '<script>alert(1)</script> <img src=x onerror="f()"> ![x](http://a.b/c.png) [y](javascript:f) \\| &lt;b&gt;'
-    labels = tuple(f"{nasty} {index}" for index in range(3))
-    metadata = Metadata(source=nasty, labels=labels, history=(nasty,), metrics={nasty: 1.0})
-    card = card_of(ensemble(single(), metadata=metadata), name=nasty)
+    card = card_about(nasty, tuple(f"{nasty} {index}" for index in range(3)))
     before, _, rest = card.partition("```python")
     text = before + rest.partition("```")[2]  # what is code is shown as it is
     assert text.count("&lt;script&gt;alert(1)&lt;/script&gt;") == text.count("alert(1)") == 8

@@ -96,17 +96,6 @@ def test_several_ood_sources_or_none(world, tmp_path):
     assert "same data" in said
 
 
-def test_a_recipe_fine_tunes(world, tmp_path):
-    flags = ["--strategy", "random", "--members", 2, "--prune", 3, "--recipe", "sst2", "--set", "recipe.steps=2",
-             "--set", "recipe.learning_rate=1e-3", "--set", "recipe.batch_size=8"]  # fmt: skip
-    sets = ["--id", world / "test.jsonl", "--train", world / "val.csv"]
-    succeed("build", world / "bert", *sets, *flags, "--output", tmp_path / "run", "--quiet")
-    recipe = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["recipe"]
-    assert (recipe["steps"], recipe["epochs"], recipe["learning_rate"]) == (2, None, 0.001)
-    history = he.Ensemble.from_pretrained(tmp_path / "run" / "ensemble").metadata.history
-    assert any("fine-tuned" in line for line in history)
-
-
 def test_a_recipe_with_rand_augment_crops_training_images(world, tmp_path):
     recipe = {
         "learning_rate": 0.1,
@@ -117,8 +106,13 @@ def test_a_recipe_with_rand_augment_crops_training_images(world, tmp_path):
     }
     (tmp_path / "build.yaml").write_text(yaml.safe_dump({"recipe": recipe}))
     flags = ["-c", tmp_path / "build.yaml", "--strategy", "random", "--members", 2, "--prune", 3, "--limit", 8]
-    model = vit_flags(world / "mine.safetensors")
-    succeed("build", *model, "--id", world / "val", "--train", world / "test", *flags, "-o", tmp_path / "run", "-q")
+    model, changes = vit_flags(world / "mine.safetensors"), ["--set", "recipe.steps=2", "--set", "recipe.batch_size=6"]
+    sets = ["--id", world / "val", "--train", world / "test"]
+    succeed("build", *model, *sets, *flags, *changes, "-o", tmp_path / "run", "-q")
+    recipe = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["recipe"]
+    assert (recipe["steps"], recipe["batch_size"], recipe["learning_rate"]) == (2, 6, 0.1)
+    history = he.Ensemble.from_pretrained(tmp_path / "run" / "ensemble").metadata.history
+    assert any("fine-tuned" in line for line in history)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["samples"]["validation"] == 4
 
 

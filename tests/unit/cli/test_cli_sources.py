@@ -152,9 +152,8 @@ def test_data_and_numbers_that_cannot_be(tmp_path):
     ):
         with pytest.raises(DataError, match=says):
             load_data(spec, DataSettings(root=str(tmp_path)))
-    for name, value in (("limit", 1), ("batch_size", 0), ("workers", -1)):
-        with pytest.raises(ConfigError, match=name):
-            DataSettings(**{name: value})
+    with pytest.raises(ConfigError, match="limit"):
+        DataSettings(limit=1)
 
 
 def test_limits_keep_the_proportions_of_classes(world):

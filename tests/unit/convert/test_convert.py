@@ -1,6 +1,5 @@
 """Models that compute something else than their class and weights say, and what may be attached to them."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from torch import nn
 
 import hydra_ensembles as he
 from architectures import images, timm_model
-from architectures_transformers import transformers_model
+from architectures_transformers import VISION, transformers_model
 from hydra_ensembles.errors import ConversionError
 
 VIT, DISTILLED = "vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"
@@ -20,8 +19,7 @@ def vit(**settings: Any) -> Any:
 
 
 def hf_vit() -> Any:
-    settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
-    return transformers_model("ViTForImageClassification", "ViTConfig", {**settings, "num_labels": 5}).eval()
+    return transformers_model("ViTForImageClassification", "ViTConfig", VISION)
 
 
 # --- hooks and replaced forwards -------------------------------------------------------------------------
@@ -38,22 +36,6 @@ def test_forward_hooks_are_refused_wherever_they_are() -> None:
         with pytest.raises(ConversionError, match=rf"{place}.*forward hook"):
             he.convert(model)
         handle.remove()
-    assert he.convert(model).num_classes == 5
-
-
-def test_a_replaced_forward_is_refused() -> None:
-    model = vit()
-    original = model.blocks[0].forward
-
-    @functools.wraps(original)
-    def doubled(x: Any, *rest: Any, **more: Any) -> Any:
-        return 2 * original(x, *rest, **more)
-
-    for replaced in (doubled, torch.compile(doubled)):
-        model.blocks[0].forward = replaced
-        with pytest.raises(ConversionError, match=r"blocks\.0 \(Block\)"):
-            he.convert(model)
-    model.blocks[0].forward = original  # put back by assignment
     assert he.convert(model).num_classes == 5
 
 

@@ -1,7 +1,5 @@
 """CLIP: what is refused, where preprocessing comes from, and a tokenizer with the ids of open_clip and transformers."""
 
-import random
-import unicodedata
 import warnings
 from functools import cache
 from typing import Any
@@ -156,32 +154,6 @@ def test_ids_equal_open_clips() -> None:
     for text, mine, theirs in zip(TEXTS, encoded["input_ids"], open_clip_tokenizer()(TEXTS), strict=True):
         assert mine.tolist() == theirs.tolist(), text
     assert torch.equal(ours()(TEXTS[5])["input_ids"], open_clip_tokenizer()(TEXTS[5]))
-
-
-def test_random_strings_equal_open_clips() -> None:
-    generator = random.Random(0)
-    pieces = [
-        *"abcXYZ '.,!?-0123456789éñüßÇ日本語中文한글😀👍🏽 \t\n<>/\\’“”&;ｗﬁ",
-        "&amp;",
-        "&#39;",
-        "'s",
-        "'LL",
-        "e\u0301",
-    ]
-    texts = ["".join(generator.choices(pieces, k=generator.randrange(1, 60))) for _ in range(600)]
-    category = unicodedata.ucd_3_2_0.category  # characters that every library's Unicode tables know
-    for _ in range(200):
-        ranges = (range(0x100, 0xD800), range(0x10000, 0x1FB00))
-        codes = [generator.choice(generator.choice(ranges)) for _ in range(20)]
-        texts.append("".join(chr(code) for code in codes if category(chr(code)) not in ("Cn", "Co", "Mn", "Me")))
-    theirs = open_clip_tokenizer()(texts)
-    equal = (ours()(texts)["input_ids"] == theirs).all(dim=1)
-    different = [text for text, same in zip(texts, equal.tolist(), strict=True) if not same]
-    import ftfy
-
-    mojibake = [text for text in different if ftfy.fix_text(text) != ftfy.fix_text(text, fix_encoding=False)]
-    assert different == mojibake
-    assert len(different) < 0.02 * len(texts)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The comparison of answers that ends a conversion: what it sees, what it says, and what it leaves alone."""
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -11,16 +12,12 @@ from torch import nn
 import hydra_ensembles as he
 from architectures import ArchitectureCase, timm_model, torchvision_model
 from architectures_clip import DUAL_CASES, DualCase, open_clip_model
-from architectures_transformers import transformers_model
+from architectures_transformers import DISTILBERT, TEXT, VISION, transformers_model
 from contract.all_architectures import ALL_CASES
 from hydra_ensembles.convert import probe
 from hydra_ensembles.errors import ConversionError
 from hydra_ensembles.model.layers import Block
 
-SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-VISION = {**SIZES, "image_size": 32, "patch_size": 8}
-TEXT = {**SIZES, "vocab_size": 60, "intermediate_size": 64, "max_position_embeddings": 24}
-DISTILBERT = {"vocab_size": 60, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
 BARE: dict[str, Callable[[], Any]] = {
     "timm": lambda: timm_model("vit_tiny_patch16_224", num_classes=0),
     "timm-distilled": lambda: timm_model("deit_tiny_distilled_patch16_224", num_classes=0),
@@ -63,19 +60,21 @@ def disturbed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # --- it sees a difference in every architecture, and where it is ---------------------------------------------
 
 
-@pytest.mark.parametrize("case", [*ALL_CASES, *DUAL_CASES], ids=str)
+PLACES = (
+    ("encoder.layers.1.mlp.down.bias", r"part first in .*[._]1;"),
+    ("encoder.layers.0.attention.out_bias", r"part first in .*[._]0;"),
+    ("stem.position stem.positions", "part first before"),
+)
+EACH_IN_TURN = list(zip([*ALL_CASES, *DUAL_CASES], cycle(PLACES), strict=False))
+
+
+@pytest.mark.parametrize(("case", "place"), EACH_IN_TURN, ids=[str(case) for case, _ in EACH_IN_TURN])
 def test_a_wrong_conversion_is_refused_and_the_layer_named(
-    case: ArchitectureCase | DualCase, disturbed: list[str]
+    case: ArchitectureCase | DualCase, place: tuple[str, str], disturbed: list[str]
 ) -> None:
-    model, settings = case.build(), getattr(case, "convert_kwargs", {})
-    for name, token in (
-        ("encoder.layers.1.mlp.down.bias", r"part first in .*[._]1;"),
-        ("encoder.layers.0.attention.out_bias", r"part first in .*[._]0;"),
-        ("stem.position stem.positions", "part first before"),
-    ):
-        disturbed[:] = name.split()
-        with pytest.raises(ConversionError, match=token):
-            he.convert(model, **settings)
+    disturbed += place[0].split()
+    with pytest.raises(ConversionError, match=place[1]):
+        he.convert(case.build(), **getattr(case, "convert_kwargs", {}))
 
 
 @pytest.mark.parametrize("name", BARE)

@@ -8,15 +8,11 @@ from torch import nn
 
 import hydra_ensembles as he
 from architectures import images
-from architectures_transformers import token_batch, transformers_model
+from architectures_transformers import DISTILBERT, TEXT, VISION, token_batch, transformers_model
 from hydra_ensembles.errors import ConversionError
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_labels": 5}
 RATES = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.2}
-VISION = {**SIZES, "image_size": 32, "patch_size": 8}
-TEXT = {**SIZES, "vocab_size": 60, "intermediate_size": 64, "max_position_embeddings": 24}
 TEXT_RATES = {**TEXT, **RATES, "classifier_dropout": 0.3}
-DISTILBERT = {"vocab_size": 60, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "num_labels": 5}
 DISTILBERT_RATES = {**DISTILBERT, "dropout": 0.1, "attention_dropout": 0.2, "seq_classif_dropout": 0.3}
 
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {

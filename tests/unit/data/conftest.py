@@ -7,7 +7,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from stand_ins import WriteParquet, encoded, picture
+
+from pictures import WriteParquet, encoded, picture
 
 
 @pytest.fixture

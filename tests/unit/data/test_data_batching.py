@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from stand_ins import picture
 from torch import Tensor
 
 from hydra_ensembles.data import RandAugment
@@ -15,6 +14,7 @@ from hydra_ensembles.data.dataset import ImageDataset, TextDataset
 from hydra_ensembles.data.loading import load
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.preprocessing import ImagePreprocessing
+from pictures import picture
 
 
 def lengths(texts: Sequence[Any]) -> dict[str, Tensor]:

@@ -7,18 +7,17 @@ import struct
 import sys
 from decimal import Decimal
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from PIL import Image
-from stand_ins import WriteParquet, encoded, picture
 
+from datasets_stand_in import Table, stand_in_hub
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset
 from hydra_ensembles.data.loading import Columns, load
 from hydra_ensembles.errors import DataError, MissingExtraError
+from pictures import WriteParquet, encoded, picture
 
 
 def same_image(image: Any, expected: Image.Image) -> bool:
@@ -343,47 +342,16 @@ def test_torchvision_sets_that_are_not_there(tmp_path: Path, name: str, split: s
 # --- the hub -----------------------------------------------------------------------------------------------
 
 
-class StandInDataset:
-    """Behaves like `datasets.Dataset` with the Arrow format."""
-
-    def __init__(self, columns: dict[str, list[Any]], names: list[str]) -> None:
-        self._table = pa.table(columns)
-        features = {"label": {"names": names, "_type": "ClassLabel"}}
-        self.features = SimpleNamespace(to_dict=lambda: features)
-
-    def with_format(self, kind: str) -> "StandInDataset":
-        assert kind == "arrow"
-        return self
-
-    def __getitem__(self, rows: slice) -> pa.Table:
-        assert rows == slice(None)
-        return self._table
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    made: list[tuple[Any, ...]] = []
-    texts = StandInDataset({"text": ["a", "b"], "label": [1, 0]}, ["neg", "pos"])
+    texts = Table({"text": ["a", "b"], "label": [1, 0]}, ["neg", "pos"])
     grey = {"bytes": encoded(picture(1, mode="L")), "path": None}
     known = {
         "owner/reviews": {"test": texts, "train": texts},
-        "pictures": {"test": StandInDataset({"image": [grey], "label": [0]}, ["cat"])},
-        "translations": {"test": StandInDataset({"translation": [{"en": "dog"}]}, [])},
+        "pictures": {"test": Table({"image": [grey], "label": [0]}, ["cat"])},
+        "translations": {"test": Table({"translation": [{"en": "dog"}]}, [])},
     }
-
-    def load_dataset(name: str, config: str | None, split: str | None, trust_remote_code: bool) -> Any:
-        assert not trust_remote_code
-        made.append((name, config, split))
-        if name not in known:
-            raise FileNotFoundError(f"Couldn't find a dataset {name}")
-        if split is not None and split not in known[name]:
-            raise ValueError(f'Unknown split "{split}". Should be one of {list(known[name])}.')
-        return known[name] if split is None else known[name][split]
-
-    module = ModuleType("datasets")
-    module.load_dataset = load_dataset  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    return made
+    return stand_in_hub(monkeypatch, known)
 
 
 def test_the_hub_gives_texts_images_and_class_names(calls: list[tuple[Any, ...]]) -> None:

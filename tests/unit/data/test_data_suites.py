@@ -3,11 +3,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stand_ins import WriteParquet, encoded, picture
 
 from hydra_ensembles.data.dataset import TextDataset
 from hydra_ensembles.data.suites import SetRef, Suite, all_suites, suite
 from hydra_ensembles.errors import DataError
+from pictures import WriteParquet, encoded, picture
 
 
 def names(refs: tuple[SetRef, ...]) -> list[str]:

@@ -72,7 +72,7 @@ def test_fpr95_takes_the_nearest_recall_or_the_first_sufficient_one():
 
 
 def test_torch_uncertainty_convention_equals_its_referee(referee, quiet):
-    for seed in range(120):
+    for seed in range(40):
         id_scores, ood_scores = random_scores(seed)
         scores, is_ood = joined(id_scores, ood_scores)
         expected = updated(referee.FPR95(pos_label=1), scores, is_ood)
@@ -83,7 +83,7 @@ def test_torch_uncertainty_convention_equals_its_referee(referee, quiet):
 
 
 def test_openood_convention_equals_its_definition():
-    for seed in range(80):
+    for seed in range(30):
         id_scores, ood_scores = random_scores(seed)
         expected = openood(id_scores, ood_scores)
         assert auroc(id_scores, ood_scores, "openood") == pytest.approx(expected["auroc"], abs=1e-12)
@@ -92,7 +92,7 @@ def test_openood_convention_equals_its_definition():
 
 
 def test_discordance_counts_pairs():
-    for seed in range(60):
+    for seed in range(30):
         id_scores, ood_scores = random_scores(seed)
         difference = id_scores.double()[:, None] - ood_scores.double()[None, :]
         assert discordance(id_scores, ood_scores) == 2 * int((difference > 0).sum()) + int((difference == 0).sum())
@@ -168,7 +168,7 @@ def test_risk_coverage_by_hand():
 
 
 def test_risk_coverage_equals_the_referee(referee, quiet):
-    for seed in range(80):
+    for seed in range(30):
         probs, labels = random_probs(seed)
         confidence, predicted = probs.max(-1)
         if len(labels) < 2 or len(confidence.unique()) < len(labels):
@@ -178,29 +178,6 @@ def test_risk_coverage_equals_the_referee(referee, quiet):
         for coverage in (0.25, 0.8, 1.0):
             expected = updated(referee.RiskAtxCov(coverage), probs, labels)
             assert risk_at_coverage(-confidence, errors, coverage) == pytest.approx(expected, abs=1e-6), seed
-
-
-def test_tied_scores_equal_the_referee_under_a_stable_sort(referee, quiet, monkeypatch):
-    unstable = torch.Tensor.argsort
-    monkeypatch.setattr(
-        torch.Tensor, "argsort", lambda scores, descending: unstable(scores, descending=descending, stable=True)
-    )
-    for seed in range(50):
-        g = torch.Generator().manual_seed(seed)
-        first = torch.randint(0, 9, (int(torch.randint(2, 70, (), generator=g)),), generator=g) / 8
-        probs = torch.stack([first, 1 - first], dim=1)
-        labels = torch.randint(0, 2, (len(first),), generator=g)
-        confidence, predicted = probs.max(-1)
-        expected = updated(referee.AURC(), probs, labels)
-        assert aurc(-confidence, predicted != labels) == pytest.approx(expected, abs=1e-5), seed
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_scores_and_errors(dtype):
-    g = torch.Generator().manual_seed(0)
-    scores = torch.rand(5000, generator=g).to(dtype)
-    errors = torch.rand(5000, generator=g) < 0.5
-    assert aurc(scores, errors.to(dtype)) == aurc(scores.float(), errors)
 
 
 # --- bad input ----------------------------------------------------------------------------------------------

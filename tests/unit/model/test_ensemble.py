@@ -17,7 +17,6 @@ from hydra_ensembles.model.config import (
     EncoderConfig,
     EnsembleConfig,
     PatchStemConfig,
-    ProjectionConfig,
     ReadoutConfig,
     Sharing,
     TextStemConfig,
@@ -38,7 +37,6 @@ ENCODER, STEM, TEXT = EncoderConfig(**SIZES), PatchStemConfig((4, 4), (2, 2)), T
 @pytest.mark.parametrize(
     ("make", "token"),
     [
-        (lambda: EncoderConfig(**{**SIZES, "width": 0}), "width"),
         (lambda: EncoderConfig(**{**SIZES, "heads": 4097}), "heads"),
         (lambda: EncoderConfig(**{**SIZES, "width": 10**400}), "width"),
         (lambda: EncoderConfig(**SIZES, activation="swish"), "swish"),  # type: ignore[arg-type]
@@ -46,18 +44,13 @@ ENCODER, STEM, TEXT = EncoderConfig(**SIZES), PatchStemConfig((4, 4), (2, 2)), T
         (lambda: EncoderConfig(**SIZES, output_dropout=1.0), "output_dropout"),
         (lambda: EncoderConfig(**SIZES, drop_path=(0.1,)), "2 layers"),
         (lambda: EncoderConfig(**SIZES, drop_path=(0.1, 1.5)), r"drop_path\[1\]"),
-        (lambda: PatchStemConfig((0, 4), (2, 2)), "patch_size"),
         (lambda: PatchStemConfig((4, 4), (2, 1 << 24)), "grid"),
-        (lambda: PatchStemConfig((4, 4), (2, 2), registers=-1), "registers"),
         (lambda: PatchStemConfig((4, 4), (2, 2), position_prefix=2), "position_prefix"),
         (lambda: TextStemConfig(9, 8, 8, positions_after=7), "positions_after"),
         (lambda: CosineConfig(bias=True), "width"),
-        (lambda: ReadoutConfig(num_classes=-1), "num_classes"),
-        (lambda: ReadoutConfig(norm="both"), "both"),  # type: ignore[arg-type]
         (lambda: ReadoutConfig(pool="map"), "map_heads"),
         (lambda: ReadoutConfig(pool="cls_mean", norm="pooled"), "cls_mean"),
         (lambda: ReadoutConfig(cosine=CosineConfig()), "num_classes"),
-        (lambda: ProjectionConfig(0), "outputs"),
         (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), ()), "members"),
         (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), all_heads(ENCODER), trunk=3), "trunk"),
         (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), (((0,),),)), "layers"),
@@ -76,7 +69,6 @@ ENCODER, STEM, TEXT = EncoderConfig(**SIZES), PatchStemConfig((4, 4), (2, 2)), T
             "share",
         ),
         (lambda: Calibration((1.0, 0.0)), "temperature"),
-        (lambda: Calibration(()), "temperature"),
         (lambda: Calibration(accepted_share=0.0), "accepted_share"),
     ],
 )

@@ -20,6 +20,15 @@ from zero_shot_models import NAMES, OTHER_NAMES, TEMPLATES, dual_of, relative_er
 
 CASES = {case.name: case for case in DUAL_CASES}
 OPEN_CLIP = CASES["open_clip-nonscalar"]  # with a logit bias
+VARIED = (
+    "transformers-quickgelu",
+    "transformers-padded-with-end",
+    "open_clip-nonscalar",
+    "open_clip-first-token",
+    "open_clip-custom-siglip-text",
+    "open_clip-no-text-projection",
+    "open_clip-timm-linear-bias",
+)
 PRUNED = ([(0, 1, "image"), (1, 2, "text")], [(1, 0, "text")], [(0, 3, "image"), (0, 0, "text"), (1, 3, "text")])
 
 
@@ -31,7 +40,7 @@ def three(case: DualCase = OPEN_CLIP) -> list[he.DualEncoder]:
 # --- the originals' logits ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", DUAL_CASES, ids=str)
+@pytest.mark.parametrize("case", map(CASES.get, VARIED), ids=str)  # what towers answer is compared for all of them
 @torch.no_grad()
 def test_logits_are_the_originals_also_after_loading(case: DualCase, tmp_path: Path) -> None:
     model, pixels, tokenizer, normalize = case.build(), case.pixels(), tokenizer_for(case), nn.functional.normalize
@@ -270,10 +279,8 @@ def side_of(record: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "token"),
     [
-        (lambda record: record["metadata"].pop("text_side"), "tokenizer"),
         (lambda record: record["metadata"].update(text_side=None), "tokenizer"),
         (lambda record: record["files"].pop("tokenizer.json"), "tokenizer"),
-        (lambda record: side_of(record)["preprocessing"].update(tokenizer="x"), "tokenizer"),
         (lambda record: side_of(record).pop("templates"), "templates"),
         (lambda record: side_of(record)["tower"]["encoder"].pop("causal"), "causal"),
         (lambda record: side_of(record).update(projection=None), "width 32"),

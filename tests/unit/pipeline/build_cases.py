@@ -16,6 +16,7 @@ from hydra_ensembles.model.config import (
     all_heads,
 )
 from hydra_ensembles.model.metadata import Metadata
+from random_ensembles import noisy
 
 CLASSES = 3
 LAYERS, HEADS = 3, 4
@@ -23,14 +24,7 @@ TEXT_BATCHES = ((6, 7), (4, 4), (5, 9), (4, 6), (3, 5), (6, 8))  # samples and t
 
 
 def _random(config: EnsembleConfig, seed: int, labels: tuple[str, ...]) -> he.Ensemble:
-    """All parameters far from zero, so that every head matters."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        ensemble = he.Ensemble(config, Metadata(source="a test", labels=labels, history=("made",)))
-        with torch.no_grad():
-            for parameter in ensemble.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    return ensemble.eval()
+    return noisy(config, seed, metadata=Metadata(source="a test", labels=labels, history=("made",)))
 
 
 def image_model(seed: int = 4) -> he.Ensemble:

@@ -1,31 +1,22 @@
 """Stand-ins for the paper's zero-shot data sets: the files that OpenOOD and torchvision leave, with a few pictures."""
 
-import io
 import json
 import pickle
-import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
-import pyarrow
 import pytest
 import torch
-from PIL import Image
 
+from datasets_stand_in import Table, stand_in_hub
 from hydra_ensembles.data.suites import SetRef, suite
+from pictures import encoded, picture
 
-SIZE = 8
+JPEG = encoded(picture(0), "JPEG")
 IMAGENET = "images_largescale/imagenet_1k"
 LISTS = ("paper-zero-shot-imagenet", "paper-zero-shot-cifar100", "paper-cifar100")
 SUN397_NAMES = ["abbey", "airplane cabin", "/b/bakery/shop"]
 CIFAR10_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-
-
-def picture(number: int = 0) -> Image.Image:
-    """Noise that depends on the number."""
-    return Image.fromarray(np.random.default_rng(number).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8))
 
 
 def save(path: Path, content: bytes) -> None:
@@ -33,19 +24,12 @@ def save(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-def encoded(number: int = 0, kind: str = "JPEG") -> bytes:
-    stored = io.BytesIO()
-    picture(number).save(stored, kind)
-    return stored.getvalue()
-
-
 def write_imagenet(root: Path) -> None:
     """All thousand folders, as names go by position; a picture in each, validation and training alike."""
     wnids = [f"n{number:08d}" for number in range(1000)]
-    content = encoded()
     for split in ("val", "train"):
         for wnid in wnids:
-            save(root / IMAGENET / split / wnid / "0.JPEG", content)
+            save(root / IMAGENET / split / wnid / "0.JPEG", JPEG)
     names = {wnid: (f"first {number}", f"second {number}") for number, wnid in enumerate(wnids)}
     torch.save((names, wnids), root / IMAGENET / "meta.bin")
 
@@ -64,7 +48,7 @@ def _write_list(root: Path, ref: SetRef, images: int) -> None:
     lines = []
     for number in range(images):
         name = f"{Path(ref.source).stem}/{number}.png"
-        save(root / ref.folder / name, encoded(number, "PNG"))
+        save(root / ref.folder / name, encoded(picture(number)))
         lines.append(f"{name} {labels[number % len(labels)]}")
     save(root / ref.source, ("\n".join(lines) + "\n").encode())
 
@@ -89,57 +73,31 @@ def write_food101(root: Path) -> None:
     found = {name: [f"{name}/{number}" for number in range(2)] for name in ("apple_pie", "waffles")}
     save(root / "food-101" / "meta" / "test.json", json.dumps(found).encode())
     for name in (path for paths in found.values() for path in paths):
-        save(root / "food-101" / "images" / f"{name}.jpg", encoded())
+        save(root / "food-101" / "images" / f"{name}.jpg", JPEG)
 
 
 def write_pets(root: Path) -> None:
     lines = ["Abyssinian_1 1 1 1", "american_bulldog_7 2 2 1", "British_Shorthair_3 3 1 2"]
     save(root / "oxford-iiit-pet" / "annotations" / "test.txt", "\n".join(lines).encode())
     for line in lines:
-        save(root / "oxford-iiit-pet" / "images" / f"{line.split()[0]}.jpg", encoded())
+        save(root / "oxford-iiit-pet" / "images" / f"{line.split()[0]}.jpg", JPEG)
 
 
 def write_dtd(root: Path) -> None:
     names = ("banded/0.jpg", "polka-dotted/0.jpg")
     save(root / "dtd" / "dtd" / "labels" / "test1.txt", "\n".join(names).encode())
     for name in names:
-        save(root / "dtd" / "dtd" / "images" / name, encoded())
+        save(root / "dtd" / "dtd" / "images" / name, JPEG)
 
 
 def write_eurosat(root: Path) -> None:
     for name in ("AnnualCrop", "Forest", "SeaLake"):
-        save(root / "eurosat" / "2750" / name / f"{name}_1.jpg", encoded())
+        save(root / "eurosat" / "2750" / name / f"{name}_1.jpg", JPEG)
 
 
 def write_caltech101(root: Path) -> None:
     for name in ("BACKGROUND_Google", "Faces", "Faces_easy", "water_lilly"):
-        save(root / "caltech101" / "101_ObjectCategories" / name / "image_0001.jpg", encoded())
-
-
-class _Sun397:
-    """As `datasets` gives it: a table of Arrow and what its columns mean."""
-
-    class features:  # noqa: N801
-        @staticmethod
-        def to_dict() -> dict[str, Any]:
-            return {"image": {"_type": "Image"}, "label": {"names": SUN397_NAMES, "_type": "ClassLabel"}}
-
-    def with_format(self, kind: str) -> Any:
-        assert kind == "arrow"
-        images = [{"bytes": encoded(number, "PNG"), "path": None} for number in range(3)]
-        return pyarrow.table({"image": images, "label": [2, 0, 1]})
-
-
-def stand_in_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A `datasets` library that knows one data set."""
-
-    def load_dataset(name: str, config: str | None, split: str | None, trust_remote_code: bool) -> _Sun397:
-        assert (name, config, split, trust_remote_code) == ("tanganke/sun397", None, "test", False)
-        return _Sun397()
-
-    module = ModuleType("datasets")
-    module.load_dataset = load_dataset  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", module)
+        save(root / "caltech101" / "101_ObjectCategories" / name / "image_0001.jpg", JPEG)
 
 
 def write_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,4 +107,6 @@ def write_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar10(root, monkeypatch)
     for write in (write_food101, write_pets, write_dtd, write_eurosat, write_caltech101):
         write(root)
-    stand_in_hub(monkeypatch)
+    images = [{"bytes": encoded(picture(number)), "path": None} for number in range(3)]
+    sun397 = Table({"image": images, "label": [2, 0, 1]}, SUN397_NAMES)
+    stand_in_hub(monkeypatch, {"tanganke/sun397": {"test": sun397}})

@@ -16,6 +16,7 @@ from hydra_ensembles.data.dataset import ImageDataset, without_classes
 from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from hydra_ensembles.model.metadata import Metadata
+from random_ensembles import noisy
 from studies.classifier import ClassifierData, ClassifierRun
 from studies.dual import DualModels, DualRun
 from studies.recipe import ClassifierRecipe, DualRecipe, load_recipe
@@ -85,12 +86,7 @@ class SmallData(ClassifierData):
         encoder = EncoderConfig(width=24, layers=LAYERS, heads=6, head_dim=4, mlp_width=24)
         stem = PatchStemConfig(patch_size=(7, 7), grid=(self.recipe.input_size // 7,) * 2)
         config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=len(self.classes)), all_heads(encoder))
-        with torch.random.fork_rng(), torch.no_grad():
-            torch.manual_seed(0)
-            ensemble = he.Ensemble(config, Metadata(labels=self.classes))
-            for parameter in ensemble.parameters():
-                parameter.add_(0.2 * torch.randn_like(parameter))
-        return ensemble.eval()
+        return noisy(config, metadata=Metadata(labels=self.classes))
 
 
 class SmallDual(DualModels):

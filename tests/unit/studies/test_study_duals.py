@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import paper_files
 import pytest
 import small_clip
 import torch
@@ -24,6 +23,7 @@ from hydra_ensembles.model.config import (
     all_heads,
 )
 from hydra_ensembles.model.metadata import Metadata
+from pictures import picture
 from studies.dual import (
     CIFAR_TRAIN,
     DualModels,
@@ -234,7 +234,7 @@ def test_a_model_of_open_clip_answers_as_there(tmp_path: Path) -> None:
     assert source in models.about()["description"]
     with pytest.raises(ConfigError, match="cannot be trained"):
         models.tuned(dual, 0, None)
-    pictures = [paper_files.picture(number).resize((40, 36)) for number in range(2)]
+    pictures = [picture(number).resize((40, 36)) for number in range(2)]
     transform = small_clip.open_clip.image_transform(small_clip.IMAGE_SIZE, is_train=False)
     pixels = torch.stack([transform(picture) for picture in pictures])
     tokens = small_clip.open_clip.tokenize(["A photo of a cat.", "A photo of a dog."], context_length=16)
@@ -248,7 +248,7 @@ def test_a_model_of_open_clip_answers_as_there(tmp_path: Path) -> None:
 def test_a_saved_model_answers_alike(tmp_path: Path) -> None:
     dual = he.convert(small_clip.small_open_clip(tmp_path)[1])
     dual.save_pretrained(tmp_path / "saved")
-    pictures, names = [paper_files.picture(3).resize((50, 40))], ["cat", "red bus"]
+    pictures, names = [picture(3).resize((50, 40))], ["cat", "red bus"]
     assert torch.equal(answer(load_dual(str(tmp_path / "saved")), names, pictures), answer(dual, names, pictures))
     bare = he.DualEncoder(he.Ensemble(dual.image.config), dual.text, dual.projections, dual.logit_scale)
     bare.save_pretrained(tmp_path / "bare")

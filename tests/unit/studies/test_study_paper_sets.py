@@ -1,4 +1,4 @@
-"""The paper's nine data sets: stand-in files in the layouts of their libraries, and the whole study on them."""
+"""The paper's nine data sets: stand-in files in the layouts of their libraries, and a study that opens them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,16 +9,14 @@ import paper_files
 import pytest
 import small_clip
 import torch
-from finished_studies import with_tables
 from small_studies import CPU
 
-from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import DataError
+from pictures import picture
 from studies.__main__ import seed_runs
-from studies.engine import collect, run_stages
-from studies.recipe import DualCounts, DualRecipe, load_recipe
-from studies.sets import DataFolder, NamedImages, PaperSets, suite
-from studies.tables import written
+from studies.recipe import DualCounts, load_recipe
+from studies.samples import SampleBatches
+from studies.sets import DataFolder, NamedImages, PaperSets
 
 NINE = ["imagenet", "cifar100", "cifar10", "food101", "sun397", "pets", "dtd", "eurosat", "caltech101"]
 COUNTS = DualCounts(
@@ -73,7 +71,7 @@ def test_imagenet_is_cut_as_in_the_supervised_studies(root: Path, tasks: dict[st
     assert len(sets.load(sets.main.train)) == 1000  # type: ignore[arg-type]
     assert len(sets.calibration().images) == 10
     assert outside.name == "openimage_o"
-    assert np.array_equal(np.asarray(tasks["cifar100"].images[1][0]), np.asarray(paper_files.picture(1)))
+    assert np.array_equal(np.asarray(tasks["cifar100"].images[1][0]), np.asarray(picture(1)))
 
 
 def test_circuits_of_the_image_tower_read_cifar100_as_well(root: Path) -> None:
@@ -93,26 +91,20 @@ def test_names_by_position_need_every_folder_of_imagenet(tmp_path: Path) -> None
     with pytest.raises(DataError, match="ImageNet"):
         PaperSets(tmp_path, COUNTS).circuits()
     folder = tmp_path / paper_files.IMAGENET
-    paper_files.save(folder / "val" / "n1" / "0.JPEG", paper_files.encoded())
+    paper_files.save(folder / "val" / "n1" / "0.JPEG", paper_files.JPEG)
     torch.save(({"n1": ("one",)}, ["n1"]), folder / "meta.bin")
     with pytest.raises(DataError, match="1000"):
         PaperSets(tmp_path, COUNTS).circuits()
 
 
-def test_the_whole_study_runs_on_the_papers_sets(root: Path, tmp_path: Path) -> None:
+def test_a_study_on_the_papers_sets_opens_them_all(root: Path, tmp_path: Path) -> None:
     source, _ = small_clip.small_open_clip(tmp_path / "clip")
     recipe = load_recipe("zero-shot", tiny=True, suite="paper", model=source)
-    assert isinstance(recipe, DualRecipe)
-    recipe = replace(recipe, taylor_prune=2)  # of two layers
-    run_stages(seed_runs(recipe, DataFolder(root), tmp_path / "runs", CPU))
-    results = with_tables(collect(recipe, tmp_path / "runs"))
-    assert list(results.facts["tasks"]) == NINE
-    found = {
-        task: [list(results.facts["tasks"][task][group]) for group in ("near", "far")] for task in results.detections()
+    (run,) = seed_runs(recipe, DataFolder(root), tmp_path / "runs", CPU)
+    found = run.test_sets()
+    assert [one.name for one in found if one.group == "id"] == NINE
+    assert {(one.task, one.name) for one in found if one.group in ("near", "far")} == {
+        *(("imagenet", name) for name in ("ssb_hard", "ninco", "inaturalist", "textures")),
+        *(("cifar100", name) for name in ("cifar10", "tinyimagenet", "mnist", "svhn", "textures", "places365")),
     }
-    assert found == {
-        "imagenet": [["ssb_hard", "ninco"], ["inaturalist", "textures"]],
-        "cifar100": [["cifar10", "tinyimagenet"], ["mnist", "svhn", "textures", "places365"]],
-    }
-    assert source in written(results.facts)
-    assert isinstance(suite("paper-cifar100").id.load(root), ImageDataset)
+    assert next(iter(SampleBatches(found[0].samples, 2)))[0].shape == (2, 3, 32, 32)

@@ -21,6 +21,7 @@ from hydra_ensembles.model.config import (
 )
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration, Metadata
+from random_ensembles import noisy
 from zero_shot_models import word_tokenizer
 
 CLASSES = 3
@@ -44,23 +45,14 @@ def tiny(
     stem, readout = PatchStemConfig(patch_size=(4, 4), grid=(2, 2)), ReadoutConfig(num_classes=classes)
     heads = all_heads(encoder, members)
     config = EnsembleConfig(stem, encoder, readout, heads, sharing=sharing or Sharing(), trunk=trunk)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        ensemble = Ensemble(config, Metadata(history=("made",), calibration=Calibration(), metrics={"old": 1.0}))
-        with torch.no_grad():
-            for parameter in ensemble.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return ensemble.eval()
+    return noisy(config, seed, 0.1, Metadata(history=("made",), calibration=Calibration(), metrics={"old": 1.0}))
 
 
 def tiny_text(seed: int = 0) -> Ensemble:
     encoder = EncoderConfig(width=16, layers=2, heads=2, head_dim=8, mlp_width=24, norm_first=False)
     stem = TextStemConfig(vocabulary=20, positions=8, embedding_width=16)
     readout = ReadoutConfig(num_classes=2, hidden="tanh", norm="none")
-    config = EnsembleConfig(stem, encoder, readout, all_heads(encoder))
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return Ensemble(config).eval()
+    return noisy(EnsembleConfig(stem, encoder, readout, all_heads(encoder)), seed, noise=0.0)
 
 
 def samples(count: int = 48, seed: int = 1, noise: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Pictures for the stand-in files of these tests."""
+"""Pictures for stand-in files."""
 
 import io
 from collections.abc import Callable
