@@ -81,31 +81,6 @@ def test_settings_that_cannot_work_are_refused_where_they_are_made(make: Any, to
 
 
 @pytest.mark.parametrize(
-    ("config", "inputs", "token"),
-    [
-        (single, torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "floats"),
-        (single, torch.zeros(1, 3, 8, 9), "divide"),
-        (single, torch.zeros(3, 8, 8), r"\[3, 8, 8\]"),
-        (single, {"images": torch.zeros(1, 3, 8, 8)}, "pixel_values"),
-        (text, IDS.float(), "integers"),
-        (text, IDS[:, :0], "0 tokens"),
-        (text, {"input_ids": IDS, "token_type_ids": IDS[:, :4]}, "segments"),
-        (text, {"input_ids": IDS, "attention_mask": IDS[:, :4]}, "attention_mask"),
-        (text, torch.ones(1, 1000, dtype=torch.long), "truncate"),
-        *((text, {"input_ids": IDS, name: IDS}, name) for name in ("position_ids", "inputs_embeds", "head_mask")),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(config: Any, inputs: Any, token: str) -> None:
-    with pytest.raises(DataError, match=token):
-        ensemble(config())(inputs)
-
-
-def test_inputs_that_are_not_read_may_be_there_without_a_value() -> None:
-    model = ensemble(text())
-    assert torch.equal(model({"input_ids": IDS, "position_ids": None}), model(IDS))
-
-
-@pytest.mark.parametrize(
     ("config", "preprocessing", "inputs", "token"),
     [
         (single, IMAGES, PIXELS, r"ndarray.*PIL\.Image\.fromarray"),
