@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,21 @@ def run_script(script: Path, *arguments: object) -> subprocess.CompletedProcess[
     return subprocess.run(
         command, env=environment(), capture_output=True, text=True, check=False, timeout=LIMIT, stdin=subprocess.DEVNULL
     )
+
+
+def in_a_child(work: Callable[[], object]) -> int:
+    """Exit status of a copy of this process that does some work; 0 if it gets to the end, and nothing is tidied up."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads are copied without what they hold
+        child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def launch(script: Path, *arguments: object, processes: int = 2) -> list[tuple[int, str]]:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from hydra_ensembles.model.clip import DualEncoder
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Metadata
 from hydra_ensembles.preprocessing import TextPreprocessing
+from processes import in_a_child, watch_replacements
 
 TWO_LIBRARIES = [case for case in DUAL_CASES if case.name in ("transformers-quickgelu", "open_clip-nonscalar")]
 
@@ -221,34 +223,26 @@ def test_a_save_cut_short_anywhere_leaves_one_model_whole(
     assert not list(tmp_path.glob(".*"))
 
 
-KILLED = """
-import os, sys, torch
-from hydra_ensembles import Ensemble
-from hydra_ensembles import checkpoint
-model = Ensemble.from_pretrained(sys.argv[1])
-with torch.no_grad():
-    model.stem.patch.add_(1.0)
-rename = os.replace
-def replace(source, destination):
-    if str(destination).endswith(sys.argv[2]):
-        os._exit(9)
-    rename(source, destination)
-os.replace = replace
-model.save_pretrained(sys.argv[1])
-"""
-
-
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_killed_save_loses_nothing_and_the_next_one_tidies_up(name: str, tmp_path: Path) -> None:
-    model = ensemble(single())
+    model, new = ensemble(single()), ensemble(single())
     model.save_pretrained(tmp_path)
-    before = model.stem.patch.clone()
-    command = [sys.executable, "-c", KILLED, str(tmp_path), name]
-    assert subprocess.run(command, check=False, timeout=600).returncode == 9
+    with torch.no_grad():
+        new.stem.patch.add_(1.0)
+
+    def die(target: Path) -> None:
+        if target.name == name:
+            os._exit(9)
+
+    def save() -> None:
+        os.replace = watch_replacements(die)
+        new.save_pretrained(tmp_path)
+
+    assert in_a_child(save) == 9
     left = {path.name.partition("-")[0] for path in tmp_path.glob(".*")}
     assert left == {".saved", ".lock"}
     loaded = Ensemble.from_pretrained(tmp_path)  # the earlier model before the rename of config.json, the new one after
-    assert torch.equal(loaded.stem.patch, before if name == "config.json" else before + 1.0)
+    assert_same_model(loaded, model if name == "config.json" else new)
     (tmp_path / ".saving-0").mkdir()
     (tmp_path / ".saving-1").symlink_to(tmp_path / "nowhere")
     wrong = ensemble(single()).with_metadata(labels=("a", "b", "\ud800"))
@@ -260,29 +254,20 @@ def test_a_killed_save_loses_nothing_and_the_next_one_tidies_up(name: str, tmp_p
     assert not list(tmp_path.glob(".*"))
 
 
-FULL = """
-import resource, sys
-from hydra_ensembles import Ensemble
-from hydra_ensembles.errors import StorageError
-model = Ensemble.from_pretrained(sys.argv[1])
-for size in map(int, sys.argv[2:]):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-    try:
-        model.save_pretrained(sys.argv[1])
-    except StorageError as error:
-        print(error)
-"""
-
-
 def test_a_full_disk_is_a_clear_error_and_the_earlier_model_stays(tmp_path: Path) -> None:
-    ensemble(single()).save_pretrained(tmp_path)
+    model = ensemble(single())
+    model.save_pretrained(tmp_path)
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     sizes = sorted(len(content) for content in files.values())
     assert len(files["model.safetensors"]) == sizes[-1]
-    limits = [str(sizes[-1] - 1), str(sizes[0] - 1)]  # too little for the weights, for any file
-    command = [sys.executable, "-c", FULL, str(tmp_path), *limits]
-    result = subprocess.run(command, check=True, timeout=600, capture_output=True, text=True)
-    assert result.stdout.count("the earlier model") == 2
+
+    def save() -> None:
+        for limit in (sizes[-1] - 1, sizes[0] - 1):  # too little for the weights, for any file
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            with pytest.raises(StorageError, match="the earlier model"):
+                model.save_pretrained(tmp_path)
+
+    assert in_a_child(save) == 0
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +24,7 @@ from hydra_ensembles.files import (
     write_sealed,
     writing,
 )
-from processes import environment
+from processes import in_a_child
 
 
 @pytest.mark.parametrize(("mask", "expected"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
@@ -128,26 +126,24 @@ def test_a_lock_is_not_written_where_a_link_leads(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "text"
 
 
-KILLED = """
-import os, sys
-from pathlib import Path
-from hydra_ensembles.files import locked
-with locked(Path(sys.argv[1]), "build"):
-    if os.fork() == 0:  # a child, as loaders of data have them, that outlives its killed parent
-        os.read(0, 1)
-        os._exit(0)
-    os._exit(9)
-"""
-
-
 def test_a_killed_worker_holds_nothing_even_if_its_child_lives(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    with subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE) as killed:
-        assert killed.wait() == 9
-        assert (tmp_path / ".lock").exists()
+    read, write = os.pipe()
+
+    def work() -> None:
         with locked(tmp_path, "build"):
-            pass
-    assert not list(tmp_path.iterdir())  # leaving the block closed the pipe, so that the grandchild has ended
+            if os.fork() == 0:  # a child, as loaders of data have them, that outlives its killed parent
+                os.close(write)
+                os.read(read, 1)
+                os._exit(0)
+            os._exit(9)
+
+    assert in_a_child(work) == 9
+    assert (tmp_path / ".lock").exists()
+    with locked(tmp_path, "build"):
+        pass
+    assert not list(tmp_path.iterdir())
+    os.close(write)  # which ends the grandchild
+    os.close(read)
 
 
 def test_those_who_wait_come_one_at_a_time(tmp_path: Path) -> None:

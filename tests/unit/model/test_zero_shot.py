@@ -20,7 +20,7 @@ from zero_shot_models import NAMES, OTHER_NAMES, TEMPLATES, dual_of, relative_er
 
 CASES = {case.name: case for case in DUAL_CASES}
 OPEN_CLIP = CASES["open_clip-nonscalar"]  # with a logit bias
-VARIED = (
+VARIED = (  # what towers answer is compared for all of them
     "transformers-quickgelu",
     "transformers-padded-with-end",
     "open_clip-nonscalar",
@@ -40,7 +40,7 @@ def three(case: DualCase = OPEN_CLIP) -> list[he.DualEncoder]:
 # --- the originals' logits ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", map(CASES.get, VARIED), ids=str)  # what towers answer is compared for all of them
+@pytest.mark.parametrize("case", [CASES[name] for name in VARIED], ids=str)
 @torch.no_grad()
 def test_logits_are_the_originals_also_after_loading(case: DualCase, tmp_path: Path) -> None:
     model, pixels, tokenizer, normalize = case.build(), case.pixels(), tokenizer_for(case), nn.functional.normalize
