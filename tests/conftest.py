@@ -9,10 +9,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 TOGETHER = ("cli", "studies")  # folders whose files share what takes long to make
+FIRST = ("integration", "studies", "pipeline", "training")  # tests that take long: no worker ends with one of them
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let a worker have whole files (`--dist loadgroup`), and files that share a finished study or build together."""
+    items.sort(key=lambda item: item.path.parent.name not in FIRST)
     for item in items:
         folder = item.path.parent.name
         item.add_marker(pytest.mark.xdist_group(folder if folder in TOGETHER else item.path.name))
