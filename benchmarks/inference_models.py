@@ -10,11 +10,13 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any, cast
 
+import timm
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state
 from torch.nn import functional as F
@@ -75,32 +77,14 @@ class Shape:
         return cast(Tensor, model(input_ids=inputs[0], attention_mask=inputs[1]).logits)
 
 
-def _vit(name: str, **settings: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        import timm
-
-        return timm.create_model(name, **settings)
-
-    return build
+def _bert(**settings: Any) -> nn.Module:
+    config = transformers.BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **settings)
+    return cast(nn.Module, transformers.BertForSequenceClassification(config))
 
 
-def _bert(**settings: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        from transformers import BertConfig, BertForSequenceClassification
-
-        config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **settings)
-        return BertForSequenceClassification(config)
-
-    return build
-
-
-def _clip(image: dict[str, Any], text: dict[str, Any], width: int) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        from transformers import CLIPConfig, CLIPModel
-
-        return CLIPModel(CLIPConfig(vision_config=image, text_config=text, projection_dim=width))
-
-    return build
+def _clip(image: dict[str, Any], text: dict[str, Any], width: int) -> nn.Module:
+    config = transformers.CLIPConfig(vision_config=image, text_config=text, projection_dim=width)
+    return cast(nn.Module, transformers.CLIPModel(config))
 
 
 def _tower(layers: int, width: int, heads: int, mlp: int, **more: int) -> dict[str, Any]:
@@ -111,17 +95,17 @@ def _tower(layers: int, width: int, heads: int, mlp: int, **more: int) -> dict[s
 _TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 12, "num_heads": 6, "num_classes": 5}
 _TINY_BERT = {"hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 32, "vocab_size": 50}
 _TINY_WORDS = {"vocab_size": 40, "bos_token_id": 38, "eos_token_id": 39, "max_position_embeddings": 12}
-_CLIP = _clip(_tower(12, 768, 12, 3072, patch_size=32), _tower(12, 512, 8, 2048), 512)
-_TINY_CLIP = _clip(_tower(4, 24, 6, 32, image_size=16, patch_size=8), _tower(4, 16, 4, 32, **_TINY_WORDS), 20)
+_CLIP = partial(_clip, _tower(12, 768, 12, 3072, patch_size=32), _tower(12, 512, 8, 2048), 512)
+_TINY_CLIP = partial(_clip, _tower(4, 24, 6, 32, image_size=16, patch_size=8), _tower(4, 16, 4, 32, **_TINY_WORDS), 20)
 SHAPES = {
-    "vit-b16": Shape(_vit("vit_base_patch16_224"), 197, 224),
-    "vit-s16": Shape(_vit("vit_small_patch16_224"), 197, 224),
-    "dinov2-s": Shape(_vit("vit_small_patch14_dinov2", img_size=112, num_classes=10), 65, 112),
-    "bert-base": Shape(_bert(), 128, words=30522),
+    "vit-b16": Shape(partial(timm.create_model, "vit_base_patch16_224"), 197, 224),
+    "vit-s16": Shape(partial(timm.create_model, "vit_small_patch16_224"), 197, 224),
+    "dinov2-s": Shape(partial(timm.create_model, "vit_small_patch14_dinov2", img_size=112, num_classes=10), 65, 112),
+    "bert-base": Shape(_bert, 128, words=30522),
     "clip-b32": Shape(_CLIP, 50, 224, classes=1000),
     "clip-b32-100": Shape(_CLIP, 50, 224, classes=100),
-    "tiny": Shape(_vit("vit_base_patch16_224", **_TINY), 5, 16),
-    "tiny-bert": Shape(_bert(**_TINY_BERT), 8, words=50),
+    "tiny": Shape(partial(timm.create_model, "vit_base_patch16_224", **_TINY), 5, 16),
+    "tiny-bert": Shape(partial(_bert, **_TINY_BERT), 8, words=50),
     "tiny-clip": Shape(_TINY_CLIP, 5, 16, classes=5),
 }
 

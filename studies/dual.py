@@ -122,12 +122,7 @@ def train_dual(
 ) -> DualEncoder:
     """Tune the text side of a dual encoder, and its image projection where that is new, on images and captions.
 
-    Args:
-        dual: One member, on the device to train on.
-        recipe: How to train; its `batch_size` is that of the pairs, its seed that of order and captions.
-        images: What `read_train_images` gives.
-        views: Views of each image whose features are computed, once.
-        **options: Further ones of `tune_text`: `train_image_projection`, `projection_rate`, `output`.
+    The recipe's `batch_size` is that of pairs, its seed that of order and captions; options are those of `tune_text`.
     """
     if dual.device.type != "cuda":
         recipe = replace(recipe, precision="float32")

@@ -13,7 +13,7 @@ Results of earlier versions were converted: they have no `peak`, no scores that 
 (`max_logit`, `energy`), no ten largest probabilities, and no columns of half B.
 """
 
-import os
+import io
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.files import read_object, write_json
+from hydra_ensembles.files import read_object, write_atomically, write_json
 from hydra_ensembles.metrics import brier_per_sample, nll_per_sample
 from hydra_ensembles.prediction import Calibrates, Prediction, ScoreName
 
@@ -49,14 +49,10 @@ def columns_of(
     after: float | None,
     calibrates: Calibrates = "probs",
 ) -> Columns:
-    """What metrics need of each sample, `[N]` each.
+    """What metrics need of each sample, `[N]` each, from logits `[M, N, C]`; without labels, what needs none.
 
-    Args:
-        logits: `[M, N, C]`.
-        labels: `[N]`; None leaves out what needs them.
-        temperature: Divides the logits.
-        after: The temperature of the columns `calibrated.…`, which need labels; None leaves them out.
-        calibrates: What that temperature divides; `"logits"` in studies of before.
+    `temperature` divides the logits; `after` is that of the columns `calibrated.…`, and divides what `calibrates` says
+    (`"logits"` in studies of before).
     """
     prediction = Prediction.from_logits(logits, temperature=temperature)
     found = {name: prediction.score(name) for name in get_args(ScoreName)} | {"disagreement": prediction.disagreement}
@@ -85,14 +81,9 @@ def stored_columns(
     temperatures: Mapping[str, float],
     calibrated: Sequence[str],
 ) -> dict[str, Array]:
-    """The columns to store of what the units of a study say about one set.
+    """The columns to store of what units say, member logits `[m, N, C]` each, about a set; labels only of a test set.
 
-    Args:
-        units: Member logits `[m, N, C]` of every unit.
-        methods: Every method with its units.
-        labels: `[N]` of a test set; None where they do not matter.
-        temperatures: Of methods, fitted on held-out data.
-        calibrated: Methods that answer with their temperature.
+    Temperatures are those of methods, fitted on held-out data; `calibrated` methods answer with theirs.
     """
     found: dict[str, Array] = {} if labels is None else {"labels": labels.numpy()}
     if next(iter(units.values())).shape[-1] <= FEW_CLASSES:
@@ -212,8 +203,6 @@ def read_arrays(path: Path) -> dict[str, Array]:
 
 def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
     """An `.npz` that appears in one piece; the same arrays give the same bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-    temporary.replace(path)
+    stored = io.BytesIO()
+    np.savez_compressed(stored, **arrays)  # type: ignore[arg-type]
+    write_atomically(path, stored.getvalue())
