@@ -41,11 +41,14 @@ TINY = ["--dtype", "float32", "--device", "cpu", "--modes", "eager", "--repeats"
 @pytest.mark.parametrize("shape", ["tiny", "tiny-clip"])
 def test_every_contender_answers_as_it_should(shape: str, tmp_path: Path) -> None:
     path = tmp_path / "inference.json"
-    inference.main([*TINY, "--shape", shape, "--output", str(path)])
+    names = inference_models.ZERO_SHOT if shape == "tiny-clip" else inference_models.NAMES
+    some = [name for name in names if name not in ("hydra-k4", "hydra-k6", "hydra-k10")]  # made as `hydra-k8` is
+    options = [*TINY, "--shape", shape, "--output", str(path), "--contenders", *some]
+    inference.main(options)
     report = json.loads(path.read_text())
     rows = {row["contender"]: row for row in report["rows"]}
     assert report["failures"] == {}
-    assert set(rows) == set(inference_models.ZERO_SHOT if shape == "tiny-clip" else inference_models.NAMES)
+    assert set(rows) == set(some)
     for name, row in rows.items():
         assert row["members"] == (1 if name in inference_models.ONE_MEMBER else 3)
         assert row["error"] is None if name == "mc-dropout" else row["error"] < 1e-5
@@ -55,7 +58,7 @@ def test_every_contender_answers_as_it_should(shape: str, tmp_path: Path) -> Non
         assert row["ratio_to_ours"] == pytest.approx(row["ratio_to_single"] / rows["ours"]["ratio_to_single"])
     assert rows["deep-in-turn"]["limit"] == 3.0
     before = path.read_text()
-    inference.main([*TINY, "--shape", shape, "--output", str(path)])
+    inference.main(options)
     assert path.read_text() == before  # rows that are there are not measured again
 
 
