@@ -12,6 +12,7 @@ TOGETHER = ("cli", "studies")  # folders whose files share what takes long to ma
 FIRST = ("integration", "studies", "pipeline", "training")  # tests that take long: no worker ends with one of them
 
 
+@pytest.hookimpl(tryfirst=True)  # before the workers write down who goes with whom
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let a worker have whole files (`--dist loadgroup`), and files that share a finished study or build together."""
     items.sort(key=lambda item: item.path.parent.name not in FIRST)
