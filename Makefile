@@ -16,7 +16,7 @@ demo: $(STAMP)
 
 # One worker per core, one thread each; a test file stays on one worker, and so do files that share long fixtures.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -1,6 +1,7 @@
 """What all tests have in common."""
 
 import signal
+from typing import Any
 
 import pytest
 
@@ -12,13 +13,22 @@ TOGETHER = ("cli", "studies")  # folders whose files share what takes long to ma
 FIRST = ("integration", "studies", "pipeline", "training")  # tests that take long: no worker ends with one of them
 
 
-@pytest.hookimpl(tryfirst=True)  # before the workers write down who goes with whom
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let a worker have whole files (`--dist loadgroup`), and files that share a finished study or build together."""
+    """Let what takes long go first."""
     items.sort(key=lambda item: item.path.parent.name not in FIRST)
-    for item in items:
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group(folder if folder in TOGETHER else item.path.name))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a worker whole files, and all files of a folder that share a finished study or build."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return next((folder for folder in TOGETHER if f"/{folder}/" in path), path)
+
+    return Scheduling(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:
