@@ -12,6 +12,7 @@ import sys
 
 import inference_report
 from circuit import circuit_table
+from circuit_draws import draws_table
 from common import RESULTS, ROOT, load, table
 from fusion import fusion_table
 from proposition1 import proposition_table
@@ -29,6 +30,7 @@ def tables() -> dict[str, str]:
     return {
         "circuits": circuit_table("circuit_dinov2_cifar10.json"),
         "scaling": circuit_table("circuit_scaling.json"),
+        "circuit_draws": draws_table(),
         "fusion": fusion_table(),
         "proposition1": proposition_table(),
         "tower_scores": tower_table(load("zero_shot_tower_scores.json")),
