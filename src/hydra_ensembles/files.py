@@ -54,7 +54,10 @@ def write_atomically(path: Path, content: bytes) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
+                if os.name != "nt":  # while it is locked: without, another writer thinks it dead and takes it away
+                    os.replace(temporary, path)
+            if os.name == "nt":  # where an open file cannot be renamed, and there are no such locks
+                os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise

@@ -83,6 +83,20 @@ def test_a_write_removes_what_a_killed_one_left_and_nothing_of_a_living_one(
     assert {one.name for one in tmp_path.iterdir()} == {"file", ".other.0123.tmp"}
 
 
+def test_a_second_writer_at_the_last_moment_takes_nothing_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, met = os.replace, []
+
+    def meanwhile(source: Path, target: Path) -> None:
+        if not met:
+            met.append(True)
+            write_atomically(target, b"second")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    write_atomically(tmp_path / "file", b"first")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"first")]
+
+
 def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # as a device: whoever may write there must not take it away
     with pytest.raises(StorageError, match="not a plain file"):
