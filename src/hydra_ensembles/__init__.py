@@ -17,6 +17,8 @@ from .model.clip import DualEncoder, retarget, zero_shot
 from .model.ensemble import Ensemble
 from .model.stem_readout import Projections
 from .pipeline.chain import build
+from .pipeline.choice import SearchResult
+from .pipeline.search import search
 from .pipeline.settings import HydraConfig
 from .prediction import Prediction
 from .preprocessing import ImagePreprocessing, TextPreprocessing
@@ -40,6 +42,7 @@ __all__ = [
     "Prediction",
     "Projections",
     "Recipe",
+    "SearchResult",
     "TextPreprocessing",
     "__version__",
     "build",
@@ -56,6 +59,7 @@ __all__ = [
     "mc_dropout",
     "prune",
     "retarget",
+    "search",
     "soup",
     "taylor",
     "tune_text",

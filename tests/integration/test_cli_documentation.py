@@ -30,7 +30,8 @@ def adapted(command: list[str]) -> list[str]:
     if VIT[0] in command:
         options = [f"--model-option={name}={value}" for name, value in cases.VIT_OPTIONS.items()]
         command = [VIT[1] if part == VIT[0] else part for part in command] + options
-    more = {"build": ["--quiet"], "evaluate": ["--quiet"], "bench": ["--repeats", "1"]}
+    quiet = ["--quiet"]
+    more = {"build": quiet, "evaluate": quiet, "search": [*quiet, "--price=multiply_adds"], "bench": ["--repeats", "1"]}
     return [*command, *more.get(command[0], [])]
 
 
@@ -54,6 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cases.save_reviews(tmp_path / "reviews-test.jsonl", 20, seed=6)
     (tmp_path / "news.csv").write_text("text\nthe long film\na dull plot\na a a\n")
     (tmp_path / "reviews.txt").write_text("a good film\na bad film\n")
+    (tmp_path / "candidates.yaml").write_text("[{shared_layers: 2, strategy: random, prune: 1}]")
     (settings,) = blocks("yaml")
     (tmp_path / "build.yaml").write_text(settings)
     return tmp_path

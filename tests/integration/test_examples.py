@@ -24,6 +24,11 @@ EXPECTED = {  # what each one prints, the folder it leaves a model in, and optio
         "hydra-bert/model",
         ["--prune", "2"],
     ),
+    "search.py": (
+        r"\| → .*×(?:.*\n)+chosen: .*, saved to hydra-search/ensemble",
+        "hydra-search/ensemble",
+        ["--images", "64", "--steps", "2", "--cost", "9"],
+    ),
     "timm_vit.py": (
         r"heads kept(?:.*\n)+(?:.*(?:accept|abstain).*\n){5}of 32 pictures .* from \d+",
         "hydra-vit/model",

@@ -2,7 +2,8 @@
 
 import os
 import shlex
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +25,7 @@ from .command import command, write_settings
 from .evaluations import read_named
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
 
-OOD = "ood "  # before the name of a source
+LABELLED, FOREIGN = ("id", "train", "validation", "judge_id"), ("ood", "judge_ood")  # sets a command may be given
 SYNTHETIC = "synthetic"
 VARIETY = 2  # times as many batches as a ranking reads, so that members are ranked on different ones
 
@@ -56,14 +57,14 @@ class BuildSources(DataSettings, ModelSettings):
         if SYNTHETIC in self.ood and len(self.ood) > 1:
             raise DataError(f"ood is {SYNTHETIC} data, or data that you give; got {', '.join(self.ood)}")
         for name in ("id", "train", "validation"):
-            source.require_different((name, getattr(self, name)), *(("ood", data) for _, data in self.ood_sources))
+            source.require_different((name, getattr(self, name)), *(("ood", data) for _, data in ood_sources(self.ood)))
 
-    @property
-    def ood_sources(self) -> list[tuple[str | None, str]]:
-        """Name (None: the data's own) and data of each OOD source that is given."""
-        paths = [(None, spec) for spec in self.ood if source.existing_path(spec)[0] is not None]  # also one with "="
-        others = [spec for spec in self.ood if spec != SYNTHETIC and (None, spec) not in paths]
-        return [*paths, *((name, data) for _, name, data in read_named(others))]
+
+def ood_sources(specs: tuple[str, ...]) -> list[tuple[str | None, str]]:
+    """Name (None: the data's own) and data of each OOD source that is given."""
+    paths = [(None, spec) for spec in specs if source.existing_path(spec)[0] is not None]  # also one with "="
+    others = [spec for spec in specs if spec != SYNTHETIC and (None, spec) not in paths]
+    return [*paths, *((name, data) for _, name, data in read_named(others))]
 
 
 @command
@@ -89,16 +90,11 @@ def build(
       hydra-ensembles build --config run/config.yaml
     """
     folder = Path(sources.output).expanduser()
-    try:
-        made = _build(sources, hydra, folder, progress=not quiet)
-    except KeyboardInterrupt as error:
-        if not (folder / SETTINGS).exists():
-            raise
-        kept = "nothing is finished; to start over"
-        if (folder / IDENTITY).exists():
-            kept = f"finished stages are kept in {folder}; to go on there"
-        again = f"hydra-ensembles build --config {shlex.quote(str(folder / SETTINGS))}"
-        raise KeyboardInterrupt(f"{kept}: {again}") from error
+    with resumable(folder, "build"):
+        model, sets, size = prepared(sources, hydra, folder, "build")
+        written = {**to_plain(replace(sources, batch_size=size)), **to_plain(hydra)}
+        with with_settings(folder, written, "build"):
+            made = build_ensemble(model, hydra, **sets, output=folder, device=sources.place(), progress=not quiet)
     print(made.describe())
     print(f"\nThe ensemble is in {folder / RESULT}, how it was made in {folder / 'summary.json'}. Next:")
     quoted = shlex.quote(str(folder))
@@ -107,61 +103,89 @@ def build(
     print(f"  hydra-ensembles evaluate {quoted} --id DATA --ood near:NAME=DATA")
 
 
-def _build(sources: BuildSources, hydra: HydraConfig, folder: Path, progress: bool) -> Ensemble:
-    """Load model and data, write the settings down, build; of two that start at once in one folder, one is told."""
+@contextmanager
+def resumable(folder: Path, name: str) -> Iterator[None]:
+    """Work of a command that says how to go on when it is interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if not (folder / SETTINGS).exists():
+            raise
+        kept = "nothing is finished; to start over"
+        if (folder / IDENTITY).exists():
+            kept = f"finished stages are kept in {folder}; to go on there"
+        again = f"hydra-ensembles {name} --config {shlex.quote(str(folder / SETTINGS))}"
+        raise KeyboardInterrupt(f"{kept}: {again}") from error
+
+
+@contextmanager
+def with_settings(folder: Path, settings: Mapping[str, Any], name: str) -> Iterator[None]:
+    """Work in a folder that has its settings written; of two commands that start at once in it, one is told."""
     begun = (folder / IDENTITY).exists()
-    require_own_folder(folder)
-    given = [(role, getattr(sources, role)) for role in ("id", "train", "validation")]
-    for role, spec in (*given, *(("ood", data) for _, data in sources.ood_sources)):  # before anything is written
+    writes = launched_rank() == 0 and (not begun or os.access(folder, os.W_OK))  # a finished one can be read anywhere
+    with locked(folder, name, file=SETTINGS) if writes else nullcontext():
+        if writes and not (folder / IDENTITY).exists():  # else those of the run stay, which may be another one
+            write_settings(folder / SETTINGS, settings, name)
+        yield
+
+
+def prepared(sources: Any, hydra: HydraConfig, folder: Path, name: str) -> tuple[Ensemble, dict[str, Any], int]:
+    """The model, its sets as batches by role, those that the config has a use for, and the samples of a batch.
+
+    Args:
+        sources: Settings of model and data, with a field for each set, of those in `LABELLED` and `FOREIGN`.
+        hydra: What is to be made.
+        folder: Where the command writes to: a folder of its own, and none that it reads from.
+        name: The command.
+    """
+    begun = (folder / IDENTITY).exists()
+    require_own_folder(folder, f"a {name}")
+    given = [(role, getattr(sources, role, None)) for role in LABELLED]
+    given += [(role, data) for role in FOREIGN for _, data in ood_sources(getattr(sources, role, ()))]
+    for role, spec in given:  # before anything is written
         data, _ = source.existing_path(spec or "")
         if data is not None and not begun and folder.resolve().is_relative_to(data.resolve()):
             raise DataError(f"output is {folder}, which is among the {role} data of {data}; name a folder outside it")
     model = source.load_classifier(sources)
-    sets = _load_sets(sources, hydra)
+    sets, foreign = _load_sets(sources, hydra)
     if "id" in sets:
         model = source.with_labels_of(model, sets["id"])
     size, train_size = _batch_sizes(sources, hydra, {role: len(data) for role, data in sets.items()})
-    sources = replace(sources, batch_size=size)
-    sets = {
-        role: source.fit_to_model(data, model, sources, labelled=not role.startswith(OOD))
-        for role, data in sets.items()
-    }
+    sets = {role: source.fit_to_model(data, model, sources) for role, data in sets.items()}
     transform: Any = model.metadata.preprocessing
     workers, train = sources.workers, sets.pop("train", None)
-    held_out: dict[str, Any] = {
-        role: batches(data, transform, size, num_workers=workers) for role, data in sets.items()
-    }
+    found: dict[str, Any] = {role: batches(data, transform, size, num_workers=workers) for role, data in sets.items()}
+    for role, named in foreign.items():
+        fit = {key: source.fit_to_model(data, model, sources, labelled=False) for key, data in named.items()}
+        read = {key: batches(data, transform, size, num_workers=workers) for key, data in fit.items()}
+        if read:
+            found[role] = read if len(read) > 1 else next(iter(read.values()))
+        elif SYNTHETIC in getattr(sources, role, ()):
+            found[role] = SYNTHETIC
     if train is not None:
         if hydra.recipe is not None and hydra.recipe.rand_augment is not None:
             transform = TrainTransform.matching(transform, rand_augment=hydra.recipe.rand_augment)
-        held_out["train"] = batches(train, transform, train_size, shuffle=True, seed=hydra.seed, num_workers=workers)
-    ood = {role.removeprefix(OOD): held_out.pop(role) for role in [*held_out] if role.startswith(OOD)}
-    if ood:
-        held_out["ood"] = ood if len(ood) > 1 else next(iter(ood.values()))
-    elif SYNTHETIC in sources.ood:
-        held_out["ood"] = SYNTHETIC
-    writes = launched_rank() == 0 and (not begun or os.access(folder, os.W_OK))  # a finished one can be read anywhere
-    with locked(folder, "build", file=SETTINGS) if writes else nullcontext():
-        if writes and not (folder / IDENTITY).exists():  # else those of the run stay, which may be another one
-            write_settings(folder / SETTINGS, {**to_plain(sources), **to_plain(hydra)}, "build")
-        return build_ensemble(model, hydra, **held_out, output=folder, device=sources.place(), progress=progress)
+        found["train"] = batches(train, transform, train_size, shuffle=True, seed=hydra.seed, num_workers=workers)
+    return model, found, size
 
 
-def _load_sets(sources: BuildSources, hydra: HydraConfig) -> dict[str, AnyDataset]:
-    """The sets that are given and that the build has a use for: by their role, and OOD sources by name."""
-    wanted = {"id": True, "validation": True, "train": hydra.reads_train}
-    specs = {role: getattr(sources, role) for role, used in wanted.items() if used}
+def _load_sets(sources: Any, hydra: HydraConfig) -> tuple[dict[str, AnyDataset], dict[str, dict[str, AnyDataset]]]:
+    """The sets that are given and that there is a use for: labelled ones by role, OOD sources by role and name."""
+    specs = {role: getattr(sources, role, None) for role in LABELLED if role != "train" or hydra.reads_train}
     sets = {role: source.load_data(spec, sources) for role, spec in specs.items() if spec is not None}
-    for name, spec in sources.ood_sources if hydra.extracts_circuits else ():
-        data = source.load_data(spec, sources, labelled=False)
-        name = name or data.name
-        if OOD + name in sets:
-            raise DataError(f"two OOD sources are called {name!r}; name them apart, as NAME={spec}")
-        sets[OOD + name] = data
-    return sets
+    foreign: dict[str, dict[str, AnyDataset]] = {}
+    for role in FOREIGN if hydra.extracts_circuits else ():
+        found = foreign.setdefault(role, {})
+        for name, spec in ood_sources(getattr(sources, role, ())):
+            data = source.load_data(spec, sources, labelled=False)
+            name = name or data.name
+            if name in found:
+                raise DataError(f"two OOD sources are called {name!r}; name them apart, as NAME={spec}")
+            found[name] = data
+    return sets, foreign
 
 
-def _batch_sizes(sources: BuildSources, hydra: HydraConfig, samples: dict[str, int]) -> tuple[int, int]:
+def _batch_sizes(sources: DataSettings, hydra: HydraConfig, samples: dict[str, int]) -> tuple[int, int]:
     """Samples a batch, of held-out and of training data.
 
     A Taylor ranking reads some batches of the training data, or else of the held-out data; there must be more of

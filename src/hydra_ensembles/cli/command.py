@@ -152,7 +152,7 @@ def read_settings(
         ConfigError: A setting is unknown, missing, or cannot be what it is.
     """
     known: dict[str, Field[Any]] = {field.name: field for kind in kinds.values() for field in fields(kind)}
-    merged = {} if config is None else _parse(read_file(config), str(config)) or {}
+    merged = {} if config is None else parse_yaml(read_file(config), str(config)) or {}
     if not isinstance(merged, dict):
         raise ConfigError(f"{config} holds a {type(merged).__name__}; it must hold settings, a line 'name: value' each")
     others: dict[str, Any] = {}
@@ -171,7 +171,7 @@ def read_settings(
         if name not in merged and field.default is MISSING and field.default_factory is MISSING:
             raise ConfigError(f"{name} was not given, and it has no default")
     if "recipe" in known:
-        merged["recipe"] = _read_recipe(merged.get("recipe"))
+        merged["recipe"] = read_recipe(merged.get("recipe"))
     for parameter, kind in kinds.items():
         hints = get_type_hints(kind)
         names = [field.name for field in fields(kind) if field.name in merged]
@@ -187,7 +187,7 @@ def _listed(hint: Any, value: Any) -> Any:
     return () if value is None else (value,)
 
 
-def _read_recipe(value: Any) -> Recipe | None:
+def read_recipe(value: Any) -> Recipe | None:
     """A recipe from plain data: the name of a preset, `none`, or settings, which may start from a `preset`."""
     if value is None or value == "none":
         return None
@@ -199,7 +199,8 @@ def _read_recipe(value: Any) -> Recipe | None:
     return Recipe.preset(str(own["preset"]), **{**replaced, **given})
 
 
-def _parse(text: str | bytes, where: str) -> Any:
+def parse_yaml(text: str | bytes, where: str) -> Any:
+    """What YAML holds; `where` is for the error."""
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError) as error:
@@ -216,7 +217,7 @@ def assign(settings: dict[str, Any], change: str) -> None:
         before = settings.get(part) or {}
         settings[part] = dict(before) if isinstance(before, Mapping) else {"preset": before}
         settings = settings[part]
-    settings[name] = _parse(value, change)
+    settings[name] = parse_yaml(value, change)
 
 
 def write_settings(path: Path, settings: Mapping[str, Any], command: str) -> None:

@@ -14,6 +14,7 @@ from ..report.compare import to_rich
 from .build import build
 from .command import Debug, command
 from .evaluations import compare, evaluate, report
+from .search import search
 from .use import bench, info, predict
 
 
@@ -27,7 +28,7 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["--help", "-h"]},
     )
     app.callback()(_root)
-    for one in (demo, build, evaluate, compare, report, predict, bench, info):
+    for one in (demo, build, search, evaluate, compare, report, predict, bench, info):
         app.command()(one)
     return app
 

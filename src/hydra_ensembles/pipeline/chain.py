@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from ..model.clip import DEFAULT_TEMPLATES, Templates
 from ..model.ensemble import Ensemble
 from ..schema import from_plain, to_plain
 from ..training.finetune import finetune
-from .run_folder import RunFolder
+from .run_folder import RESULT, RunFolder
 from .settings import Batch, BuildData, HydraConfig, StartingModel, read_data, starting_model, with_upper_layers
 
 FORMAT = "hydra_ensembles build 1"
@@ -102,15 +102,21 @@ def build(
 
         def opened() -> RunFolder:
             run = RunFolder(output, _identity(config, start, data), device=start.base.device)
-            if not (run.has("ensemble") and run.has("summary.json")):
+            if not (run.has(RESULT) and run.has("summary.json")):
                 alone.enter_context(run.working())
             return run
 
-        return _Chain(config, start, data, ranks.together(opened), progress).finish()
+        return Chain(config, start, data, ranks.together(opened), progress).finish()
 
 
 def _identity(config: HydraConfig, start: StartingModel, data: BuildData) -> dict[str, Any]:
     """Config, model and data of a build as plain data."""
+    model = model_identity(start)
+    return {"format": FORMAT, "config": to_plain(config), "model": model, "data": data.fingerprints()}
+
+
+def model_identity(start: StartingModel) -> dict[str, Any]:
+    """What long work depends on in the model it starts from."""
     metadata = json.dumps(to_plain(start.base.metadata.plain), sort_keys=True).encode()
     digest = hashlib.sha256(metadata).hexdigest()
     model: dict[str, Any] = {"weights": model_fingerprint(start.ranked), "metadata": digest}
@@ -118,7 +124,33 @@ def _identity(config: HydraConfig, start: StartingModel, data: BuildData) -> dic
         model["upper"] = model_fingerprint(start.upper)
     if start.dual is not None:
         model["templates"] = list(start.templates)
-    return {"format": FORMAT, "config": to_plain(config), "model": model, "data": data.fingerprints()}
+    return model
+
+
+def calibrated(fused: Ensemble, config: HydraConfig, data: BuildData) -> Ensemble:
+    """The last step of a build: temperature, thresholds and familiarity, from data that ranked and validated."""
+    if not config.calibrate or data.validation is None:
+        return fused
+    each, share = config.per_member_temperature, config.accepted_share
+    familiar = _familiar(fused, config, data.ranking, data.validation)
+    return calibrate(familiar, data.validation, share=share, per_member=each, familiarity=config.familiarity)
+
+
+def _familiar(fused: Ensemble, config: HydraConfig, ranking: list[Batch] | None, validation: list[Batch]) -> Ensemble:
+    """The ensemble with familiarity fitted on the samples that ranked heads, if others are left to calibrate on."""
+    wanted = config.familiarity
+    if wanted is None or ranking is None:
+        return fused
+    try:
+        score: FamiliarityName = "mahalanobis" if wanted == "auto" else wanted
+        found = fit_familiarity(fused, ranking, score, held_out=0.0, seed=config.seed)
+        if found.metadata.familiarity is not None:
+            require_fresh(found.metadata.familiarity, (one for inputs, _ in validation for one in digests(inputs)))
+        return found
+    except DataError:
+        if wanted != "auto":
+            raise
+        return fused  # calibration tries with a half of its own samples, and says what is amiss
 
 
 @dataclass(frozen=True)
@@ -146,48 +178,38 @@ class Choices:
         return [(member.origin, list(member.heads)) for member in self.members]
 
 
-class _Chain:
-    """The stages. Each gives its product from the run folder, or makes it from that of the stage before."""
+class Chain:
+    """The stages. Each gives its product from the run folder, or makes it from that of the stage before.
+
+    Builds from one model and the same data may have a folder for their `rankings` in common.
+    """
 
     def __init__(
-        self, config: HydraConfig, start: StartingModel, data: BuildData, run: RunFolder, progress: bool
+        self,
+        config: HydraConfig,
+        start: StartingModel,
+        data: BuildData,
+        run: RunFolder,
+        progress: bool,
+        rankings: RunFolder | None = None,
     ) -> None:
         self.config, self.start, self.data, self.run, self.progress = config, start, data, run, progress
+        self.rankings = rankings
         self.layers = config.layers(start)
         self.pool = config.pool_size(start.heads(self.layers)) if config.draws_from_pool else None
 
     def finish(self) -> Ensemble:
         """Run what is missing; the result, with its summary written."""
-        if not self.run.has("ensemble") and not self.run.has("base"):
+        if not self.run.has(RESULT) and not self.run.has("base"):
             self.run.ensemble("base", lambda: self.start.base)
-        final = self.run.ensemble("ensemble", self._calibrated)
+        final = self.ensemble()
         self.run.json("summary", lambda: self._summary(final))
         return final
 
-    def _calibrated(self) -> Ensemble:
-        config, validation = self.config, self.data.validation
-        fused = self.run.ensemble("fused", self._fused)
-        if not config.calibrate or validation is None:
-            return fused
-        each, share = config.per_member_temperature, config.accepted_share
-        familiar = self._familiar(fused, validation)
-        return calibrate(familiar, validation, share=share, per_member=each, familiarity=config.familiarity)
-
-    def _familiar(self, fused: Ensemble, validation: list[Batch]) -> Ensemble:
-        """The ensemble with familiarity fitted on the samples that ranked heads, if others are left to calibrate on."""
-        wanted, ranking = self.config.familiarity, self.data.ranking
-        if wanted is None or ranking is None:
-            return fused
-        try:
-            score: FamiliarityName = "mahalanobis" if wanted == "auto" else wanted
-            found = fit_familiarity(fused, ranking, score, held_out=0.0, seed=self.config.seed)
-            if found.metadata.familiarity is not None:
-                require_fresh(found.metadata.familiarity, (one for inputs, _ in validation for one in digests(inputs)))
-            return found
-        except DataError:
-            if wanted != "auto":
-                raise
-            return fused  # calibration tries with a half of its own samples, and says what is amiss
+    def ensemble(self) -> Ensemble:
+        """The result."""
+        made = partial(self.run.ensemble, "fused", self._fused)
+        return self.run.ensemble(RESULT, lambda: calibrated(made(), self.config, self.data))
 
     def _fused(self) -> Ensemble:
         config, count = self.config, range(self.config.members)
@@ -269,9 +291,9 @@ class _Chain:
         ranking, start = self.data.ranking, self.start
         assert ranking is not None  # the check has seen to it
         named = {} if start.dual is None else {"class_names": start.names, "templates": start.templates}
-        return self.run.ranking(
-            f"rankings/{score}",
-            lambda: extract_circuit(
+
+        def extract(journal: Path | None) -> HeadRanking:
+            return extract_circuit(
                 start.ranked,
                 ranking,
                 self.data.ood,
@@ -281,18 +303,20 @@ class _Chain:
                 ties=self.config.ties,
                 max_accuracy_loss=self.config.max_accuracy_loss if score == "ood" else None,
                 layers=self.layers,
-                journal=self.run.place(f"rankings/{score}.journal"),
+                journal=journal,
                 progress=self.progress,
                 **named,  # type: ignore[arg-type]
-            ),
-        )
+            )
+
+        lost = f"-{self.config.max_accuracy_loss}" if score == "ood" else ""
+        return self._ranking(score, budget, f"{self.config.method}-{self.config.ties}{lost}", extract)
 
     def _taylor(self, seed: int) -> HeadRanking:
         config, source = self.config, self.data.for_taylor
         assert source is not None  # the check has seen to it
-        return self.run.ranking(
-            f"rankings/taylor-{seed}",
-            lambda: taylor(
+
+        def rank(_: Path | None) -> HeadRanking:
+            return taylor(
                 self.start.base,
                 source,
                 budget=config.lost,
@@ -301,8 +325,16 @@ class _Chain:
                 seed=seed,
                 calibration_batches=config.calibration_batches,
                 progress=self.progress,
-            ),
-        )
+            )
+
+        return self._ranking(f"taylor-{seed}", config.lost, f"{config.taylor_scope}-{config.calibration_batches}", rank)
+
+    def _ranking(self, name: str, budget: int, how: str, make: Callable[[Path | None], HeadRanking]) -> HeadRanking:
+        """A ranking from this run, or from the folder that it has in common with others, where its name says it all."""
+        run, place = self.run, f"rankings/{name}"
+        if self.rankings is not None:
+            run, place = self.rankings, f"{place}-{how}-{budget}-above-{self.config.trunk}"
+        return run.ranking(place, lambda: make(run.place(f"{place}.journal")))
 
     def _summary(self, final: Ensemble) -> dict[str, Any]:
         """Settings, data, members, cost and calibration of a build, as plain data."""

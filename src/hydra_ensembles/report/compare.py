@@ -173,7 +173,7 @@ def compare(
     for column in columns:
         cells = [_cell(column, runs, by_name.get(name)) for name, runs in methods.items()]
         if any(cell.text != "–" for cell in cells):
-            shown.append((column, _rank(cells, column)))
+            shown.append((column, rank_cells(cells, column)))
     rows = tuple(Row(name, tuple(cells[i] for _, cells in shown)) for i, name in enumerate(methods))
     return Comparison(tuple(column for column, _ in shown), rows, notes)
 
@@ -216,7 +216,7 @@ def cost_of(run: Evaluation, cost: Cost | None, key: str) -> float | None:
     return value if isinstance(value, int | float) else None
 
 
-def _rank(cells: list[Cell], column: Column) -> list[Cell]:
+def rank_cells(cells: list[Cell], column: Column) -> list[Cell]:
     """Mark the best number as shown and, of three or more, the second best; where all are equal nothing is marked."""
     shown = [None if cell.value is None else float(f"{cell.value * column.scale:.{column.digits}f}") for cell in cells]
     distinct = sorted({value for value in shown if value is not None}, reverse=column.better == "higher")

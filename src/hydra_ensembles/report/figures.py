@@ -3,9 +3,9 @@
 import html
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from .._utils import require
@@ -14,6 +14,9 @@ from ..evaluation.evaluation import Curve, Evaluation
 _NAMES = ("ink", "soft", "muted", "rule", "over", "under", *(f"c{series}" for series in range(8)))
 _INK = {name: f"#fe{index:02x}dc" for index, name in enumerate(_NAMES)}
 """A colour that stands for each variable of the page while matplotlib draws."""
+
+_LIGHT = {"ink": "#1c2330", "soft": "#475467", "muted": "#6b7482", "rule": "#e3e0d8", "c0": "#2563c9", "c1": "#d1571b"}
+"""The colours of a figure that stands alone: those of the page in daylight."""
 
 _LEFT, _RIGHT, _TOP = 44, 12, 12  # margins of a plot, in the figure's own units (about pixels on a phone)
 _QUARTERS = (0, 0.25, 0.5, 0.75, 1)
@@ -103,6 +106,43 @@ def risk_coverage(methods: Mapping[str, Evaluation], focus: str) -> str:
     listing = ", ".join(f"{name} {one.id.risk_at_coverage['0.80'] * 100:.2f}" for name, one in methods.items())
     label = f"Risk-coverage curves on {methods[focus].id_name}. Wrong answers in percent when 80 percent of the inputs "
     return _svg(figure, f"{label}are answered: {listing}.")
+
+
+class Front(NamedTuple):
+    """Values of candidates by name under a title, and the names of those that none beats at their price."""
+
+    title: str
+    values: Mapping[str, float]
+    names: Sequence[str]
+
+
+@_plain_matplotlib()
+def draw_fronts(prices: Mapping[str, float], fronts: Sequence[Front], *, chosen: str, given: str, limit: float) -> str:
+    """Price against values, a plot below the other, with the front as a line: an SVG file of its own."""
+    height, labels = 190, []
+    figure = _figure(446, (height + 62) * len(fronts))
+    for number, (title, values, names) in enumerate(fronts):
+        last = number == len(fronts) - 1
+        axes = _axes(figure, height, "price" if last else "", title, top=_TOP + number * (height + 50))
+        axes.axvline(limit, color=_INK["muted"], linewidth=1, linestyle=(0, (4, 4)))
+        line = sorted((prices[name], values[name]) for name in names)
+        axes.plot(*zip(*line, strict=True), color=_INK["c0"], linewidth=1.5, drawstyle="steps-post", alpha=0.6)
+        for name, price in prices.items():
+            ink, size = (_INK["c1"], 60) if name == chosen else (_INK["c0" if name in names else "muted"], 28)
+            axes.scatter([price], [values[name]], s=size, color=ink, zorder=4)
+        for name in dict.fromkeys((given, chosen)):
+            place, shift = (prices[name], values[name]), (8, 7)
+            axes.annotate(name, place, shift, textcoords="offset points", fontsize=10.5, color=_INK["ink"])
+        axes.margins(x=0.12, y=0.18)
+        axes.xaxis.set_major_formatter(lambda price, _: f"{price:g}×")
+        axes.locator_params(nbins=6, steps=[1, 2, 2.5, 5, 10])
+        labels.append(f"{title}: " + ", ".join(f"{name} {values[name]:.3g} at {prices[name]:.2f}" for name in names))
+    drawn = _svg(
+        figure, f"Price against quality of {len(prices)} candidates. Fronts, {'; '.join(labels)}. Chosen: {chosen}."
+    )
+    for name, colour_ in _LIGHT.items():
+        drawn = drawn.replace(f"var(--{name})", colour_)
+    return drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
 
 
 def _figure(width: float, height: float) -> Any:

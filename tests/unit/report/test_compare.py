@@ -17,8 +17,8 @@ from hydra_ensembles.report.compare import (
     DIVERSITY,
     Cell,
     Column,
-    _rank,
     compare,
+    rank_cells,
     set_columns,
     to_csv,
     to_latex,
@@ -79,7 +79,7 @@ def test_other_columns_can_be_asked_for():
 )
 def test_numbers_written_alike_share_a_rank(values, better, digits, expected):
     column = Column("x", "X", better=better, digits=digits)
-    assert [cell.rank for cell in _rank([Cell(f"{value}", value) for value in values], column)] == expected
+    assert [cell.rank for cell in rank_cells([Cell(f"{value}", value) for value in values], column)] == expected
 
 
 def test_several_runs_give_mean_and_standard_deviation():

@@ -1,0 +1,166 @@
+"""What a search found: candidates with their prices and numbers, the fronts, and which one is chosen and why."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Literal
+
+from ..arguments import checked
+from ..errors import CheckpointError
+from ..files import read_sealed, write_sealed
+from ..model.ensemble import Ensemble
+from ..report.compare import Cell, Column, Comparison, Row, rank_cells
+from ..report.figures import Front, draw_fronts
+from ..schema import from_plain, to_plain
+from .settings import HydraConfig
+
+FORMAT = "hydra_ensembles search 1"
+YOURS, SOUP, DEEP = "yours", "soup", "deep ensemble"
+
+Price = Literal["latency", "multiply_adds"]
+State = Literal["planned", "too dear", "not possible", "stopped early", "judged"]
+
+
+@dataclass(frozen=True)
+class SearchRow:
+    """One candidate.
+
+    Attributes:
+        name: What tables call it.
+        price: Time of a batch (or multiply-adds) against the model that was given.
+        state: How far it came.
+        config: How it is built; None for the given model, the soup and the Deep Ensemble.
+        numbers: What held-out data say of it, under the names of `Evaluation.numbers`; empty unless it was judged.
+        note: Why it was not judged.
+    """
+
+    name: str
+    price: float
+    state: State
+    config: HydraConfig | None = None
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        rows: The given model, which costs 1, and every candidate.
+        cost: The highest price that was allowed.
+        measured: What a price is a ratio of.
+        scores: Names of the OOD AUROCs that candidates are judged by, besides `nll` and `aurc`.
+        samples: Number of samples that judged, by set.
+        choice: Name of the best one that is no worse than the given model; empty for a plan, of which nothing is built.
+        why: The reason, in a sentence.
+        front: Names of the candidates that none beats at their price or below, cheapest first: by `nll`, and by
+            `auroc`, the mean of the scores.
+        ensemble: The choice, calibrated, ready to answer; None for a plan, or where the result was read from a file.
+    """
+
+    rows: tuple[SearchRow, ...]
+    cost: float
+    measured: Price
+    scores: tuple[str, ...]
+    samples: Mapping[str, int]
+    choice: str = ""
+    why: str = ""
+    front: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ensemble: Ensemble | None = field(default=None, compare=False, repr=False)
+
+    def table(self) -> Comparison:
+        """All candidates side by side, an arrow at the choice, for `to_markdown`, `to_rich` and so on."""
+        columns = (
+            Column("price", "Time" if self.measured == "latency" else "MAdds", better="lower", suffix="×"),
+            Column("accuracy", "Acc %", better="higher", digits=1, scale=100),
+            Column("nll", "NLL", better="lower", digits=3),
+            Column("aurc", "AURC", better="lower", digits=4),
+            *(Column(key, _score(key), "AUROC", "higher", 1, 100) for key in self.scores),
+        )
+        shown = []
+        for column in columns:
+            values = [row.price if column.key == "price" else row.numbers.get(column.key) for row in self.rows]
+            cells = [Cell("–") if value is None else Cell(column.write(value), value) for value in values]
+            if any(value is not None for value in values):
+                shown.append((column, rank_cells(cells, column)))
+        rows = tuple(
+            Row(f"→ {row.name}" if row.name == self.choice else row.name, tuple(cells[index] for _, cells in shown))
+            for index, row in enumerate(self.rows)
+        )
+        judges = ", ".join(f"{name} ({count:,} samples)" for name, count in self.samples.items())
+        notes = [f"Judges: {judges}. Price: {self.measured}, at most {self.cost:g}×."]
+        notes += [f"Choice: {self.choice}, because {self.why}."] if self.choice else []
+        for row in self.rows:
+            if row.state not in ("planned", "judged"):
+                notes.append(f"{row.name}: {row.state}{f' ({row.note})' if row.note else ''}.")
+        return Comparison(tuple(column for column, _ in shown), rows, tuple(notes))
+
+    def figure(self) -> str:
+        """Price against NLL and against the mean of the OOD AUROCs, with both fronts, as an SVG file."""
+        titles = {"nll": "NLL", "auroc": "mean OOD AUROC (%)"}
+        values = {key: {name: abs(value) for name, value in found.items()} for key, found in self._values().items()}
+        values["auroc"] = {name: 100 * value for name, value in values["auroc"].items()}
+        fronts = [Front(titles[key], values[key], names) for key, names in self.front.items()]
+        prices = {row.name: row.price for row in self.rows if row.numbers}
+        return draw_fronts(prices, fronts, chosen=self.choice, given=YOURS, limit=self.cost)
+
+    def decided(self, tolerance: float) -> "SearchResult":
+        """The result with its fronts and its choice, once all rows have their numbers."""
+        rows = [row for row in self.rows if row.numbers]
+        prices = {row.name: row.price for row in rows}
+        front = {key: _front(prices, found) for key, found in self._values().items()}
+        nll, *others = self.losses(rows[0].numbers)
+        most = (nll, *(loss + tolerance for loss in others))
+        within = [row for row in rows if row.price <= self.cost]
+        fit = [row for row in within if all(map(float.__le__, self.losses(row.numbers), most))]
+        best = min(fit, key=lambda row: (row.numbers["nll"], row.price))  # of equals, the first: the given model
+        why = f"none of the {len(within) - 1} others within {self.cost:g}× has a lower NLL and is no worse in the rest"
+        if best.name != YOURS:
+            why = f"at {best.price:.2f}× it has the lowest NLL, {best.numbers['nll']:.3f} against {nll:.3f}, of the "
+            why += f"{len(fit) - 1} within {self.cost:g}× that are no worse than yours in any number"
+        return replace(self, choice=best.name, why=why, front=front)
+
+    def losses(self, numbers: Mapping[str, float]) -> tuple[float, ...]:
+        """What candidates are compared by: NLL, AURC, and what the AUROCs lack; less is better."""
+        return (numbers["nll"], numbers["aurc"], *(1.0 - numbers[key] for key in self.scores))
+
+    def _values(self) -> dict[str, dict[str, float]]:
+        """What the fronts are of, by candidate: less is better."""
+        rows = [row for row in self.rows if row.numbers]
+        auroc = {row.name: -sum(row.numbers[key] for key in self.scores) / len(self.scores) for row in rows}
+        return {"nll": {row.name: row.numbers["nll"] for row in rows}, "auroc": auroc}
+
+    @checked
+    def save(self, path: str | Path) -> None:
+        """Write a JSON file, without the ensemble."""
+        plain = {item.name: to_plain(getattr(self, item.name)) for item in fields(self) if item.name != "ensemble"}
+        write_sealed(Path(path), {"format": FORMAT, **plain})
+
+    @classmethod
+    @checked
+    def load(cls, path: str | Path) -> "SearchResult":
+        """Read what `save` wrote; a file that was changed, or holds something else, is refused."""
+        plain = read_sealed(Path(path), required=True)
+        if plain.pop("format", None) != FORMAT:
+            raise CheckpointError(f'{path} is not the result of a search: it lacks "format": "{FORMAT}"')
+        return from_plain(cls, plain, str(path))
+
+
+def _score(key: str) -> str:
+    """The score behind the name of an AUROC."""
+    return key.partition(":")[0] if ":" in key else "msp"
+
+
+def _front(prices: Mapping[str, float], values: Mapping[str, float]) -> tuple[str, ...]:
+    """Names of those with a lower value than all that cost no more, cheapest first."""
+    kept: list[str] = []
+    for name in sorted(prices, key=lambda name: (prices[name], values[name])):
+        if not kept or values[name] < values[kept[-1]]:
+            kept.append(name)
+    return tuple(kept)
+
+
+def dominates(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether one has less of every loss than the other."""
+    return all(mine < theirs for mine, theirs in zip(one, other, strict=True))

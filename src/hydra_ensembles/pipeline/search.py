@@ -1,0 +1,480 @@
+"""The best ensemble for a price: candidates are built, given up where they cannot win, judged, and one is chosen."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from .._distributed import launched
+from ..arguments import checked
+from ..batches import Batches, Sources, changed, length_of, named_sources, require_rereadable, size_of
+from ..convert.convert import convert
+from ..errors import ConfigError, DataError, SameMembersError
+from ..evaluation.evaluate import evaluate
+from ..evaluation.evaluation import Evaluation
+from ..files import remove
+from ..fuse import fuse, soup
+from ..heads.members import random_members
+from ..heads.ranking import data_fingerprint, model_fingerprint
+from ..metrics.distance import FamiliarityName
+from ..model.clip import DEFAULT_TEMPLATES
+from ..model.cost import measure_costs
+from ..model.ensemble import Ensemble
+from ..overlap import keys_at_hand, require_unlike, sample_keys, warn_if_shared
+from ..report.compare import to_markdown
+from ..schema import from_plain, to_plain
+from ..training.recipe import Recipe
+from .chain import Chain, calibrated, model_identity
+from .choice import DEEP, FORMAT, SOUP, YOURS, Price, SearchResult, SearchRow, dominates
+from .run_folder import RESULT, RunFolder
+from .settings import (
+    LARGEST_SEED,
+    Batch,
+    BuildData,
+    HydraConfig,
+    StartingModel,
+    halves,
+    read_all,
+    starting_model,
+    with_upper_layers,
+)
+
+DEPTHS = (5 / 6, 2 / 3, 1 / 2)  # of the layers: the trunks that are tried where nothing is asked for
+REPEATS = 10  # timed runs of a model, in turn with the one that was given
+WORK = ("fused", "members", "finetune")  # what a build needs no more once it is judged
+
+Candidates = Mapping[str, tuple[HydraConfig, StartingModel]]  # how each is built, and from what
+Judges = Mapping[str, list[Batch]]  # held-out sets by name: the first is labelled, the others are OOD
+
+
+@checked
+def search(
+    model: nn.Module,
+    *,
+    id: Batches,
+    ood: Sources,
+    train: Batches | None = None,
+    cost: float = 1.3,
+    candidates: Sequence[Any] | None = None,
+    models: Sequence[nn.Module] = (),
+    pretrained: nn.Module | None = None,
+    recipe: Recipe | None = None,
+    judge_id: Batches | None = None,
+    judge_ood: Sources | None = None,
+    familiarity: FamiliarityName | None = "mahalanobis",
+    first: float = 0.1,
+    tolerance: float = 0.0,
+    price: Price = "latency",
+    batch_size: int = 32,
+    optimize: Mapping[str, Any] | None = None,
+    output: str | Path | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    dry_run: bool = False,
+    progress: bool = True,
+) -> SearchResult:
+    """Find the best ensemble for a price: build candidates, judge them on held-out data, choose.
+
+    The choice has the lowest NLL of all that cost at most `cost` times the given model and are no worse than it in
+    NLL, selective risk (AURC) and OOD AUROC by both scores; where there is none, it is the given model itself. It was
+    chosen by these numbers, so report others, of data that no part of the search has seen.
+
+    Prices are measured before anything is trained: what is too dear is not built. Candidates that follow the same
+    recipe first train for a short while, and one that is then worse in every number than another that costs no more is
+    given up. Called again with the same arguments, a search that was stopped goes on; a finished one is read back.
+
+    Args:
+        model: A trained classifier, as `build` takes it; it is always a candidate.
+        id: Held-out labelled ID batches, kept in memory. A half drawn by the seed judges; of the other, one half ranks
+            heads and fits familiarity, the other calibrates.
+        ood: Batches unlike the training data, kept in memory, or `{name: batches}` of several sources, which count
+            alike. One half is for circuits, the other judges.
+        train: Labelled training batches that can be read again and again; without them no candidate is trained.
+        cost: The highest price, 1 or more; the given model costs 1.
+        candidates: `HydraConfig`s, or mappings of their fields; None takes trunks of different depth, with and without
+            pruned heads, trained in different ways.
+        models: Further trainings of the model: their soup and their Deep Ensemble are candidates, too.
+        pretrained: As of `build`, for all candidates that train.
+        recipe: How candidates train that bring no recipe of their own; None takes `Recipe.preset("hydra")`.
+        judge_id: Labelled ID batches to judge on, instead of a half of `id`.
+        judge_ood: OOD batches to judge on, or `{name: batches}`, whose mean counts; instead of a half of `ood`.
+        familiarity: The score of features besides the maximum softmax probability; None for none.
+        first: Share of the updates after which candidates are compared for the first time; 1 leaves that out.
+        tolerance: How far AURC and AUROCs of the choice may lie behind those of the given model.
+        price: What costs: time of a batch, optimized, or multiply-adds.
+        batch_size: Inputs of the batch whose time is measured.
+        optimize: Options of `Ensemble.optimize` for the measurement, such as `{"compile": True}`.
+        output: Folder for `search.json`, the choice in `ensemble`, and every candidate; None keeps nothing.
+        device: Where to compute; None stays where the model is.
+        seed: Draws halves, batches and members.
+        dry_run: Only measure what the candidates would cost: a result without numbers.
+        progress: Whether to print the plan and show progress bars.
+
+    Raises:
+        HydraError: Model, candidates and data do not go together, no candidate is within the price, or `output` holds
+            something else; found before any long work.
+    """
+    settings = _Settings(cost, first, tolerance, price, batch_size, familiarity, seed)
+    if launched():
+        raise ConfigError("a search runs in one process; start it without torchrun or accelerate launch")
+    found: Any = model if isinstance(model, Ensemble) else convert(model)
+    if not isinstance(found, Ensemble):
+        raise ConfigError("search takes classifiers; of a dual encoder make one: zero_shot(dual, class_names)")
+    start = starting_model(found, None, DEFAULT_TEMPLATES, device)
+    data, judges = _read(seed, start.base.num_classes, train, id, ood, judge_id, judge_ood)
+    wanted = _usual(start, train is not None, seed) if candidates is None else candidates
+    built = _checked(wanted, start, data, pretrained, recipe, familiarity, strict=candidates is not None)
+    others = [one if isinstance(one, Ensemble) else convert(one) for one in models]
+    options = dict(optimize or {})
+    identity = {
+        "format": FORMAT,
+        "settings": to_plain(settings),
+        "optimize": {key: str(value) for key, value in options.items()},
+        "candidates": {name: to_plain(config) for name, (config, _) in built.items()},
+        "model": model_identity(start),
+        "models": [model_fingerprint(one) for one in others],
+        "upper": [None if own.upper is None else model_fingerprint(own.upper) for _, own in built.values()],
+        "data": data.fingerprints(),
+        "judges": {name: data_fingerprint(sets, name) for name, sets in judges.items()},
+    }
+    with ExitStack() as stack:
+        if output is None or dry_run:
+            output = stack.enter_context(TemporaryDirectory())
+        run = RunFolder(output, identity, what="a search", device=start.base.device)
+        stack.enter_context(run.working())
+        work = _Search(run, start, built, others, data, judges, settings, options, progress)
+        planned = work.plan()
+        return planned if dry_run else work.finish(planned)
+
+
+# --- what is given ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The settings of a search, as described there."""
+
+    cost: float
+    first: float
+    tolerance: float
+    price: Price
+    batch_size: int
+    familiarity: FamiliarityName | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        ranges = {"cost": (1, 1e6), "first": (1e-9, 1), "tolerance": (0, 1), "batch_size": (1, 2**31)}
+        for name, (low, high) in {**ranges, "seed": (0, LARGEST_SEED - 1)}.items():
+            if not low <= getattr(self, name) <= high:
+                raise ConfigError(f"{name} must be from {low:g} to {high:g}, got {getattr(self, name)}")
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """Names of the OOD AUROCs that count."""
+        return ("all.auroc", *(() if self.familiarity is None else (f"{self.familiarity}:all.auroc",)))
+
+
+def _read(
+    seed: int,
+    classes: int,
+    train: Batches | None,
+    id: Batches,
+    ood: Sources,
+    judge_id: Batches | None,
+    judge_ood: Sources | None,
+) -> tuple[BuildData, Judges]:
+    """What builds read, and what judges them."""
+    if train is not None:
+        require_rereadable(train, "train")
+    own, circuits = read_all(id, "id", seed, classes), _foreign(ood, "ood", seed)
+    judged = None if judge_id is None else read_all(judge_id, "judge_id", seed, classes)
+    odd = {} if judge_ood is None else _foreign(judge_ood, "judge_ood", seed)
+    keys = {"train": keys_at_hand(train), "id": keys_at_hand(own), "judge_id": keys_at_hand(judged)}
+    known, why = [one for one in keys.values() if one is not None], "what makes the candidates judges them, too"
+    outside = {**circuits, **odd}
+    apart = {name: np.concatenate([sample_keys(inputs) for inputs, _ in one]) for name, one in outside.items()}
+    require_unlike("the in-distribution data", np.concatenate(known), apart)
+    for name in ("train", "id"):
+        warn_if_shared(name, keys[name], "judge_id", keys["judge_id"], why)
+    parts, sizes = 4 if judged is None else 2, {name: _size(one) for name, one in {"id": own, **outside}.items()}
+    if sizes["id"] < 2 * parts * classes or min(sizes.values()) < 4:
+        raise DataError(
+            f"too few samples: {sizes}; one in {parts} of id fits statistics of {classes} classes, so give "
+            f"{2 * parts * classes} or more of it (better 100 a class), and 4 or more of other sets"
+        )
+    if judged is None:
+        own, judged = halves(own, seed)
+    if not odd:
+        cut = {name: halves(one, seed) for name, one in circuits.items()}
+        circuits, odd = ({name: two[half] for name, two in cut.items()} for half in (0, 1))
+    ranking, validation = halves(own, seed + 1)
+    several = dict(zip(map(str, ood), circuits.values(), strict=True)) if isinstance(ood, Mapping) else circuits["ood"]
+    return BuildData(train, ranking, validation, several, seed), {"ID": judged, **odd}
+
+
+def _foreign(given: Any, name: str, seed: int) -> dict[str, list[Batch]]:
+    """OOD sets by what they are called."""
+    return {key: read_all(batches, key, seed) for key, batches in named_sources(given, name).items()}
+
+
+def _usual(start: StartingModel, trained: bool, seed: int) -> Iterator[dict[str, Any]]:
+    """Settings of candidates for this model; not all of them need fit it."""
+    layers = start.base.num_layers
+    for depth in dict.fromkeys(min(round(share * layers), layers - 1) for share in DEPTHS):
+        plain: dict[str, Any] = {"shared_layers": depth, "seed": seed}
+        yield plain
+        if trained:
+            together = {**plain, "training": "together"}
+            more = 2 * HydraConfig(**plain).settled(start).lost
+            yield from ({**together, "strategy": "branches"}, {**together, "whole": True}, together)
+            yield {**together, "prune": more}
+            yield {**plain, "strategy": "branches", "training": "apart", "average_trunk": True}
+
+
+def _checked(
+    wanted: Iterable[Any],
+    start: StartingModel,
+    data: BuildData,
+    pretrained: nn.Module | None,
+    recipe: Recipe | None,
+    familiarity: FamiliarityName | None,
+    strict: bool,
+) -> Candidates:
+    """The candidates by name; what does not fit the model is refused where they were asked for, else left out."""
+    found: dict[str, tuple[HydraConfig, StartingModel]] = {}
+    for index, one in enumerate(wanted):
+        try:
+            trains = recipe is not None and isinstance(one, Mapping) and one.get("training") is not None
+            plain = {"recipe": recipe, **one} if trains else one
+            read = one if isinstance(one, HydraConfig) else from_plain(HydraConfig, plain, f"candidates[{index}]")
+            config, own = replace(read.settled(start), calibrate=True, familiarity=familiarity), start
+            if pretrained is not None and config.recipe is not None:
+                own = with_upper_layers(start, pretrained, 0 if config.average_trunk else config.trunk)
+            config.check(own, _part(data, config))
+        except ConfigError:
+            if strict:
+                raise
+            continue
+        if all(config != other for other, _ in found.values()):
+            name = _name(config)
+            same = sum(other.partition(" #")[0] == name for other in found)
+            found[f"{name} #{same + 1}" if same else name] = (config, own)
+    return found
+
+
+def _name(config: HydraConfig) -> str:
+    parts = [f"{config.strategy}{' + whole' if config.whole else ''} ×{config.members}", f"trunk {config.trunk}"]
+    parts += [f"{config.lost} heads off"] if config.lost else []
+    parts += (
+        [f"trained {config.training}{', trunk averaged' if config.average_trunk else ''}"] if config.training else []
+    )
+    return ", ".join(parts)
+
+
+def _part(data: BuildData, config: HydraConfig) -> BuildData:
+    """The sets that a build of this config reads."""
+    train, ood = data.train if config.reads_train else None, data.ood if config.extracts_circuits else None
+    return replace(data, train=train, ood=ood)
+
+
+def _shortened(config: HydraConfig, share: float, train: Batches | None) -> HydraConfig:
+    """The config with a share of its training."""
+    recipe = cast(Recipe, config.recipe)
+    total, warmup = recipe.plan(None if train is None else length_of(train))
+    steps = max(1, round(share * total))
+    every = None if recipe.evaluate_every is None else min(recipe.evaluate_every, steps)
+    short = replace(recipe, steps=steps, epochs=None, warmup=warmup * steps // total, evaluate_every=every)
+    return replace(config, recipe=short)
+
+
+def _size(batches: list[Batch]) -> int:
+    return sum(size_of(inputs) for inputs, _ in batches)
+
+
+# --- the work --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """A search whose arguments are known to be good. What is done is kept in the run folder, and read from there."""
+
+    run: RunFolder
+    start: StartingModel
+    built: Candidates
+    others: Sequence[Ensemble]  # further trainings of the model
+    data: BuildData
+    judges: Judges
+    settings: _Settings
+    options: Mapping[str, Any]  # of `Ensemble.optimize`
+    progress: bool
+
+    def plan(self) -> SearchResult:
+        """What every candidate costs, before any of them is built."""
+        makers: dict[str, Callable[[], Ensemble]] = {name: partial(_stand_in, *one) for name, one in self.built.items()}
+        rows, cost = [SearchRow(YOURS, 1.0, "planned")], self.settings.cost
+        for name, make in {**makers, **self._of_models()}.items():
+            price = self._price(f"prices/{_slug(name)}-planned", self.start.base, make)
+            config = self.built[name][0] if name in self.built else None
+            rows.append(SearchRow(name, price, "planned" if price <= cost else "too dear", config))
+        if not any(row.state == "planned" for row in rows[1:]):
+            cheapest = min(rows[1:], key=lambda row: row.price, default=None)
+            known = (
+                "there are none" if cheapest is None else f"{cheapest.name!r}, the cheapest, costs {cheapest.price:.2f}"
+            )
+            raise ConfigError(
+                f"no candidate costs at most {cost:g} times the model: {known}; raise cost, or give others"
+            )
+        samples = {name: _size(one) for name, one in self.judges.items()}
+        return SearchResult(tuple(rows), cost, self.settings.price, self.settings.scores, samples)
+
+    def finish(self, planned: SearchResult) -> SearchResult:
+        """Build, judge and choose, unless that is done; the choice goes with the result."""
+        found = self.run.product(
+            "search.json", lambda: self._result(planned), SearchResult.load, lambda file, result: result.save(file)
+        )
+        return replace(found, ensemble=self.run.ensemble(RESULT, lambda: self._final(found.choice)))
+
+    def _result(self, planned: SearchResult) -> SearchResult:
+        rows = {row.name: row for row in planned.rows}
+        rivals = list(self._rivals(planned.rows))
+        if self.progress:
+            tqdm.write(to_markdown(planned.table()))
+        builds = sum(row.state == "planned" for row in planned.rows) + sum(map(len, rivals))
+        with tqdm(total=builds, desc="search", unit="build", disable=not self.progress) as bar:
+            rows[YOURS] = self._judge(rows[YOURS], bar)  # first: data that cannot judge are found out
+            for group in rivals:
+                rows |= {row.name: row for row in self._first(planned, group, bar)}
+            for row in planned.rows[1:]:
+                if rows[row.name].state == "planned":
+                    rows[row.name] = self._judge(row, bar)
+        return replace(planned, rows=tuple(rows.values())).decided(self.settings.tolerance)
+
+    def _rivals(self, rows: Sequence[SearchRow]) -> Iterator[list[SearchRow]]:
+        """Candidates that follow the same recipe, and so can be compared before they have done so to the end."""
+        groups: dict[str, list[SearchRow]] = {}
+        for row in rows:
+            config, own = self.built.get(row.name, (None, self.start))
+            if config is not None and config.recipe is not None and row.state == "planned":
+                groups.setdefault(repr(config.training_recipe(own)), []).append(row)
+        yield from (group for group in groups.values() if len(group) > 1 and self.settings.first < 1.0)
+
+    def _first(self, planned: SearchResult, rivals: Sequence[SearchRow], bar: Any) -> Iterator[SearchRow]:
+        """Those of the rivals that are given up after a short training of all."""
+        losses: dict[str, tuple[float, ...]] = {}
+        for row in rivals:
+            config, own = self.built[row.name]
+            short, place = _shortened(config, self.settings.first, self.data.train), f"first/{_slug(row.name)}"
+            bar.set_postfix_str(f"{row.name}, for a short while")
+            try:
+                losses[row.name] = planned.losses(self._numbers(place, partial(self._built, place, short, own)))
+            except SameMembersError as error:
+                yield replace(row, state="not possible", note=str(error))
+            self._remove(place)
+            bar.update()
+        tried = [row for row in rivals if row.name in losses]
+        for row in tried:
+            cheaper = (other.name for other in tried if other.price <= row.price)
+            better = [name for name in cheaper if dominates(losses[name], losses[row.name])]
+            if better:
+                note = f"after {self.settings.first:.0%} of the training worse in every number than {better[0]}"
+                yield replace(row, state="stopped early", note=note)
+
+    def _judge(self, row: SearchRow, bar: Any) -> SearchRow:
+        """A candidate, built, with what held-out data say of it, and its price as it is now."""
+        slug = _slug(row.name)
+        bar.set_postfix_str(row.name)
+        try:
+            numbers = self._numbers(f"evaluations/{slug}", lambda: self._final(row.name))
+        except SameMembersError as error:
+            return replace(row, state="not possible", note=str(error))
+        price = self._price(f"prices/{slug}", self._final(YOURS), lambda: self._final(row.name))
+        self._remove(*(f"candidates/{slug}/{name}" for name in WORK))
+        bar.update()
+        return replace(row, state="judged", numbers=numbers, price=price)
+
+    def _remove(self, *places: str) -> None:
+        """Take away what is no more needed."""
+        for place in places:
+            remove(cast(Path, self.run.place(place)))
+
+    def _numbers(self, name: str, make: Callable[[], Ensemble]) -> Mapping[str, float]:
+        """What held-out data say of an ensemble."""
+        further: Any = () if self.settings.familiarity is None else (self.settings.familiarity,)
+        own, *others = self.judges
+
+        def judge() -> Evaluation:
+            return evaluate(
+                make(),
+                self.judges[own],
+                {key: self.judges[key] for key in others},
+                scores=further,
+                name=name,
+                progress=False,
+            )
+
+        found = self.run.product(f"{name}.json", judge, Evaluation.load, lambda file, one: one.save(file))
+        numbers = found.numbers()
+        return {key: numbers[key] for key in ("accuracy", "nll", "ece", "aurc", *self.settings.scores)}
+
+    def _price(self, name: str, own: Ensemble, make: Callable[[], Ensemble]) -> float:
+        """What an ensemble costs against the given model; one of the same make costs the same."""
+
+        def measure() -> dict[str, float]:
+            made = make()
+            if made.config == own.config:
+                return {"price": 1.0}
+            if self.settings.price == "multiply_adds":
+                return {"price": made.describe().multiply_adds / own.describe().multiply_adds}
+            inputs = own.prepare(self.judges["ID"][0][0])
+            rows = torch.arange(self.settings.batch_size, device=own.device) % size_of(inputs)
+            timed = {"own": own.optimize(**self.options), "other": made.optimize(**self.options)}
+            costs = measure_costs(timed, changed(inputs, lambda tensor: tensor[rows]), repeats=REPEATS, warmup=1)
+            return {"price": costs[1].latency_ratio}
+
+        return float(self.run.json(name, measure)["price"])
+
+    def _final(self, name: str) -> Ensemble:
+        """A candidate as it would be used."""
+        place = f"candidates/{_slug(name)}"
+        if name in self.built:
+            return self._built(place, *self.built[name])
+        usual = HydraConfig(familiarity=self.settings.familiarity, seed=self.settings.seed)
+        plain = {YOURS: lambda: self.start.base, **self._of_models()}[name]
+        return self.run.ensemble(f"{place}/{RESULT}", lambda: calibrated(plain(), usual, self.data))
+
+    def _built(self, place: str, config: HydraConfig, own: StartingModel) -> Ensemble:
+        """The result of a build, in a run folder of its own; rankings are common to all."""
+        run = RunFolder(self.run.place(place), {"format": FORMAT, "config": to_plain(config)}, device=own.base.device)
+        return Chain(config, own, _part(self.data, config), run, self.progress, rankings=self.run).ensemble()
+
+    def _of_models(self) -> dict[str, Callable[[], Ensemble]]:
+        if not self.others:
+            return {}
+        every = [self.start.base, *self.others]
+        return {SOUP: lambda: soup(every), DEEP: lambda: Ensemble.stack(every)}
+
+
+def _stand_in(config: HydraConfig, start: StartingModel) -> Ensemble:
+    """An ensemble of the make of a candidate, without its training: as many heads are missing, if not the same ones."""
+    count, lost = config.pruned_members, config.lost
+    heads: tuple[Any, ...] = ()
+    if count:
+        heads = random_members(start.ranked, lost, count, config.seed, config.layers(start))
+    members = [start.pruned(one) for one in (*heads, *[()] * (config.members - count))]
+    how: dict[str, Any] = {name: getattr(config, name) for name in ("stem", "mlp", "norms", "readout")}
+    return fuse(members, **how, trunk=config.trunk)
+
+
+def _slug(name: str) -> str:
+    """A name as a folder has it."""
+    return "-".join(re.findall(r"[a-z0-9]+", name.lower()))

@@ -1,0 +1,89 @@
+"""`hydra-ensembles search` through its entry point: from a plan to a model that predicts, resumed, and bad input."""
+
+import os
+
+import pytest
+import yaml
+
+import hydra_ensembles as he
+from cli_cases import fail, run, save_images, succeed, vit_flags
+from processes import watch_replacements
+
+CANDIDATES = [
+    {"shared_layers": 2, "strategy": "random", "prune": 1},
+    {"shared_layers": 2, "strategy": "branches", "training": "together"},
+]
+STEPS = ["--recipe", "hydra", "--set", "recipe.steps=2", "--set", "recipe.batch_size=8"]
+
+
+@pytest.fixture(scope="module")
+def flags(world, tmp_path_factory) -> list[str]:
+    """A search of two candidates, without its output."""
+    folder = tmp_path_factory.mktemp("candidates")
+    (folder / "candidates.yaml").write_text(yaml.safe_dump(CANDIDATES))
+    train = save_images(folder / "train", 4, seed=7)
+    sets = ["--id", world / "val", "--ood", world / "stripes", "--train", train]
+    settings = ["--candidates", folder / "candidates.yaml", "--price", "multiply_adds", "--cost", 3, *STEPS, "--quiet"]
+    return [*vit_flags(world / "mine.safetensors"), *map(str, [*sets, *settings])]
+
+
+@pytest.fixture(scope="module")
+def searched(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("searched") / "search"
+    return folder, succeed("search", *flags, "--output", folder)
+
+
+def test_a_search_leaves_a_choice_that_other_commands_take(searched, world) -> None:
+    folder, out = searched
+    found = he.SearchResult.load(folder / "search.json")
+    assert [row.state for row in found.rows] == ["judged"] * 3
+    assert found.choice in out
+    assert found.why in (folder / "table.md").read_text()
+    assert (folder / "front.svg").read_text().startswith("<svg ")
+    assert "label" in succeed("predict", folder, world / "test", "--format", "csv")
+    assert "heads kept" in succeed("info", folder)
+
+
+def test_the_settings_it_leaves_read_it_back(searched) -> None:
+    folder, _ = searched
+    before = (folder / "search.json").stat().st_mtime_ns
+    assert "→" in succeed("search", "--config", folder / "config.yaml", "--quiet")
+    assert (folder / "search.json").stat().st_mtime_ns == before
+
+
+def test_a_plan_writes_nothing(flags, tmp_path) -> None:
+    out = succeed("search", *flags, "--output", tmp_path / "new", "--dry-run")
+    assert "branches ×3, trunk 2, trained together" in out
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_interruption_says_how_to_go_on(flags, searched, tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "stopped"
+
+    def stop(target) -> None:
+        if "evaluations" in target.parts:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", watch_replacements(stop))
+        result = run("search", *flags, "--output", folder)
+    assert result.exit_code == 130
+    assert f"hydra-ensembles search --config {folder / 'config.yaml'}" in result.stderr
+    succeed("search", "--config", folder / "config.yaml", "--quiet")
+    assert he.SearchResult.load(folder / "search.json") == he.SearchResult.load(searched[0] / "search.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "token"),
+    [("- {trunk: 3}", "trunk"), ("a: 1", "list"), ("- 3", "list"), ("- [", "YAML"), (None, "none.yaml")],
+)
+def test_bad_candidates_are_refused(flags, tmp_path, content, token) -> None:
+    place = tmp_path / "none.yaml"
+    if content is not None:
+        place.write_text(content)
+    assert token in fail("search", *flags, "--candidates", place, "--output", tmp_path / "run")
+
+
+def test_data_that_are_given_twice_are_refused(flags, world, tmp_path) -> None:
+    assert "same data" in fail("search", *flags, "--judge-ood", world / "stripes", "--output", tmp_path / "run")
+    assert "cost" in fail("search", *flags, "--cost", 0.5, "--output", tmp_path / "run")

@@ -1,0 +1,113 @@
+"""Which candidate a search chooses, from rows that are given: price, numbers, ties, fronts, files, table, figure."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import hydra_ensembles as he
+from hydra_ensembles.errors import CheckpointError
+from hydra_ensembles.pipeline.choice import YOURS, SearchResult, SearchRow, dominates
+from hydra_ensembles.report import figures
+from hydra_ensembles.report.compare import to_markdown
+
+SCORES = ("all.auroc", "mahalanobis:all.auroc")
+
+
+def row(name: str, price: float, nll: float, aurc: float = 0.1, msp: float = 0.8, far: float = 0.9) -> SearchRow:
+    numbers = {"accuracy": 0.75, "nll": nll, "aurc": aurc, SCORES[0]: msp, SCORES[1]: far}
+    return SearchRow(name, price, "judged", numbers=numbers)
+
+
+def result(*rows: SearchRow, cost: float = 1.3, tolerance: float = 0.0) -> SearchResult:
+    samples = {"ID": 100, "OOD": 50}
+    return SearchResult((row(YOURS, 1.0, 0.9), *rows), cost, "latency", SCORES, samples).decided(tolerance)
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "choice"),
+    [
+        ([], {}, YOURS),
+        ([row("better", 1.2, 0.8)], {}, "better"),
+        ([row("better", 1.2, 0.8), row("best", 1.3, 0.7)], {}, "best"),
+        ([row("too dear", 1.31, 0.1), row("better", 1.2, 0.8)], {}, "better"),
+        ([row("worse NLL", 1.0, 0.91)], {"tolerance": 0.5}, YOURS),  # of the NLL nothing is forgiven
+        ([row("worse AURC", 1.2, 0.8, aurc=0.11)], {}, YOURS),
+        ([row("worse AURC", 1.2, 0.8, aurc=0.11)], {"tolerance": 0.02}, "worse AURC"),
+        ([row("worse msp", 1.2, 0.8, msp=0.79)], {}, YOURS),
+        ([row("worse distance", 1.2, 0.8, far=0.89)], {}, YOURS),
+        ([row("worse distance", 1.2, 0.8, far=0.89)], {"tolerance": 0.02}, "worse distance"),
+        ([row("dear", 1.3, 0.8), row("cheap", 1.1, 0.8)], {}, "cheap"),
+        ([row("equal", 1.0, 0.9)], {}, YOURS),
+        ([row("better", 1.2, 0.8)], {"cost": 1.1}, YOURS),
+    ],
+)
+def test_the_choice_is_the_lowest_nll_within_the_price_that_is_nowhere_worse(rows, settings, choice) -> None:
+    found = result(*rows, **settings)
+    assert found.choice == choice
+    chosen = next(one for one in found.rows if one.name == choice)
+    own, mine = (found.losses(one.numbers) for one in (found.rows[0], chosen))
+    slack = settings.get("tolerance", 0.0)
+    assert all(one <= other + slack + 1e-12 for one, other in zip(mine, own, strict=True))
+    assert chosen.price <= found.cost
+    assert ("none of the" in found.why) == (choice == YOURS)
+
+
+def test_the_fronts_have_who_is_not_beaten_at_their_price() -> None:
+    rows = [
+        row("a", 1.1, 0.8, msp=0.7),
+        row("b", 1.1, 0.85),
+        row("c", 1.2, 0.8),
+        row("d", 2.0, 0.5),
+        row("e", 1.5, 0.95, msp=0.99, far=0.99),
+    ]
+    found = result(*rows)
+    assert found.front == {"nll": (YOURS, "a", "d"), "auroc": (YOURS, "e")}
+
+
+def test_domination_is_worse_in_every_number() -> None:
+    assert dominates((1.0, 1.0), (2.0, 2.0))
+    assert not dominates((1.0, 2.0), (2.0, 2.0))
+
+
+def test_a_result_is_saved_and_read_and_a_changed_file_is_refused(tmp_path) -> None:
+    config = he.HydraConfig(prune=2, training="together")
+    found = result(replace(row("better", 1.2, 0.8), config=config), SearchRow("dear", 4.0, "too dear"))
+    found.save(tmp_path / "search.json")
+    assert SearchResult.load(tmp_path / "search.json") == found
+    plain = json.loads((tmp_path / "search.json").read_text())
+    for changed, token in (({**plain, "choice": "dear"}, "digest"), ({"format": "else"}, "digest"), ([], "list")):
+        (tmp_path / "other.json").write_text(json.dumps(changed))
+        with pytest.raises(CheckpointError, match=token):
+            SearchResult.load(tmp_path / "other.json")
+
+
+def test_the_table_has_all_rows_and_says_what_became_of_those_without_numbers() -> None:
+    found = result(
+        row("better", 1.2, 0.8), SearchRow("dear", 4.0, "too dear"), SearchRow("x", 1.0, "stopped early", note="why")
+    )
+    text = to_markdown(found.table())
+    assert "| → better | <u>1.20×</u> | 75.0 | **0.800** |" in text
+    assert "| dear | 4.00× | – |" in text
+    assert "dear: too dear." in text
+    assert "x: stopped early (why)." in text
+    assert found.why in text
+    plan = SearchResult(found.rows[3:], 1.3, "multiply_adds", SCORES, {})
+    assert [column.title for column in plan.table().columns] == ["MAdds"]  # nothing else is known
+
+
+def test_the_figure_is_a_file_of_its_own() -> None:
+    pytest.importorskip("matplotlib")
+    found = result(row("better <&>", 1.2, 0.8), row("dear", 2.0, 0.7))
+    root = ElementTree.fromstring(found.figure())
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    texts = {"".join(one.itertext()).strip() for one in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"better <&>", YOURS, "NLL"} <= texts
+    assert "var(--" not in found.figure()
+
+
+def test_a_figure_alone_has_the_colours_of_the_page() -> None:
+    page = next(Path(figures.__file__).parent.glob("*.j2")).read_text()
+    assert all(f"--{name}:{ink};" in page for name, ink in figures._LIGHT.items())

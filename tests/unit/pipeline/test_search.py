@@ -1,0 +1,310 @@
+"""The best ensemble for a price: what is built, what is not, what is chosen; stopped and resumed; bad input."""
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from build_cases import batches, image_model, recipe, same, samples, text_batches, text_model
+
+import hydra_ensembles as he
+from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError, SameMembersError, StorageError
+from hydra_ensembles.files import locked
+from hydra_ensembles.pipeline import chain
+from hydra_ensembles.pipeline import search as searching
+from hydra_ensembles.pipeline.choice import DEEP, SOUP, YOURS
+from hydra_ensembles.training.finetune import EnsembleLearner
+from processes import watch_replacements
+
+PLAIN = {"shared_layers": 2, "strategy": "random", "prune": 1}
+TOGETHER = {**PLAIN, "training": "together"}
+DEEPER = {**TOGETHER, "shared_layers": 1}
+BRANCHES = {"shared_layers": 2, "strategy": "branches", "training": "together"}
+SETS: dict[str, Any] = {
+    "train": batches(12, seed=1),
+    "id": batches(248, size=31, seed=2),
+    "ood": batches(48, size=16, seed=3, shift=1.5),
+}
+STEPS = 10  # of a training; the first comparison comes after one of them
+
+
+def run(output: Path | None = None, **changes: Any) -> he.SearchResult:
+    """A search of two trained candidates and an untrained one."""
+    usual = {"candidates": [PLAIN, TOGETHER, DEEPER], "price": "multiply_adds", "cost": 4.0, "progress": False}
+    trained = recipe(steps=STEPS, dropout=0.0)
+    return he.search(image_model(), **{**SETS, **usual, "recipe": trained, "output": output, **changes})
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, he.SearchResult]:
+    """The folder of a search that nobody stopped, and what it found."""
+    folder = tmp_path_factory.mktemp("search")
+    return folder, run(folder)
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts fine-tunings, their updates, and circuits."""
+    done: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def wrapper(*arguments: Any, **options: Any) -> Any:
+            done[name] += 1
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, wrapper)
+
+    counted(chain, "finetune")
+    counted(chain, "extract_circuit")
+    counted(EnsembleLearner, "update")
+    return done
+
+
+def names(result: he.SearchResult, state: str) -> list[str]:
+    return [row.name for row in result.rows if row.state == state]
+
+
+def first_numbers(monkeypatch: pytest.MonkeyPatch, table: dict[str, float]) -> None:
+    """Let the first comparison find these losses instead of what it would find; a name is that of the folder."""
+    original = searching._Search._numbers
+
+    def numbers(self: Any, name: str, make: Any) -> Any:
+        loss = table.get(name)
+        if loss is None:
+            return original(self, name, make)
+        return {"nll": loss, "aurc": loss, **dict.fromkeys(self.settings.scores, 1.0 - loss)}
+
+    monkeypatch.setattr(searching._Search, "_numbers", numbers)
+
+
+# --- what is found --------------------------------------------------------------------------------------------------
+
+
+def test_every_candidate_is_judged_beside_the_given_model_and_the_choice_is_ready(finished) -> None:
+    folder, found = finished
+    assert found.rows[0].name == YOURS
+    assert found.rows[0].price == 1.0
+    assert len(found.rows) == 4
+    assert found.samples == {"ID": 124, "ood": 24}
+    assert set(found.rows[0].numbers) == {"accuracy", "nll", "ece", "aurc", "all.auroc", "mahalanobis:all.auroc"}
+    chosen = found.ensemble
+    assert chosen is not None
+    assert chosen.metadata.calibration is not None
+    assert chosen.metadata.familiarity is not None
+    assert same(chosen, he.Ensemble.from_pretrained(folder / "ensemble"))
+    assert he.SearchResult.load(folder / "search.json") == found
+    own, mine = (
+        found.losses(next(row for row in found.rows if row.name == name).numbers) for name in (YOURS, found.choice)
+    )
+    assert all(one <= other for one, other in zip(mine, own, strict=True))
+
+
+def test_numbers_are_those_of_an_evaluation_on_samples_no_build_has_seen(finished) -> None:
+    folder, found = finished
+    judged = he.Evaluation.load(next(iter((folder / "evaluations").glob("random*trunk-2*off.json"))))
+    row = next(row for row in found.rows if row.name.endswith("heads off"))
+    assert row.numbers["nll"] == judged.id.nll
+    inner = he.Ensemble.from_pretrained(folder / "candidates" / "random-3-trunk-2-1-heads-off" / "ensemble")
+    assert inner.metadata.familiarity is not None
+    assert inner.metadata.familiarity.settings.samples == 62  # a quarter of id; another one calibrates
+    assert sum(found.samples.values()) == 124 + 24
+
+
+def test_what_is_too_dear_is_never_built(work) -> None:
+    limit = run(dry_run=True)
+    prices = {row.name: row.price for row in limit.rows}
+    cost = (prices["random ×3, trunk 2, 1 heads off, trained together"] + max(prices.values())) / 2
+    found = run(cost=cost)
+    assert names(found, "too dear") == ["random ×3, trunk 1, 1 heads off, trained together"]
+    assert work["finetune"] == 1  # nobody is left to compare the other one with, so it trains once, to the end
+    assert work["update"] == STEPS
+    assert next(row for row in found.rows if row.name == found.choice).price <= cost
+
+
+def test_a_plan_has_prices_and_leaves_nothing_behind(tmp_path, work) -> None:
+    plan = run(tmp_path / "new", dry_run=True, price="latency", batch_size=2, candidates=[PLAIN, TOGETHER], cost=1e6)
+    assert not (tmp_path / "new").exists()
+    assert not work
+    assert [row.price > 0 for row in plan.rows] == [True] * 3
+    assert names(plan, "planned") == [row.name for row in plan.rows]
+    assert (plan.choice, plan.ensemble) == ("", None)
+
+
+def test_one_that_is_worse_in_every_number_at_no_lower_price_stops_early(monkeypatch, work, tmp_path) -> None:
+    first = {"first/random-3-trunk-2-1-heads-off-trained-together": 0.2}
+    first_numbers(monkeypatch, {**first, "first/random-3-trunk-1-1-heads-off-trained-together": 0.3})
+    found = run(tmp_path)
+    (stopped,) = names(found, "stopped early")
+    assert stopped == "random ×3, trunk 1, 1 heads off, trained together"
+    assert "10%" in next(row.note for row in found.rows if row.name == stopped)
+    assert not list((tmp_path / "candidates").glob("random-3-trunk-1*"))
+    assert work["update"] == STEPS
+
+
+def test_a_cheaper_one_is_not_stopped_by_a_better_and_dearer_one(monkeypatch) -> None:
+    first = {"first/random-3-trunk-2-1-heads-off-trained-together": 0.3}
+    first_numbers(monkeypatch, {**first, "first/random-3-trunk-1-1-heads-off-trained-together": 0.2})
+    assert not names(run(), "stopped early")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"candidates": [TOGETHER, BRANCHES]},  # branches get new classifiers, and are behind at first
+        {"candidates": [TOGETHER, DEEPER], "first": 1.0},
+    ],
+)
+def test_those_that_are_not_compared_early_train_once(changes, work) -> None:
+    assert not names(run(**changes), "stopped early")
+    assert work["finetune"] == 2
+
+
+def test_circuits_are_extracted_once_for_all_that_can_use_them(work, tmp_path) -> None:
+    circuit = {"prune": 1, "shared_layers": 2, "members": 2, "method": "naive"}
+    wanted = [circuit, {**circuit, "training": "together"}, {**circuit, "training": "together", "mlp": "separate"}]
+    found = run(tmp_path, candidates=wanted, seed=2)
+    assert len(names(found, "judged")) + len(names(found, "not possible")) + len(names(found, "stopped early")) == 4
+    assert work["extract_circuit"] == 2  # for both goals, and for accuracy
+
+
+def test_candidates_whose_members_would_be_equal_are_left_out_with_the_reason(monkeypatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise SameMembersError("they lose the same heads")
+
+    monkeypatch.setattr(chain.Chain, "_choose", refuse)
+    found = run()
+    assert found.choice == YOURS
+    assert len(names(found, "not possible")) == 3
+    assert "the same heads" in found.rows[1].note
+
+
+def test_soup_and_deep_ensemble_of_given_models() -> None:
+    found = run(candidates=[PLAIN], models=[image_model(5), image_model(6)])
+    prices = {row.name: row.price for row in found.rows}
+    assert prices[SOUP] == 1.0
+    assert prices[DEEP] == pytest.approx(3.0)
+    assert names(found, "judged") == [row.name for row in found.rows]
+
+
+def test_several_ood_sources_are_cut_in_two_each() -> None:
+    several = {"near": SETS["ood"], "far": batches(24, size=8, seed=8, shift=4.0)}
+    circuit = {"prune": 1, "shared_layers": 2, "members": 1, "method": "naive"}
+    assert run(candidates=[circuit], ood=several).samples == {"ID": 124, "ood['near']": 24, "ood['far']": 12}
+
+
+def test_the_usual_candidates_fit_the_model_and_train_only_with_data() -> None:
+    plan = run(candidates=None, dry_run=True)
+    kinds = {(row.config.strategy, row.config.training, row.config.whole) for row in plan.rows[1:] if row.config}
+    assert {("circuit", None, False), ("branches", "together", False), ("circuit", "together", True)} <= kinds
+    assert {row.config.trunk for row in plan.rows[1:] if row.config} == {2}  # of three layers
+    untrained = run(candidates=None, dry_run=True, train=None)
+    assert {row.config.training for row in untrained.rows[1:] if row.config} == {None}
+
+
+def test_it_takes_texts_given_judges_and_no_distance() -> None:
+    judges = {"near": text_batches(5), "far": text_batches(6)}
+    found = he.search(
+        text_model(), id=text_batches(2), ood=text_batches(3), judge_id=text_batches(4), judge_ood=judges, cost=3.0,
+        candidates=[he.HydraConfig(prune=1, strategy="random", shared_layers=2)], familiarity=None,
+        price="multiply_adds", progress=False,
+    )  # fmt: skip
+    assert found.scores == ("all.auroc",)
+    assert found.samples == {"ID": 28, "judge_ood['near']": 28, "judge_ood['far']": 28}
+
+
+# --- stopped and resumed ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "prices/random",
+        "first/random-3-trunk-1-1-heads-off-trained-together/",
+        "candidates/random-3-trunk-2-1-heads-off-trained-together/finetune",
+        "search.json",
+        "ensemble/",
+    ],
+)
+def test_a_search_that_was_stopped_goes_on_and_finds_the_same(place, finished, tmp_path, monkeypatch, work) -> None:
+    def stop(target: Path) -> None:
+        if target.is_relative_to(tmp_path) and str(target.relative_to(tmp_path)).startswith(place):
+            raise KeyboardInterrupt(place)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", watch_replacements(stop))
+        with pytest.raises(KeyboardInterrupt, match=place):
+            run(tmp_path)
+    found = run(tmp_path)
+    assert found == finished[1]
+    assert found.ensemble is not None
+    assert finished[1].ensemble is not None
+    assert same(found.ensemble, finished[1].ensemble)
+    assert work["update"] <= 2 * STEPS + 2 + STEPS  # of both trainings, short and whole, at most one was begun twice
+
+
+def test_a_finished_search_is_read_back(finished, work) -> None:
+    assert run(finished[0]) == finished[1]
+    assert not work
+    assert not [path for path in finished[0].rglob("*") if path.name in searching.WORK]  # what only builds needed
+
+
+def test_a_folder_is_for_one_search_and_one_worker(finished, tmp_path) -> None:
+    folder = Path(shutil.copytree(finished[0], tmp_path / "copy"))
+    with pytest.raises(CheckpointError, match="tolerance"):
+        run(folder, tolerance=0.1)
+    with pytest.raises(CheckpointError, match="judges"):
+        run(folder, id=batches(248, size=31, seed=9))
+    with locked(folder, "run"), pytest.raises(StorageError, match="another"):
+        run(folder)
+    (folder / "search.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"search\.json"):
+        run(folder)
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "token"),
+    [
+        ({"cost": 0.9}, ConfigError, "cost"),
+        ({"cost": float("inf")}, ConfigError, "cost"),
+        ({"cost": 1.01}, ConfigError, "cheapest"),
+        ({"candidates": []}, ConfigError, "none"),
+        ({"candidates": [{**PLAIN, "trunk": 3}]}, ConfigError, "trunk"),
+        ({"candidates": [{**PLAIN, "shared_layers": 3}]}, ConfigError, "shared_layers"),
+        ({"candidates": ["circuit"]}, ConfigError, r"candidates\[0\]"),
+        ({"train": None}, DataError, "train="),
+        ({"first": 0.0}, ConfigError, "first"),
+        ({"batch_size": 0}, ConfigError, "batch_size"),
+        ({"price": "euros"}, ConfigError, "multiply_adds"),
+        ({"ood": SETS["id"]}, DataError, "same samples"),
+        ({"ood": [(images, labels) for images, labels in reversed(SETS["id"])]}, DataError, "same samples"),
+        ({"judge_ood": SETS["ood"]}, DataError, "same samples"),
+        ({"id": batches(20, seed=2)}, DataError, "24 or more"),
+        ({"ood": batches(3, seed=3, shift=1.5)}, DataError, "4 or more"),
+        ({"id": [(samples(248, 2)[0], torch.zeros(248, dtype=torch.long))]}, DataError, "classes"),
+        ({"models": [text_model()]}, HydraError, "."),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_trained(changes, kind, token, work) -> None:
+    with pytest.raises(kind, match=token):
+        run(**changes)
+    assert not work
+
+
+def test_it_is_one_process(monkeypatch) -> None:
+    monkeypatch.setattr(searching, "launched", lambda: True)
+    with pytest.raises(ConfigError, match="one process"):
+        run()
+
+
+def test_judges_that_made_the_candidates_are_warned_of() -> None:
+    with pytest.warns(he.HydraWarning, match="judges them, too"):
+        run(judge_id=SETS["id"], dry_run=True)
