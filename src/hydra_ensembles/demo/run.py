@@ -64,12 +64,12 @@ class DemoSettings:
     seed: int = 0
     strategy: Strategy = "sampled"
     prune: int = 2
-    whole: bool = True
+    whole: bool = False
     shared_layers: int = 4
     epochs: int = 4
     learning_rate: float = 1e-4
-    new_classifiers: bool = False
-    classifier_rate: float = 1.0
+    new_classifiers: bool = True
+    classifier_rate: float = 20.0
     share: float = 0.9
     draws: int = 20
     limit: int | None = None
