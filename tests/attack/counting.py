@@ -8,6 +8,7 @@ refusal, any other exception a defect. It runs in a process of its own: a death 
 import multiprocessing
 import os
 import resource
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -60,6 +61,7 @@ class Row:
         examples = []
         for failure in FAILURES:
             told = [f"{failure}: {case}: {said}" for case, outcome, said in found if outcome == failure]
+            told = [text.replace(sys.prefix, "…") for text in told]  # where Python lies is nobody's business
             told = [text.encode("utf-8", "backslashreplace").decode() for text in told[:EXAMPLES]]  # half characters
             examples += [text if len(text) < 400 else text[:400] + "…" for text in told]
         return cls(what, len(found), **{name: outcomes.count(name) for name in OUTCOMES}, examples=tuple(examples))
