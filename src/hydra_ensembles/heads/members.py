@@ -6,7 +6,6 @@ members would be one model, counted double.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import combinations
 from typing import Literal
 
 import numpy as np
@@ -30,6 +29,8 @@ def circuit_members(
 ) -> Members:
     """The circuits for both goals, for accuracy and for OOD detection, in this order; then draws from the first.
 
+    Of a circuit that repeats an earlier member the last head gives way to the next one of its ranking, if that goes on.
+
     Args:
         rankings: Circuits by score: `"avg"`, from two members on `"acc"`, from three on `"ood"`.
         prune: Heads each member loses.
@@ -47,13 +48,18 @@ def circuit_members(
     models = {str(rankings[score].provenance.get("model"))[:12] for score in needed} - {"None"}
     if len(models) > 1:
         raise HeadError(f"members of one ensemble need rankings of one model, these are of {sorted(models)}")
-    chosen = [rankings[score].first(prune) for score in needed]
-    for (first, one), (second, other) in combinations(zip(needed, chosen, strict=True), 2):
-        if set(one) == set(other):
+    chosen: list[tuple[Head, ...]] = []
+    for score in needed:
+        heads = rankings[score].heads
+        options = [rankings[score].first(prune), *((*heads[: prune - 1], last) for last in heads[prune:])]
+        repeated = [next((index for index, own in enumerate(chosen) if set(own) == set(one)), None) for one in options]
+        if None not in repeated:
             raise SameMembersError(
-                f"the circuits for {first!r} and {second!r} remove the same {prune} heads, so two members would be "
-                "identical; use another `prune`, other data for the circuits, or members sampled from one circuit"
+                f"the circuits for {needed[repeated[0] or 0]!r} and {score!r} remove the same {prune} heads, so two "
+                "members would be identical; use another `prune`, other data for the circuits, or members sampled from "
+                "one circuit"
             )
+        chosen.append(options[repeated.index(None)])
     if members > len(chosen):
         average = rankings["avg"]
         heads = average.first(len(average) if pool is None else pool)

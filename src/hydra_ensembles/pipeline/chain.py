@@ -20,7 +20,7 @@ from ..batches import Batches, Sources, named_sources
 from ..calibrate import calibrate
 from ..circuit.extract import extract_circuit
 from ..circuit.scores import Score
-from ..errors import CheckpointError, ConfigError, DataError
+from ..errors import CheckpointError, ConfigError, DataError, SameMembersError
 from ..familiarity import digests, fit_familiarity, require_fresh
 from ..fuse import fuse
 from ..heads.members import CIRCUIT_ORDER, circuit_members, distinct_taylor, random_members, sampled_members
@@ -35,6 +35,7 @@ from .run_folder import RESULT, RunFolder
 from .settings import Batch, BuildData, HydraConfig, StartingModel, read_data, starting_model, with_upper_layers
 
 FORMAT = "hydra_ensembles build 1"
+SPARE = 2  # heads that a circuit goes further where it repeats another member
 
 
 @checked
@@ -285,9 +286,16 @@ class Chain:
         budgets = dict.fromkeys(CIRCUIT_ORDER[:count], lost)
         budgets["avg"] = self.pool or lost
         rankings: dict[str, HeadRanking] = {score: self._circuit(score, budgets[score]) for score in budgets}
-        return circuit_members(rankings, lost, count, self.pool, self.config.seed)
+        try:
+            return circuit_members(rankings, lost, count, self.pool, self.config.seed)
+        except SameMembersError:
+            more = min(lost + SPARE, self.start.heads(self.layers))
+            if more == lost:
+                raise
+            rankings |= {score: self._circuit(score, more, "-further") for score in CIRCUIT_ORDER[1:count]}
+            return circuit_members(rankings, lost, count, self.pool, self.config.seed)
 
-    def _circuit(self, score: Score, budget: int) -> HeadRanking:
+    def _circuit(self, score: Score, budget: int, suffix: str = "") -> HeadRanking:
         ranking, start = self.data.ranking, self.start
         assert ranking is not None  # the check has seen to it
         named = {} if start.dual is None else {"class_names": start.names, "templates": start.templates}
@@ -309,7 +317,7 @@ class Chain:
             )
 
         lost = f"-{self.config.max_accuracy_loss}" if score == "ood" else ""
-        return self._ranking(score, budget, f"{self.config.method}-{self.config.ties}{lost}", extract)
+        return self._ranking(f"{score}{suffix}", budget, f"{self.config.method}-{self.config.ties}{lost}", extract)
 
     def _taylor(self, seed: int) -> HeadRanking:
         config, source = self.config, self.data.for_taylor

@@ -61,9 +61,11 @@ class TestCircuits:
 
     def test_circuits_that_agree(self) -> None:
         rankings = circuits() | {"ood": ranking(EVERY[1::-1] + EVERY[2:], "ood")}  # the first two in other order
+        assert circuit_members(rankings, 2, 3)[2] == (EVERY[1], EVERY[2])  # its last head gives way to the next
+        assert len(circuit_members(rankings, 1, 3)) == 3
+        rankings["ood"] = ranking(EVERY[1::-1], "ood")
         with pytest.raises(HeadError, match=r"'avg' and 'ood' remove the same 2 heads"):
             circuit_members(rankings, 2, 3)
-        assert len(circuit_members(rankings, 1, 3)) == 3
 
     def test_refused(self) -> None:
         rankings = circuits()

@@ -202,6 +202,20 @@ def test_circuits_that_agree_are_named_and_kept(tmp_path: Path, monkeypatch: pyt
     assert {file.name for file in (tmp_path / "rankings").iterdir()} >= {"avg.json", "acc.json"}
 
 
+def test_a_circuit_that_repeats_a_member_goes_on_for_another_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def same_order(model: he.Ensemble, *data: Any, score: str, budget: int, **settings: Any) -> he.HeadRanking:
+        heads = tuple(he.Head(layer, head) for head in range(2) for layer in range(LAYERS))[:budget]
+        return he.HeadRanking(heads, (0.5,) * len(heads), "circuit", score)
+
+    monkeypatch.setattr(chain, "extract_circuit", same_order)
+    hydra = he.build(image_model(), config(members=3), output=tmp_path, **sets())
+    assert len(set(hydra.heads)) == 3
+    assert {tuple(map(len, member)) for member in hydra.heads} <= {(3, 3, 3), (2, 3, 4), (3, 2, 4)}
+    assert (tmp_path / "rankings" / "acc-further.json").exists()
+
+
 def bad_labels() -> list[Any]:
     return [(samples(4, 0)[0], torch.full((4,), 3))]
 
