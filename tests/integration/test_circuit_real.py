@@ -91,15 +91,19 @@ def test_last_two_layers(name: str, request: pytest.FixtureRequest) -> None:
     heads = [head for head in existing if head.head % (model.num_heads // 3) == 0]
     off = [head for head in existing if head not in heads]
     samples = read_samples(model, problem.id_batches, problem.ood_batches, seed=0)
-    naive = Naive(model, samples, Objective("avg", SAMPLES, SAMPLES), Ranks(), Work(), 64, off)
+    naive = Naive(model, samples, Objective("avg", SAMPLES, (SAMPLES,), "likelihood"), Ranks(), Work(), 64, off)
     first = [naive.evaluate(head) for head in heads]
     naive.remove(min(first).head)
     second = [naive.evaluate(head) for head in heads if head != min(first).head]
     assert len({(one.errors, one.discordance) for one in first}) > 2
     for score in SCORES:
-        objective = Objective(score, SAMPLES, SAMPLES)
+        pairs = int(score != "acc")
+        objective = Objective(score, SAMPLES, (SAMPLES,) * pairs, "likelihood")
         steps = (first, second) if score == "avg" else (first,)
-        expected = [min(objective.result(*one[1:]) for one in found) for found in steps]
+        expected = [
+            min(objective.result(one.head, (one.errors, one.discordance)[: 1 + pairs], one.loss) for one in found)
+            for found in steps
+        ]
         ranking = problem.extract(score=score, budget=len(expected), layers=layers, removed=off)
         assert list(ranking.heads) == [choice.head for choice in expected]
         if score != "ood":
