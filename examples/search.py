@@ -19,12 +19,12 @@ from hydra_ensembles.report import to_markdown
 
 
 # --8<-- [start:search]
-def best_ensemble(model: Any, sets: dict[str, Any], cost: float, steps: int, output: Path) -> he.SearchResult:
-    """Search trunks of two depths: heads pruned without training, and members trained together, pruned or not."""
-    recipe = he.Recipe(learning_rate=2e-5, classifier_rate=20, steps=steps, warmup=0.1, clip_norm=1.0)
+def best_ensemble(model: Any, sets: dict[str, Any], options: argparse.Namespace) -> he.SearchResult:
+    """Search trunks of some depths: heads pruned without training, and members trained together, pruned or not."""
+    recipe = he.Recipe(learning_rate=2e-5, classifier_rate=20, steps=options.steps, warmup=0.1, clip_norm=1.0)
     candidates = [
         {"shared_layers": depth, **kind}
-        for depth in (5, 4)
+        for depth in options.depths
         for kind in (
             {"strategy": "circuit"},
             {"strategy": "circuit", "whole": True, "training": "together"},
@@ -34,12 +34,12 @@ def best_ensemble(model: Any, sets: dict[str, Any], cost: float, steps: int, out
     return he.search(
         model,
         **sets,  # train, id, ood
-        cost=cost,
+        cost=options.cost,
         candidates=candidates,  # leave them out for the usual ones
         recipe=recipe,
         batch_size=8,  # whose time is measured
         familiarity="knn",  # of 64 images; with 20 a class and more leave it out: mahalanobis
-        output=output,
+        output=options.output,
     )
 
 
@@ -50,7 +50,8 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cost", type=float, default=1.5, help="highest price, as a multiple of the model's")
-    parser.add_argument("--steps", type=int, default=40, help="updates of a training")
+    parser.add_argument("--depths", type=int, nargs="+", default=[5, 4], help="layers, of 6, that all members share")
+    parser.add_argument("--steps", type=int, default=30, help="updates of a training")
     parser.add_argument("--images", type=int, default=256, help="images of each set")
     parser.add_argument("--output", type=Path, default=Path("hydra-search"), help="folder of the search")
     parser.add_argument("--figure", type=Path, help="where to draw the front")
@@ -62,7 +63,7 @@ def main() -> None:
         return data.batches(data.subset(sample[name], options.images, seed=0), preprocess, batch_size=32, **how)
 
     sets = {"train": batches("calibration", shuffle=True), "id": batches("circuit_id"), "ood": batches("circuit_ood")}
-    found = best_ensemble(backbone, sets, options.cost, options.steps, options.output)
+    found = best_ensemble(backbone, sets, options)
     print(to_markdown(found.table()))
     print(f"chosen: {found.choice}, saved to {options.output / 'ensemble'}")
     if options.figure is not None:

@@ -27,7 +27,7 @@ EXPECTED = {  # what each one prints, the folder it leaves a model in, and optio
     "search.py": (
         r"\| → .*×(?:.*\n)+chosen: .*, saved to hydra-search/ensemble",
         "hydra-search/ensemble",
-        ["--images", "64", "--steps", "2", "--cost", "9"],
+        ["--images", "64", "--steps", "2", "--cost", "9", "--depths", "5"],
     ),
     "timm_vit.py": (
         r"heads kept(?:.*\n)+(?:.*(?:accept|abstain).*\n){5}of 32 pictures .* from \d+",

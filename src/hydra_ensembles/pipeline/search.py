@@ -396,6 +396,7 @@ class _Search:
         try:
             numbers = self._numbers(f"evaluations/{slug}", lambda: self._final(row.name))
         except SameMembersError as error:
+            bar.update()
             return replace(row, state="not possible", note=str(error))
         price = self._price(f"prices/{slug}", self._final(YOURS), lambda: self._final(row.name))
         self._remove(*(f"candidates/{slug}/{name}" for name in WORK))
