@@ -20,6 +20,7 @@ from tower_scores import tower_table
 
 from hydra_ensembles.demo import Gains
 from hydra_ensembles.report import to_markdown
+from hydra_ensembles.report.compare import to_markdown
 from hydra_ensembles.schema import from_plain
 from studies.price import price_table
 from studies.tables import study_blocks
@@ -36,6 +37,7 @@ def tables() -> dict[str, str]:
         "tower_scores": tower_table(load("zero_shot_tower_scores.json")),
         "demo": demo_table(),
         "attack": attack_table(),
+        "search": to_markdown(SearchResult.load(RESULTS / "search.json").table()),
         "price": price_table(load("price.json")),
         "conversion": conversion_line(),
         **inference_report.tables(),
