@@ -18,9 +18,9 @@ from fusion import fusion_table
 from proposition1 import proposition_table
 from tower_scores import tower_table
 
+from hydra_ensembles import SearchResult
 from hydra_ensembles.demo import Gains
 from hydra_ensembles.report import to_markdown
-from hydra_ensembles.report.compare import to_markdown
 from hydra_ensembles.schema import from_plain
 from studies.price import price_table
 from studies.tables import study_blocks
