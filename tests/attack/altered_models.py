@@ -273,8 +273,9 @@ def shape_changed(model: nn.Module, place: float) -> None:
 
 
 def part_in_half(model: nn.Module, place: float) -> None:
-    """One part in another floating type."""
-    _chosen([part for part in model.modules() if list(part.parameters(recurse=False))], place).half()
+    """One part in another floating type; all of them would be a model like any other."""
+    parts = [part for part in model.modules() if part is not model and list(part.parameters(recurse=False))]
+    _chosen(parts, place).half()
 
 
 def blocks_swapped(model: nn.Module, place: float) -> None:
