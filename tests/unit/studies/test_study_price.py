@@ -1,5 +1,6 @@
 """The study of price: the rule that chooses, intervals over seeds, and what has to be there first."""
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,25 @@ def test_differences_are_of_the_same_seed_and_intervals_are_students(tmp_path: P
     table = price.price_table({"tables": {"one": found}, "costs": about, "recipe": SETTINGS})
     assert "| one | Hydra | 1.20x | 50.00 | 1.800 |" in table
     assert "-0.200 ± 0.248" in table
+
+
+def test_one_stage_opens_the_test_sets() -> None:
+    """What is measured on them is asked for by `report` alone, which runs after the choice is written down."""
+    tree = ast.parse(Path(price.__file__).read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    opening = {
+        function.name
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and any(getattr(one, "value", None) == "report" for one in node.args)
+    }
+    readers = {
+        function.name
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and node.attr in ("near", "far", "apart")
+    }
+    assert (opening, readers) == ({"report"}, {"outside"})
 
 
 def test_the_recipe_reports_no_set_that_chose() -> None:
