@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from common import hardware, load, store, table, versions
@@ -43,7 +43,7 @@ Batches = list[tuple[Tensor, Tensor]]
 def read(sets: Any, name: str, preprocess: Any, count: int | None = None, seed: int = 0) -> Batches:
     """Preprocessed images of a set, or some of them, in one batch."""
     some = sets[name] if count is None else data.subset(sets[name], count, seed=seed)
-    return list(data.batches(some, preprocess, batch_size=len(some)))
+    return cast(Batches, list(data.batches(some, preprocess, batch_size=len(some))))
 
 
 def answers(model: he.Ensemble, batches: Batches) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for known, sources in drawn:
             how: Any = {"score": score, "ties": ties, "max_accuracy_loss": limit, "budget": options.budget}
             how |= {"layers": range(options.trunk, model.num_layers), "method": "exact", "progress": False}
-            ranking = he.extract_circuit(model, known, None if score == "acc" else sources[source], **how)
+            foreign: Any = None if score == "acc" else sources[source]
+            ranking = he.extract_circuit(model, known, foreign, **how)
             found.append(set(ranking.heads))
             results.append(tested(he.prune(model, ranking.heads), tests))
         common = [len(one & other) / max(len(one), len(other), 1) for one, other in combinations(found, 2)]

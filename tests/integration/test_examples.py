@@ -42,7 +42,10 @@ EXPECTED = {  # what each one prints, the folder it leaves a model in, and optio
 }
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+SLOW = ("search.py",)  # trains several candidates; the command of the same name is tested every day
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in EXPECTED])
 def test_example(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

@@ -38,7 +38,7 @@ TINY = ["--dtype", "float32", "--device", "cpu", "--modes", "eager", "--repeats"
 # --- inference -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["tiny", "tiny-clip"])
+@pytest.mark.parametrize("shape", [pytest.param("tiny", marks=pytest.mark.slow), "tiny-clip"])
 def test_every_contender_answers_as_it_should(shape: str, tmp_path: Path) -> None:
     path = tmp_path / "inference.json"
     names = inference_models.ZERO_SHOT if shape == "tiny-clip" else inference_models.NAMES
@@ -62,6 +62,7 @@ def test_every_contender_answers_as_it_should(shape: str, tmp_path: Path) -> Non
     assert path.read_text() == before  # rows that are there are not measured again
 
 
+@pytest.mark.slow
 def test_two_checkouts_are_timed_side_by_side(tmp_path: Path) -> None:
     path = tmp_path / "both.json"
     options = ["--shape", "tiny", "--contenders", "hydra-k8", "--against", str(ROOT), "--output", str(path)]
