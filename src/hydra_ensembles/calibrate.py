@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -80,9 +80,6 @@ def calibrate(
     """
     require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "calibrate")  # compiled ones are let through
     _require_members_for(score, ensemble.num_members)
-    choices = get_args(FamiliarityChoice)
-    if familiarity not in (None, *choices):
-        raise ConfigError(f"familiarity={familiarity!r} is not known; choose one of {', '.join(choices)}, or None")
     check_share(share)
     known, parts, seen = ensemble.metadata.familiarity, list[Samples](), list[str]()
     fitted = known if known is not None and familiarity in ("auto", known.settings.scores[0]) else None
@@ -102,6 +99,8 @@ def calibrate(
         "validation/risk_of_accepted": fit.risk,
         "validation/aurc": fit.aurc,
     }
+    if familiarity is None and known is not None:  # a threshold of before was set beside another calibration
+        known = Familiarity(replace(known.settings, threshold=None), known.state)
     if familiarity is not None:
         try:
             if fitted is not None:
@@ -143,7 +142,7 @@ def _half_fitted(
     if len(held.labels) < max(samples_for(share), 1):
         few = f"a half of {len(samples.labels)} samples is too few to promise a share of {share:.4g} of familiar inputs"
         raise DataError(f"{few}; it takes {samples_for(share)}, or statistics fitted before, by fit_familiarity")
-    fitting = Fitting(ensemble, FitOptions.checked(score), draws)
+    fitting = Fitting(ensemble, FitOptions((score,)), draws)
     fitting.add(samples.pick(fits))
     return fitting.finish(), held
 

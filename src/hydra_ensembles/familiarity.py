@@ -6,7 +6,7 @@ not grow with the data. What is fitted travels with the ensemble, and every pred
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from .arguments import checked, require_whole
 from .batches import Batches, Inputs, iterate, require_labels
 from .errors import ConfigError, DataError
 from .metrics.conformal import Reference
-from .metrics.distance import BY_CLASS, FAMILIARITY_NAMES, FamiliarityName, is_normalised, is_relative
+from .metrics.distance import BY_CLASS, FamiliarityName, is_normalised, is_relative
 from .metrics.inputs import check_finite
 from .model.clip import require_ensemble
 from .model.ensemble import Ensemble
@@ -88,7 +88,8 @@ def fit_familiarity(
         DataError: A class has no samples, there are too few for a covariance, or features are not finite.
     """
     require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "fit_familiarity")
-    options = FitOptions.checked(score, shrinkage, neighbours, principal, stored)
+    wanted = (score,) if isinstance(score, str) else tuple(score)
+    options = FitOptions(wanted, shrinkage, neighbours, principal, stored)
     if not 0.0 <= held_out < 1.0:
         raise ConfigError(f"held_out is a share of the samples from 0 to below 1, got {held_out}")
     draws = np.random.default_rng(require_whole("seed", seed, 0))
@@ -124,27 +125,14 @@ class FitOptions:
     principal: int | None = None
     stored: int = 10_000
 
-    @classmethod
-    def checked(
-        cls,
-        score: FamiliarityName | Sequence[FamiliarityName],
-        shrinkage: float | None = None,
-        neighbours: int | None = None,
-        principal: int | None = None,
-        stored: int = 10_000,
-    ) -> "FitOptions":
-        """Options that make sense by themselves."""
-        scores = cast(tuple[FamiliarityName, ...], (score,) if isinstance(score, str) else tuple(score))
-        unknown = [name for name in scores if name not in FAMILIARITY_NAMES]
-        if unknown or not scores or len(set(scores)) < len(scores):
-            known = ", ".join(FAMILIARITY_NAMES)
-            raise ConfigError(f"score={list(scores)} cannot be fitted; choose one or more, each once, of {known}")
-        if shrinkage is not None and not 0.0 <= shrinkage < float("inf"):
-            raise ConfigError(f"shrinkage is a share of the mean eigenvalue, 0 or more; got {shrinkage}")
-        for name, value in {"neighbours": neighbours, "principal": principal, "stored": stored}.items():
-            if value is not None:
-                require_whole(name, value, 1)
-        return cls(scores, shrinkage, neighbours, principal, stored)
+    def __post_init__(self) -> None:
+        if not self.scores or len(set(self.scores)) < len(self.scores):
+            raise ConfigError(f"score={list(self.scores)} cannot be fitted; give one or more, each once")
+        if self.shrinkage is not None and not 0.0 <= self.shrinkage < float("inf"):
+            raise ConfigError(f"shrinkage is a share of the mean eigenvalue, 0 or more; got {self.shrinkage}")
+        for name in ("neighbours", "principal", "stored"):
+            if getattr(self, name) is not None:
+                require_whole(name, getattr(self, name), 1)
 
     @property
     def labelled(self) -> bool:

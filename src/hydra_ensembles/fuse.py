@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,10 +70,6 @@ def fuse(
     for member in given:
         require_model(member, "fuse")
     how: How = {"stem": stem, "mlp": mlp, "norms": norms, "readout": readout}
-    for name, value in how.items():
-        accepted = get_args(StemFusion if name == "stem" else Fusion)
-        if value not in accepted:
-            raise ConfigError(f"{name} must be one of {list(accepted)}, got {value!r}")
     duals = [member for member in given if isinstance(member, DualEncoder)]
     ensembles = [member for member in given if isinstance(member, Ensemble)]
     if duals and ensembles:

@@ -14,8 +14,8 @@ import hydra_ensembles as he
 from circuit_models import SCORES, Batches, Problem
 from hydra_ensembles._distributed import Ranks
 from hydra_ensembles.circuit.cache import Work
+from hydra_ensembles.circuit.exact import Naive
 from hydra_ensembles.circuit.scores import Objective, read_samples
-from hydra_ensembles.circuit.search import Naive
 from hydra_ensembles.heads.masking import existing_heads, working_copy
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.preprocessing import ImagePreprocessing

@@ -245,7 +245,12 @@ def test_calibrate_without_familiarity_or_with_another() -> None:
     config = single()
     one, data = model(config), batches(config, 200)
     assert he.calibrate(one, data, familiarity=None).metadata.familiarity is None
-    assert he.calibrate(one, data, familiarity="knn").metadata.familiarity.settings.scores == ("knn",)
+    by_neighbours = he.calibrate(one, data, familiarity="knn")
+    assert by_neighbours.metadata.familiarity.settings.scores == ("knn",)
+    assert by_neighbours.metadata.familiarity.settings.threshold is not None
+    again = he.calibrate(by_neighbours, data, familiarity=None).metadata.familiarity
+    assert again.settings.scores == ("knn",)
+    assert again.settings.threshold is None  # it was set beside another calibration
     few = he.calibrate(one, data[:1])
     assert few.metadata.familiarity is None
     assert "familiarity is not fitted" in few.metadata.history[-1]

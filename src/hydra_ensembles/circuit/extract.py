@@ -26,10 +26,10 @@ from ..model.clip import DualEncoder
 from ..model.ensemble import Ensemble
 from ..schema import from_plain, to_plain
 from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_batch_size, forward_cost
+from .exact import Exact, Naive
 from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
 from .scores import Method, Objective, Result, Samples, Score, Ties, read_samples
 from .screened import AFRESH, Screened
-from .search import Exact, Naive
 from .timing import MINUTES, CandidateBar, in_words, say, seconds_of, speed_of
 
 

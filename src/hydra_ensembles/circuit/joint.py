@@ -19,8 +19,8 @@ from ..model.clip import DualEncoder, average_templates, prompts_of
 from ..model.ensemble import Ensemble
 from ..model.stem_readout import compose
 from .cache import CachedTower
+from .exact import Exact, Naive, Tell, run_without, silent
 from .scores import Answers, IntArray, Result, SampleGroup, Samples, to_device
-from .search import Exact, Naive, Tell, run_without, silent
 
 
 @dataclass(frozen=True, eq=False)

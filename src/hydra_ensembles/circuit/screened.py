@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..heads.ranking import Head
 from .cache import CachedTower
+from .exact import Exact, Tell, silent
 from .scores import IntArray, Result, judge, log_odds, parts, quantum, require_finite, to_device
-from .search import Exact, Tell, silent
 
 AFRESH = 8  # steps after which all that is remembered is forgotten; a resumed run repeats at most as many
 _PREDICT_EVERY = 2  # steps after which a gradient corrects what is remembered

@@ -185,7 +185,7 @@ class Ensemble(Saved, Droppable):
             named: The same as keywords: `ensemble(**tokenizer(texts, return_tensors="pt"))`. What changes no answer
                 (`labels`, see `given.PASSED_OVER`) may be there; all else is refused.
         """
-        return self._per_member(self.readout(*self._encoded(inputs, attention_mask, token_type_ids, named)))
+        return self._per_member(self.readout(*self._encoded(inputs, attention_mask, token_type_ids, **named)))
 
     def features(
         self,
@@ -195,7 +195,7 @@ class Ensemble(Saved, Droppable):
         **named: Any,
     ) -> Tensor:
         """Pooled features `[M, B, d]`, as the classifier (or its hidden layer) sees them."""
-        return self._per_member(self.readout.pool(*self._encoded(inputs, attention_mask, token_type_ids, named)))
+        return self._per_member(self.readout.pool(*self._encoded(inputs, attention_mask, token_type_ids, **named)))
 
     @torch.no_grad()
     def predict(self, inputs: Any, check_finite: bool = True) -> Prediction:
@@ -211,29 +211,20 @@ class Ensemble(Saved, Droppable):
         with dropping(False):
             return self.prediction(*self.answers(self.prepare(inputs)), check_finite=check_finite)
 
-    def answers(
-        self,
-        inputs: Given | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        **named: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`."""
+    def answers(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+        """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`.
+
+        This and `features_and_logits` take what `forward` takes.
+        """
         known = self.metadata.familiarity
         if known is None:
-            return self(inputs, attention_mask, token_type_ids, **named), None
-        features, logits = self.features_and_logits(inputs, attention_mask, token_type_ids, **named)
+            return self(*given, **named), None
+        features, logits = self.features_and_logits(*given, **named)
         return logits, known.scores(features, logits)
 
-    def features_and_logits(
-        self,
-        inputs: Given | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        **named: Any,
-    ) -> tuple[Tensor, Tensor]:
+    def features_and_logits(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """Pooled features `[M, B, d]`, those of two tokens one after the other, and member logits `[M, B, C]`."""
-        pooled = self.readout.pool(*self._encoded(inputs, attention_mask, token_type_ids, named))
+        pooled = self.readout.pool(*self._encoded(*given, **named))
         logits = self.readout.classify(pooled)
         return self._per_member(pooled.flatten(2)), self._per_member(logits)
 
@@ -262,11 +253,9 @@ class Ensemble(Saved, Droppable):
         about = None if known is None or unfamiliarity is None else known.about(unfamiliarity)
         return found.prediction(logits, self.metadata.labels or None, check_finite, about)
 
-    def _encoded(
-        self, inputs: Any, attention_mask: Any, token_type_ids: Any, named: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _encoded(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         """What the readout takes: tokens after the last block `[N, B, T', d]`, key mask, main input."""
-        arguments = self.unpack(inputs, attention_mask, token_type_ids, **named)
+        arguments = self.unpack(*given, **named)
         if not torch.compiler.is_compiling():
             require_at_home(arguments, next(self.parameters(), None))
         x, key_mask = self.embed(*arguments)

@@ -117,15 +117,9 @@ class OptimizedEnsemble:
         return self.answers(inputs, attention_mask, token_type_ids, **named)[0]
 
     @torch.inference_mode()
-    def answers(
-        self,
-        inputs: Given | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        **named: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+    def answers(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`."""
-        arguments = self._arguments(inputs, attention_mask, token_type_ids, **named)
+        arguments = self._arguments(*given, **named)
         with self._one_at_a_time.lock:
             self._take_turns()
             choice = self._choice(arguments)

@@ -279,7 +279,7 @@ class HydraConfig:
             asks for some. Members that start equal, or from pretrained layers, get classifiers of their own.
         shared_layers: The first so many layers stay whole and common to all members: they run once however many
             members there are. Members that train apart leave them, and the stem, as they are. None takes five sixths
-            of the layers where `prune` is not given either, else none.
+            of the layers where `prune` is not given either or the trunk is averaged, else none.
         average_trunk: Members that train apart train these layers, and the stem, too, and the trunk is their mean: a
             Deep Ensemble's training, and most of its gain, at the price of a trunk.
         stem: How the stems are fused; see `fuse`.

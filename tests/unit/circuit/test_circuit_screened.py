@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from circuit_models import SCORES, Problem, random_problem, searches
+from hydra_ensembles.circuit.exact import Exact
 from hydra_ensembles.circuit.scores import Score, quantum
 from hydra_ensembles.circuit.screened import Shifts, fast_products, gradient_shifts
-from hydra_ensembles.circuit.search import Exact
 from hydra_ensembles.heads.ranking import Head
 from trained_vit import id_pictures, ood_pictures, trained_vit
 
