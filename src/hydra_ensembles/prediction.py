@@ -25,6 +25,7 @@ from .schema import short
 ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy", "gen"]
 AnyScore = Literal[ScoreName, FamiliarityName]
 Reason = Literal["unfamiliar", "unsure"]
+REASONS: tuple[Reason | None, ...] = (None, "unsure", "unfamiliar")  # by the numbers of `Prediction.doubt`
 Calibrates = Literal["logits", "probs"]
 Temperature = float | Sequence[float] | Tensor
 
@@ -216,16 +217,20 @@ class Prediction:
         return None if known is None or known.threshold is None else known.score(known.names[0]) <= known.threshold
 
     @cached_property
+    def doubt(self) -> Tensor | None:
+        """`[B]`, the place in `REASONS` of why each sample is not accepted, 0 if it is; None where none is known."""
+        found: Tensor | None = None
+        for place, passed in ((1, self._sure), (2, self._familiar)):
+            if passed is not None:
+                found = torch.where(passed, torch.zeros_like(self.label) if found is None else found, place)
+        return found
+
+    @cached_property
     def reason(self) -> list[Reason | None]:
         """Why each sample is not accepted: `"unfamiliar"` (also where it is unsure, too), `"unsure"`; None if it is."""
-        if self.accept is None:
+        if self.doubt is None:
             raise ConfigError("there is no threshold that could be a reason; calibrate the ensemble first")
-        doubts: tuple[tuple[Reason, Tensor | None], ...] = (("unsure", self._sure), ("unfamiliar", self._familiar))
-        found: list[Reason | None] = [None] * len(self)
-        for reason, passed in doubts:
-            for row in [] if passed is None else (~passed).nonzero()[:, 0].tolist():
-                found[row] = reason
-        return found
+        return [REASONS[place] for place in self.doubt.tolist()]
 
     @property
     def familiarity(self) -> Tensor:

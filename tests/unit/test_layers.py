@@ -15,7 +15,7 @@ LAYERS = (
     "heads prune fuse convert",
     "circuit training familiarity calibrate baselines optimize data",
     "evaluation report",
-    "pipeline",
+    "pipeline serve",
     "cli demo __main__ __init__",
 )
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts.split()}

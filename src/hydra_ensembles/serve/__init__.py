@@ -1,0 +1,1 @@
+"""From a saved ensemble to a service: named outputs, files for other runtimes, archives scored."""

@@ -1,0 +1,126 @@
+"""The one table of what goes into an ensemble and what comes out, by name: for files, servers and tables alike.
+
+The first axis of every input and output is the sample, member logits too (`[B, M, C]`): rows of a table, and batches
+that a server may cut and join.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..batches import READ
+from ..errors import ConfigError
+from ..model.config import PatchStemConfig
+from ..model.ensemble import Ensemble
+from ..prediction import REASONS, Prediction
+
+REASON_WORDS = tuple(reason or "" for reason in REASONS)
+"""What the codes of the output `reason` say; nothing where the sample is accepted."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One named input or output.
+
+    Attributes:
+        name: What it is called everywhere.
+        shape: Of one sample; -1 stands for tokens, of which there may be any number that all inputs have in common.
+        dtype: As NumPy calls it.
+        meaning: One sentence.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    meaning: str
+
+
+def input_fields(ensemble: Ensemble) -> tuple[Field, ...]:
+    """What the ensemble reads, preprocessed; the main input first."""
+    stem, preprocessing = ensemble.config.stem, ensemble.metadata.preprocessing
+    main, *beside = READ[ensemble.kind]
+    if isinstance(stem, PatchStemConfig):
+        kept = str(ensemble.dtype).removeprefix("torch.")
+        return (Field(main, (stem.channels, *stem.image_size), kept, "Images, resized, cropped and normalised."),)
+    mask, segments = beside
+    given = {main: True, mask: getattr(preprocessing, mask, True)}
+    given[segments] = stem.segments > 0 and getattr(preprocessing, "segments", True)
+    meanings = ("Token ids.", "1 at tokens and 0 at padding.", "The segment of each token.")
+    named = zip(given, meanings, strict=True)
+    return tuple(Field(name, (-1,), "int64", meaning) for name, meaning in named if given[name])
+
+
+def _p_value(prediction: Prediction) -> Tensor | None:
+    return None if prediction.reference is None else prediction.p_value()
+
+
+def _familiarity(prediction: Prediction) -> Tensor | None:
+    known = prediction.unfamiliarity
+    return None if known is None or known.reference is None else prediction.familiarity
+
+
+_codes = ", ".join(f"{code} {word or 'accepted'}" for code, word in enumerate(REASON_WORDS))
+_OUTPUTS: Mapping[str, tuple[str, Callable[[Prediction], Tensor | None]]] = {
+    "member_logits": ("Logits of each member.", lambda p: p.member_logits.transpose(0, 1)),  # [M, B, C] -> [B, M, C]
+    "probs": ("Calibrated probabilities of the classes.", lambda p: p.probs),
+    "label": ("The most probable class.", lambda p: p.label),
+    "confidence": ("Its calibrated probability.", lambda p: p.confidence),
+    "entropy": ("Total uncertainty in nats: the entropy of `probs`.", lambda p: p.entropy),
+    "aleatoric": ("What each member is unsure about: their mean entropy, in nats.", lambda p: p.aleatoric),
+    "epistemic": ("What members differ about: mutual information, in nats.", lambda p: p.epistemic),
+    "disagreement": ("Share of member pairs with different labels.", lambda p: p.disagreement),
+    "score": ("The score that `unsure` is decided by; higher = more uncertain.", lambda p: p.score()),
+    "p_value": ("How rare a score this high is among held-out data.", _p_value),
+    "familiarity": ("How rare features this strange are among familiar data; near 0 for foreign inputs.", _familiarity),
+    "accept": ("Whether every score is within its threshold.", lambda p: p.accept),
+    "reason": (f"Why not: {_codes}.", lambda p: p.doubt),
+}
+
+
+def output_fields(ensemble: Ensemble) -> tuple[Field, ...]:
+    """What comes out of this ensemble; p-values, familiarity and a verdict only where they were fitted."""
+    if not ensemble.num_classes:
+        raise ConfigError("this ensemble has no classifier; convert the model with num_labels=")
+    known, members = ensemble.metadata.familiarity, ensemble.num_members
+    kept = torch.float64 if ensemble.dtype == torch.float64 else torch.float32
+    scores = None if known is None else torch.zeros(len(known.settings.scores), members, 1)  # [S, M, 1]
+    blank = ensemble.prediction(torch.zeros(members, 1, ensemble.num_classes, dtype=kept), scores)
+    return tuple(
+        Field(name, array.shape[1:], str(array.dtype), _OUTPUTS[name][0] if name in _OUTPUTS else
+              f"How unlike familiar data the features are, by {name}; higher = less familiar.")
+        for name, array in columns(blank).items()
+    )  # fmt: skip
+
+
+def named_tensors(prediction: Prediction) -> dict[str, Tensor]:
+    """The outputs of a prediction by name, on its device; nothing waits for it."""
+    found = {name: read(prediction) for name, (_, read) in _OUTPUTS.items()}
+    known = prediction.unfamiliarity
+    fitted = {} if known is None else {name: known.score(name) for name in known.names}
+    return {name: tensor for name, tensor in (*found.items(), *fitted.items()) if tensor is not None}
+
+
+def columns(prediction: Prediction) -> dict[str, np.ndarray[Any, Any]]:
+    """The outputs of a prediction by name, as arrays whose first axis is the sample."""
+    return {name: tensor.cpu().numpy() for name, tensor in named_tensors(prediction).items()}
+
+
+class Answering(nn.Module):
+    """An ensemble that answers with named outputs: calibration, familiarity and verdict inside the module.
+
+    It takes the inputs of `input_fields` as keywords. Unlike `predict` it prepares nothing and refuses no logits that
+    are NaN, so that it is one graph, which compilers and exporters take whole.
+    """
+
+    def __init__(self, ensemble: Ensemble) -> None:
+        super().__init__()
+        self.ensemble = ensemble
+
+    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """The named outputs, each `[B, …]`."""
+        logits, unfamiliarity = self.ensemble.answers(**inputs)
+        return named_tensors(self.ensemble.prediction(logits, unfamiliarity, check_finite=False))

@@ -1,0 +1,63 @@
+"""Named outputs are those of a `Prediction`, for every kind of ensemble, and the table says what they are."""
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoint_models import ensemble, map_pooled
+from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.prediction import Prediction
+from hydra_ensembles.serve.outputs import REASON_WORDS, Answering, columns, input_fields, output_fields
+from served_models import SCORES, inputs_for, served
+
+KINDS = ("image", "text", "zero-shot")
+
+
+@pytest.mark.parametrize("bare", ["", ", bare"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_are_those_of_the_prediction(kind: str, bare: str) -> None:
+    one = served(kind + bare)
+    inputs = inputs_for(one, 9)
+    p, table = one.predict(inputs), {field.name: field for field in output_fields(one)}
+    with torch.no_grad():
+        told = Answering(one)(**inputs)
+    for found in (columns(p), {name: tensor.numpy() for name, tensor in told.items()}):
+        assert list(found) == list(table)
+        for name, array in found.items():
+            assert (array.shape, str(array.dtype)) == ((9, *table[name].shape), table[name].dtype)
+            np.testing.assert_array_equal(array, expected(p, name))
+    names = set(SCORES) | {"accept", "reason", "familiarity", "p_value"}
+    assert not names & table.keys() if bare else names <= table.keys()
+    assert [field.name for field in input_fields(one)] == list(inputs)
+
+
+def expected(p: Prediction, name: str) -> np.ndarray:
+    if name == "reason":
+        return np.array([REASON_WORDS.index(reason or "") for reason in p.reason])
+    if name == "member_logits":
+        return p.member_logits.numpy().swapaxes(0, 1)
+    if name in SCORES:
+        return p.score(name).numpy()
+    methods = {"score": p.score, "p_value": p.p_value}
+    return (methods[name]() if name in methods else getattr(p, name)).numpy()
+
+
+def test_all_reasons_occur() -> None:
+    one = served("image")
+    inputs = torch.cat([inputs_for(one, 60)["pixel_values"], 50 * inputs_for(one, 9)["pixel_values"]])
+    found = columns(one.predict(inputs))
+    assert {REASON_WORDS[code] for code in found["reason"]} == {"", "unsure", "unfamiliar"}
+    np.testing.assert_array_equal(found["accept"], found["reason"] == 0)
+
+
+def test_what_a_tokenizer_does_not_give_is_no_input() -> None:
+    one = served("text")
+    without = one.with_metadata(preprocessing=None)
+    assert len(input_fields(without)) == 3
+    plain = one.metadata.preprocessing.__class__(max_length=9, attention_mask=False, segments=False)
+    assert [field.name for field in input_fields(one.with_metadata(preprocessing=plain))] == ["input_ids"]
+
+
+def test_no_classifier_no_outputs() -> None:
+    with pytest.raises(ConfigError, match="classifier"):
+        output_fields(ensemble(map_pooled()))
