@@ -1,6 +1,7 @@
 """Fine-tuning of members."""
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,31 +19,47 @@ from ..batches import Batches, Inputs, changed, iterate, read_batch, require_lab
 from ..errors import ConfigError, DataError
 from ..model.clip import require_ensemble
 from ..model.ensemble import Ensemble
+from ..model.metadata import Metadata
 from ..overlap import keys_at_hand, warn_if_shared
-from .loop import Job, Learner, Runtime, train_best
+from .loop import Job, Learner, RunResult, Runtime, train_best
+from .parametrised import Parametrised
 from .recipe import Recipe, trainable_state
 
 Batch = tuple[Inputs, Tensor]
 _DEVIATION = 0.02  # of new classifiers
-_CLASSIFIERS = ("readout.classifier.", "readout.distillation_classifier.")
+CLASSIFIERS = ("readout.classifier.", "readout.distillation_classifier.")
 
 
 class EnsembleLearner(Learner[Batch]):
-    """A copy of an ensemble in training: in float32 (or float64), frozen where the recipe says."""
+    """A copy of an ensemble in training: in float32 (or float64), frozen where the recipe says.
 
-    def __init__(self, start: Ensemble, recipe: Recipe, runtime: Runtime, index: int) -> None:
-        self.model = Ensemble.from_state(recipe.with_dropout(start.config), trainable_state(start, runtime.device))
-        rates, drawn = {}, torch.Generator().manual_seed(derive_seed(recipe.seed, "classifier", index))
-        for name, parameter in self.model.named_parameters():
+    `arrange` may put something around the copy that computes some of its weights, and freeze more of it.
+    """
+
+    def __init__(
+        self,
+        start: Ensemble,
+        recipe: Recipe,
+        runtime: Runtime,
+        index: int,
+        arrange: Callable[[Ensemble], Parametrised] | None = None,
+    ) -> None:
+        copy = Ensemble.from_state(recipe.with_dropout(start.config), trainable_state(start, runtime.device))
+        drawn = torch.Generator().manual_seed(derive_seed(recipe.seed, "classifier", index))
+        for name, parameter in copy.named_parameters():
             parameter.requires_grad_(recipe.trains(name, start.num_layers))
-            if name.startswith(_CLASSIFIERS):
-                rates[name] = recipe.classifier_rate
+            if name.startswith(CLASSIFIERS):
                 if recipe.reinit_classifier is not None:
                     nn.init.zeros_(parameter)
                 if recipe.reinit_classifier == "random" and name.endswith("weight"):
                     values = _DEVIATION * torch.randn(parameter.shape, generator=drawn)  # [M, C, d]
                     parameter.data.copy_(values)
-        super().__init__(self.model, recipe, runtime, rates)
+        self.model: Ensemble | Parametrised = copy if arrange is None else arrange(copy)
+        own, prefix = (self.model, Parametrised.INNER) if isinstance(self.model, Parametrised) else (None, "")
+        classifiers = tuple(prefix + name for name in CLASSIFIERS)
+        named = (name for name, _ in self.model.named_parameters() if name.startswith(classifiers))
+        rates = dict.fromkeys(named, recipe.classifier_rate) | ({} if own is None else own.rates)
+        super().__init__(self.model, recipe, runtime, rates, () if own is None else own.spared)
         self.parallel: nn.Module = self.model
         if runtime.ranks.size > 1:
             headless = any(not any(heads) for heads in zip(*start.heads, strict=True))  # its norm gets no gradient
@@ -57,6 +74,14 @@ class EnsembleLearner(Learner[Batch]):
             raise DataError(f"batch {index} of train has no samples; let the loader leave it out")
         return inputs, require_labels(labels, self.model.num_classes, "train", index)
 
+    def given(self, inputs: Inputs) -> Inputs:
+        """Inputs as the model takes them."""
+        return self.model.prepare(inputs)
+
+    def lesson(self, inputs: Inputs, labels: Tensor) -> tuple[Inputs, Tensor]:
+        """What the model is given in training, and what its members should say, `[M, B]`."""
+        return self.given(inputs), labels.repeat(self.model.num_members, 1)
+
     def backward(self, group: list[Batch], seed: int) -> Tensor:
         """Add up the gradients of the batches, each weighted by its share of the samples.
 
@@ -69,13 +94,13 @@ class EnsembleLearner(Learner[Batch]):
             wrapped, last = self.parallel, index + 1 == len(group)
             kept = nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()
             with kept, torch_seeded(derive_seed(seed, index, self.runtime.ranks.rank), device):  # exchanged at the last
-                own = self.model.prepare(inputs)
+                own, targets = self.lesson(inputs, labels)
                 own = changed(own, lambda x: x.clone() if x.is_inference() else x)  # or they would give no gradients
                 with self.autocast():
                     logits = wrapped(own)  # [M, B, C]
                 logits = logits if logits.dtype == torch.float64 else logits.float()
-                flat, targets = logits.flatten(0, 1), labels.to(device).repeat(len(logits))  # [M·B, C], [M·B]
-                loss = F.cross_entropy(flat, targets, label_smoothing=self.recipe.label_smoothing) * len(logits)
+                flat, labelled = logits.flatten(0, 1), targets.to(device).flatten()  # [M·B, C], [M·B]
+                loss = F.cross_entropy(flat, labelled, label_smoothing=self.recipe.label_smoothing) * len(logits)
                 share = loss * (len(labels) / samples)
                 self.scaler.scale(share).backward()
                 total += share.detach()
@@ -92,7 +117,7 @@ class EnsembleLearner(Learner[Batch]):
                     continue
                 target = require_labels(labels, self.model.num_classes, "validation", index).to(device)
                 with self.autocast():
-                    logits = self.model(self.model.prepare(inputs))  # [M, B, C]
+                    logits = self.model(self.given(inputs))  # [M, B, C]
                 log_probs = logits.double().log_softmax(-1).logsumexp(0) - math.log(logits.shape[0])  # [B, C]
                 correct = (log_probs.argmax(1) == target).sum()
                 nll = -log_probs.gather(1, target[:, None]).sum()
@@ -159,19 +184,35 @@ def finetune(
     require_ensemble(member, "finetune")
     folder = None if output is None else Path(output) / f"member-{index}"
     job = Job(recipe, train, validation, folder, checkpoint_every, progress, device, index)
-    if not member.num_classes:
+    result = train_classifier(partial(EnsembleLearner, member, recipe, index=index), member, job)
+    line = f"fine-tuned {result.described(recipe)}"
+    return Ensemble.from_state(member.config, result.state_like(member), trained_metadata(member, result, line))
+
+
+def train_classifier(make_learner: Callable[[Runtime], Learner[Batch]], start: Ensemble, job: Job) -> RunResult:
+    """`train_best` of an ensemble that classifies, once recipe, model and data are known to fit together."""
+    if not start.num_classes:
         raise ConfigError("fine-tuning needs a classifier, but this ensemble has none (num_classes is 0)")
-    recipe.check(member, train, validation)
-    if validation is not None:
+    job.recipe.check(start, job.train, job.validation)
+    if job.validation is not None:
         why = "it says little about new data"
-        warn_if_shared("train", keys_at_hand(train), "validation", keys_at_hand(validation), why)
-    result = train_best(partial(EnsembleLearner, member, recipe, index=index), member, job)
+        warn_if_shared("train", keys_at_hand(job.train), "validation", keys_at_hand(job.validation), why)
+    return train_best(make_learner, start, job)
+
+
+def trained_metadata(start: Ensemble, result: RunResult, line: str) -> Metadata:
+    """Metadata after training: a line of history, the validation it was chosen by; no calibration of before."""
     best = result.best
-    metadata = replace(
-        member.metadata,
-        history=(*member.metadata.history, f"fine-tuned {result.described(recipe)}"),
-        calibration=None,
-        familiarity=None,
-        metrics={} if best is None else {"validation/accuracy": best.accuracy, "validation/nll": best.nll},
-    )
-    return Ensemble.from_state(member.config, result.state_like(member), metadata)
+    metrics = {} if best is None else {"validation/accuracy": best.accuracy, "validation/nll": best.nll}
+    return replace(start.metadata.after(line), metrics=metrics)
+
+
+def train_parametrised(arrange: Callable[[Ensemble], Parametrised], start: Ensemble, job: Job, line: str) -> Ensemble:
+    """Train what computes some weights of a copy of `start`, and put the weights it computes in the end in place."""
+    make = partial(EnsembleLearner, start, job.recipe, index=job.index, arrange=arrange)
+    result = train_classifier(make, start, job)
+    model = arrange(Ensemble.from_state(start.config, trainable_state(start, start.device)))
+    model.load_state_dict(result.weights, strict=False)
+    state = {name: tensor.to(start.dtype) for name, tensor in model.whole().items()}
+    metadata = trained_metadata(start, result, f"{line}: {result.described(job.recipe)}")
+    return Ensemble.from_state(start.config, state, metadata)

@@ -5,7 +5,7 @@ import json
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -89,15 +89,22 @@ def training_runtime(device: torch.device | str | None, fallback: torch.device) 
 
 
 class Learner(ABC, Generic[BatchT]):
-    """A model in training, in which `requires_grad` says what trains; `shares` as for `make_optimizer`.
+    """A model in training, in which `requires_grad` says what trains; `shares` and `spared` as for `make_optimizer`.
 
     Subclasses say what a batch is, what its gradients are, and how the model is measured.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, runtime: Runtime, shares: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        runtime: Runtime,
+        shares: Mapping[str, float],
+        spared: Collection[str] = (),
+    ) -> None:
         self.recipe, self.runtime = recipe, runtime
         self.trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.optimizer = make_optimizer(self.trained, recipe, shares)
+        self.optimizer = make_optimizer(self.trained, recipe, shares, spared)
         self.scaler = GradScaler(runtime.device.type, enabled=recipe.precision == "fp16")
 
     @abstractmethod

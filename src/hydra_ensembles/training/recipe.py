@@ -1,7 +1,7 @@
 """How a model is trained: settings, schedule, which parameters at which rate; `presets.yaml` has the paper's."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -256,17 +256,17 @@ def trainable_state(model: nn.Module, device: torch.device) -> dict[str, Tensor]
 
 
 def make_optimizer(
-    trained: Mapping[str, nn.Parameter], recipe: Recipe, shares: Mapping[str, float]
+    trained: Mapping[str, nn.Parameter], recipe: Recipe, shares: Mapping[str, float], spared: Collection[str] = ()
 ) -> torch.optim.Optimizer:
     """The recipe's optimizer over parameters by name; it is given a learning rate before every update.
 
-    `shares` are learning rates over the recipe's, where they are not 1. A logit scale never decays.
+    `shares` are learning rates over the recipe's, where they are not 1. A logit scale and those `spared` never decay.
     """
     groups: dict[tuple[float, float], dict[str, Any]] = {}  # by share of the rate, and weight decay
     for name, parameter in trained.items():
         module, _, leaf = name.rpartition(".")
         bias_or_norm = leaf.endswith("bias") or "norm" in module.rpartition(".")[2]
-        free = name == "logit_scale" or (recipe.no_decay_on_bias_and_norm and bias_or_norm)
+        free = name == "logit_scale" or name in spared or (recipe.no_decay_on_bias_and_norm and bias_or_norm)
         share, decay = shares.get(name, 1.0), 0.0 if free else recipe.weight_decay
         group = groups.setdefault((share, decay), {"params": [], "weight_decay": decay, "share": share})
         group["params"].append(parameter)

@@ -1,0 +1,195 @@
+"""LoRA-Ensemble: members that differ by low-rank updates of the attention, and by their classifiers."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from .._utils import derive_seed
+from ..arguments import checked, require_number, require_whole
+from ..batches import Batches
+from ..errors import ConfigError
+from ..model.config import Sharing
+from ..model.ensemble import Ensemble
+from ..schema import require_types, to_plain
+from ..training.finetune import CLASSIFIERS, train_parametrised
+from ..training.loop import Job
+from ..training.parametrised import Parametrised
+from ..training.recipe import Recipe
+from .start import joined, require_single
+
+Projection = Literal["query", "key", "value", "out"]
+INPUTS: tuple[Projection, ...] = ("query", "key", "value")
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """How members of a LoRA-Ensemble differ from the model they come from, and how they are trained.
+
+    The defaults are the paper's: rank 4, alpha 8, three fine-tunings with seeds of their own. `LoRA.joint` has the
+    settings of the public code of LoRA-Ensemble, whose members train together and start further apart.
+
+    Attributes:
+        members: Number of members; one is LoRA-single.
+        rank: Of every update `B A`.
+        alpha: Updates are scaled by alpha / rank; None for no scale.
+        start: How A is drawn: `"kaiming"` as in peft, or `"xavier"`; B starts at zero.
+        gain: Of `"xavier"`.
+        projections: Parts of the attention that are updated.
+        training: `"apart"` (one run each, seeds of their own) or `"together"` (one run, each batch for all).
+    """
+
+    members: int = 3
+    rank: int = 4
+    alpha: float | None = 8.0
+    start: Literal["kaiming", "xavier"] = "kaiming"
+    gain: float = 1.0
+    projections: tuple[Projection, ...] = ("query", "key", "value", "out")
+    training: Literal["apart", "together"] = "apart"
+
+    def __post_init__(self) -> None:
+        require_types(self)
+        require_whole("LoRA.members", self.members, 1)
+        require_whole("LoRA.rank", self.rank, 1)
+        for name, value in (("alpha", self.alpha), ("gain", self.gain)):
+            if value is not None:
+                require_number(f"LoRA.{name}", value, math.ulp(0.0), math.inf)
+        if not self.projections or len(set(self.projections)) < len(self.projections):
+            raise ConfigError(f"LoRA.projections must name some of query, key, value, out; got {self.projections}")
+
+    @classmethod
+    def joint(cls, members: int = 16, rank: int = 8) -> "LoRA":
+        """The settings of the public code; they go with `Recipe(reinit_classifier="random")`."""
+        return cls(members, rank, alpha=None, start="xavier", gain=10.0, training="together")
+
+    @property
+    def scale(self) -> float:
+        """What an update `B A` is multiplied by."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+    def check(self, model: Ensemble) -> None:
+        """Refuse a rank that is no less than that of the weights it updates."""
+        encoder = model.config.encoder
+        rows = [len(kept) * encoder.head_dim for kept in model.heads[0] if kept]
+        least = min([encoder.width, *rows])
+        if self.rank >= least:
+            raise ConfigError(f"LoRA.rank is {self.rank}, but the attention has matrices of rank {least}; lower it")
+
+
+@checked
+@torch.inference_mode(False)
+@torch.enable_grad()
+def lora_ensemble(
+    model: Ensemble,
+    train: Batches,
+    recipe: Recipe,
+    settings: LoRA = LoRA(),  # noqa: B008 (frozen)
+    validation: Batches | None = None,
+    *,
+    output: str | Path | None = None,
+    progress: bool = True,
+    device: torch.device | str | None = None,
+    checkpoint_every: int = 500,
+) -> Ensemble:
+    """Members out of one model by low-rank updates of its attention; all else but the classifiers stays as it is.
+
+    The updates are merged in the end: the result is an ensemble with attention and classifier per member, which needs
+    no other forward pass. Of the recipe's `train_groups`, attention trains by its updates, and of the readout the
+    classifiers; the rest is frozen. With `last_blocks`, the blocks before are run once for all members.
+
+    Args:
+        model: A classifier with one member; it is not changed.
+        train: Batches with labels that can be read again and again.
+        recipe: How to train; `reinit_classifier="random"` gives every member a classifier of its own to start from.
+        settings: Ranks, scales, and whether members train together.
+        validation: Held-out batches with labels, as for `finetune`.
+        output: Folder for checkpoints; a run that was killed goes on from there.
+        progress: Whether to show a progress bar.
+        device: Where to train; None stays on the model's device.
+        checkpoint_every: Updates between checkpoints.
+
+    Raises:
+        ConfigError: A rank that is not below the width, several members, or a recipe that does not fit.
+    """
+    require_single(model, "lora_ensemble")
+    settings.check(model)
+    if "attention" not in recipe.train_groups:
+        raise ConfigError("LoRA updates the attention; Recipe.train_groups needs 'attention'")
+    trunk = 0 if recipe.last_blocks is None else max(model.num_layers - recipe.last_blocks, 0)
+    sharing = Sharing(stem=True, mlp=True, norms=True, readout=model.config.readout.cosine is not None)
+    together = settings.training == "together"
+    start = joined([model] * settings.members, sharing, trunk) if together else model
+    identity = {"method": "lora", "settings": to_plain(settings)}
+
+    def run(index: int) -> Ensemble:
+        folder = None if output is None else Path(output) / f"member-{index}"
+        job = Job(recipe, train, validation, folder, checkpoint_every, progress, device, index, identity)
+        seed = derive_seed(recipe.seed, "lora", index)
+        line = f"LoRA of rank {settings.rank}, scale {settings.scale:g}, {settings.training}"
+        return train_parametrised(lambda copy: LowRank(copy, settings, recipe, seed), start, job, line)
+
+    if together:
+        return run(0)
+    return joined([run(index) for index in range(settings.members)], sharing, trunk)
+
+
+class LowRank(Parametrised):
+    """An ensemble with an update `scale · B A` on the attention of every member, in the layers that train.
+
+    Parameters are named by layer and projection: `down` has A `[M, r, in]`, `up` has B `[M, out, r]`.
+    """
+
+    def __init__(self, ensemble: Ensemble, settings: LoRA, recipe: Recipe, seed: int) -> None:
+        super().__init__(ensemble)
+        self.scale = settings.scale
+        self.layers: dict[int, int] = {}  # heads of the layers that are updated
+        config, drawn = ensemble.config, torch.Generator().manual_seed(seed)
+        for name, parameter in ensemble.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name.startswith(CLASSIFIERS))
+        self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
+        for layer in range(config.encoder.layers):
+            heads, width = config.heads[0][layer], config.encoder.width
+            inside = len(heads) * config.encoder.head_dim
+            if not heads or not recipe.trains(f"encoder.layers.{layer}.attention.qkv", config.encoder.layers):
+                continue
+            self.layers[layer] = len(heads)
+            copies = config.copies("attention", layer)
+            for projection in settings.projections:
+                inputs, outputs = (inside, width) if projection == "out" else (width, inside)
+                first = torch.stack([_drawn(settings, inputs, drawn) for _ in range(copies)])  # [M, r, in]
+                key = f"{layer}_{projection}"
+                self.down[key] = nn.Parameter(first.to(ensemble.device, ensemble.dtype))
+                zeros = torch.zeros(copies, outputs, settings.rank, device=ensemble.device, dtype=ensemble.dtype)
+                self.up[key] = nn.Parameter(zeros)
+
+    def computed(self) -> dict[str, Tensor]:
+        """Attention of every member, updated."""
+        found: dict[str, Tensor] = {}
+        for layer, heads in self.layers.items():
+            place = f"encoder.layers.{layer}.attention."
+            changes = {name: self.update(layer, name) for name in INPUTS if f"{layer}_{name}" in self.up}
+            if changes:
+                shape = next(iter(changes.values()))
+                rows = torch.stack([changes.get(name, torch.zeros_like(shape)) for name in INPUTS], dim=1)
+                rows = rows.unflatten(2, (heads, -1)).transpose(1, 2)  # [M, 3, h·d_k, d] -> [M, h, 3, d_k, d]
+                found[place + "qkv"] = self.ensemble.get_parameter(place + "qkv") + rows.flatten(0, 1)
+            if f"{layer}_out" in self.up:
+                columns = self.update(layer, "out").mT.unflatten(1, (heads, -1))  # [M, d, h·d_k] -> [M, h, d_k, d]
+                found[place + "out"] = self.ensemble.get_parameter(place + "out") + columns.flatten(0, 1)
+        return found
+
+    def update(self, layer: int, projection: Projection) -> Tensor:
+        """What is added to a weight `[out, in]` of every member, `[M, out, in]`."""
+        key = f"{layer}_{projection}"
+        return self.scale * (self.up[key] @ self.down[key])
+
+
+def _drawn(settings: LoRA, inputs: int, generator: torch.Generator) -> Tensor:
+    """One A `[r, in]`: uniform, as wide as `nn.init` would have it."""
+    first = torch.empty(settings.rank, inputs)
+    if settings.start == "xavier":
+        return nn.init.xavier_uniform_(first, settings.gain, generator)
+    return nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator)

@@ -1,0 +1,38 @@
+"""What a method starts from: a single model, members that are copies of it, or fresh weights."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from .._utils import torch_seeded
+from ..errors import ConfigError
+from ..model.clip import require_ensemble
+from ..model.config import EnsembleConfig, Sharing
+from ..model.ensemble import Ensemble, singles
+from ..model.members import join_states
+from ..model.metadata import Metadata
+
+
+def require_single(model: object, caller: str) -> None:
+    """Refuse what is not an ensemble with one member, or has no classes; `caller` is the function that takes one."""
+    require_ensemble(model, caller)
+    if isinstance(model, Ensemble) and model.num_members != 1:
+        raise ConfigError(f"{caller} takes a single model, got {model.num_members} members; give ensemble.member(i)")
+    if isinstance(model, Ensemble) and not model.num_classes:
+        raise ConfigError(f"{caller} takes a classifier, but this ensemble has none (num_classes is 0)")
+
+
+def joined(members: Sequence[Ensemble], sharing: Sharing, trunk: int = 0) -> Ensemble:
+    """One ensemble out of single models that are equal in what they are to share; the rest is there for each."""
+    if len(members) == 1:
+        return Ensemble.from_state(members[0].config, members[0].state_dict(), members[0].metadata)
+    states, heads, metadata = singles(members)
+    config = replace(members[0].config, heads=heads, sharing=sharing, trunk=trunk)
+    return Ensemble.from_state(config, join_states(config, states), metadata)
+
+
+def fresh(config: EnsembleConfig, seed: int, metadata: Metadata) -> Ensemble:
+    """An ensemble that has learned nothing: weights drawn by the seed."""
+    with torch_seeded(seed, torch.device("cpu")):
+        return Ensemble(config, metadata).eval()

@@ -1,0 +1,78 @@
+"""What the tests of all baselines have in common: tiny models, a short training, a run that is interrupted."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.training.loop import Learner
+from hydra_ensembles.training.recipe import Recipe
+from random_ensembles import random_batches, random_ensemble
+
+QUICK = Recipe(optimizer="sgd", learning_rate=0.02, steps=4, schedule="constant", dropout=0.1)
+KINDS = ("image-cls", "text-post-norm")
+
+
+def single(kind: str = "image-cls", seed: int = 0, **options: Any) -> Ensemble:
+    return random_ensemble(kind, seed=seed, **options)
+
+
+def some(model: Ensemble, sizes: tuple[int, ...] = (6, 6, 3), seed: int = 0) -> list[Any]:
+    return random_batches(model, sizes, seed)
+
+
+def weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same(one: Ensemble, other: Ensemble) -> None:
+    assert one.config == other.config
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(one.state_dict()[name], tensor), name
+
+
+def assert_an_ensemble(found: Ensemble, source: Ensemble, folder: Path) -> None:
+    """It answers, is saved and read back without any extra, runs optimized, and remembers what was done."""
+    inputs = some(source)[0][0]
+    logits = found(inputs)
+    assert logits.shape == (found.num_members, 6, found.num_classes)
+    assert len(found.metadata.history) > len(source.metadata.history)
+    found.save_pretrained(folder)
+    torch.testing.assert_close(Ensemble.from_pretrained(folder)(inputs), logits)
+    fast = found.optimize(compile=False)
+    torch.testing.assert_close(fast(inputs), logits)
+    assert found.predict(inputs).probs.shape == (6, found.num_classes)
+
+
+def assert_resumes(make: Callable[..., Ensemble], folder: Path, monkeypatch: pytest.MonkeyPatch, stop: int = 3) -> None:
+    """A run that is interrupted at update number `stop` goes on from its checkpoint, and ends with the same bits."""
+    whole, update, made = make(), Learner.update, []
+
+    def interrupted(self: Learner[Any], *given: Any) -> float:
+        if len(made) == stop:
+            raise KeyboardInterrupt
+        made.append(1)
+        return update(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "update", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make(output=folder, checkpoint_every=1)
+    before = len(made)
+    assert before == stop
+
+    def counted(self: Learner[Any], *given: Any) -> float:
+        made.append(1)
+        return update(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "update", counted)
+        again = make(output=folder, checkpoint_every=1)
+        rest = len(made) - before
+        make(output=folder, checkpoint_every=1)  # finished: nothing is trained any more
+    assert len(made) - before == rest
+    assert_same(again, whole)

@@ -1,0 +1,146 @@
+"""LoRA-Ensemble: merged updates are peft's adapters, only updates and classifiers move, runs resume."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from baseline_cases import KINDS, QUICK, assert_an_ensemble, assert_resumes, single, some, weights
+
+import hydra_ensembles as he
+from architectures_transformers import TEXT, VISION, token_batch, transformers_model
+from hydra_ensembles.baselines.lora import LoRA, LowRank, lora_ensemble
+from hydra_ensembles.errors import CheckpointError, ConfigError
+from hydra_ensembles.training.recipe import Recipe
+
+SMALL = LoRA(members=2, rank=2)
+TOGETHER = replace(SMALL, training="together")
+
+
+def train(model, settings=SMALL, recipe=QUICK, **options):
+    return lora_ensemble(model, some(model), recipe, settings, progress=False, **options)
+
+
+CASES = {
+    "vit": ("ViTForImageClassification", "ViTConfig", {**VISION, "intermediate_size": 64}),
+    "bert": ("BertForSequenceClassification", "BertConfig", TEXT),
+}
+
+
+PATHS = {  # where transformers has the four projections
+    "vit": {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"},
+    "bert": {"query": "self.query", "key": "self.key", "value": "self.value", "out": "attention.output.dense"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_merged_updates_are_the_adapters_of_peft(case):
+    peft = pytest.importorskip("peft")
+    model = transformers_model(*CASES[case]).eval()
+    base = he.convert(model)
+    inputs = token_batch(0, segments=True) if case == "bert" else {"pixel_values": torch.randn(3, 3, 32, 32)}
+    ours = LowRank(base, LoRA(members=1, rank=3, alpha=6.0), Recipe(learning_rate=1.0, steps=1), seed=0)
+    paths = PATHS[case]
+    wanted = [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, torch.nn.Linear) and "attention" in name and name.endswith(tuple(paths.values()))
+    ]
+    assert len(wanted) == 4 * base.num_layers
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=6, target_modules=wanted))
+    generator = torch.Generator().manual_seed(1)
+    layers = {name: part for name, part in adapted.named_modules() if hasattr(part, "lora_A")}
+    assert len(layers) == len(wanted)
+    with torch.no_grad():
+        for name, part in layers.items():
+            layer = next(int(piece) for piece in name.split(".") if piece.isdigit())
+            projection = next(key for key, path in paths.items() if name.endswith(path))
+            for mine, theirs in ((ours.down, part.lora_A), (ours.up, part.lora_B)):
+                values = torch.randn(theirs["default"].weight.shape, generator=generator)
+                theirs["default"].weight.copy_(values)
+                mine[f"{layer}_{projection}"].copy_(values[None])
+        expected = adapted.eval()(**inputs).logits
+        assert (expected - base(inputs)[0]).abs().max() > 1e-2
+        torch.testing.assert_close(ours(inputs)[0], expected, rtol=1e-4, atol=1e-4)
+        merged = he.Ensemble.from_state(base.config, ours.whole())
+        torch.testing.assert_close(merged(inputs)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings", [SMALL, TOGETHER, replace(SMALL, members=1)], ids=["apart", "together", "single"])
+def test_members_differ_in_attention_and_classifier_alone(kind, settings, tmp_path):
+    base = single(kind)
+    before = weights(base)
+    found = train(base, settings, replace(QUICK, reinit_classifier="random"))
+    assert found.num_members == settings.members
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+    for index in range(found.num_members):
+        member = found.member(index)
+        moved = {name for name, tensor in member.state_dict().items() if not torch.equal(tensor, before[name])}
+        parts = {name.split(".")[-1] if "attention" in name else name for name in moved}
+        assert parts == {"qkv", "out", "readout.classifier.weight", "readout.classifier.bias"}
+        for layer in range(base.num_layers):
+            name = f"encoder.layers.{layer}.attention.out"
+            change = (member.state_dict()[name] - before[name]).flatten(0, 1)  # [h·d_k, d]
+            assert torch.linalg.matrix_rank(change, tol=1e-10) <= settings.rank
+    if settings.members > 1:
+        assert not torch.equal(found.member(0)(some(base)[0][0]), found.member(1)(some(base)[0][0]))
+    assert_an_ensemble(found, base, tmp_path / "saved")
+
+
+def test_one_member_trained_together_is_one_trained_apart():
+    base = single()
+    one, other = (train(base, replace(SMALL, members=1, training=how)) for how in ("apart", "together"))
+    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in one.state_dict().items())
+
+
+def test_blocks_that_do_not_train_are_a_trunk_and_chosen_projections_alone_move():
+    base = single()
+    recipe, settings = replace(QUICK, last_blocks=1), replace(TOGETHER, projections=("query", "value"))
+    found = train(base, settings, recipe)
+    assert found.config.trunk == base.num_layers - 1
+    change = found.member(1).encoder.layers[-1].attention.qkv - base.encoder.layers[-1].attention.qkv
+    assert [bool(part.abs().max() > 0) for part in change.unbind(1)] == [True, False, True]
+    assert torch.equal(found.member(1).encoder.layers[-1].attention.out, base.encoder.layers[-1].attention.out)
+
+
+@pytest.mark.parametrize("settings", [SMALL, TOGETHER], ids=["apart", "together"])
+def test_a_stopped_run_goes_on(settings, tmp_path, monkeypatch):
+    base = single()
+    stop = 6 if settings.training == "apart" else 3  # within the second member
+    assert_resumes(lambda **options: train(base, settings, **options), tmp_path, monkeypatch, stop)
+    with pytest.raises(CheckpointError, match="rank"):
+        train(base, replace(settings, rank=1), output=tmp_path)
+
+
+def test_the_settings_of_the_public_code():
+    joint = LoRA.joint()
+    assert (joint.members, joint.rank, joint.scale, joint.training) == (16, 8, 1.0, "together")
+    assert LoRA().scale == 2.0
+    wide = LowRank(single(), LoRA.joint(rank=2), QUICK, seed=0).down["0_query"]
+    assert wide.abs().max() > 10 * (6 / 12) ** 0.5 * 0.8  # xavier's bound times the gain
+
+
+@pytest.mark.parametrize(
+    ("settings", "token"),
+    [
+        ({"rank": 10}, "rank"),
+        ({"rank": 0}, "rank"),
+        ({"members": 0}, "members"),
+        ({"alpha": -1.0}, "alpha"),
+        ({"projections": ()}, "projections"),
+        ({"projections": ("query", "query")}, "projections"),
+        ({"training": "both"}, "training"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, token):
+    base = single()
+    with pytest.raises(ConfigError, match=token):
+        train(base, LoRA(**settings))
+
+
+def test_models_and_recipes_that_do_not_fit_are_refused():
+    base = single()
+    with pytest.raises(ConfigError, match="member"):
+        train(he.Ensemble.stack([base, base]))
+    with pytest.raises(ConfigError, match="train_groups"):
+        train(base, recipe=replace(QUICK, train_groups=("readout",)))
