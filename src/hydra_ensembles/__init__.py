@@ -5,6 +5,7 @@ from .baselines.mc_dropout import mc_dropout
 from .calibrate import calibrate, fit_calibration
 from .circuit.extract import extract_circuit
 from .convert.convert import convert
+from .convert.declared import Declaration
 from .errors import HydraError, HydraWarning
 from .evaluation.evaluate import evaluate
 from .evaluation.evaluation import Evaluation
@@ -30,6 +31,7 @@ from .training.recipe import Recipe
 from .training.text import tune_text
 
 __all__ = [
+    "Declaration",
     "DualEncoder",
     "Ensemble",
     "Evaluation",

@@ -14,10 +14,13 @@ from ..model.ensemble import Ensemble
 from ..model.layers import GroupedLinear
 from ..model.metadata import Metadata, odd_names
 from ..model.stem_readout import Projections, linear
+from ..preprocessing import TextPreprocessing
 from . import clip, timm, torchvision, transformers
 from .altered import require_known_parts, require_unaltered
 from .clip import DUAL_ARCHITECTURES, DualArchitecture
-from .core import Architecture, qualified_name, require_finite, require_nothing_left, translate
+from .core import Architecture, qualified_name, require_finite, require_fit, translate
+from .declared import Declaration
+from .guess import better, guessed
 from .probe import require_same_answers
 from .processors import is_for_images, read_processor
 
@@ -37,12 +40,14 @@ def convert(
     num_labels: int | None = None,
     labels: Sequence[str] | None = None,
     processor: Any = None,
+    declaration: Declaration | None = None,
     probe: bool = True,
 ) -> Any:
-    """Translate a model of timm, torchvision, transformers or open_clip into one of ours, with one member.
+    """Translate a model of timm, torchvision, transformers or open_clip, or one of your own, into one of ours.
 
     The predictions do not change: every part of the model is read, and in the end both models answer the same small
-    random batch. The result is a copy, in evaluation mode, and independent of the library the model came from.
+    random batch. The result has one member; it is a copy, in evaluation mode, and independent of the library the model
+    came from.
 
     Args:
         model: A live model; wrappers of `torch.compile` and of data parallelism are looked through.
@@ -51,6 +56,8 @@ def convert(
         processor: What turns raw inputs into tensors: a tokenizer or image processor of transformers, or an
             `ImagePreprocessing` / `TextPreprocessing`. Saved with the ensemble. For a dual encoder also a
             processor of both, open_clip's tokenizer, or a list of processors.
+        declaration: Where the parts of a model of your own lie. A plain classifier around an `nn.TransformerEncoder`,
+            or around blocks with an `nn.MultiheadAttention`, needs none: what it is made of is found, tried and proved.
         probe: Compare the answers of both models. False leaves the comparison out, for a model that cannot be run
             here or whose difference is known and meant.
 
@@ -63,26 +70,35 @@ def convert(
             the answers differ, and then it names the first layer where they part.
     """
     given, model = model, _unwrapped(model)
-    architecture = _find_architecture(model)
+    architecture = _find_architecture(model, num_labels) if declaration is None else declaration.architecture(model)
     require_unaltered(given, model, architecture.name)
     if isinstance(architecture, DualArchitecture):
         if num_labels is not None or labels is not None:
             raise ConversionError(f"{architecture.name} has no classifier; leave num_labels and labels out")
         return _convert_dual(architecture, model, processor, probe)
-    require_known_parts(model, architecture.name)
+    if architecture.classes:  # of a model of the user's own, answers alone decide
+        require_known_parts(model, architecture.name)
     config = architecture.config(model, num_labels)
     known = architecture.metadata(model)
+    preprocessing = known.preprocessing if processor is None else read_processor(processor, config.stem)
+    if isinstance(preprocessing, TextPreprocessing) and not architecture.masks:
+        preprocessing = replace(preprocessing, attention_mask=False)  # the model attends to padding
     metadata = replace(
         known,
         source=f"{architecture.name} ({qualified_name(model)})",
         labels=_labels(labels, known, config.readout.num_classes),
-        preprocessing=known.preprocessing if processor is None else read_processor(processor, config.stem),
+        preprocessing=preprocessing,
         history=(f"converted from {architecture.name}",),
     )
     state, fresh = translate(architecture, model, config, may_be_fresh=num_labels is not None)
     ensemble = Ensemble.from_state(config, state, metadata)
     if probe:
-        require_same_answers(architecture, model, ensemble, fresh)
+        try:
+            require_same_answers(architecture, model, ensemble, fresh)
+        except ConversionError as error:
+            if declaration is None:
+                raise
+            raise ConversionError(f"{error}{better(declaration, model, num_labels)}") from error
     return ensemble
 
 
@@ -95,7 +111,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _find_architecture(model: object) -> Architecture | DualArchitecture:
+def _find_architecture(model: object, num_labels: int | None) -> Architecture | DualArchitecture:
     """The declaration for a live model, or an error that lists what is supported and how to add one."""
     name = qualified_name(model)
     declared: list[Architecture | DualArchitecture] = [*ARCHITECTURES, *DUAL_ARCHITECTURES]
@@ -106,11 +122,14 @@ def _find_architecture(model: object) -> Architecture | DualArchitecture:
         raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}")
     if name.startswith("peft."):
         raise ConversionError(f"{name} wraps a model in adapters; merge them first: model.merge_and_unload()")
+    own = guessed(model, num_labels)
+    if own is not None:
+        return own.architecture(model)
     known = "\n  ".join(f"{one.name}: {', '.join(one.classes)}" for one in declared)
     raise ConversionError(
         f"{name} is not a supported architecture. Supported are\n  {known}\n"
-        "To add one, write a declaration (hydra_ensembles.convert.core.Architecture) and list it in "
-        "hydra_ensembles.convert.convert.ARCHITECTURES"
+        "A model of your own needs a table of names: he.convert(model, declaration=he.Declaration(names={...})), see "
+        "docs/how-to/own_model.md"
     )
 
 
@@ -137,7 +156,7 @@ def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any, prob
     places = tuple(f"{place}." for place, _, _ in found if place)
     if len(places) == len(found):  # the declaration of a tower without a place of its own looks at the whole model
         left = [name for name in model.state_dict() if not name.startswith((*places, *_SCALES))]
-        require_nothing_left(left, dual.name)
+        require_fit((), left, replace(found[0][2], name=dual.name))
     scale, bias = (getattr(model, name, None) for name in _SCALES)
     if scale is None:
         raise ConversionError(f"{dual.name}: the model has no logit_scale")

@@ -1,8 +1,10 @@
 """How any library's model becomes an Ensemble: declarations, and their translation."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -105,6 +107,8 @@ class Architecture:
         ignored: Prefixes of foreign tensors that take no part in the logits.
         metadata: Labels and preprocessing the live model knows about itself.
         answer: What the live model answers, `[B, C]`; the pooled features where the classifier is a fresh one (True).
+        masks: Whether a text model is told which tokens are padding.
+        advice: What to do where a model does not fit the declaration.
     """
 
     name: str
@@ -114,6 +118,8 @@ class Architecture:
     ignored: tuple[str, ...] = ()
     metadata: Callable[[nn.Module], Metadata] = lambda model: Metadata()
     answer: Callable[[nn.Module, Inputs, bool], Tensor] = plain_answer
+    masks: bool = True
+    advice: str = "this variant of the architecture is not supported"
 
 
 def below(prefix: str, weights: Weights) -> Weights:
@@ -145,6 +151,7 @@ def qualified_name(model: object) -> str:
 
 # What a model may lack when the user asked for a new classifier.
 _FRESH = ("readout.hidden", "readout.classifier", "readout.distillation_classifier")
+_SHOWN = 8  # problems in an error
 
 
 def translate(
@@ -158,34 +165,32 @@ def translate(
     """
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in Ensemble(config).named_parameters()}
-    foreign = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    stored = model.state_dict()
+    foreign = {name: tensor.detach() for name, tensor in {**dict(model.named_buffers()), **stored}.items()}
     used: set[str] = set()
     state: dict[str, Tensor] = {}
+    missing: dict[str, str] = {}  # foreign name → the canonical parameter that it is for
+    misfits: list[str] = []
     fresh = False
     for name, shape in shapes.items():
         source = _source_of(architecture.weights, name, foreign)
         if source is None or not foreign.keys() >= set(source.names):
             if may_be_fresh and name.startswith(_FRESH):
                 fresh |= name.startswith("readout.classifier")
-                state[name] = _fresh(name, shape, next(iter(foreign.values())))
+                state[name] = _fresh(name, shape, next(iter(stored.values())))
                 continue
-            missing = name if source is None else sorted(set(source.names) - foreign.keys())
-            raise ConversionError(
-                f"{architecture.name}: no tensor {missing} for the canonical parameter {name}; "
-                "this variant of the architecture is not supported"
-            )
+            missing |= dict.fromkeys([name] if source is None else set(source.names) - foreign.keys(), name)
+            continue
         used.update(source.names)
         for part in source.names:
             require_finite(foreign[part], part, architecture.name)
         try:
             state[name] = source.read([foreign[part] for part in source.names], shape).reshape(shape)
         except RuntimeError as error:
-            raise ConversionError(
-                f"{architecture.name}: {list(source.names)} cannot become the canonical parameter {name} "
-                f"{list(shape)}: {error}"
-            ) from error
-    left = [name for name in foreign if name not in used and not name.startswith(architecture.ignored)]
-    require_nothing_left(left, architecture.name)
+            misfits.append(f"{list(source.names)} cannot become the canonical parameter {name} {list(shape)}: {error}")
+    left = [name for name in stored if name not in used and not name.startswith(architecture.ignored)]
+    problems = [f"no tensor {one} for {name}{nearest(one, left)}" for one, name in missing.items()] + misfits
+    require_fit(problems, left, architecture)
     dtypes = sorted({str(tensor.dtype) for tensor in state.values()})
     if len(dtypes) > 1:
         raise ConversionError(
@@ -196,19 +201,30 @@ def translate(
 
 
 def block_name(architecture: Architecture, model: nn.Module, layer: int) -> str:
-    """Where a block lies in the foreign model."""
-    source = _source_of(architecture.weights, f"encoder.layers.{layer}.norm1.weight", model.state_dict())
-    found = None if source is None else re.match(rf"(.+?[._]{layer})\.", source.names[0])
-    return "" if found is None else found[1]
+    """Where a block lies in the foreign model: what the places of its norms and MLP have in common; "" for nowhere."""
+    foreign, names = model.state_dict(), list[list[str]]()
+    for part in ("norm1.weight", "norm2.weight", "mlp.down.weight"):
+        source = _source_of(architecture.weights, f"encoder.layers.{layer}.{part}", foreign)
+        names += [one.split(".") for one in ([] if source is None else source.names)]
+    return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, zip(*names, strict=False)))
 
 
-def require_nothing_left(names: Sequence[str], architecture: str) -> None:
-    """Refuse a model with tensors that nothing reads."""
-    if names:
-        raise ConversionError(
-            f"{architecture}: the model has parameters that have no canonical place: {sorted(names)[:8]}"
-            f"{' …' if len(names) > 8 else ''}; this variant of the architecture is not supported"
-        )
+def require_fit(problems: Sequence[str], left: Sequence[str], architecture: Architecture) -> None:
+    """Refuse a model that does not fit its declaration, with all that is wrong at once."""
+    found = [*problems[:_SHOWN], *([f"{len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else [])]
+    if left:
+        alike = {re.sub(r"\d+", "#", name): name for name in sorted(left, reverse=True)}  # the same of every block: one
+        more = f" and {len(left) - len(alike)} like these" if len(left) > len(alike) else ""
+        shown = sorted(alike.values())[:_SHOWN]
+        found.append(f"the model has parameters that have no canonical place: {shown}{more}")
+    if found:
+        raise ConversionError(f"{architecture.name}: " + "; ".join([*found, architecture.advice]))
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """` (did you mean …?)` with the known name that is most like this one, or nothing where none is."""
+    found = get_close_matches(name, known, 1, cutoff=0.5)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def require_finite(tensor: Tensor, name: str, architecture: str) -> None:

@@ -39,7 +39,7 @@ def require_same_answers(
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         return  # without values there are no answers
-    inputs, allowed = _inputs(ensemble.config, ensemble.device, ensemble.dtype), _allowed(ensemble)
+    inputs, allowed = _inputs(architecture, ensemble), _allowed(ensemble)
 
     def original() -> Tensor:
         return _answer(architecture, model, inputs, fresh)
@@ -71,19 +71,35 @@ def require_same_answers(
 # --- the batch -----------------------------------------------------------------------------------------------
 
 
-def _inputs(config: EnsembleConfig, device: torch.device, dtype: torch.dtype) -> Inputs:
+def _inputs(architecture: Architecture, ensemble: Ensemble) -> Inputs:
     """One image of the size of the model, or two texts of different length; the same in every process."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    stem = config.stem
+    generator, stem = torch.Generator("cpu").manual_seed(0), ensemble.config.stem
     if isinstance(stem, PatchStemConfig):
         shape = (1, stem.channels, *stem.image_size)
-        return {"pixel_values": torch.randn(shape, generator=generator, device="cpu").to(device, dtype)}
-    return {name: tensor.to(device) for name, tensor in _texts(stem, config, generator).items()}
+        return {
+            "pixel_values": torch.randn(shape, generator=generator, device="cpu").to(ensemble.device, ensemble.dtype)
+        }
+    own = not architecture.classes  # a declaration of the user's: only CLIP has texts without a norm otherwise
+    if architecture.masks:
+        found = _texts(stem, ensemble.config, generator, clip=not stem.norm and not own)
+    else:
+        found = _whole_texts(stem, generator)
+    return {name: tensor.to(ensemble.device) for name, tensor in found.items()}
 
 
-def _texts(stem: TextStemConfig, config: EnsembleConfig, generator: torch.Generator) -> Inputs:
-    """Token ids `[B, T]`; a mask where the family has one, segments where there are several."""
-    clip = not stem.norm  # texts of CLIP fill the whole context, and end with a token that is looked for
+def _whole_texts(stem: TextStemConfig, generator: torch.Generator) -> Inputs:
+    """Token ids `[B, T]` of any value: a model that is told of no padding must take every token for one."""
+    shape = _TEXTS, min(stem.max_tokens, _TOKENS)
+    ids = torch.randint(stem.vocabulary, shape, generator=generator, device="cpu")
+    ids[:, -1] = 0  # what most models take for padding
+    return {"input_ids": ids}
+
+
+def _texts(stem: TextStemConfig, config: EnsembleConfig, generator: torch.Generator, clip: bool) -> Inputs:
+    """Token ids `[B, T]`; a mask where the family has one, segments where there are several.
+
+    Texts of CLIP fill the whole context, and end with a token that is looked for.
+    """
     tokens = stem.max_tokens if clip else min(stem.max_tokens, _TOKENS)
     pad = 0 if stem.positions_after is None else stem.positions_after
     end = config.readout.eot_token
@@ -207,7 +223,8 @@ def _first_difference(
         if mask is not None and their.shape == mine.shape:
             mine, their = mine[mask.bool()], their[mask.bool()]  # what is at padding does not matter
         if _difference(mine, their) > allowed:
-            return f"in {names[index - 1]}" if index else f"before {names[0]}, where the input is embedded"
+            shared = f" as layer {index - 1}" if len(set(names)) < len(names) else ""
+            return f"in {names[index - 1]}{shared}" if index else f"before {names[0]}, where the input is embedded"
     if len(theirs) < len(ours):
         return f"in {names[len(theirs) - 1]}" if theirs else f"before {names[0]}"
     return f"after {names[-1]}, where tokens are pooled and classified"
@@ -228,6 +245,7 @@ def _their_tokens(
 ) -> list[Tensor]:
     """The same of the original, as far as its blocks are run in this order."""
     tokens: list[Tensor] = []
+    blocks = list(dict.fromkeys(blocks))  # a block that serves as several layers is there once
 
     def before(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         found = next((one for one in (*given, *named.values()) if isinstance(one, Tensor)), None)

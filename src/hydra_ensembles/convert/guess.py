@@ -1,0 +1,157 @@
+"""Declarations that nobody wrote: put together from a model's modules, tried, and kept where the answers agree."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import permutations, product
+from typing import Any, get_args
+
+from torch import nn
+
+from ..errors import HydraError
+from ..model.config import Activation, HiddenActivation, Pool
+from ..model.ensemble import Ensemble
+from .core import ACTIVATIONS, translate
+from .declared import Declaration, Part, Place
+from .probe import require_same_answers
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
+
+
+def guessed(model: nn.Module, num_labels: int | None) -> Declaration | None:
+    """The declaration of a plain classifier around blocks of `torch.nn` whose answers agree; None where none does."""
+    return next((one for one in _candidates(model) if _agrees(one, model, num_labels)), None)
+
+
+def better(declaration: Declaration, model: nn.Module, num_labels: int | None) -> str:
+    """Which one setting, said otherwise, would make the answers agree, in words; nothing where none would."""
+    for change in _changes(declaration, model):
+        if _agrees(replace(declaration, **change), model, num_labels):
+            return "; they agree with " + ", ".join(f"{name}={value!r}" for name, value in change.items())
+    return ""
+
+
+def _agrees(declaration: Declaration, model: nn.Module, num_labels: int | None) -> bool:
+    try:
+        architecture = declaration.architecture(model)
+        config = architecture.config(model, num_labels)
+        state, fresh = translate(architecture, model, config, may_be_fresh=num_labels is not None)
+        require_same_answers(architecture, model, Ensemble.from_state(config, state), fresh)
+    except HydraError:
+        return False
+    return True
+
+
+def _changes(declaration: Declaration, model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Other values of the settings that people most often get wrong, one at a time."""
+    architecture = declaration.architecture(model)
+    config = architecture.config(model, None)
+    inner, text = config.encoder.heads * config.encoder.head_dim, config.kind == "text"
+    yield {"norm_first": not config.encoder.norm_first}
+    yield from ({"activation": one} for one in get_args(Activation))
+    yield from ({"pool": one, "norm_after_pool": after} for one in _pools(text, True) for after in (False, True))
+    yield from ({"head_layout": " ".join(order)} for order in permutations(("qkv", "h", "d")))
+    yield from ({"heads": heads} for heads in range(1, min(inner, 64) + 1) if inner % heads == 0)
+    yield {"embedding_scale": math.sqrt(config.encoder.width)} if text else {"patch_order": "hwc"}
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The blocks of a model: names of their parts, where they lie, and settings to try."""
+
+    names: dict[Part, Place]
+    place: str
+    width: int
+    settings: tuple[dict[str, Any], ...] = ({},)
+
+
+def _candidates(model: nn.Module) -> Iterator[Declaration]:
+    frame = _frame(model)
+    if frame is None:
+        return
+    for names, settings in product(_ends(model, frame), frame.settings):
+        text = "words" in names
+        pools = _pools(text, "class_token" in names)
+        scales = (1.0, math.sqrt(frame.width)) if text else (1.0,)
+        hidden = get_args(HiddenActivation) if "pooler" in names else ("tanh",)
+        for pool, after, scale, activation in product(pools, (False, True), scales, hidden):
+            if after and (pool == "cls" or pool == "last"):
+                continue  # the norm of one token is the same before and after
+            choice = {"pool": pool, "norm_after_pool": after, "embedding_scale": scale, "pooler_activation": activation}
+            yield Declaration({**frame.names, **names}, **choice, **settings)
+
+
+def _pools(text: bool, class_token: bool) -> tuple[Pool, ...]:
+    if text:
+        return ("mean", "cls", "last")
+    return ("cls", "mean", "cls_mean") if class_token else ("mean",)
+
+
+def _frame(model: nn.Module) -> _Frame | None:
+    """The blocks, where it is clear which they are."""
+    found = dict(model.named_modules())
+    encoders = [name for name, one in found.items() if isinstance(one, nn.TransformerEncoder)]
+    if len(encoders) == 1:
+        layers: Any = found[encoders[0]].layers
+        return _Frame({"encoder": encoders[0]}, encoders[0], layers[0].linear1.in_features)
+    stacks = [(name, list(one)) for name, one in found.items() if isinstance(one, nn.ModuleList | nn.Sequential)]
+    blocks = [(name, parts) for name, parts in stacks if parts and all(map(_has_attention, parts))]
+    if encoders or len(blocks) != 1:
+        return None
+    place, (first, *_) = blocks[0]
+    if isinstance(first, nn.TransformerEncoderLayer):
+        return _Frame({"block": f"{place}.{{i}}"}, place, first.linear1.in_features)
+    inside = {name: part for name, part in first.named_modules() if name}
+    attention = next(name for name, part in inside.items() if isinstance(part, nn.MultiheadAttention))
+    linears = [name for name, one in inside.items() if type(one) is nn.Linear and not name.startswith(attention)]
+    norms = [name for name, one in inside.items() if isinstance(one, _NORMS)]
+    if len(linears) != 2 or len(norms) != 2:
+        return None
+    parts = dict(zip(("attention", "norm1", "norm2", "up", "down"), (attention, *norms, *linears), strict=True))
+    known = [name for name, names in ACTIVATIONS.items() if any(type(one).__name__ in names for one in inside.values())]
+    settings = product((True, False), known[:1] or ("gelu", "relu"))
+    names: Any = {part: f"{place}.{{i}}.{path}" for part, path in parts.items()}
+    width: Any = inside[linears[0]].in_features
+    return _Frame(names, place, width, tuple({"norm_first": first, "activation": one} for first, one in settings))
+
+
+def _has_attention(block: nn.Module) -> bool:
+    if isinstance(block, nn.TransformerEncoderLayer):
+        return True
+    return sum(isinstance(part, nn.MultiheadAttention) for part in block.modules()) == 1
+
+
+def _ends(model: nn.Module, frame: _Frame) -> Iterator[dict[Part, Place]]:
+    """What lies around the blocks, in every way in which it could be meant."""
+    outside = {name: one for name, one in model.named_modules() if not f"{name}.".startswith(f"{frame.place}.")}
+
+    def of(*kinds: type[nn.Module]) -> list[str]:
+        return [name for name, one in outside.items() if type(one) in kinds]
+
+    images, tables, linears, norms = of(nn.Conv2d), of(nn.Embedding), of(nn.Linear), of(*_NORMS)
+    inner = (*(f"{name}." for name in (*images, *tables, *linears, *norms)), f"{frame.place}.")
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    loose = {name: one for name, one in tensors.items() if not name.startswith(inner) and one.is_floating_point()}
+    names: dict[Part, Place] = {}
+    if not linears or len(linears) > 2 or len(images) > 1 or len(norms) > 2:
+        return
+    tokens = [name for name, one in loose.items() if one.numel() == frame.width]
+    others = [name for name, one in loose.items() if one.numel() > frame.width and one.shape[-1] == frame.width]
+    if len(tokens) > 1 or len(tokens) + len(others) < len(loose):
+        return
+    names |= {"classifier": linears[-1], **({"pooler": linears[0]} if len(linears) == 2 else {})}
+    if tokens:
+        names["class_token"] = tokens[0]
+    if images:
+        names["patch"] = images[0]
+        if len(others) + len(tables) == 1 and len(norms) < 2:
+            yield {**names, "position": (others + tables)[0], **({"norm": norms[0]} if norms else {})}
+        return
+    orders = list(permutations(tables, 2)) if len(tables) == 2 and not others else []
+    orders = [(tables[0], others[0])] if len(tables) == 1 and len(others) == 1 else orders
+    places: tuple[Part, ...] = ("embedding_norm", "norm")
+    for (words, position), spots in product(orders, permutations(places, len(norms))):
+        yield {**names, "words": words, "position": position, **dict(zip(spots, norms, strict=True))}
