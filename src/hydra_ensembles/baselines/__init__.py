@@ -1,6 +1,19 @@
 """What Hydra Ensembles are compared with, one file a method."""
 
+from .batch_ensemble import BatchEnsemble, batch_ensemble
 from .lora import LoRA, lora_ensemble
 from .mc_dropout import mc_dropout
+from .mimo import MIMO, mimo
+from .packed import Packed, packed_ensemble
 
-__all__ = ["LoRA", "lora_ensemble", "mc_dropout"]
+__all__ = [
+    "BatchEnsemble",
+    "LoRA",
+    "MIMO",
+    "Packed",
+    "batch_ensemble",
+    "lora_ensemble",
+    "mc_dropout",
+    "mimo",
+    "packed_ensemble",
+]

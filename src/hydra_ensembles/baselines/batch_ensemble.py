@@ -1,0 +1,165 @@
+"""BatchEnsemble: members that share their weights up to a scale of every input and every output."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from .._utils import derive_seed
+from ..arguments import checked, require_number, require_whole
+from ..batches import Batches
+from ..errors import ConfigError
+from ..model.config import Sharing
+from ..model.ensemble import Ensemble
+from ..model.members import place_of
+from ..schema import require_types, to_plain
+from ..training.finetune import CLASSIFIERS, train_parametrised
+from ..training.loop import Job
+from ..training.parametrised import Parametrised
+from ..training.recipe import Recipe
+from .start import joined, require_single
+
+
+@dataclass(frozen=True)
+class BatchEnsemble:
+    """How members of a BatchEnsemble are scaled.
+
+    A linear map of member m is `y = ((x ∘ r_m) Wᵀ) ∘ s_m + b_m`; query, key and value are one map. With the scales of a
+    pretrained model far from one its answers are lost at the start: keep `deviation` small, or scale few layers, as the
+    published vision transformers do (`last_layers=3, deviation=0.5`).
+
+    Attributes:
+        members: Number of members.
+        scales: `"all"`: inputs and outputs of every linear map. `"inputs"`: inputs of attention and MLP alone, which
+            are folded into the norms before them, so that attention and MLP are stored once; for pre-norm blocks.
+        last_layers: Only so many layers at the end are scaled, and the classifier; those before are run once for all
+            members. None scales all layers.
+        start: Scales are drawn from `"normal"`, N(1, deviation), or are random `"signs"`.
+        deviation: Of `"normal"`.
+        rate: Learning rate of the scales over that of the weights. Scales never decay.
+    """
+
+    members: int = 3
+    scales: Literal["all", "inputs"] = "all"
+    last_layers: int | None = None
+    start: Literal["normal", "signs"] = "normal"
+    deviation: float = 0.1
+    rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_types(self)
+        require_whole("BatchEnsemble.members", self.members, 2)
+        require_number("BatchEnsemble.deviation", self.deviation, 0.0, math.inf)
+        require_number("BatchEnsemble.rate", self.rate, math.ulp(0.0), math.inf)
+        if self.last_layers is not None:
+            require_whole("BatchEnsemble.last_layers", self.last_layers, 1)
+
+    def check(self, model: Ensemble) -> None:
+        """Refuse more layers than there are, and folding where the norm comes after."""
+        if self.last_layers is not None and self.last_layers > model.num_layers:
+            given = f"BatchEnsemble.last_layers is {self.last_layers}"
+            raise ConfigError(f"{given}, but the model has {model.num_layers} layers")
+        if self.scales == "inputs" and not model.config.encoder.norm_first:
+            raise ConfigError(
+                "BatchEnsemble.scales='inputs' folds scales into the norm before a map, but in this model norms come "
+                "after; use scales='all'"
+            )
+
+
+@checked
+@torch.inference_mode(False)
+@torch.enable_grad()
+def batch_ensemble(
+    model: Ensemble,
+    train: Batches,
+    recipe: Recipe,
+    settings: BatchEnsemble = BatchEnsemble(),  # noqa: B008 (frozen)
+    validation: Batches | None = None,
+    *,
+    output: str | Path | None = None,
+    progress: bool = True,
+    device: torch.device | str | None = None,
+    checkpoint_every: int = 500,
+) -> Ensemble:
+    """Members out of one model by scales of their own on shared weights; both train, every batch for all members.
+
+    The scales are multiplied into the weights in the end, or folded into norms: the result needs no other forward pass.
+    Where weights are scaled on both sides, it is as large as that many copies of the layers above the trunk.
+
+    Args:
+        model: A classifier with one member; it is not changed.
+        train: Batches with labels that can be read again and again.
+        recipe: How to train; its groups say which weights and biases do, scales always do.
+        settings: Which scales, and how they start.
+        validation: Held-out batches with labels, as for `finetune`.
+        output: Folder for checkpoints; a run that was killed goes on from there.
+        progress: Whether to show a progress bar.
+        device: Where to train; None stays on the model's device.
+        checkpoint_every: Updates between checkpoints.
+    """
+    require_single(model, "batch_ensemble")
+    settings.check(model)
+    trunk = 0 if settings.last_layers is None else model.num_layers - settings.last_layers
+    inputs, zero_shot = settings.scales == "inputs", model.config.readout.cosine is not None
+    sharing = Sharing(stem=True, attention=inputs, mlp=inputs, norms=not inputs, readout=zero_shot)
+    start = joined([model] * settings.members, sharing, trunk)
+    folder = None if output is None else Path(output) / "member-0"
+    identity = {"method": "batch_ensemble", "settings": to_plain(settings)}
+    job = Job(recipe, train, validation, folder, checkpoint_every, progress, device, 0, identity)
+    seed = derive_seed(recipe.seed, "scales")
+    drawn = "random signs" if settings.start == "signs" else f"N(1, {settings.deviation:g})"
+    line = f"BatchEnsemble, scales of {settings.scales} from {drawn} above a trunk of {trunk}"
+    return train_parametrised(lambda copy: Scaled(copy, settings, recipe, seed), start, job, line)
+
+
+class Scaled(Parametrised):
+    """An ensemble whose members have the weights `shared`, scaled by `inputs` (r) and `outputs` (s) of their own.
+
+    What is stored per member in the ensemble is computed here: linear maps by their scales, all else from what is
+    shared. Only biases are the ensemble's own. Names of parameters have `/` in the place of dots.
+    """
+
+    def __init__(self, ensemble: Ensemble, settings: BatchEnsemble, recipe: Recipe, seed: int) -> None:
+        super().__init__(ensemble)
+        self.shared, self.inputs, self.outputs = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
+        generator, members = torch.Generator().manual_seed(seed), ensemble.num_members
+
+        def scales(*shape: int) -> nn.Parameter:
+            noise = torch.randn(members, *shape, generator=generator)
+            values = noise.sign() if settings.start == "signs" else 1.0 + settings.deviation * noise
+            return nn.Parameter(values.to(ensemble.device, ensemble.dtype))
+
+        for name, parameter in ensemble.named_parameters():
+            group, layer = place_of(name)
+            if ensemble.config.copies(group, layer) == 1 or (name.endswith("bias") and group != "norms"):
+                continue
+            key, one = name.replace(".", "/"), parameter[: len(parameter) // members].detach().clone()
+            self.shared[key] = nn.Parameter(one, requires_grad=parameter.requires_grad)
+            parameter.requires_grad_(False)
+            if name.startswith(CLASSIFIERS):
+                self.rates[f"shared.{key}"] = recipe.classifier_rate
+            if name.endswith("attention.qkv"):  # [h, 3, d_k, d]
+                self.inputs[key], self.outputs[key] = scales(1, 1, 1, one.shape[3]), scales(*one.shape[:3], 1)
+            elif name.endswith("attention.out"):  # [h, d_k, d], from the heads to the width
+                self.inputs[key], self.outputs[key] = scales(*one.shape[:2], 1), scales(1, 1, one.shape[2])
+            elif name.endswith(".weight") and one.dim() == 3:  # [1, out, in]
+                self.inputs[key], self.outputs[key] = scales(1, 1, one.shape[2]), scales(1, one.shape[1], 1)
+            elif layer is not None and name.endswith("weight") and group == "norms":  # of the map that follows
+                self.inputs[key] = scales(1, one.shape[1])
+        scaled = [f"{part}.{key}" for part in ("inputs", "outputs") for key in getattr(self, part)]
+        self.rates |= dict.fromkeys(scaled, settings.rate)
+        self.spared = frozenset([*scaled, *(f"shared.{key}" for key in self.shared if "norm" in key)])
+
+    def computed(self) -> dict[str, Tensor]:
+        """What is stored per member: `[M, …]` out of one, members one after another."""
+        found: dict[str, Tensor] = {}
+        for key, one in self.shared.items():
+            norm = key.removesuffix("bias") + "weight"  # the bias of a norm is scaled as its weight is
+            scale = self.inputs[norm] if norm in self.inputs and key.endswith("bias") else self.inputs.get(key)
+            many = one[None] if scale is None else one[None] * scale  # [M or 1, …]
+            many = many * self.outputs[key] if key in self.outputs else many
+            found[key.replace("/", ".")] = many.expand(self.num_members, *one.shape).flatten(0, 1)
+        return found

@@ -1,0 +1,153 @@
+"""MIMO: one network that is shown several images at once and answers each; at inference, the same one every time."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from .._utils import derive_seed
+from ..arguments import checked, require_whole
+from ..batches import Batches, Inputs, move
+from ..errors import ConfigError, DataError
+from ..model.config import PatchStemConfig, Sharing
+from ..model.ensemble import Ensemble
+from ..model.metadata import Metadata
+from ..schema import require_types, to_plain
+from ..training.finetune import Batch, EnsembleLearner, train_classifier, trained_metadata
+from ..training.loop import Job, Runtime
+from ..training.recipe import Recipe
+from .start import fresh, joined, require_single
+
+PATCH = "stem.patch"
+
+
+@dataclass(frozen=True)
+class MIMO:
+    """How a MIMO network is trained; the defaults are the paper's.
+
+    Attributes:
+        members: Images at once, and classifiers.
+        rho: Share of the examples in which all members see the same image.
+        batch_repeat: How often each image of a batch is there; the batch grows by as much.
+        start: `"pretrained"` shows every member the model's own patch kernel over M (so that it starts as the model is,
+            where all images are the same); `"scratch"` draws all weights.
+    """
+
+    members: int = 3
+    rho: float = 0.5
+    batch_repeat: int = 4
+    start: Literal["pretrained", "scratch"] = "pretrained"
+
+    def __post_init__(self) -> None:
+        require_types(self)
+        require_whole("MIMO.members", self.members, 2)
+        require_whole("MIMO.batch_repeat", self.batch_repeat, 1)
+        if not 0.0 <= self.rho <= 1.0:
+            raise ConfigError(f"MIMO.rho is a share from 0 to 1, got {self.rho}")
+
+
+@checked
+@torch.inference_mode(False)
+@torch.enable_grad()
+def mimo(
+    model: Ensemble,
+    train: Batches,
+    recipe: Recipe,
+    settings: MIMO = MIMO(),  # noqa: B008 (frozen)
+    validation: Batches | None = None,
+    *,
+    output: str | Path | None = None,
+    progress: bool = True,
+    device: torch.device | str | None = None,
+    checkpoint_every: int = 500,
+) -> Ensemble:
+    """One network with several answers at the price of one: M patch kernels in training, M classifiers.
+
+    At inference all members see the same image, so the kernels are added up: the result shares everything but the
+    classifiers. It needs width to spare, and longer training than other methods.
+
+    Args:
+        model: An image classifier with one member; it is not changed.
+        train: Batches with labels that can be read again and again; each has at least as many images as members.
+        recipe: How to train; its groups mean what they mean for `finetune`.
+        settings: How images are put together.
+        validation: Held-out batches with labels, as for `finetune`.
+        output: Folder for checkpoints; a run that was killed goes on from there.
+        progress: Whether to show a progress bar.
+        device: Where to train; None stays on the model's device.
+        checkpoint_every: Updates between checkpoints.
+    """
+    require_single(model, "mimo")
+    start = wide(model, settings, recipe.seed)
+    folder = None if output is None else Path(output) / "member-0"
+    identity = {"method": "mimo", "settings": to_plain(settings)}
+    job = Job(recipe, train, validation, folder, checkpoint_every, progress, device, 0, identity)
+    result = train_classifier(partial(MimoLearner, model, start, settings, recipe), start, job)
+    how = f"rho {settings.rho:g}, batch repeat {settings.batch_repeat}"
+    line = f"MIMO of {settings.members} from {settings.start}, {how}: {result.described(recipe)}"
+    return summed(start, result.state_like(start), model, trained_metadata(start, result, line))
+
+
+def wide(model: Ensemble, settings: MIMO, seed: int) -> Ensemble:
+    """The network that is trained: it takes images side by side in the channels, `[B, M·channels, H, W]`."""
+    stem = model.config.stem
+    if not isinstance(stem, PatchStemConfig):
+        raise ConfigError("MIMO puts images together in their channels; texts have none, so it takes image models")
+    if model.config.readout.cosine is not None:
+        raise ConfigError("MIMO learns a classifier for each image; a zero-shot model has class embeddings instead")
+    members = settings.members
+    sharing = Sharing(stem=True, attention=True, mlp=True, norms=True)
+    many = joined([model] * members, sharing)
+    config = replace(many.config, stem=replace(stem, channels=members * stem.channels))
+    if settings.start == "scratch":
+        drawn = fresh(config, derive_seed(seed, "mimo"), many.metadata.after("fresh weights"))
+        return drawn.to(model.device, model.dtype)
+    state = many.state_dict()
+    state[PATCH] = state[PATCH].repeat(1, 1, members, 1, 1) / members  # [1, d, M·channels, h, w]
+    return Ensemble.from_state(config, state, many.metadata)
+
+
+def summed(start: Ensemble, state: dict[str, Tensor], model: Ensemble, metadata: Metadata) -> Ensemble:
+    """What is run in the end: the kernels of all images added up, for one image that all of them are."""
+    kernels = state[PATCH].unflatten(2, (start.num_members, -1))  # [1, d, M, channels, h, w]
+    config = replace(start.config, stem=model.config.stem)
+    return Ensemble.from_state(config, {**state, PATCH: kernels.sum(2)}, metadata)
+
+
+class MimoLearner(EnsembleLearner):
+    """A wide network in training: every member has its own image, or, in a share of the examples, all the same."""
+
+    def __init__(self, single: Ensemble, start: Ensemble, settings: MIMO, recipe: Recipe, runtime: Runtime) -> None:
+        super().__init__(start, recipe, runtime, index=0)
+        self.single, self.settings, self.dtype = single, settings, next(iter(self.trained.values())).dtype
+
+    def read(self, raw: Any, index: int) -> Batch:
+        """As `EnsembleLearner.read`; the first batch of an epoch must have an image for every member."""
+        inputs, labels = super().read(raw, index)
+        if index == 0 and len(labels) < self.settings.members:
+            raise DataError(
+                f"batch 0 of train has {len(labels)} images, and MIMO shows {self.settings.members} members different "
+                "ones; use larger batches, or fewer members"
+            )
+        return inputs, labels
+
+    def given(self, inputs: Inputs) -> Inputs:
+        """The same images for every member."""
+        return self._images(inputs).repeat(1, self.settings.members, 1, 1)
+
+    def lesson(self, inputs: Inputs, labels: Tensor) -> tuple[Inputs, Tensor]:
+        """Every image `batch_repeat` times, in an order of its own for every member but for the share `rho`."""
+        images, count = self._images(inputs), len(labels)
+        order = torch.arange(count).repeat(self.settings.batch_repeat)
+        order = order[torch.randperm(len(order))]
+        apart = int(len(order) * (1.0 - self.settings.rho))
+        rows = [torch.cat([order[torch.randperm(apart)], order[apart:]]) for _ in range(self.settings.members)]
+        shown = torch.cat([images[one.to(images.device)] for one in rows], dim=1)  # [B', M·channels, H, W]
+        return shown, torch.stack([labels.cpu()[one] for one in rows])
+
+    def _images(self, inputs: Inputs) -> Tensor:
+        """Images `[B, channels, H, W]`, held against what the single model takes."""
+        return cast(Tensor, move(self.single.unpack(inputs)[0], self.runtime.device, self.dtype))

@@ -1,0 +1,120 @@
+"""Packed-Ensembles: several narrow models trained together from scratch, together about as large as one."""
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+
+from .._utils import derive_seed
+from ..arguments import checked, require_number, require_whole
+from ..batches import Batches
+from ..errors import ConfigError
+from ..model.config import EnsembleConfig, TextStemConfig, all_heads
+from ..model.ensemble import Ensemble
+from ..schema import require_types
+from ..training.finetune import finetune
+from ..training.recipe import Recipe
+from .start import fresh, require_single
+
+
+@dataclass(frozen=True)
+class Packed:
+    """How one model is cut into narrow ones: M members of width alpha · d / M.
+
+    Attributes:
+        members: Number of members.
+        alpha: Width of all members together, over that of the model; as many as members makes a Deep Ensemble.
+        heads: Heads of a member; None keeps the width of a head. With 12 heads of a ViT-B and the paper's three members
+            and alpha 2 a head would be 42.67 wide: 8 heads keep it at 64.
+    """
+
+    members: int = 3
+    alpha: float = 2.0
+    heads: int | None = None
+
+    def __post_init__(self) -> None:
+        require_types(self)
+        require_whole("Packed.members", self.members, 1)
+        require_number("Packed.alpha", self.alpha, math.ulp(0.0), math.inf)
+        if self.heads is not None:
+            require_whole("Packed.heads", self.heads, 1)
+
+    def narrow(self, config: EnsembleConfig) -> EnsembleConfig:
+        """The configuration of such an ensemble out of that of a whole model; nothing is shared."""
+        encoder, share = config.encoder, Fraction(self.alpha).limit_denominator(1 << 20) / self.members
+        if config.readout.cosine is not None:
+            raise ConfigError("Packed-Ensembles learn from scratch; a zero-shot model has nothing to start from")
+        widths = {"width": encoder.width, "mlp_width": encoder.mlp_width}
+        if config.readout.map_mlp_width:
+            widths["map_mlp_width"] = config.readout.map_mlp_width
+        sizes = {name: share * width for name, width in widths.items()}
+        broken = {name: float(size) for name, size in sizes.items() if size.denominator > 1 or size < 1}
+        if broken:
+            raise ConfigError(
+                f"members of {self.members} with alpha {self.alpha:g} would have {broken} of {widths}; choose members "
+                "and alpha that give whole numbers"
+            )
+        width = int(sizes["width"])
+        heads, left = divmod(width, encoder.head_dim) if self.heads is None else (self.heads, width % self.heads)
+        if left or not heads:
+            what = f"heads of width {encoder.head_dim}" if self.heads is None else f"{self.heads} heads"
+            fitting = [count for count in range(1, width + 1) if width % count == 0]
+            raise ConfigError(
+                f"a member is {width} wide, which {what} do not divide; set Packed.heads to one of {fitting}"
+            )
+        narrow = replace(encoder, width=width, heads=heads, head_dim=width // heads, mlp_width=int(sizes["mlp_width"]))
+        stem, readout = config.stem, config.readout
+        if isinstance(stem, TextStemConfig) and not stem.project:
+            stem = replace(stem, embedding_width=width)
+        if readout.map_mlp_width:
+            readout = replace(readout, map_mlp_width=int(sizes["map_mlp_width"]))
+        return EnsembleConfig(stem, narrow, readout, all_heads(narrow, self.members))
+
+
+@checked
+@torch.inference_mode(False)
+@torch.enable_grad()
+def packed_ensemble(
+    model: Ensemble,
+    train: Batches,
+    recipe: Recipe,
+    settings: Packed = Packed(),  # noqa: B008 (frozen)
+    validation: Batches | None = None,
+    *,
+    output: str | Path | None = None,
+    progress: bool = True,
+    device: torch.device | str | None = None,
+    checkpoint_every: int = 500,
+) -> Ensemble:
+    """Narrow members trained together from scratch, on the architecture of a model; its weights cannot be used.
+
+    One group inside a member (gamma 1): members never meet, so this is a Deep Ensemble of narrow models with one loss,
+    run in one pass. They differ by what they start from, which the recipe's seed draws.
+
+    Args:
+        model: A classifier with one member, whose sizes, classes and preprocessing are taken.
+        train: Batches with labels that can be read again and again.
+        recipe: How to train; as one would the model from scratch.
+        settings: How many members, and how wide.
+        validation: Held-out batches with labels, as for `finetune`.
+        output: Folder for checkpoints; a run that was killed goes on from there.
+        progress: Whether to show a progress bar.
+        device: Where to train; None stays on the model's device.
+        checkpoint_every: Updates between checkpoints.
+    """
+    require_single(model, "packed_ensemble")
+    config = settings.narrow(model.config)
+    line = f"Packed-Ensemble of {settings.members} members, alpha {settings.alpha:g}, fresh weights"
+    start = fresh(config, derive_seed(recipe.seed, "packed"), model.metadata.after(line))
+    return finetune(
+        start.to(model.device, model.dtype),
+        train,
+        recipe,
+        validation,
+        output=output,
+        progress=progress,
+        device=device,
+        checkpoint_every=checkpoint_every,
+    )

@@ -1,0 +1,166 @@
+"""BatchEnsemble: multiplied into weights, or folded into norms, scales answer as layers that apply them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from baseline_cases import KINDS, QUICK, assert_an_ensemble, assert_resumes, single, some, weights
+from torch.nn import functional as F
+
+import hydra_ensembles as he
+from hydra_ensembles.baselines.batch_ensemble import BatchEnsemble, Scaled, batch_ensemble
+from hydra_ensembles.baselines.start import joined
+from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.model.config import Sharing
+from hydra_ensembles.model.members import member_state
+from hydra_ensembles.training.recipe import Recipe, make_optimizer
+
+SMALL = BatchEnsemble(members=2, deviation=0.3)
+ALL, NORMS = Sharing(stem=True, norms=True), Sharing(stem=True, attention=True, mlp=True)
+RECIPE = Recipe(learning_rate=1.0, steps=1)
+
+
+def train(model, settings=SMALL, recipe=QUICK, **options):
+    return batch_ensemble(model, some(model), recipe, settings, progress=False, **options)
+
+
+def by_hand(base, scaled, member, inputs):
+    """One member's logits with `y = ((x ∘ r) Wᵀ) ∘ s + b` written out, in layers with and without scales."""
+    state, config = base.state_dict(), base.config
+    own = member_state(scaled.ensemble.config, scaled.ensemble.state_dict(), member)  # for its biases
+    heads, width = config.encoder.heads, config.encoder.head_dim
+    act = {"gelu": F.gelu, "relu": F.relu}[config.encoder.activation]
+
+    def scale(part, name):
+        found = getattr(scaled, part).get(name.replace(".", "/"))
+        return torch.ones((), dtype=base.dtype) if found is None else found[member].flatten()
+
+    def linear(x, name, weight, bias_name):
+        return F.linear(x * scale("inputs", name), weight) * scale("outputs", name) + own[bias_name].flatten()
+
+    def norm(x, name):
+        weight, shift = state[name + ".weight"][0], state[name + ".bias"][0]
+        return F.layer_norm(x, weight.shape, weight, shift, config.encoder.norm_eps) * scale("inputs", name + ".weight")
+
+    def attention(x, place):
+        qkv, out = state[place + "qkv"], state[place + "out"]
+        mapped = linear(x, place + "qkv", qkv.flatten(0, 2), place + "qkv_bias")
+        q, k, v = mapped.unflatten(-1, (heads, 3, width)).permute(3, 0, 2, 1, 4)  # each [B, h, T, d_k]
+        mask = None if key_mask is None else key_mask[:, None, None, :]
+        z = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+        return linear(z, place + "out", out.flatten(0, 1).T, place + "out_bias")
+
+    def mlp(x, place):
+        hidden = act(linear(x, place + "up.weight", state[place + "up.weight"][0], place + "up.bias"))
+        return linear(hidden, place + "down.weight", state[place + "down.weight"][0], place + "down.bias")
+
+    x, key_mask = base.embed(*base.unpack(inputs))
+    x = x[0]
+    for layer in range(config.encoder.layers):
+        place = f"encoder.layers.{layer}."
+        if config.encoder.norm_first:
+            x = x + attention(norm(x, place + "norm1"), place + "attention.")
+            x = x + mlp(norm(x, place + "norm2"), place + "mlp.")
+        else:
+            x = norm(x + attention(x, place + "attention."), place + "norm1")
+            x = norm(x + mlp(x, place + "mlp."), place + "norm2")
+    x = x[:, 0] if config.readout.norm == "none" else norm(x[:, 0], "readout.norm")
+    if config.readout.hidden:
+        x = torch.tanh(linear(x, "readout.hidden.weight", state["readout.hidden.weight"][0], "readout.hidden.bias"))
+    return linear(x, "readout.classifier.weight", state["readout.classifier.weight"][0], "readout.classifier.bias")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "sharing", "trunk"),
+    [
+        ("image-cls", SMALL, ALL, 0),
+        ("text-post-norm", SMALL, ALL, 0),
+        ("image-cls", replace(SMALL, start="signs", last_layers=1), ALL, 2),
+        ("image-cls", replace(SMALL, scales="inputs"), NORMS, 0),
+        ("image-cls", replace(SMALL, scales="inputs", last_layers=2), NORMS, 1),
+    ],
+    ids=["image", "text", "signs-last", "folded", "folded-last"],
+)
+def test_multiplied_and_folded_scales_answer_as_scaled_layers(kind, settings, sharing, trunk):
+    base, inputs = single(kind), some(single(kind))[0][0]
+    scaled = Scaled(joined([base] * 2, sharing, trunk), settings, RECIPE, seed=3)
+    with torch.no_grad():  # biases of their own, too
+        for name, parameter in scaled.ensemble.named_parameters():
+            if name.endswith("bias") and "norm" not in name and parameter.shape != base.get_parameter(name).shape:
+                parameter.add_(torch.randn_like(parameter))
+    merged = he.Ensemble.from_state(scaled.ensemble.config, scaled.whole())
+    answers = merged(inputs)
+    torch.testing.assert_close(scaled(inputs), answers)
+    for member in range(2):
+        torch.testing.assert_close(answers[member], by_hand(base, scaled, member, inputs))
+    assert (answers[0] - answers[1]).abs().min() > 1e-6
+    if settings.scales == "inputs":  # attention and MLP are stored once
+        assert merged.encoder.layers[-1].mlp.up.weight.shape[0] == 1
+        assert len(merged.encoder.layers[-1].attention.qkv) == base.num_heads
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_moves_scales_shared_weights_and_own_biases(kind, tmp_path):
+    base = single(kind)
+    before = weights(base)
+    found = train(base, replace(SMALL, last_layers=2))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+    assert found.config.trunk == base.num_layers - 2
+    first, second = (found.member(index).state_dict() for index in range(2))
+    name = "encoder.layers.2.mlp.up.weight"
+    ratio = (first[name] / second[name])[0]
+    assert torch.linalg.matrix_rank(ratio, tol=1e-8) == 1  # members are one weight, up to scales of rows and columns
+    assert not torch.equal(first["encoder.layers.2.mlp.up.bias"], second["encoder.layers.2.mlp.up.bias"])
+    assert torch.equal(first["encoder.layers.2.norm1.weight"], second["encoder.layers.2.norm1.weight"])
+    assert_an_ensemble(found, base, tmp_path / "saved")
+
+
+def test_folded_members_train_and_share_attention_and_mlp(tmp_path):
+    base = single()
+    found = train(base, replace(SMALL, scales="inputs"))
+    assert (found.config.sharing.attention, found.config.sharing.mlp, found.config.sharing.norms) == (True, True, False)
+    assert_an_ensemble(found, base, tmp_path / "saved")
+
+
+def test_scales_never_decay_and_learn_at_their_own_rate():
+    scaled = Scaled(joined([single()] * 2, ALL), replace(SMALL, rate=2.0), RECIPE, seed=0)
+    trained = {name: one for name, one in scaled.named_parameters() if one.requires_grad}
+    groups = make_optimizer(trained, replace(RECIPE, weight_decay=0.1), scaled.rates, scaled.spared).param_groups
+    found = {id(one): (group["weight_decay"], group["share"]) for group in groups for one in group["params"]}
+    for name, one in trained.items():
+        own = name.startswith(("inputs.", "outputs."))
+        assert found[id(one)] == (0.0 if own or name.endswith("bias") or "norm" in name else 0.1, 2.0 if own else 1.0)
+
+
+def test_a_zero_classifier_stays_one_weight_for_all():
+    base = single()
+    recipe = replace(QUICK, reinit_classifier="zeros", train_groups=("readout",), momentum=0.0, steps=1)
+    found = train(base, recipe=recipe)
+    first, second = (found.member(index).readout.classifier.weight[0] for index in range(2))
+    assert torch.linalg.matrix_rank(first / second, tol=1e-8) == 1
+
+
+def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
+    base = single()
+    assert_resumes(lambda **options: train(base, **options), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("settings", "token"),
+    [
+        ({"members": 1}, "members"),
+        ({"deviation": -0.1}, "deviation"),
+        ({"last_layers": 4}, "last_layers"),
+        ({"last_layers": 0}, "last_layers"),
+        ({"rate": 0.0}, "rate"),
+        ({"start": "ones"}, "start"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, token):
+    with pytest.raises(ConfigError, match=token):
+        train(single(), BatchEnsemble(**settings))
+
+
+def test_scales_cannot_be_folded_into_a_norm_that_comes_after():
+    with pytest.raises(ConfigError, match="norm"):
+        train(single("text-post-norm"), BatchEnsemble(scales="inputs"))

@@ -1,0 +1,92 @@
+"""Packed-Ensembles: narrow members that never meet, trained together from scratch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from baseline_cases import KINDS, QUICK, assert_an_ensemble, assert_resumes, single, some
+
+import hydra_ensembles as he
+from hydra_ensembles.baselines.packed import Packed, packed_ensemble
+from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from hydra_ensembles.training.finetune import finetune
+
+FITTING = Packed(members=2, alpha=2.0, heads=5)
+
+
+def train(model, settings=FITTING, recipe=QUICK, **options):
+    return packed_ensemble(model, some(model), recipe, settings, progress=False, **options)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "image-map-rms", "text-segments-projected"])
+def test_members_are_narrow_and_independent(kind):
+    base = single(kind)
+    found = train(base)
+    inputs = some(base)[0][0]
+    alone = [found.member(index) for index in range(2)]
+    answers = found(inputs)
+    for index, member in enumerate(alone):
+        torch.testing.assert_close(answers[index], member(inputs)[0])
+    with torch.no_grad():  # perturb one member: the other does not move at all
+        for parameter in found.parameters():
+            half = len(parameter) // 2
+            parameter[half:] += torch.randn_like(parameter[half:])
+    moved = found(inputs)
+    assert torch.equal(moved[0], answers[0])
+    assert not torch.allclose(moved[1], answers[1])
+
+
+def test_training_together_is_training_each_alone():
+    base = single()
+    recipe = replace(QUICK, dropout=0.0)
+    found, start = train(base, recipe=recipe), train(base, recipe=replace(recipe, learning_rate=1e-300))
+    for index in range(2):
+        alone = finetune(start.member(index), some(base), recipe, progress=False)
+        for name, tensor in alone.state_dict().items():
+            torch.testing.assert_close(found.member(index).state_dict()[name], tensor)
+
+
+def test_the_paper_s_setting_on_a_vit_b():
+    encoder = EncoderConfig(width=768, layers=12, heads=12, head_dim=64, mlp_width=3072)
+    vit = EnsembleConfig(
+        PatchStemConfig((16, 16), (14, 14)), encoder, ReadoutConfig(num_classes=1000), all_heads(encoder)
+    )
+    config = Packed().narrow(vit)
+    assert (config.encoder.width, config.encoder.heads, config.encoder.head_dim) == (512, 8, 64)
+    assert (config.encoder.mlp_width, config.members) == (2048, 3)
+    with torch.device("meta"):
+        parameters = sum(one.numel() for one in he.Ensemble(config).parameters())
+    assert parameters == pytest.approx(116e6, rel=0.02)
+    with pytest.raises(ConfigError, match="12 heads"):
+        Packed(heads=12).narrow(vit)
+    whole = Packed(alpha=3.0).narrow(vit)
+    assert whole == replace(vit, heads=all_heads(encoder, 3))  # as many as members: a Deep Ensemble
+
+
+def test_a_trained_one_is_an_ensemble_and_the_seed_draws_it(tmp_path):
+    base = single()
+    found = train(base)
+    assert_an_ensemble(found, base, tmp_path / "saved")
+    other = train(base, recipe=replace(QUICK, seed=1))
+    assert not torch.equal(found.encoder.layers[0].mlp.up.weight, other.encoder.layers[0].mlp.up.weight)
+
+
+def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
+    base = single()
+    assert_resumes(lambda **options: train(base, **options), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("settings", "token"),
+    [
+        ({"members": 0}, "members"),
+        ({"alpha": 0.0}, "alpha"),
+        ({"members": 3, "alpha": 1.0}, "width"),
+        ({"members": 2, "alpha": 1.0, "heads": 2}, "heads"),
+        ({"members": 2, "alpha": 1.0}, "heads of width 3"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(settings, token):
+    with pytest.raises(ConfigError, match=token):
+        train(single(), Packed(**settings))
