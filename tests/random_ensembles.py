@@ -12,6 +12,7 @@ from hydra_ensembles.model.config import (
     KeptHeads,
     PatchStemConfig,
     ReadoutConfig,
+    RotaryConfig,
     Sharing,
     TextStemConfig,
     all_heads,
@@ -43,6 +44,7 @@ TEXT = TextStemConfig(vocabulary=20, positions=8, embedding_width=WIDTH)
 PROJECTED = TextStemConfig(20, 10, embedding_width=WIDTH - 3, segments=2, positions_after=1, project=True)
 MAP = {"pool": "map", "map_heads": 2, "map_mlp_width": 7}
 GATED = {"gated": True, "activation": "silu"}
+EVEN = {"head_dim": 4}  # halves of rows and columns, or of a text, turn together
 
 SHAPES = {
     "image-cls": shape(IMAGE, {}),
@@ -58,6 +60,28 @@ ALL_SHAPES = SHAPES | {  # for tests that look at every readout and stem
     "image-post-norm-cls": shape(IMAGE, {"norm": "none"}, norm_first=False),
     "image-qknorm-cls": shape(IMAGE, {}, qk_norm=True, layer_scale=True),
     "text-end-of-text": shape(TEXT, {"pool": "eot"}, causal=True, activation="quick_gelu"),
+    "image-rotary": shape(
+        replace(IMAGE, learned_positions=False, registers=2, norm=True, norm_kind="layer_no_bias"),
+        {"pool": "mean", "pool_prefix": True},
+        **EVEN,
+        **GATED,
+        rotary=RotaryConfig(10.0, offset=1.0, reference=(3, 2)),
+        mlp_norm=True,
+        key_bias=False,
+    ),
+    "image-rotary-centred": shape(IMAGE, {}, **EVEN, rotary=RotaryConfig(10.0, centred=True), norm="layer_no_bias"),
+    "text-rotary-local": shape(
+        replace(TEXT, learned_positions=False, norm_kind="layer_no_bias"),
+        {"hidden": "gelu", "hidden_norm": True, "hidden_bias": False},
+        **EVEN,
+        rotary=RotaryConfig(100.0, local_base=10.0),
+        local=(False, True, True),
+        window=2,
+        first_norm=False,
+        up_bias=False,
+        norm="layer_no_bias",
+    ),
+    "text-final": shape(TEXT, {"pool": "final"}),
     "text-segments-projected": shape(PROJECTED, {"norm": "none"}, norm_first=False, out_bias=False),
 }
 

@@ -19,7 +19,7 @@ from ..heads.masking import working_copy
 from ..heads.ranking import Head
 from ..model.config import EncoderConfig, PatchStemConfig
 from ..model.ensemble import Ensemble
-from ..model.layers import Attention, Block, read_tokens
+from ..model.layers import Attention, Block, Context, read_tokens
 from .scores import IntArray, SampleGroup, Samples, parts, to_device
 
 Work = Counter[str]  # "layer_evaluations", blocks run on one sample; "multiply_adds", of the products really needed
@@ -41,19 +41,19 @@ class WorkingModel:
         for head in off:
             self.drop(head)
 
-    def block(self, layer: int, x: Tensor, key_mask: Tensor | None, gates: Tensor | None = None) -> Tensor:
+    def block(self, layer: int, x: Tensor, context: Context, gates: Tensor | None = None) -> Tensor:
         """Run one block on `[1, B, T, d]`; after the last, only the tokens the readout looks at are left.
 
         With gates `[B, heads]`, the output of each head is multiplied by its gate.
         """
         self._count(layer, x.shape[2], inputs=x.shape[1], outputs=x.shape[1])
-        z = self._mix(layer, x, key_mask)  # [B, T', H, d_k]
+        z = self._mix(layer, x, context)  # [B, T', H, d_k]
         if gates is not None:
             z = z * gates[:, None, :, None].to(z.dtype)
         return self._finish(layer, self._needed(layer, x), self.blocks[layer].attention.project(z, 1))
 
     def block_without(
-        self, layer: int, x: Tensor, key_mask: Tensor | None, rows: Tensor, heads: Sequence[tuple[int, slice]]
+        self, layer: int, x: Tensor, context: Context, rows: Tensor, heads: Sequence[tuple[int, slice]]
     ) -> Tensor:
         """Run one block P times, each time without one head, on inputs `[1, S, T, d]` that the runs share.
 
@@ -63,7 +63,7 @@ class WorkingModel:
         """
         self._count(layer, x.shape[2], inputs=x.shape[1], outputs=len(rows), heads_off=len(rows))
         attention = self.blocks[layer].attention
-        z = self._mix(layer, x, key_mask)  # [S, T', H, d_k]
+        z = self._mix(layer, x, context)  # [S, T', H, d_k]
         attended = attention.project(z, 1)[0].index_select(0, rows)  # [S, T', d] -> [P, T', d]
         for head, runs in heads:
             position = self.kept[layer].index(head)
@@ -99,23 +99,23 @@ class WorkingModel:
         read = self._read(layer)
         return x if read is None else x[:, :, read]  # [1, B, T', d]
 
-    def _mix(self, layer: int, x: Tensor, key_mask: Tensor | None) -> Tensor:
+    def _mix(self, layer: int, x: Tensor, context: Context) -> Tensor:
         """Outputs of the single heads of a block, `[B, T', H, d_k]`."""
         block = self.blocks[layer]
         x = block.attention_input(x)
         if self._has_few_queries(layer):
-            return few_queries(block.attention, x[0], key_mask, self._needed(layer, x)[0])
-        return block.attention.mix(x, key_mask, self._read(layer))
+            return few_queries(block.attention, x[0], context.key_mask, self._needed(layer, x)[0])
+        return block.attention.mix(x, context, self._read(layer))
 
     def _finish(self, layer: int, residual: Tensor, attended: Tensor) -> Tensor:
         scale = self.blocks[layer].attention.scale
         return self.blocks[layer].finish(residual, attended if scale is None else attended * scale[:, None, None, :])
 
     def _has_few_queries(self, layer: int) -> bool:
-        """Whether the block has queries of one or two tokens, and keys that are linear in its input."""
+        """Whether the block has queries of one or two tokens that see all keys, and keys linear in its input."""
         attention = self.blocks[layer].attention
-        linear = not attention.causal and attention.key_norm is None and bool(self.kept[layer])
-        return linear and self._read(layer) is not None
+        linear = attention.key_norm is None and attention.turn is None and bool(self.kept[layer])
+        return linear and not attention.causal and attention.window is None and self._read(layer) is not None
 
     def _count(self, layer: int, tokens: int, inputs: int, outputs: int, heads_off: int = 0) -> None:
         """Count a block with attention for `inputs` samples and an MLP for `outputs`."""
@@ -138,15 +138,16 @@ def few_queries(attention: Attention, x: Tensor, key_mask: Tensor | None, asking
     heads, _, head_dim, _ = attention.qkv.shape
     to_query, to_key, to_value = attention.qkv.unbind(1)  # each [H, d_k, d]
     q = torch.einsum("bqd,hkd->bqhk", asking, to_query)
-    if attention.qkv_bias is not None:
-        q = q + attention.qkv_bias[:, 0]
+    biases = attention.biases
+    if biases is not None:
+        q = q + biases[:, 0]
     probes = torch.einsum("bqhk,hkd->bqhd", q, to_key).flatten(1, 2)  # [B, T'·H, d]
     scores = probes @ x.transpose(1, 2) * head_dim**-0.5  # [B, T'·H, T]
     if key_mask is not None:
         scores = scores.masked_fill(~key_mask[:, None, :], -torch.inf)
     mixed = (scores.softmax(-1) @ x).unflatten(1, (-1, heads))  # [B, T', H, d]
     z = torch.einsum("bqhd,hkd->bqhk", mixed, to_value)
-    return z if attention.qkv_bias is None else z + attention.qkv_bias[:, 2]
+    return z if biases is None else z + biases[:, 2]
 
 
 def attention_cost(encoder: EncoderConfig, heads: int, tokens: int, queries: int, few: bool = False) -> int:
@@ -251,14 +252,14 @@ class CachedTower:
         candidates, numbers, rows = candidates[order], numbers[order], rows[order]
         branches, joins = branches[order], joins[order]
         device_rows = to_device(rows, base.device)
-        mask = base.mask(device_rows)
+        context = base.context(device_rows)
 
         x: Tensor | None = None
         active = 0  # pairs that have joined; they come first
         for level in range(int(joins[0]), last + 1):
             pieces: list[Tensor] = []
             if x is not None:
-                pieces.append(self.model.block(level - 1, x, None if mask is None else mask[:active]))
+                pieces.append(self.model.block(level - 1, x, context.first(active)))
             joined = int(np.searchsorted(joins, level, side="right"))
             resumed = active + int(np.count_nonzero(~branches[active:joined]))
             if resumed > active:
@@ -271,7 +272,8 @@ class CachedTower:
                 kept.save(level, candidates[resumed:joined], rows[resumed:joined], x[:, resumed:joined])
             active = joined
         assert x is not None
-        record(candidates, numbers, self.model.classify(self.model.pool(x, mask, base.token_ids(device_rows))))
+        pooled = self.model.pool(x, context.key_mask, base.token_ids(device_rows))
+        record(candidates, numbers, self.model.classify(pooled))
 
     def _branch(self, base: "BaseActivations", layer: int, candidates: IntArray, rows: IntArray) -> Tensor:
         """Outputs of a block for pairs of this layer, sorted by head, each without its head: `[1, P, T', d]`."""
@@ -280,7 +282,7 @@ class CachedTower:
         ends = [*starts[1:], len(candidates)]
         runs = [(int(head), slice(int(a), int(b))) for head, a, b in zip(heads, starts, ends, strict=True)]
         inputs, inputs_of = to_device(distinct, base.device), to_device(inverse, base.device)
-        return self.model.block_without(layer, base.at(layer, inputs), base.mask(inputs), inputs_of, runs)
+        return self.model.block_without(layer, base.at(layer, inputs), base.context(inputs), inputs_of, runs)
 
     @torch.no_grad()
     def remove(self, head: Head) -> None:
@@ -302,12 +304,12 @@ class BaseActivations:
 
     def __init__(self, model: WorkingModel, group: SampleGroup, batch_size: int) -> None:
         ensemble = model.ensemble
-        batches = (group.take(rows) for rows in parts(len(group), batch_size))
-        embedded = torch.cat([ensemble.embed(*batch)[0][0] for batch in batches])  # [1, B, T, d] -> [g, T, d]
+        batches = [ensemble.embed(*group.take(rows)) for rows in parts(len(group), batch_size)]
+        embedded = torch.cat([x[0] for x, _ in batches])  # [1, B, T, d] -> [g, T, d]
         ids, mask, _ = group.inputs
         self.model, self.device = model, embedded.device
         self.levels: dict[int, Tensor] = {0: embedded}
-        self._key_mask = None if mask is None else mask.bool()  # [g, T]
+        self._context = batches[0][1]._replace(key_mask=None if mask is None else mask.bool())  # [g, T]
         self._ids = ids if ensemble.kind == "text" else None  # [g, T]
 
     def __len__(self) -> int:
@@ -317,14 +319,15 @@ class BaseActivations:
     def at(self, level: int, rows: Tensor) -> Tensor:
         """Inputs of a block for some samples, `[1, S, T, d]`."""
         start = max(kept for kept in self.levels if kept <= level)
-        x, mask = self.levels[start].index_select(0, rows)[None], self.mask(rows)
+        x, context = self.levels[start].index_select(0, rows)[None], self.context(rows)
         for layer in range(start, level):
-            x = self.model.block(layer, x, mask)
+            x = self.model.block(layer, x, context)
         return x
 
-    def mask(self, rows: Tensor) -> Tensor | None:
-        """Key mask of some samples, `[S, T]`: true where a token may be attended to; None when all may."""
-        return None if self._key_mask is None else self._key_mask.index_select(0, rows)
+    def context(self, rows: Tensor) -> Context:
+        """What attention has to know of some samples; but for the key mask, the same of all."""
+        mask = self._context.key_mask
+        return self._context if mask is None else self._context._replace(key_mask=mask.index_select(0, rows))
 
     def token_ids(self, rows: Tensor) -> Tensor | None:
         """Token ids of some samples of a text model, `[S, T]`."""
@@ -339,12 +342,12 @@ class BaseActivations:
         features = []
         for part in parts(len(self), batch_size):
             rows = torch.arange(part.start, part.stop, device=self.device)
-            x, mask = self.at(above, rows), self.mask(rows)
+            x, context = self.at(above, rows), self.context(rows)
             for layer in range(above, self.model.layers):
-                x = self.model.block(layer, x, mask)
+                x = self.model.block(layer, x, context)
                 if layer + 1 in fresh:
                     fresh[layer + 1][part] = x[0]
-            features.append(self.model.pool(x, mask, self.token_ids(rows)))
+            features.append(self.model.pool(x, context.key_mask, self.token_ids(rows)))
         self.levels |= fresh
         return torch.cat(features)
 

@@ -217,12 +217,12 @@ def _gate_gradients(tower: CachedTower, group: int, rows: Tensor, targets: Tenso
     model, base = tower.model, tower.base[group]
     before = model.work["multiply_adds"]
     with torch.enable_grad():
-        x, mask = base.at(0, rows), base.mask(rows)
+        x, context = base.at(0, rows), base.context(rows)
         sizes = [len(kept) for kept in model.kept]
         gates = torch.ones(len(rows), sum(sizes), device=x.device, requires_grad=True)  # of each sample by itself
         for layer, gate in enumerate(gates.split(sizes, dim=1)):
-            x = model.block(layer, x, mask, gate)
-        logits = model.classify(model.pool(x, mask, base.token_ids(rows))).double()
+            x = model.block(layer, x, context, gate)
+        logits = model.classify(model.pool(x, context.key_mask, base.token_ids(rows))).double()
         numbers = torch.where(targets < 0, log_odds(logits, logits.argmax(-1)), margins(logits, targets))
         (gradients,) = torch.autograd.grad(numbers.sum(), gates)
     # the way back, to activations alone, costs as much again

@@ -232,10 +232,10 @@ def _first_difference(
 
 def _our_tokens(ensemble: Ensemble, inputs: Inputs) -> list[Tensor]:
     """What enters the first block, and what leaves each of them, `[B, T, d]`."""
-    x, key_mask = ensemble.embed(*ensemble.unpack(dict(inputs), None, None))
+    x, context = ensemble.embed(*ensemble.unpack(dict(inputs), None, None))
     tokens = [x[0]]
     for block in ensemble.encoder.layers:
-        x = block(x, key_mask)
+        x = block(x, context)
         tokens.append(x[0])
     return tokens
 

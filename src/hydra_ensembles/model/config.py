@@ -18,6 +18,7 @@ Count = Annotated[int, (0, MAX_SIZE + 1)]
 Copies = Annotated[int, (1, MAX_COPIES + 1)]
 Rate = Annotated[float, (0.0, 1.0)]
 Epsilon = Annotated[float, (math.ulp(0.0), 1.0)]
+Base = Annotated[float, (1.0, 1e12)]
 
 
 class Checked:
@@ -41,12 +42,41 @@ def _check_range(name: str, value: Any, hint: Any) -> None:
 
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
-NormKind = Literal["layer", "rms"]
+NormKind = Literal["layer", "layer_no_bias", "rms"]
+
+
+@dataclass(frozen=True)
+class RotaryConfig(Checked):
+    """Positions as rotations of queries and keys: of n pairs of numbers, pair j turns by position / base^(j / n).
+
+    In a text the position of a token is its number. In an image half of the pairs turn by the row of a patch and half
+    by its column, and the tokens before the patches are not turned.
+
+    Attributes:
+        local_base: Base of the layers with local attention, where they have another.
+        centred: Rows and columns of an image run from -2π to 2π, whatever its size (DINOv3), instead of counting.
+        offset: Where counting rows and columns starts.
+        reference: The grid that counted rows and columns are scaled to (EVA); None leaves them as they are.
+    """
+
+    base: Base
+    local_base: Base | None = None
+    centred: bool = False
+    offset: float = 0.0
+    reference: tuple[Size, Size] | None = None
 
 
 @dataclass(frozen=True)
 class EncoderConfig(Checked):
-    """The stack of transformer blocks: sizes, norm placement, activation, biases, regularisation."""
+    """The stack of transformer blocks: sizes, norm placement, activation, biases, regularisation.
+
+    Attributes:
+        first_norm: False where the attention of the first block sees the embedding as it is (ModernBERT).
+        key_bias: False where only queries and values have the biases that `qkv_bias` speaks of (EVA).
+        up_bias: False where an MLP has a bias at its end alone (GTE).
+        mlp_norm: Whether there is a norm inside each MLP, before its last linear layer (EVA-02).
+        local: For each layer, whether a token attends only to those at most `window` away; empty for none.
+    """
 
     width: Size
     layers: Copies
@@ -69,11 +99,25 @@ class EncoderConfig(Checked):
     activation_dropout: Rate = 0.0
     output_dropout: Rate = 0.0
     drop_path: tuple[Rate, ...] = ()
+    first_norm: bool = field(default=True, metadata=ADDED_LATER)
+    key_bias: bool = field(default=True, metadata=ADDED_LATER)
+    up_bias: bool = field(default=True, metadata=ADDED_LATER)
+    mlp_norm: bool = field(default=False, metadata=ADDED_LATER)
+    rotary: RotaryConfig | None = field(default=None, metadata=ADDED_LATER)
+    local: tuple[bool, ...] = field(default=(), metadata=ADDED_LATER)
+    window: Size | None = field(default=None, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.drop_path) not in (0, self.layers):
-            raise ConfigError(f"drop_path has {len(self.drop_path)} rates, for {self.layers} layers; give one each")
+        for name in ("drop_path", "local"):
+            if len(getattr(self, name)) not in (0, self.layers):
+                raise ConfigError(f"{name} has {len(getattr(self, name))} values, for {self.layers} layers")
+        if any(self.local) != (self.window is not None):
+            raise ConfigError(f"local is {self.local} and window {self.window}; local layers and a window go together")
+
+    def window_of(self, layer: int) -> int | None:
+        """How far the tokens of a layer see to each side; None where they see all."""
+        return self.window if self.local and self.local[layer] else None
 
 
 Resample = Literal["bicubic", "bicubic_antialias", "bicubic_align_corners", "bilinear"]
@@ -84,6 +128,7 @@ class PatchStemConfig(Checked):
     """Images into tokens: class, distillation, registers, patches.
 
     The first `position_prefix` of the tokens before the patches have a position embedding, the others get none.
+    Without `learned_positions` nothing has one.
     """
 
     kind: ClassVar[str] = "patch"
@@ -100,6 +145,8 @@ class PatchStemConfig(Checked):
     norm: bool = False
     norm_eps: Epsilon = 1e-5
     dropout: Rate = 0.0
+    norm_kind: NormKind = field(default="layer", metadata=ADDED_LATER)
+    learned_positions: bool = field(default=True, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,6 +175,7 @@ class TextStemConfig(Checked):
     """Token ids into embeddings: words, learned positions, optional segments, optional norm and projection.
 
     `positions_after` is the padding id where positions count from it (RoBERTa); otherwise they are 0, 1, 2, …
+    Without `learned_positions`, `positions` only says how long a text may be.
     """
 
     kind: ClassVar[str] = "text"
@@ -141,6 +189,8 @@ class TextStemConfig(Checked):
     norm_eps: Epsilon = 1e-12
     project: bool = False
     dropout: Rate = 0.0
+    norm_kind: NormKind = field(default="layer", metadata=ADDED_LATER)
+    learned_positions: bool = field(default=True, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,7 +203,7 @@ class TextStemConfig(Checked):
         return self.positions - (0 if self.positions_after is None else self.positions_after + 1)
 
 
-Pool = Literal["cls", "mean", "cls_mean", "distilled", "eot", "last", "map"]
+Pool = Literal["cls", "mean", "cls_mean", "distilled", "eot", "last", "final", "map"]
 ReadoutNorm = Literal["none", "tokens", "pooled"]
 HiddenActivation = Literal["tanh", "relu", "gelu"]
 
@@ -179,7 +229,10 @@ class ReadoutConfig(Checked):
     """Tokens into logits: final norm, pooling, an optional hidden layer (a pooler), a classifier.
 
     Without classes the ensemble answers with its pooled features. `map` pooling (SigLIP) attends from one learned query
-    over all tokens. `cosine` makes the classifier one of class embeddings (zero-shot classification).
+    over all tokens; its heads are part of the readout and are not pruned. `last` is the last token of a text, `final`
+    the one at its last place, padding or not. With `pool_prefix`, mean and map take the tokens before the patches in.
+    `hidden_norm` is a norm after the hidden layer. `cosine` makes the classifier one of class embeddings (zero-shot
+    classification).
     """
 
     pool: Pool = "cls"
@@ -195,6 +248,9 @@ class ReadoutConfig(Checked):
     map_mlp_width: Count = 0
     map_activation: Activation = "gelu"
     cosine: CosineConfig | None = field(default=None, metadata=ADDED_LATER)
+    hidden_bias: bool = field(default=True, metadata=ADDED_LATER)
+    hidden_norm: bool = field(default=False, metadata=ADDED_LATER)
+    pool_prefix: bool = field(default=False, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -202,6 +258,8 @@ class ReadoutConfig(Checked):
             raise ConfigError("pool 'map' needs map_heads and map_mlp_width of at least 1")
         if self.pool == "cls_mean" and self.norm == "pooled":
             raise ConfigError("pool 'cls_mean' gives features twice as wide as a norm; use norm 'tokens' or 'none'")
+        if self.hidden_norm and self.hidden is None:
+            raise ConfigError("hidden_norm is true, but there is no hidden layer to be normed")
         if self.cosine is not None and (self.num_classes < 1 or self.pool == "distilled"):
             raise ConfigError(f"cosine needs num_classes and another pool, got {self.num_classes} and {self.pool!r}")
 
@@ -215,8 +273,8 @@ KeptHeads = tuple[tuple[tuple[int, ...], ...], ...]  # [member][layer] -> origin
 class Sharing:
     """Which parameter groups the members share (stored once) and which are per member (stored M times).
 
-    LayerScale belongs to the group of its sublayer, the final norm to *norms*, a pooler to *readout*, the
-    norm of an embedding to *stem*.
+    LayerScale and a norm inside a sublayer belong to the group of the sublayer, the final norm to *norms*, a pooler to
+    *readout*, the norm of an embedding to *stem*.
     """
 
     stem: bool = False
@@ -259,7 +317,7 @@ class EnsembleConfig:
         """Refuse a readout that cannot read what such a stem gives, and widths that do not meet."""
         pool, stem = self.readout.pool, self.stem
         if isinstance(stem, TextStemConfig):
-            allowed: tuple[str, ...] = ("cls", "mean", "eot", "last")
+            allowed: tuple[str, ...] = ("cls", "mean", "eot", "last", "final")
         else:
             allowed = ("mean", "map", *(("cls", "cls_mean") if stem.class_token else ()))
             allowed += ("distilled",) if stem.class_token and stem.distillation_token else ()
@@ -270,6 +328,10 @@ class EnsembleConfig:
         if isinstance(stem, TextStemConfig) and not stem.project and stem.embedding_width != self.encoder.width:
             widths = f"stem.embedding_width is {stem.embedding_width} and encoder.width {self.encoder.width}"
             raise ConfigError(f"{widths}; they may differ only with stem.project")
+        pairs = 2 if isinstance(stem, TextStemConfig) else 4
+        if self.encoder.rotary is not None and self.encoder.head_dim % pairs:
+            got = f"encoder.head_dim is {self.encoder.head_dim}"
+            raise ConfigError(f"{got}; rotary positions of {self.kind} models need a multiple of {pairs}")
 
     @property
     def members(self) -> int:

@@ -70,7 +70,7 @@ def multiply_adds(config: EnsembleConfig, tokens: int) -> int:
         total += branches * tokens * stem.embedding_width * width
     mlp = tokens * width * encoder.mlp_width * (3 if encoder.gated else 2)
     for layer in range(encoder.layers):
-        if branches == 1 and config.copies("norms", layer) > 1 and encoder.norm_first:
+        if branches == 1 and config.copies("norms", layer) > 1 and encoder.norm_first and (layer or encoder.first_norm):
             branches = config.members
         copies = max(branches, config.copies("attention", layer))
         heads = sum(len(config.heads[member][layer]) for member in range(copies))

@@ -27,7 +27,7 @@ from ..prediction import Prediction
 from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_width
 from .cost import Description, describe
 from .given import Arguments, Given, fitting_images, fitting_tokens, gathered, require_at_home, require_dense
-from .layers import Droppable, Encoder, GroupedNorm, dropping
+from .layers import Context, Droppable, Encoder, GroupedNorm, dropping
 from .members import (
     join_states,
     listed,
@@ -258,20 +258,24 @@ class Ensemble(Saved, Droppable):
         arguments = self.unpack(*given, **named)
         if not torch.compiler.is_compiling():
             require_at_home(arguments, next(self.parameters(), None))
-        x, key_mask = self.embed(*arguments)
-        return self.encoder(x, key_mask, self.readout.tokens_read()), key_mask, arguments[0]
+        x, context = self.embed(*arguments)
+        return self.encoder(x, context, self.readout.tokens_read()), context.key_mask, arguments[0]
 
     def _per_member(self, x: Tensor) -> Tensor:
         return x.expand(self.num_members, *x.shape[1:])  # [N, B, …] -> [M, B, …]
 
     def embed(
         self, inputs: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """What enters the first block: embedded tokens `[G, B, T, d]` and the key mask `[B, T]` or None."""
-        if self.kind == "image":
-            return self.stem(inputs), None
+    ) -> tuple[Tensor, Context]:
+        """What enters the first block: embedded tokens `[G, B, T, d]`, and what attention has to know of them."""
+        stem = self.config.stem
+        if isinstance(stem, PatchStemConfig):
+            x = self.stem(inputs)
+            grid = inputs.shape[2] // stem.patch_size[0], inputs.shape[3] // stem.patch_size[1]
+            return x, self.encoder.context(None, grid, x)
+        x = self.stem(inputs, token_type_ids)
         key_mask = None if attention_mask is None else attention_mask.bool()
-        return self.stem(inputs, token_type_ids), key_mask
+        return x, self.encoder.context(key_mask, (inputs.shape[1],), x)
 
     def unpack(
         self, inputs: Any = None, attention_mask: Any = None, token_type_ids: Any = None, **named: Any

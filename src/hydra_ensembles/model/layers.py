@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._utils import evaluation_mode
 from .config import Activation, EncoderConfig, EnsembleConfig, HiddenActivation, NormKind
+from .rotary import Rotary, Turn, turned
+
+
+class Context(NamedTuple):
+    """What attention knows of tokens beside their values.
+
+    Attributes:
+        key_mask: `[B, T]`, true where a token may be attended to; None when all may.
+        turns: Rotations by the places of the tokens, one for each base of a model with rotary positions.
+    """
+
+    key_mask: Tensor | None = None
+    turns: tuple[Turn, ...] = ()
+
+    def first(self, count: int) -> "Context":
+        """That of the first samples alone."""
+        return self if self.key_mask is None else self._replace(key_mask=self.key_mask[:count])
 
 
 class Encoder(nn.Module):
@@ -25,19 +43,24 @@ class Encoder(nn.Module):
 
     def __init__(self, config: EnsembleConfig) -> None:
         super().__init__()
+        self.rotary = None if config.encoder.rotary is None else Rotary(config)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.encoder.layers))
 
-    def forward(self, x: Tensor, key_mask: Tensor | None, read: slice | None = None) -> Tensor:
+    def context(self, key_mask: Tensor | None, size: tuple[int, ...], like: Tensor) -> Context:
+        """What attention has to know of texts of `(tokens,)`, or of images of `(rows, columns)` patches."""
+        return Context(key_mask, () if self.rotary is None else self.rotary(size, like))
+
+    def forward(self, x: Tensor, context: Context, read: slice | None = None) -> Tensor:
         """Map `[N, B, T, d]` to `[N', B, T', d]`.
 
         Args:
             x: Embedded tokens; N = 1 when the stem is shared.
-            key_mask: `[B, T]`, true where a token may be attended to; None when all may.
+            context: What attention knows of the tokens.
             read: Positions the readout looks at. The last block computes nothing else.
         """
         last = len(self.layers) - 1
         for index, block in enumerate(self.layers):
-            x = block(x, key_mask, read if index == last else None)
+            x = block(x, context, read if index == last else None)
         return x
 
 
@@ -50,14 +73,16 @@ class Block(nn.Module):
         self.norm_first = encoder.norm_first
         self.drop_path = encoder.drop_path[layer] if encoder.drop_path else 0.0
         norms, copies = config.copies("norms", layer), config.copies("attention", layer)
-        self.norm1 = GroupedNorm(norms, encoder.width, encoder.norm_eps, encoder.norm)
-        self.attention = Attention(encoder, tuple(len(config.heads[m][layer]) for m in range(copies)))
+        self.norm1: nn.Module = nn.Identity()
+        if layer or encoder.first_norm:
+            self.norm1 = GroupedNorm(norms, encoder.width, encoder.norm_eps, encoder.norm)
+        self.attention = Attention(encoder, tuple(len(config.heads[m][layer]) for m in range(copies)), layer)
         self.norm2 = GroupedNorm(norms, encoder.width, encoder.norm_eps, encoder.norm)
         self.mlp = MLP(encoder, config.copies("mlp", layer))
 
-    def forward(self, x: Tensor, key_mask: Tensor | None, read: slice | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Context, read: slice | None = None) -> Tensor:
         """Map `[N, B, T, d]` to `[N', B, T', d]`; with `read`, only those positions are computed."""
-        attended = self.attention(self.attention_input(x), key_mask, read)
+        attended = self.attention(self.attention_input(x), context, read)
         return self.finish(x if read is None else x[:, :, read], attended)
 
     def attention_input(self, x: Tensor) -> Tensor:
@@ -88,24 +113,28 @@ class Attention(nn.Module):
     Attributes:
         sizes: Number of heads of each copy; K is their sum.
         qkv: `[K, 3, d_k, d]`, the input projections, a head's query, key and value together.
-        qkv_bias: `[K, 3, d_k]` or None.
+        qkv_bias: `[K, 3, d_k]`, `[K, 2, d_k]` where keys have none, or None.
         out: `[K, d_k, d]`, a head's part of the output projection.
         out_bias: `[G, d]` or None; it counts even where no head is left.
         scale: `[G, d]` or None, the LayerScale of the sublayer.
         distinct: None, or `[K]`: where members that see the same input have heads in common, `qkv` holds each
             different head once and this says which one each of the K heads is.
+        window: How far a token sees to each side; None where it sees all.
+        turn: Which of the turns of the context are those of this layer; None where positions are not rotary.
     """
 
     distinct: Tensor | None
 
-    def __init__(self, config: EncoderConfig, sizes: tuple[int, ...]) -> None:
+    def __init__(self, config: EncoderConfig, sizes: tuple[int, ...], layer: int = 0) -> None:
         super().__init__()
         self.sizes = sizes
         self.causal = config.causal
+        self.window, rotary = config.window_of(layer), config.rotary
+        self.turn = None if rotary is None else int(self.window is not None and rotary.local_base is not None)
         self.dropout = config.attention_dropout
         copies, total, width, head_dim = len(sizes), sum(sizes), config.width, config.head_dim
         self.qkv = empty(total, 3, head_dim, width)
-        self.qkv_bias = empty(total, 3, head_dim) if config.qkv_bias else None
+        self.qkv_bias = empty(total, 3 if config.key_bias else 2, head_dim) if config.qkv_bias else None
         self.query_norm = GroupedNorm(copies, head_dim, config.norm_eps, config.norm) if config.qk_norm else None
         self.key_norm = GroupedNorm(copies, head_dim, config.norm_eps, config.norm) if config.qk_norm else None
         self.out = empty(total, head_dim, width)
@@ -119,18 +148,26 @@ class Attention(nn.Module):
         """Whether all copies have the same number of heads, so that one batched product serves them."""
         return len(set(self.sizes)) == 1
 
-    def forward(self, x: Tensor, key_mask: Tensor | None, read: slice | None = None) -> Tensor:
+    @property
+    def biases(self) -> Tensor | None:
+        """`[K, 3, d_k]`, zero where keys have none, or None."""
+        bias = self.qkv_bias
+        if bias is None or bias.shape[1] == 3:
+            return bias
+        return torch.stack([bias[:, 0], torch.zeros_like(bias[:, 0]), bias[:, 1]], dim=1)
+
+    def forward(self, x: Tensor, context: Context, read: slice | None = None) -> Tensor:
         """Attend within normalised activations `[N, B, T, d]`; arguments as in `Encoder.forward`.
 
         Returns:
             `[max(N, G), B, T', d]`, LayerScale and dropout applied, residual not added.
         """
-        y = self.project(self.mix(x, key_mask, read), x.shape[0])
+        y = self.project(self.mix(x, context, read), x.shape[0])
         if self.scale is not None:
             y = y * self.scale[:, None, None, :]
         return self.out_dropout(y)
 
-    def mix(self, x: Tensor, key_mask: Tensor | None, read: slice | None = None) -> Tensor:
+    def mix(self, x: Tensor, context: Context, read: slice | None = None) -> Tensor:
         """Outputs of the single heads, before the output projection.
 
         Returns:
@@ -138,8 +175,8 @@ class Attention(nn.Module):
             batch, or share one copy while their inputs differ, stay apart: `[N·B, T', heads, d_k]`.
         """
         if x.shape[0] > 1 and not self.even:  # inputs of their own, different numbers of heads: one after another
-            return torch.cat([self._attend(one[None], key_mask, read, copy) for copy, one in enumerate(x)], dim=2)
-        z = self._attend(x, key_mask, read)
+            return torch.cat([self._attend(one[None], context, read, copy) for copy, one in enumerate(x)], dim=2)
+        z = self._attend(x, context, read)
         return z if self.distinct is None else z.index_select(2, self.distinct)
 
     def project(self, z: Tensor, members: int) -> Tensor:
@@ -156,7 +193,7 @@ class Attention(nn.Module):
             y = torch.stack([part.flatten(2) @ weight.flatten(0, 1) for part, weight in parts])
         return y if self.out_bias is None else y + self.out_bias[:, None, None, :]
 
-    def _attend(self, x: Tensor, key_mask: Tensor | None, read: slice | None, copy: int | None = None) -> Tensor:
+    def _attend(self, x: Tensor, context: Context, read: slice | None, copy: int | None = None) -> Tensor:
         """Attention of all heads, or of those of one copy, each of which sees `x`, or its copy's part of `x`."""
         start, stop = (0, self.qkv.shape[0]) if copy is None else head_ranges(self.sizes)[copy]
         if start == stop:  # no head is left: nothing to attend with
@@ -168,13 +205,17 @@ class Attention(nn.Module):
             k, v = self._into_heads(x, start, stop, slice(1, 3)).unbind(3)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm.of_heads(q, self.sizes, copy), self.key_norm.of_heads(k, self.sizes, copy)
+        if self.turn is not None:
+            q, k = turned(q, context.turns[self.turn], read), turned(k, context.turns[self.turn])
         by = self.dropout > 0.0 and drops(self)
-        return attend(q, k, v, key_mask, x.shape[0], self.causal, self.dropout, by)
+        mask = seen_keys(context.key_mask, k.shape[1], self.window, read, k.device)
+        return attend(q, k, v, mask, x.shape[0], self.causal, self.dropout, by)
 
     def _into_heads(self, x: Tensor, start: int, stop: int, parts: slice) -> Tensor:
         """Project `[N, B, T, d]` to `[R, T, H, P, d_k]` for the chosen parts of (query, key, value)."""
         weight = self.qkv[start:stop, parts]  # [H, P, d_k, d]
-        bias = None if self.qkv_bias is None else self.qkv_bias[start:stop, parts]
+        biases = self.biases
+        bias = None if biases is None else biases[start:stop, parts]
         if len(self.sizes) == 1 or x.shape[0] == 1:  # one input for all these heads: a single product
             y = F.linear(x.flatten(0, 1), weight.flatten(0, 2), None if bias is None else bias.flatten())
             return y.unflatten(2, (-1, *weight.shape[1:3]))
@@ -195,11 +236,27 @@ def into_heads(x: Tensor, weight: Tensor, bias: Tensor | None, members: int) -> 
     return y.reshape(x.shape[0] * x.shape[1], x.shape[2], heads // members, parts, head_dim)
 
 
+def seen_keys(
+    key_mask: Tensor | None, tokens: int, window: int | None, read: slice | None, device: torch.device
+) -> Tensor | None:
+    """Which keys are seen: `[B, 1, T]` by all queries, `[T', T]` or `[B, T', T]` in a window; None where all are.
+
+    A token always sees itself, also one of padding that is far from all others: its attention stays a number.
+    """
+    mask = None if key_mask is None else key_mask[:, None]  # [B, 1, T]
+    if window is None or (tokens <= window + 1 and not torch.compiler.is_compiling()):  # compiled for any length
+        return mask
+    at = torch.arange(tokens, device=device)
+    distance = ((at if read is None else at[read])[:, None] - at).abs()  # [T', T]
+    near = distance <= window
+    return near if mask is None else (mask & near) | (distance == 0)
+
+
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    key_mask: Tensor | None,
+    mask: Tensor | None,
     repeats: int,
     causal: bool,
     dropout: float = 0.0,
@@ -207,13 +264,12 @@ def attend(
 ) -> Tensor:
     """Attention of every head; the one place where it is computed, and where a backend is chosen.
 
-    Query `[R, T', H, d_k]`, key and value `[R, T, H, d_k]` give `[R, T', H, d_k]`, where R = repeats · B. The key mask
-    `[B, T]` is true where a token may be attended to; `dropout` is the rate at which attention weights are dropped, and
+    Query `[R, T', H, d_k]`, key and value `[R, T, H, d_k]` give `[R, T', H, d_k]`, where R = repeats · B. The mask, as
+    `seen_keys` gives it, is true where a key is seen; `dropout` is the rate at which attention weights are dropped, and
     `by` is as `drops` gives it.
     """
-    mask = None
-    if key_mask is not None:
-        mask = (key_mask.repeat(repeats, 1) if repeats > 1 else key_mask)[:, None, None, :]  # [R, 1, 1, T]
+    if mask is not None and mask.dim() == 3:
+        mask = (mask.repeat(repeats, 1, 1) if repeats > 1 else mask)[:, None]  # [R, 1, 1 or T', T]
     if causal and (mask is not None or isinstance(by, torch.Generator)):
         earlier = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
         mask = earlier if mask is None else mask & earlier
@@ -266,14 +322,18 @@ def read_tokens(tokens: int, read: slice | None) -> int:
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation; gated (SwiGLU), the first gives the gate and the value, in this order."""
+    """Two linear layers with an activation; gated (SwiGLU), the first gives the gate and the value, in this order.
+
+    `norm`, where there is one, lies before the second.
+    """
 
     def __init__(self, config: EncoderConfig, copies: int) -> None:
         super().__init__()
         self.gated = config.gated
         self.activation = ACTIVATIONS[config.activation]
         hidden = config.mlp_width * (2 if config.gated else 1)
-        self.up = GroupedLinear(copies, config.width, hidden, config.mlp_bias)
+        self.up = GroupedLinear(copies, config.width, hidden, config.mlp_bias and config.up_bias)
+        self.norm = GroupedNorm(copies, config.mlp_width, config.norm_eps, config.norm) if config.mlp_norm else None
         self.down = GroupedLinear(copies, config.mlp_width, config.width, config.mlp_bias)
         self.scale = empty(copies, config.width) if config.layer_scale else None
         self.activation_dropout = Dropout(config.activation_dropout)
@@ -287,7 +347,8 @@ class MLP(nn.Module):
             hidden = self.activation(gate) * value
         else:
             hidden = self.activation(hidden)
-        y = self.down(self.activation_dropout(hidden))
+        hidden = self.activation_dropout(hidden)
+        y = self.down(hidden if self.norm is None else self.norm(hidden))
         if self.scale is not None:
             y = y * self.scale[:, None, None, :]
         return self.output_dropout(y)
@@ -320,7 +381,7 @@ class GroupedLinear(nn.Module):
 
 
 class GroupedNorm(nn.Module):
-    """LayerNorm or RMSNorm over the last axis, with one set of weights or one per member."""
+    """LayerNorm, with or without a bias, or RMSNorm over the last axis, with one set of weights or one per member."""
 
     def __init__(self, copies: int, width: int, eps: float, kind: NormKind = "layer") -> None:
         super().__init__()
@@ -336,16 +397,17 @@ class GroupedNorm(nn.Module):
         shape = (x.shape[-1],)
         axes = (self.weight.shape[0],) + (1,) * (x.dim() - 2) + shape
         weight = self.weight.view(axes)  # [M, 1, …, d]
-        if self.bias is None:
+        if self.kind == "rms":
             return F.rms_norm(x, shape, None, self.eps) * weight
-        return torch.addcmul(self.bias.view(axes), F.layer_norm(x, shape, None, None, self.eps), weight)
+        normed = F.layer_norm(x, shape, None, None, self.eps)
+        return normed * weight if self.bias is None else torch.addcmul(self.bias.view(axes), normed, weight)
 
     def of_copy(self, copy: int, x: Tensor) -> Tensor:
         """Normalise the last axis of `x`, whatever its other axes mean, with the weights of one copy."""
         shape = (x.shape[-1],)
-        if self.bias is None:
+        if self.kind == "rms":
             return F.rms_norm(x, shape, self.weight[copy], self.eps)
-        return F.layer_norm(x, shape, self.weight[copy], self.bias[copy], self.eps)
+        return F.layer_norm(x, shape, self.weight[copy], None if self.bias is None else self.bias[copy], self.eps)
 
     def of_heads(self, x: Tensor, sizes: tuple[int, ...], copy: int | None = None) -> Tensor:
         """Normalise each head of `[R, T, H, d_k]` by its copy, which all belong to or which has so many heads."""

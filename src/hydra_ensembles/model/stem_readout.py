@@ -20,8 +20,10 @@ class PatchStem(nn.Module):
         self.class_token = empty(copies, 1, width) if config.class_token else None
         self.distillation_token = empty(copies, 1, width) if config.distillation_token else None
         self.register_tokens = empty(copies, config.registers, width) if config.registers else None
-        self.position = empty(copies, config.position_prefix + rows * columns, width)
-        self.norm = GroupedNorm(copies, width, config.norm_eps) if config.norm else None
+        self.position = None
+        if config.learned_positions:
+            self.position = empty(copies, config.position_prefix + rows * columns, width)
+        self.norm = GroupedNorm(copies, width, config.norm_eps, config.norm_kind) if config.norm else None
         self.dropout = Dropout(config.dropout)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -31,22 +33,25 @@ class PatchStem(nn.Module):
         bias = None if self.patch_bias is None else self.patch_bias.flatten()
         x = F.conv2d(images, self.patch.flatten(0, 1), bias, stride=self.config.patch_size)  # [B, G·d, h, w]
         x = x.flatten(2).unflatten(1, (copies, width)).permute(1, 0, 3, 2)  # [G, B, h·w, d]
-        covered = self.config.position_prefix
-        position = resample_position(self.position, covered, self.config.grid, grid, self.config.resample)
-        x = x + position[:, None, covered:]
+        covered, position = self.config.position_prefix, None
+        if self.position is not None:
+            position = resample_position(self.position, covered, self.config.grid, grid, self.config.resample)
+            x = x + position[:, None, covered:]
         prefix = self.prefix(position)  # [G, P, d]
         if prefix is not None:
             x = torch.cat([prefix[:, None].expand(-1, x.shape[1], -1, -1), x], dim=2)  # [G, B, P + h·w, d]
         x = self.dropout(x)
         return x if self.norm is None else self.norm(x)
 
-    def prefix(self, position: Tensor) -> Tensor | None:
+    def prefix(self, position: Tensor | None) -> Tensor | None:
         """Prefix tokens `[G, P, d]`, those that have a position with it added; None where there are none."""
         tokens = (self.class_token, self.distillation_token, self.register_tokens)
         present: list[Tensor] = [token for token in tokens if token is not None]
         if not present:
             return None
         joined, covered = torch.cat(present, dim=1), self.config.position_prefix
+        if position is None:
+            return joined
         return torch.cat([joined[:, :covered] + position[:, :covered], joined[:, covered:]], dim=1)
 
 
@@ -76,15 +81,17 @@ class TextStem(nn.Module):
         self.config = config
         embedding = config.embedding_width
         self.words = empty(copies, config.vocabulary, embedding)
-        self.positions = empty(copies, config.positions, embedding)
+        self.positions = empty(copies, config.positions, embedding) if config.learned_positions else None
         self.segments = empty(copies, config.segments, embedding) if config.segments else None
-        self.norm = GroupedNorm(copies, embedding, config.norm_eps) if config.norm else None
+        self.norm = GroupedNorm(copies, embedding, config.norm_eps, config.norm_kind) if config.norm else None
         self.project = GroupedLinear(copies, embedding, width) if config.project else None
         self.dropout = Dropout(config.dropout)
 
     def forward(self, ids: Tensor, segments: Tensor | None = None) -> Tensor:
         """Embed token ids `[B, T]` (and segment ids of the same shape) as `[G, B, T, d]`."""
-        x = lookup(self.words, ids) + lookup(self.positions, self._position_ids(ids))
+        x = lookup(self.words, ids)
+        if self.positions is not None:
+            x = x + lookup(self.positions, self._position_ids(ids))
         if self.segments is not None:
             x = x + lookup(self.segments, torch.zeros_like(ids) if segments is None else segments)
         x = self.dropout(x if self.norm is None else self.norm(x))
@@ -115,11 +122,13 @@ class Readout(nn.Module):
         readout, width, copies = config.readout, config.encoder.width, config.copies("readout")
         norms, kind = config.copies("norms"), config.encoder.norm
         self.config = readout
-        self.prefix = config.stem.prefix_tokens if isinstance(config.stem, PatchStemConfig) else 0
+        before = config.stem.prefix_tokens if isinstance(config.stem, PatchStemConfig) else 0
+        self.prefix = 0 if readout.pool_prefix else before  # tokens that pooling leaves out
         self.norm = None if readout.norm == "none" else GroupedNorm(norms, width, readout.norm_eps, kind)
         self.map = MapPool(config, copies) if readout.pool == "map" else None
         self.features = features = 2 * width if readout.pool == "cls_mean" else width
-        self.hidden = GroupedLinear(copies, features, features) if readout.hidden else None
+        self.hidden = GroupedLinear(copies, features, features, readout.hidden_bias) if readout.hidden else None
+        self.hidden_norm = GroupedNorm(copies, features, readout.norm_eps, kind) if readout.hidden_norm else None
         self.classifier = self.distillation_classifier = self.projection = self.class_embeddings = None
         if readout.cosine is not None:
             embedding = readout.cosine.width or features
@@ -167,7 +176,8 @@ class Readout(nn.Module):
     def _hidden(self, pooled: Tensor) -> Tensor:
         x = self.dropout(pooled)
         if self.hidden is not None and self.config.hidden is not None:
-            x = self.hidden_dropout(ACTIVATIONS[self.config.hidden](self.hidden(x)))
+            x = ACTIVATIONS[self.config.hidden](self.hidden(x))
+            x = self.hidden_dropout(x if self.hidden_norm is None else self.hidden_norm(x))
         return x
 
     def _pool_tokens(self, x: Tensor, key_mask: Tensor | None, ids: Tensor | None) -> Tensor:
@@ -189,8 +199,8 @@ class Readout(nn.Module):
 
     def _end_of_text(self, x: Tensor, key_mask: Tensor | None, ids: Tensor | None) -> Tensor:
         """Position `[B]` of the token that stands for the whole text."""
-        if self.config.pool == "last" or ids is None:
-            if key_mask is None:
+        if self.config.pool in ("last", "final") or ids is None:
+            if key_mask is None or self.config.pool == "final":
                 return torch.full((x.shape[1],), x.shape[2] - 1, device=x.device)
             return key_mask.long().sum(1) - 1
         if self.config.eot_token is None:  # the end-of-text token has the highest id of the vocabulary

@@ -14,6 +14,7 @@ from ..model.layers import (
     MLP,
     Attention,
     Block,
+    Context,
     GroupedLinear,
     GroupedNorm,
     attend,
@@ -21,8 +22,10 @@ from ..model.layers import (
     into_heads,
     out_of_heads,
     read_tokens,
+    seen_keys,
 )
 from ..model.members import HEAD_AXIS
+from ..model.rotary import FrozenRotary, turned
 from ..model.stem_readout import PatchStem
 
 Plan = Literal["batched", "loop", "grouped"]
@@ -42,6 +45,9 @@ def frozen(ensemble: Ensemble, dtype: torch.dtype) -> Ensemble:
     for index, block in enumerate(blocks(result)):
         one_input = inputs[index] == 1 or len(block.attention.sizes) == 1
         replace_part(block, "attention", FrozenAttention(block.attention, one_input, reads_few and index == last))
+    if (rotary := result.encoder.rotary) is not None:
+        size = result.stem.config.grid if isinstance(result.stem, PatchStem) else (result.stem.config.max_tokens,)
+        replace_part(result.encoder, "rotary", FrozenRotary(rotary, size, next(result.parameters())))
     if isinstance(result.stem, PatchStem):
         replace_part(result, "stem", FrozenPatchStem(result.stem))
     return result.to(dtype)
@@ -78,9 +84,10 @@ class FrozenAttention(nn.Module):
     def __init__(self, source: Attention, one_input: bool, reads_few: bool) -> None:
         super().__init__()
         self.sizes, self.causal, self.one_input = source.sizes, source.causal, one_input
+        self.window, self.turn = source.window, source.turn
         self.plan: Plan = "loop"
         self.query_norm, self.key_norm = source.query_norm, source.key_norm
-        biased = {0} if source.key_norm is None else {0, 1}  # of query, key, value; the rest is folded away
+        biased = {0, 1} if _sees_key_bias(source) else {0}  # of query, key, value; the rest is folded away
         parts = ((0,), (1, 2)) if reads_few else ((0, 1, 2),)
         self.into = nn.ModuleList(IntoHeads(source.qkv, source.qkv_bias, one, biased) for one in parts)
         self.out, self.out_bias = source.out, source.out_bias
@@ -99,31 +106,31 @@ class FrozenAttention(nn.Module):
             self.out = _padded_heads(self.out, self.sizes)
             self.sizes = (max(self.sizes),) * len(self.sizes)
 
-    def forward(self, x: Tensor, key_mask: Tensor | None, read: slice | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Context, read: slice | None = None) -> Tensor:
         """Attend within `[N, B, T, d]` as `Attention` does, to `[max(N, G), B, T', d]`."""
         if not sum(self.sizes):
             return self._with_bias(x.new_zeros(*x.shape[:2], read_tokens(x.shape[2], read), self.out.shape[2]))
         if self.one_input:
-            return self._all_at_once(x, key_mask, read)
+            return self._all_at_once(x, context, read)
         if self.plan == "loop":
-            return self._one_after_another(x, key_mask, read)
+            return self._one_after_another(x, context, read)
         copies, ends = len(self.sizes), self.head_ends
         if ends is not None:
             parts = self._parts(x, read, lambda into, one: into.grouped(one, ends))
-            return self._out_of_members(self._attend(parts, key_mask, 1))
+            return self._out_of_members(self._attend(parts, context, read, 1))
         parts = self._parts(x, read, lambda into, one: into.batched(one, copies))
-        z = self._attend(parts, key_mask, copies)  # [M·B, T', h, d_k]
+        z = self._attend(parts, context, read, copies)  # [M·B, T', h, d_k]
         return self._with_bias(out_of_heads(z, self.out, copies))
 
-    def _all_at_once(self, x: Tensor, key_mask: Tensor | None, read: slice | None) -> Tensor:
+    def _all_at_once(self, x: Tensor, context: Context, read: slice | None) -> Tensor:
         """One product with all heads."""
         parts = self._parts(x.flatten(0, 1), read, IntoHeads.plain)
-        z = self._attend(parts, key_mask, x.shape[0])  # [N·B, T', H, d_k]
+        z = self._attend(parts, context, read, x.shape[0])  # [N·B, T', H, d_k]
         if len(self.sizes) == 1:
             return self._out_of_copy(0, z).unflatten(0, (x.shape[0], -1))  # [N, B, T', d]
         return self._out_of_members(z if self.distinct is None else z.index_select(2, self.distinct))
 
-    def _one_after_another(self, x: Tensor, key_mask: Tensor | None, read: slice | None) -> Tensor:
+    def _one_after_another(self, x: Tensor, context: Context, read: slice | None) -> Tensor:
         """Member by member, from the input of the sublayer to its output."""
         results = []
         for member, (start, stop) in enumerate(head_ranges(self.sizes)):
@@ -131,7 +138,7 @@ class FrozenAttention(nn.Module):
                 z = x.new_zeros(x.shape[1], read_tokens(x.shape[2], read), 0, self.out.shape[1])
             else:
                 parts = self._parts(x[member], read, partial(IntoHeads.plain, start=start, stop=stop))
-                z = self._attend(parts, key_mask, 1, member)  # [B, T', h, d_k]
+                z = self._attend(parts, context, read, 1, member)  # [B, T', h, d_k]
             results.append(self._out_of_copy(member, z))
         return torch.stack(results)  # [M, B, T', d]
 
@@ -142,12 +149,17 @@ class FrozenAttention(nn.Module):
             return product(projections[0], x)
         return product(projections[0], x if read is None else x[..., read, :]) + product(projections[1], x)
 
-    def _attend(self, parts: Parts, key_mask: Tensor | None, repeats: int, member: int | None = None) -> Tensor:
+    def _attend(
+        self, parts: Parts, context: Context, read: slice | None, repeats: int, member: int | None = None
+    ) -> Tensor:
         """Attention of query, key and value, of all heads or those of one member, to `[R, T', H, d_k]`."""
         q, k, v = parts
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm.of_heads(q, self.sizes, member), self.key_norm.of_heads(k, self.sizes, member)
-        return attend(q, k, v, key_mask, repeats, self.causal)
+        if self.turn is not None:
+            q, k = turned(q, context.turns[self.turn], read), turned(k, context.turns[self.turn])
+        mask = seen_keys(context.key_mask, k.shape[1], self.window, read, k.device)
+        return attend(q, k, v, mask, repeats, self.causal)
 
     def _out_of_members(self, z: Tensor) -> Tensor:
         """Output projections of heads side by side, `[B, T', K, d_k]` to `[M, B, T', d]`."""
@@ -253,7 +265,8 @@ class FrozenPatchStem(nn.Module):
         bias = None if source.patch_bias is None else source.patch_bias.flatten()
         x = F.linear(patches.flatten(3).flatten(1, 2), source.patch.flatten(2).flatten(0, 1), bias)  # [B, h·w, G·d]
         x = x.unflatten(2, (copies, -1)).permute(2, 0, 1, 3)  # [G, B, h·w, d]
-        x = x + source.position[:, None, config.position_prefix :]
+        if source.position is not None:
+            x = x + source.position[:, None, config.position_prefix :]
         if self.prefix is not None:
             x = torch.cat([self.prefix[:, None].expand(-1, x.shape[1], -1, -1), x], dim=2)
         return x if source.norm is None else source.norm(x)
@@ -274,6 +287,8 @@ def simplified(ensemble: Ensemble) -> Ensemble:
     if result.dtype in (torch.bfloat16, torch.float16):
         result.to(torch.float32)
     for block in blocks(result):
+        if (biases := block.attention.biases) is not None:
+            block.attention.qkv_bias = fixed(biases)
         if block.norm_first:
             _fold_norms(block)
         _fold_scales(block.attention, block.mlp)
@@ -373,7 +388,7 @@ def _compute_common_heads_once(ensemble: Ensemble) -> None:
 def _fold_norms(block: Block) -> None:
     """Norms that members have of their own go into the projections after them, where members have these too."""
     norm, attention = block.norm1, block.attention
-    if 1 < norm.weight.shape[0] == len(attention.sizes):
+    if isinstance(norm, GroupedNorm) and 1 < norm.weight.shape[0] == len(attention.sizes):
         owner = _member_of_each_head(attention)
         if norm.bias is not None:
             constant = torch.einsum("kpid,kd->kpi", attention.qkv, norm.bias[owner])  # what β becomes, [K, 3, d_k]
@@ -390,7 +405,7 @@ def _fold_norms(block: Block) -> None:
 
 def _without_weights(norm: GroupedNorm) -> nn.Module:
     """What is left of a norm whose weights are folded: the same for every member."""
-    kind = nn.LayerNorm if norm.kind == "layer" else nn.RMSNorm
+    kind = nn.RMSNorm if norm.kind == "rms" else nn.LayerNorm
     return kind(norm.weight.shape[1], norm.eps, elementwise_affine=False)
 
 
@@ -408,7 +423,7 @@ def _fold_scales(attention: Attention, mlp: MLP) -> None:
 
 
 def _fold_biases(attention: Attention) -> None:
-    """The bias of the value becomes one of the output, that of the key is dropped: softmax does not see it."""
+    """The bias of the value becomes one of the output, that of the key is dropped where softmax does not see it."""
     bias = attention.qkv_bias  # [K, 3, d_k]
     if bias is None or not sum(attention.sizes):
         return
@@ -417,8 +432,13 @@ def _fold_biases(attention: Attention) -> None:
     constant.index_add_(0, _member_of_each_head(attention), through_heads)  # [G, d]
     attention.out_bias = _added(constant, attention.out_bias)
     kept = bias.clone()
-    kept[:, 1 if attention.key_norm is None else 2 :] = 0  # a norm in between sees the bias of the key
+    kept[:, 2 if _sees_key_bias(attention) else 1 :] = 0
     attention.qkv_bias = fixed(kept)
+
+
+def _sees_key_bias(attention: Attention) -> bool:
+    """Whether the bias of the key matters: a norm sees it, a rotation makes it another one at every place."""
+    return attention.key_norm is not None or attention.turn is not None
 
 
 def _member_of_each_head(attention: Attention) -> Tensor:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from hydra_ensembles.circuit.cache import CandidateActivations, few_queries, plan_memory, worthwhile_levels
+from hydra_ensembles.model.layers import Context
 from random_ensembles import random_ensemble
 
 
@@ -14,7 +15,7 @@ def test_few_queries_are_plain_attention(masked_keys: bool) -> None:
     x = torch.randn(5, 7, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     mask = torch.arange(7)[None] < torch.tensor([7, 3, 1, 5, 2])[:, None] if masked_keys else None
     with torch.no_grad():
-        expected = attention.mix(x[None], mask, slice(0, 2))
+        expected = attention.mix(x[None], Context(mask), slice(0, 2))
         assert torch.allclose(few_queries(attention, x, mask, x[:, 0:2]), expected, atol=1e-12)
 
 

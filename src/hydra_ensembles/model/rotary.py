@@ -1,0 +1,78 @@
+"""Rotary positions: angles of all tokens, worked out once a pass, and heads turned by them."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .config import EnsembleConfig, PatchStemConfig
+
+Turn = tuple[Tensor, Tensor]  # cosines and sines of the angles of all tokens, each [T, 1, d_k]
+
+
+class Rotary(nn.Module):
+    """Gives the turns of inputs of any size: one for each base."""
+
+    def __init__(self, config: EnsembleConfig) -> None:
+        super().__init__()
+        rotary = config.encoder.rotary
+        assert rotary is not None
+        self.config, self.head_dim = rotary, config.encoder.head_dim
+        self.prefix = config.stem.prefix_tokens if isinstance(config.stem, PatchStemConfig) else 0
+        self.bases = (rotary.base,) if rotary.local_base is None else (rotary.base, rotary.local_base)
+
+    def forward(self, size: tuple[int, ...], like: Tensor) -> tuple[Turn, ...]:
+        """Turns of texts of `(tokens,)`, or of images of `(rows, columns)`, on the device and in the dtype of `like`.
+
+        Angles are float32 in every model, as in the libraries that models come from.
+        """
+        axes = [self._positions(axis, count, like.device) for axis, count in enumerate(size)]
+        grid = torch.stack(torch.meshgrid(axes, indexing="ij"), dim=-1).flatten(0, -2)  # [T, 1 or 2]
+        pairs = self.head_dim // (2 * len(size))  # that turn by one axis
+        exponents = torch.arange(pairs, device=like.device).float() / pairs
+        turns = []
+        for base in self.bases:
+            angles = (grid[:, :, None] * (1.0 / base**exponents)).flatten(1)  # [T, d_k / 2], rows first
+            if self.prefix:
+                angles = torch.cat([angles.new_zeros(self.prefix, angles.shape[1]), angles])
+            angles = angles.repeat(1, 2)[:, None]  # [T, 1, d_k]
+            turns.append((angles.cos().to(like.dtype), angles.sin().to(like.dtype)))
+        return tuple(turns)
+
+    def _positions(self, axis: int, count: int, device: torch.device) -> Tensor:
+        """Where the tokens lie along an axis, `[count]`."""
+        config = self.config
+        at = torch.arange(count, device=device).float()
+        if config.centred:
+            return 2 * math.pi * (2.0 * ((at + 0.5) / count) - 1.0)
+        at = at + config.offset
+        return at if config.reference is None else at / count * config.reference[axis]
+
+
+class FrozenRotary(nn.Module):
+    """The same from tables, for images of one size or for texts; images of other sizes go the usual way."""
+
+    def __init__(self, source: Rotary, size: tuple[int, ...], like: Tensor) -> None:
+        super().__init__()
+        self.source, self.size = source, size
+        tables = torch.stack([torch.stack(turn) for turn in source(size, like)])  # [bases, 2, T, 1, d_k]
+        self.register_buffer("tables", tables, persistent=False)
+
+    def forward(self, size: tuple[int, ...], like: Tensor) -> tuple[Turn, ...]:
+        """As `Rotary.forward`."""
+        tables: Tensor = self.get_buffer("tables")
+        if len(size) == 1:
+            tables = tables[:, :, : size[0]]
+        elif size != self.size:
+            return tuple(self.source(size, like))
+        return tuple((turn[0], turn[1]) for turn in tables.to(like.dtype))
+
+
+def turned(heads: Tensor, turn: Turn, read: slice | None = None) -> Tensor:
+    """Heads `[R, T, H, d_k]` turned by the places of their tokens, of which `heads` may be those that are read alone.
+
+    The first half of the numbers of a head pairs with the second.
+    """
+    cosines, sines = turn if read is None else (turn[0][read], turn[1][read])
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cosines + torch.cat([-second, first], dim=-1) * sines

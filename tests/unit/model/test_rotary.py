@@ -1,0 +1,126 @@
+"""Rotary positions and windows, held against their definitions written out number by number."""
+
+import cmath
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.model.config import EnsembleConfig, RotaryConfig
+from hydra_ensembles.model.layers import Attention, Context, attend, seen_keys
+from hydra_ensembles.model.rotary import FrozenRotary, Rotary, turned
+from random_ensembles import ALL_SHAPES, encoder, random_batches, random_ensemble
+
+LIKE = torch.zeros(1, dtype=torch.float64)
+
+
+def with_rotary(shape: str, rotary: RotaryConfig, head_dim: int = 8) -> EnsembleConfig:
+    config = ALL_SHAPES[shape]
+    return replace(config, encoder=replace(config.encoder, rotary=rotary, head_dim=head_dim))
+
+
+def complex_turned(heads: Tensor, angles: list[list[float]]) -> Tensor:
+    """Pairs of numbers of heads `[R, T, H, d_k]` as complex numbers, multiplied by `exp(i · angle)`."""
+    half = heads.shape[-1] // 2
+    result = heads.clone()
+    for token, row in enumerate(angles):
+        for pair, angle in enumerate(row):
+            factor = cmath.exp(1j * angle)
+            real, imaginary = heads[:, token, :, pair], heads[:, token, :, pair + half]
+            result[:, token, :, pair] = real * factor.real - imaginary * factor.imag
+            result[:, token, :, pair + half] = real * factor.imag + imaginary * factor.real
+    return result
+
+
+def test_texts_turn_by_the_number_of_a_token_and_each_base_by_its_own() -> None:
+    rotary = Rotary(with_rotary("text-rotary-local", RotaryConfig(100.0, local_base=7.0)))
+    heads = torch.randn(2, 5, 3, 8, dtype=torch.float64)
+    for base, turn in zip((100.0, 7.0), rotary((5,), LIKE), strict=True):
+        angles = [[token / base ** (pair / 4) for pair in range(4)] for token in range(5)]
+        assert torch.allclose(turned(heads, turn), complex_turned(heads, angles), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rotary", "row", "column"),
+    [
+        (RotaryConfig(9.0), 1.0, 2.0),
+        (RotaryConfig(9.0, offset=1.0), 2.0, 3.0),
+        (RotaryConfig(9.0, reference=(4, 6)), 1 / 2 * 4, 2 / 3 * 6),
+        (RotaryConfig(9.0, centred=True), 2 * math.pi * (2 * 1.5 / 2 - 1), 2 * math.pi * (2 * 2.5 / 3 - 1)),
+    ],
+    ids=["counted", "offset", "scaled", "centred"],
+)
+def test_images_turn_by_row_and_column_and_prefix_tokens_do_not(
+    rotary: RotaryConfig, row: float, column: float
+) -> None:
+    config = with_rotary("image-rotary", rotary)
+    (turn,) = Rotary(config)((2, 3), LIKE)
+    prefix = config.stem.prefix_tokens  # type: ignore[union-attr]
+    heads = torch.randn(2, prefix + 6, 3, 8, dtype=torch.float64)
+    found = turned(heads, turn)
+    assert torch.equal(found[:, :prefix], heads[:, :prefix])
+    last = [place / 9.0 ** (pair / 2) for place in (row, column) for pair in range(2)]  # of the last patch
+    assert torch.allclose(found[:, -1:], complex_turned(heads[:, -1:], [last]), atol=1e-5)
+    assert torch.equal(turned(heads[:, 1:3], turn, slice(1, 3)), found[:, 1:3])
+
+
+def test_tables_give_what_is_computed_also_for_other_sizes() -> None:
+    for shape, native, sizes in (
+        ("image-rotary", (2, 3), [(2, 3), (4, 1)]),
+        ("text-rotary-local", (8,), [(8,), (3,)]),
+    ):
+        rotary = Rotary(ALL_SHAPES[shape])
+        frozen = FrozenRotary(rotary, native, LIKE)
+        for size in sizes:
+            for expected, found in zip(rotary(size, LIKE), frozen(size, LIKE), strict=True):
+                assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("read", [None, slice(0, 2)], ids=["all", "two"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_window_hides_what_is_farther_away(masked: bool, read: slice | None) -> None:
+    mask = torch.tensor([[True] * 7, [True] * 3 + [False] * 4]) if masked else None
+    q, k, v = torch.randn(3, 2, 7, 3, 4, dtype=torch.float64).unbind()
+    found = attend(q if read is None else q[:, read], k, v, seen_keys(mask, 7, 2, read, q.device), 1, causal=False)
+    for sample in range(2):
+        for token in range(found.shape[1]):
+            seen = [at for at in range(7) if abs(at - token) <= 2 and (mask is None or mask[sample, at])] or [token]
+            weights = torch.einsum("hd,khd->hk", q[sample, token], k[sample, seen]) / 2
+            expected = torch.einsum("hk,khd->hd", weights.softmax(-1), v[sample, seen])
+            assert torch.allclose(found[sample, token], expected)
+
+
+def test_padding_far_from_all_words_stays_a_number_and_changes_no_answer() -> None:
+    model = random_ensemble("text-rotary-local")
+    (inputs, _), *_ = random_batches(model, (3,))
+    assert isinstance(inputs, dict)
+    mask = torch.arange(7)[None] < torch.tensor([[1], [2], [7]])
+    answer = model({**inputs, "attention_mask": mask})
+    assert answer.isfinite().all()
+    short = model({"input_ids": inputs["input_ids"][:1, :1], "attention_mask": mask[:1, :1]})
+    assert torch.allclose(answer[:, :1], short)
+
+
+def test_a_rotary_layer_without_its_turns_does_not_answer() -> None:
+    attention = Attention(encoder(head_dim=4, rotary=RotaryConfig(10.0)), (2,)).double()
+    with pytest.raises(IndexError):
+        attention(torch.randn(1, 1, 3, 10, dtype=torch.float64), Context())
+
+
+@pytest.mark.parametrize(
+    ("change", "token"),
+    [
+        ({"rotary": RotaryConfig(10.0), "head_dim": 6}, "multiple of 4"),
+        ({"window": 2}, "window"),
+        ({"local": (True, False, True)}, "window"),
+        ({"local": (True,), "window": 2}, "local"),
+        ({"rotary": {"base": 0.5}}, "base"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(change: dict[str, object], token: str) -> None:
+    config = ALL_SHAPES["image-cls"]
+    with pytest.raises(ConfigError, match=token):
+        replace(config, encoder=encoder(**change))
