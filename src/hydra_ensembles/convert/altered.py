@@ -71,7 +71,7 @@ _NORMS = ("LayerNorm", "LayerNormFp32", "LayerNormFast", "RmsNorm", "RmsNormFast
 _PARTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("Linear", "NonDynamicallyQuantizableLinear"),
-        "qkv fc1 fc2 fc1_g fc1_x q kv c_fc c_proj out_proj text_projection",
+        "qkv q_proj k_proj v_proj fc1 fc2 fc1_g fc1_x q kv c_fc c_proj out_proj text_projection",
     ),
     (("Linear", "Conv2d"), "proj mlp.0 mlp.3"),
     (("Linear", "Identity"), "head head_dist"),
@@ -83,10 +83,11 @@ _PARTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("DropPath", "Identity"), "drop_path1 drop_path2"),
     (("LayerScale", "Identity"), "ls1 ls2 ls_1 ls_2"),
     (tuple(name for names in ACTIVATIONS.values() for name in names), "act gelu mlp.1"),
-    (("Block",), "blocks.#"),
+    (("Block", "EvaBlock"), "blocks.#"),
+    (("RotaryEmbeddingCat", "RotaryEmbeddingDinoV3"), "rope"),
     (("ResidualAttentionBlock", "CustomResidualAttentionBlock"), "resblocks.#"),
     (("EncoderBlock",), "encoder_layer_#"),
-    (("Attention", "MultiheadAttention"), "attn self_attention"),
+    (("Attention", "EvaAttention", "AttentionRope", "MultiheadAttention"), "attn self_attention"),
     (("Mlp", "GluMlp", "SwiGLU", "MLPBlock", "Sequential"), "mlp"),
     (("Sequential", "ModuleList"), "blocks resblocks layers heads"),
     (("PatchEmbed",), "patch_embed"),

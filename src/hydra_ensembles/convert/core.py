@@ -51,30 +51,42 @@ def joined(*names: str) -> Source:
     return Source(names, lambda tensors, shape: _reshaped(torch.cat(list(tensors)), shape))
 
 
-def attention(out: str, *qkv: str) -> Weights:
+Order = Callable[[int], list[int]]  # of a head with so many numbers: the order in which they are read
+
+
+def attention(out: str, *qkv: str, order: Order | None = None) -> Weights:
     """The attention of a layer, in the layout of `torch.nn.Linear`.
 
     Args:
         out: The output projection, `[d, H·d_k]`: a head is a block of columns.
         qkv: Query, key and value, each with its heads in order: three names, or one for a tensor that holds one after
             the other, `[3·H·d_k, d]`. `*` stands for "weight" and "bias".
+        order: How the numbers of queries and keys lie in a head, where pairs that rotate together are not halves.
     """
-
-    def read_qkv(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        parts = tensors[0].chunk(3) if len(tensors) == 1 else tensors
-        heads, _, *rest = shape
-        return torch.stack([part.reshape(heads, *rest) for part in parts], dim=1)  # [H, 3, d_k, …]
 
     def read_out(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
         return tensors[0].t().reshape(shape)  # [H, d_k, d]
 
     weights, biases = (tuple(name.replace("*", leaf) for name in qkv) for leaf in ("weight", "bias"))
     return {
-        "encoder.layers.{i}.attention.qkv": Source(weights, read_qkv),
-        "encoder.layers.{i}.attention.qkv_bias": Source(biases, read_qkv),
+        "encoder.layers.{i}.attention.qkv": into_heads(*weights, order=order),
+        "encoder.layers.{i}.attention.qkv_bias": into_heads(*biases, order=order),
         "encoder.layers.{i}.attention.out": Source((f"{out}.weight",), read_out),
         "encoder.layers.{i}.attention.out_bias": f"{out}.bias",
     }
+
+
+def into_heads(*names: str, order: Order | None = None) -> Source:
+    """Queries, keys and values of all heads, or biases of queries and values alone: one name each, or one for all."""
+
+    def read(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        count, rest = shape[1], (shape[0], *shape[2:])
+        parts = [part.reshape(rest) for part in (tensors[0].chunk(count) if len(tensors) == 1 else tensors)]
+        if order is not None:  # the value, which is the last, is not rotated
+            parts[:-1] = [part[:, order(shape[2])] for part in parts[:-1]]
+        return torch.stack(parts, dim=1)  # [H, P, d_k, …]
+
+    return Source(names, read)
 
 
 def _reshaped(tensor: Tensor, shape: torch.Size) -> Tensor:
@@ -109,6 +121,7 @@ class Architecture:
         answer: What the live model answers, `[B, C]`; the pooled features where the classifier is a fresh one (True).
         masks: Whether a text model is told which tokens are padding.
         advice: What to do where a model does not fit the declaration.
+        variant: Of `weights`, those that lie elsewhere, or in another layout, in this live model.
     """
 
     name: str
@@ -120,6 +133,7 @@ class Architecture:
     answer: Callable[[nn.Module, Inputs, bool], Tensor] = plain_answer
     masks: bool = True
     advice: str = "this variant of the architecture is not supported"
+    variant: Callable[[nn.Module], Weights] = lambda model: {}
 
 
 def below(prefix: str, weights: Weights) -> Weights:
@@ -167,13 +181,14 @@ def translate(
         shapes = {name: parameter.shape for name, parameter in Ensemble(config).named_parameters()}
     stored = model.state_dict()
     foreign = {name: tensor.detach() for name, tensor in {**dict(model.named_buffers()), **stored}.items()}
+    weights = {**architecture.weights, **architecture.variant(model)}
     used: set[str] = set()
     state: dict[str, Tensor] = {}
     missing: dict[str, str] = {}  # foreign name → the canonical parameter that it is for
     misfits: list[str] = []
     fresh = False
     for name, shape in shapes.items():
-        source = _source_of(architecture.weights, name, foreign)
+        source = _source_of(weights, name, foreign)
         if source is None or not foreign.keys() >= set(source.names):
             if may_be_fresh and name.startswith(_FRESH):
                 fresh |= name.startswith("readout.classifier")

@@ -52,7 +52,8 @@ def require_same_answers(
 
     with _as_it_answers(model, ensemble.device):
         first = model.get_submodule(block_name(architecture, model, 0)), ensemble.encoder.layers[0]
-        if ensemble.kind == "image" and _alike_on_few_tokens(first, (original, converted), allowed):
+        few = ensemble.kind == "image" and ensemble.config.encoder.rotary is None  # rotations are those of all tokens
+        if few and _alike_on_few_tokens(first, (original, converted), allowed):
             return
         expected, found = original(), converted()
         difference = _difference(found, expected)
@@ -100,7 +101,7 @@ def _texts(stem: TextStemConfig, config: EnsembleConfig, generator: torch.Genera
 
     Texts of CLIP fill the whole context, and end with a token that is looked for.
     """
-    tokens = stem.max_tokens if clip else min(stem.max_tokens, _TOKENS)
+    tokens = stem.max_tokens if clip else min(stem.max_tokens, _TOKENS + 2 * (config.encoder.window or 0))
     pad = 0 if stem.positions_after is None else stem.positions_after
     end = config.readout.eot_token
     last = stem.vocabulary - 1 if end is None else end
@@ -156,6 +157,8 @@ def _allowed(ensemble: Ensemble) -> float:
     rounded = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32  # ten bits, as float16
     if dtype is torch.float32 and ensemble.device.type == "cuda" and rounded:
         dtype = torch.float16
+    if dtype is torch.float64 and ensemble.config.encoder.rotary is not None:
+        dtype = torch.float32  # as the angles are, everywhere
     return _ALLOWED.get(dtype, _ALLOWED[torch.bfloat16])
 
 

@@ -1,20 +1,30 @@
-"""timm: the `VisionTransformer` family (ViT, AugReg, DeiT, DINOv2 with and without registers, CLIP, SigLIP)."""
+"""timm: `VisionTransformer` (ViT, AugReg, DeiT, DINOv2, CLIP, SigLIP) and `Eva` (EVA, EVA-02, DINOv3, PE)."""
 
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from ..model.config import (
+    EncoderConfig,
+    EnsembleConfig,
+    NormKind,
+    PatchStemConfig,
+    ReadoutConfig,
+    RotaryConfig,
+    all_heads,
+)
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
 from .core import (
     Architecture,
+    Source,
     Weights,
     activation_of,
     attention,
     below,
     dropout_rate,
     first_of,
+    into_heads,
     is_identity,
     joined,
     norm_eps,
@@ -26,7 +36,7 @@ from .core import (
 
 _VIT = "timm VisionTransformer"
 _DISTILLED = "timm VisionTransformerDistilled"
-
+_EVA = "timm Eva"
 
 _LAYERS: Weights = below(
     "blocks.{i}.",
@@ -35,13 +45,14 @@ _LAYERS: Weights = below(
         "encoder.layers.{i}.norm1": "norm1",
         "encoder.layers.{i}.attention.query_norm": "attn.q_norm",
         "encoder.layers.{i}.attention.key_norm": "attn.k_norm",
-        "encoder.layers.{i}.attention.scale": "ls1.gamma",
+        "encoder.layers.{i}.attention.scale": ("ls1.gamma", "gamma_1"),
         "encoder.layers.{i}.norm2": "norm2",
         # timm's unpacked SwiGLU keeps gate and value apart
         "encoder.layers.{i}.mlp.up.weight": ("mlp.fc1.weight", joined("mlp.fc1_g.weight", "mlp.fc1_x.weight")),
         "encoder.layers.{i}.mlp.up.bias": ("mlp.fc1.bias", joined("mlp.fc1_g.bias", "mlp.fc1_x.bias")),
+        "encoder.layers.{i}.mlp.norm": "mlp.norm",
         "encoder.layers.{i}.mlp.down": "mlp.fc2",
-        "encoder.layers.{i}.mlp.scale": "ls2.gamma",
+        "encoder.layers.{i}.mlp.scale": ("ls2.gamma", "gamma_2"),
     },
 )
 _WEIGHTS: Weights = {
@@ -69,8 +80,7 @@ def _config(model: Any, num_labels: int | None, name: str = _VIT, distilled: boo
     pools = {"token": "distilled"} if distilled else {"token": "cls", "avg": "mean", "map": "map"}
     if model.global_pool not in pools:
         raise refuse(name, f"global_pool is {model.global_pool!r}")
-    if model.pool_include_prefix and model.num_prefix_tokens and model.global_pool != "token":
-        raise refuse(name, "pooling includes the prefix tokens")
+    takes_prefix = bool(getattr(model, "pool_include_prefix", model.attn_pool is not None))  # Eva has no such setting
     heads = (model.head, model.head_dist) if distilled else (model.head,)
     (classes, bias), *_ = [read_classifier(head, num_labels, name) for head in heads]
     if distilled and not classes:
@@ -95,13 +105,14 @@ def _config(model: Any, num_labels: int | None, name: str = _VIT, distilled: boo
         map_heads=0 if pool is None else int(pool.num_heads),
         map_mlp_width=0 if pool is None else int(pool.mlp.fc1.out_features),
         map_activation="gelu" if pool is None else activation_of(pool.mlp.act, name),
+        pool_prefix=takes_prefix and bool(model.num_prefix_tokens) and model.global_pool != "token",
     )
     return EnsembleConfig(_stem(model, name, distilled), encoder, readout, all_heads(encoder))
 
 
 def _stem(model: Any, name: str, distilled: bool) -> PatchStemConfig:
     patch = model.patch_embed
-    if model.pos_embed is None:
+    if model.pos_embed is None and getattr(model, "rope", None) is None:
         raise refuse(name, "the model has no position embedding")
     if type(patch).__name__ != "PatchEmbed" or not is_identity(patch.norm):
         raise refuse(name, f"patches are embedded by {type(patch).__name__} with {type(patch.norm).__name__}")
@@ -113,56 +124,124 @@ def _stem(model: Any, name: str, distilled: bool) -> PatchStemConfig:
         grid=pair(patch.grid_size),
         channels=int(patch.proj.in_channels),
         patch_bias=patch.proj.bias is not None,
-        class_token=bool(model.has_class_token),
+        class_token=model.cls_token is not None,
         distillation_token=distilled,
-        registers=int(model.num_reg_tokens),
+        registers=0 if model.reg_token is None else int(model.reg_token.shape[1]),
         position_prefix=0 if model.no_embed_class else int(model.num_prefix_tokens),
         resample="bicubic_antialias",
         norm=normed,
         norm_eps=float(model.norm_pre.eps) if normed else 1e-6,
         dropout=dropout_rate(model.pos_drop),
+        norm_kind=_norm_kind(model.norm_pre) if normed else "layer",
+        learned_positions=model.pos_embed is not None,
     )
 
 
 def _encoder(model: Any, name: str) -> EncoderConfig:
     blocks = list(model.blocks)  # known to be alike, but for stochastic depth
     first = first_of(blocks, name)
-    if type(first.attn).__name__ != "Attention" or not is_identity(getattr(first.attn, "gate", None)):
-        raise refuse(name, f"the attention is a {type(first.attn).__name__}, or its output is gated")
-    if not is_identity(getattr(first.attn, "norm", None)) or not is_identity(getattr(first.mlp, "norm", None)):
-        raise refuse(name, "attention or MLP has a norm of its own inside")
-    require_usual_scale(first.attn, name)
-    mlp = first.mlp
+    attn, mlp = first.attn, first.mlp
+    kinds = ("EvaAttention", "AttentionRope") if name == _EVA else ("Attention",)
+    if type(attn).__name__ not in kinds or not is_identity(getattr(attn, "gate", None)):
+        raise refuse(name, f"the attention is a {type(attn).__name__}, or its output is gated")
+    if not is_identity(getattr(attn, "norm", None)):
+        raise refuse(name, "one norm spans all heads of a layer (scale_norm): without one head, the others change")
+    if getattr(attn, "num_kv_groups", 1) != 1:
+        raise refuse(name, "several queries share keys and values (num_kv_heads)")
+    scaled = [not is_identity(getattr(first, f"ls{at}", getattr(first, f"gamma_{at}", None))) for at in (1, 2)]
+    if len(set(scaled)) > 1:
+        raise refuse(name, "attention and MLP do not both have a LayerScale")
+    require_usual_scale(attn, name)
     gated = type(mlp).__name__ in ("GluMlp", "SwiGLU")
     if type(mlp).__name__ not in ("Mlp", "GluMlp", "SwiGLU") or getattr(mlp, "gate_last", False):
         raise refuse(name, f"the MLP is a {type(mlp).__name__}")
-    norm = type(first.norm1).__name__
-    if {type(one).__name__ for one in (first.norm1, first.norm2)} != {norm} or is_identity(first.norm1):
-        raise refuse(name, f"the norms are a {norm} and a {type(first.norm2).__name__}")
+    if type(first.norm1) is not type(first.norm2) or is_identity(first.norm1):
+        raise refuse(name, f"the norms are a {type(first.norm1).__name__} and a {type(first.norm2).__name__}")
     for index, block in enumerate(blocks):
         if dropout_rate(block.drop_path1) != dropout_rate(block.drop_path2):
             raise refuse(name, f"attention and MLP of block {index} have different rates of stochastic depth")
     return EncoderConfig(
         width=int(model.embed_dim),
         layers=len(blocks),
-        heads=int(first.attn.num_heads),
-        head_dim=int(first.attn.head_dim),
+        heads=int(attn.num_heads),
+        head_dim=int(attn.head_dim),
         mlp_width=int(mlp.fc2.in_features),
         activation=activation_of(mlp.act, name),
         gated=gated,
-        norm="layer" if norm.startswith("LayerNorm") else "rms",
+        norm=_norm_kind(first.norm1),
         norm_eps=norm_eps(first, name),
-        qk_norm=not is_identity(first.attn.q_norm),
-        qkv_bias=first.attn.qkv.bias is not None,
-        out_bias=first.attn.proj.bias is not None,
+        qk_norm=not is_identity(attn.q_norm),
+        qkv_bias=_biases(attn)[0],
+        key_bias=_biases(attn) != (True, False),
+        out_bias=attn.proj.bias is not None,
         mlp_bias=mlp.fc2.bias is not None,
-        layer_scale=not is_identity(first.ls1),
-        attention_dropout=dropout_rate(first.attn.attn_drop),
-        projection_dropout=dropout_rate(first.attn.proj_drop),
+        mlp_norm=not is_identity(mlp.norm),
+        layer_scale=scaled[0],
+        rotary=_rotary(model, name),
+        attention_dropout=dropout_rate(attn.attn_drop),
+        projection_dropout=dropout_rate(attn.proj_drop),
         activation_dropout=dropout_rate(mlp.drop1),
         output_dropout=dropout_rate(getattr(mlp, "drop2", mlp.drop1)),
         drop_path=tuple(dropout_rate(block.drop_path1) for block in blocks),
     )
+
+
+def _norm_kind(norm: Any) -> NormKind:
+    if not type(norm).__name__.startswith("LayerNorm"):
+        return "rms"
+    return "layer" if norm.bias is not None else "layer_no_bias"
+
+
+def _biases(attn: Any) -> tuple[bool, bool]:
+    """Whether queries, with values, have a bias, and whether keys have one."""
+    if attn.qkv is None:
+        return attn.q_proj.bias is not None, attn.k_proj.bias is not None
+    apart = getattr(attn, "q_bias", None) is not None  # an `EvaAttention`, whose key has zeros in place of a bias
+    return apart or attn.qkv.bias is not None, attn.qkv.bias is not None
+
+
+def _rotary(model: Any, name: str) -> RotaryConfig | None:
+    rope = getattr(model, "rope", None)
+    if rope is None:
+        return None
+    kind, base = type(rope).__name__, float(getattr(rope, "temperature", 0.0))
+    if first_of(model.blocks, name).attn.rotate_half != getattr(rope, "rotate_half", None):
+        raise refuse(name, "its rotary embedding and its attention pair the numbers of a head in different ways")
+    if kind == "RotaryEmbeddingCat" and not rope.in_pixels:
+        reference = None if rope.ref_feat_shape is None else pair(tuple(rope.ref_feat_shape))
+        return RotaryConfig(base, offset=float(rope.grid_offset), reference=reference)
+    if kind == "RotaryEmbeddingDinoV3" and (rope.normalize_coords, rope.grid_offset) == ("separate", 0.0):
+        return RotaryConfig(base, centred=True)
+    raise refuse(name, f"its rotary embedding is a {kind} with settings of its own")
+
+
+def _eva_attention(model: Any) -> Weights:
+    """Queries and keys of a live `Eva` in the canonical order: pairs are halves of a head, rows come before columns."""
+    rope = model.rope
+    swapped = type(rope).__name__ == "RotaryEmbeddingCat" and rope.grid_indexing == "xy"
+
+    def order(head_dim: int) -> list[int]:
+        half = head_dim // 2
+        pairs = [*range(half // 2, half), *range(half // 2)] if swapped else [*range(half)]
+        if rope.rotate_half:
+            return [*pairs, *(half + one for one in pairs)]
+        return [*(2 * one for one in pairs), *(2 * one + 1 for one in pairs)]
+
+    def normed(leaf: str, part: str) -> Source:
+        return Source((f"attn.{part}_norm.{leaf}",), lambda tensors, shape: tensors[0][order(shape[-1])])
+
+    place, by = "encoder.layers.{i}.attention.", None if rope is None else order
+    split = model.blocks[0].attn.qkv is None
+    names = tuple(f"attn.{part}_proj.*" for part in "qkv") if split else ("attn.qkv.*",)
+    entries = {**attention("attn.proj", *names, order=by)}
+    if not _biases(model.blocks[0].attn)[1]:
+        names = ("attn.q_proj.bias", "attn.v_proj.bias") if split else ("attn.q_bias", "attn.v_bias")
+        entries[f"{place}qkv_bias"] = into_heads(*names, order=by)
+    if rope is not None:
+        for leaf in ("weight", "bias"):
+            entries[f"{place}query_norm.{leaf}"] = normed(leaf, "q")
+            entries[f"{place}key_norm.{leaf}"] = normed(leaf, "k")
+    return below("blocks.{i}.", entries)
 
 
 def _metadata(model: Any) -> Metadata:
@@ -205,4 +284,12 @@ DISTILLED = Architecture(
     weights={**_WEIGHTS, "stem.distillation_token": "dist_token", "readout.distillation_classifier": "head_dist"},
     metadata=_metadata,
 )
-ARCHITECTURES: tuple[Architecture, ...] = (VISION_TRANSFORMER, DISTILLED)
+EVA = Architecture(
+    name=_EVA,
+    classes=("timm.models.eva.Eva",),
+    config=partial(_config, name=_EVA),
+    weights=_WEIGHTS,
+    metadata=_metadata,
+    variant=_eva_attention,
+)
+ARCHITECTURES: tuple[Architecture, ...] = (VISION_TRANSFORMER, DISTILLED, EVA)

@@ -194,7 +194,7 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     ("timm", lambda model: parametrizations.weight_norm(model.blocks[1].mlp.fc1), "ParametrizedLinear"),
     ("timm", lambda model: parametrizations.spectral_norm(model.head), "ParametrizedLinear"),
     ("timm", lambda model: model.norm.register_forward_hook(lambda *given: given[2] * 2), "forward hook"),
-    ("timm", set_to("pool_include_prefix", True, ("global_pool", "avg")), "prefix"),
+    ("timm", set_to("pool_include_prefix", True, ("global_pool", "avg")), None),
     ("timm", set_to("no_embed_class", True), "stem.position"),
     ("timm", patched_class(BLOCK + "mlp"), "blocks.0"),
     ("timm", patched_class("patch_embed"), "before blocks.0"),

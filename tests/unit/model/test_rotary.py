@@ -87,7 +87,8 @@ def test_a_window_hides_what_is_farther_away(masked: bool, read: slice | None) -
     found = attend(q if read is None else q[:, read], k, v, seen_keys(mask, 7, 2, read, q.device), 1, causal=False)
     for sample in range(2):
         for token in range(found.shape[1]):
-            seen = [at for at in range(7) if abs(at - token) <= 2 and (mask is None or mask[sample, at])] or [token]
+            may = [mask is None or bool(mask[sample, at]) or at == token for at in range(7)]
+            seen = [at for at in range(7) if abs(at - token) <= 2 and may[at]]
             weights = torch.einsum("hd,khd->hk", q[sample, token], k[sample, seen]) / 2
             expected = torch.einsum("hk,khd->hd", weights.softmax(-1), v[sample, seen])
             assert torch.allclose(found[sample, token], expected)
