@@ -1,0 +1,241 @@
+"""Optimal Brain Apoptosis: single weights are removed by what the curvature of the loss says of them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .._utils import derive_seed
+from ..arguments import checked, require_number, require_whole
+from ..batches import Batches, Inputs, borrowed, epoch_of, fingerprint, iterate, require_labels, require_rereadable
+from ..errors import ConfigError
+from ..heads.ranking import model_fingerprint
+from ..model.ensemble import Ensemble
+from ..model.layers import dropping
+from ..model.members import place_of
+from ..schema import require_types, to_plain
+from ..training.finetune import train_parametrised
+from ..training.loop import (
+    Job,
+    Position,
+    RunState,
+    Runtime,
+    read_state,
+    read_tensors,
+    require_layout,
+    training_runtime,
+    usable,
+    write_state,
+)
+from ..training.parametrised import Parametrised
+from ..training.recipe import Recipe, trainable_state
+from .start import require_single
+
+Rule = Literal["oba", "fastoba", "curvature"]
+_SMALL = 1e-6  # added to what importances are divided by
+
+
+@dataclass(frozen=True)
+class OBA:
+    """How weights are removed; the schedule and the rule are those of the public code.
+
+    Attributes:
+        keep: Share of all parameters that is left: the paper has 0.891 (as removing 4 of 12 heads) and 0.94.
+        steps: Steps on the way, each of which leaves the same share of what there was.
+        batches: Batches that the importance of a step is computed on, or all there are.
+        rule: What is added to the importances of a tensor over their largest: `"oba"` the magnitude of the weights,
+            `"fastoba"` the same over the largest of the model, `"curvature"` nothing.
+    """
+
+    keep: float = 0.891
+    steps: int = 49
+    batches: int = 200
+    rule: Rule = "oba"
+
+    def __post_init__(self) -> None:
+        require_types(self)
+        require_number("OBA.keep", self.keep, 0.0, 1.0)
+        require_whole("OBA.steps", self.steps, 1)
+        require_whole("OBA.batches", self.batches, 1)
+
+    def check(self, model: Ensemble) -> None:
+        """Refuse to remove more than can be removed."""
+        total = sum(one.numel() for one in model.parameters())
+        left = total - sum(one.numel() for one in removable(model).values())
+        if self.keep * total <= left:
+            raise ConfigError(
+                f"OBA.keep is {self.keep}, but norms, embeddings and classifier, which stay, are {left / total:.3f} of "
+                "all parameters; keep more"
+            )
+
+
+@checked
+@torch.inference_mode(False)
+@torch.enable_grad()
+def oba(
+    model: Ensemble,
+    train: Batches,
+    recipe: Recipe | None = None,
+    settings: OBA = OBA(),  # noqa: B008 (frozen)
+    validation: Batches | None = None,
+    *,
+    output: str | Path | None = None,
+    progress: bool = True,
+    device: torch.device | str | None = None,
+    checkpoint_every: int = 500,
+) -> Ensemble:
+    """A model with many zeros: weights whose removal the second-order term of the loss says to cost least are gone.
+
+    The importance of a weight is `|θ (Hθ)|`, with H the Hessian of the cross-entropy, in evaluation mode, summed with
+    its sign over batches. All maps of stem, attention and MLP are pruned, with their biases. A recipe trains what is
+    left: zeros stay zeros. Time and memory of the result are those of the whole model.
+
+    Args:
+        model: A classifier with one member; it is not changed.
+        train: Batches with labels that can be read again and again.
+        recipe: How to train what is left; None leaves it as it is.
+        settings: How much is removed, and by which rule.
+        validation: Held-out batches with labels, as for `finetune`.
+        output: Folder for checkpoints, of the pruning (after every step) and of the training.
+        progress: Whether to show a progress bar of the training.
+        device: Where to compute; None stays on the model's device.
+        checkpoint_every: Updates between checkpoints of the training.
+    """
+    require_single(model, "oba")
+    settings.check(model)
+    require_rereadable(train, "train")
+    if recipe is not None:
+        recipe.check(model, train, validation)
+    folder = None if output is None else Path(output)
+    seed = derive_seed(0 if recipe is None else recipe.seed, "oba")
+    masks = pruned_masks(model, train, settings, seed, None if folder is None else folder / "pruning", device)
+    zeros = sum(int((~mask).sum()) for mask in masks.values())
+    share = 1 - zeros / sum(one.numel() for one in model.parameters())
+    line = f"OBA: {share:.1%} of the parameters left after {settings.steps} steps, rule {settings.rule}"
+    state = {
+        name: tensor * masks[name].to(tensor.device) if name in masks else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    start = Ensemble.from_state(model.config, state, model.metadata.after(line))
+    if recipe is None:
+        return start
+    place = None if folder is None else folder / "member-0"
+    identity = {"method": "oba", "settings": to_plain(settings)}
+    job = Job(recipe, train, validation, place, checkpoint_every, progress, device, 0, identity)
+    return train_parametrised(lambda copy: Masked(copy, masks), start, job, "trained what OBA left")
+
+
+class Masked(Parametrised):
+    """An ensemble some of whose weights are, and stay, zero; those where the mask is false."""
+
+    def __init__(self, ensemble: Ensemble, masks: Mapping[str, Tensor]) -> None:
+        super().__init__(ensemble)
+        self.masks = {name: mask.to(ensemble.device) for name, mask in masks.items()}
+
+    def computed(self) -> dict[str, Tensor]:
+        """The weights that can be removed, without those that were."""
+        return {name: self.ensemble.get_parameter(name) * mask for name, mask in self.masks.items()}
+
+
+def removable(model: Ensemble) -> dict[str, Tensor]:
+    """Weights and biases of linear maps and the patch kernel by name; neither norms and tokens nor the classifier."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        group, _ = place_of(name)
+        inside = group in ("attention", "mlp") and not name.endswith(".scale") and "_norm." not in name
+        if inside or name.startswith(("stem.patch", "stem.project.", "readout.hidden.", "readout.map.")):
+            found[name] = parameter
+    return {name: one for name, one in found.items() if not name.startswith(("readout.map.norm", "readout.map.query_"))}
+
+
+def curvature(model: Ensemble, batches: Iterable[tuple[Inputs, Tensor]], names: Iterable[str]) -> dict[str, Tensor]:
+    """`θ ∘ Hθ` of the named parameters, added up over batches; H is the Hessian of the mean cross-entropy in them."""
+    weights = {name: model.get_parameter(name) for name in names}
+    parameters, sums = list(weights.values()), [torch.zeros_like(one) for one in weights.values()]
+    with dropping(False), sdpa_kernel(SDPBackend.MATH):  # faster kernels have no second derivative
+        for inputs, labels in batches:
+            logits = model(model.prepare(inputs))[0]  # [B, C]
+            loss = F.cross_entropy(logits, labels.to(logits.device))
+            first = torch.autograd.grad(loss, parameters, create_graph=True)
+            second = torch.autograd.grad(first, parameters, grad_outputs=[one.detach() for one in parameters])
+            for total, product, one in zip(sums, second, parameters, strict=True):
+                total += product * one.detach()
+    return dict(zip(weights, sums, strict=True))
+
+
+def importances(curved: Mapping[str, Tensor], weights: Mapping[str, Tensor], rule: Rule) -> dict[str, Tensor]:
+    """What each weight is ranked by, over all tensors together."""
+    largest = max(float(one.abs().max()) for one in weights.values()) if rule == "fastoba" else 1.0
+    found: dict[str, Tensor] = {}
+    for name, one in curved.items():
+        importance = one.abs() / (one.abs().max() + _SMALL)
+        found[name] = importance if rule == "curvature" else importance + weights[name].abs() / largest
+    return found
+
+
+def kept(scores: Mapping[str, Tensor], masks: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Masks that leave the `count` most important weights of those that are still there."""
+    flat = torch.cat([score.masked_fill(~masks[name], -1.0).flatten() for name, score in scores.items()])
+    chosen = torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
+    chosen[flat.topk(count, sorted=False).indices] = True
+    parts = chosen.split([score.numel() for score in scores.values()])
+    return {name: part.view_as(score) for (name, score), part in zip(scores.items(), parts, strict=True)}
+
+
+def pruned_masks(
+    model: Ensemble, train: Batches, settings: OBA, seed: int, folder: Path | None, device: torch.device | str | None
+) -> dict[str, Tensor]:
+    """What is left of every removable tensor, step by step; with a folder, after every step it can be stopped."""
+    with borrowed(train), training_runtime(device, model.device) as runtime:
+        run = _fingerprint(model, train, settings, seed) if folder is not None else {}
+        if folder is None:
+            return _prune(model, train, settings, seed, None, RunState(run), runtime)
+        with runtime.ranks.locked(folder, "pruning"):
+            return _prune(model, train, settings, seed, folder, RunState(run), runtime)
+
+
+def _prune(
+    model: Ensemble, train: Batches, settings: OBA, seed: int, folder: Path | None, state: RunState, runtime: Runtime
+) -> dict[str, Tensor]:
+    copy = Ensemble.from_state(model.config, trainable_state(model, runtime.device))
+    weights = removable(copy)
+    masks = {name: torch.ones_like(one, dtype=torch.bool) for name, one in weights.items()}
+    saved = None if folder is None else read_state(folder, state.fingerprint)
+    if saved is not None and folder is not None:
+        with usable(folder):
+            state, tensors = read_tensors(folder, saved, masks)
+            found = tensors["result" if saved.finished else "current"]
+            require_layout(found, masks)
+        masks = {name: found[name].to(runtime.device) for name in masks}
+    total = sum(one.numel() for one in copy.parameters())
+    fixed = total - sum(one.numel() for one in weights.values())
+    for step in range(state.position.step, settings.steps):
+        with torch.no_grad():
+            for name, one in weights.items():
+                one *= masks[name]
+        with epoch_of(train, step, seed, runtime.device):
+            curved = curvature(copy, islice(_labelled(copy, train), settings.batches), weights)
+        scores = importances(curved, {name: one.detach() for name, one in weights.items()}, settings.rule)
+        masks = kept(scores, masks, round(settings.keep ** ((step + 1) / settings.steps) * total) - fixed)
+        last = step + 1 == settings.steps
+        state = replace(state, position=Position(step + 1), finished=last)
+        if folder is not None and runtime.ranks.rank == 0:
+            state = replace(state, files={}, checksums={})
+            state = write_state(folder, state, {"result" if last else "current": masks})
+    return {name: mask.cpu() for name, mask in masks.items()}
+
+
+def _labelled(model: Ensemble, train: Batches) -> Iterable[tuple[Inputs, Tensor]]:
+    for index, (inputs, labels) in enumerate(iterate(train, "train")):
+        yield inputs, require_labels(labels, model.num_classes, "train", index)
+
+
+def _fingerprint(model: Ensemble, train: Batches, settings: OBA, seed: int) -> dict[str, Any]:
+    data = fingerprint(train, "train", derive_seed(seed, "fingerprint"))
+    return {"method": "oba", "settings": to_plain(settings), "train": data, "model": model_fingerprint(model)}

@@ -1,0 +1,131 @@
+"""OBA: curvature by double backward is that of finite differences, counts are exact, zeros stay zeros."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from baseline_cases import KINDS, QUICK, assert_an_ensemble, assert_resumes, assert_same, single, some, weights
+from torch.nn import functional as F
+
+import hydra_ensembles as he
+from hydra_ensembles.baselines.oba import OBA, curvature, importances, kept, oba, removable
+from hydra_ensembles.errors import CheckpointError, ConfigError
+
+SMALL = OBA(keep=0.8, steps=3, batches=2)
+
+
+def train(model, settings=SMALL, recipe=QUICK, **options):
+    return oba(model, some(model), recipe, settings, progress=False, **options)
+
+
+def zeros(model):
+    return {name: one == 0 for name, one in removable(model).items()}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "image-qknorm-gated", "image-mean-layerscale"])
+def test_the_hessian_product_is_that_of_finite_differences(kind):
+    model = single(kind)
+    data = some(model, (4, 3))
+    names = list(removable(model))
+    found = curvature(model, data, names)
+
+    def gradient(step):
+        """Gradient of the losses of all batches at θ + step·θ, along the removable parameters."""
+        moved = {name: one.detach().clone() for name, one in model.named_parameters()}
+        moved |= {name: (1 + step) * moved[name] for name in names}
+        point = he.Ensemble.from_state(model.config, moved)
+        loss = sum(F.cross_entropy(point(inputs)[0], labels) for inputs, labels in data)
+        return torch.autograd.grad(loss, [point.get_parameter(name) for name in names])
+
+    for name, ahead, behind in zip(names, gradient(1e-5), gradient(-1e-5), strict=True):
+        expected = model.get_parameter(name) * (ahead - behind) / 2e-5
+        torch.testing.assert_close(found[name], expected.detach(), rtol=1e-5, atol=1e-8)
+
+
+def test_the_rules_as_published():
+    curved = {"a": torch.tensor([-4.0, 1.0]), "b": torch.tensor([0.5, 0.25])}
+    given = {"a": torch.tensor([0.1, -0.2]), "b": torch.tensor([2.0, 0.0])}
+    plain = importances(curved, given, "curvature")
+    assert torch.allclose(torch.cat(list(plain.values())), torch.tensor([1.0, 0.25, 1.0, 0.5]), atol=1e-5)
+    added = importances(curved, given, "oba")
+    assert torch.allclose(torch.cat(list(added.values())), torch.tensor([1.1, 0.45, 3.0, 0.5]), atol=1e-5)
+    relative = importances(curved, given, "fastoba")
+    assert torch.allclose(torch.cat(list(relative.values())), torch.tensor([1.05, 0.35, 2.0, 0.5]), atol=1e-5)
+
+
+def test_weights_that_are_gone_stay_gone():
+    scores = {"a": torch.tensor([3.0, 2.0, 1.0])}
+    assert kept(scores, {"a": torch.tensor([False, True, True])}, 2)["a"].tolist() == [False, True, True]
+    assert kept(scores, {"a": torch.tensor([True, True, True])}, 2)["a"].tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_share_left_is_exact_and_zeros_survive_training(kind, tmp_path):
+    model = single(kind)
+    before = weights(model)
+    pruned = train(model, recipe=None)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    total = sum(one.numel() for one in model.parameters())
+    gone = zeros(pruned)
+    assert sum(int(mask.sum()) for mask in gone.values()) == total - round(0.8 * total)
+    for name, tensor in pruned.state_dict().items():
+        stays = torch.ones_like(tensor, dtype=torch.bool) if name not in gone else ~gone[name]
+        assert torch.equal(tensor[stays], before[name][stays])
+    recipe = replace(QUICK, weight_decay=0.01, momentum=0.9)
+    trained = train(model, recipe=recipe)
+    for name, mask in zeros(trained).items():
+        assert torch.equal(mask, gone[name])
+    moved = {
+        name for name, tensor in trained.state_dict().items() if not torch.equal(tensor, pruned.state_dict()[name])
+    }
+    assert "readout.classifier.weight" in moved
+    assert "encoder.layers.0.mlp.up.weight" in moved
+    assert_an_ensemble(trained, model, tmp_path / "saved")
+
+
+def test_norms_tokens_embeddings_and_classifier_are_never_removed():
+    names = set(removable(single("image-mean-layerscale"))) | set(removable(single("text-post-norm")))
+    assert not [
+        name for name in names if "norm" in name or "classifier" in name or "position" in name or "words" in name
+    ]
+    assert not [name for name in names if name.endswith((".scale", "class_token"))]
+    assert "stem.patch" in names
+    assert "readout.hidden.weight" in names
+
+
+def test_a_stopped_training_goes_on(tmp_path, monkeypatch):
+    model = single()
+    assert_resumes(lambda **options: train(model, **options), tmp_path, monkeypatch)
+    with pytest.raises(CheckpointError, match="keep"):
+        train(model, replace(SMALL, keep=0.9), output=tmp_path)
+
+
+def test_a_stopped_pruning_goes_on(tmp_path, monkeypatch):
+    model, calls = single(), []
+    module = sys.modules["hydra_ensembles.baselines.oba"]  # the package has a function of this name
+
+    def counted(*given):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(1)
+        return curvature(*given)
+
+    whole = train(model, recipe=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "curvature", counted)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, recipe=None, output=tmp_path)
+        calls[:] = [1]  # one step is left
+        assert_same(train(model, recipe=None, output=tmp_path), whole)
+        assert len(calls) == 2
+        assert_same(train(model, recipe=None, output=tmp_path), whole)  # finished: nothing is computed any more
+
+
+@pytest.mark.parametrize(
+    ("settings", "token"),
+    [({"keep": 1.0}, "keep"), ({"keep": 0.01}, "keep"), ({"steps": 0}, "steps"), ({"rule": "size"}, "rule")],
+)
+def test_settings_that_cannot_work_are_refused(settings, token):
+    with pytest.raises(ConfigError, match=token):
+        train(single(), OBA(**settings))
