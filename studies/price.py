@@ -6,7 +6,7 @@ What is there stays, so that a stopped run goes on, and tasks and seeds may run 
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 import yaml
+from scipy.stats import t as student
 from torch import Tensor
 
 import hydra_ensembles as he
@@ -45,7 +46,6 @@ NUMBERS = {  # what is reported, by the names of an evaluation
     "auroc_msp": "all.auroc",
     "auroc_mahalanobis": "mahalanobis:all.auroc",
 }
-QUANTILE = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's t, 97.5 %, by the number of seeds
 Stage = Literal["held_out", "report"]
 
 
@@ -83,7 +83,8 @@ class Task:
         """Training data."""
         reference = given(self.suite, "train")
         splits = self.plain.get("train", [reference.split])
-        return self.read(*(replace(reference, split=split) for split in splits))
+        loaded = [self.source.load(replace(reference, split=split)) for split in splits]
+        return self.samples(*(at_most(one, self.plain.get("limit")) for one in loaded))
 
     @cached_property
     def halves(self) -> tuple[Samples, Samples]:
@@ -188,8 +189,8 @@ class SeedOfTask:
     def train(self) -> None:
         """Make every model, and measure candidates and fixed rows on held-out data."""
         place = self.folder / "held_out.json"
-        if not place.exists():
-            self.longer()
+        self._fixed()
+        if "held_out" in self.task.plain and self.seed in self.settings["seeds"] and not place.exists():
             rows = {key: self.measured(self.hydra(one), "held_out") for key, one in candidates(self.settings).items()}
             write_json(place, rows | {name: self.measured(model, "held_out") for name, model in self._fixed().items()})
 
@@ -236,7 +237,9 @@ def candidates(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def choose(settings: Mapping[str, Any], output: Path) -> dict[str, Any]:
     """One fusing for all tasks, from what every task and seed measured on held-out data; written down."""
-    rows = [read_json(path) for path in _files(settings, output, "held_out.json")]
+    tasks = [name for name, task in settings["tasks"].items() if "held_out" in task]
+    places = (output / task / f"seed-{seed}" / "held_out.json" for task in tasks for seed in settings["seeds"])
+    rows = [read_json(path) for path in _all_there(places)]
     ratios = {
         name: {key: mean(row[name][key] / row[SINGLE][key] for row in rows) for key in ("nll", "aurc", "multiply_adds")}
         for name in candidates(settings)
@@ -278,8 +281,13 @@ def _moved(model: he.Ensemble, index: int) -> he.Ensemble:
     return he.Ensemble.from_state(model.config, state, model.metadata)
 
 
-def _files(settings: Mapping[str, Any], output: Path, name: str) -> list[Path]:
-    places = [output / task / f"seed-{seed}" / name for task in settings["tasks"] for seed in settings["seeds"]]
+def seeds_of(settings: Mapping[str, Any], task: str) -> list[int]:
+    """The seeds of a task's report."""
+    return cast(list[int], settings["tasks"][task].get("seeds", settings["seeds"]))
+
+
+def _all_there(places: Iterable[Path]) -> list[Path]:
+    places = list(places)
     missing = [str(path) for path in places if not path.exists()]
     if missing:
         raise DataError(f"not every task and seed is done, {missing[0]} and {len(missing) - 1} more are missing")
@@ -288,15 +296,16 @@ def _files(settings: Mapping[str, Any], output: Path, name: str) -> list[Path]:
 
 def summary(settings: Mapping[str, Any], output: Path) -> dict[str, Any]:
     """Means over seeds, and differences to Single of the same seed with intervals of Student's t over the seeds."""
-    seeds, tables = settings["seeds"], {}
+    tables = {}
     for task in settings["tasks"]:
+        seeds = seeds_of(settings, task)
         rows = [read_json(output / task / f"seed-{seed}" / "report.json") for seed in seeds]
         tables[task] = {
             name: {
                 key: {
                     "mean": mean(row[name][key] for row in rows),
                     "difference": mean(differences := [row[name][key] - row[SINGLE][key] for row in rows]),
-                    "half_width": QUANTILE[len(seeds)] * stdev(differences) / len(seeds) ** 0.5,
+                    "half_width": float(student.ppf(0.975, len(seeds) - 1)) * stdev(differences) / len(seeds) ** 0.5,
                 }
                 for key in NUMBERS
             }
@@ -307,12 +316,12 @@ def summary(settings: Mapping[str, Any], output: Path) -> dict[str, Any]:
 
 def collected(settings: Mapping[str, Any], output: Path) -> dict[str, Any]:
     """Everything of a finished run, as it is stored."""
-    stages = ("held_out", "report")
-    _files(settings, output, "report.json")
+    done = [(task, seed) for task in settings["tasks"] for seed in seeds_of(settings, task)]
+    folders = {f"{task}/{seed}": output / task / f"seed-{seed}" for task, seed in done}
+    _all_there(folder / "report.json" for folder in folders.values())
     runs = {
-        f"{task}/{seed}": {stage: read_json(output / task / f"seed-{seed}" / f"{stage}.json") for stage in stages}
-        for task in settings["tasks"]
-        for seed in settings["seeds"]
+        key: {stage: read_json(file) for stage in ("held_out", "report") if (file := folder / f"{stage}.json").exists()}
+        for key, folder in folders.items()
     }
     return {
         "recipe": dict(settings),
@@ -343,9 +352,10 @@ def price_table(found: Mapping[str, Any]) -> str:
             for digits in [3 if key == "nll" else 2]
         ]
         lines.append(f"| {task} | *Hydra less Single* | | " + " | ".join(cells) + " |")
-    seeds, count = len(found["recipe"]["seeds"]), found["recipe"]["members"]
+    settings = found["recipe"]
+    count, seeds = settings["members"], ", ".join(f"{len(seeds_of(settings, task))} on {task}" for task in tables)
     about = (
-        f"Means of {seeds} seeds; differences are to Single of the same seed, ± the half width of Student's 95 % "
+        f"Means over seeds ({seeds}); differences are to Single of the same seed, ± the half width of Student's 95 % "
         f"interval over the seeds. Ensembles have {count} members. Per cent but for NLL; calibrated on held-out data. "
         "AUROC: the mean over the OOD sets of a task. Cost: a batch of "
         f"{costs['batch']} on an {costs['device']}, bfloat16, against Single compiled. From `results/price.json`."

@@ -7,6 +7,7 @@ member is compared with its own statistics. Nothing is read back from the device
 from collections.abc import Mapping
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,6 +38,13 @@ def prepared(name: FamiliarityName, features: Tensor) -> Tensor:
     return F.normalize(features, dim=-1) if is_normalised(name) else features
 
 
+def ready(statistics: Statistics) -> Statistics:
+    """Fitted statistics, and what every batch would compute of them again: squared lengths of class means `[M, C]`."""
+    if "classes" not in statistics:
+        return statistics
+    return {**statistics, "lengths": statistics["classes"].square().sum(dim=-1)}
+
+
 def unfamiliarity(
     name: FamiliarityName, statistics: Statistics, features: Tensor, logits: Tensor, neighbours: int = 1
 ) -> Tensor:
@@ -49,7 +57,7 @@ def unfamiliarity(
 
     Args:
         name: Which score.
-        statistics: What was fitted for it, of every member.
+        statistics: What was fitted for it, of every member, `ready` for use.
         features: `[M, B, d]`.
         logits: `[M, B, C]`, for `vim`.
         neighbours: Of `knn`, which neighbour counts.
@@ -65,7 +73,7 @@ def unfamiliarity(
     centred = x - statistics["mean"][:, None]
     white, means = centred @ statistics["whiten"], statistics["classes"]  # [M, B, d], [M, C, d]
     # the nearest class by |m|² - 2 w·m; the distance itself from the difference, where nothing cancels
-    nearest = (means.square().sum(dim=-1)[:, None] - 2 * white @ means.mT).argmin(dim=-1)  # [M, B]
+    nearest = torch.baddbmm(statistics["lengths"][:, None], white, means.mT, alpha=-2).argmin(dim=-1)  # [M, B]
     found = (white - _picked(means, nearest)).square().sum(dim=-1)
     if is_relative(name):
         found = found - (centred @ statistics["background"]).square().sum(dim=-1)

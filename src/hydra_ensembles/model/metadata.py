@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..metrics.conformal import Reference, check_share
-from ..metrics.distance import FamiliarityName, is_relative, unfamiliarity
+from ..metrics.distance import FamiliarityName, Statistics, is_relative, ready, unfamiliarity
 from ..prediction import Calibrates, Prediction, ScoreName, Unfamiliarity, check_temperature
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..schema import ADDED_LATER, require_types
@@ -129,7 +129,7 @@ class Familiarity:
 
     settings: FamiliaritySettings
     state: Mapping[str, Tensor] = field(repr=False)
-    _placed: dict[torch.device, dict[str, dict[str, Tensor]]] = field(default_factory=dict, repr=False)
+    _placed: dict[torch.device, dict[str, Statistics]] = field(default_factory=dict, repr=False)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Familiarity) or self.settings != other.settings:
@@ -146,14 +146,14 @@ class Familiarity:
         """What a prediction says of scores `[S, M, B]`."""
         return Unfamiliarity(self.settings.scores, scores, self.settings.threshold, self.settings.reference)
 
-    def _on(self, device: torch.device) -> dict[str, dict[str, Tensor]]:
+    def _on(self, device: torch.device) -> dict[str, Statistics]:
         """The statistics of each score on a device; they stay there."""
         if device not in self._placed:
             placed: dict[str, dict[str, Tensor]] = {}
             for key, tensor in self.state.items():
                 score, _, name = key.rpartition(".")
                 placed.setdefault(score, {})[name] = tensor.to(device)
-            self._placed[device] = placed
+            self._placed[device] = {score: ready(known) for score, known in placed.items()}
         return self._placed[device]
 
 
