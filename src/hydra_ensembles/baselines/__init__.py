@@ -1,6 +1,7 @@
 """What Hydra Ensembles are compared with, one file a method."""
 
 from .batch_ensemble import BatchEnsemble, batch_ensemble
+from .laplace import Laplace, laplace
 from .lora import LoRA, lora_ensemble
 from .mc_dropout import mc_dropout
 from .mimo import MIMO, mimo
@@ -9,11 +10,13 @@ from .packed import Packed, packed_ensemble
 
 __all__ = [
     "BatchEnsemble",
+    "Laplace",
     "LoRA",
     "MIMO",
     "OBA",
     "Packed",
     "batch_ensemble",
+    "laplace",
     "lora_ensemble",
     "mc_dropout",
     "mimo",

@@ -163,17 +163,18 @@ class Readout(nn.Module):
         """Hidden layer and classifier on pooled features, `[N, B, d]` to `[N', B, C]`."""
         if self.class_embeddings is not None:
             return self.class_embeddings(self.embedding(pooled))
-        x = self._hidden(pooled)
+        x = self.penultimate(pooled)
         if self.distillation_classifier is not None and self.classifier is not None:
             return (self.classifier(x[:, :, 0]) + self.distillation_classifier(x[:, :, 1])) / 2
         return x if self.classifier is None else self.classifier(x)
 
     def embedding(self, pooled: Tensor) -> Tensor:
         """What is compared with class embeddings: pooled features `[N, B, d]` projected, of length one `[N', B, e]`."""
-        x = self._hidden(pooled)
+        x = self.penultimate(pooled)
         return F.normalize(x if self.projection is None else self.projection(x), dim=-1)
 
-    def _hidden(self, pooled: Tensor) -> Tensor:
+    def penultimate(self, pooled: Tensor) -> Tensor:
+        """What the classifier or the projection sees: pooled features `[N, B, d]` after the hidden layer, if any."""
         x = self.dropout(pooled)
         if self.hidden is not None and self.config.hidden is not None:
             x = ACTIVATIONS[self.config.hidden](self.hidden(x))

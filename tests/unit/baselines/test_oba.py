@@ -103,7 +103,7 @@ def test_a_stopped_training_goes_on(tmp_path, monkeypatch):
 
 def test_a_stopped_pruning_goes_on(tmp_path, monkeypatch):
     model, calls = single(), []
-    module = sys.modules["hydra_ensembles.baselines.oba"]  # the package has a function of this name
+    module = sys.modules[oba.__module__]  # the package has a function of this name
 
     def counted(*given):
         if len(calls) == 2:

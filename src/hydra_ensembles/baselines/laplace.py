@@ -1,0 +1,185 @@
+"""Last-layer Laplace: classifiers drawn from what the training data leave open about the one that was trained."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .._utils import derive_seed
+from ..arguments import checked, require_number, require_whole
+from ..batches import Batches, iterate
+from ..errors import ConfigError, DataError
+from ..metrics.inputs import check_finite
+from ..model.config import Sharing
+from ..model.ensemble import Ensemble
+from ..model.layers import dropping
+from ..schema import require_types
+from .start import joined, require_single
+
+Structure = Literal["kron", "diag", "full"]
+WEIGHT, BIAS = "readout.classifier.weight", "readout.classifier.bias"
+MOST_FULL = 20_000  # parameters of a full covariance: 3.2 GB in float64
+
+
+@dataclass(frozen=True)
+class Laplace:
+    """What is known of the classifier, and how many are drawn.
+
+    Attributes:
+        members: Classifiers to draw.
+        structure: Of the curvature: `"kron"` (a Kronecker product), `"diag"`, or `"full"`, for small classifiers.
+        prior_precision: Of a normal prior around zero; None takes the one of largest marginal likelihood.
+        seed: Draws the classifiers.
+    """
+
+    members: int = 20
+    structure: Structure = "kron"
+    prior_precision: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_types(self)
+        require_whole("Laplace.members", self.members, 1)
+        require_whole("Laplace.seed", self.seed, 0)
+        if self.prior_precision is not None:
+            require_number("Laplace.prior_precision", self.prior_precision, math.ulp(0.0), math.inf)
+
+
+@checked
+@torch.no_grad()
+def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) -> Ensemble:  # noqa: B008 (frozen)
+    """Members that share everything but classifiers, which are drawn around the model's own; nothing is trained.
+
+    The posterior is normal; its precision is the Gauss-Newton curvature of the cross-entropy on the training data plus
+    that of the prior. All members cost little more than one: only the last layer differs.
+
+    Args:
+        model: A classifier with one member, trained on the same data; it is not changed.
+        batches: The training data, read once; labels are not looked at.
+        settings: Structure, prior, and number of members.
+
+    Raises:
+        ConfigError: Several members, class embeddings in place of a classifier, or a full covariance that is too large.
+    """
+    require_single(model, "laplace")
+    if model.readout.classifier is None or model.readout.distillation_classifier is not None:
+        raise ConfigError("laplace takes a model with one linear classifier, not class embeddings or two classifiers")
+    mean = _augmented(model)
+    if settings.structure == "full" and mean.numel() > MOST_FULL:
+        raise ConfigError(
+            f"a full covariance of {mean.numel()} parameters is too large (at most {MOST_FULL}); use structure='kron'"
+        )
+    curvature = Curvature(settings.structure, *mean.shape)
+    with dropping(False):
+        for index, (inputs, _) in enumerate(iterate(batches, "batches", labelled=False)):
+            features, logits = model.features_and_logits(model.prepare(inputs))  # [1, B, d], [1, B, C]
+            seen = model.readout.penultimate(features)
+            check_finite(logits, f"logits of batch {index}", "batches")
+            curvature.add(seen[0].double().cpu(), logits[0].double().cpu())
+    if not curvature.samples:
+        raise DataError("there are no samples to take the curvature from; give the training data")
+    posterior = curvature.posterior(mean, settings.prior_precision)
+    drawn = posterior.draw(settings.members, derive_seed(settings.seed, "laplace"))  # [S, C, d (+ 1)]
+    sharing = Sharing(stem=True, attention=True, mlp=True, norms=True)
+    many = joined([model] * settings.members, sharing)
+    state, width = many.state_dict(), model.readout.features
+    state[WEIGHT] = drawn[..., :width].to(state[WEIGHT])
+    if BIAS in state:
+        state[BIAS] = drawn[..., width].to(state[BIAS])
+    line = (
+        f"{settings.members} classifiers of a last-layer Laplace approximation ({settings.structure}, prior precision "
+        f"{posterior.prior:.4g}, {curvature.samples} samples)"
+    )
+    return Ensemble.from_state(many.config, state, model.metadata.after(line))
+
+
+class Curvature:
+    """Gauss-Newton curvature of the cross-entropy in a classifier `[C, d]`, added up batch by batch in float64.
+
+    For one sample it is the product of `diag(p) - p pᵀ` over classes and `a aᵀ` over inputs; their sums are kept apart
+    where the structure is a Kronecker product. A bias is the weight of an input that is always one.
+    """
+
+    def __init__(self, structure: Structure, classes: int, inputs: int) -> None:
+        self.structure, self.samples = structure, 0
+        sizes = {"kron": (classes, classes), "diag": (classes, inputs), "full": (classes, inputs, classes, inputs)}
+        self.sums = torch.zeros(sizes[structure], dtype=torch.float64)
+        self.inputs = torch.zeros(inputs, inputs, dtype=torch.float64)
+
+    def add(self, seen: Tensor, logits: Tensor) -> None:
+        """Add samples: inputs of the classifier `[B, d]`, and logits `[B, C]`."""
+        self.samples += len(seen)
+        if self.inputs.shape[0] > seen.shape[1]:
+            seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
+        probs = logits.softmax(-1)
+        if self.structure == "diag":
+            self.sums += (probs * (1 - probs)).T @ seen.square()
+            return
+        self.inputs += seen.T @ seen
+        if self.structure == "kron":
+            self.sums += probs.sum(0).diag() - probs.T @ probs
+            return
+        spread = torch.diag_embed(probs) - probs[:, :, None] * probs[:, None, :]  # [B, C, C]
+        self.sums += torch.einsum("bce,bi,bj->ciej", spread, seen, seen)
+
+    def posterior(self, mean: Tensor, prior: float | None) -> "Posterior":
+        """The normal distribution around `mean` `[C, d]`, with the given prior or the likeliest one."""
+        axes: tuple[Tensor, ...] | None = None
+        if self.structure == "diag":
+            values = self.sums.flatten()
+        elif self.structure == "full":
+            values, vectors = torch.linalg.eigh(self.sums.flatten(2).flatten(0, 1))
+            axes = (vectors,)
+        else:
+            outputs, left = torch.linalg.eigh(self.sums)
+            inputs, right = torch.linalg.eigh(self.inputs / self.samples)
+            values, axes = (outputs.clamp(min=0)[:, None] * inputs.clamp(min=0)).flatten(), (left, right)
+        values = values.clamp(min=0)
+        return Posterior(mean, values, axes, likeliest_prior(values, mean) if prior is None else prior)
+
+
+def likeliest_prior(values: Tensor, mean: Tensor) -> float:
+    """The prior precision of largest marginal likelihood, where curvature has these eigenvalues; MacKay's iteration."""
+    squared, prior = float(mean.square().sum()), 1.0
+    if not squared or not values.any():
+        return prior  # nothing says how wide the prior is
+    for _ in range(10_000):
+        known = float((values / (values + prior)).sum())  # how many parameters the data determine
+        prior, before = known / squared, prior
+        if abs(prior - before) <= 1e-10 * before:
+            break
+    return prior
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """A normal distribution of classifiers: precisions `values + prior` along `axes` (None: along the parameters).
+
+    Two axes are those of outputs and inputs, of a Kronecker product; one is that of all parameters.
+    """
+
+    mean: Tensor  # [C, d]
+    values: Tensor  # [C·d]
+    axes: tuple[Tensor, ...] | None
+    prior: float
+
+    def draw(self, count: int, seed: int) -> Tensor:
+        """Classifiers `[count, C, d]`."""
+        noise = torch.randn(count, len(self.values), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        scaled = noise / (self.values + self.prior).sqrt()
+        if self.axes is None:
+            moved = scaled.unflatten(1, self.mean.shape)
+        elif len(self.axes) == 1:
+            moved = (scaled @ self.axes[0].T).unflatten(1, self.mean.shape)
+        else:
+            moved = self.axes[0] @ scaled.unflatten(1, self.mean.shape) @ self.axes[1].T
+        return self.mean + moved
+
+
+def _augmented(model: Ensemble) -> Tensor:
+    """Weight and bias of the classifier in one matrix `[C, d (+ 1)]`, in float64 on the CPU."""
+    state = model.state_dict()
+    parts = [state[WEIGHT][0], *([state[BIAS][0][:, None]] if BIAS in state else [])]
+    return torch.cat(parts, dim=1).double().cpu()

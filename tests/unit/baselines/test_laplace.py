@@ -1,0 +1,150 @@
+"""Last-layer Laplace: curvature, prior and answers are those of laplace-torch; members share all but classifiers."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from baseline_cases import KINDS, assert_an_ensemble, single, some, weights
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hydra_ensembles as he
+from hydra_ensembles.baselines.laplace import Curvature, Laplace, laplace, likeliest_prior
+from hydra_ensembles.errors import ConfigError, DataError
+
+SMALL = Laplace(members=4)
+
+
+def posterior(seen, logits, mean, structure, prior=None):
+    curvature = Curvature(structure, *mean.shape)
+    for part in torch.arange(len(seen)).split(7):  # batches, the last one smaller
+        curvature.add(seen[part], logits[part])
+    return curvature.posterior(mean, prior)
+
+
+def precision(found):
+    """The whole precision matrix `[C·d, C·d]` of a posterior."""
+    values = (found.values + found.prior).diag()
+    if found.axes is None:
+        return values
+    axes = found.axes[0] if len(found.axes) == 1 else torch.kron(*found.axes)
+    return axes @ values @ axes.T
+
+
+def case(seed=0, samples=40, width=5, classes=3):
+    torch.manual_seed(seed)
+    layer = nn.Linear(width, classes).double()
+    seen = torch.randn(samples, width, dtype=torch.float64)
+    mean = torch.cat([layer.weight, layer.bias[:, None]], dim=1).detach()
+    labels = torch.randint(classes, (samples,))
+    return layer, seen, labels, mean
+
+
+@pytest.mark.filterwarnings("ignore")  # of laplace-torch and the libraries under it
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_curvature_and_marginal_likelihood_are_those_of_laplace_torch(structure):
+    library = pytest.importorskip("laplace")
+    layer, seen, labels, mean = case()
+    found = posterior(seen, layer(seen).detach(), mean, structure)
+    model = nn.Sequential(nn.Identity(), layer)
+    theirs = library.Laplace(
+        model,
+        "classification",
+        subset_of_weights="last_layer",
+        hessian_structure=structure,
+        prior_precision=found.prior,
+    )
+    theirs.fit(DataLoader(TensorDataset(seen, labels), batch_size=8))
+    expected = theirs.posterior_precision.double()
+    expected = expected if structure == "full" else expected.diag()
+    order = torch.cat([torch.arange(15).view(3, 5), torch.arange(15, 18)[:, None]], dim=1).flatten()  # bias last there
+    torch.testing.assert_close(precision(found), expected[order][:, order], rtol=1e-5, atol=1e-6)
+    best = float(theirs.log_marginal_likelihood(torch.tensor([found.prior], dtype=torch.float64)))
+    for factor in (0.9, 1.1):  # ours is where theirs is largest
+        assert float(theirs.log_marginal_likelihood(torch.tensor([factor * found.prior], dtype=torch.float64))) < best
+
+
+def test_a_kronecker_product_is_the_full_curvature_of_one_sample_and_its_definition_of_many():
+    layer, seen, _, mean = case()
+    logits = layer(seen).detach()
+    one = [precision(posterior(seen[:1], logits[:1], mean, how, prior=2.0)) for how in ("kron", "full")]
+    torch.testing.assert_close(*one)
+    probs, inputs = logits.softmax(-1), torch.cat([seen, torch.ones(40, 1, dtype=torch.float64)], dim=1)
+    outputs = sum(p.diag() - p[:, None] * p for p in probs)
+    expected = torch.kron(outputs, inputs.T @ inputs / 40) + 2.0 * torch.eye(18)
+    torch.testing.assert_close(precision(posterior(seen, logits, mean, "kron", prior=2.0)), expected)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_draws_have_the_mean_and_the_covariance_of_the_posterior(structure):
+    layer, seen, _, mean = case()
+    found = posterior(seen, layer(seen).detach(), mean, structure, prior=1.0)
+    drawn = found.draw(40_000, seed=1).flatten(1)
+    covariance = torch.linalg.inv(precision(found))
+    torch.testing.assert_close(drawn.mean(0), mean.flatten(), atol=0.02, rtol=0)
+    torch.testing.assert_close(drawn.T.cov(), covariance, atol=0.05 * float(covariance.diag().max()), rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_mean_answer_is_that_of_laplace_torch():
+    library = pytest.importorskip("laplace")
+    layer, seen, labels, mean = case()
+    found = posterior(seen, layer(seen).detach(), mean, "full", prior=1.0)
+    model = nn.Sequential(nn.Identity(), layer)
+    theirs = library.Laplace(model, "classification", subset_of_weights="last_layer", hessian_structure="full")
+    theirs.fit(DataLoader(TensorDataset(seen, labels), batch_size=8))
+    drawn = found.draw(20_000, seed=0)  # [S, C, d + 1]
+    logits = torch.einsum("sci,bi->sbc", drawn[..., :5], 3 * seen[:6]) + drawn[:, None, :, 5]
+    expected = theirs(3 * seen[:6], pred_type="glm", link_approx="mc", n_samples=20_000)
+    torch.testing.assert_close(logits.softmax(-1).mean(0), expected.double(), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "image-qknorm-gated"])
+def test_members_share_all_but_their_classifiers(kind, tmp_path):
+    base = single(kind)
+    before, data = weights(base), some(base)
+    found = laplace(base, data, SMALL)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+    for index in range(4):
+        state = found.member(index).state_dict()
+        moved = {name for name, tensor in state.items() if not torch.equal(tensor, before[name])}
+        assert moved == {"readout.classifier.weight", "readout.classifier.bias"}
+    assert_an_ensemble(found, base, tmp_path / "saved")
+    assert torch.equal(laplace(base, data, SMALL).readout.classifier.weight, found.readout.classifier.weight)
+    other = laplace(base, data, replace(SMALL, seed=1)).readout.classifier.weight
+    assert not torch.equal(other, found.readout.classifier.weight)
+
+
+def test_a_sure_prior_is_the_model_and_many_members_average_to_its_uncertainty():
+    base = single()
+    inputs = some(base)[0][0]
+    sure = laplace(base, some(base), Laplace(members=3, prior_precision=1e14))
+    torch.testing.assert_close(sure(inputs), base(inputs).expand(3, -1, -1), atol=1e-5, rtol=0)
+    open_minded = laplace(base, some(base), Laplace(members=50, prior_precision=1e-2)).predict(inputs)
+    assert (open_minded.epistemic > sure.predict(inputs).epistemic).all()
+
+
+def test_the_prior_where_nothing_is_known():
+    assert likeliest_prior(torch.zeros(3), torch.ones(3)) == 1.0
+    assert likeliest_prior(torch.ones(3), torch.zeros(3)) == 1.0
+
+
+def test_bad_settings_and_models_are_refused():
+    bad = ({"members": 0}, "members"), ({"prior_precision": 0.0}, "prior"), ({"structure": "x"}, "structure")
+    for settings, token in bad:
+        with pytest.raises(ConfigError, match=token):
+            Laplace(**settings)
+    base = single()
+    with pytest.raises(ConfigError, match="single"):
+        laplace(he.Ensemble.stack([base, base]), some(base))
+    with pytest.raises(ConfigError, match="classifier"):
+        laplace(single("image-distilled-registers"), some(base))
+    with pytest.raises(DataError, match="batches"):
+        laplace(base, [])
+
+
+def test_a_full_covariance_has_a_limit(monkeypatch):
+    monkeypatch.setattr(sys.modules[laplace.__module__], "MOST_FULL", 10)
+    with pytest.raises(ConfigError, match="kron"):
+        laplace(single(), some(single()), Laplace(structure="full"))
