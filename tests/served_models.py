@@ -1,25 +1,44 @@
 """Small ensembles as they are served: images, texts and zero-shot, trunk and uneven heads, calibrated or not."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
-from checkpoint_models import RAGGED, ensemble, hydra, metadata_for, text
-from hydra_ensembles.model.config import EnsembleConfig, Sharing
+from checkpoint_models import encoder, ensemble, metadata_for
+from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig, Sharing, TextStemConfig
 from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.serve import export as exporting
+from hydra_ensembles.serve.outputs import Answering
 from zero_shot_models import NAMES, dual_of
 
-SCORES = ("mahalanobis++", "relative_mahalanobis", "knn")
-HEADS = tuple(((0, 1), *member[1:]) for member in RAGGED)  # the same in the layer of a trunk, uneven after it
+SCORES = {"image": ("relative_mahalanobis++", "vim", "knn"), "text": ("mahalanobis",), "zero-shot": ("knn",)}
+HEADS = (((0, 1), (0,)), ((0, 1), (1, 2, 3)), ((0, 1), ()))  # the same in the layer of a trunk, uneven after it
 
 
-def trunk_text() -> EnsembleConfig:
-    """Three members that read texts, over a stem and a layer in common."""
-    return replace(text(), heads=HEADS, sharing=Sharing(stem=True, mlp=True), trunk=1)
+def image_config() -> EnsembleConfig:
+    """Three members that see images over a stem and a layer in common."""
+    return EnsembleConfig(
+        PatchStemConfig((4, 4), (2, 2)),
+        encoder(2),
+        ReadoutConfig(num_classes=3),
+        HEADS,
+        Sharing(stem=True, mlp=True),
+        1,
+    )
+
+
+def text_config() -> EnsembleConfig:
+    """The same for texts, with segments and post-norm."""
+    stem = TextStemConfig(vocabulary=11, positions=9, embedding_width=6, segments=2, project=True)
+    readout = ReadoutConfig(pool="cls", num_classes=2, hidden="tanh", norm="none")
+    return EnsembleConfig(stem, encoder(2, norm_first=False), readout, HEADS, Sharing(stem=True, mlp=True), 1)
 
 
 def inputs_for(one: Ensemble, size: int, seed: int = 0, tokens: int = 6) -> dict[str, torch.Tensor]:
@@ -51,9 +70,24 @@ def served(name: str) -> Ensemble:
         towers = [dual_of(DUAL_CASES[0]), dual_of(DUAL_CASES[0])]
         found = he.fuse([he.zero_shot(one, NAMES) for one in towers])
     else:
-        config = hydra() if kind == "image" else trunk_text()
+        config = image_config() if kind == "image" else text_config()
         found = ensemble(config, metadata=replace(metadata_for(config), calibration=None))
     if bare:
         return found
-    found = he.fit_familiarity(found, _labelled(found, 120, 1), SCORES)
+    found = he.fit_familiarity(found, _labelled(found, 120, 1), SCORES[kind])
     return he.calibrate(found, _labelled(found, 80, 2), share=0.7)
+
+
+Change = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, one: Ensemble, change: Change = lambda found: found) -> None:
+    """A `pt2` file that holds a word, and answers as the ensemble does, changed."""
+
+    @torch.no_grad()
+    def run(inputs: Any) -> dict[str, np.ndarray]:
+        return change({key: tensor.numpy().copy() for key, tensor in Answering(one)(**inputs).items()})
+
+    monkeypatch.setattr(exporting, "_traced", lambda *_: None)
+    monkeypatch.setitem(exporting._WRITERS, "pt2", lambda _, file, *__: file.write_text("made"))
+    monkeypatch.setitem(exporting._RUNNERS, "pt2", lambda _: run)

@@ -26,6 +26,7 @@ from .preprocessing import ImagePreprocessing, TextPreprocessing
 from .prune import prune
 from .report.compare import compare
 from .report.html import write_report
+from .serve.export import export
 from .training.finetune import finetune
 from .training.recipe import Recipe
 from .training.text import tune_text
@@ -52,6 +53,7 @@ __all__ = [
     "compare",
     "convert",
     "evaluate",
+    "export",
     "extract_circuit",
     "finetune",
     "fit_calibration",

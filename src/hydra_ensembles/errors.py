@@ -17,7 +17,7 @@ class ConfigError(HydraError):
 
 
 class ConversionError(HydraError):
-    """A foreign model that cannot be translated without changing its predictions."""
+    """A model that cannot be translated, from or for another library, without changing its predictions."""
 
 
 class CheckpointError(HydraError):

@@ -24,6 +24,7 @@ EXPECTED = {  # what each one prints, the folder it leaves a model in, and optio
         "hydra-bert/model",
         ["--prune", "2"],
     ),
+    "run_exported.py": (r"(?:\{'label': '.*', 'confidence': .*'reason': .*\}\n){3}", None, []),
     "search.py": (
         r"\| → .*×(?:.*\n)+chosen: .*, saved to hydra-search/ensemble",
         "hydra-search/ensemble",
@@ -42,7 +43,7 @@ EXPECTED = {  # what each one prints, the folder it leaves a model in, and optio
 }
 
 
-SLOW = ("search.py",)  # trains several candidates; the command of the same name is tested every day
+SLOW = ("run_exported.py", "search.py")  # the commands of the same names are tested every day
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in EXPECTED])

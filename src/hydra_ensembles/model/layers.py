@@ -189,8 +189,9 @@ class Attention(nn.Module):
         elif self.even and members > 1:
             y = out_of_heads(z, self.out, copies)  # [M, B, T', d]
         else:
+            none = z.new_zeros(*z.shape[:2], self.out.shape[2])  # of a copy without a head
             parts = zip(z.split(self.sizes, dim=2), self.out.split(self.sizes), strict=True)
-            y = torch.stack([part.flatten(2) @ weight.flatten(0, 1) for part, weight in parts])
+            y = torch.stack([part.flatten(2) @ heads.flatten(0, 1) if len(heads) else none for part, heads in parts])
         return y if self.out_bias is None else y + self.out_bias[:, None, None, :]
 
     def _attend(self, x: Tensor, context: Context, read: slice | None, copy: int | None = None) -> Tensor:
@@ -317,8 +318,8 @@ def head_ranges(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def read_tokens(tokens: int, read: slice | None) -> int:
-    """How many of the tokens are read."""
-    return tokens if read is None else len(range(*read.indices(tokens)))
+    """How many of the tokens are read, from the first on; in a traced graph they may be any number."""
+    return tokens if read is None else min(read.stop, tokens)
 
 
 class MLP(nn.Module):

@@ -120,7 +120,14 @@ class Answering(nn.Module):
         super().__init__()
         self.ensemble = ensemble
 
-    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """The named outputs, each `[B, …]`."""
-        logits, unfamiliarity = self.ensemble.answers(**inputs)
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """The named outputs, each `[B, …]`; which of the inputs there are, `input_fields` says."""
+        main = input_ids if pixel_values is None else pixel_values
+        logits, unfamiliarity = self.ensemble.answers(main, attention_mask, token_type_ids)
         return named_tensors(self.ensemble.prediction(logits, unfamiliarity, check_finite=False))

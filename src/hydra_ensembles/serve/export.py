@@ -1,0 +1,360 @@
+"""Ensembles as files for other runtimes: traced, written, run, compared with the original, and only then named."""
+
+import copy
+import json
+import logging
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._utils import __version__, require
+from ..arguments import checked, require_number
+from ..errors import ConfigError, ConversionError, DataError
+from ..files import checksum, flush, json_bytes, locked, remove, writing
+from ..model.clip import DualEncoder
+from ..model.config import PatchStemConfig
+from ..model.ensemble import Ensemble
+from ..model.layers import dropping
+from ..preprocessing import TextPreprocessing
+from ..schema import to_plain
+from .outputs import REASON_WORDS, Answering, Field, input_fields, output_fields
+
+Format = Literal["onnx", "pt2", "aoti"]
+Named = Mapping[str, Tensor]
+Arrays = dict[str, np.ndarray[Any, Any]]
+Run = Callable[[Named], Arrays]
+
+SUFFIXES: Mapping[Format, str] = {"onnx": ".onnx", "pt2": ".pt2", "aoti": ".pt2"}
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}
+DISTANCES = 100  # how much more a distance of features may differ: a square, taken apart into larger numbers
+TRACED, COMPARED = (3, 5), ((1, 9), (7, 33), (32, 64))  # samples and, of texts, tokens
+DATA, TOKENIZER, ABOUT = ".data", ".tokenizer.json", ".json"  # of files beside: weights beyond 2 GB, and two of ours
+_NOISY = ("torch.onnx", "onnxscript", "onnx_ir")  # loggers that tell of every step
+
+
+@checked
+def export(
+    ensemble: Ensemble,
+    path: str | Path,
+    format: Format | None = None,
+    *,
+    examples: Any = None,
+    tolerance: float | None = None,
+) -> Path:
+    """Write an ensemble, with calibration, familiarity and verdict, as a file that runs without this library.
+
+    The file takes preprocessed inputs (`pixel_values`; `input_ids` and what belongs to it) and gives the outputs of
+    `serve.outputs` by name. Any number of samples may be in a batch, and of tokens in a text; images have the size of
+    the model. Beside it lie `NAME.json` (inputs, outputs, class names, preprocessing) and for texts
+    `NAME.tokenizer.json`.
+
+    Before the file gets its name it is run by its own runtime and compared with the ensemble, on random inputs of
+    several sizes and on yours. Where answers differ nothing is written.
+
+    Args:
+        ensemble: A classifier; a zero-shot one, too.
+        path: The file; an earlier one is replaced.
+        format: `"onnx"` (ONNX Runtime, CPU), `"pt2"` (`torch.export.load`) or `"aoti"` (compiled for the device of the
+            ensemble by AOTInductor, which takes about a minute). None takes it from the suffix: `.onnx` or `.pt2`.
+        examples: Inputs of yours, as `predict` takes them, to compare on, too.
+        tolerance: How much answers may differ, as a part of 1 + their size; 1e-5 for float32. Distances of features
+            may differ 100 times as much.
+
+    Raises:
+        ConversionError: The ensemble cannot be traced, or the file answers differently.
+    """
+    path = Path(path).expanduser()
+    format = _format(path, format)
+    outputs = _require_exportable(ensemble, format)
+    allowed = TOLERANCES[ensemble.dtype] if tolerance is None else tolerance
+    require_number("tolerance", allowed, 0.0, 1.0)
+    own = copy.deepcopy(ensemble).cpu() if format == "onnx" and ensemble.device.type != "cpu" else ensemble
+    answering, inputs = Answering(own), input_fields(own)
+    batches = [_random(own, inputs, *size) for size in COMPARED]
+    if examples is not None:
+        batches.append(_given(own, inputs, examples))
+    with torch.no_grad(), dropping(False):
+        expected = [_arrays(answering(**batch)) for batch in batches]  # first: what familiarity knows is on the device
+        with locked(path.parent, "export", file=path.name), writing(path):
+            for leftover in path.parent.glob(f".{path.name}.*.tmp"):
+                remove(leftover)
+            staging = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
+            staging.mkdir()
+            try:
+                file = staging / path.name
+                with _quiet(format):
+                    program = _traced(answering, _random(own, inputs, *TRACED), inputs, own)
+                    about = _about(own, format, inputs, outputs)
+                    _WRITERS[format](program, file, inputs, outputs, about)
+                    run = _RUNNERS[format](file)
+                    largest = [
+                        _compare(run(batch), wanted, own, allowed, format)
+                        for batch, wanted in zip(batches, expected, strict=True)
+                    ]
+                compared = {"batches": [len(next(iter(one.values()))) for one in batches], "largest": max(largest)}
+                _write_beside(file, own, {**about, "sha256": checksum(file), "compared": compared})
+                for written in staging.iterdir():
+                    flush(written)
+                new = sorted(staging.iterdir(), key=lambda one: one == file)  # the model itself last
+                for stale in {f"{path.name}{ending}" for ending in (DATA, TOKENIZER)} - {one.name for one in new}:
+                    (path.parent / stale).unlink(missing_ok=True)
+                for written in new:
+                    os.replace(written, path.parent / written.name)
+                flush(path.parent)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+    return path
+
+
+def _format(path: Path, format: Format | None) -> Format:
+    if format is None:
+        format = next((one for one, suffix in SUFFIXES.items() if suffix == path.suffix.lower()), None)
+    if format is None or path.suffix.lower() != SUFFIXES[format]:
+        endings = ", ".join(f"{suffix} for {one}" for one, suffix in SUFFIXES.items())
+        raise ConfigError(f"{path} does not end as the format {format or 'wanted'} does; names end in {endings}")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name a file")
+    return format
+
+
+def _require_exportable(ensemble: Any, format: Format) -> tuple[Field, ...]:
+    """The outputs of what can be exported; all else is refused."""
+    if not isinstance(ensemble, Ensemble):
+        advice = "he.zero_shot(model, names)" if isinstance(ensemble, DualEncoder) else "he.convert(model)"
+        raise ConfigError(f"export takes an Ensemble, got a {type(ensemble).__name__}; make one: {advice}")
+    if format == "onnx":
+        for library in ("onnx", "onnxscript", "onnxruntime"):
+            require(library, extra="onnx")
+        if ensemble.dtype != torch.float32:
+            raise ConfigError(f"the ensemble is {ensemble.dtype}; ONNX Runtime runs float32 here: use ensemble.float()")
+    return output_fields(ensemble)
+
+
+@contextmanager
+def _quiet(format: Format) -> Iterator[None]:
+    """Without the warnings and the log of exporters, which are about their own code; what fails is said in one line."""
+    levels = {name: logging.getLogger(name).level for name in _NOISY}
+    try:
+        for name in _NOISY:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except (ConversionError, OSError):
+        raise
+    except Exception as error:
+        what = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConversionError(
+            f"torch {torch.__version__} cannot export this ensemble as {format}: {what}; nothing was written. Try "
+            f"another format: {', '.join(one for one in get_args(Format) if one != format)}"
+        ) from error
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+# --- inputs and answers ---------------------------------------------------------------------------------------------
+
+
+def _random(ensemble: Ensemble, inputs: Sequence[Field], samples: int, tokens: int) -> dict[str, Tensor]:
+    """Random inputs by name; of texts with padding."""
+    generator, stem = torch.Generator().manual_seed(samples), ensemble.config.stem
+    if isinstance(stem, PatchStemConfig):
+        images = torch.randn(samples, *inputs[0].shape, generator=generator)
+        return {inputs[0].name: images.to(ensemble.device, ensemble.dtype)}
+    tokens = min(tokens, stem.max_tokens)
+    lengths = torch.randint(1, tokens + 1, (samples, 1), generator=generator)
+    found = {
+        "input_ids": torch.randint(0, stem.vocabulary, (samples, tokens), generator=generator),
+        "attention_mask": (torch.arange(tokens)[None] < lengths).long(),
+        "token_type_ids": torch.randint(0, max(stem.segments, 1), (samples, tokens), generator=generator),
+    }
+    return {field.name: found[field.name].to(ensemble.device) for field in inputs}
+
+
+def _given(ensemble: Ensemble, inputs: Sequence[Field], examples: Any) -> dict[str, Tensor]:
+    """The user's examples by name, as the file takes them."""
+    prepared = ensemble.prepare(examples)
+    if isinstance(prepared, Tensor):
+        wanted = inputs[0].shape
+        if prepared.shape[1:] != wanted:
+            raise DataError(f"the examples are {list(prepared.shape[1:])}, but the file takes images {list(wanted)}")
+        return {inputs[0].name: prepared}
+    missing, found = [field.name for field in inputs if field.name not in prepared], dict[str, Tensor]()
+    for field in inputs:  # what a tokenizer leaves out says nothing: all is read, in one segment
+        filler = torch.full_like(prepared["input_ids"], int(field.name == "attention_mask"))
+        found[field.name] = (filler if field.name in missing else prepared[field.name]).long()
+    return found
+
+
+def _arrays(outputs: Named) -> Arrays:
+    return {name: tensor.cpu().numpy() for name, tensor in outputs.items()}
+
+
+def _compare(found: Arrays, expected: Arrays, ensemble: Ensemble, allowed: float, format: Format) -> float:
+    """The largest difference, as a part of what is allowed; a `ConversionError` where that is exceeded.
+
+    What is decided by a comparison (label, verdict, votes) is compared where it does not hang on less than that.
+    """
+    decided, largest = _decided(expected, ensemble, allowed), 0.0
+    known, calibration = ensemble.metadata.familiarity, ensemble.metadata.calibration
+    references = {
+        "p_value": None if calibration is None else calibration.reference,
+        "familiarity": None if known is None else known.settings.reference,
+    }
+    for name, wanted in expected.items():
+        if found[name].shape != wanted.shape:
+            raise ConversionError(f"{name} of the {format} file is {found[name].shape}, where {wanted.shape} is right")
+        difference = np.abs(found[name].astype(np.float64) - wanted.astype(np.float64))
+        limit, reference = allowed * (1 + np.abs(wanted.astype(np.float64))), references.get(name)
+        if known is not None and name in known.settings.scores:
+            limit = limit * DISTANCES
+        elif reference is not None:  # a score that passes a held-out one changes it by a step
+            limit = limit + 2 / len(reference.values)
+        elif name in ("label", "accept", "reason", "disagreement", "confidence"):
+            limit = np.where(decided, limit, np.inf)
+        share = float(np.max(difference / limit, initial=0.0))
+        if not share <= 1.0:  # also where it is not a number
+            raise ConversionError(
+                f"the {format} file answers differently: {name} differs by {np.max(difference):.3g} in a batch of "
+                f"{len(wanted)}; nothing was written. Where that is good enough, give a larger tolerance than {allowed}"
+            )
+        largest = max(largest, share)
+    return largest
+
+
+def _decided(expected: Arrays, ensemble: Ensemble, allowed: float) -> np.ndarray[Any, Any]:
+    """`[B]`: where no two classes, and no score and its threshold, are as near as answers may differ."""
+    calibration, known = ensemble.metadata.calibration, ensemble.metadata.familiarity
+    found = np.ones(len(expected["label"]), dtype=bool)
+    for values in (expected["member_logits"], expected["probs"][:, None]):  # [B, M or 1, C]
+        first, second = np.moveaxis(np.sort(values, axis=-1)[..., :-3:-1], -1, 0)  # [B, M or 1] each
+        found &= ((first - second) > 2 * allowed * (1 + np.abs(first))).all(axis=1)
+    limits = {"score": None if calibration is None else calibration.threshold}
+    if known is not None:
+        limits[known.settings.scores[0]] = known.settings.threshold
+    for name, threshold in limits.items():
+        if threshold is not None:
+            slack = allowed * (1 if name == "score" else DISTANCES)
+            found &= np.abs(expected[name] - threshold) > slack * (1 + np.abs(expected[name]))
+    return found
+
+
+# --- formats --------------------------------------------------------------------------------------------------------
+
+
+def _traced(answering: Answering, example: Named, inputs: Sequence[Field], ensemble: Ensemble) -> Any:
+    """The graph of the module for any number of samples, and of tokens up to what the model takes."""
+    axes = {0: torch.export.Dim("batch", min=1)}
+    if ensemble.kind == "text":
+        axes[1] = torch.export.Dim("tokens", min=1, max=ensemble.config.stem.max_tokens)
+    shapes = {field.name: axes for field in inputs}
+    return torch.export.export(answering, (), dict(example), dynamic_shapes=shapes, strict=False)
+
+
+def _write_onnx(
+    program: Any, file: Path, inputs: Sequence[Field], outputs: Sequence[Field], about: Mapping[str, Any]
+) -> None:
+    names: dict[str, Any] = {"input_names": [one.name for one in inputs], "output_names": [one.name for one in outputs]}
+    shapes = {one.name: dict(enumerate(("batch", "tokens")[: 1 + one.shape.count(-1)])) for one in inputs}
+    made = torch.onnx.export(
+        program,
+        dynamo=True,
+        verbose=False,
+        dynamic_shapes=shapes,
+        custom_translation_table=_translations(),
+        **names,
+    )
+    assert made is not None
+    made.model.metadata_props.update({key: json.dumps(value, ensure_ascii=False) for key, value in about.items()})
+    made.save(file)
+
+
+def _translations() -> dict[Any, Any]:
+    """Operators that the exporter does not know, or translates wrongly."""
+    op = require("onnxscript", extra="onnx").opset20
+
+    def entropy(x):  # type: ignore[no-untyped-def]  # -x log x, and 0 at 0
+        one = op.CastLike(op.Constant(value_float=1.0), x)
+        return op.Neg(op.Mul(x, op.Log(op.Where(op.Greater(x, op.Sub(one, one)), x, one))))
+
+    def below(ordered, values):  # type: ignore[no-untyped-def]  # how many of the ordered values are below each
+        last = op.Constant(value_ints=[-1])
+        counted = op.Cast(op.Not(op.GreaterOrEqual(ordered, op.Unsqueeze(values, last))), to=7)  # int64
+        return op.ReduceSum(counted, last, keepdims=0)
+
+    aten = torch.ops.aten
+    return {aten.special_entr.default: entropy, aten.searchsorted.Tensor: below}
+
+
+def _write_pt2(program: Any, file: Path, *_: Any) -> None:
+    torch.export.save(program, file)
+
+
+def _write_aoti(program: Any, file: Path, *_: Any) -> None:
+    torch._inductor.aoti_compile_and_package(program, package_path=str(file))
+
+
+def _run_onnx(file: Path) -> Run:
+    library = require("onnxruntime", extra="onnx")
+    options = library.SessionOptions()
+    options.log_severity_level = 3  # errors
+    session = library.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_outputs()]
+    return lambda inputs: dict(zip(names, session.run(None, _arrays(inputs)), strict=True))
+
+
+def _run_pt2(file: Path) -> Run:
+    module = torch.export.load(file).module()
+    return lambda inputs: _arrays(module(**inputs))
+
+
+def _run_aoti(file: Path) -> Run:
+    model = torch._inductor.aoti_load_package(str(file))
+    return lambda inputs: _arrays(model(**inputs))
+
+
+_WRITERS = {"onnx": _write_onnx, "pt2": _write_pt2, "aoti": _write_aoti}
+_RUNNERS = {"onnx": _run_onnx, "pt2": _run_pt2, "aoti": _run_aoti}
+
+
+# --- what lies beside the file --------------------------------------------------------------------------------------
+
+
+def _about(ensemble: Ensemble, format: Format, inputs: Sequence[Field], outputs: Sequence[Field]) -> dict[str, Any]:
+    """What whoever runs the file has to know."""
+
+    def listed(fields: Sequence[Field]) -> list[dict[str, Any]]:
+        shapes = (["batch", *("tokens" if size == -1 else size for size in one.shape)] for one in fields)
+        return [{**to_plain(one), "shape": shape} for one, shape in zip(fields, shapes, strict=True)]
+
+    preprocessing = to_plain(ensemble.metadata.preprocessing)
+    if preprocessing is not None:
+        preprocessing.pop("tokenizer", None)  # a file of its own
+    return {
+        "format": format,
+        "made_by": f"hydra_ensembles {__version__}, torch {torch.__version__}",
+        "device": ensemble.device.type,
+        "inputs": listed(inputs),
+        "outputs": listed(outputs),
+        "labels": list(ensemble.metadata.labels),
+        "reasons": list(REASON_WORDS),
+        "preprocessing": preprocessing,
+    }
+
+
+def _write_beside(file: Path, ensemble: Ensemble, about: Mapping[str, Any]) -> None:
+    preprocessing = ensemble.metadata.preprocessing
+    if isinstance(preprocessing, TextPreprocessing) and preprocessing.tokenizer:
+        file.with_name(f"{file.name}{TOKENIZER}").write_text(preprocessing.tokenizer, encoding="utf-8")
+    beside = file.with_name(f"{file.name}{ABOUT}")
+    beside.write_bytes(json_bytes(about, beside.name))

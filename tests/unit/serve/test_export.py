@@ -1,0 +1,213 @@
+"""Exported files: equal to the ensemble where this library does not exist, and nothing written where they are not."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import hydra_ensembles as he
+from architectures_clip import DUAL_CASES
+from checkpoint_models import TOKENIZER, ensemble, map_pooled
+from hydra_ensembles.errors import ConfigError, ConversionError, DataError, MissingExtraError
+from hydra_ensembles.schema import to_plain
+from hydra_ensembles.serve import export as module
+from hydra_ensembles.serve.outputs import columns, output_fields
+from served_models import inputs_for, pretend, served
+from zero_shot_models import dual_of
+
+SIZES = ((1, 9), (7, 1), (32, 4))  # samples and tokens
+
+# what a user runs: no part of this library can be imported
+CHILD = """
+import sys
+sys.modules["hydra_ensembles"] = None
+import numpy as np
+format, file, *batches = sys.argv[1:]
+if format == "onnx":
+    import onnxruntime
+    session = onnxruntime.InferenceSession(file)
+    names = [one.name for one in session.get_outputs()]
+    run = lambda inputs: dict(zip(names, session.run(None, inputs)))
+else:
+    import torch
+    model = torch.export.load(file).module() if format == "pt2" else torch._inductor.aoti_load_package(file)
+    def run(inputs):
+        found = model(**{name: torch.from_numpy(array) for name, array in inputs.items()})
+        return {name: tensor.detach().numpy() for name, tensor in found.items()}
+for batch in batches:
+    np.savez(batch + ".answers.npz", **run(dict(np.load(batch))))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        ("image", "pt2"),
+        ("text", "onnx"),
+        ("zero-shot, bare", "pt2"),
+        pytest.param("image", "onnx", marks=pytest.mark.slow),
+        pytest.param("text", "pt2", marks=pytest.mark.slow),
+        pytest.param("text, bare", "onnx", marks=pytest.mark.slow),
+        pytest.param("zero-shot", "onnx", marks=pytest.mark.slow),
+        pytest.param("image", "aoti", marks=pytest.mark.slow),
+        pytest.param("text", "aoti", marks=pytest.mark.slow),
+    ],
+)
+def test_the_file_answers_as_the_ensemble_without_this_library(name: str, format: Any, tmp_path: Path) -> None:
+    one = served(name)
+    file = he.export(one, tmp_path / f"model{module.SUFFIXES[format]}", format)
+    batches = []
+    for samples, tokens in SIZES:
+        inputs = inputs_for(one, samples, seed=samples, tokens=tokens)
+        batches.append((inputs, tmp_path / f"{samples}.npz"))
+        np.savez(batches[-1][1], **{key: tensor.numpy() for key, tensor in inputs.items()})
+    arguments = [format, str(file), *(str(place) for _, place in batches)]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", CHILD, *arguments], check=True, cwd=tmp_path)
+    for inputs, place in batches:
+        wanted, found = columns(one.predict(inputs)), np.load(f"{place}.answers.npz")
+        assert set(found) == set(wanted)
+        known = one.metadata.familiarity
+        for key, array in wanted.items():
+            loose = known is not None and key in known.settings.scores
+            step = 1 / 40 if key in ("p_value", "familiarity") else 0  # a text may have a held-out one's very score
+            np.testing.assert_allclose(found[key], array, rtol=1e-4 if loose else 1e-5, atol=1e-5 + step, err_msg=key)
+            assert found[key].dtype == array.dtype
+    about = json.loads((tmp_path / f"{file.name}.json").read_text())
+    assert [field["name"] for field in about["outputs"]] == [field.name for field in output_fields(one)]
+    assert tuple(about["labels"]) == one.metadata.labels
+    assert (tmp_path / f"{file.name}.tokenizer.json").exists() == (one.kind == "text")
+    if format == "onnx":
+        import onnx
+
+        stored = {prop.key: json.loads(prop.value) for prop in onnx.load(file).metadata_props if prop.key in about}
+        assert stored == {key: value for key, value in about.items() if key not in ("sha256", "compared")}
+
+
+# --- what happens around the file, with a format that is made at once -----------------------------------------------
+
+
+def test_every_output_is_compared(monkeypatch, tmp_path: Path) -> None:
+    one = served("image")
+    (tmp_path / "model.pt2").write_text("earlier")
+    for field in output_fields(one):
+
+        def change(found: dict[str, np.ndarray], name: str = field.name) -> dict[str, np.ndarray]:
+            wrong = 1 - found[name] if found[name].dtype != np.float32 else found[name] * 1.01 + 0.5
+            return {**found, name: wrong.astype(found[name].dtype)}
+
+        pretend(monkeypatch, one, change)
+        with pytest.raises(ConversionError, match=field.name.replace("+", r"\+")):
+            he.export(one, tmp_path / "model.pt2")
+    pretend(monkeypatch, one, lambda found: {**found, "probs": found["probs"] * np.nan})
+    with pytest.raises(ConversionError, match="probs"):
+        he.export(one, tmp_path / "model.pt2")
+    assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
+    assert (tmp_path / "model.pt2").read_text() == "earlier"
+    pretend(monkeypatch, one, lambda found: {**found, "probs": found["probs"] + 1e-4})
+    he.export(one, tmp_path / "model.pt2", tolerance=1e-3)
+    assert (tmp_path / "model.pt2").read_text() == "made"
+
+
+def test_examples_are_compared_too(monkeypatch, tmp_path: Path) -> None:
+    one = served("text")
+    pretend(monkeypatch, one, lambda found: found | ({"score": found["score"] + 1} if len(found["score"]) == 2 else {}))
+    he.export(one, tmp_path / "model.pt2", "pt2")
+    with pytest.raises(ConversionError, match="score"):
+        he.export(one, tmp_path / "model.pt2", "pt2", examples=["hello wörld", "hello"])
+    he.export(one, tmp_path / "other.pt2", "pt2", examples=["hello"] * 3)
+    assert json.loads((tmp_path / "other.pt2.json").read_text())["compared"]["batches"] == [1, 7, 32, 3]
+
+
+@pytest.mark.parametrize("point", ["_traced", "_compare", "_write_beside", "flush"])
+def test_an_interruption_leaves_what_was_there(point: str, monkeypatch, tmp_path: Path) -> None:
+    one = served("image")
+    pretend(monkeypatch, one)
+    he.export(one, tmp_path / "model.pt2")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, point, stop)
+    with pytest.raises(KeyboardInterrupt):
+        he.export(one, tmp_path / "model.pt2")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_files_of_an_earlier_export_do_not_stay_beside(monkeypatch, tmp_path: Path) -> None:
+    for name, expected in (("text", True), ("image", False)):
+        pretend(monkeypatch, served(name))
+        he.export(served(name), tmp_path / "model.pt2")
+        assert (tmp_path / "model.pt2.tokenizer.json").exists() == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "file", "options", "error", "token"),
+    [
+        (lambda: served("image"), "model.bin", {}, ConfigError, ".onnx for onnx"),
+        (lambda: served("image"), "model.pt2", {"format": "onnx"}, ConfigError, "onnx"),
+        (lambda: served("image"), "model.pt2", {"format": "tflite"}, ConfigError, "tflite"),
+        (lambda: served("image"), "model.pt2", {"tolerance": -1.0}, ConfigError, "tolerance"),
+        (lambda: served("image"), "model.pt2", {"examples": torch.zeros(1, 3, 4, 4)}, DataError, "4"),
+        (lambda: ensemble(map_pooled()), "model.pt2", {}, ConfigError, "classifier"),
+        (lambda: dual_of(DUAL_CASES[0]), "model.pt2", {}, ConfigError, "zero_shot"),
+        (lambda: torch.nn.Linear(2, 2), "model.pt2", {}, ConfigError, "convert"),
+        (lambda: ensemble(served("image").config, torch.bfloat16), "model.onnx", {}, ConfigError, "float32"),
+    ],
+)
+def test_what_cannot_be_exported_is_named(make, file, options, error, token, tmp_path: Path) -> None:
+    with pytest.raises(error, match=token):
+        he.export(make(), tmp_path / file, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_of_the_exporter_is_one_error(monkeypatch, tmp_path: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such operator\nand a long story")
+
+    monkeypatch.setattr(module, "_traced", fail)
+    with pytest.raises(ConversionError, match="no such operator;"):
+        he.export(served("image"), tmp_path / "model.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_extra_is_named(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(MissingExtraError, match=r"\[onnx\]"):
+        he.export(served("image"), tmp_path / "model.onnx")
+
+
+# --- the how-to -----------------------------------------------------------------------------------------------------
+
+EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[3] / "examples" / "run_exported.py"))
+
+
+@pytest.mark.parametrize("size", [(40, 30), (30, 40), (64, 64), (17, 90)])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"resize_mode": "squash"}, {"crop_fraction": 0.875}, {"crop_corner": "floor", "crop_fraction": 0.9},
+     {"interpolation": "bilinear", "mean": (0.5,), "std": (0.25,)}],
+)  # fmt: skip
+def test_the_example_prepares_images_as_the_library(changes: dict[str, Any], size: tuple[int, int]) -> None:
+    ours = he.ImagePreprocessing(size=(24, 32), **changes)
+    noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    images = [Image.fromarray(noise), Image.fromarray(noise[:, :, 0])]
+    theirs = EXAMPLE["prepare_images"](images, json.loads(json.dumps(to_plain(ours))))["pixel_values"]
+    np.testing.assert_allclose(theirs, ours(images).numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_example_prepares_texts_as_the_library(whole: bool, tmp_path: Path) -> None:
+    ours = he.TextPreprocessing(max_length=3, segments=True, pad_to_max=whole, tokenizer=TOKENIZER)
+    (tmp_path / "tokenizer.json").write_text(TOKENIZER)
+    texts = ["hello", "hello wörld hello wörld", "wörld hello"]
+    theirs = EXAMPLE["prepare_texts"](texts, to_plain(ours), tmp_path / "tokenizer.json")
+    for name, tensor in ours(texts).items():
+        np.testing.assert_array_equal(theirs[name], tensor.numpy())
