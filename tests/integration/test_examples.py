@@ -25,6 +25,11 @@ EXPECTED = {  # what each one prints, the folder it leaves a model in, and optio
         ["--prune", "2"],
     ),
     "run_exported.py": (r"(?:\{'label': '.*', 'confidence': .*'reason': .*\}\n){3}", None, []),
+    "own_model.py": (
+        r"(?:.*confidence 0\.\d\d +\(is: \w+\)\n){3}(?:.*\n)+saved to hydra-own/model",
+        "hydra-own/model",
+        ["--steps", "4"],
+    ),
     "search.py": (
         r"\| → .*×(?:.*\n)+chosen: .*, saved to hydra-search/ensemble",
         "hydra-search/ensemble",
