@@ -24,6 +24,7 @@ class ArchitectureCase:
         kind: Image or text.
         convert_kwargs: Arguments of `convert` beside the model.
         other_inputs: Batches of other image sizes the library itself can take.
+        one_layer: Whether the layers of the original are one (ALBERT): the gradients of its copies add up to its own.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ArchitectureCase:
     kind: Literal["image", "text"]
     convert_kwargs: Mapping[str, Any] = field(default_factory=dict)
     other_inputs: tuple[Callable[[], Inputs], ...] = ()
+    one_layer: bool = False
 
     def __str__(self) -> str:
         return self.name

@@ -78,7 +78,15 @@ def _text_case(
         inputs=lambda: token_batch(pad, segments),
         logits=_features if bare else lambda model, inputs: model(**inputs).logits,
         kind="text",
+        one_layer=model.startswith("Albert"),
     )
+
+
+def _mae_features(model: Any, inputs: Inputs) -> Tensor:
+    """The class token of an encoder that sees all patches, in their order."""
+    batch, _, height, width = inputs["pixel_values"].shape
+    order = torch.arange(height // 8 * (width // 8)).expand(batch, -1).float()
+    return model(**inputs, noise=order, interpolate_pos_encoding=True).last_hidden_state[:, 0]
 
 
 _SWIGLU = {**_DINOV2, "use_swiglu_ffn": True}
@@ -88,18 +96,34 @@ _TEACHER = "DeiTForImageClassificationWithTeacher"
 _BERT, _ROBERTA = "BertForSequenceClassification", "RobertaForSequenceClassification"
 _ELECTRA = "ElectraForSequenceClassification"
 _NARROW = {**TEXT, "embedding_size": 16}
+_ONE_KIND = {**TEXT, "type_vocab_size": 1}
+_XLMR, _CAMEMBERT = "XLMRobertaForSequenceClassification", "CamembertForSequenceClassification"
+_ALBERT, _SHARED = "AlbertForSequenceClassification", {**_NARROW, "classifier_dropout_prob": 0.0}
 CASES: list[ArchitectureCase] = [
     _vision_case("vit", "ViTForImageClassification", "ViTConfig", _VIT),
     _vision_case("vit-bare", "ViTModel", "ViTConfig", {**_VIT, "qkv_bias": False}, bare=True),
     _vision_case("deit", "DeiTForImageClassification", "DeiTConfig", _VIT),
     _vision_case("deit-teacher", _TEACHER, "DeiTConfig", _VIT),
+    ArchitectureCase(
+        name="transformers-vit-mae",
+        build=lambda: transformers_model("ViTMAEModel", "ViTMAEConfig", {**_VIT, "mask_ratio": 0.0}).requires_grad_(),
+        inputs=lambda: images(32, 32),
+        logits=_mae_features,
+        kind="image",
+        other_inputs=(lambda: images(48, 48), lambda: images(16, 64)),
+    ),
     _vision_case("dinov2", "Dinov2ForImageClassification", "Dinov2Config", _DINOV2, resize=False),
     _vision_case("dinov2-swiglu-bare", "Dinov2Model", "Dinov2Config", _SWIGLU, resize=False, bare=True),
     _vision_case("dinov2-registers", _REGISTERED, "Dinov2WithRegistersConfig", _REGISTERS, resize=False),
     _text_case("bert", _BERT, "BertConfig", TEXT),
     _text_case("bert-bare", "BertModel", "BertConfig", {**TEXT, "hidden_act": "gelu_new"}, bare=True),
-    _text_case("roberta", _ROBERTA, "RobertaConfig", {**TEXT, "type_vocab_size": 1}, pad=1, segments=False),
+    _text_case("roberta", _ROBERTA, "RobertaConfig", _ONE_KIND, pad=1, segments=False),
     _text_case("roberta-bare", "RobertaModel", "RobertaConfig", TEXT, pad=1, bare=True, add_pooling_layer=False),
+    _text_case("xlm-roberta", _XLMR, "XLMRobertaConfig", _ONE_KIND, pad=1, segments=False),
+    _text_case("xlm-roberta-bare", "XLMRobertaModel", "XLMRobertaConfig", _ONE_KIND, pad=1, segments=False, bare=True),
+    _text_case("camembert", _CAMEMBERT, "CamembertConfig", _ONE_KIND, pad=1, segments=False),
+    _text_case("albert", _ALBERT, "AlbertConfig", _SHARED),
+    _text_case("albert-bare", "AlbertModel", "AlbertConfig", {**_SHARED, "num_hidden_layers": 3}, bare=True),
     _text_case("distilbert", "DistilBertForSequenceClassification", "DistilBertConfig", DISTILBERT, segments=False),
     _text_case("electra", _ELECTRA, "ElectraConfig", {**TEXT, "embedding_size": 32}),
     _text_case("electra-projected", _ELECTRA, "ElectraConfig", _NARROW),

@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from .._utils import require, require_device
-from ..convert.convert import convert
+from ..convert.convert import convert, require_supported, supported
+from ..convert.refusals import explained, refusal
 from ..data.dataset import AnyDataset, subset
 from ..data.loading import Columns, load
 from ..data.suites import SetRef, suite
@@ -146,6 +147,8 @@ def _load_timm(name: str, settings: ModelSettings) -> Ensemble:
     except (OSError, SafetensorError, UnicodeError) as error:  # files of other kinds can run code
         raise CheckpointError(f"the weights {settings.weights} cannot be read as safetensors: {error}") from error
     classes = (len(state[key]) for key in ("head.weight", "head.fc.weight") if state is not None and key in state)
+    if refusal(name) is not None:  # before anything is downloaded
+        raise ConversionError(explained(name, supported=supported()))
     options = {"num_classes": next(classes, None), **settings.model_options}
     try:
         model = timm.create_model(name, pretrained=state is None, **options).eval()
@@ -169,17 +172,23 @@ def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> 
     _require_no_code(source, folder)
     names = [str(name) for name in config.get("architectures") or ()]
     chosen = next((name for name in names if name.endswith(TRANSFORMERS) and hasattr(transformers, name)), None)
+    kind = str(config["model_type"])
     if chosen is None:
-        raise ConversionError(f"{source} is a {' or '.join(names) or config['model_type']}: no trained classifier")
+        what, bare = " or ".join(names) or kind, all(name.endswith("Model") for name in names)
+        if refusal(kind, *names) is not None:
+            raise ConversionError(f"{source}: {explained(what, kind, *names, supported=supported())}")
+        advice = "fine-tune it as one first: transformers.AutoModelFor…Classification.from_pretrained(…, num_labels=…)"
+        raise ConversionError(f"{source} is a {what}: no trained classifier{f'; {advice}' if bare else ''}")
+    require_supported(getattr(transformers, chosen), kind)
     try:
         transformers.utils.logging.disable_progress_bar()  # loading a local file takes no time worth a bar
         model = getattr(transformers, chosen).from_pretrained(source, trust_remote_code=False).eval()
     except Exception as error:  # the library raises whatever it meets
         raise CheckpointError(f"transformers could not load {source}: {error!r}") from error
     text = chosen.endswith("ForSequenceClassification")
-    kind = transformers.AutoTokenizer if text else transformers.AutoImageProcessor
+    reader = transformers.AutoTokenizer if text else transformers.AutoImageProcessor
     try:
-        processor = kind.from_pretrained(source, trust_remote_code=False)
+        processor = reader.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError):
         processor = None
     _require_no_code(source, folder)  # what came from the hub only now

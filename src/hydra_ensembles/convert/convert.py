@@ -1,5 +1,6 @@
 """From a library's live model to the canonical ensemble, or dual encoder."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -23,6 +24,8 @@ from .declared import Declaration
 from .guess import better, guessed
 from .probe import require_same_answers
 from .processors import is_for_images, read_processor
+from .refusals import explained
+from .sentence_transformers import is_sentence_model, opened
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *timm.ARCHITECTURES,
@@ -30,6 +33,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *transformers.ARCHITECTURES,
     *clip.ARCHITECTURES,
 )
+_ALL: tuple[Architecture | DualArchitecture, ...] = (*ARCHITECTURES, *DUAL_ARCHITECTURES)
 _SCALES = ("logit_scale", "logit_bias")
 
 
@@ -70,7 +74,12 @@ def convert(
             the answers differ, and then it names the first layer where they part.
     """
     given, model = model, _unwrapped(model)
-    architecture = _find_architecture(model, num_labels) if declaration is None else declaration.architecture(model)
+    if declaration is not None:
+        architecture: Architecture | DualArchitecture = declaration.architecture(model)
+    elif is_sentence_model(model):
+        architecture, model = opened(model, _find_classifier)
+    else:
+        architecture = _find_architecture(model, num_labels)
     require_unaltered(given, model, architecture.name)
     if isinstance(architecture, DualArchitecture):
         if num_labels is not None or labels is not None:
@@ -111,11 +120,28 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def supported() -> dict[str, list[str]]:
+    """Library → architectures that are converted without a declaration, by the names that users know."""
+    found: dict[str, list[str]] = {}
+    for one in _ALL:
+        library, _, name = one.name.partition(" ")
+        name = re.sub(r"( with)? (classifier|encoder)$", "", name)
+        if name not in found.setdefault(library, []):
+            found[library].append(name)
+    return found
+
+
+def require_supported(kind: type, *names: str) -> None:
+    """Refuse a class for which there is no converter, before its weights are loaded; `names` are other names for it."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if not any(name in one.classes for one in _ALL):
+        raise ConversionError(explained(name, *names, supported=supported()))
+
+
 def _find_architecture(model: object, num_labels: int | None) -> Architecture | DualArchitecture:
-    """The declaration for a live model, or an error that lists what is supported and how to add one."""
+    """The declaration for a live model, or an error that says what it is and what to do."""
     name = qualified_name(model)
-    declared: list[Architecture | DualArchitecture] = [*ARCHITECTURES, *DUAL_ARCHITECTURES]
-    for architecture in declared:
+    for architecture in _ALL:
         if name in architecture.classes:
             return architecture
     if not isinstance(model, nn.Module):
@@ -125,12 +151,15 @@ def _find_architecture(model: object, num_labels: int | None) -> Architecture | 
     own = guessed(model, num_labels)
     if own is not None:
         return own.architecture(model)
-    known = "\n  ".join(f"{one.name}: {', '.join(one.classes)}" for one in declared)
-    raise ConversionError(
-        f"{name} is not a supported architecture. Supported are\n  {known}\n"
-        "A model of your own needs a table of names: he.convert(model, declaration=he.Declaration(names={...})), see "
-        "docs/how-to/own_model.md"
-    )
+    raise ConversionError(explained(name, supported=supported()))
+
+
+def _find_classifier(model: nn.Module) -> Architecture:
+    """The declaration for an encoder or classifier that lies inside another model."""
+    found = _find_architecture(model, None)
+    if isinstance(found, DualArchitecture):
+        raise ConversionError(f"{found.name} is no encoder of texts; convert it by itself")
+    return found
 
 
 def _labels(given: Sequence[str] | None, known: Metadata, classes: int) -> tuple[str, ...]:

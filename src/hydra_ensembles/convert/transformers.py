@@ -1,4 +1,4 @@
-"""transformers: ViT, DeiT and DINOv2 for images; BERT, RoBERTa, DistilBERT and ELECTRA for text."""
+"""transformers: ViT, DeiT, ViT-MAE and DINOv2 for images; BERT, RoBERTa, DistilBERT, ALBERT and ELECTRA for text."""
 
 import re
 from collections.abc import Callable
@@ -110,7 +110,14 @@ def _answer(model: Any, inputs: Inputs, fresh: bool, with_mean: bool = False) ->
 
 
 _READOUT: Weights = {
-    "readout.hidden": ("classifier.dense", "pre_classifier", "pooler.dense", "bert.pooler.dense"),
+    "readout.hidden": (
+        "classifier.dense",
+        "pre_classifier",
+        "pooler.dense",
+        "bert.pooler.dense",
+        "albert.pooler",
+        "pooler",
+    ),
     "readout.classifier": ("classifier", "classifier.out_proj", "cls_classifier"),
     "readout.distillation_classifier": "distillation_classifier",
 }
@@ -125,20 +132,23 @@ def _declare(
     ignored: tuple[str, ...] = (),
     module: str | None = None,
     answer: Callable[[Any, Inputs, bool], Tensor] = _answer,
+    inside: str | None = None,
 ) -> tuple[Architecture, Architecture]:
     """Two declarations of a family: its classifiers, which hold the encoder under the name of the module, and itself.
 
     The names of its classes begin with `stem` and go on with `classifiers`; `ignored` are tensors of the encoder that
-    the classifiers do not read either; `module` is where they lie if that is not the stem in small letters.
+    the classifiers do not read either; `module` is where they lie if that is not the stem in small letters, and
+    `inside` what the classifiers call the encoder if that is another name.
     """
     module = module or stem.lower()
+    inside = inside or module
     path = f"transformers.models.{module}.modeling_{module}.{stem}"
     classifier = Architecture(
         name=f"transformers {name} classifier",
         classes=tuple(path + one for one in classifiers),
         config=partial(config, name=f"transformers {name}"),
-        weights={**below(f"{module}.", encoder), **_READOUT},
-        ignored=tuple(f"{module}.{one}" for one in ignored),
+        weights={**below(f"{inside}.", encoder), **_READOUT},
+        ignored=tuple(f"{inside}.{one}" for one in ignored),
         metadata=metadata_of_classifier,
         answer=answer,
     )
@@ -256,6 +266,19 @@ def _image_readout(model: Any, name: str, num_labels: int | None, classifier: An
     return ReadoutConfig(pool=pool, num_classes=classes, norm_eps=norm_eps, hidden=hidden, bias=bias)
 
 
+def _mae_answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
+    """The class token of an encoder that sees all patches in their order: none is masked, as in pre-training."""
+    images, ratio = inputs["pixel_values"], model.config.mask_ratio
+    patch = pair(model.config.patch_size)
+    order = torch.arange(images.shape[2] // patch[0] * (images.shape[3] // patch[1]), device=images.device)
+    model.config.mask_ratio = 0.0
+    try:
+        tokens: Tensor = run(model, images, noise=order.expand(len(images), -1).float()).last_hidden_state
+    finally:
+        model.config.mask_ratio = ratio
+    return tokens[:, 0]
+
+
 # --- text ----------------------------------------------------------------------------------------------------
 
 _EMBEDDINGS: Weights = {
@@ -281,6 +304,18 @@ _DISTILBERT_LAYER: Weights = {
     "encoder.layers.{i}.norm2": "output_layer_norm",
 }
 _DISTILBERT: Weights = {**_EMBEDDINGS, **below("transformer.layer.{i}.", _DISTILBERT_LAYER)}
+_ALBERT_LAYER: Weights = {
+    **attention("attention.dense", *(f"attention.{part}.*" for part in ("query", "key", "value"))),
+    "encoder.layers.{i}.norm1": "attention.LayerNorm",
+    "encoder.layers.{i}.mlp.up": "ffn",
+    "encoder.layers.{i}.mlp.down": "ffn_output",
+    "encoder.layers.{i}.norm2": "full_layer_layer_norm",
+}
+_ALBERT: Weights = {
+    **_EMBEDDINGS,
+    "stem.project": "encoder.embedding_hidden_mapping_in",
+    **below("encoder.albert_layer_groups.0.albert_layers.0.", _ALBERT_LAYER),  # one layer, used again and again
+}
 
 
 def _bert_config(
@@ -326,6 +361,25 @@ def _distilbert_config(model: Any, num_labels: int | None, name: str) -> Ensembl
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
 
+def _albert_config(model: Any, num_labels: int | None, name: str) -> EnsembleConfig:
+    """ALBERT, whose layers are one: the canonical encoder has a copy of it for each."""
+    found = model.config
+    groups = int(found.num_hidden_groups), int(found.inner_group_num)
+    if groups != (1, 1):
+        raise refuse(name, f"it has {groups[0]} groups of {groups[1]} layers, not one layer for all")
+    dropout, embeddings = float(found.hidden_dropout_prob), model.base_model.embeddings
+    stem = TextStemConfig(
+        segments=embeddings.token_type_embeddings.num_embeddings,
+        norm_eps=float(found.layer_norm_eps),
+        project=True,
+        dropout=dropout,
+        **_table_sizes(embeddings),
+    )
+    encoder = read_encoder(found, name, norm_first=False, projection_dropout=dropout)
+    readout = _text_readout(model, num_labels, name, "tanh", float(found.classifier_dropout_prob), False)
+    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+
+
 def _table_sizes(embeddings: Any) -> dict[str, Any]:
     """Sizes of the embedding tables, read off the tables: they may have been resized after loading."""
     return {
@@ -357,11 +411,13 @@ _IMAGES, _TEXTS = ("ForImageClassification",), ("ForSequenceClassification",)
 # A mask token takes part in pre-training only, a pooler only in the features of a bare encoder.
 _UNREAD = ("embeddings.mask_token", "pooler.")
 _WITH_MEAN = partial(_answer, with_mean=True)
+_ROBERTA = partial(_bert_config, counts_after_padding=True)
 _TEACHER = (*_IMAGES, "ForImageClassificationWithTeacher")
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *_declare("ViT", "ViT", _vit_config, _VIT, _IMAGES, _UNREAD),
     *_declare("DeiT", "DeiT", partial(_vit_config, distilled=True), _VIT, _TEACHER, _UNREAD),
+    _declare("ViT-MAE", "ViTMAE", _vit_config, _VIT, (), _UNREAD, "vit_mae", _mae_answer)[1],
     *_declare("DINOv2", "Dinov2", _dinov2_config, _DINOV2, _IMAGES, _UNREAD, answer=_WITH_MEAN),
     *_declare(
         "DINOv2 with registers",
@@ -374,7 +430,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         answer=_WITH_MEAN,
     ),
     *_declare("BERT", "Bert", partial(_bert_config, drops_first_token=False), _BERT, _TEXTS),
-    *_declare("RoBERTa", "Roberta", partial(_bert_config, counts_after_padding=True), _BERT, _TEXTS),
+    *_declare("RoBERTa", "Roberta", _ROBERTA, _BERT, _TEXTS),
+    *_declare("XLM-RoBERTa", "XLMRoberta", _ROBERTA, _BERT, _TEXTS, module="xlm_roberta", inside="roberta"),
+    *_declare("CamemBERT", "Camembert", _ROBERTA, _BERT, _TEXTS, inside="roberta"),
+    *_declare("ALBERT", "Albert", _albert_config, _ALBERT, _TEXTS),
     *_declare("DistilBERT", "DistilBert", _distilbert_config, _DISTILBERT, _TEXTS),
     *_declare("ELECTRA", "Electra", partial(_bert_config, hidden="gelu"), _BERT, _TEXTS),
 )

@@ -64,7 +64,9 @@ def test_a_run_folder_stands_for_its_result(run_folder, tmp_path):
         (["{world}/mine.safetensors"], "no such folder"),
         (["{world}/val"], "no config.json"),
         (["bert", "--weights", "mine.safetensors"], "leave out weights"),
-        (["timm:resnet18", "--weights", "other.safetensors"], "do not fit timm:resnet18"),
+        (["timm:test_vit", "--weights", "other.safetensors"], "do not fit timm:test_vit"),
+        (["timm:resnet18"], "convolutional network. It does not fit: it has no attention heads"),
+        (["timm:swinv2_tiny_window8_256"], "hierarchical"),
         (["timm:test_vit", "--model-option", "num_classes=7"], "untrained classifier"),
         (["timm:test_vit", "--model-option", "pretrained=true"], "pretrained"),
         (["timm:test_vit", "--model-option", "depth"], "name=value"),
@@ -92,6 +94,11 @@ def test_folders_that_are_no_model_or_no_classifier(tmp_path):
         ("{}", "is not that of a model"),
         (json.dumps({"model_type": "bert", "architectures": ["BertModel"]}), "no trained classifier"),
         (json.dumps({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}), "could not load"),
+        (json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}), "pre-training"),
+        (json.dumps({"model_type": "gpt2", "architectures": ["GPT2ForSequenceClassification"]}), "a decoder"),
+        (json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}), "a decoder"),
+        (json.dumps({"model_type": "swin", "architectures": ["SwinForImageClassification"]}), "hierarchical"),
+        (json.dumps({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}), "an encoder and a decoder"),
     ):
         (tmp_path / "config.json").write_text(config)
         assert says in fail("info", tmp_path)

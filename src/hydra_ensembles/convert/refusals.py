@@ -1,0 +1,151 @@
+"""What cannot be converted, why, and the nearest way that works: one table, for Python and for the command line."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+HOW_TO = "docs/how-to/own_model.md"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A kind of model without a canonical form.
+
+    Attributes:
+        families: Names as they begin in timm, in modules of transformers and torchvision, and as model types; or, with
+            a `*` before them, as classes end.
+        what: What it is.
+        why: Why it does not fit.
+        way: What to do instead.
+        text: Whether these are models for text: timm has image models of the same names.
+    """
+
+    families: str
+    what: str
+    why: str
+    way: str
+    text: bool = False
+
+
+_PLAIN_VIT = "a plain ViT of the same size (timm:vit_small_patch16_224, DINOv2, DINOv3), fine-tuned on the same data"
+_PLAIN_BERT = "a classifier on RoBERTa, ModernBERT or DistilBERT of the same size, fine-tuned on the same data"
+_ENCODER = "its encoder with a fresh classifier, he.convert(model.base_model, num_labels=...), trained on your classes"
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "swin maxvit maxxvit coatnet pvt hiera mvit twins nest levit focalnet efficientformer efficientvit mobilevit "
+        "segformer coat cvt davit edgenext fastvit gcvit poolformer metaformer pit tiny_vit nextvit dinat nat glpn",
+        "a hierarchical network",
+        "tokens are merged and the width changes from stage to stage, so its heads are not those of one encoder",
+        _PLAIN_VIT,
+    ),
+    Refusal(
+        "convnext resnet resnext resnest res2net seresnet wide_resnet efficientnet regnet mobilenet mobileone densenet "
+        "vgg inception xception nfnet repvgg convmixer squeezenet shufflenet alexnet googlenet mnasnet hgnet ghostnet",
+        "a convolutional network",
+        "it has no attention heads, of which different ones could be pruned",
+        _PLAIN_VIT,
+    ),
+    Refusal(
+        "mixer mlp_mixer gmixer gmlp resmlp",
+        "an MLP network",
+        "it has no attention heads that could be pruned",
+        _PLAIN_VIT,
+    ),
+    Refusal(
+        "cait xcit volo crossvit convit deit3_hybrid vit_hybrid",
+        "a relative of ViT",
+        "its attention is not softmax(q k) v of whole heads, or it sees the image twice",
+        _PLAIN_VIT,
+    ),
+    Refusal(
+        "deberta",
+        "a DeBERTa",
+        "its attention is disentangled: scores depend on relative positions in a way of their own",
+        _PLAIN_BERT,
+        text=True,
+    ),
+    Refusal(
+        "beit data2vec_vision data2vec-vision mpnet xlnet funnel",
+        "a transformer with a relative position bias",
+        "a bias for each pair of positions is added to the attention scores, which has no canonical form",
+        f"{_PLAIN_VIT}; for text {_PLAIN_BERT}",
+    ),
+    Refusal(
+        "longformer led big_bird bigbird reformer nystromformer yoso fnet squeezebert canine convbert mobilebert",
+        "a transformer with attention of its own",
+        "tokens do not attend to all others through whole heads of queries, keys and values",
+        _PLAIN_BERT,
+    ),
+    Refusal(
+        "t5 mt5 umt5 longt5 bart mbart plbart pegasus marian fsmt prophetnet whisper speech_to_text",
+        "an encoder and a decoder",
+        "the decoder attends to the encoder, and the answer is read off the decoder",
+        _PLAIN_BERT,
+        text=True,
+    ),
+    Refusal(
+        "gpt openai llama mistral mixtral ministral qwen gemma phi opt bloom falcon olmo mpt stablelm xglm codegen "
+        "ctrl mamba rwkv deepseek cohere granite smollm",
+        "a decoder",
+        "it was trained to continue texts: attention sees what came before only, with norms and positions of its own",
+        _PLAIN_BERT,
+        text=True,
+    ),
+    Refusal(
+        "wav2vec2 hubert wavlm unispeech audio_spectrogram data2vec_audio clap",
+        "a model for sound",
+        "models here read images or texts",
+        "spectrograms as images, and a plain ViT",
+    ),
+    Refusal(
+        "detr deformable_detr yolos sam mask2former maskformer oneformer dpt "
+        "*ForObjectDetection *ForSemanticSegmentation *ForDepthEstimation",
+        "a model that answers with boxes, masks or maps",
+        "an ensemble here gives one class to an input",
+        _ENCODER,
+    ),
+    Refusal(
+        "*ForMaskedLM *ForPreTraining *LMHeadModel *ForCausalLM *WithLMHeadModel *ForMaskedImageModeling",
+        "a model with a head for pre-training",
+        "it predicts masked words or patches, not a class",
+        _ENCODER,
+    ),
+    Refusal(
+        "*ForTokenClassification *ForQuestionAnswering *ForMultipleChoice *ForNextSentencePrediction",
+        "a model with a head for another task",
+        "it answers for each token, or chooses among texts; an ensemble here gives one class to an input",
+        _ENCODER,
+    ),
+)
+
+
+def refusal(*names: str) -> Refusal | None:
+    """The row for a model, by any of its names: a qualified class, a model type, a name of timm."""
+    for row in REFUSALS:
+        families = row.families.split()
+        begins = "|".join(re.escape(one) for one in families if not one.startswith("*"))
+        ends = tuple(one[1:] for one in families if one.startswith("*"))
+        family = re.compile(rf"(?:^|\.)(?:{begins or '-'})(?:v?\d+\w*|[a-z])?(?:[._-]|$)")  # swin, swinv2, swin_tiny
+        for name in names:
+            read = not (row.text and name.startswith("timm."))
+            if read and (name.endswith(ends) or family.search(name.lower())):
+                return row
+    return None
+
+
+def explained(*names: str, supported: Mapping[str, Sequence[str]]) -> str:
+    """What a model is, why it cannot be converted, and the nearest way that works, in a few lines.
+
+    `names` are those of the model, the first the one that is shown; `supported` says what there is of each library.
+    """
+    row = refusal(*names)
+    if row is None:
+        known = "; ".join(f"{library}: {', '.join(found)}" for library, found in supported.items())
+        return (
+            f"{names[0]} is not a supported architecture.\n"
+            f"Supported are {known}.\n"
+            "A model of your own needs a table of names: he.convert(model, declaration=he.Declaration(names={...})); "
+            f"{HOW_TO} has an example."
+        )
+    return f"{names[0]} is {row.what}.\nIt does not fit: {row.why}.\nThe nearest way that works: {row.way}."

@@ -1,0 +1,61 @@
+"""sentence-transformers: the encoder of transformers inside, with the pooling around it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..model.config import EnsembleConfig, Pool, ReadoutConfig
+from ..model.metadata import Metadata
+from .core import Architecture, Inputs, number_of_classes, refuse, run
+from .processors import read_processor
+
+POOLS: dict[str, Pool] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+
+
+def is_sentence_model(model: object) -> bool:
+    """Whether a model is one of sentence-transformers: a whole one, or the module that holds its encoder."""
+    return type(model).__module__.startswith("sentence_transformers.") and isinstance(model, nn.Module)
+
+
+def opened(model: Any, find: Callable[[nn.Module], Architecture]) -> tuple[Architecture, nn.Module]:
+    """The encoder inside, and its declaration with the pooling of the model in place of its own.
+
+    A fresh classifier reads the pooled features before they are scaled to length one, where the model does that.
+    """
+    first, *rest = model.children() if isinstance(model, nn.Sequential) else (model,)
+    inner: Any = getattr(first, "auto_model", None) or first.model
+    known = find(inner)
+    name = f"sentence-transformers, {known.name}"
+    if getattr(first, "do_lower_case", False):
+        raise refuse(name, "it lower-cases texts before its tokenizer does anything (do_lower_case)")
+    kinds = [type(part).__name__ for part in rest]
+    if kinds not in ([], ["Pooling"], ["Pooling", "Normalize"]):
+        raise refuse(name, f"behind the encoder there are {kinds}")
+    if not rest:
+        return replace(known, name=name), inner
+    pooling: Any = rest[0]
+    mode = getattr(pooling, "pooling_mode", None) or pooling.get_pooling_mode_str()
+    if mode not in POOLS:
+        raise refuse(name, f"its pooling is {mode!r}, not one of {list(POOLS)}")
+
+    def config(encoder: nn.Module, num_labels: int | None) -> EnsembleConfig:
+        if num_labels is None and len(rest) > 1:
+            raise refuse(name, "its embeddings are scaled to length one; for a classifier give num_labels")
+        readout = ReadoutConfig(POOLS[mode], number_of_classes(0, num_labels, name), norm="none")
+        return replace(known.config(encoder, None), readout=readout)
+
+    def answer(encoder: nn.Module, inputs: Inputs, fresh: bool) -> Tensor:
+        tokens = run(encoder, **inputs).last_hidden_state  # [B, T, d]
+        features = {"token_embeddings": tokens, "attention_mask": inputs["attention_mask"]}
+        pooled: Tensor = pooling(features)["sentence_embedding"]
+        return pooled
+
+    def metadata(encoder: nn.Module) -> Metadata:
+        return Metadata(preprocessing=read_processor(first.tokenizer, known.config(encoder, None).stem))
+
+    weights = {part: entry for part, entry in known.weights.items() if not part.startswith("readout.")}
+    ignored = (*known.ignored, "pooler.")
+    declared = replace(known, name=name, config=config, weights=weights, ignored=ignored)
+    return replace(declared, answer=answer, metadata=metadata), inner

@@ -1,0 +1,74 @@
+"""What cannot be converted is refused in a few lines: what it is, why, and the nearest way that works."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hydra_ensembles as he
+from architectures_transformers import TEXT, VISION, transformers_model
+from hydra_ensembles.convert.convert import ARCHITECTURES, DUAL_ARCHITECTURES
+from hydra_ensembles.convert.refusals import refusal
+from hydra_ensembles.errors import ConversionError
+
+_SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1], "num_heads": [2], "window_size": 4}
+_GPT = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 60, "pad_token_id": 0}
+_T5 = {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 16, "d_kv": 8, "vocab_size": 60}
+_LLAMA = {**TEXT, "num_key_value_heads": 4, "pad_token_id": 0}
+
+
+def timm_tiny(name: str) -> Any:
+    import timm
+
+    with torch.device("meta"):
+        return timm.create_model(name, num_classes=5)
+
+
+@pytest.mark.parametrize(
+    ("build", "token"),
+    [
+        (lambda: timm_tiny("swin_tiny_patch4_window7_224"), "hierarchical"),
+        (lambda: timm_tiny("convnext_tiny"), "convolutional"),
+        (lambda: timm_tiny("resnet18"), "convolutional"),
+        (lambda: timm_tiny("mixer_s32_224"), "MLP"),
+        (lambda: transformers_model("SwinForImageClassification", "SwinConfig", _SWIN), "hierarchical"),
+        (lambda: transformers_model("T5ForSequenceClassification", "T5Config", _T5), "decoder"),
+        (lambda: transformers_model("GPT2ForSequenceClassification", "GPT2Config", _GPT), "decoder"),
+        (lambda: transformers_model("LlamaForSequenceClassification", "LlamaConfig", _LLAMA), "decoder"),
+        (lambda: transformers_model("BertForMaskedLM", "BertConfig", TEXT), "pre-training.*num_labels"),
+        (lambda: transformers_model("ViTMAEForPreTraining", "ViTMAEConfig", VISION), "pre-training.*num_labels"),
+        (lambda: transformers_model("BertForTokenClassification", "BertConfig", TEXT), "each token"),
+        (lambda: transformers_model("DebertaV2ForSequenceClassification", "DebertaV2Config", TEXT), "disentangled"),
+        (lambda: transformers_model("MPNetForSequenceClassification", "MPNetConfig", TEXT), "relative position bias"),
+        (lambda: nn.LSTM(3, 4), "declaration=.*own_model"),
+    ],
+)
+def test_it_is_said_what_it_is_why_and_what_works(build: Any, token: str) -> None:
+    with pytest.raises(ConversionError, match=rf"(?s){token}") as caught:
+        he.convert(build())
+    assert 2 < len(str(caught.value).splitlines()) <= 5
+
+
+def test_nothing_that_is_supported_has_a_row() -> None:
+    names = [name for one in (*ARCHITECTURES, *DUAL_ARCHITECTURES) for name in one.classes]
+    assert [name for name in names if refusal(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "token"),
+    [
+        ("swinv2_base_window8_256", "hierarchical"),
+        ("efficientnetv2_s", "convolutional"),
+        ("regnety_032.ra_in1k", "convolutional"),
+        ("convnextv2", "convolutional"),
+        ("qwen3", "decoder"),
+        ("gpt_neox", "decoder"),
+        ("vit_base_patch16_224", None),
+        ("timm.models.gemma4_vit.Gemma4Vit", None),
+        ("optimal.Net", None),
+    ],
+)
+def test_names_are_known_by_how_they_begin(name: str, token: str | None) -> None:
+    row = refusal(name)
+    assert row is None if token is None else row is not None and token in row.what

@@ -1,0 +1,71 @@
+"""Models of sentence-transformers: pooled as they pool, with their tokenizer, and a fresh classifier."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hydra_ensembles as he
+from architectures_transformers import TEXT, transformers_model
+from hydra_ensembles.errors import ConversionError
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
+SENTENCES = ["a b c", "d e f g h a b", "c"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT and its tokenizer, as `save_pretrained` leaves them."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    path = tmp_path_factory.mktemp("bert")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=16, **names).save_pretrained(path)
+    transformers_model("BertModel", "BertConfig", TEXT).save_pretrained(path)
+    return path
+
+
+def sentence_model(folder: Path, pooling: str, *more: str) -> Any:
+    library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    from sentence_transformers.base.modules import Dense, Normalize, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    others = {"normalize": Normalize, "dense": lambda: Dense(32, 8)}
+    parts = [Transformer(str(folder)), Pooling(32, pooling), *(others[one]() for one in more)]
+    return library.SentenceTransformer(modules=parts, device="cpu").eval()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
+def test_features_are_its_embeddings_and_its_tokenizer_comes_along(folder: Path, pooling: str) -> None:
+    model = sentence_model(folder, pooling)
+    expected = model.encode(SENTENCES, convert_to_tensor=True)
+    base = he.convert(model)
+    found = base.features(base.prepare(SENTENCES))[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert he.convert(model, num_labels=3).predict(SENTENCES).probs.shape == (3, 3)
+
+
+def test_a_classifier_reads_features_before_they_are_scaled(folder: Path) -> None:
+    scaled, plain = sentence_model(folder, "mean", "normalize"), sentence_model(folder, "mean")
+    base = he.convert(scaled, num_labels=2)
+    inputs = base.prepare(SENTENCES)
+    assert torch.equal(base.features(inputs), he.convert(plain).features(inputs))
+    with pytest.raises(ConversionError, match="num_labels"):
+        he.convert(scaled)
+
+
+def test_what_is_not_known_around_the_encoder_is_refused(folder: Path) -> None:
+    for model, token in ((sentence_model(folder, "mean", "dense"), "Dense"), (sentence_model(folder, "max"), "max")):
+        with pytest.raises(ConversionError, match=token):
+            he.convert(model)
+
+
+def test_the_module_of_the_encoder_is_converted_as_the_encoder(folder: Path) -> None:
+    first: nn.Module = sentence_model(folder, "mean")[0]
+    assert he.convert(first, num_labels=3).config == he.convert(first.model, num_labels=3).config  # type: ignore[arg-type]
