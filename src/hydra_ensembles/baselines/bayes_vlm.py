@@ -1,0 +1,418 @@
+"""BayesVLM: what pairs of images and texts leave open about the projections of a dual encoder, and answers that say so.
+
+For one side, with projection P, inputs a of it and embeddings h = P a, the posterior of P is normal with a Kronecker
+product as precision: `(√τ A + √λ I) ⊗ (√τ B + √λ I)`. A sums `a aᵀ`, B the Gauss-Newton curvature of the contrastive
+loss in h, each over √n; τ is how many pairs the n at hand count for, λ the precision of the prior.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .._utils import derive_seed
+from ..arguments import checked, require_number, require_whole
+from ..batches import Batches, Inputs
+from ..errors import CheckpointError, ConfigError, DataError
+from ..model.clip import (
+    DEFAULT_TEMPLATES,
+    DualEncoder,
+    Templates,
+    average_templates,
+    checked_names,
+    checked_templates,
+    embed,
+    prompts_of,
+    zero_shot,
+)
+from ..model.config import Sharing
+from ..model.ensemble import Ensemble
+from ..model.layers import Droppable, GroupedLinear, dropping
+from ..model.metadata import PROJECTION, TextSide
+from ..prediction import Prediction
+from ..schema import require_types
+from ..training.text import read_pairs
+from .start import joined
+
+_ROWS = 1024  # samples whose similarities to all others are computed at once
+_PROMPTS = 256
+_READOUT, _CLASSES = "readout.projection.", "readout.class_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class BayesVLM:
+    """How the posterior of the projections is made.
+
+    Attributes:
+        pseudo_count: How many pairs the data count for, however many there are.
+        negatives: Pairs that are compared with each other at once, as in contrastive training.
+        prior_precision: Of a normal prior around zero; None takes the one of largest evidence, for each side.
+        as_published: The evidence as the public code has it (the powers of both determinants exchanged, no factor of a
+            half, a thousand steps of Adam), and only the variance of each number of an embedding, not what they share.
+    """
+
+    pseudo_count: float = 10.0
+    negatives: int = 32_768
+    prior_precision: float | None = None
+    as_published: bool = False
+
+    def __post_init__(self) -> None:
+        require_types(self)
+        require_number("BayesVLM.pseudo_count", self.pseudo_count, math.ulp(0.0), math.inf)
+        require_whole("BayesVLM.negatives", self.negatives, 2)
+        if self.prior_precision is not None:
+            require_number("BayesVLM.prior_precision", self.prior_precision, math.ulp(0.0), math.inf)
+
+
+@checked
+def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()) -> "VLMPosterior":  # noqa: B008
+    """The posterior of both projections, from pairs of images and texts; nothing is trained.
+
+    Args:
+        dual: A dual encoder with one member and two projections; it is not changed.
+        pairs: Batches `(images, texts)`, as for `tune_text`; read once, their embeddings are kept.
+        settings: How much the pairs count, and the prior.
+    """
+    projections = _projections(dual)
+    images, texts = _inputs_of_projections(dual, pairs)
+    scale, sigmoid = dual.logit_scale.exp().item(), None if dual.logit_bias is None else dual.logit_bias.item()
+    with torch.no_grad():
+        seen = [_augmented(one, projection) for one, projection in zip((images, texts), projections, strict=True)]
+        means = [_matrix(projection) for projection in projections]
+        embedded = [one @ mean.T for one, mean in zip(seen, means, strict=True)]
+        sides = []
+        for own, other in ((0, 1), (1, 0)):
+            inputs, outputs = kronecker_factors(
+                seen[own], embedded[own], embedded[other], scale, settings.negatives, sigmoid
+            )
+            sides.append(ProjectionPosterior.of(means[own], inputs, outputs, settings))
+    return VLMPosterior(dual, sides[0], sides[1], settings.as_published)
+
+
+@checked
+def published_bayes_vlm(
+    dual: DualEncoder,
+    folder: str | Path,
+    settings: BayesVLM = BayesVLM(),  # noqa: B008 (frozen)
+) -> "VLMPosterior":
+    """The posterior from factors as BayesVLM publishes them: `A_img_analytic.pt`, `B_img_analytic.pt`, and of txt.
+
+    Args:
+        dual: The dual encoder that the files are of.
+        folder: Where they lie.
+        settings: How much the pairs count, and the prior.
+    """
+    sides = []
+    for tag, projection in zip(("img", "txt"), _projections(dual), strict=True):
+        mean, found = _matrix(projection), []
+        for letter, size in (("A", mean.shape[1]), ("B", mean.shape[0])):
+            path = Path(folder) / f"{letter}_{tag}_analytic.pt"
+            try:
+                factor = torch.load(path, map_location="cpu", weights_only=True)
+            except Exception as error:  # whatever unpickling a strange file may raise
+                raise CheckpointError(f"{path} holds no factor of BayesVLM: {error}; give the published one") from error
+            if not isinstance(factor, Tensor) or factor.shape != (size, size) or not bool(factor.isfinite().all()):
+                got = list(factor.shape) if isinstance(factor, Tensor) else type(factor).__name__
+                raise CheckpointError(f"{path} must be a finite matrix {size}x{size} for this model, got {got}")
+            found.append(factor.double())
+        sides.append(ProjectionPosterior.of(mean, found[0], found[1], settings))
+    return VLMPosterior(dual, sides[0], sides[1], settings.as_published)
+
+
+def kronecker_factors(
+    seen: Tensor, own: Tensor, other: Tensor, scale: float, negatives: int, sigmoid: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """A `[d, d]` and B `[e, e]` of one side, each over √n.
+
+    B adds up `Jᵀ (Yᵀ (diag(p) - p pᵀ) Y) J · scale²`, where Y are the other side's embeddings of length one, p the
+    probabilities of one sample over them, and J the derivative of `h / |h|`. Written out, no matrix of one sample is
+    ever needed.
+
+    Args:
+        seen: What the projection is applied to, `[n, d]`.
+        own: Embeddings `[n, e]`, before they are scaled to length one.
+        other: Those of the other side, `[n, e]`.
+        scale: Of the cosines.
+        negatives: Samples that are compared with each other at once.
+        sigmoid: The logit bias where the loss is that of SigLIP, in which each pair is judged alone; None for softmax.
+    """
+    count, width = own.shape
+    outputs = torch.zeros(width, width, dtype=own.dtype)
+    for rows in torch.arange(count).tensor_split(math.ceil(count / negatives)):
+        targets = F.normalize(other[rows], dim=-1)  # Y [C, e]
+        totals = torch.zeros(len(rows), dtype=own.dtype)  # [C]
+        for some in rows.split(_ROWS):
+            unit, length = F.normalize(own[some], dim=-1), own[some].norm(dim=-1)  # u [B, e], |h| [B]
+            cosines = unit @ targets.T  # [B, C]
+            if sigmoid is None:
+                probs = (scale * cosines).softmax(-1)
+                means = probs @ targets  # m = Yᵀ p, [B, e]
+            else:
+                certain = torch.sigmoid(scale * cosines + sigmoid)
+                probs, means = certain * (1 - certain), torch.zeros_like(unit)
+            weight = length.pow(-2)  # [B]
+            along = (probs * cosines) @ targets - means * (means * unit).sum(-1, keepdim=True)  # S u, [B, e]
+            cross = unit.T @ (weight[:, None] * along)
+            inner = weight * (along * unit).sum(-1)  # uᵀ S u
+            outputs += unit.T @ (inner[:, None] * unit) - cross - cross.T - means.T @ (weight[:, None] * means)
+            totals += weight @ probs
+        outputs += targets.T @ (totals[:, None] * targets)
+    return seen.T @ seen / math.sqrt(count), outputs * scale**2 / math.sqrt(count)
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectionPosterior:
+    """A normal distribution of projections: a mean `[e, d]`, and precisions of inputs `[d, d]` and outputs `[e, e]`."""
+
+    mean: Tensor
+    inputs: Tensor
+    outputs: Tensor
+    prior: float
+
+    @classmethod
+    def of(cls, mean: Tensor, inputs: Tensor, outputs: Tensor, settings: BayesVLM) -> "ProjectionPosterior":
+        """The posterior out of the factors A and B."""
+        root, prior = math.sqrt(settings.pseudo_count), settings.prior_precision
+        if prior is None:
+            find = published_prior if settings.as_published else likeliest_prior
+            prior = find(mean, root * inputs, root * outputs)
+        added = math.sqrt(prior)
+        one, two = (root * part + added * torch.eye(len(part), dtype=part.dtype) for part in (inputs, outputs))
+        return cls(mean, one, two, prior)
+
+    def spread(self, seen: Tensor) -> Tensor:
+        """`aᵀ A⁻¹ a` `[B]` of inputs `[B, d]`: the covariance of an embedding is this times that of the outputs."""
+        return (seen * torch.linalg.solve(self.inputs.to(seen), seen.T).T).sum(-1)
+
+    @property
+    def covariance(self) -> Tensor:
+        """Of the outputs, `[e, e]`."""
+        return torch.linalg.inv(self.outputs)
+
+    def draw(self, count: int, seed: int) -> Tensor:
+        """Projections `[count, e, d]`."""
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(count, *self.mean.shape, dtype=self.mean.dtype, generator=generator)
+        left, right = torch.linalg.cholesky(self.outputs), torch.linalg.cholesky(self.inputs)
+        noise = torch.linalg.solve_triangular(left.T, noise, upper=True)
+        return self.mean + torch.linalg.solve_triangular(right, noise, upper=False, left=False)
+
+
+def likeliest_prior(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
+    """The prior precision of largest evidence: `½ dq log λ - ½ λ |P|² - ½ log det` of the posterior's precision."""
+    values = [torch.linalg.eigvalsh(part).clamp(min=0) for part in (inputs, outputs)]
+    sizes, squared = (len(values[1]), len(values[0])), mean.square().sum()
+
+    def evidence(log_prior: Tensor) -> Tensor:
+        root = (log_prior / 2).exp()[:, None]  # √λ, [grid, 1]
+        determinants = sum(size * (part + root).log().sum(-1) for size, part in zip(sizes, values, strict=True))
+        return (mean.numel() * log_prior - log_prior.exp() * squared - determinants) / 2
+
+    low, high = -30.0, 40.0
+    for _ in range(8):  # each grid is between the neighbours of the best point of the one before
+        grid = torch.linspace(low, high, 201, dtype=mean.dtype)
+        best = int(evidence(grid).argmax())
+        low, high = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, 200)])
+    return math.exp((low + high) / 2)
+
+
+@torch.enable_grad()
+def published_prior(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
+    """The prior precision that the public code finds: its evidence, a thousand steps of Adam from 300."""
+    log_prior = torch.tensor(300.0, dtype=mean.dtype).log().requires_grad_()
+    optimizer = torch.optim.Adam([log_prior], lr=1e-2, maximize=True)
+    values = [torch.linalg.eigvalsh(part).clamp(min=0) for part in (inputs, outputs)]
+    for _ in range(1000):
+        optimizer.zero_grad()
+        root = (log_prior / 2).exp()
+        fits = (mean.numel() * log_prior - log_prior.exp() * mean.square().sum()) / 2
+        (fits - sum(len(part) * (part + root).log().sum() for part in values)).backward()
+        optimizer.step()
+    return math.exp(log_prior.item())
+
+
+@dataclass(frozen=True, eq=False)
+class VLMPosterior:
+    """Posteriors of both projections of a dual encoder; a classifier out of it is an ensemble, or one closed form."""
+
+    dual: DualEncoder
+    image: ProjectionPosterior
+    text: ProjectionPosterior
+    as_published: bool = False
+
+    @checked
+    def zero_shot(
+        self,
+        class_names: Sequence[str],
+        templates: Templates = DEFAULT_TEMPLATES,
+        members: int = 20,
+        seed: int = 0,
+        keep_text: bool = True,
+    ) -> Ensemble:
+        """A zero-shot ensemble whose members have projections drawn from the posterior; towers are shared.
+
+        Args:
+            class_names: One per class, in the order of the logits.
+            templates: Sentences with `{label}`, as for `he.zero_shot`.
+            members: Projections to draw.
+            seed: Draws them.
+            keep_text: Keep the text side, so that `retarget` can set other classes.
+        """
+        require_whole("members", members, 1)
+        require_whole("seed", seed, 0)
+        base = zero_shot(self.dual, class_names, templates, keep_text)
+        sides = self.image, self.text
+        of_image, of_text = (
+            _weights(side.draw(members, derive_seed(seed, kind)), projection)
+            for side, kind, projection in zip(sides, ("image", "text"), _projections(self.dual), strict=True)
+        )
+        names, sentences = checked_names(class_names), checked_templates(templates)
+        seen = self._texts(prompts_of(names, sentences))  # [C·templates, d]
+        embedded = seen @ self.text.draw(members, derive_seed(seed, "text")).mT  # [S, C·templates, e]
+        classes = average_templates(F.normalize(embedded, dim=-1), len(sentences))
+        many = joined([base] * members, Sharing(stem=True, attention=True, mlp=True, norms=True))
+        state = many.state_dict()
+        new = {_READOUT + name: tensor for name, tensor in of_image.items()}
+        new[_CLASSES] = classes * self.dual.logit_scale.double().cpu().exp()
+        state |= {name: tensor.to(state[name]) for name, tensor in new.items()}
+        side = base.metadata.text_side
+        if side is not None and side.settings.projection is not None:
+            drawn = {PROJECTION + name: tensor.to(side.state[PROJECTION + name]) for name, tensor in of_text.items()}
+            copies = replace(side.settings.projection, copies=members)
+            side = TextSide(replace(side.settings, projection=copies), {**side.state, **drawn})
+        line = f"{members} projections of BayesVLM, prior precisions {self.image.prior:.4g} and {self.text.prior:.4g}"
+        return Ensemble.from_state(many.config, state, base.metadata.after(line, text_side=side))
+
+    @checked
+    def probit(self, class_names: Sequence[str], template: str = "A photo of a {label}.") -> "ProbitClassifier":
+        """The closed form: one pass, logits `μ / √(1 + π/8 σ²)` from mean and variance of every similarity.
+
+        Args:
+            class_names: One per class, in the order of the logits.
+            template: One sentence with `{label}`.
+        """
+        names, sentences = checked_names(class_names), checked_templates(template)
+        return ProbitClassifier(self, names, self._texts(prompts_of(names, sentences)))
+
+    @torch.no_grad()
+    def _texts(self, prompts: Sequence[str]) -> Tensor:
+        """What the text projection takes, `[prompts, d]` in float64 on the CPU; with a one where it has a bias."""
+        with dropping(False):
+            parts = [prompts[start : start + _PROMPTS] for start in range(0, len(prompts), _PROMPTS)]
+            found = torch.cat([embed(self.dual.text, None, list(one), normalize=False)[0] for one in parts])
+        return _augmented(found.double().cpu(), _projections(self.dual)[1])
+
+
+class ProbitClassifier(Droppable):
+    """A zero-shot classifier whose logits are toned down where image or class are little known; one member."""
+
+    def __init__(self, posterior: VLMPosterior, names: Sequence[str], texts: Tensor) -> None:
+        super().__init__()
+        self.dual, self.names = posterior.dual, tuple(names)
+        self.kind, self.num_members, self.num_classes = "image", 1, len(names)
+        covariances = posterior.image.covariance, posterior.text.covariance
+        if posterior.as_published:
+            covariances = covariances[0].diagonal().diag(), covariances[1].diagonal().diag()
+        classes, spread = texts @ posterior.text.mean.T, posterior.text.spread(texts)  # g [C, e], aᵀ A⁻¹ a [C]
+        self.known = {
+            "projection": posterior.image.mean,
+            "inputs": torch.linalg.inv(posterior.image.inputs),
+            "of_image": covariances[0],
+            "of_text": covariances[1],
+            "classes": classes,
+            "spread": spread,
+            "lengths": classes.square().sum(-1) + spread * covariances[1].trace(),  # E|g|², [C]
+            "scale": posterior.dual.logit_scale.detach().double().exp(),
+        }
+        self.eval()
+
+    def similarities(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the scaled similarities, `[B, C]` each, in float64."""
+        with dropping(False):
+            features = embed(self.dual.image, None, inputs, normalize=False)[0].double()
+        self.known = {name: tensor.to(features.device) for name, tensor in self.known.items()}  # they stay there
+        known, seen = self.known, _augmented(features, _projections(self.dual)[0])
+        embedded, spread = seen @ known["projection"].T, (seen @ known["inputs"] * seen).sum(-1)  # h [B, e], [B]
+        of_image, of_text, classes = known["of_image"], known["of_text"], known["classes"]
+        lengths = embedded.square().sum(-1) + spread * of_image.trace()  # E|h|², [B]
+        both = lengths[:, None] * known["lengths"]
+        mean = embedded @ classes.T / both.sqrt()
+        # the variance of h·g, where both are normal and know nothing of each other
+        variance = (embedded @ of_text * embedded).sum(-1)[:, None] * known["spread"]
+        variance = variance + spread[:, None] * (classes @ of_image * classes).sum(-1)
+        variance = variance + spread[:, None] * known["spread"] * (of_image * of_text).sum()
+        return known["scale"] * mean, known["scale"] ** 2 * variance / both
+
+    @torch.no_grad()
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Logits `[1, B, C]`."""
+        mean, variance = self.similarities(inputs)
+        return (mean / (1 + math.pi / 8 * variance).sqrt()).float()[None]
+
+    def predict(self, inputs: Any) -> Prediction:
+        """As `Ensemble.predict`, uncalibrated."""
+        return Prediction.derived(self(self.prepare(inputs)), class_names=self.names)
+
+    def prepare(self, inputs: Any) -> Inputs:
+        """As `Ensemble.prepare`."""
+        return self.dual.image.prepare(inputs)
+
+
+# --- both sides of a dual encoder ------------------------------------------------------------------------
+
+
+def _projections(dual: object) -> tuple[GroupedLinear, GroupedLinear]:
+    """The maps of images and texts, of a dual encoder that has one member."""
+    if not isinstance(dual, DualEncoder):
+        raise ConfigError(f"BayesVLM takes a DualEncoder, got {type(dual).__name__}; convert a CLIP model")
+    if dual.num_members != 1:
+        raise ConfigError(f"BayesVLM takes a single dual encoder, got {dual.num_members} members; give dual.member(i)")
+    image, text = dual.projections.image, dual.projections.text
+    if image is None or text is None:
+        raise ConfigError("BayesVLM is about the projections into the common embedding; this dual encoder lacks one")
+    if dual.image.num_classes:
+        raise ConfigError("the image tower must end in features, not in a map of its own; convert it without one")
+    return image, text
+
+
+def _inputs_of_projections(dual: DualEncoder, pairs: Batches) -> tuple[Tensor, Tensor]:
+    """What the projections of images and texts take, `[n, d]` each, in float64 on the CPU."""
+
+    def embedded() -> Iterator[tuple[Tensor, Tensor]]:
+        for index, raw in enumerate(pairs):
+            images, texts, _ = read_pairs(raw, "pairs", index)
+            yield embed(dual.image, None, images, normalize=False)[0], embed(dual.text, None, texts, normalize=False)[0]
+
+    with torch.no_grad(), dropping(False):
+        parts = [(one.double().cpu(), two.double().cpu()) for one, two in embedded()]
+    found = tuple(torch.cat(side) for side in zip(*parts, strict=True)) if parts else ()
+    if not found or len(found[0]) < 2:
+        raise DataError("BayesVLM compares pairs with each other; give at least two")
+    for side, name in zip(found, ("images", "texts"), strict=True):
+        if not bool(side.isfinite().all()):
+            raise DataError(f"the features of some {name} are not finite; look for bad values in the pairs")
+    return cast(tuple[Tensor, Tensor], found)
+
+
+def _augmented(seen: Tensor, projection: GroupedLinear) -> Tensor:
+    """Inputs with a one at the end where the projection has a bias, which is its weight."""
+    return seen if projection.bias is None else torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
+
+
+def _matrix(projection: GroupedLinear) -> Tensor:
+    """The whole map `[e, d]`, a bias as its last column, in float64 on the CPU."""
+    weight = projection.weight[0].detach().double().cpu()
+    bias = projection.bias
+    return weight if bias is None else torch.cat([weight, bias[0].detach().double().cpu()[:, None]], dim=1)
+
+
+def _weights(drawn: Tensor, projection: GroupedLinear) -> dict[str, Tensor]:
+    """Weight `[S, e, d]`, and bias `[S, e]` where there is one, of whole maps `[S, e, d (+ 1)]`."""
+    if projection.bias is None:
+        return {"weight": drawn}
+    return {"weight": drawn[..., :-1], "bias": drawn[..., -1]}

@@ -1,0 +1,231 @@
+"""BayesVLM: factors are the Gauss-Newton curvature, the closed form is that of many drawn projections."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hydra_ensembles as he
+from hydra_ensembles.baselines.bayes_vlm import (
+    BayesVLM,
+    ProjectionPosterior,
+    bayes_vlm,
+    kronecker_factors,
+    likeliest_prior,
+    published_bayes_vlm,
+    published_prior,
+)
+from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
+from hydra_ensembles.model.clip import DualEncoder, Projections
+from unit.training.training_cases import NAMES, pair_samples, pairs, tiny_dual
+
+IMAGES = pair_samples(5, seed=7)[0].double()
+SURE = BayesVLM(prior_precision=1e12)
+
+
+def dual(bias=False, **changes):
+    """A dual encoder in float64 whose logits are moderate; with biases of projections and logits, as SigLIP has."""
+    found = tiny_dual(dtype=torch.float64)
+    if not bias:
+        return DualEncoder(found.image, found.text, found.projections, logit_scale=1.0, **changes).eval()
+    fresh = Projections.fresh(24, 16, 16, bias=True).double()
+    for one in (fresh.image, fresh.text):
+        nn.init.normal_(one.bias, std=0.3)
+    return DualEncoder(found.image, found.text, fresh, logit_scale=1.0, logit_bias=-1.0).eval()
+
+
+def double_pairs():
+    return pairs(dtype=torch.float64)
+
+
+def case(count=6, inside=4, width=3, seed=0):
+    torch.manual_seed(seed)
+    seen, other = torch.randn(count, inside).double(), torch.randn(count, width).double()
+    return seen, torch.randn(width, inside).double(), other
+
+
+@pytest.mark.parametrize("bias", [None, -0.7], ids=["softmax", "sigmoid"])
+def test_the_factors_are_the_curvature_of_the_contrastive_loss(bias):
+    seen, projection, other = case()
+    own, targets, scale = seen @ projection.T, F.normalize(other, dim=-1), 3.0
+    inputs, outputs = kronecker_factors(seen, own, other, scale, 100, bias)
+    torch.testing.assert_close(inputs, seen.T @ seen / math.sqrt(6))
+
+    def logits(h):
+        return scale * F.normalize(h, dim=-1) @ targets.T + (bias or 0.0)
+
+    expected = torch.zeros(3, 3, dtype=torch.float64)
+    for h in own:  # Jᵀ Λ J of every sample, J by automatic differentiation
+        jacobian = torch.func.jacrev(logits)(h)
+        probs = logits(h).softmax(-1)
+        spread = probs.diag() - probs[:, None] * probs
+        if bias is not None:
+            sure = logits(h).sigmoid()
+            spread = (sure * (1 - sure)).diag()
+        expected += jacobian.T @ spread @ jacobian
+    torch.testing.assert_close(outputs, expected / math.sqrt(6))
+
+
+def test_groups_of_negatives_are_compared_among_themselves():
+    seen, projection, other = case()
+    own = seen @ projection.T
+    whole = kronecker_factors(seen, own, other, 3.0, 3)[1]
+    parts = [
+        kronecker_factors(*(one[rows] for one in (seen, own, other)), 3.0, 3)[1] for rows in (slice(3), slice(3, 6))
+    ]
+    torch.testing.assert_close(whole * math.sqrt(6), sum(parts) * math.sqrt(3))
+
+
+def test_the_prior_is_where_the_evidence_of_the_whole_precision_is_largest():
+    seen, projection, other = case()
+    inputs, outputs = kronecker_factors(seen, seen @ projection.T, other, 3.0, 100)
+    found = likeliest_prior(projection, inputs, outputs)
+
+    def evidence(prior):
+        root = math.sqrt(prior)
+        whole = torch.kron(outputs + root * torch.eye(3), inputs + root * torch.eye(4))
+        return float(12 * math.log(prior) - prior * projection.square().sum() - torch.logdet(whole)) / 2
+
+    assert evidence(found) > max(evidence(1.01 * found), evidence(found / 1.01))
+    published = published_prior(projection, inputs, outputs)
+
+    def theirs(prior):
+        root = math.sqrt(prior)
+        determinants = 4 * torch.logdet(inputs + root * torch.eye(4)) + 3 * torch.logdet(outputs + root * torch.eye(3))
+        return float((12 * math.log(prior) - prior * projection.square().sum()) / 2 - determinants)
+
+    assert theirs(published) > theirs(300.0)
+    assert published != pytest.approx(found, rel=0.05)
+
+
+def test_drawn_projections_have_the_covariance_of_a_kronecker_product():
+    seen, projection, other = case()
+    factors = kronecker_factors(seen, seen @ projection.T, other, 3.0, 100)
+    found = ProjectionPosterior.of(projection, *factors, BayesVLM(prior_precision=0.5))
+    drawn = found.draw(60_000, seed=0)
+    covariance = torch.linalg.inv(torch.kron(found.outputs, found.inputs))
+    torch.testing.assert_close(drawn.flatten(1).T.cov(), covariance, atol=0.05 * float(covariance.max()), rtol=0)
+    embedded = drawn @ seen[0]  # [S, e]
+    expected = found.spread(seen)[0] * found.covariance
+    torch.testing.assert_close(embedded.T.cov(), expected, atol=0.05 * float(expected.max()), rtol=0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_closed_form_is_that_of_ten_thousand_projections(bias):
+    model = dual(bias)
+    found = bayes_vlm(model, double_pairs(), BayesVLM(prior_precision=4.0))
+    probit = found.probit(NAMES)
+    mean, variance = probit.similarities(IMAGES)
+    drawn = [side.draw(10_000, seed=number) for number, side in enumerate((found.image, found.text))]
+    features = model.image(IMAGES)[0]
+    features = torch.cat([features, torch.ones(5, 1)], dim=1) if bias else features
+    texts = found._texts([f"A photo of a {name}." for name in NAMES])
+    images, classes = features.double() @ drawn[0].mT, texts @ drawn[1].mT  # [S, B, e], [S, C, e]
+    lengths = images.square().sum(-1).mean(0)[:, None] * classes.square().sum(-1).mean(0)  # E|h|² E|g|²
+    similar = math.e * images @ classes.mT / lengths.sqrt()  # [S, B, C]
+    error = similar.std(0) / 100
+    assert ((similar.mean(0) - mean).abs() < 5 * error + 0.02 * mean.abs()).all()
+    torch.testing.assert_close(similar.var(0), variance, rtol=0.1, atol=1e-3)
+    expected = similar.softmax(-1).mean(0)
+    torch.testing.assert_close(probit(IMAGES)[0].softmax(-1).double(), expected, atol=0.02, rtol=0)
+
+
+def test_the_published_form_leaves_covariances_of_the_embedding_out():
+    model = dual()
+    exact, published = (
+        bayes_vlm(model, double_pairs(), BayesVLM(prior_precision=4.0, as_published=flag)) for flag in (False, True)
+    )
+    assert torch.equal(exact.image.inputs, published.image.inputs)
+    ours, theirs = (one.probit(NAMES).similarities(IMAGES) for one in (exact, published))
+    torch.testing.assert_close(ours[0], theirs[0])
+    assert not torch.allclose(ours[1], theirs[1])
+    # the formula of the public code
+    probit, side = published.probit(NAMES), published.image
+    seen = model.image(IMAGES)[0].double()
+    own = found_variance(side, seen)
+    texts = published._texts([f"A photo of a {name}." for name in NAMES])
+    other = found_variance(published.text, texts)
+    h, g = seen @ side.mean.T, texts @ published.text.mean.T
+    norms = (h**2 + own).sum(-1, keepdim=True) * (g**2 + other).sum(-1)[None]
+    expected = ((h**2 + own) @ other.T + own @ (g**2).T) / norms * math.e**2
+    torch.testing.assert_close(probit.similarities(IMAGES)[1], expected)
+
+
+def found_variance(side, seen):
+    inverse = torch.linalg.inv(side.inputs)
+    return torch.einsum("ij,jk,ik->i", seen, inverse, seen)[:, None] * torch.linalg.inv(side.outputs).diagonal()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_sure_prior_is_the_zero_shot_model(bias):
+    model = dual(bias)
+    expected = he.zero_shot(model, NAMES)(IMAGES)[0]
+    found = bayes_vlm(model, double_pairs(), SURE)
+    shift = 1.0 if bias else 0.0  # a bias of all logits changes no probability
+    torch.testing.assert_close(found.probit(NAMES)(IMAGES)[0].double(), expected + shift, atol=1e-4, rtol=0)
+    drawn = found.zero_shot(NAMES, members=3)
+    torch.testing.assert_close(drawn(IMAGES), expected.expand(3, -1, -1), atol=1e-4, rtol=0)
+
+
+def test_drawn_members_are_an_ensemble_that_is_saved_optimized_and_retargeted(tmp_path):
+    model = dual()
+    templates = ("a photo of a {label}", "the {label}")
+    found = bayes_vlm(model, double_pairs()).zero_shot(NAMES, templates, members=4, seed=3)
+    assert (found.num_members, found.config.sharing.attention) == (4, True)
+    logits = found(IMAGES)
+    assert (logits.std(0) > 0).all()
+    assert torch.equal(found.encoder.layers[0].mlp.up.weight, model.image.encoder.layers[0].mlp.up.weight)
+    found.save_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(he.Ensemble.from_pretrained(tmp_path / "saved")(IMAGES), logits)
+    torch.testing.assert_close(found.optimize(compile=False)(IMAGES), logits)
+    torch.testing.assert_close(he.retarget(found, NAMES)(IMAGES), logits)
+    other = he.retarget(found, ("boat", "house"))(IMAGES)
+    torch.testing.assert_close(other, logits[..., [5, 4]])
+    assert found.predict(IMAGES).class_names == NAMES
+
+
+def test_the_closed_form_predicts_and_is_evaluated():
+    found = bayes_vlm(dual(), double_pairs()).probit(NAMES)
+    prediction = found.predict(IMAGES)
+    assert (prediction.members, prediction.class_names) == (1, NAMES)
+    images, labels = pair_samples(12, seed=9)
+    result = he.evaluate(found, [(images.double(), labels)])
+    expected = (found(images.double())[0].argmax(-1) == labels).double().mean().item()
+    assert result.id.accuracy == pytest.approx(expected)
+
+
+def test_published_factors_are_read(tmp_path):
+    model, data = dual(), double_pairs()
+    settings = BayesVLM(pseudo_count=2.0, prior_precision=3.0)
+    expected = bayes_vlm(model, data, settings)
+    for tag, side in (("img", expected.image), ("txt", expected.text)):
+        for letter, factor in (("A", side.inputs), ("B", side.outputs)):
+            plain = (factor - math.sqrt(3.0) * torch.eye(len(factor))) / math.sqrt(2.0)
+            torch.save(plain.float(), tmp_path / f"{letter}_{tag}_analytic.pt")
+    found = published_bayes_vlm(model, tmp_path, settings)
+    torch.testing.assert_close(found.probit(NAMES)(IMAGES), expected.probit(NAMES)(IMAGES), atol=1e-4, rtol=0)
+    torch.save(torch.eye(3), tmp_path / "B_txt_analytic.pt")
+    with pytest.raises(CheckpointError, match="16x16"):
+        published_bayes_vlm(model, tmp_path)
+    (tmp_path / "A_img_analytic.pt").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="A_img"):
+        published_bayes_vlm(model, tmp_path)
+
+
+def test_bad_settings_models_and_pairs_are_refused():
+    bad = ({"pseudo_count": 0.0}, "pseudo"), ({"negatives": 1}, "negatives"), ({"prior_precision": -1.0}, "prior")
+    for settings, token in bad:
+        with pytest.raises(ConfigError, match=token):
+            BayesVLM(**settings)
+    model = dual()
+    with pytest.raises(ConfigError, match="single"):
+        bayes_vlm(he.fuse([model, tiny_dual(seed=1, dtype=torch.float64)], stem="separate"), double_pairs())
+    with pytest.raises(ConfigError, match="DualEncoder"):
+        bayes_vlm(model.image, double_pairs())
+    with pytest.raises(DataError, match="two"):
+        bayes_vlm(model, [])
+    broken = [(torch.full_like(images, math.nan), texts) for images, texts, _ in double_pairs()]
+    with pytest.raises(DataError, match="finite"):
+        bayes_vlm(model, broken)
