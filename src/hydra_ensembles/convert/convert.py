@@ -24,6 +24,7 @@ from .declared import Declaration
 from .guess import better, guessed
 from .probe import require_same_answers
 from .processors import is_for_images, read_processor
+from .reading import read_declaration
 from .refusals import explained
 from .sentence_transformers import is_sentence_model, opened
 
@@ -75,7 +76,7 @@ def convert(
     """
     given, model = model, _unwrapped(model)
     if declaration is not None:
-        architecture: Architecture | DualArchitecture = declaration.architecture(model)
+        architecture: Architecture | DualArchitecture = read_declaration(declaration, model)
     elif is_sentence_model(model):
         architecture, model = opened(model, _find_classifier)
     else:
@@ -150,7 +151,7 @@ def _find_architecture(model: object, num_labels: int | None) -> Architecture | 
         raise ConversionError(f"{name} wraps a model in adapters; merge them first: model.merge_and_unload()")
     own = guessed(model, num_labels)
     if own is not None:
-        return own.architecture(model)
+        return read_declaration(own, model)
     raise ConversionError(explained(name, supported=supported()))
 
 

@@ -14,6 +14,7 @@ from ..model.ensemble import Ensemble
 from .core import ACTIVATIONS, translate
 from .declared import Declaration, Part, Place
 from .probe import require_same_answers
+from .reading import read_declaration
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 
@@ -33,7 +34,7 @@ def better(declaration: Declaration, model: nn.Module, num_labels: int | None) -
 
 def _agrees(declaration: Declaration, model: nn.Module, num_labels: int | None) -> bool:
     try:
-        architecture = declaration.architecture(model)
+        architecture = read_declaration(declaration, model)
         config = architecture.config(model, num_labels)
         state, fresh = translate(architecture, model, config, may_be_fresh=num_labels is not None)
         require_same_answers(architecture, model, Ensemble.from_state(config, state), fresh)
@@ -44,7 +45,7 @@ def _agrees(declaration: Declaration, model: nn.Module, num_labels: int | None) 
 
 def _changes(declaration: Declaration, model: nn.Module) -> Iterator[dict[str, Any]]:
     """Other values of the settings that people most often get wrong, one at a time."""
-    architecture = declaration.architecture(model)
+    architecture = read_declaration(declaration, model)
     config = architecture.config(model, None)
     inner, text = config.encoder.heads * config.encoder.head_dim, config.kind == "text"
     yield {"norm_first": not config.encoder.norm_first}
@@ -53,6 +54,7 @@ def _changes(declaration: Declaration, model: nn.Module) -> Iterator[dict[str, A
     yield from ({"head_layout": " ".join(order)} for order in permutations(("qkv", "h", "d")))
     yield from ({"heads": heads} for heads in range(1, min(inner, 64) + 1) if inner % heads == 0)
     yield {"embedding_scale": math.sqrt(config.encoder.width)} if text else {"patch_order": "hwc"}
+    yield {"rotary_pairs": "neighbours" if declaration.rotary_pairs == "halves" else "halves"}
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------

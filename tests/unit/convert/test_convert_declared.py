@@ -155,6 +155,50 @@ class OwnBert(nn.Module):
         return {"logits": self.classify(torch.tanh(self.pool(x[:, 0])))}
 
 
+class RopeBert(nn.Module):
+    """As people write them now: rotary positions, RMSNorm before, SwiGLU, no bias; the mean of the tokens is read."""
+
+    def __init__(self, neighbours: bool = False) -> None:
+        super().__init__()
+        self.words, self.neighbours = nn.Embedding(60, WIDTH), neighbours
+        self.layers = nn.ModuleList(nn.ModuleDict(self.parts()) for _ in range(2))
+        self.last_norm, self.head = nn.RMSNorm(WIDTH, eps=1e-6), nn.Linear(WIDTH, CLASSES)
+
+    @staticmethod
+    def parts() -> dict[str, nn.Module]:
+        sizes = {
+            "q": (32, 32),
+            "k": (32, 32),
+            "v": (32, 32),
+            "o": (32, 32),
+            "w1": (32, 48),
+            "w3": (32, 48),
+            "w2": (48, 32),
+        }
+        linears = {name: nn.Linear(*size, bias=False) for name, size in sizes.items()}
+        return {**linears, "n1": nn.RMSNorm(WIDTH, eps=1e-6), "n2": nn.RMSNorm(WIDTH, eps=1e-6)}
+
+    def rotated(self, x: Tensor) -> Tensor:
+        pairs = x.shape[-1] // 2
+        angles = torch.arange(x.shape[2])[:, None] / 10000 ** (torch.arange(pairs) / pairs)
+        x1, x2 = (x[..., ::2], x[..., 1::2]) if self.neighbours else x.chunk(2, dim=-1)
+        turned = x1 * angles.cos() - x2 * angles.sin(), x2 * angles.cos() + x1 * angles.sin()
+        return torch.stack(turned, dim=-1).flatten(-2) if self.neighbours else torch.cat(turned, dim=-1)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x, mask = self.words(input_ids), attention_mask.bool()
+        for layer in self.layers:
+            part: Any = layer
+            y = part["n1"](x)
+            q, k, v = (part[name](y).unflatten(2, (HEADS, -1)).transpose(1, 2) for name in "qkv")
+            y = F.scaled_dot_product_attention(self.rotated(q), self.rotated(k), v, mask[:, None, None])
+            x = x + part["o"](y.transpose(1, 2).flatten(2))
+            y = part["n2"](x)
+            x = x + part["w2"](F.silu(part["w1"](y)) * part["w3"](y))
+        x = self.last_norm(x) * mask[:, :, None]
+        return self.head(x.sum(1) / mask.sum(1, keepdim=True))
+
+
 # --- their declarations --------------------------------------------------------------------------------------
 
 ENCODER_VIT = he.Declaration(
@@ -201,6 +245,26 @@ OWN_BERT = he.Declaration(
     norm_first=False,
 )
 
+ROPE_BERT = he.Declaration(
+    names={
+        "words": "words",
+        "norm1": "layers.{i}.n1",
+        "qkv": ("layers.{i}.q", "layers.{i}.k", "layers.{i}.v"),
+        "out": "layers.{i}.o",
+        "norm2": "layers.{i}.n2",
+        "gate": "layers.{i}.w1",
+        "up": "layers.{i}.w3",
+        "down": "layers.{i}.w2",
+        "norm": "last_norm",
+        "classifier": "head",
+    },
+    heads=HEADS,
+    activation="silu",
+    pool="mean",
+    rotary=10000,
+    max_tokens=24,
+)
+
 
 def own(kind: Callable[..., nn.Module], **settings: Any) -> nn.Module:
     torch.manual_seed(0)
@@ -224,6 +288,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], he.Declaration | None, Any]] = {
     "multihead-found": (lambda: own(MultiheadViT), None, IMAGES),
     "vit": (lambda: own(OwnViT), OWN_VIT, IMAGES),
     "bert": (lambda: own(OwnBert), OWN_BERT, BERT_TEXTS),
+    "rope-bert": (lambda: own(RopeBert), ROPE_BERT, TEXTS),
 }
 
 
@@ -234,8 +299,9 @@ def test_answers_and_gradients_are_those_of_the_original(name: str) -> None:
     ensemble = he.convert(model, declaration=declaration)
     if isinstance(inputs, Tensor):
         expected = model(inputs)
-    elif name == "bert":
-        expected = model(**inputs)["logits"]
+    elif name.endswith("bert"):
+        answer = model(**inputs)
+        expected = answer if isinstance(answer, Tensor) else answer["logits"]
     else:
         expected = model(inputs["input_ids"], src_key_padding_mask=inputs["attention_mask"] == 0)
     found = ensemble(inputs)
@@ -248,7 +314,7 @@ def test_answers_and_gradients_are_those_of_the_original(name: str) -> None:
         assert math.isclose(ours, theirs, rel_tol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["encoder-found", "vit", "bert"])
+@pytest.mark.parametrize("name", ["encoder-found", "vit", "bert", "rope-bert"])
 def test_what_is_done_to_library_models_is_done_to_them(name: str, tmp_path: Any) -> None:
     build, declaration, inputs = CASES[name]
     base = he.convert(build(), declaration=declaration)
@@ -320,11 +386,13 @@ def test_a_declaration_checks_itself(make: Callable[[], Any], token: str) -> Non
         (but(OWN_VIT, {"image_size": (64, 64)}), "too few"),
         (but(ENCODER_VIT, None, encoder="patchify"), "nn.TransformerEncoder"),
         (but(OWN_VIT, None, position=None), "position"),
+        (but(ROPE_BERT, {"max_tokens": None}), "max_tokens="),
     ],
 )
 def test_what_a_model_cannot_be_is_said(declaration: he.Declaration, token: str) -> None:
+    kind = RopeBert if "words" in declaration.names else EncoderViT if "encoder" in declaration.names else OwnViT
     with pytest.raises(ConversionError, match=token):
-        he.convert(own(EncoderViT if "encoder" in declaration.names else OwnViT), declaration=declaration)
+        he.convert(own(kind), declaration=declaration)
 
 
 class OtherViT(EncoderViT):
@@ -355,6 +423,14 @@ def test_how_a_model_is_called_can_be_said() -> None:
     answer = but(ENCODER_TEXT, {"answer": lambda model, batch: model(batch["input_ids"])})
     found = he.convert(model, declaration=answer)(TEXTS)[0]
     torch.testing.assert_close(found, model(TEXTS["input_ids"]), rtol=0, atol=1e-5)
+
+
+def test_numbers_that_rotate_together_may_be_neighbours() -> None:
+    model = own(RopeBert, neighbours=True)
+    found = he.convert(model, declaration=but(ROPE_BERT, {"rotary_pairs": "neighbours"}))(TEXTS)[0]
+    torch.testing.assert_close(found, model(**TEXTS), rtol=0, atol=1e-5)
+    with pytest.raises(ConversionError, match="agree with rotary_pairs='neighbours'"):
+        he.convert(model, declaration=ROPE_BERT)
 
 
 def test_positions_that_are_computed_are_given_as_a_tensor() -> None:

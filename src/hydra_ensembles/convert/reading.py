@@ -1,0 +1,482 @@
+"""A declaration held against a live model: where every tensor lies, what does not fit, and what is made of the rest."""
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConversionError
+from ..model.config import (
+    EncoderConfig,
+    EnsembleConfig,
+    NormKind,
+    PatchStemConfig,
+    ReadoutConfig,
+    RotaryConfig,
+    TextStemConfig,
+    all_heads,
+)
+from .core import (
+    Architecture,
+    Inputs,
+    Source,
+    activation_of,
+    copied,
+    dropout_rate,
+    joined,
+    nearest,
+    number_of_classes,
+    pair,
+    refuse,
+    require_fit,
+    run,
+)
+from .declared import IN_BLOCK, Declaration, Part, Place, paths
+
+NEEDED: tuple[Part, ...] = ("position", "norm1", "qkv", "out", "norm2", "up", "down")
+PADDING = ("src_key_padding_mask", "key_padding_mask", "padding_mask")  # true at padding, as `torch.nn` has it
+ADVICE = "correct the table of names; docs/how-to/own_model.md has every part"
+_BLOCK = "encoder.layers.{i}"
+_LINEAR = {
+    "embedding_projection": "stem.project",
+    "up": f"{_BLOCK}.mlp.up",
+    "down": f"{_BLOCK}.mlp.down",
+    "pooler": "readout.hidden",
+    "classifier": "readout.classifier",
+}
+_NORMS = {
+    "embedding_norm": "stem.norm",
+    "norm1": f"{_BLOCK}.norm1",
+    "query_norm": f"{_BLOCK}.attention.query_norm",
+    "key_norm": f"{_BLOCK}.attention.key_norm",
+    "norm2": f"{_BLOCK}.norm2",
+    "norm": "readout.norm",
+}
+_TENSORS = {
+    "class_token": "stem.class_token",
+    "registers": "stem.register_tokens",
+    "segments": "stem.segments",
+    "scale1": f"{_BLOCK}.attention.scale",
+    "scale2": f"{_BLOCK}.mlp.scale",
+}
+# Axes of the parts, as letters that mean the same everywhere: d is the width, a that of all heads, m of the MLP.
+_AXES = {
+    **dict.fromkeys(("norm1", "norm2", "norm", "class_token", "scale1", "scale2"), "d"),
+    "out": "d a",
+    "up": "u d",
+    "gate": "u d",
+    "down": "d m",
+    "embedding_norm": "e",
+    "embedding_projection": "d e",
+    "words": "v e",
+    "segments": "s e",
+    "query_norm": "k",
+    "key_norm": "k",
+    "pooler": "f f",
+    "classifier": "c f",
+}
+
+
+def read_declaration(declaration: Declaration, model: nn.Module) -> Architecture:
+    """A declaration for this very model, as the converters of libraries have theirs.
+
+    Raises:
+        ConversionError: Names that the model does not have, parts that are missing, shapes that do not go together and
+            tensors that nothing reads, all at once.
+    """
+    return _Reading(declaration, model).architecture()
+
+
+class _Reading:
+    """A declaration and a model: where every tensor lies, what does not fit, and what is made of the rest."""
+
+    def __init__(self, declaration: Declaration, model: nn.Module) -> None:
+        self.model = model
+        stored = {**dict(model.named_buffers()), **model.state_dict()}
+        self.foreign: dict[str, Tensor] = {name: tensor.detach() for name, tensor in stored.items()}
+        self.frame = Architecture(
+            name=type(model).__name__,
+            classes=(),
+            config=self.config,
+            weights={},
+            ignored=(*declaration.ignored, *(one for one, tensor in stored.items() if not tensor.is_floating_point())),
+            answer=lambda model, inputs, fresh: _called(declaration, model, inputs),
+            masks=declaration.answer is not None
+            or any(one in _arguments(model) for one in ("attention_mask", *PADDING)),
+            advice=ADVICE,
+        )
+        self.rates: dict[str, float] = {}
+        self.declared = self._spelled_out(declaration)
+        self.names: dict[Part, Place] = dict(self.declared.names)
+        self.layers = 0
+        while "norm1" in self.names and self.tensor("norm1", self.layers) is not None:
+            self.layers += 1
+
+    def architecture(self) -> Architecture:
+        """The declaration in the form in which those of libraries are."""
+        weights = dict(self._weights())
+        used = {
+            name.replace("{i}", str(i)) for one in weights.values() for name in one.names for i in range(self.layers)
+        }
+        stored = self.model.state_dict()
+        left = [name for name in stored if name not in used and not name.startswith(self.frame.ignored)]
+        require_fit([*self._unmatched(left), *self._misfits()], left, self.frame)
+        return replace(self.frame, weights=weights)
+
+    # --- where things lie ------------------------------------------------------------------------------------
+
+    def _spelled_out(self, declaration: Declaration) -> Declaration:
+        """The same without `encoder`, `block` and `attention`: all their parts by name, and what they know."""
+        names, known = dict(declaration.names), dict[str, Any]()
+        encoder = names.pop("encoder", None)
+        if encoder is not None:
+            module = self._module("encoder", encoder, nn.TransformerEncoder)
+            names["block"] = f"{encoder}.layers.{{i}}"
+            if module.norm is not None:
+                names.setdefault("norm", f"{encoder}.norm")
+        block = names.pop("block", None)
+        if block is not None:
+            layer = self._module("block", block, nn.TransformerEncoderLayer)
+            parts = {"attention": "self_attn", "norm1": "norm1", "norm2": "norm2", "up": "linear1", "down": "linear2"}
+            names |= {part: f"{block}.{path}" for part, path in parts.items()}  # type: ignore[misc]
+            known["norm_first"] = bool(layer.norm_first)
+            known["activation"] = activation_of(layer.activation, self.frame.name)
+            rates = {"activation": "dropout", "projection": "dropout1", "output": "dropout2"}
+            self.rates = {f"{one}_dropout": dropout_rate(getattr(layer, part)) for one, part in rates.items()}
+        attention = names.pop("attention", None)
+        if attention is not None:
+            module = self._module("attention", attention, nn.MultiheadAttention)
+            if module.bias_k is not None or module.add_zero_attn:
+                raise ConversionError(
+                    f"{self.frame.name}: {attention} adds keys of its own, which has no canonical form"
+                )
+            names |= {"qkv": f"{attention}.in_proj_weight", "out": f"{attention}.out_proj"}
+            known["heads"] = int(module.num_heads)
+            self.rates["attention_dropout"] = float(module.dropout)
+        if declaration.dropout is not None:
+            self.rates |= dict.fromkeys(("projection_dropout", "output_dropout"), declaration.dropout)
+        unsaid = {name: value for name, value in known.items() if getattr(declaration, name) is None}
+        return replace(declaration, names=names, **unsaid)
+
+    def _module(self, part: Part, path: Place, kind: type[nn.Module]) -> Any:
+        place = str(path).replace("{i}", "0")
+        found = dict(self.model.named_modules())
+        if not isinstance(found.get(place), kind):
+            what = f"is a {type(found[place]).__name__}" if place in found else f"does not exist{nearest(place, found)}"
+            known = [name.replace(".0", ".{i}") for name, module in found.items() if isinstance(module, kind)]
+            there = f"; the model has {known[:4]}" if known else "; name its parts one by one"
+            raise ConversionError(f"{self.frame.name}: {part} {place} must be an nn.{kind.__name__}, and {what}{there}")
+        return found[place]
+
+    def _weight(self, path: str, layer: int = 0) -> str | None:
+        """The name of the tensor that a path stands for: itself, or the weight of a module."""
+        place = path.replace("{i}", str(layer))
+        return next((f"{path}{end}" for end in ("", ".weight") if f"{place}{end}" in self.foreign), None)
+
+    def _bias(self, path: str) -> str | None:
+        """The bias that belongs to the weight of a path."""
+        weight = self._weight(path) or ""
+        bias = f"{weight.removesuffix('weight')}bias" if weight.endswith("weight") else ""
+        return bias if bias.replace("{i}", "0") in self.foreign else None
+
+    def tensor(self, part: Part, layer: int = 0) -> Tensor | None:
+        """The weights of a part: of three that stand for one, one after another; None where there are none."""
+        place = self.names.get(part)
+        if place is None or isinstance(place, Tensor):
+            return place
+        names = [self._weight(path, layer) for path in paths(place)]
+        found = [self.foreign[name.replace("{i}", str(layer))] for name in names if name is not None]
+        return torch.cat(found) if len(found) == len(names) else None
+
+    # --- what does not fit -----------------------------------------------------------------------------------
+
+    def _unmatched(self, left: Sequence[str]) -> Iterator[str]:
+        near = [name for one in left for name in (one, one.rpartition(".")[0])]
+        for part, place in self.names.items():
+            for path in paths(place):
+                for layer in range(max(1, self.layers) if part in IN_BLOCK else 1):
+                    if self._weight(path, layer) is None:
+                        name = path.replace("{i}", str(layer))
+                        yield f"{part} is said to be {name}, which the model does not have{nearest(name, near)}"
+                        break
+        for part in NEEDED:
+            if part not in self.names and not (part == "position" and self.declared.rotary is not None):
+                yield f"names does not say where {part} is{nearest(part, near)}"
+        if self.declared.heads is None:
+            yield "the number of heads is not said: give heads="
+
+    def _misfits(self) -> Iterator[str]:
+        """Parts whose sizes contradict each other."""
+        sizes: dict[str, tuple[int, str]] = {}
+        for part in ("norm1", *(one for one in _AXES if one != "norm1")):
+            found = self.tensor(part)  # type: ignore[arg-type]
+            if found is None:
+                continue
+            axes, shape = _AXES[part].split(), [size for size in found.shape if size != 1]
+            if len(axes) != len(shape) and found.numel() > 1:
+                yield f"{part} is a tensor {list(found.shape)}, where one of {len(axes)} axes is expected"
+                continue
+            for axis, size in zip(axes, shape, strict=False):
+                known, by = sizes.setdefault(axis, (size, part))
+                if known != size:
+                    yield f"{part} is {list(found.shape)}, but by {by} there should be {known} where it has {size}"
+        width = sizes.get("d", (0, ""))[0]
+        for part in ("patch", "position", "registers"):
+            found = self.tensor(part)  # type: ignore[arg-type]
+            wanted = sizes.get("e", (width, ""))[0] if "words" in self.names else width
+            if found is not None and found.shape[0 if part == "patch" else -1] != wanted:
+                yield f"{part} is {list(found.shape)}, where an axis should have {wanted}"
+        heads, inner = self.declared.heads, sizes.get("a", (0, ""))[0]
+        if heads is not None and (heads < 1 or inner % heads):
+            yield f"heads is {heads}, and the {inner} columns of out cannot be divided among them"
+
+    # --- what is made of it ----------------------------------------------------------------------------------
+
+    def _weights(self) -> Iterator[tuple[str, Source]]:
+        """Canonical parameter → where it comes from, for every part that the table names and the model has."""
+        for part, place in self.names.items():
+            if isinstance(place, Tensor):
+                name = "stem.positions" if "words" in self.names else "stem.position"
+                yield _TENSORS.get(part, name), self._given(place)
+                continue
+            weights = [self._weight(path) for path in paths(place)]
+            names = [name for name in weights if name is not None]
+            if len(names) < len(weights):
+                continue
+            if part in _LINEAR or part in _NORMS:
+                yield from self._with_bias(part, str(place), names[0])
+            elif part in _TENSORS:
+                yield _TENSORS[part], copied(names[0])
+            elif part == "words":
+                yield "stem.words", Source((names[0],), self._scaled)
+            elif part == "position":
+                yield "stem.positions" if "words" in self.names else "stem.position", Source((names[0],), _first_rows)
+            elif part == "patch":
+                yield "stem.patch", Source((names[0],), self._patches)
+                bias = self._bias(str(place))
+                if bias is not None:
+                    yield "stem.patch_bias", copied(bias)
+            elif part == "qkv":
+                yield f"{_BLOCK}.attention.qkv", Source(tuple(names), self._heads)
+                biases = [self._bias(path) for path in paths(place)]
+                if any(biases):
+                    yield f"{_BLOCK}.attention.qkv_bias", self._biases(names, biases)
+            elif part == "out":
+                yield f"{_BLOCK}.attention.out", Source((names[0],), lambda found, shape: found[0].t().reshape(shape))
+                bias = self._bias(str(place))
+                if bias is not None:
+                    yield f"{_BLOCK}.attention.out_bias", copied(bias)
+
+    def _with_bias(self, part: Part, path: str, weight: str) -> Iterator[tuple[str, Source]]:
+        """A linear layer or a norm; where it has no bias and the canonical one needs one, it is zero."""
+        canonical, gate = _LINEAR.get(part) or _NORMS[part], self.names.get("gate")
+        bias = self._bias(path)
+        gated = part == "up" and isinstance(gate, str)
+        gates = (self._weight(str(gate)), self._bias(str(gate))) if gated else (None, None)
+        yield f"{canonical}.weight", copied(weight) if gates[0] is None else joined(gates[0], weight)
+        if bias is None:
+            yield f"{canonical}.bias", Source((weight,), lambda found, shape: found[0].new_zeros(shape))
+        else:
+            yield f"{canonical}.bias", copied(bias) if gates[1] is None else joined(gates[1], bias)
+
+    def _given(self, tensor: Tensor) -> Source:
+        like = self._of("norm1")
+        return Source((), lambda found, shape: _first_rows([tensor.to(like)], shape))
+
+    def _scaled(self, found: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        return (found[0] * self.declared.embedding_scale).reshape(shape)
+
+    def _patches(self, found: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        _, width, channels, height, wide = shape
+        if found[0].dim() == 2 and self.declared.patch_order == "hwc":
+            return found[0].reshape(width, height, wide, channels).permute(0, 3, 1, 2)
+        return found[0].reshape(shape)
+
+    def _heads(self, found: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        """Query, key and value of every head, `[H, 3, d_k, …]`, from rows in the declared order."""
+        heads = self._split(found, shape)
+        if self.declared.rotary is None or self.declared.rotary_pairs == "halves":
+            return heads
+        order = [*range(0, shape[2], 2), *range(1, shape[2], 2)]  # neighbours to halves, which the value does not need
+        return torch.cat([heads[:, :2, order], heads[:, 2:]], dim=1)
+
+    def _split(self, found: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        axes = self.declared.head_layout.split()
+        sizes = {"qkv": 3, "h": shape[0], "d": shape[2]}
+        if len(found) == 3 or "qkv" not in axes:
+            parts = found if len(found) == 3 else found[0].chunk(3)
+            own = [axis for axis in axes if axis != "qkv"]
+            split = [part.unflatten(0, [sizes[axis] for axis in own]) for part in parts]
+            return torch.stack([part if own[0] == "h" else part.transpose(0, 1) for part in split], dim=1)
+        rows = found[0].unflatten(0, [sizes[axis] for axis in axes])
+        return rows.movedim([axes.index(axis) for axis in ("h", "qkv", "d")], (0, 1, 2))
+
+    def _biases(self, weights: Sequence[str], biases: Sequence[str | None]) -> Source:
+        """The biases of query, key and value; one that is not there is zero."""
+        given = tuple(bias or weight for bias, weight in zip(biases, weights, strict=True))
+
+        def read(found: Sequence[Tensor], shape: torch.Size) -> Tensor:
+            rows = [one if name else one.new_zeros(len(one)) for one, name in zip(found, biases, strict=True)]
+            return self._heads(rows, shape)
+
+        return Source(given, read)
+
+    # --- the configuration -----------------------------------------------------------------------------------
+
+    def config(self, model: nn.Module, num_labels: int | None) -> EnsembleConfig:
+        """The canonical configuration, from the declaration and the shapes of the tensors."""
+        heads, down, up, out = self.declared.heads or 1, *(self._of(part) for part in ("down", "up", "out"))
+        qkv, place, rotary = self.names["qkv"], self.names["up"], self.declared.rotary
+        rows = up.shape[0] * (2 if "gate" in self.names else 1)
+        kind, eps = self._norm(("norm1", "norm2", "query_norm", "key_norm"))
+        encoder = EncoderConfig(
+            width=down.shape[0],
+            layers=self.layers,
+            heads=heads,
+            head_dim=out.shape[1] // heads,
+            mlp_width=down.shape[1],
+            activation=self.declared.activation or "gelu",
+            gated=rows == 2 * down.shape[1],
+            norm=kind,
+            norm_eps=eps,
+            norm_first=self.declared.norm_first is not False,
+            qk_norm="query_norm" in self.names,
+            qkv_bias=any(self._bias(path) is not None for path in paths(qkv)),
+            out_bias=self._bias(str(self.names["out"])) is not None,
+            mlp_bias=any(self._bias(str(one)) is not None for one in (place, self.names["down"])),
+            layer_scale="scale1" in self.names,
+            rotary=RotaryConfig(rotary) if isinstance(rotary, int | float) else rotary,
+            **self.rates,  # type: ignore[arg-type]
+        )
+        stem = self._text_stem() if "words" in self.names else self._patch_stem()
+        return EnsembleConfig(stem, encoder, self._readout(num_labels), all_heads(encoder))
+
+    def _of(self, part: Part) -> Tensor:
+        found = self.tensor(part)
+        assert found is not None, part  # `architecture` has refused models without it
+        return found
+
+    def _norm(self, parts: Sequence[Part]) -> tuple[NormKind, float]:
+        """What the norms of these parts have in common."""
+        modules = dict(self.model.named_modules())
+        kinds, found = set[NormKind](), set[float]()
+        for part in (one for one in parts if one in self.names):
+            for layer in range(self.layers):
+                module: Any = modules.get(str(self.names[part]).replace("{i}", str(layer)))
+                kinds.add("rms" if isinstance(module, nn.RMSNorm) else self.declared.norm_kind)
+                eps = getattr(module, "eps", self.declared.norm_eps)
+                if isinstance(module, nn.RMSNorm) and eps is None:
+                    eps = torch.finfo(self._of(part).dtype).eps
+                found |= set() if eps is None else {float(eps)}
+        if len(found) != 1 or len(kinds) != 1:
+            which = (
+                f"have the eps {sorted(found)} and are of the kinds {sorted(kinds)}"
+                if found
+                else "do not say their eps"
+            )
+            advice = "these must be the same" if found else "give norm_eps="
+            raise ConversionError(f"{self.frame.name}: the norms {', '.join(parts)} {which}; {advice}")
+        return kinds.pop(), found.pop()
+
+    def _text_stem(self) -> TextStemConfig:
+        words, position, segments = self._of("words"), self.tensor("position"), self.tensor("segments")
+        rows = self.declared.max_tokens if position is None else position.numel() // position.shape[-1]
+        if rows is None:
+            raise ConversionError(f"{self.frame.name}: nothing says how long a text may be; give max_tokens=")
+        return TextStemConfig(
+            vocabulary=words.shape[0],
+            positions=rows,
+            learned_positions=position is not None,
+            embedding_width=words.shape[1],
+            segments=0 if segments is None else segments.shape[0],
+            norm="embedding_norm" in self.names,
+            norm_eps=self._norm(("embedding_norm",))[1] if "embedding_norm" in self.names else 1e-12,
+            project="embedding_projection" in self.names,
+            dropout=self.declared.dropout or 0.0,
+        )
+
+    def _patch_stem(self) -> PatchStemConfig:
+        patch, position = self._of("patch"), self.tensor("position")
+        registers = self.tensor("registers")
+        prefix = int("class_token" in self.names) + (0 if registers is None else registers.numel() // len(patch))
+        rows, image = 0 if position is None else position.numel() // position.shape[-1], self.declared.image_size
+        size = self._patch_size(patch)
+        if image is None:
+            found = [n for n in range(prefix, -1, -1) if math.isqrt(rows - n) ** 2 == rows - n]
+            if not found:
+                what = f"{rows} positions are for no square of patches and up to {prefix} tokens before it"
+                raise ConversionError(f"{self.frame.name}: {what}; give image_size=(height, width)")
+            grid = (math.isqrt(rows - found[0]),) * 2
+        else:
+            grid = pair(image)[0] // size[0], pair(image)[1] // size[1]
+        spare = rows - grid[0] * grid[1]
+        if spare < 0 and position is not None:
+            raise ConversionError(f"{self.frame.name}: {rows} positions are too few for {grid[0]}x{grid[1]} patches")
+        return PatchStemConfig(
+            patch_size=size,
+            grid=grid,
+            channels=patch[0].numel() // (size[0] * size[1]),
+            patch_bias=self._bias(str(self.names["patch"])) is not None,
+            class_token="class_token" in self.names,
+            registers=prefix - int("class_token" in self.names),
+            position_prefix=max(0, min(spare, prefix)),
+            learned_positions=position is not None,
+            norm="embedding_norm" in self.names,
+            norm_eps=self._norm(("embedding_norm",))[1] if "embedding_norm" in self.names else 1e-5,
+            dropout=self.declared.dropout or 0.0,
+        )
+
+    def _patch_size(self, patch: Tensor) -> tuple[int, int]:
+        """Of a convolution its kernel; of a linear layer a square with three channels, or with one."""
+        if patch.dim() == 4:
+            return int(patch.shape[2]), int(patch.shape[3])
+        numbers = patch.shape[1]
+        sides = [math.isqrt(numbers // channels) for channels in (3, 1) if numbers % channels == 0]
+        found = next((side for side in sides if numbers in (3 * side**2, side**2)), None)
+        if found is None:
+            raise refuse(self.frame.name, f"a patch of {numbers} numbers is no square of 1 or 3 channels")
+        return found, found
+
+    def _readout(self, num_labels: int | None) -> ReadoutConfig:
+        classifier = self.tensor("classifier")
+        classes = number_of_classes(0 if classifier is None else len(classifier), num_labels, self.frame.name)
+        bias = classifier is None or self._bias(str(self.names["classifier"])) is not None
+        return ReadoutConfig(
+            pool=self.declared.pool,
+            num_classes=classes,
+            norm="none" if "norm" not in self.names else "pooled" if self.declared.norm_after_pool else "tokens",
+            norm_eps=self._norm(("norm",))[1] if "norm" in self.names else 1e-6,
+            hidden=self.declared.pooler_activation if "pooler" in self.names else None,
+            bias=bias,
+        )
+
+
+def _first_rows(found: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    """As many rows of a table as are read, whatever axes of length one it has."""
+    return found[0].reshape(-1, shape[-1])[: shape[-2]].reshape(shape)
+
+
+def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(type(model).forward).parameters
+
+
+def _called(declaration: Declaration, model: nn.Module, inputs: Inputs) -> Tensor:
+    """What a model answers, called as the declaration says or as its `forward` is written."""
+    if declaration.answer is not None:
+        return declaration.answer(model, inputs)
+    known, (main, *beside) = _arguments(model), inputs.items()
+    named = {name: tensor for name, tensor in beside if name in known}
+    padding = next((name for name in PADDING if name in known), None)
+    if padding is not None and "attention_mask" in inputs:
+        named[padding] = inputs["attention_mask"] == 0
+    output = run(model, main[1], **named)
+    if isinstance(output, Mapping):
+        output = output["logits"]
+    output = getattr(output, "logits", output)
+    if not isinstance(output, Tensor):
+        raise TypeError(f"it gives a {type(output).__name__}; say with answer= where its logits are")
+    return output
