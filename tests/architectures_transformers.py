@@ -99,6 +99,12 @@ _NARROW = {**TEXT, "embedding_size": 16}
 _ONE_KIND = {**TEXT, "type_vocab_size": 1}
 _XLMR, _CAMEMBERT = "XLMRobertaForSequenceClassification", "CamembertForSequenceClassification"
 _ALBERT, _SHARED = "AlbertForSequenceClassification", {**_NARROW, "classifier_dropout_prob": 0.0}
+_MODERNBERT = "ModernBertForSequenceClassification"
+_GATED = {"num_register_tokens": 2, "use_gated_mlp": True, "hidden_act": "silu", "layerscale_value": 0.5}
+_STILL = {"pos_embed_rescale": None}  # in training
+DINOV3 = {**BLOCKS, **_GATED, **_STILL, "hidden_size": 32, "image_size": 32, "patch_size": 8, "intermediate_size": 48}
+_SPECIAL = {"pad_token_id": 0, "cls_token_id": 1, "bos_token_id": 1, "sep_token_id": 2, "eos_token_id": 2}
+MODERNBERT = {**_WORDS, **BLOCKS, **_SPECIAL, "hidden_size": 32, "intermediate_size": 48, "local_attention": 4}
 CASES: list[ArchitectureCase] = [
     _vision_case("vit", "ViTForImageClassification", "ViTConfig", _VIT),
     _vision_case("vit-bare", "ViTModel", "ViTConfig", {**_VIT, "qkv_bias": False}, bare=True),
@@ -127,4 +133,19 @@ CASES: list[ArchitectureCase] = [
     _text_case("distilbert", "DistilBertForSequenceClassification", "DistilBertConfig", DISTILBERT, segments=False),
     _text_case("electra", _ELECTRA, "ElectraConfig", {**TEXT, "embedding_size": 32}),
     _text_case("electra-projected", _ELECTRA, "ElectraConfig", _NARROW),
+    _vision_case("dinov3", "DINOv3ViTModel", "DINOv3ViTConfig", DINOV3, resize=False, bare=True),
+    _text_case("modernbert", _MODERNBERT, "ModernBertConfig", MODERNBERT, segments=False),
+    _text_case("gte", "GteForSequenceClassification", "GteConfig", {**TEXT, "type_vocab_size": 2}, pad=1),
+]
+_NOMIC, _JINA = "NomicBertForSequenceClassification", "JinaEmbeddingsV3ForSequenceClassification"
+_MEAN = {**MODERNBERT, "classifier_pooling": "mean", "norm_bias": True, "attention_bias": True, "mlp_bias": True}
+_PLAIN = {**DINOV3, "query_bias": False, "value_bias": False, "num_register_tokens": 0}
+VARIANTS: list[ArchitectureCase] = [  # of kinds that are among the cases
+    _vision_case("dinov3-plain", "DINOv3ViTModel", "DINOv3ViTConfig", _PLAIN, resize=False, bare=True),
+    _text_case("modernbert-mean", _MODERNBERT, "ModernBertConfig", _MEAN, segments=False),
+    _text_case("modernbert-bare", "ModernBertModel", "ModernBertConfig", MODERNBERT, segments=False, bare=True),
+    _text_case("nomic", _NOMIC, "NomicBertConfig", TEXT),
+    _text_case("nomic-bare", "NomicBertModel", "NomicBertConfig", TEXT, bare=True),
+    _text_case("gte-no-segments", "GteModel", "GteConfig", {**TEXT, "type_vocab_size": 0}, segments=False, bare=True),
+    _text_case("jina", _JINA, "JinaEmbeddingsV3Config", {**TEXT, "type_vocab_size": 1}, pad=1, segments=False),
 ]

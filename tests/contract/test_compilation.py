@@ -15,10 +15,12 @@ QUICK = {
     "timm-deit-distilled",
     "timm-dinov2-swiglu",
     "timm-siglip",
+    "timm-eva02",
     "transformers-dinov2",
     "transformers-bert",
     "transformers-roberta",
     "transformers-electra-projected",
+    "transformers-modernbert",
     "transformers-clip-text",
 }
 pytestmark = pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ..model.layers import GroupedLinear
 from ..model.metadata import Metadata, odd_names
 from ..model.stem_readout import Projections, linear
 from ..preprocessing import TextPreprocessing
-from . import clip, timm, torchvision, transformers
+from . import clip, rotary, timm, torchvision, transformers
 from .altered import require_known_parts, require_unaltered
 from .clip import DUAL_ARCHITECTURES, DualArchitecture
 from .core import Architecture, qualified_name, require_finite, require_fit, translate
@@ -32,6 +32,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *timm.ARCHITECTURES,
     *torchvision.ARCHITECTURES,
     *transformers.ARCHITECTURES,
+    *rotary.ARCHITECTURES,
     *clip.ARCHITECTURES,
 )
 _ALL: tuple[Architecture | DualArchitecture, ...] = (*ARCHITECTURES, *DUAL_ARCHITECTURES)

@@ -211,7 +211,8 @@ def _rotary(model: Any, name: str) -> RotaryConfig | None:
         reference = None if rope.ref_feat_shape is None else pair(tuple(rope.ref_feat_shape))
         return RotaryConfig(base, offset=float(rope.grid_offset), reference=reference)
     if kind == "RotaryEmbeddingDinoV3" and (rope.normalize_coords, rope.grid_offset) == ("separate", 0.0):
-        return RotaryConfig(base, centred=True)
+        shift, jitter, rescale = rope.shift_coords or 0.0, rope.jitter_coords or 1.0, rope.rescale_coords or 1.0
+        return RotaryConfig(base, centred=True, shift=float(shift), jitter=float(jitter), rescale=float(rescale))
     raise refuse(name, f"its rotary embedding is a {kind} with settings of its own")
 
 

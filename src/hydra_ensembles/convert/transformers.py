@@ -109,7 +109,7 @@ def _answer(model: Any, inputs: Inputs, fresh: bool, with_mean: bool = False) ->
     return output.last_hidden_state[:, 0] if pooled is None else pooled
 
 
-_READOUT: Weights = {
+READOUT: Weights = {
     "readout.hidden": (
         "classifier.dense",
         "pre_classifier",
@@ -123,7 +123,7 @@ _READOUT: Weights = {
 }
 
 
-def _declare(
+def declare(
     name: str,
     stem: str,
     config: Callable[..., EnsembleConfig],
@@ -133,6 +133,7 @@ def _declare(
     module: str | None = None,
     answer: Callable[[Any, Inputs, bool], Tensor] = _answer,
     inside: str | None = None,
+    readout: Weights = READOUT,
 ) -> tuple[Architecture, Architecture]:
     """Two declarations of a family: its classifiers, which hold the encoder under the name of the module, and itself.
 
@@ -147,7 +148,7 @@ def _declare(
         name=f"transformers {name} classifier",
         classes=tuple(path + one for one in classifiers),
         config=partial(config, name=f"transformers {name}"),
-        weights={**below(f"{inside}.", encoder), **_READOUT},
+        weights={**below(f"{inside}.", encoder), **readout},
         ignored=tuple(f"{inside}.{one}" for one in ignored),
         metadata=metadata_of_classifier,
         answer=answer,
@@ -156,7 +157,7 @@ def _declare(
         name=f"transformers {name} encoder",
         classes=(f"{path}Model",),
         config=classifier.config,
-        weights={**encoder, **_READOUT},
+        weights={**encoder, **readout},
         ignored=ignored,
         answer=answer,
     )
@@ -339,7 +340,7 @@ def _bert_config(
     )
     encoder = read_encoder(found, name, norm_first=False, projection_dropout=dropout, output_dropout=dropout)
     rate = dropout if found.classifier_dropout is None else float(found.classifier_dropout)
-    readout = _text_readout(model, num_labels, name, hidden, rate, drops_first_token)
+    readout = text_readout(model, num_labels, name, hidden, rate, drops_first_token)
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
 
@@ -357,7 +358,7 @@ def _distilbert_config(model: Any, num_labels: int | None, name: str) -> Ensembl
         attention_dropout=float(found.attention_dropout),
         output_dropout=dropout,
     )
-    readout = _text_readout(model, num_labels, name, "relu", float(found.seq_classif_dropout), False)
+    readout = text_readout(model, num_labels, name, "relu", float(found.seq_classif_dropout), False)
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
 
@@ -376,7 +377,7 @@ def _albert_config(model: Any, num_labels: int | None, name: str) -> EnsembleCon
         **_table_sizes(embeddings),
     )
     encoder = read_encoder(found, name, norm_first=False, projection_dropout=dropout)
-    readout = _text_readout(model, num_labels, name, "tanh", float(found.classifier_dropout_prob), False)
+    readout = text_readout(model, num_labels, name, "tanh", float(found.classifier_dropout_prob), False)
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
 
@@ -389,9 +390,10 @@ def _table_sizes(embeddings: Any) -> dict[str, Any]:
     }
 
 
-def _text_readout(
+def text_readout(
     model: Any, num_labels: int | None, name: str, hidden: HiddenActivation, rate: float, drops_first_token: bool
 ) -> ReadoutConfig:
+    """The first token through a pooler or a hidden layer; of an encoder without classes, through the pooler it has."""
     head = getattr(model, "classifier", None)
     classes, bias = read_classes(model, getattr(head, "out_proj", head), num_labels, name)
     if not classes:
@@ -407,7 +409,7 @@ def _text_readout(
     )
 
 
-_IMAGES, _TEXTS = ("ForImageClassification",), ("ForSequenceClassification",)
+_IMAGES, TEXTS = ("ForImageClassification",), ("ForSequenceClassification",)
 # A mask token takes part in pre-training only, a pooler only in the features of a bare encoder.
 _UNREAD = ("embeddings.mask_token", "pooler.")
 _WITH_MEAN = partial(_answer, with_mean=True)
@@ -415,11 +417,11 @@ _ROBERTA = partial(_bert_config, counts_after_padding=True)
 _TEACHER = (*_IMAGES, "ForImageClassificationWithTeacher")
 
 ARCHITECTURES: tuple[Architecture, ...] = (
-    *_declare("ViT", "ViT", _vit_config, _VIT, _IMAGES, _UNREAD),
-    *_declare("DeiT", "DeiT", partial(_vit_config, distilled=True), _VIT, _TEACHER, _UNREAD),
-    _declare("ViT-MAE", "ViTMAE", _vit_config, _VIT, (), _UNREAD, "vit_mae", _mae_answer)[1],
-    *_declare("DINOv2", "Dinov2", _dinov2_config, _DINOV2, _IMAGES, _UNREAD, answer=_WITH_MEAN),
-    *_declare(
+    *declare("ViT", "ViT", _vit_config, _VIT, _IMAGES, _UNREAD),
+    *declare("DeiT", "DeiT", partial(_vit_config, distilled=True), _VIT, _TEACHER, _UNREAD),
+    declare("ViT-MAE", "ViTMAE", _vit_config, _VIT, (), _UNREAD, "vit_mae", _mae_answer)[1],
+    *declare("DINOv2", "Dinov2", _dinov2_config, _DINOV2, _IMAGES, _UNREAD, answer=_WITH_MEAN),
+    *declare(
         "DINOv2 with registers",
         "Dinov2WithRegisters",
         partial(_dinov2_config, resample="bicubic_antialias"),
@@ -429,11 +431,11 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         module="dinov2_with_registers",
         answer=_WITH_MEAN,
     ),
-    *_declare("BERT", "Bert", partial(_bert_config, drops_first_token=False), _BERT, _TEXTS),
-    *_declare("RoBERTa", "Roberta", _ROBERTA, _BERT, _TEXTS),
-    *_declare("XLM-RoBERTa", "XLMRoberta", _ROBERTA, _BERT, _TEXTS, module="xlm_roberta", inside="roberta"),
-    *_declare("CamemBERT", "Camembert", _ROBERTA, _BERT, _TEXTS, inside="roberta"),
-    *_declare("ALBERT", "Albert", _albert_config, _ALBERT, _TEXTS),
-    *_declare("DistilBERT", "DistilBert", _distilbert_config, _DISTILBERT, _TEXTS),
-    *_declare("ELECTRA", "Electra", partial(_bert_config, hidden="gelu"), _BERT, _TEXTS),
+    *declare("BERT", "Bert", partial(_bert_config, drops_first_token=False), _BERT, TEXTS),
+    *declare("RoBERTa", "Roberta", _ROBERTA, _BERT, TEXTS),
+    *declare("XLM-RoBERTa", "XLMRoberta", _ROBERTA, _BERT, TEXTS, module="xlm_roberta", inside="roberta"),
+    *declare("CamemBERT", "Camembert", _ROBERTA, _BERT, TEXTS, inside="roberta"),
+    *declare("ALBERT", "Albert", _albert_config, _ALBERT, TEXTS),
+    *declare("DistilBERT", "DistilBert", _distilbert_config, _DISTILBERT, TEXTS),
+    *declare("ELECTRA", "Electra", partial(_bert_config, hidden="gelu"), _BERT, TEXTS),
 )

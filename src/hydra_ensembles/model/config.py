@@ -57,6 +57,9 @@ class RotaryConfig(Checked):
         centred: Rows and columns of an image run from -2π to 2π, whatever its size (DINOv3), instead of counting.
         offset: Where counting rows and columns starts.
         reference: The grid that counted rows and columns are scaled to (EVA); None leaves them as they are.
+        shift: In training, rows and columns that run from -1 to 1 are moved by up to so much, each by its own.
+        jitter: In training, rows and columns are stretched or shrunk by up to this factor, each by its own.
+        rescale: In training, both are stretched or shrunk by up to this factor.
     """
 
     base: Base
@@ -64,6 +67,14 @@ class RotaryConfig(Checked):
     centred: bool = False
     offset: float = 0.0
     reference: tuple[Size, Size] | None = None
+    shift: Annotated[float, (0.0, 1e6)] = 0.0
+    jitter: Base = 1.0
+    rescale: Base = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.shift, self.jitter, self.rescale) != (0.0, 1.0, 1.0) and not self.centred:
+            raise ConfigError("shift, jitter and rescale are those of centred positions: set centred, or none of them")
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,16 @@ class Rotary(nn.Module):
         self.prefix = config.stem.prefix_tokens if isinstance(config.stem, PatchStemConfig) else 0
         self.bases = (rotary.base,) if rotary.local_base is None else (rotary.base, rotary.local_base)
 
-    def forward(self, size: tuple[int, ...], like: Tensor) -> tuple[Turn, ...]:
+    def forward(self, size: tuple[int, ...], like: Tensor, by: bool | torch.Generator = False) -> tuple[Turn, ...]:
         """Turns of texts of `(tokens,)`, or of images of `(rows, columns)`, on the device and in the dtype of `like`.
 
-        Angles are float32 in every model, as in the libraries that models come from.
+        Angles are float32 in every model, as in the libraries that models come from. `by` is as `layers.drops` gives
+        it: whether positions are moved at random, and by which generator.
         """
         axes = [self._positions(axis, count, like.device) for axis, count in enumerate(size)]
         grid = torch.stack(torch.meshgrid(axes, indexing="ij"), dim=-1).flatten(0, -2)  # [T, 1 or 2]
+        if by is not False:
+            grid = self._moved(grid, None if by is True else by)
         pairs = self.head_dim // (2 * len(size))  # that turn by one axis
         exponents = torch.arange(pairs, device=like.device).float() / pairs
         turns = []
@@ -48,6 +51,19 @@ class Rotary(nn.Module):
         at = at + config.offset
         return at if config.reference is None else at / count * config.reference[axis]
 
+    def _moved(self, grid: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Positions `[T, 2]` shifted, stretched along each axis, and stretched along both (DINOv3's training)."""
+
+        def draw(count: int, limit: float) -> Tensor:
+            return torch.empty(count, device=grid.device).uniform_(-limit, limit, generator=generator)
+
+        config = self.config
+        if config.shift:
+            grid = grid + 2 * math.pi * draw(2, config.shift)
+        if config.jitter > 1.0:
+            grid = grid * draw(2, math.log(config.jitter)).exp()
+        return grid * draw(1, math.log(config.rescale)).exp() if config.rescale > 1.0 else grid
+
 
 class FrozenRotary(nn.Module):
     """The same from tables, for images of one size or for texts; images of other sizes go the usual way."""
@@ -58,8 +74,8 @@ class FrozenRotary(nn.Module):
         tables = torch.stack([torch.stack(turn) for turn in source(size, like)])  # [bases, 2, T, 1, d_k]
         self.register_buffer("tables", tables, persistent=False)
 
-    def forward(self, size: tuple[int, ...], like: Tensor) -> tuple[Turn, ...]:
-        """As `Rotary.forward`."""
+    def forward(self, size: tuple[int, ...], like: Tensor, by: bool = False) -> tuple[Turn, ...]:
+        """As `Rotary.forward`, in evaluation."""
         tables: Tensor = self.get_buffer("tables")
         if len(size) == 1:
             tables = tables[:, :, : size[0]]

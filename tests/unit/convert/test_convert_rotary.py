@@ -1,4 +1,4 @@
-"""Models with rotary positions: what is read of them, and what is refused."""
+"""Models with rotary positions: variants of the kinds in the contract tests, and what is refused."""
 
 from typing import Any
 
@@ -6,16 +6,82 @@ import pytest
 import torch
 
 import hydra_ensembles as he
-from architectures import VISION_CASES, ArchitectureCase, timm_model
+from architectures import VISION_VARIANTS, ArchitectureCase, images, timm_model
+from architectures_transformers import DINOV3, MODERNBERT, TEXT, VARIANTS, token_batch, transformers_model
 from hydra_ensembles.errors import ConversionError
+from hydra_ensembles.heads.masking import attention_of
 
-EVA02, DINOV3 = "eva02_base_patch14_224", "vit_small_patch16_dinov3"
-DOUBLE = [case for case in VISION_CASES if case.name in ("timm-eva02", "timm-dinov3")]
+CASES = [*VISION_VARIANTS, *VARIANTS]
+EVA02, EVA_DINOV3 = "eva02_base_patch14_224", "vit_small_patch16_dinov3"
 
 
-@pytest.mark.parametrize("case", DOUBLE, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@torch.no_grad()
+def test_variants_answer_like_the_originals(case: ArchitectureCase) -> None:
+    model = case.build()
+    converted = he.convert(model)
+    for inputs in (case.inputs(), *(make() for make in case.other_inputs)):
+        expected = case.logits(model, inputs)
+        assert (converted(inputs)[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "dinov3" in case.name or "mean" in case.name], ids=str)
 def test_models_of_double_precision_are_read_too(case: ArchitectureCase) -> None:
     assert he.convert(case.build().double()).dtype is torch.float64
+
+
+def test_bare_encoders_get_a_fresh_classifier() -> None:
+    bare = [
+        transformers_model("DINOv3ViTModel", "DINOv3ViTConfig", DINOV3),
+        transformers_model("ModernBertModel", "ModernBertConfig", MODERNBERT),
+        transformers_model("GteModel", "GteConfig", TEXT),
+    ]
+    assert [he.convert(model, num_labels=3).num_classes for model in bare] == [3, 3, 3]
+
+
+def test_positions_move_in_training_as_those_of_the_original() -> None:
+    moves = {"pos_embed_shift": 0.2, "pos_embed_jitter": 1.5, "pos_embed_rescale": 2.0}
+    names = ("rope_shift_coords", "rope_jitter_coords", "rope_rescale_coords")
+    originals = [
+        transformers_model("DINOv3ViTModel", "DINOv3ViTConfig", {**DINOV3, **moves}),
+        timm_model(EVA_DINOV3, init_values=1.0, **dict(zip(names, moves.values(), strict=True))),
+    ]
+    for model in originals:
+        converted, inputs = he.convert(model), images(32, 32)["pixel_values"]
+        answers = []
+        for one in (model.train(), converted.train()):
+            torch.manual_seed(3)  # both draw shift, jitter and rescale in this order
+            answer = one(inputs)
+            answers.append(answer[0] if isinstance(answer, torch.Tensor) and answer.dim() == 3 else answer)
+        expected = getattr(answers[0], "pooler_output", answers[0])
+        assert torch.allclose(answers[1], expected, rtol=1e-4, atol=1e-5)
+        moved = (converted.eval()(inputs)[0] - expected).abs().max()
+        assert moved > 1e-3 * expected.abs().max()
+
+
+def test_a_window_is_seen_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformers_model("ModernBertForSequenceClassification", "ModernBertConfig", MODERNBERT)
+    from_state = he.Ensemble.from_state
+
+    def wider(*given: Any) -> he.Ensemble:
+        ensemble = from_state(*given)
+        attention_of(ensemble, 1).window = 3
+        return ensemble
+
+    monkeypatch.setattr(he.Ensemble, "from_state", staticmethod(wider))
+    with pytest.raises(ConversionError, match=r"layers\.1"):
+        he.convert(model)
+
+
+@torch.no_grad()
+def test_a_plan_runs_texts_of_any_length_and_refuses_longer_ones() -> None:
+    converted = he.convert(transformers_model("GteForSequenceClassification", "GteConfig", TEXT))
+    fast = converted.optimize()
+    for tokens in (5, 24):
+        batch = token_batch(1, segments=False, tokens=tokens)
+        assert torch.allclose(fast(batch), converted(batch), atol=1e-5)
+    with pytest.raises(he.HydraError, match="25 tokens"):
+        fast(token_batch(1, segments=False, tokens=25))
 
 
 @pytest.mark.parametrize(
@@ -26,11 +92,34 @@ def test_models_of_double_precision_are_read_too(case: ArchitectureCase) -> None
         (EVA02, {"rope_type": "mixed"}, "RotaryEmbeddingMixed"),
         (EVA02, {"rope_rotate_half": True}, "in different ways"),
         (EVA02, {"use_abs_pos_emb": False, "use_rot_pos_emb": False}, "no position embedding"),
-        (DINOV3, {"rope_grid_offset": 0.5}, "RotaryEmbeddingDinoV3"),
-        (DINOV3, {"attn_only_layer_scale": True}, "LayerScale"),
-        (DINOV3, {"attn_type": "rope", "qkv_fused": False, "num_kv_heads": 2}, "num_kv_heads"),
+        (EVA_DINOV3, {"rope_grid_offset": 0.5}, "RotaryEmbeddingDinoV3"),
+        (EVA_DINOV3, {"attn_only_layer_scale": True}, "LayerScale"),
+        (EVA_DINOV3, {"attn_type": "rope", "qkv_fused": False, "num_kv_heads": 2}, "num_kv_heads"),
     ],
 )
 def test_variants_of_eva_that_do_not_fit_are_refused(name: str, settings: dict[str, Any], token: str) -> None:
     with pytest.raises(ConversionError, match=token):
         he.convert(timm_model(name, **settings))
+
+
+_LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "settings", "token"),
+    [
+        ("GteModel", "GteConfig", {**TEXT, "rope_parameters": _LINEAR}, "linear"),
+        ("DINOv3ViTModel", "DINOv3ViTConfig", {**DINOV3, "value_bias": False}, "bias"),
+        (
+            "ModernBertForSequenceClassification",
+            "ModernBertConfig",
+            {**MODERNBERT, "classifier_activation": "silu"},
+            "silu",
+        ),
+    ],
+)
+def test_variants_of_transformers_that_do_not_fit_are_refused(
+    model: str, config: str, settings: dict[str, Any], token: str
+) -> None:
+    with pytest.raises(ConversionError, match=token):
+        he.convert(transformers_model(model, config, settings))

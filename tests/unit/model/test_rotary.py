@@ -119,6 +119,7 @@ def test_a_rotary_layer_without_its_turns_does_not_answer() -> None:
         ({"local": (True, False, True)}, "window"),
         ({"local": (True,), "window": 2}, "local"),
         ({"rotary": {"base": 0.5}}, "base"),
+        ({"rotary": {"base": 5.0, "jitter": 2.0}}, "centred"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(change: dict[str, object], token: str) -> None:

@@ -1,0 +1,267 @@
+"""transformers with rotary positions: DINOv3 for images; ModernBERT, Nomic BERT, GTE and Jina embeddings for text."""
+
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor
+
+from ..model.config import (
+    EnsembleConfig,
+    HiddenActivation,
+    NormKind,
+    ReadoutConfig,
+    RotaryConfig,
+    TextStemConfig,
+    all_heads,
+)
+from .core import (
+    Architecture,
+    Inputs,
+    Weights,
+    activation_of,
+    attention,
+    below,
+    either,
+    into_heads,
+    joined,
+    number_of_classes,
+    refuse,
+    run,
+)
+from .transformers import READOUT, TEXTS, declare, patch_stem, read_classes, read_encoder, text_readout
+
+
+def _gated(up: str) -> Weights:
+    """The first layer of an MLP: gate and value, or without a gate one of another name."""
+    return {
+        f"encoder.layers.{{i}}.mlp.up.{leaf}": (joined(f"mlp.gate_proj.{leaf}", f"mlp.up_proj.{leaf}"), f"{up}.{leaf}")
+        for leaf in ("weight", "bias")
+    }
+
+
+def _base(parameters: Any, name: str) -> float:
+    """The base of rotary positions in their plain form."""
+    kind, part = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor") or 1.0
+    if kind != "default" or part != 1.0:
+        raise refuse(name, f"its rotary positions are of the type {kind!r} and turn a share of {part} of each head")
+    return float(parameters["rope_theta"])
+
+
+# --- images --------------------------------------------------------------------------------------------------
+
+_DINOV3_NAME = "transformers DINOv3"
+_DINOV3_LAYER: Weights = {
+    **attention("attention.o_proj", *(f"attention.{part}_proj.*" for part in "qkv")),
+    "encoder.layers.{i}.attention.qkv_bias": (
+        into_heads(*(f"attention.{part}_proj.bias" for part in "qkv")),
+        into_heads("attention.q_proj.bias", "attention.v_proj.bias"),
+    ),
+    "encoder.layers.{i}.norm1": "norm1",
+    "encoder.layers.{i}.attention.scale": "layer_scale1.lambda1",
+    "encoder.layers.{i}.norm2": "norm2",
+    **_gated("mlp.up_proj"),
+    "encoder.layers.{i}.mlp.down": "mlp.down_proj",
+    "encoder.layers.{i}.mlp.scale": "layer_scale2.lambda1",
+}
+
+
+def _dinov3_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    found, name = model.config, _DINOV3_NAME
+    registers = int(found.num_register_tokens)
+    stem = patch_stem(found, "bicubic", position_prefix=0, registers=registers, learned_positions=False)
+    biases = bool(found.query_bias), bool(found.key_bias), bool(found.value_bias)
+    if biases[0] != biases[2] or biases[1] > biases[0]:
+        raise refuse(name, f"of query, key and value only some have a bias ({biases})")
+    encoder = read_encoder(
+        found,
+        name,
+        gated=bool(found.use_gated_mlp),
+        qkv_bias=biases[0],
+        key_bias=biases != (True, False, True),
+        out_bias=bool(found.proj_bias),
+        mlp_bias=bool(found.mlp_bias),
+        layer_scale=True,
+        attention_dropout=float(found.attention_dropout),
+        drop_path=(float(found.drop_path_rate),) * int(found.num_hidden_layers),
+        rotary=RotaryConfig(
+            float(found.rope_theta),
+            centred=True,
+            shift=float(found.pos_embed_shift or 0.0),
+            jitter=float(found.pos_embed_jitter or 1.0),
+            rescale=float(found.pos_embed_rescale or 1.0),
+        ),
+    )
+    classes = number_of_classes(0, num_labels, name)
+    readout = ReadoutConfig(num_classes=classes, norm_eps=float(found.layer_norm_eps))
+    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+
+
+def _first_token(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
+    return run(model, **inputs).last_hidden_state[:, 0]
+
+
+_DINOV3 = Architecture(
+    name=f"{_DINOV3_NAME} encoder",
+    classes=("transformers.models.dinov3_vit.modeling_dinov3_vit.DINOv3ViTModel",),
+    config=_dinov3_config,
+    weights={
+        "stem.patch": "embeddings.patch_embeddings.weight",
+        "stem.patch_bias": "embeddings.patch_embeddings.bias",
+        "stem.class_token": "embeddings.cls_token",
+        "stem.register_tokens": "embeddings.register_tokens",
+        **either(below("model.layer.{i}.", _DINOV3_LAYER), below("layer.{i}.", _DINOV3_LAYER)),  # releases differ
+        "readout.norm": "norm",
+    },
+    ignored=("embeddings.mask_token", "embeddings.register_tokens"),  # which has no values where there are no registers
+    answer=_first_token,
+)
+
+
+# --- text: blocks as in BERT ----------------------------------------------------------------------------------
+
+_ROTARY_BERT: Weights = {
+    "stem.words": "embeddings.word_embeddings.weight",
+    "stem.segments": "embeddings.token_type_embeddings.weight",
+    "stem.norm": "embeddings.LayerNorm",
+    **below(
+        "layers.{i}.",
+        {
+            **attention("self_attn.o_proj", *(f"self_attn.{part}_proj.*" for part in "qkv")),
+            "encoder.layers.{i}.norm1": "post_attention_layernorm",
+            **_gated("mlp.fc1"),
+            "encoder.layers.{i}.mlp.down": ("mlp.down_proj", "mlp.fc2"),
+            "encoder.layers.{i}.norm2": "post_mlp_layernorm",
+        },
+    ),
+}
+
+
+def _rotary_bert_config(
+    model: Any, num_labels: int | None, name: str, drops_first_token: bool = False
+) -> EnsembleConfig:
+    """Nomic BERT, GTE and Jina embeddings, which differ in gates, biases and the readout."""
+    found, embeddings, layer = model.config, model.base_model.embeddings, model.base_model.layers[0]
+    segments = embeddings.token_type_embeddings
+    dropout, mlp, gated = float(found.hidden_dropout_prob), layer.mlp, hasattr(layer.mlp, "gate_proj")
+    stem = _text_stem(
+        found,
+        embeddings.word_embeddings,
+        segments=0 if segments is None else segments.num_embeddings,
+        norm_eps=float(found.layer_norm_eps),
+        dropout=dropout,
+    )
+    encoder = read_encoder(
+        found,
+        name,
+        norm_first=False,
+        gated=gated,
+        qkv_bias=layer.self_attn.q_proj.bias is not None,
+        out_bias=layer.self_attn.o_proj.bias is not None,
+        mlp_bias=(mlp.down_proj if gated else mlp.fc2).bias is not None,
+        up_bias=(mlp.up_proj if gated else mlp.fc1).bias is not None,
+        projection_dropout=dropout,
+        activation_dropout=dropout if hasattr(mlp, "dropout") else 0.0,
+        output_dropout=dropout,
+        rotary=RotaryConfig(_base(found.rope_parameters, name)),
+    )
+    rate = dropout if found.classifier_dropout is None else float(found.classifier_dropout)
+    readout = text_readout(model, num_labels, name, "tanh", rate, drops_first_token)
+    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+
+
+def _text_stem(found: Any, words: Any, **settings: Any) -> TextStemConfig:
+    """Words without learned positions; the table may have been resized after loading."""
+    return TextStemConfig(
+        vocabulary=words.num_embeddings,
+        positions=int(found.max_position_embeddings),
+        embedding_width=words.embedding_dim,
+        learned_positions=False,
+        **settings,
+    )
+
+
+# --- text: ModernBERT ----------------------------------------------------------------------------------------
+
+_MODERNBERT: Weights = {
+    "stem.words": "embeddings.tok_embeddings.weight",
+    "stem.norm": "embeddings.norm",
+    **below(
+        "layers.{i}.",
+        {
+            **attention("attn.Wo", "attn.Wqkv.*"),
+            "encoder.layers.{i}.norm1": "attn_norm",
+            "encoder.layers.{i}.mlp.up": "mlp.Wi",
+            "encoder.layers.{i}.mlp.down": "mlp.Wo",
+            "encoder.layers.{i}.norm2": "mlp_norm",
+        },
+    ),
+    "readout.norm": "final_norm",
+}
+
+
+def _modernbert_config(model: Any, num_labels: int | None, name: str) -> EnsembleConfig:
+    found, eps = model.config, float(model.config.norm_eps)
+    kind: NormKind = "layer" if found.norm_bias else "layer_no_bias"
+    local = tuple(one == "sliding_attention" for one in found.layer_types)
+    base, local_base = (_base(found.rope_parameters[f"{one}_attention"], name) for one in ("full", "sliding"))
+    words = model.base_model.embeddings.tok_embeddings
+    stem = _text_stem(found, words, norm_eps=eps, norm_kind=kind, dropout=float(found.embedding_dropout))
+    encoder = read_encoder(
+        found,
+        name,
+        activation=activation_of(found.hidden_activation, name),
+        gated=True,
+        norm=kind,
+        norm_eps=eps,
+        first_norm=False,
+        qkv_bias=bool(found.attention_bias),
+        out_bias=bool(found.attention_bias),
+        mlp_bias=bool(found.mlp_bias),
+        attention_dropout=float(found.attention_dropout),
+        projection_dropout=float(found.attention_dropout),
+        activation_dropout=float(found.mlp_dropout),
+        rotary=RotaryConfig(base, local_base=local_base),
+        local=local,
+        window=int(found.sliding_window) if any(local) else None,
+    )
+    head = getattr(model, "head", None)
+    classes, bias = read_classes(model, getattr(model, "classifier", None), num_labels, name)
+    readout = ReadoutConfig(num_classes=classes, norm_eps=eps, bias=bias)
+    if head is not None:
+        hidden = cast(HiddenActivation, found.classifier_activation)
+        if hidden not in ("tanh", "relu", "gelu"):
+            raise refuse(name, f"its classifier has the activation {hidden!r}")
+        readout = ReadoutConfig(
+            pool=found.classifier_pooling,
+            num_classes=classes,
+            norm_eps=eps,
+            hidden=hidden,
+            hidden_bias=bool(found.classifier_bias),
+            hidden_norm=True,
+            bias=bias,
+            hidden_dropout=float(found.classifier_dropout),
+        )
+    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+
+
+_MODERNBERT_HEAD: Weights = {**READOUT, "readout.hidden": "head.dense", "readout.hidden_norm": "head.norm"}
+_ROBERTA_HEAD = partial(_rotary_bert_config, drops_first_token=True)
+_NOMIC, _GTE = ({**READOUT, "readout.hidden": (f"{one}.pooler.dense", "pooler.dense")} for one in ("nomic_bert", "gte"))
+
+ARCHITECTURES: tuple[Architecture, ...] = (
+    _DINOV3,
+    *declare(
+        "ModernBERT", "ModernBert", _modernbert_config, _MODERNBERT, TEXTS, inside="model", readout=_MODERNBERT_HEAD
+    ),
+    *declare("Nomic BERT", "NomicBert", _rotary_bert_config, _ROTARY_BERT, TEXTS, module="nomic_bert", readout=_NOMIC),
+    *declare("GTE", "Gte", _rotary_bert_config, _ROTARY_BERT, TEXTS, readout=_GTE),
+    *declare(
+        "Jina embeddings",
+        "JinaEmbeddingsV3",
+        _ROBERTA_HEAD,
+        _ROTARY_BERT,
+        TEXTS,
+        module="jina_embeddings_v3",
+        inside="roberta",
+    ),
+)
