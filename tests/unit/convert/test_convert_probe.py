@@ -63,9 +63,9 @@ def disturbed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 PLACES = (
-    ("encoder.layers.1.mlp.down.bias", r"part first in .*[._ ]1;"),
-    ("encoder.layers.0.attention.out_bias", r"part first in .*[._ ]0;"),
-    ("stem.position stem.positions", "part first before"),
+    ("encoder.layers.1.norm2.weight", r"part first in .*[._ ]1;"),
+    ("encoder.layers.0.norm2.weight", r"part first in .*[._ ]0;"),
+    ("stem.position stem.positions stem.class_token stem.norm.weight", "part first before"),
 )
 EACH_IN_TURN = list(zip([*ALL_CASES, *DUAL_CASES], cycle(PLACES), strict=False))
 
