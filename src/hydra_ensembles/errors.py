@@ -42,3 +42,16 @@ class DataError(HydraError):
 
 class MissingExtraError(HydraError, ImportError):
     """An optional library that this call needs is not installed."""
+
+
+class RequestError(HydraError):
+    """A request that a server does not answer, with the HTTP status that says whose fault it is."""
+
+    def __init__(self, message: str, status: int = 400, retry_after: int | None = None) -> None:
+        """Refuse with a status; `retry_after` is the number of seconds after which it is worth another try."""
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after
+
+    def __reduce__(self) -> tuple[type["RequestError"], tuple[str, int, int | None]]:
+        """Go through pickles whole: engines with several processes pass errors on so."""
+        return type(self), (str(self), self.status, self.retry_after)

@@ -11,7 +11,7 @@ import cli_cases as cases
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "cli.md"
-ELSEWHERE = ("demo", "export")  # their own tests run them
+ELSEWHERE = ("demo", "serve", "export")  # their own tests run them
 VIT = ("timm:vit_small_patch16_224", "timm:test_vit")  # a small one in place of the one a reader would use
 
 

@@ -1,16 +1,133 @@
-"""`hydra-ensembles export`: a model as a file for other runtimes."""
+"""`hydra-ensembles serve` and `export`: a model behind HTTP, or as a file for other runtimes."""
 
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
 
+from .._utils import require
 from ..data.loading import Columns
+from ..errors import StorageError
+from ..serve.app import make_app
 from ..serve.export import Format
 from ..serve.export import export as write_export
+from ..serve.settings import API_KEY, ServeSettings
+from ..serve.telemetry import log_to_stdout
 from .command import command
 from .sources import ModelSettings, load_classifier
 from .use import find_inputs
+
+BACKLOG = 2048  # connections that the system keeps while the server is busy
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@command
+def serve(model: ModelSettings, settings: ServeSettings) -> None:
+    """Answer requests over HTTP: a page to try it, JSON, and the Open Inference Protocol.
+
+    POST images or texts to /v1/predict; the page is at /, numbers for Prometheus at /metrics, and clients of KServe or
+    Triton find the model at /v2. An abstention is an answer: accept is false, and the reason is said. The log is a line
+    of JSON a request on the standard output. SIGTERM and Ctrl-C end it once everything taken in is answered.
+
+    Examples:
+      hydra-ensembles serve run
+      HYDRA_API_KEY=... hydra-ensembles serve run --host 0.0.0.0 --max-batch 32 --max-wait 10
+      hydra-ensembles serve hub:me/my-hydra --uds hydra.sock
+      curl -F file=@photo.jpg http://127.0.0.1:8000/v1/predict
+    """
+    uvicorn = require("uvicorn", extra="serve")
+    place = listen(settings)
+    try:
+        app = make_app(load_classifier(model), settings)
+        run_server(uvicorn, app, place, settings)
+    finally:
+        place.close()
+        if settings.uds is not None:
+            Path(settings.uds).expanduser().unlink(missing_ok=True)
+
+
+def listen(settings: ServeSettings) -> socket.socket:
+    """The socket of a server, bound before anything is loaded: an address that is taken is said at once.
+
+    A Unix socket is for the user who started the server, and nobody else.
+    """
+    try:
+        if settings.uds is None:
+            family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+            return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
+        path = Path(settings.uds).expanduser()
+        if path.is_socket() and not _answers(path):
+            path.unlink()  # left by a server that was killed
+        place, before = socket.socket(socket.AF_UNIX), os.umask(0o177)
+        try:
+            place.bind(str(path))
+            place.listen(BACKLOG)
+        except OSError:
+            place.close()
+            raise
+        finally:
+            os.umask(before)
+        return place
+    except OSError as error:
+        where = settings.uds or f"{settings.host}:{settings.port}"
+        raise StorageError(f"cannot listen on {where}: {error}; give another address, or end what uses it") from error
+
+
+def _answers(path: Path) -> bool:
+    """Whether somebody listens on a Unix socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+def run_server(uvicorn: Any, app: Any, place: socket.socket, settings: ServeSettings) -> None:
+    """Serve until a signal comes; what was taken in is answered, which takes no longer than the deadline."""
+    log_to_stdout()
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(settings.timeout) + 5,
+        backlog=BACKLOG,
+    )
+    server = _announcing(uvicorn.Server, lambda: _announce(place, settings))(config)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when it is done: a clean end is 0
+    try:
+        server.run([place])
+    except KeyboardInterrupt:  # likewise
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _announcing(kind: Any, announce: Callable[[], None]) -> Any:
+    """A server that says when it takes requests."""
+
+    class Announcing(kind):  # type: ignore[misc]
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                announce()
+
+    return Announcing
+
+
+def _announce(place: socket.socket, settings: ServeSettings) -> None:
+    if settings.uds is not None:
+        where = f"unix:{settings.uds}"
+    else:
+        host, port = place.getsockname()[:2]
+        where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        if settings.key is None and settings.host not in LOOPBACK:
+            print(f"warning: anybody who reaches {where} is answered; set {API_KEY} to ask for a key", file=sys.stderr)
+    print(f"serving {settings.name} at {where} ({torch.get_num_threads()} threads); Ctrl-C ends it", file=sys.stderr)
+    sys.stderr.flush()
 
 
 @command

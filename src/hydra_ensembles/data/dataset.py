@@ -183,11 +183,14 @@ AnyDataset = ImageDataset | TextDataset
 SomeDataset = TypeVar("SomeDataset", bound=Dataset[Any])
 
 
-def decode_image(content: bytes, where: str) -> "Image":
-    """Decode the bytes of an image file, called `where` in the error if they are none or only part of one, as RGB."""
+def decode_image(content: bytes, where: str, formats: Sequence[str] | None = None) -> "Image":
+    """Decode the bytes of an image file, called `where` in the error if they are none or only part of one, as RGB.
+
+    `formats` are the only ones to be tried, by Pillow's names; None for all.
+    """
     pillow, size = require("PIL.Image", extra="data"), f"{len(content)} bytes"
     try:
-        image = pillow.open(io.BytesIO(content))
+        image = pillow.open(io.BytesIO(content), formats=formats)
         image.load()  # Pillow reads lazily; a truncated file must fail here, where its place is known
         return to_rgb(image)
     except pillow.UnidentifiedImageError as error:  # its own text names an object in memory

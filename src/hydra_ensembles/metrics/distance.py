@@ -72,12 +72,25 @@ def unfamiliarity(
         return (x - _picked(bank, place)).norm(dim=-1)
     centred = x - statistics["mean"][:, None]
     white, means = centred @ statistics["whiten"], statistics["classes"]  # [M, B, d], [M, C, d]
-    # the nearest class by |m|² - 2 w·m; the distance itself from the difference, where nothing cancels
-    nearest = torch.baddbmm(statistics["lengths"][:, None], white, means.mT, alpha=-2).argmin(dim=-1)  # [M, B]
-    found = (white - _picked(means, nearest)).square().sum(dim=-1)
+    nearest = _up_to_a_constant(white, statistics).argmin(dim=-1)  # [M, B]
+    found = (white - _picked(means, nearest)).square().sum(dim=-1)  # from the difference, where nothing cancels
     if is_relative(name):
         found = found - (centred @ statistics["background"]).square().sum(dim=-1)
     return found
+
+
+def nearest_class(name: FamiliarityName, statistics: Statistics, features: Tensor) -> Tensor:
+    """The class whose mean is nearest to each sample, `[B]`, by the sum of all members' squared distances.
+
+    For a score in `BY_CLASS`, and features `[M, B, d]`.
+    """
+    centred = prepared(name, features.float()) - statistics["mean"][:, None]
+    return _up_to_a_constant(centred @ statistics["whiten"], statistics).sum(dim=0).argmin(dim=-1)
+
+
+def _up_to_a_constant(white: Tensor, statistics: Statistics) -> Tensor:
+    """Squared distances `[M, B, C]` of `[M, B, d]` to the means of classes, less |w|²: |m|² - 2 w·m."""
+    return torch.baddbmm(statistics["lengths"][:, None], white, statistics["classes"].mT, alpha=-2)
 
 
 def _picked(rows: Tensor, place: Tensor) -> Tensor:

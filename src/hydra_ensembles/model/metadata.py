@@ -10,7 +10,15 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..metrics.conformal import Reference, check_share
-from ..metrics.distance import FamiliarityName, Statistics, is_relative, ready, unfamiliarity
+from ..metrics.distance import (
+    BY_CLASS,
+    FamiliarityName,
+    Statistics,
+    is_relative,
+    nearest_class,
+    ready,
+    unfamiliarity,
+)
 from ..prediction import Calibrates, Prediction, ScoreName, Unfamiliarity, check_temperature
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..schema import ADDED_LATER, require_types
@@ -141,6 +149,11 @@ class Familiarity:
         known, neighbours = self._on(features.device), self.settings.neighbours
         found = [unfamiliarity(name, known[name], features, logits, neighbours) for name in self.settings.scores]
         return torch.stack(found)
+
+    def nearest_class(self, features: Tensor) -> Tensor | None:
+        """The class whose mean is nearest to features `[M, B, d]`, `[B]`; None where no fitted score has such means."""
+        name = next((score for score in self.settings.scores if score in BY_CLASS), None)
+        return None if name is None else nearest_class(name, self._on(features.device)[name], features)
 
     def about(self, scores: Tensor) -> Unfamiliarity:
         """What a prediction says of scores `[S, M, B]`."""

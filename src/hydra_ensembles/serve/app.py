@@ -1,0 +1,508 @@
+"""The server: routes for people, programs and clients of the Open Inference Protocol, around one engine that answers.
+
+An abstention is an answer: 200, `accept: false`, and the reason. Errors are `{"error": …}` with a status that says
+whose fault they are; they quote no path and no stack trace.
+"""
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+import math
+import os
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from .._utils import __version__, require
+from ..errors import DataError, RequestError
+from ..model.ensemble import Ensemble
+from ..model.metadata import Calibration
+from . import protocol
+from .batcher import Batcher
+from .outputs import REASON_WORDS
+from .service import NEAREST, Answer, Row, Service, require_servable, tensor_of
+from .settings import ServeSettings
+from .telemetry import Telemetry, log, log_failure
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI, Request, Response
+
+PAGE = Path(__file__).with_name("page.html")
+SHOWN = 5  # most probable classes in an answer
+CONTENT = "multipart/form-data, application/json, image/* or text/plain"
+CLOSED_BY_CLIENT = 499  # nobody reads it; the log has it
+
+
+class Engine(Protocol):
+    """Whatever answers rows: threads of this process, or replicas of another engine."""
+
+    ready: bool
+
+    @property
+    def waiting(self) -> int:
+        """Rows in the queue."""
+
+    async def start(self) -> None:
+        """Get ready."""
+
+    async def answer(self, rows: Sequence[Row]) -> Sequence[Answer]:
+        """One answer for each row; cancelled where nobody waits for them any more."""
+
+    async def close(self) -> None:
+        """Answer what was taken in, and end."""
+
+
+class LocalEngine:
+    """Model threads of this process, behind one queue."""
+
+    ready = False
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.observe: Callable[[int, float], None] = lambda rows, seconds: None
+        self._batcher: Batcher[Row, Answer] | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Rows in the queue."""
+        return 0 if self._batcher is None else self._batcher.waiting
+
+    async def start(self) -> None:
+        """Make and warm the plans, and start the threads."""
+        settings, began = self.service.settings, time.monotonic()
+        runs = await asyncio.to_thread(self.service.workers)
+        self._batcher = Batcher(
+            runs,
+            lambda row: row.shape,
+            max_batch=settings.max_batch,
+            max_wait=settings.max_wait / 1e3,
+            max_queue=settings.max_queue,
+            observe=self.observe,
+        )
+        self.ready = True
+        log("ready", model=settings.name, workers=len(runs), seconds=round(time.monotonic() - began, 2))
+
+    async def answer(self, rows: Sequence[Row]) -> Sequence[Answer]:
+        """Queue the rows and wait for their answers."""
+        assert self._batcher is not None
+        futures = self._batcher.submit(rows)
+        try:
+            found = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
+        finally:
+            for future in futures:
+                future.cancel()
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return [one for one in found if not isinstance(one, BaseException)]
+
+    async def close(self) -> None:
+        """Answer what waits, and end the threads."""
+        self.ready = False
+        if self._batcher is not None:
+            await asyncio.to_thread(self._batcher.close)
+
+
+def make_app(
+    model: Ensemble | Service, settings: ServeSettings | None = None, engine: Engine | None = None
+) -> "FastAPI":
+    """The server of a model, as an ASGI application: run it with `hydra-ensembles serve`, or with a server of yours.
+
+    Args:
+        model: A classifier.
+        settings: Batches and limits; the address and the socket are for `hydra-ensembles serve`.
+        engine: What answers; None for threads of this process.
+    """
+    fastapi = require("fastapi", extra="serve")
+    service = model if isinstance(model, Service) else Service(require_servable(model), settings or ServeSettings())
+    used: Engine = LocalEngine(service) if engine is None else engine
+    server = _Server(service, used)
+
+    @asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[None]:
+        await used.start()
+        try:
+            yield
+        finally:
+            await used.close()
+            server.decoders.shutdown()
+
+    app: FastAPI = fastapi.FastAPI(
+        title=f"hydra-ensembles: {service.settings.name}",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
+    )
+    name = service.settings.name
+    routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]], bool]] = [
+        ("GET", "/", server.page, False),
+        ("GET", "/v1/model", server.model, True),
+        ("POST", "/v1/predict", server.predict, True),
+        ("GET", "/metrics", server.metrics, True),
+        ("GET", "/v2", server.about, False),
+        ("GET", "/v2/health/live", server.live, False),
+        ("GET", "/v2/health/ready", server.is_ready, False),
+    ]
+    for prefix in (f"/v2/models/{name}", f"/v2/models/{name}/versions/1"):
+        routes += [("GET", prefix, server.metadata, True), ("GET", f"{prefix}/ready", server.is_ready, False)]
+        routes += [("POST", f"{prefix}/infer", server.infer, True)]
+    for method, path, handler, locked in routes:
+        app.add_api_route(
+            path,
+            server.guarded(path, handler, locked),
+            methods=[method],
+            summary=(handler.__doc__ or "").partition("\n")[0],
+            response_class=fastapi.Response,
+            response_model=None,
+        )
+
+    async def elsewhere(request: "Request", error: Any) -> "Response":
+        found = f"there is no {request.method} here; see /openapi.json"
+        return server.finished("elsewhere", time.perf_counter(), server.refusal(RequestError(found, error.status_code)))
+
+    app.add_exception_handler(404, elsewhere)
+    app.add_exception_handler(405, elsewhere)
+    return app
+
+
+class _Server:
+    """The routes, and what they have in common."""
+
+    def __init__(self, service: Service, engine: Engine) -> None:
+        self.service, self.settings, self.engine = service, service.settings, engine
+        self.telemetry = Telemetry(service, lambda: engine.waiting)
+        if isinstance(engine, LocalEngine):
+            engine.observe = self.telemetry.batch
+        self.decoders = ThreadPoolExecutor(os.cpu_count() or 1, "decode")
+        self.open = 0  # requests that are being read, decoded or answered
+        self._key = self.settings.key
+        known = service.ensemble.metadata.calibration or Calibration()
+        left = known.temperature if known.calibrates == "probs" else (1.0,)  # that of logits is in them already
+        self._temperature = np.array(left)[:, None]  # [1 or M, 1], so that members are as sure as all together
+        self._page = PAGE.read_bytes()
+        text = self._page.decode()
+        script, style = (re.findall(f"<{kind}>(.*?)</{kind}>", text, re.DOTALL) for kind in ("script", "style"))
+        self._policy = (
+            f"default-src 'none'; script-src {_digests(script)}; style-src {_digests(style)}; connect-src 'self'; "
+            "img-src 'self' blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+
+    # --- what all routes have in common ------------------------------------------------------------------------------
+
+    def guarded(
+        self, route: str, handler: "Callable[[Request], Awaitable[Response]]", locked: bool
+    ) -> "Callable[[Request], Awaitable[Response]]":
+        """A route that asks for the key, keeps limits and the deadline, and turns errors into answers."""
+        from fastapi import Request, Response
+        from starlette.exceptions import HTTPException
+        from starlette.requests import ClientDisconnect
+
+        async def answered(request: Request) -> Response:
+            began, given = time.perf_counter(), request.headers.get("x-request-id", "")
+            name = given if re.fullmatch(r"[\w.-]{1,64}", given) else uuid.uuid4().hex[:16]
+            request.state.fields = {"id": name}
+            try:
+                if locked:
+                    self._require_key(request)
+                async with asyncio.timeout(self.settings.timeout):
+                    response = await handler(Request(request.scope, self._limited(request)))
+            except RequestError as error:
+                response = self.refusal(error)
+            except DataError as error:  # of an input: preprocessing and model say what is wrong with it
+                response = self.refusal(RequestError(str(error), 400))
+            except TimeoutError:
+                limit = f"no answer within {self.settings.timeout:g} seconds"
+                response = self.refusal(RequestError(limit, 504))
+            except HTTPException as error:  # a form that cannot be parsed
+                response = self.refusal(RequestError(f"the form cannot be read: {error.detail}", error.status_code))
+            except ClientDisconnect:
+                response = Response(status_code=CLOSED_BY_CLIENT)
+            except Exception as error:
+                log_failure(error, id=name, route=route)
+                response = self.refusal(RequestError(f"internal error; the log tells more under {name}", 500))
+            response.headers["X-Request-Id"] = name
+            return self.finished(route, began, response, **request.state.fields)
+
+        return answered
+
+    def finished(self, route: str, began: float, response: "Response", **fields: Any) -> "Response":
+        """Count and log a request."""
+        self.telemetry.request(route, response.status_code, time.perf_counter() - began, **fields)
+        return response
+
+    def refusal(self, error: RequestError) -> "Response":
+        """An error as an answer."""
+        response = _json({"error": str(error)}, error.status)
+        if error.retry_after is not None:
+            response.headers["Retry-After"] = str(error.retry_after)
+        if error.status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        return response
+
+    def _require_key(self, request: "Request") -> None:
+        if self._key is None:
+            return
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.encode("utf-8", "replace"), self._key.encode()):
+            raise RequestError("a key is needed: Authorization: Bearer KEY, or X-API-Key: KEY", 401)
+
+    def _limited(self, request: "Request") -> Callable[[], Awaitable[Any]]:
+        """What a request is received by, up to the size that is allowed, whatever its header says."""
+        most, seen, receive = int(self.settings.max_body * 1e6), 0, request.receive
+        told = request.headers.get("content-length", "0")
+        refusal = RequestError(f"the body is too large; at most {most} bytes are taken", 413)
+        if not told.isdecimal() or int(told) > most:
+            raise refusal
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise RequestError("compressed bodies are not taken; send it as it is", 415)
+
+        async def limited() -> Any:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > most:
+                raise refusal
+            return message
+
+        return limited
+
+    async def _answers(
+        self, request: "Request", rows: Callable[[], list[Row]], timeout: float = math.inf
+    ) -> Sequence[Answer]:
+        """Decode, queue, wait, count. The body has been read: `rows` runs in a thread of its own."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(None if math.isinf(timeout) else timeout):
+                made = await loop.run_in_executor(self.decoders, rows)
+                if not made:
+                    raise RequestError("the request holds no sample; give at least one")
+                answers = await self.engine.answer(made)
+        except TimeoutError as error:
+            raise RequestError("no answer within the time that was given", 504) from error
+        request.state.fields |= {"rows": len(made), "outcomes": self.telemetry.answers(answers)}
+        return answers
+
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[None]:
+        """A place among the requests that are taken in, before their bodies are read: that bounds the memory."""
+        if self.open >= self.settings.max_queue:
+            raise RequestError("too many requests are open; try again later", 503, retry_after=1)
+        self.open += 1
+        try:
+            yield
+        finally:
+            self.open -= 1
+
+    # --- for people and programs -------------------------------------------------------------------------------------
+
+    async def page(self, request: "Request") -> "Response":
+        """The page to try the model on."""
+        from fastapi.responses import HTMLResponse
+
+        headers = {"Content-Security-Policy": self._policy, "X-Content-Type-Options": "nosniff"}
+        return HTMLResponse(
+            self._page, headers={**headers, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+        )
+
+    async def model(self, request: "Request") -> "Response":
+        """What is served: kind, classes, members, thresholds."""
+        known = self.service.ensemble
+        calibration = known.metadata.calibration or Calibration()
+        fitted = None if known.metadata.familiarity is None else known.metadata.familiarity.settings
+        facts = {
+            "name": self.settings.name,
+            "kind": self.service.kind,
+            "raw": self.service.preprocessing is not None,
+            "labels": list(self.service.labels),
+            "members": known.num_members,
+            "outputs": {one.name: one.meaning for one in self.service.outputs},
+        }
+        for name, one in (("unsure", calibration), ("unfamiliar", fitted)):
+            limit = None if one is None else one.threshold
+            facts[f"{name}_above"] = None if limit is None else _number(limit)
+            facts[f"{name}_share"] = None if one is None or limit is None else round(1.0 - one.accepted_share, 6)
+        return _json(facts)
+
+    async def predict(self, request: "Request") -> "Response":
+        """Labels of images or texts, each with its uncertainty and a verdict."""
+        async with self._admitted():
+            nearest = request.query_params.get("nearest", "") in ("1", "true")
+            rows = await self._raw_rows(request, nearest)
+            answers = await self._answers(request, rows)
+        return _json({"model": self.settings.name, "predictions": [self._plain(answer) for answer in answers]})
+
+    async def _raw_rows(self, request: "Request", nearest: bool) -> Callable[[], list[Row]]:
+        """What makes rows of a body: a form, JSON, an image or a text."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        images: list[bytes] = []
+        texts: list[str | tuple[str, str]] = []
+        if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
+            async with request.form(max_files=self.settings.max_queue, max_fields=self.settings.max_queue) as form:
+                for _, value in form.multi_items():
+                    if isinstance(value, str):
+                        texts.append(value)
+                    else:
+                        images.append(await value.read())
+        elif kind == "application/json":
+            found = protocol.parse_json(await request.body())
+            unknown = found.keys() - {"image", "images", "text", "texts"}
+            if unknown:
+                raise RequestError(f"there is no field {sorted(unknown)[0]!r}; there are image, images, text and texts")
+            images += [_decoded(one) for one in _listed(found, "image")]
+            texts += [_text(one) for one in _listed(found, "text")]
+        elif kind.startswith("image/") or kind == "application/octet-stream":
+            images.append(await request.body())
+        elif kind == "text/plain":
+            try:
+                texts.append((await request.body()).decode())
+            except UnicodeDecodeError as error:
+                raise RequestError("the text is not in UTF-8") from error
+        else:
+            raise RequestError(f"content of the type {kind[:100]!r} is not taken; send {CONTENT}", 415)
+        most = self.settings.max_queue
+        if len(images) + len(texts) > most:
+            raise RequestError(f"got {len(images) + len(texts)} samples in one request; at most {most} are taken", 413)
+        if images and texts:
+            raise RequestError("got images and texts in one request; this model reads one kind")
+        if texts:
+            return lambda: self.service.texts(texts, nearest)
+        return lambda: self.service.images(images, nearest) if images else []
+
+    def _plain(self, answer: Answer) -> dict[str, Any]:
+        """An answer as plain data, with names in place of numbers."""
+        labels, probs = self.service.labels, answer["probs"]
+        logits = answer["member_logits"].astype(np.float64) / self._temperature  # [M, C]
+        members = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        members /= members.sum(axis=-1, keepdims=True)
+        numbers = {
+            one.name: _number(answer[one.name])
+            for one in self.service.outputs
+            if not one.shape and one.name not in ("label", "accept", "reason")
+        }
+        found = {
+            "label": labels[int(answer["label"])],
+            "index": int(answer["label"]),
+            "accept": bool(answer["accept"]) if "accept" in answer else None,
+            "reason": (REASON_WORDS[int(answer["reason"])] or None) if "reason" in answer else None,
+            **numbers,
+            "top": [
+                {"label": labels[index], "probability": _number(probs[index])}
+                for index in np.argsort(-probs, kind="stable")[:SHOWN].tolist()
+            ],
+            "members": [{"label": labels[int(one.argmax())], "probability": _number(one.max())} for one in members],
+        }
+        if NEAREST in answer:
+            found[NEAREST] = None if answer[NEAREST] < 0 else labels[answer[NEAREST]]
+        return found
+
+    async def metrics(self, request: "Request") -> "Response":
+        """Counters and histograms, as Prometheus reads them."""
+        from fastapi import Response
+
+        content, kind = self.telemetry.exposition()
+        return Response(content, media_type=kind)
+
+    # --- the Open Inference Protocol ---------------------------------------------------------------------------------
+
+    async def about(self, request: "Request") -> "Response":
+        """Metadata of the server."""
+        return _json({"name": "hydra-ensembles", "version": __version__, "extensions": ["binary_tensor_data"]})
+
+    async def live(self, request: "Request") -> "Response":
+        """Whether the server runs."""
+        return _json({"live": True})
+
+    async def is_ready(self, request: "Request") -> "Response":
+        """Whether the model takes requests."""
+        return _json({"ready": self.engine.ready}, 200 if self.engine.ready else 503)
+
+    async def metadata(self, request: "Request") -> "Response":
+        """Inputs and outputs of the model, its classes and reasons."""
+        return _json(protocol.describe_model(self.service))
+
+    async def infer(self, request: "Request") -> "Response":
+        """Answers as named tensors."""
+        from fastapi import Response
+
+        async with self._admitted():
+            body = await request.body()
+            asked, inputs = protocol.read_request(body, request.headers.get(protocol.HEADER))
+            protocol.check_asked(asked, self.service)
+            answers = await self._answers(request, lambda: self._tensor_rows(inputs), protocol.deadline_of(asked))
+        content, headers = protocol.write_answer(asked, self.service, answers)
+        return Response(content, headers=headers)
+
+    def _tensor_rows(self, inputs: dict[str, Any]) -> list[Row]:
+        """Rows of named tensors: encoded images, texts, or what the model reads."""
+        raw, _ = protocol.RAW[self.service.kind]
+        known = [one.name for one in self.service.inputs]
+        strange = next((name for name in inputs if name not in (raw, *known)), None)
+        if strange is not None or (raw in inputs and len(inputs) > 1):
+            raise RequestError(f"got the inputs {sorted(inputs)}; give {raw}, or {', '.join(known)}")
+        for name, value in inputs.items():
+            if isinstance(value, list) != (name == raw):
+                raise RequestError(f"input {name!r} must {'be of the type' if name == raw else 'not be'} BYTES")
+        if raw not in inputs:
+            return self.service.tensors({name: tensor_of(array) for name, array in inputs.items()})
+        if self.service.kind == "image":
+            return self.service.images(inputs[raw])
+        try:
+            return self.service.texts([one.decode() for one in inputs[raw]])
+        except UnicodeDecodeError as error:
+            raise RequestError("a text is not in UTF-8") from error
+
+
+def _listed(found: dict[str, Any], name: str) -> list[Any]:
+    """What JSON holds under a name: one, or under its plural several."""
+    several = found.get(f"{name}s", [])
+    if not isinstance(several, list):
+        raise RequestError(f"{name}s must be a list")
+    return [*([found[name]] if name in found else []), *several]
+
+
+def _decoded(one: Any) -> bytes:
+    try:
+        if not isinstance(one, str):
+            raise ValueError
+        content = one.partition(",")[2] if one.startswith("data:") else one
+        return base64.b64decode(content, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise RequestError("an image in JSON is a string in base64") from error
+
+
+def _text(one: Any) -> str | tuple[str, str]:
+    if isinstance(one, str):
+        return one
+    if isinstance(one, list) and len(one) == 2 and all(isinstance(part, str) for part in one):
+        return one[0], one[1]
+    raise RequestError("a text in JSON is a string, or a pair of them in a list")
+
+
+def _number(value: Any) -> float | None:
+    """A number as JSON has it; infinity, which it does not have, is nothing."""
+    return float(value) if math.isfinite(value) else None
+
+
+def _digests(parts: Sequence[str]) -> str:
+    """What a policy of content calls the scripts or styles of a page: nothing else runs there."""
+    found = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in parts)
+    return " ".join(f"'sha256-{one}'" for one in found)
+
+
+def _json(content: Any, status: int = 200) -> "Response":
+    from fastapi import Response
+
+    body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return Response(body, status, media_type="application/json", headers={"X-Content-Type-Options": "nosniff"})

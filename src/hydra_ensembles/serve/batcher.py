@@ -1,0 +1,165 @@
+"""Samples of many requests made into batches: by size and time, by shape, out of a bounded queue.
+
+One thread for each worker takes what waits longest and runs it. A row that nobody waits for any more (its future is
+cancelled: a deadline has passed, a client is gone) is not run. A row that the model cannot take costs no other row of
+its batch its answer.
+"""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ..errors import RequestError
+
+Row = TypeVar("Row")
+Answer = TypeVar("Answer")
+
+SMOOTHING = 0.1  # weight of the last batch in the mean time of a row
+LONGEST_RETRY = 60  # seconds
+
+
+@dataclass(frozen=True)
+class _Waiting(Generic[Row, Answer]):
+    row: Row
+    future: Future[Answer]
+    since: float
+
+
+class Batcher(Generic[Row, Answer]):
+    """Runs rows in batches on one thread for each of `runs`.
+
+    Attributes:
+        waiting: Rows in the queue.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Callable[[list[Row]], Sequence[Answer]]],
+        group: Callable[[Row], Hashable],
+        *,
+        max_batch: int,
+        max_wait: float,
+        max_queue: int,
+        observe: Callable[[int, float], None] = lambda rows, seconds: None,
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            runs: What each thread calls with a batch, for one answer a row.
+            group: What rows of one batch have in common: their shape.
+            max_batch: Most rows of a batch.
+            max_wait: Seconds that a row waits for others while a thread is idle.
+            max_queue: Most rows that wait.
+            observe: Called with the rows and seconds of every batch that was run.
+        """
+        self.waiting = 0
+        self._group, self._observe = group, observe
+        self._max_batch, self._max_wait, self._max_queue = max_batch, max_wait, max_queue
+        self._groups: dict[Hashable, deque[_Waiting[Row, Answer]]] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._seconds_per_row = 0.0
+        self._threads = [
+            threading.Thread(target=self._work, args=(run,), name=f"model-{index}", daemon=True)
+            for index, run in enumerate(runs)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, rows: Sequence[Row]) -> list[Future[Answer]]:
+        """Take in all of these rows, or none.
+
+        Raises:
+            RequestError: 413 for more rows than the queue ever holds; 503 while it is full, and after `close`.
+        """
+        if len(rows) > self._max_queue:
+            raise RequestError(f"got {len(rows)} samples in one request; at most {self._max_queue} are taken", 413)
+        with self._changed:
+            if self._closing:
+                raise RequestError("this server is about to end; try another, or later", 503, retry_after=1)
+            if self.waiting + len(rows) > self._max_queue:
+                raise RequestError("too many samples are waiting; try again later", 503, self._retry_after())
+            now, futures = time.monotonic(), [Future[Answer]() for _ in rows]
+            for row, future in zip(rows, futures, strict=True):
+                self._groups.setdefault(self._group(row), deque()).append(_Waiting(row, future, now))
+            self.waiting += len(rows)
+            self._changed.notify()
+        return futures
+
+    def close(self) -> None:
+        """Take in nothing more, answer what was taken in, and end the threads."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _retry_after(self) -> int:
+        """Whole seconds until the queue should be empty."""
+        seconds = self.waiting * self._seconds_per_row / len(self._threads)
+        return min(max(math.ceil(seconds), 1), LONGEST_RETRY)
+
+    def _work(self, run: Callable[[list[Row]], Sequence[Answer]]) -> None:
+        while batch := self._next():
+            self._answer(run, batch)
+
+    def _next(self) -> list[_Waiting[Row, Answer]]:
+        """Wait for a batch; an empty one once all is done."""
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                key = self._due(now)
+                if key is not None:
+                    if batch := self._take(key):
+                        return batch
+                elif self._groups:
+                    self._changed.wait(min(rows[0].since for rows in self._groups.values()) + self._max_wait - now)
+                elif self._closing:
+                    return []
+                else:
+                    self._changed.wait()
+
+    def _due(self, now: float) -> Hashable | None:
+        """The group to run now, that which waits longest; None where none is full or has waited enough."""
+        oldest = {
+            key: rows[0].since
+            for key, rows in self._groups.items()
+            if self._closing or len(rows) >= self._max_batch or rows[0].since + self._max_wait <= now
+        }
+        return min(oldest, key=lambda key: oldest[key]) if oldest else None
+
+    def _take(self, key: Hashable) -> list[_Waiting[Row, Answer]]:
+        """The first rows of a group that somebody still waits for."""
+        rows, batch = self._groups[key], list[_Waiting[Row, Answer]]()
+        while rows and len(batch) < self._max_batch:
+            one = rows.popleft()
+            self.waiting -= 1
+            if one.future.set_running_or_notify_cancel():
+                batch.append(one)
+        if not rows:
+            del self._groups[key]
+        elif len(self._threads) > 1:
+            self._changed.notify()  # what is left may be due for another thread
+        return batch
+
+    def _answer(self, run: Callable[[list[Row]], Sequence[Answer]], batch: list[_Waiting[Row, Answer]]) -> None:
+        started = time.monotonic()
+        try:
+            answers = list(zip(batch, run([one.row for one in batch]), strict=True))
+        except Exception as error:
+            if len(batch) == 1:
+                batch[0].future.set_exception(error)
+            for one in batch if len(batch) > 1 else ():  # which of them it was is found out one by one
+                self._answer(run, [one])
+            return
+        taken = time.monotonic() - started
+        before = self._seconds_per_row or taken / len(batch)
+        self._seconds_per_row = (1 - SMOOTHING) * before + SMOOTHING * taken / len(batch)
+        self._observe(len(batch), taken)
+        for one, answer in answers:
+            one.future.set_result(answer)

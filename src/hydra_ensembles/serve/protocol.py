@@ -1,0 +1,209 @@
+"""The Open Inference Protocol, version 2: tensors in JSON, or in binary behind it, as Triton's clients send them.
+
+A request is JSON; where the header `Inference-Header-Content-Length` says how long it is, the tensors that have a
+`binary_data_size` follow it one after another, little-endian. Answers are written in the way they were asked for.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import RequestError
+from .outputs import REASON_WORDS, Field
+from .service import Answer, Service
+
+HEADER = "Inference-Header-Content-Length"
+DATATYPES = {
+    "BOOL": "bool",
+    "UINT8": "uint8",
+    "INT8": "int8",
+    "INT16": "int16",
+    "INT32": "int32",
+    "INT64": "int64",
+    "FP16": "float16",
+    "FP32": "float32",
+    "FP64": "float64",
+}
+NAMES = {dtype: name for name, dtype in DATATYPES.items()}
+RAW = {"image": ("image", "Encoded images, such as the bytes of PNG or JPEG files."), "text": ("text", "Texts.")}
+
+Array = np.ndarray[Any, Any]
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """A JSON object, or a refusal."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError("the body is not valid JSON") from error
+    if not isinstance(found, dict):
+        raise RequestError(f"the body is JSON of the type {type(found).__name__}; give an object with named fields")
+    return found
+
+
+# --- what comes in ---------------------------------------------------------------------------------------------------
+
+
+def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[str, Array | list[bytes]]]:
+    """The JSON of a request and its inputs by name; those of the type BYTES are lists."""
+    length = len(body)
+    if header is not None:
+        if not header.isdecimal() or not 0 < int(header) <= length:
+            raise RequestError(f"{HEADER} must be a number of bytes from 1 to those of the body, {length}")
+        length = int(header)
+    request, rest = parse_json(body[:length]), memoryview(body)[length:]
+    inputs = request.get("inputs")
+    if not isinstance(inputs, list) or not inputs or not all(isinstance(one, dict) for one in inputs):
+        raise RequestError("a request needs 'inputs', a list of tensors with name, shape, datatype and data")
+    found: dict[str, Array | list[bytes]] = {}
+    for one in inputs:
+        name, datatype = one.get("name"), one.get("datatype")
+        if not isinstance(name, str) or name in found:
+            raise RequestError("every input needs a name of its own")
+        if datatype != "BYTES" and datatype not in DATATYPES:
+            raise RequestError(f"input {name!r} needs a datatype, one of {', '.join((*DATATYPES, 'BYTES'))}")
+        shape = _shape(name, one.get("shape"))
+        size = _parameters(one).get("binary_data_size")
+        if size is None:
+            found[name] = _from_json(name, datatype, shape, one.get("data"))
+            continue
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= len(rest):
+            raise RequestError(f"binary_data_size of input {name!r} does not fit the {len(rest)} bytes that are left")
+        found[name] = _from_binary(name, datatype, shape, bytes(rest[:size]))
+        rest = rest[size:]
+    if len(rest):
+        raise RequestError(f"{len(rest)} bytes follow the last tensor; say whose they are with binary_data_size")
+    return request, found
+
+
+def _shape(name: str, given: Any) -> tuple[int, ...]:
+    whole = isinstance(given, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in given)
+    if not whole or not given or min(given) < 1 or len(given) > 8:
+        raise RequestError(f"input {name!r} needs a shape, a list of positive whole numbers, the first one of samples")
+    return tuple(given)
+
+
+def _parameters(of: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = of.get("parameters")
+    return found if isinstance(found, dict) else {}
+
+
+def _from_json(name: str, datatype: str, shape: tuple[int, ...], data: Any) -> Array | list[bytes]:
+    if not isinstance(data, list):
+        raise RequestError(f"input {name!r} needs 'data', a list")
+    if datatype == "BYTES":
+        if not all(isinstance(one, str) for one in data) or len(data) != math.prod(shape):
+            raise RequestError(f"input {name!r} needs {math.prod(shape)} strings")
+        return [one.encode("utf-8", "surrogatepass") for one in data]
+    try:
+        array = np.array(data)
+        if array.dtype.kind not in "biuf" or array.size != math.prod(shape):
+            raise ValueError(f"{array.size} values of {array.dtype}")
+        made = array.astype(DATATYPES[datatype])
+        if not np.array_equal(made.astype(array.dtype), array) and made.dtype.kind != "f":
+            raise ValueError("values out of range")
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise RequestError(f"the data of input {name!r} are not {math.prod(shape)} numbers of {datatype}") from error
+    return made.reshape(shape)
+
+
+def _from_binary(name: str, datatype: str, shape: tuple[int, ...], content: bytes) -> Array | list[bytes]:
+    if datatype == "BYTES":
+        found, start = list[bytes](), 0
+        while start + 4 <= len(content):
+            end = start + 4 + int.from_bytes(content[start : start + 4], "little")
+            found.append(content[start + 4 : end])
+            start = end
+        if start != len(content) or len(found) != math.prod(shape):
+            raise RequestError(f"input {name!r} needs {math.prod(shape)} strings, each behind its length in 4 bytes")
+        return found
+    dtype = np.dtype(DATATYPES[datatype]).newbyteorder("<")
+    if len(content) != math.prod(shape) * dtype.itemsize:
+        wanted = math.prod(shape) * dtype.itemsize
+        raise RequestError(f"input {name!r} of {datatype} {list(shape)} has {len(content)} bytes, not {wanted}")
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+# --- what goes out ---------------------------------------------------------------------------------------------------
+
+
+def write_answer(
+    request: Mapping[str, Any], service: Service, answers: Sequence[Answer]
+) -> tuple[bytes, dict[str, str]]:
+    """The body of an answer and its headers."""
+    tensors, buffers = list[dict[str, Any]](), list[bytes]()
+    for field, binary in _asked(request, service.outputs):
+        array = np.stack([answer[field.name] for answer in answers])  # [B, …]
+        tensor: dict[str, Any] = {"name": field.name, "datatype": _datatype(field), "shape": list(array.shape)}
+        if binary:
+            content = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
+            tensor["parameters"] = {"binary_data_size": len(content)}
+            buffers.append(content)
+        else:
+            tensor["data"] = array.reshape(-1).tolist()
+        tensors.append(tensor)
+    found: dict[str, Any] = {"model_name": service.settings.name, "model_version": "1", "outputs": tensors}
+    if isinstance(request.get("id"), str):
+        found["id"] = request["id"]
+    head = json.dumps(found).encode()
+    if not buffers:
+        return head, {"Content-Type": "application/json"}
+    return head + b"".join(buffers), {"Content-Type": "application/octet-stream", HEADER: str(len(head))}
+
+
+def check_asked(request: Mapping[str, Any], service: Service) -> None:
+    """Refuse outputs that there are not, before anything is computed."""
+    _asked(request, service.outputs)
+
+
+def _asked(request: Mapping[str, Any], outputs: Sequence[Field]) -> list[tuple[Field, bool]]:
+    """The outputs that a request asks for, and whether each is to be binary; all if it names none."""
+    known, usual = {field.name: field for field in outputs}, bool(_parameters(request).get("binary_data_output"))
+    asked = request.get("outputs")
+    if not asked:
+        return [(field, usual) for field in outputs]
+    if not isinstance(asked, list) or not all(isinstance(one, dict) and one.get("name") in known for one in asked):
+        raise RequestError(f"outputs are asked for as a list of objects, each with a name: {', '.join(known)}")
+    return [(known[one["name"]], bool(_parameters(one).get("binary_data", usual))) for one in asked]
+
+
+def _datatype(field: Field) -> str:
+    return NAMES[field.dtype]
+
+
+def deadline_of(request: Mapping[str, Any]) -> float:
+    """Seconds that a client of Triton gives the request, which are microseconds there."""
+    given = _parameters(request).get("timeout")
+    return given / 1e6 if isinstance(given, int) and given > 0 else math.inf
+
+
+def describe_model(service: Service) -> dict[str, Any]:
+    """The metadata of a model: its inputs (raw or as tensors; one way is enough) and outputs, classes and reasons."""
+    name, meaning = RAW[service.kind]
+    raw = [] if service.preprocessing is None else [{"name": name, "datatype": "BYTES", "shape": [-1]}]
+
+    def described(field: Field) -> dict[str, Any]:
+        datatype = NAMES.get(field.dtype, "FP32")
+        return {"name": field.name, "datatype": datatype, "shape": [-1, *field.shape]}
+
+    size = service.image_size()
+    inputs = [described(field) for field in service.inputs]
+    if size is not None:
+        inputs[0] |= {"datatype": "FP32", "shape": [-1, service.inputs[0].shape[0], *size]}
+    alternatives = [[name]] if raw else []
+    return {
+        "name": service.settings.name,
+        "versions": ["1"],
+        "platform": "hydra_ensembles",
+        "inputs": [*raw, *inputs],
+        "outputs": [described(field) for field in service.outputs],
+        "parameters": {
+            "give_one_of": [*alternatives, [field.name for field in service.inputs]],
+            "labels": list(service.labels),
+            "reasons": list(REASON_WORDS),
+            "meaning": {name: meaning} | {field.name: field.meaning for field in (*service.inputs, *service.outputs)},
+        },
+    }

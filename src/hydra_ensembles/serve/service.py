@@ -1,0 +1,279 @@
+"""A model ready to serve: raw inputs to rows, within limits, and rows to answers, by plans that are warm.
+
+A row is one sample as the model reads it. Rows of one shape go into one batch, so texts are padded to a few lengths,
+and a batch is run in pieces of a few sizes: those are the shapes that plans are measured, compiled and recorded for
+before the first request.
+"""
+
+import copy
+import io
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .._utils import require
+from ..batches import READ
+from ..data.dataset import decode_image
+from ..errors import ConfigError, HydraError, RequestError
+from ..model.ensemble import Ensemble
+from ..optimize.runner import OptimizedEnsemble
+from ..preprocessing import ImagePreprocessing, TextPreprocessing
+from .outputs import columns, input_fields, output_fields
+from .settings import ServeSettings
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # decoders that run nothing else, as that of EPS does
+SLIMMEST = 100  # times that one side may be the other: the shorter one is scaled up to what the model reads
+SHORTEST = 16  # tokens that texts are padded to, at least
+NEAREST = "nearest"  # what a row has beside its outputs where it was asked for: the nearest class, or -1
+
+Answer = dict[str, Any]
+"""Every output of `output_fields` for one sample, as an array or a number of NumPy."""
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One sample as the model reads it, without the axis of samples; on the CPU."""
+
+    inputs: Mapping[str, Tensor]
+    nearest: bool = False  # whether the nearest class is to be found, which takes a second pass
+    shape: Hashable = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple((name, tuple(one.shape)) for name, one in self.inputs.items()))
+
+
+class Service:
+    """An ensemble behind a server.
+
+    Attributes:
+        ensemble: The ensemble.
+        settings: How it is served.
+        kind: What it reads, `"image"` or `"text"`.
+        labels: Names of its classes; numbers where it has none.
+        inputs, outputs: The tables of what goes in and comes out.
+    """
+
+    def __init__(self, ensemble: Ensemble, settings: ServeSettings) -> None:
+        """Take an ensemble that is a classifier; its weights are read when `workers` makes plans."""
+        self.ensemble, self.settings, self.kind = ensemble, settings, ensemble.kind
+        self.inputs, self.outputs = input_fields(ensemble), output_fields(ensemble)
+        self.labels = ensemble.metadata.labels or tuple(map(str, range(ensemble.num_classes)))
+        self.preprocessing = ensemble.metadata.preprocessing
+        self._main = READ[self.kind][0]
+        self._masked = any(one.name == "attention_mask" for one in self.inputs)
+
+    # --- what comes in -----------------------------------------------------------------------------------------------
+
+    def images(self, contents: Sequence[bytes], nearest: bool = False) -> list[Row]:
+        """Rows of encoded images; sizes are read off the headers before anything is decoded.
+
+        Raises:
+            RequestError, DataError: The model reads no images, or these are too large or broken.
+        """
+        if not isinstance(self.preprocessing, ImagePreprocessing):
+            raise RequestError(self._wanted("images"))
+        rows = []
+        for index, content in enumerate(contents):
+            self._require_small(content, index)
+            try:
+                pixels = self.preprocessing([decode_image(content, f"image {index}", FORMATS)])[0]  # [channels, H, W]
+            except HydraError:
+                raise
+            except Exception as error:  # decoders raise whatever broken data lead them to
+                raise RequestError(f"image {index} ({len(content)} bytes) is broken", 415) from error
+            rows.append(Row({self._main: pixels.to(self.ensemble.dtype)}, nearest))
+        return rows
+
+    def texts(self, texts: Sequence[str | tuple[str, str]], nearest: bool = False) -> list[Row]:
+        """Rows of texts, or pairs of texts; each is tokenised by itself.
+
+        Raises:
+            RequestError, DataError: The model reads no texts, or these are too long or no text.
+        """
+        if not isinstance(self.preprocessing, TextPreprocessing):
+            raise RequestError(self._wanted("texts"))
+        most = self.settings.max_characters
+        for index, text in enumerate(texts):
+            count = sum(map(len, (text,) if isinstance(text, str) else text))
+            if count > most:
+                raise RequestError(f"text {index} has {count} characters; at most {most} are taken", 413)
+        return [row for text in texts for row in self.tensors(self.preprocessing([text]), nearest)]
+
+    def tensors(self, given: Mapping[str, Tensor], nearest: bool = False) -> list[Row]:
+        """Rows of inputs as the model reads them, `[B, …]` each.
+
+        Raises:
+            RequestError, DataError: They do not fit the model.
+        """
+        main, mask, segments = self.ensemble.unpack(given)
+        size = self.image_size()
+        if size is not None and tuple(main.shape[2:]) != size:
+            raise RequestError(f"images are {list(main.shape[2:])}; this server takes {list(size)}, height and width")
+        if main.is_floating_point() and not bool(main.isfinite().all()):
+            raise RequestError(f"{self._main} has values that are NaN or infinite")
+        if self.kind == "image":
+            return [Row({self._main: one}, nearest) for one in main.to(self.ensemble.dtype)]
+        named: dict[str, Tensor | None] = {"input_ids": main, "attention_mask": mask, "token_type_ids": segments}
+        if self._masked:
+            length = self._length(main.shape[1])
+            named["attention_mask"] = torch.ones_like(main) if mask is None else mask.long()
+            if len(self.inputs) > 2 and segments is None:
+                named["token_type_ids"] = torch.zeros_like(main)
+            fill = {"input_ids": getattr(self.preprocessing, "pad_id", 0)}
+            named = {
+                name: None if one is None else F.pad(one.long(), (0, length - one.shape[1]), value=fill.get(name, 0))
+                for name, one in named.items()
+            }
+        present = {name: one for name, one in named.items() if one is not None}
+        return [Row({name: one[index] for name, one in present.items()}, nearest) for index in range(len(main))]
+
+    def _wanted(self, got: str) -> str:
+        if self.preprocessing is None:
+            what = "image processor" if self.kind == "image" else "tokenizer"
+            return f"got {got}, but this model was saved without its {what}; give {self._main} to /v2/models"
+        return f"got {got}, but this model reads {self.kind}s"
+
+    def _require_small(self, content: bytes, index: int) -> None:
+        """Refuse an image by its header: a few bytes may stand for gigabytes of pixels."""
+        pillow, most = require("PIL.Image", extra="data"), int(self.settings.max_pixels * 1e6)
+        advice = f"at most {most} pixels are taken"
+        try:
+            with pillow.open(io.BytesIO(content), formats=FORMATS) as image:
+                width, height = image.size
+        except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
+            raise RequestError(f"image {index} is too large; {advice}", 413) from error
+        except Exception as error:  # Pillow raises whatever a broken header leads it to
+            known = ", ".join(FORMATS)
+            raise RequestError(f"image {index} ({len(content)} bytes) is none of {known}, or broken", 415) from error
+        if width * height > most or max(width, height) > SLIMMEST * min(width, height):
+            advice = f"{advice}, and no side may be {SLIMMEST} times the other"
+            raise RequestError(f"image {index} has {width} x {height} pixels; {advice}", 413)
+
+    def image_size(self) -> tuple[int, int] | None:
+        """The one size of images that plans are warm for."""
+        if self.kind != "image":
+            return None
+        size = getattr(self.preprocessing, "size", None) or self.inputs[0].shape[1:]
+        return int(size[0]), int(size[1])
+
+    def _most_tokens(self) -> int:
+        most: int = self.ensemble.config.stem.max_tokens
+        return min(most, getattr(self.preprocessing, "max_length", most))
+
+    def _length(self, tokens: int) -> int:
+        """The length that so many tokens are padded to: of those that plans are warm for, or as they are."""
+        return next((length for length in self.lengths() if length >= tokens), tokens)
+
+    def lengths(self) -> list[int]:
+        """Lengths that texts are padded to; none for a model of images, or one that cannot tell padding from text."""
+        most = self._most_tokens()
+        if self.kind == "image" or not (self._masked or getattr(self.preprocessing, "pad_to_max", False)):
+            return []
+        if getattr(self.preprocessing, "pad_to_max", False):
+            return [most]
+        return [*(SHORTEST << power for power in range(20) if SHORTEST << power < most), most]
+
+    # --- what comes out ----------------------------------------------------------------------------------------------
+
+    def sizes(self) -> list[int]:
+        """Sizes of the pieces that batches are run in: powers of two, and the largest."""
+        most = self.settings.max_batch
+        return [*(1 << power for power in range(12) if 1 << power < most), most]
+
+    def workers(self) -> list[Callable[[list[Row]], list[Answer]]]:
+        """One function for each model thread, that answers rows; warm, if the settings say so.
+
+        Threads of one device share their weights. On CUDA a thread after another takes the next GPU.
+        """
+        plans: dict[torch.device, OptimizedEnsemble] = {}
+        found = []
+        for index in range(self.settings.workers):
+            place = self.ensemble.device
+            if place.type == "cuda":
+                place = torch.device("cuda", ((place.index or 0) + index) % torch.cuda.device_count())
+            if place not in plans:
+                model = self.ensemble if place == self.ensemble.device else copy.deepcopy(self.ensemble).to(place)
+                plans[place] = model.optimize(dtype=self.settings.dtype, compile=self.settings.compile)
+                if self.settings.warm_up:
+                    self._warm(plans[place])
+            found.append(_Worker(plans[place], self.sizes()))
+        return [worker.answer for worker in found]
+
+    def _warm(self, plan: OptimizedEnsemble) -> None:
+        for size in self.sizes():
+            for row in self.examples():
+                plan.predict(_stacked([row] * size), check_finite=False)
+
+    def examples(self) -> list[Row]:
+        """A blank row of every shape that is known beforehand."""
+        size = self.image_size()
+        if size is not None:
+            return [Row({self._main: torch.zeros(self.inputs[0].shape[0], *size)})]
+        blank = [torch.zeros(1, length, dtype=torch.long) for length in self.lengths()]
+        return [row for ids in blank for row in self.tensors({self._main: ids})]
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """Runs rows by warm plans, on one device."""
+
+    plan: OptimizedEnsemble
+    sizes: Sequence[int]  # of the pieces, from 1 up
+
+    def answer(self, rows: list[Row]) -> list[Answer]:
+        """One answer for each row, in their order."""
+        groups: dict[Hashable, list[int]] = {}
+        for place, row in enumerate(rows):
+            groups.setdefault(row.shape, []).append(place)
+        answers: dict[int, Answer] = {}
+        for places in groups.values():
+            while places:
+                size = max(size for size in self.sizes if size <= len(places))
+                piece, places = places[:size], places[size:]
+                answers |= dict(zip(piece, self._piece([rows[place] for place in piece]), strict=True))
+        return [answers[place] for place in range(len(rows))]
+
+    def _piece(self, rows: list[Row]) -> list[Answer]:
+        found = columns(self.plan.predict(_stacked(rows)))
+        answers: list[Answer] = [{name: column[index] for name, column in found.items()} for index in range(len(rows))]
+        asked = [index for index, row in enumerate(rows) if row.nearest]
+        if asked:
+            for index, label in zip(asked, self._nearest([rows[index] for index in asked]), strict=True):
+                answers[index][NEAREST] = label
+        return answers
+
+    @torch.inference_mode()
+    def _nearest(self, rows: list[Row]) -> list[int]:
+        """The class whose mean is nearest to the features of each row; -1 where nothing knows of any."""
+        known = self.plan.metadata.familiarity
+        inputs = self.plan.prepare(_stacked(rows))
+        module = self.plan.module(next(iter(self.plan.choices.values())).plan)
+        if isinstance(inputs, Tensor):
+            inputs = inputs.to(self.plan.dtype)
+        found = None if known is None else known.nearest_class(module.features_and_logits(inputs)[0])
+        return [-1] * len(rows) if found is None else [int(label) for label in found.tolist()]
+
+
+def _stacked(rows: Sequence[Row]) -> Tensor | dict[str, Tensor]:
+    """Rows of one shape as a batch, `[B, …]`."""
+    batch = {name: torch.stack([row.inputs[name] for row in rows]) for name in rows[0].inputs}
+    return next(iter(batch.values())) if len(batch) == 1 else batch
+
+
+def require_servable(ensemble: Any) -> Ensemble:
+    """The ensemble, provided it is one that a server can answer with."""
+    if not isinstance(ensemble, Ensemble):
+        raise ConfigError(f"a server takes an Ensemble, got {type(ensemble).__name__}; make a classifier of it first")
+    if not ensemble.num_classes:
+        raise ConfigError("this ensemble has no classifier; convert the model with num_labels=")
+    return ensemble
+
+
+def tensor_of(array: "np.ndarray[Any, Any]") -> Tensor:
+    """An array from a request as a tensor of its own."""
+    return torch.from_numpy(np.array(array))

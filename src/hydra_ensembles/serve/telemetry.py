@@ -1,0 +1,169 @@
+"""What a server tells its operators: numbers for Prometheus, and one line of JSON a request. Never an input.
+
+Every score has a histogram. Where held-out scores are known, its bins hold equal shares of them: of inputs like the
+held-out data every bin gets as many, so drift is to be seen without knowing what the score means.
+"""
+
+import itertools
+import json
+import logging
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .._utils import __version__, require
+from ..metrics.conformal import Reference
+from .outputs import REASON_WORDS
+from .service import Answer, Service
+
+LOGGER = logging.getLogger(__name__)
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
+ANYWHERE = (-1000.0, -300.0, -100.0, -30.0, -10.0, -3.0, -1.0, 0.0, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
+BINS = 20  # of a score with a reference
+MOST_LABELS = 1000  # classes up to which each has a counter
+UNCALIBRATED = "no verdict"
+
+
+class Telemetry:
+    """The numbers of one server."""
+
+    def __init__(self, service: Service, waiting: Callable[[], int]) -> None:
+        """Start at zero; `waiting` says how many samples are in the queue."""
+        self._client = require("prometheus_client", extra="serve")
+        self._registry = self._client.CollectorRegistry()
+        counter, histogram, gauge = self._client.Counter, self._client.Histogram, self._client.Gauge
+        own = {"registry": self._registry}
+        self._requests = counter("hydra_requests", "Requests by route and status.", ["route", "status"], **own)
+        self._seconds = histogram(
+            "hydra_request_seconds", "Time from first to last byte.", ["route"], buckets=SECONDS, **own
+        )
+        self._outcomes = counter("hydra_answers", "Answers, by what became of them.", ["outcome"], **own)
+        self._batches = histogram(
+            "hydra_batch_rows", "Samples in a batch.", buckets=[*service.sizes(), math.inf], **own
+        )
+        self._batch_seconds = histogram("hydra_batch_seconds", "Time of the model for a batch.", buckets=SECONDS, **own)
+        gauge("hydra_queue_rows", "Samples that wait.", **own).set_function(waiting)
+        known = service.ensemble
+        facts = {"name": service.settings.name, "version": __version__, "kind": service.kind}
+        facts |= {"members": str(known.num_members), "classes": str(known.num_classes), "device": str(known.device)}
+        gauge("hydra_model", "What is served.", list(facts), **own).labels(**facts).set(1)
+        self._scores = {
+            name: histogram(f"hydra_score_{name.replace('++', '_pp')}", meaning, buckets=bins, **own)
+            for name, meaning, bins in _score_bins(service)
+        }
+        self._labels: Any = None
+        if len(service.labels) <= MOST_LABELS:
+            told = "Answers by the class that was predicted, accepted or not."
+            self._labels = counter("hydra_labels", told, ["label"], **own)
+        self._names = service.labels
+        for word in (UNCALIBRATED,) if "accept" not in {one.name for one in service.outputs} else _outcome_words():
+            self._outcomes.labels(word)  # so that it is there, as zero, before the first answer
+
+    def batch(self, rows: int, seconds: float) -> None:
+        """Count a batch that the model has run."""
+        self._batches.observe(rows)
+        self._batch_seconds.observe(seconds)
+
+    def answers(self, answers: Sequence[Answer]) -> dict[str, int]:
+        """Count answers and their scores; how many there are of each outcome."""
+        found: dict[str, int] = {}
+        for answer in answers:
+            outcome = outcome_of(answer)
+            found[outcome] = found.get(outcome, 0) + 1
+            self._outcomes.labels(outcome).inc()
+            if self._labels is not None:
+                self._labels.labels(self._names[int(answer["label"])]).inc()
+            for name, histogram in self._scores.items():
+                histogram.observe(float(answer[name]))
+        return found
+
+    def request(self, route: str, status: int, seconds: float, **more: Any) -> None:
+        """Count a request, and log it."""
+        self._requests.labels(route, str(status)).inc()
+        self._seconds.labels(route).observe(seconds)
+        log("request", route=route, status=status, milliseconds=round(1e3 * seconds, 2), **more)
+
+    def exposition(self) -> tuple[bytes, str]:
+        """The numbers as Prometheus reads them, and their content type."""
+        content: bytes = self._client.generate_latest(self._registry)
+        return content, str(self._client.CONTENT_TYPE_LATEST)
+
+
+def outcome_of(answer: Answer) -> str:
+    """Accepted, or the reason why not; `no verdict` where the model has no threshold."""
+    return (REASON_WORDS[int(answer["reason"])] or "accepted") if "reason" in answer else UNCALIBRATED
+
+
+def _outcome_words() -> tuple[str, ...]:
+    return tuple(word or "accepted" for word in REASON_WORDS)
+
+
+def _score_bins(service: Service) -> list[tuple[str, str, Sequence[float]]]:
+    """Every output that is one number a sample, with its meaning and the edges of its bins."""
+    metadata = service.ensemble.metadata
+    calibration, fitted = metadata.calibration, metadata.familiarity
+    references: dict[str, tuple[Reference | None, float | None]] = {}
+    if calibration is not None:
+        references["score"] = calibration.reference, calibration.threshold
+    if fitted is not None:
+        references[fitted.settings.scores[0]] = fitted.settings.reference, fitted.settings.threshold
+    most = math.log(len(service.labels))
+    found: list[tuple[str, str, Sequence[float]]] = []
+    for one in service.outputs:
+        if one.shape or not one.dtype.startswith("float"):
+            continue
+        reference, threshold = references.get(one.name, (None, None))
+        if reference is not None:
+            values = reference.values
+            edges = {values[min(len(values) * place // BINS, len(values) - 1)] for place in range(1, BINS + 1)}
+        elif one.name in ("confidence", "disagreement", "p_value", "familiarity"):
+            edges = {*SHARES, 1.0}
+        elif one.name in ("entropy", "aleatoric", "epistemic"):
+            edges = {most * share for share in (*SHARES, 1.0)}
+        else:
+            edges = {*ANYWHERE, *(SHARES if one.name == "score" else ())}
+        if threshold is not None and math.isfinite(threshold):
+            edges.add(threshold)  # what lies above it was refused
+        found.append((one.name, one.meaning, [*sorted(edges), math.inf]))
+    return found
+
+
+# --- logs ------------------------------------------------------------------------------------------------------------
+
+
+def log(event: str, level: int = logging.INFO, **fields: Any) -> None:
+    """Write one event as a line of JSON."""
+    if LOGGER.isEnabledFor(level):
+        now = time.time()
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e3):03d}Z"
+        LOGGER.log(level, json.dumps({"time": stamp, "level": logging.getLevelName(level), "event": event, **fields}))
+
+
+def log_failure(error: BaseException, **fields: Any) -> None:
+    """Log a mistake of ours: the kind of error and where it was; not its text, which may quote an input."""
+    places = itertools.islice(reversed(traceback.extract_tb(error.__traceback__)), 8)
+    where = [f"{place.filename.rpartition('/')[2]}:{place.lineno} {place.name}" for place in places]
+    log("failure", logging.ERROR, error=type(error).__name__, where=where, **fields)
+
+
+def log_to_stdout() -> None:
+    """Send the log to the standard output; that of uvicorn, too, as lines of JSON."""
+
+    class Plain(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            if record.name == LOGGER.name:
+                return record.getMessage()
+            kind = None if record.exc_info is None or record.exc_info[0] is None else record.exc_info[0].__name__
+            found = {"level": record.levelname, "event": "server", "message": record.getMessage(), "error": kind}
+            return json.dumps({name: value for name, value in found.items() if value is not None})
+
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(Plain())
+    for name in (LOGGER.name, "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)

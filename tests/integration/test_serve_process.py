@@ -1,0 +1,124 @@
+"""`hydra-ensembles serve` as a process of its own: it says where it is, and a signal ends it when all is answered."""
+
+import base64
+import re
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cli_cases import fail
+from hydra_ensembles.cli.serving import listen
+from processes import environment
+from served_models import served
+from serving import LIMIT, opened, picture, settings
+
+ENDED_INSIDE = """
+import os, signal, sys
+from hydra_ensembles.cli.main import main
+from hydra_ensembles.serve.service import Service
+
+original, number = Service.workers, getattr(signal, sys.argv.pop(1))
+
+def workers(service):
+    def ending(run):
+        def inside(rows):
+            os.kill(os.getpid(), number)  # the process is told to end while the model computes
+            return run(rows)
+        return inside
+    return [ending(run) for run in original(service)]
+
+Service.workers = workers
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("served") / "model"
+    served("image").save_pretrained(path)
+    for file in path.iterdir():
+        file.chmod(0o444)
+    path.chmod(0o555)  # a server writes nothing there
+    return path
+
+
+@contextmanager
+def process(*command: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server, and the line in which it says where it listens."""
+    arguments = [sys.executable, *map(str, command)]
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(arguments, env=environment(), stdout=pipe, stderr=pipe, text=True)
+    try:
+        line = next((line for line in child.stderr or () if line.startswith("serving")), "")
+        assert line, child.stderr and child.stderr.read()
+        yield child, line
+    finally:
+        child.kill()
+        child.communicate()
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
+def test_what_was_taken_in_is_answered_before_the_end(folder: Path, number: str) -> None:
+    several = {"images": [base64.b64encode(picture(seed)).decode() for seed in range(4)]}
+    options = ("serve", folder, "--port", 0, "--max-batch", 1, "--name", "one")
+    with process("-c", ENDED_INSIDE, number, *options) as (child, line):
+        address = re.search(r"http://127\.0\.0\.1:\d+", line)[0]
+        answer = httpx.post(f"{address}/v1/predict", json=several, timeout=LIMIT)  # one row is run, three wait
+        output, errors = child.communicate(timeout=LIMIT)
+    assert answer.status_code == 200
+    expected = served("image").predict([opened(picture(seed)) for seed in range(4)])
+    assert [one["label"] for one in answer.json()["predictions"]] == expected.names()
+    assert child.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert '"event": "ready"' in output
+    assert '"rows": 4' in output
+
+
+def test_a_socket_is_for_one_user_and_goes_with_the_server(folder: Path, tmp_path: Path) -> None:
+    place = tmp_path / "hydra.sock"
+    with process("-m", "hydra_ensembles", "serve", folder, "--uds", place) as (child, line):
+        assert str(place) in line
+        assert stat.S_IMODE(place.stat().st_mode) == 0o600
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(place)), timeout=LIMIT) as client:
+            assert client.get("http://here/v2/health/ready").status_code == 200
+            answer = client.post("http://here/v1/predict", files={"file": picture()})
+        assert "taken" in (refused := fail("serve", folder, "--uds", place)) or "use" in refused
+        child.send_signal(signal.SIGTERM)
+        child.communicate(timeout=LIMIT)
+    assert answer.json()["predictions"][0]["label"] == served("image").predict(opened(picture())).names()[0]
+    assert child.returncode == 0
+    assert not place.exists()
+
+
+def test_a_socket_left_by_a_killed_server_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "left.sock"
+    listen(settings(uds=str(path))).close()  # as a kill leaves it
+    assert path.is_socket()
+    listen(settings(uds=str(path))).close()
+
+
+@pytest.mark.parametrize(
+    ("options", "token"),
+    [
+        (["--port", 70_000], "port"),
+        (["--host", "no.such.host.invalid"], "listen"),
+        (["--api-key", "short"], "key"),
+        (["--max-batch", 0], "max_batch"),
+    ],
+)
+def test_settings_are_refused_before_anything_is_loaded(options: list[Any], token: str) -> None:
+    assert token in fail("serve", "no-such-folder", *options)
+
+
+def test_a_port_that_is_taken_is_said_at_once() -> None:
+    with listen(settings(port=0)) as taken:
+        port = taken.getsockname()[1]
+        assert str(port) in fail("serve", "no-such-folder", "--port", port)

@@ -1,0 +1,77 @@
+"""Servers for tests: inside this process, or on a port of the loopback, and images to send them."""
+
+import asyncio
+import io
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import uvicorn
+from PIL import Image
+
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.serve.app import make_app
+from hydra_ensembles.serve.settings import ServeSettings
+
+LIMIT = 120  # seconds, a safety net
+QUICK: dict[str, Any] = {"max_wait": 0.0, "max_batch": 4, "max_queue": 64}
+
+
+def settings(**changes: Any) -> ServeSettings:
+    return ServeSettings(**(QUICK | changes))
+
+
+def picture(seed: int = 0, size: tuple[int, int] = (20, 16), format: str = "PNG") -> bytes:
+    """An image of noise as a file."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    target = io.BytesIO()
+    Image.fromarray(pixels).save(target, format)
+    return target.getvalue()
+
+
+def opened(content: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(content))
+
+
+def talk(app: Any, conversation: Callable[[httpx.AsyncClient], Coroutine[Any, Any, Any]]) -> Any:
+    """Start an application in this process, talk to it, and end it."""
+
+    async def whole() -> Any:
+        async with app.router.lifespan_context(app):
+            transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+            async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=LIMIT) as client:
+                return await conversation(client)
+
+    return asyncio.run(whole())
+
+
+def ask(model: Ensemble, method: str, path: str, settings: ServeSettings, **options: Any) -> httpx.Response:
+    """One request to a fresh server."""
+    return talk(make_app(model, settings), lambda client: client.request(method, path, **options))
+
+
+@contextmanager
+def listening(app: Any) -> Iterator[int]:
+    """An application behind a real socket; the port it listens on."""
+    place = socket.create_server(("127.0.0.1", 0))
+    started = threading.Event()
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            started.set()
+
+    server = Server(uvicorn.Config(app, log_config=None, access_log=False))
+    thread = threading.Thread(target=server.run, args=([place],))
+    thread.start()
+    try:
+        assert started.wait(LIMIT)
+        yield place.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(LIMIT)
+        place.close()

@@ -1,0 +1,442 @@
+"""Every route of the server: right answers, clear refusals, one deadline, one queue, nothing told that is private."""
+
+import asyncio
+import base64
+import json
+import logging
+import threading
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import hydra_ensembles.serve.telemetry as telemetry
+from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.serve.app import make_app
+from hydra_ensembles.serve.batcher import Batcher
+from hydra_ensembles.serve.outputs import REASON_WORDS, columns
+from hydra_ensembles.serve.service import Service
+from hydra_ensembles.serve.settings import API_KEY, ServeSettings
+from served_models import SCORES, inputs_for, served
+from serving import LIMIT, ask, opened, picture, settings, talk
+
+JSON = {"Content-Type": "application/json"}
+MODEL = "/v2/models/model"
+
+
+def post(model: str, path: str = "/v1/predict", **options: Any) -> httpx.Response:
+    changes = options.pop("changes", {})
+    return ask(served(model), "POST", path, settings(**changes), **options)
+
+
+def encoded(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+# --- /v1 -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"files": [("file", ("a.png", picture(0))), ("file", ("b.png", picture(1)))]},
+        {"json": {"images": [encoded(picture(0)), "data:image/png;base64," + encoded(picture(1))]}},
+        {"json": {"image": encoded(picture(0)), "images": [encoded(picture(1))]}},
+    ],
+)
+def test_images_in_every_way(options: dict[str, Any]) -> None:
+    answer = post("image", **options)
+    assert answer.status_code == 200
+    expected = served("image").predict([opened(picture(0)), opened(picture(1))])
+    for index, found in enumerate(answer.json()["predictions"]):
+        one = expected[index]
+        assert found["label"] == one.names()[0]
+        assert found["index"] == one.label.item()
+        assert found["accept"] == one.accept.item()
+        assert found["reason"] == one.reason[0]
+        for name in ("confidence", "entropy", "aleatoric", "epistemic", "disagreement"):
+            assert found[name] == pytest.approx(getattr(one, name).item(), abs=2e-4)
+        assert found["score"] == pytest.approx(one.score().item(), abs=2e-4)
+        for name in SCORES["image"]:
+            assert found[name] == pytest.approx(one.score(name).item(), rel=1e-3)
+        assert found["top"][0] == {"label": found["label"], "probability": pytest.approx(found["confidence"])}
+        assert [member["label"] for member in found["members"]] == [
+            one.class_names[label] for label in one.member_probs.argmax(dim=-1)[:, 0].tolist()
+        ]
+        alone = one.member_logits.log_softmax(dim=-1) / one.temperature[0]  # sharpened as the mean is
+        assert [member["probability"] for member in found["members"]] == pytest.approx(
+            alone.softmax(dim=-1).amax(dim=-1)[:, 0].tolist(), abs=2e-4
+        )
+        assert "nearest" not in found
+
+
+def test_an_image_as_it_is_and_its_nearest_class() -> None:
+    answer = post("image", "/v1/predict?nearest=1", content=picture(), headers={"Content-Type": "image/png"})
+    (found,) = answer.json()["predictions"]
+    assert found["nearest"] in served("image").metadata.labels
+    bare = post("image, bare", "/v1/predict?nearest=1", content=picture(), headers={"Content-Type": "image/png"})
+    (plain,) = bare.json()["predictions"]
+    assert (plain["nearest"], plain["accept"], plain["reason"]) == (None, None, None)
+    assert "familiarity" not in plain
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({"json": {"texts": ["hello", "hello wörld"]}}, ["hello", "hello wörld"]),
+        ({"json": {"text": ["hello", "wörld"]}}, [("hello", "wörld")]),
+        ({"data": {"text": "hello"}}, ["hello"]),
+        ({"content": "wörld".encode(), "headers": {"Content-Type": "text/plain; charset=utf-8"}}, ["wörld"]),
+    ],
+)
+def test_texts_in_every_way(options: dict[str, Any], texts: list[Any]) -> None:
+    answer = post("text", **options)
+    assert answer.status_code == 200
+    expected = served("text").predict(texts)
+    found = [one["confidence"] for one in answer.json()["predictions"]]
+    assert found == pytest.approx(expected.confidence.tolist(), abs=2e-4)
+
+
+def test_an_abstention_is_an_answer() -> None:
+    strange = 50 * inputs_for(served("image"), 6)["pixel_values"]
+    expected = served("image").predict(strange)
+    tensor = {"name": "pixel_values", "shape": list(strange.shape), "datatype": "FP32"}
+    answer = post("image", f"{MODEL}/infer", json={"inputs": [tensor | {"data": strange.flatten().tolist()}]})
+    assert answer.status_code == 200
+    found = {one["name"]: one["data"] for one in answer.json()["outputs"]}
+    assert [REASON_WORDS[code] or None for code in found["reason"]] == expected.reason
+    assert "unfamiliar" in expected.reason
+    assert found["accept"] == expected.accept.tolist()
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+BROKEN = {
+    "not JSON": ({"content": b"{", "headers": JSON}, 400, "JSON"),
+    "deep JSON": ({"content": b"[" * 100_000, "headers": JSON}, 400, "JSON"),
+    "a list": ({"json": []}, 400, "object"),
+    "nothing": ({"json": {}}, 400, "no sample"),
+    "an unknown field": ({"json": {"picture": ""}}, 400, "picture"),
+    "no list": ({"json": {"images": "x"}}, 400, "list"),
+    "no base64": ({"json": {"image": "%%%"}}, 400, "base64"),
+    "no string": ({"json": {"image": 3}}, 400, "base64"),
+    "broken image": ({"json": {"image": encoded(picture()[:200])}}, 400, "image 0"),
+    "no image": ({"files": {"file": b"hello"}}, 415, "image 0"),
+    "a text": ({"json": {"text": "hello"}}, 400, "reads images"),
+    "both": ({"json": {"text": "hello", "image": encoded(picture())}}, 400, "one kind"),
+    "no type": ({"content": picture()}, 415, "image/*"),
+    "another type": ({"content": b"x", "headers": {"Content-Type": "application/x-pickle"}}, 415, "application/json"),
+    "a broken form": (
+        {"content": b"x", "headers": {"Content-Type": "multipart/form-data; boundary=q"}},
+        400,
+        "form|sample",
+    ),
+    "no boundary": ({"content": b"x", "headers": {"Content-Type": "multipart/form-data"}}, 400, "form"),
+    "compressed": ({"content": b"x", "headers": {"Content-Encoding": "gzip", **JSON}}, 415, "compressed"),
+    "too large": ({"content": bytes(200_001), "headers": JSON}, 413, "200000"),
+    "too many": ({"json": {"images": [""] * 65}}, 413, "65 samples"),
+}
+
+
+@pytest.fixture(scope="module")
+def refused() -> dict[str, httpx.Response]:
+    """The answers to all broken requests, of one server, which answers right afterwards."""
+    app = make_app(served("image"), settings(max_body=0.2))
+
+    async def conversation(client: httpx.AsyncClient) -> dict[str, httpx.Response]:
+        found = {name: await client.post("/v1/predict", **options) for name, (options, _, _) in BROKEN.items()}
+
+        async def chunks() -> Any:  # a body whose length is not told beforehand
+            for _ in range(30):
+                yield bytes(10_000)
+
+        found["endless"] = await client.post("/v1/predict", content=chunks(), headers={"Content-Type": "image/png"})
+        good = await client.post("/v1/predict", files={"file": picture()})
+        assert good.status_code == 200
+        return found
+
+    return talk(app, conversation)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_requests_are_refused_in_words(name: str, refused: dict[str, httpx.Response]) -> None:
+    _, status, token = BROKEN[name]
+    answer = refused[name]
+    assert answer.status_code == status, answer.text
+    assert any(part in answer.json()["error"] for part in token.split("|"))
+    assert "/" not in answer.json()["error"].replace("image/*", "").replace("/x-", "").replace("n/json", "").replace(
+        "t/form", "").replace("t/plain", "")  # fmt: skip
+    assert "Traceback" not in answer.text
+
+
+def test_a_body_of_unknown_length_is_cut_off(refused: dict[str, httpx.Response]) -> None:
+    assert refused["endless"].status_code == 413
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/v1/predict", 405)])
+def test_other_addresses_are_refused_alike(method: str, path: str, status: int) -> None:
+    answer = ask(served("image"), method, path, settings())
+    assert answer.status_code == status
+    assert answer.json().keys() == {"error"}
+
+
+def test_a_mistake_of_ours_tells_nothing_but_a_number(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def broken(self: Any, *_: Any) -> None:
+        raise RuntimeError("secret input /home/me")
+
+    monkeypatch.setattr(Service, "images", broken)
+    with caplog.at_level(logging.INFO, telemetry.LOGGER.name):
+        answer = post("image", files={"file": picture()}, headers={"X-Request-Id": "number-7"})
+    assert answer.status_code == 500
+    assert answer.headers["X-Request-Id"] == "number-7"
+    assert "number-7" in answer.json()["error"]
+    assert "secret" not in answer.text + caplog.text
+    failure = next(json.loads(line) for line in caplog.messages if '"failure"' in line)
+    assert (failure["error"], failure["id"]) == ("RuntimeError", "number-7")
+    assert any("broken" in place for place in failure["where"])
+
+
+# --- the key ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_is_asked_for_everywhere_but_at_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY, "correct horse")
+
+    async def conversation(client: httpx.AsyncClient) -> None:
+        for path in ("/", "/v2", "/v2/health/live", "/v2/health/ready", f"{MODEL}/ready"):
+            assert (await client.get(path)).status_code == 200
+        for path in ("/metrics", "/v1/model", MODEL):
+            assert (await client.get(path)).status_code == 401
+        for headers in (
+            {},
+            {"X-API-Key": "correct hors"},
+            {"Authorization": "Basic correct horse"},
+            {"X-API-Key": "ü"},
+        ):
+            headers = {name: value.encode() for name, value in headers.items()}
+            answer = await client.post("/v1/predict", files={"file": picture()}, headers=headers)
+            assert answer.status_code == 401
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+            assert (await client.post(f"{MODEL}/infer", headers=headers)).status_code == 401
+        for headers in ({"X-API-Key": "correct horse"}, {"Authorization": "bearer correct horse"}):
+            assert (await client.post("/v1/predict", files={"file": picture()}, headers=headers)).status_code == 200
+
+    talk(make_app(served("image"), settings()), conversation)
+
+
+@pytest.mark.parametrize("key", ["", "short", "ünïcödë-key", "line\nbreak", " spaces around "])
+def test_keys_that_protect_nothing_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="key"):
+        ServeSettings(api_key=key)
+
+
+def test_the_key_is_not_shown() -> None:
+    assert "correct horse" not in repr(ServeSettings(api_key="correct horse"))
+
+
+@pytest.mark.parametrize(
+    ("change", "token"),
+    [
+        ({"max_batch": 0}, "max_batch"),
+        ({"max_queue": 3, "max_batch": 4}, "max_queue"),
+        ({"timeout": float("nan")}, "timeout"),
+        ({"port": 70_000}, "port"),
+        ({"name": "a/b"}, "name"),
+        ({"precision": "int8"}, "precision"),
+        ({"workers": "two"}, "workers"),
+    ],
+)
+def test_settings_are_checked(change: dict[str, Any], token: str) -> None:
+    with pytest.raises(ConfigError, match=token):
+        ServeSettings(**change)
+
+
+# --- deadline and queue ----------------------------------------------------------------------------------------------
+
+
+class Held:
+    """Model threads that wait inside their first batch until they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.gate, self.batches = threading.Event(), threading.Event(), []
+        self._submitted, self._changed = 0, threading.Condition()
+        original, submit = Service.workers, Batcher.submit
+
+        def submitted(batcher: Any, rows: Any) -> Any:
+            futures = submit(batcher, rows)
+            with self._changed:
+                self._submitted += len(rows)
+                self._changed.notify_all()
+            return futures
+
+        def workers(service: Service) -> list[Any]:
+            def held(run: Any) -> Any:
+                def inside(rows: list[Any]) -> Any:
+                    self.batches.append(len(rows))
+                    self.entered.set()
+                    assert self.gate.wait(LIMIT)
+                    return run(rows)
+
+                return inside
+
+            return [held(run) for run in original(service)]
+
+        monkeypatch.setattr(Service, "workers", workers)
+        monkeypatch.setattr(Batcher, "submit", submitted)
+
+    def _wait_for(self, rows: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._submitted >= rows, LIMIT)
+
+    async def taken(self, rows: int) -> None:
+        """Until so many rows are in the queue, or run."""
+        await asyncio.to_thread(self._wait_for, rows)
+
+    async def inside(self) -> None:
+        assert await asyncio.to_thread(self.entered.wait, LIMIT)
+
+
+def test_a_request_is_given_up_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    tensor = {"name": "pixel_values", "shape": [1, 3, 8, 8], "datatype": "FP32", "data": [0.0] * 192}
+
+    async def conversation(client: httpx.AsyncClient) -> None:
+        late = await client.post("/v1/predict", files={"file": picture()})
+        assert late.status_code == 504
+        assert "0.05" in late.json()["error"]
+        own = {"inputs": [tensor], "parameters": {"timeout": 1000}}  # microseconds
+        told = await client.post(f"{MODEL}/infer", json=own)
+        assert told.status_code == 504
+        assert "given" in told.json()["error"]
+        held.gate.set()
+
+    talk(make_app(served("image"), settings(timeout=0.05)), conversation)
+    assert held.batches == [1]  # what was given up while it waited was not run
+
+
+def test_a_full_queue_is_said_with_a_time_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+
+    async def conversation(client: httpx.AsyncClient) -> None:
+        first = asyncio.create_task(client.post("/v1/predict", files={"file": picture()}))
+        await held.inside()
+        several = {"json": {"images": [encoded(picture())] * 4}}
+        queued = asyncio.create_task(client.post("/v1/predict", **several))
+        await held.taken(5)
+        for options in (several, {"files": {"file": picture()}}):
+            full = await client.post("/v1/predict", **options)
+            assert full.status_code == 503
+            assert int(full.headers["Retry-After"]) >= 1
+        held.gate.set()
+        assert [(await one).status_code for one in (first, queued)] == [200, 200]
+        assert (await client.post("/v1/predict", files={"file": picture()})).status_code == 200
+
+    talk(make_app(served("image"), settings(max_queue=4)), conversation)
+
+
+def test_open_requests_are_bounded_before_their_bodies_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+
+    async def conversation(client: httpx.AsyncClient) -> None:
+        first = asyncio.create_task(client.post("/v1/predict", files={"file": picture()}))
+        await held.inside()
+
+        async def never() -> Any:
+            pytest.fail("the body was read")
+            yield b""
+
+        full = await client.post("/v1/predict", content=never(), headers=JSON)
+        assert (full.status_code, full.headers["Retry-After"]) == (503, "1")
+        held.gate.set()
+        assert (await first).status_code == 200
+
+    talk(make_app(served("image"), settings(max_queue=1, max_batch=1)), conversation)
+
+
+def test_many_at_once_are_batched_and_each_gets_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    contents = [picture(seed) for seed in range(13)]
+
+    async def conversation(client: httpx.AsyncClient) -> list[httpx.Response]:
+        asked = [asyncio.create_task(client.post("/v1/predict", files={"file": contents[0]}))]
+        await held.inside()
+        asked += [asyncio.create_task(client.post("/v1/predict", files={"file": one})) for one in contents[1:]]
+        await held.taken(13)
+        held.gate.set()
+        return await asyncio.gather(*asked)
+
+    answers = talk(make_app(served("image"), settings()), conversation)
+    expected = columns(served("image").predict([opened(one) for one in contents]))["probs"].max(axis=-1)
+    found = [answer.json()["predictions"][0]["confidence"] for answer in answers]
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+    assert held.batches == [1, 4, 4, 4]
+
+
+# --- what is told ----------------------------------------------------------------------------------------------------
+
+
+def test_metrics_count_outcomes_scores_batches_and_refusals() -> None:
+    async def conversation(client: httpx.AsyncClient) -> str:
+        before = (await client.get("/metrics")).text
+        assert 'hydra_answers_total{outcome="unfamiliar"} 0.0' in before
+        for seed in range(5):
+            await client.post("/v1/predict", files={"file": picture(seed)})
+        await client.post("/v1/predict", json={})
+        await client.get("/nowhere")
+        return (await client.get("/metrics")).text
+
+    text = talk(make_app(served("image"), settings()), conversation)
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#")
+    assert float(lines['hydra_requests_total{route="/v1/predict",status="200"}']) == 5
+    assert float(lines['hydra_requests_total{route="/v1/predict",status="400"}']) == 1
+    assert float(lines['hydra_requests_total{route="elsewhere",status="404"}']) == 1
+    expected = served("image").predict([opened(picture(seed)) for seed in range(5)])
+    outcomes = [reason or "accepted" for reason in expected.reason]
+    for word in ("accepted", "unsure", "unfamiliar"):
+        assert float(lines[f'hydra_answers_total{{outcome="{word}"}}']) == outcomes.count(word)
+    assert float(lines["hydra_batch_rows_sum"]) == float(lines["hydra_batch_rows_count"]) == 5
+    assert float(lines["hydra_queue_rows"]) == 0
+    assert sum(float(count) for name, count in lines.items() if name.startswith("hydra_labels_total")) == 5
+    fitted = [name.replace("++", "_pp") for name in SCORES["image"]]
+    for name in ("confidence", "entropy", "aleatoric", "epistemic", "disagreement", "score", "p_value", *fitted):
+        assert float(lines[f"hydra_score_{name}_count"]) == 5
+    assert float(lines["hydra_score_score_sum"]) == pytest.approx(expected.score().sum().item(), rel=1e-3)
+
+
+def test_bins_hold_equal_shares_of_the_held_out_scores_and_end_at_the_threshold() -> None:
+    service = Service(served("image"), settings())
+    bins = {name: edges for name, _, edges in telemetry._score_bins(service)}
+    calibration = served("image").metadata.calibration
+    shares = np.searchsorted(calibration.reference.values, bins["score"][:-1], side="right") / 80
+    assert np.diff([0.0, *shares]).max() <= 2 / telemetry.BINS
+    assert calibration.threshold in bins["score"]
+    bare = {name: edges for name, _, edges in telemetry._score_bins(Service(served("image, bare"), settings()))}
+    assert bare["score"][0] < 0 < bare["score"][-2]
+
+
+def test_a_line_of_the_log_has_no_input(caplog: Any) -> None:
+    with caplog.at_level(logging.INFO, telemetry.LOGGER.name):
+        post("text", json={"texts": ["hello", "hello wörld"]})
+        post("text", json={"text": ""})
+    lines = [json.loads(line) for line in caplog.messages]
+    good, bad = (line for line in lines if line["event"] == "request")
+    assert (good["route"], good["status"], good["rows"], sum(good["outcomes"].values())) == ("/v1/predict", 200, 2, 2)
+    assert bad["status"] == 400
+    assert good["id"] != bad["id"]
+    assert "hello" not in caplog.text
+
+
+def test_the_model_is_described() -> None:
+    found = ask(served("image"), "GET", "/v1/model", settings()).json()
+    assert (found["kind"], found["members"], found["labels"]) == ("image", 3, list(served("image").metadata.labels))
+    assert found["unsure_above"] == served("image").metadata.calibration.threshold
+
+
+def test_the_page_brings_its_own_policy() -> None:
+    answer = ask(served("image"), "GET", "/", settings())
+    assert answer.status_code == 200
+    policy = answer.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "http" not in policy

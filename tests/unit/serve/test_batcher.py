@@ -1,0 +1,177 @@
+"""Batches are as large as they may be, of one shape, in order; nothing taken in is lost, nothing is run for nobody."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from hydra_ensembles.errors import RequestError
+from hydra_ensembles.serve.batcher import Batcher
+
+FOREVER = 3600.0
+LIMIT = 60.0  # seconds, a safety net
+
+
+class Model:
+    """Answers a row with itself and the size of its batch; `hold` keeps the first batch until `release`."""
+
+    def __init__(self, hold: bool = False) -> None:
+        self.batches: list[list[Any]] = []
+        self.entered, self._gate = threading.Event(), threading.Event()
+        if not hold:
+            self.release()
+
+    def release(self) -> None:
+        self._gate.set()
+
+    def __call__(self, rows: list[Any]) -> list[tuple[Any, int]]:
+        self.entered.set()
+        assert self._gate.wait(LIMIT)
+        self.batches.append(rows)
+        if any(row == "poison" for row in rows):
+            raise RuntimeError("poison")
+        return [(row, len(rows)) for row in rows]
+
+
+def batcher(model: Callable[..., Any], workers: int = 1, **changes: Any) -> Batcher[Any, Any]:
+    settings = {"max_batch": 4, "max_wait": 0.0, "max_queue": 8} | changes
+    return Batcher([model] * workers, lambda row: type(row), **settings)
+
+
+def held(model: Model, **changes: Any) -> tuple[Batcher[Any, Any], Future[Any]]:
+    """A batcher whose thread is busy with one row, `"first"`."""
+    made = batcher(model, **changes)
+    (first,) = made.submit(["first"])
+    assert model.entered.wait(LIMIT)
+    return made, first
+
+
+def results(futures: list[Future[Any]]) -> list[Any]:
+    return [future.result(LIMIT) for future in futures]
+
+
+def test_what_waits_becomes_full_batches_of_one_shape_in_order() -> None:
+    model, seen = Model(hold=True), []
+    made, first = held(model, observe=lambda rows, seconds: seen.append((rows, seconds >= 0)))
+    futures = [future for row in (1, "a", 2, 3, "b", 4, 5) for future in made.submit([row])]
+    assert made.waiting == 7
+    model.release()
+    assert results([first, *futures])[1:] == [(1, 4), ("a", 2), (2, 4), (3, 4), ("b", 2), (4, 4), (5, 1)]
+    assert model.batches == [["first"], [1, 2, 3, 4], ["a", "b"], [5]]
+    assert made.waiting == 0
+    made.close()
+    assert seen == [(1, True), (4, True), (2, True), (1, True)]
+
+
+def test_a_full_batch_does_not_wait_and_another_waits_for_more() -> None:
+    made = batcher(Model(), max_wait=FOREVER)
+    early = made.submit([1, 2, 3])
+    assert results([*early, *made.submit([4])]) == [(row, 4) for row in (1, 2, 3, 4)]
+    late = made.submit([5, "a"])
+    made.close()  # the only thing that ends the wait
+    assert results(late) == [(5, 1), ("a", 1)]
+
+
+def test_a_wait_ends() -> None:
+    made = batcher(Model(), max_wait=0.001)
+    assert results(made.submit([1])) == [(1, 1)]
+    made.close()
+
+
+def test_closing_answers_what_was_taken_in_and_takes_nothing_more() -> None:
+    model = Model(hold=True)
+    made, first = held(model)
+    futures = made.submit([1, 2, 3, 4, 5])
+    closing = threading.Thread(target=made.close)
+    closing.start()
+    model.release()
+    closing.join(LIMIT)
+    assert not closing.is_alive()
+    assert all(future.done() for future in (first, *futures))
+    with pytest.raises(RequestError, match="end") as refused:
+        made.submit([6])
+    assert (refused.value.status, refused.value.retry_after) == (503, 1)
+
+
+def test_a_full_queue_refuses_all_of_a_request() -> None:
+    model = Model(hold=True)
+    made, _ = held(model)
+    kept = made.submit(list(range(7)))
+    with pytest.raises(RequestError, match="waiting") as refused:
+        made.submit([7, 8])
+    assert refused.value.status == 503
+    assert refused.value.retry_after >= 1
+    kept += made.submit([7])  # there is room for one
+    with pytest.raises(RequestError, match="9 samples") as never:
+        made.submit(list(range(9)))
+    assert never.value.status == 413
+    model.release()
+    assert [row for row, _ in results(kept)] == list(range(8))
+    made.close()
+
+
+def test_the_time_to_come_back_after_is_that_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, clock = Model(), [0.0]
+    monkeypatch.setattr("hydra_ensembles.serve.batcher.time.monotonic", lambda: clock[0])
+
+    def slow(rows: list[Any]) -> list[Any]:
+        clock[0] += 2.5 * len(rows)
+        return model(rows)
+
+    made = batcher(slow)
+    results(made.submit([1]))
+    model._gate.clear()
+    model.entered.clear()
+    made.submit(["first"])
+    assert model.entered.wait(LIMIT)
+    made.submit(list(range(8)))
+    with pytest.raises(RequestError) as refused:
+        made.submit([9])
+    assert refused.value.retry_after == 20  # 8 rows of 2.5 seconds
+    model.release()
+    made.close()
+
+
+def test_what_nobody_waits_for_is_not_run() -> None:
+    model = Model(hold=True)
+    made, _ = held(model)
+    futures = made.submit([1, 2, 3, "a"])
+    assert futures[1].cancel()
+    assert futures[3].cancel()  # the only one of its shape
+    model.release()
+    made.close()
+    assert model.batches == [["first"], [1, 3]]
+
+
+def test_one_bad_row_costs_no_other_its_answer() -> None:
+    model = Model(hold=True)
+    made, _ = held(model)
+    good, bad, other = made.submit(["x", "poison", "y"])
+    model.release()
+    assert results([good, other]) == [("x", 1), ("y", 1)]
+    with pytest.raises(RuntimeError, match="poison"):
+        bad.result(LIMIT)
+    assert results(made.submit(["z"])) == [("z", 1)]  # the thread goes on
+    made.close()
+
+
+def test_a_model_that_answers_too_few_rows_is_an_error() -> None:
+    made = batcher(lambda rows: [])
+    (future,) = made.submit([1])
+    with pytest.raises(ValueError, match="zip"):
+        future.result(LIMIT)
+    made.close()
+
+
+def test_workers_run_at_the_same_time() -> None:
+    both = threading.Barrier(2, timeout=LIMIT)
+
+    def run(rows: list[Any]) -> list[Any]:
+        both.wait()  # passes only when two threads are in here
+        return rows
+
+    made = batcher(run, workers=2, max_batch=1)
+    assert results(made.submit([1, 2])) == [1, 2]
+    made.close()

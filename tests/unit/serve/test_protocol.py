@@ -1,0 +1,200 @@
+"""The Open Inference Protocol, as an ordinary client of Triton speaks it, and what is not the protocol refused."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hydra_ensembles.errors import RequestError
+from hydra_ensembles.serve.app import make_app
+from hydra_ensembles.serve.outputs import columns, output_fields
+from hydra_ensembles.serve.protocol import NAMES, deadline_of, read_request
+from served_models import inputs_for, served
+from serving import ask, listening, opened, picture, settings
+
+triton = pytest.importorskip("tritonclient.http")
+errors = pytest.importorskip("tritonclient.utils")
+
+KEY = "correct horse"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture(scope="module")
+def images() -> Iterator[Any]:
+    yield from connected("image")
+
+
+@pytest.fixture(scope="module")
+def texts() -> Iterator[Any]:
+    yield from connected("text")
+
+
+def connected(kind: str) -> Iterator[Any]:
+    with listening(make_app(served(kind), settings(name=f"my-{kind}", api_key=KEY))) as port:
+        client = triton.InferenceServerClient(f"127.0.0.1:{port}")
+        yield client
+        client.close()
+
+
+def tensor(name: str, array: Any, binary: bool) -> Any:
+    datatype = "BYTES" if array.dtype == object else NAMES[str(array.dtype)]
+    given = triton.InferInput(name, list(array.shape), datatype)
+    given.set_data_from_numpy(array, binary_data=binary)
+    return given
+
+
+def check(result: Any, expected: dict[str, Any], names: list[str]) -> None:
+    for name in names:
+        found = result.as_numpy(name)
+        assert found.dtype == expected[name].dtype
+        near = 0.03 if name in ("p_value", "familiarity") else 2e-4
+        np.testing.assert_allclose(found, expected[name], rtol=2e-4, atol=near, err_msg=name)
+
+
+def test_health_and_metadata(images: Any) -> None:
+    assert images.is_server_live()
+    assert images.is_server_ready()
+    assert images.is_model_ready("my-image")
+    assert images.is_model_ready("my-image", "1")
+    assert images.get_server_metadata()["name"] == "hydra-ensembles"
+    found = images.get_model_metadata("my-image", headers=dict(HEADERS))
+    assert [one["name"] for one in found["inputs"]] == ["image", "pixel_values"]
+    assert found["inputs"][1]["shape"] == [-1, 3, 8, 8]
+    fields = output_fields(served("image"))
+    assert [(one["name"], one["shape"]) for one in found["outputs"]] == [
+        (field.name, [-1, *field.shape]) for field in fields
+    ]
+    assert found["parameters"]["labels"] == list(served("image").metadata.labels)
+    assert found["parameters"]["reasons"] == ["", "unsure", "unfamiliar"]
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_tensors_of_images(images: Any, binary: bool) -> None:
+    pixels = inputs_for(served("image"), 5)["pixel_values"]
+    expected = columns(served("image").predict(pixels))
+    given = [tensor("pixel_values", pixels.numpy(), binary)]
+    every = images.infer("my-image", given, headers=dict(HEADERS), request_id="seven")
+    assert every.get_response()["id"] == "seven"
+    check(every, expected, list(expected))
+    asked = [triton.InferRequestedOutput(name, binary_data=binary) for name in ("probs", "accept", "label")]
+    some = images.infer("my-image", given, outputs=asked, headers=dict(HEADERS), model_version="1")
+    assert [one["name"] for one in some.get_response()["outputs"]] == ["probs", "accept", "label"]
+    check(some, expected, ["probs", "accept", "label"])
+
+
+def test_encoded_images(images: Any) -> None:
+    contents = [picture(0), picture(1, format="JPEG")]
+    expected = columns(served("image").predict([opened(one) for one in contents]))
+    result = images.infer("my-image", [tensor("image", np.array(contents, dtype=object), True)], headers=dict(HEADERS))
+    check(result, expected, list(expected))
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_texts_and_tokens(texts: Any, binary: bool) -> None:
+    some = ["hello", "hello wörld wörld"]
+    expected = columns(served("text").predict(some))
+    result = texts.infer("my-text", [tensor("text", np.array(some, dtype=object), binary)], headers=dict(HEADERS))
+    check(result, expected, list(expected))
+    inputs = inputs_for(served("text"), 3)
+    expected = columns(served("text").predict(inputs))
+    given = [tensor(name, one.numpy(), binary) for name, one in inputs.items()]
+    check(texts.infer("my-text", given, headers=dict(HEADERS)), expected, list(expected))
+
+
+def test_errors_reach_the_client_as_its_own(images: Any) -> None:
+    pixels = inputs_for(served("image"), 1)["pixel_values"].numpy()
+    for name, array, headers, token in (
+        ("pixel_values", pixels[:, :, :4], HEADERS, "8"),
+        ("pixels", pixels, HEADERS, "pixel_values"),
+        ("pixel_values", pixels, {}, "key"),
+        ("image", np.array([b"x"], dtype=object), HEADERS, "image 0"),
+    ):
+        with pytest.raises(errors.InferenceServerException, match=token) as refused:
+            images.infer("my-image", [tensor(name, array, True)], headers=dict(headers))
+        assert refused.value.status().startswith("4")
+    with pytest.raises(errors.InferenceServerException, match="no POST"):
+        images.infer("another", [tensor("pixel_values", pixels, True)], headers=dict(HEADERS))
+    unknown = [triton.InferRequestedOutput("logits")]
+    with pytest.raises(errors.InferenceServerException, match="member_logits"):
+        images.infer("my-image", [tensor("pixel_values", pixels, True)], outputs=unknown, headers=dict(HEADERS))
+
+
+# --- what is not the protocol ----------------------------------------------------------------------------------------
+
+ONE = {"name": "a", "shape": [2], "datatype": "FP32", "data": [1, 2.5]}
+
+
+def body(**changes: Any) -> bytes:
+    return json.dumps({"inputs": [ONE | changes]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "header", "token"),
+    [
+        (b"{}", None, "inputs"),
+        (b'{"inputs": [1]}', None, "inputs"),
+        (body(name=3), None, "name"),
+        (json.dumps({"inputs": [ONE, ONE]}).encode(), None, "name"),
+        (body(datatype="FP8"), None, "datatype"),
+        (body(shape=[-1]), None, "shape"),
+        (body(shape=[True]), None, "shape"),
+        (body(shape="2"), None, "shape"),
+        (body(shape=[1 << 40, 1 << 40]), None, "numbers"),
+        (body(data=[1]), None, "2 numbers"),
+        (body(data=[[1, 2], [3]]), None, "numbers"),
+        (body(data=["x", "y"]), None, "numbers"),
+        (body(data="12"), None, "list"),
+        (body(datatype="INT64"), None, "INT64"),  # 2.5
+        (body(datatype="UINT8", data=[1, 256]), None, "UINT8"),
+        (body(datatype="BYTES"), None, "strings"),
+        (body() + b"1234", str(len(body())), "4 bytes"),
+        (body(), "0", "Inference"),
+        (body(), "9999", "Inference"),
+        (body(), "-1", "Inference"),
+        (body(parameters={"binary_data_size": 8}), str(len(body(parameters={"binary_data_size": 8}))), "binary_data"),
+    ],
+)
+def test_other_requests_are_refused(content: bytes, header: str | None, token: str) -> None:
+    with pytest.raises(RequestError, match=token):
+        read_request(content, header)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape", "content", "token"),
+    [
+        ("FP32", [2], bytes(7), "7 bytes"),
+        ("BYTES", [1], b"\xff\xff\xff\xffx", "length"),
+        ("BYTES", [2], b"\x01\x00\x00\x00x", "2 strings"),
+        ("BYTES", [1], b"\x01\x00\x00\x00xyz", "length"),
+    ],
+)
+def test_binary_tensors_must_have_the_size_they_claim(
+    datatype: str, shape: list[int], content: bytes, token: str
+) -> None:
+    given = {"name": "a", "shape": shape, "datatype": datatype, "parameters": {"binary_data_size": len(content)}}
+    head = json.dumps({"inputs": [given]}).encode()
+    with pytest.raises(RequestError, match=token):
+        read_request(head + content, str(len(head)))
+
+
+def test_several_tensors_in_json_and_binary() -> None:
+    binary = {"name": "b", "shape": [1, 2], "datatype": "INT16", "parameters": {"binary_data_size": 4}}
+    head = json.dumps({"inputs": [binary, ONE]}).encode()
+    _, found = read_request(head + np.array([5, -6], "<i2").tobytes(), str(len(head)))
+    assert found["b"].tolist() == [[5, -6]]
+    assert found["a"].tolist() == [1.0, 2.5]
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(2_000_000, 2.0), (0, float("inf")), ("soon", float("inf"))])
+def test_the_time_that_a_client_gives(given: Any, seconds: float) -> None:
+    assert deadline_of({"parameters": {"timeout": given}}) == seconds
+
+
+def test_mixed_inputs_are_refused() -> None:
+    given = {"name": "pixel_values", "shape": [1], "datatype": "BYTES", "data": ["x"]}
+    for inputs, token in (([given], "BYTES"), ([given, {**given, "name": "image"}], "pixel_values")):
+        answer = ask(served("image"), "POST", "/v2/models/model/infer", settings(), json={"inputs": inputs})
+        assert answer.status_code == 400
+        assert token in answer.json()["error"]

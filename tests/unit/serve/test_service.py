@@ -1,0 +1,219 @@
+"""What a server reads becomes the rows that `predict` would see, within limits; answers are those of `predict`."""
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hydra_ensembles.errors import ConfigError, HydraError, RequestError
+from hydra_ensembles.preprocessing import TextPreprocessing
+from hydra_ensembles.serve.outputs import columns
+from hydra_ensembles.serve.service import NEAREST, Row, Service, require_servable
+from served_models import SCORES, inputs_for, served
+from serving import opened, picture, settings
+
+TEXTS = ["hello", "hello wörld", "wörld " * 7, "hello hello hello"]
+
+
+def service(kind: str, **changes: Any) -> Service:
+    return Service(served(kind), settings(**changes))
+
+
+def same(answers: list[Any], expected: dict[str, Any]) -> None:
+    assert all(list(answer) == list(expected) for answer in answers)
+    for name, column in expected.items():
+        near = 0.03 if name in ("p_value", "familiarity") else 2e-4  # they step where a held-out score is met
+        np.testing.assert_allclose([answer[name] for answer in answers], column, rtol=2e-4, atol=near, err_msg=name)
+
+
+@pytest.mark.parametrize("count", [1, 4, 7])
+def test_images_are_answered_as_predict_does(count: int) -> None:
+    one = service("image")
+    contents = [picture(seed) for seed in range(count)]
+    (run,) = one.workers()
+    expected = columns(one.ensemble.predict([opened(content) for content in contents]))
+    same(run(one.images(contents)), expected)
+
+
+def test_texts_are_answered_as_predict_does() -> None:
+    one = service("text")
+    (run,) = one.workers()
+    pairs = [("hello", "wörld"), ("wörld", "hello hello")]
+    same(run(one.texts(TEXTS)), columns(one.ensemble.predict(TEXTS)))
+    same(run(one.texts(pairs)), columns(one.ensemble.predict(pairs)))
+
+
+def test_tensors_are_answered_as_predict_does() -> None:
+    for kind in ("image", "text"):
+        one = service(kind)
+        inputs = inputs_for(one.ensemble, 6)
+        (run,) = one.workers()
+        same(run(one.tensors(inputs)), columns(one.ensemble.predict(inputs)))
+    del inputs["attention_mask"], inputs["token_type_ids"]
+    same(run(one.tensors(inputs)), columns(one.ensemble.predict(inputs)))
+
+
+def test_texts_are_padded_to_few_lengths_and_those_without_a_mask_to_none() -> None:
+    one, known = service("text"), served("text")
+    assert one.lengths() == [9]
+    assert {row.shape for row in one.texts(TEXTS)} == {row.shape for row in one.examples()}
+    plain = TextPreprocessing(max_length=9, attention_mask=False, tokenizer=known.metadata.preprocessing.tokenizer)
+    unmasked = Service(known.with_metadata(preprocessing=plain), settings())
+    assert unmasked.lengths() == []
+    assert [row.inputs["input_ids"].shape[0] for row in unmasked.texts(TEXTS)] == [1, 2, 7, 3]
+    same(unmasked.workers()[0](unmasked.texts(TEXTS[:1])), columns(known.predict(TEXTS[:1])))
+    long = Service(served("text"), settings())
+    long._most_tokens = lambda: 100  # type: ignore[method-assign]
+    assert long.lengths() == [16, 32, 64, 100]
+
+
+def test_plans_are_warm_for_every_size_they_will_run() -> None:
+    one = service("image", max_batch=6)
+    assert one.sizes() == [1, 2, 4, 6]
+    (run,) = one.workers()
+    plan = run.__self__.plan
+    warm = set(plan.choices)
+    assert sorted(key[0][0][0] for key in warm) == [1, 2, 4, 6]
+    for count in range(1, 7):
+        run(one.images([picture()] * count))
+    assert set(plan.choices) == warm
+    cold = service("image", warm_up=False)
+    assert not cold.workers()[0].__self__.plan.choices
+
+
+def test_rows_of_several_shapes_keep_their_order() -> None:
+    known = served("text")
+    plain = TextPreprocessing(max_length=9, attention_mask=False, tokenizer=known.metadata.preprocessing.tokenizer)
+    one = Service(known.with_metadata(preprocessing=plain), settings())
+    (run,) = one.workers()
+    found = run(one.texts([*TEXTS, *TEXTS]))
+    expected = [columns(known.predict([text])) for text in TEXTS] * 2
+    for answer, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(answer["member_logits"], wanted["member_logits"][0], rtol=1e-3, atol=1e-3)
+
+
+def test_workers_of_one_device_share_their_weights() -> None:
+    first, second = service("image", workers=2).workers()
+    assert first.__self__.plan is second.__self__.plan
+
+
+def test_the_nearest_class_is_that_of_the_features() -> None:
+    one = service("image")
+    known = one.ensemble.metadata.familiarity
+    inputs = inputs_for(one.ensemble, 12)
+    inputs["pixel_values"] *= torch.arange(1, 13)[:, None, None, None]
+    (run,) = one.workers()
+    found = [answer[NEAREST] for answer in run(one.tensors(inputs, nearest=True))]
+    features, _ = one.ensemble.features_and_logits(**inputs)  # [M, B, d]
+    statistics = {name: known.state[f"{SCORES['image'][0]}.{name}"] for name in ("mean", "whiten", "classes")}
+    unit = torch.nn.functional.normalize(features, dim=-1)
+    white = (unit - statistics["mean"][:, None]) @ statistics["whiten"]  # [M, B, d]
+    squared = (white[:, :, None] - statistics["classes"][:, None]).square().sum(dim=(0, 3))  # [B, C]
+    assert found == squared.argmin(dim=-1).tolist()
+    assert len(set(found)) > 1
+    bare = service("image, bare")
+    assert bare.workers()[0](bare.tensors(inputs_for(bare.ensemble, 1), nearest=True))[0][NEAREST] == -1
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
+
+
+def claims(width: int, height: int) -> bytes:
+    """A PNG whose header claims a size, with next to nothing behind it."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
+    )
+
+
+def slim() -> bytes:
+    target = io.BytesIO()
+    Image.new("L", (1, 5000)).save(target, "PNG")
+    return target.getvalue()
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "token"),
+    [
+        (claims(50_000, 50_000), 413, "pixels"),
+        (claims(9_000, 9_000), 413, "9000 x 9000"),
+        (slim(), 413, "1 x 5000"),  # scaled up to what the model reads, it would be gigabytes
+        (b"", 415, "0 bytes"),
+        (b"not an image", 415, "PNG"),
+        (POSTSCRIPT, 415, "PNG"),
+        (picture()[:60], 400, "image 0"),
+        (claims(100, 100), 400, "image 0"),
+    ],
+)
+def test_images_that_are_too_large_or_none_are_refused(content: bytes, status: int, token: str) -> None:
+    with pytest.raises(HydraError, match=token) as refused:
+        service("image").images([content])
+    assert getattr(refused.value, "status", 400) == status
+
+
+def test_a_large_header_is_refused_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hydra_ensembles.serve.service.decode_image", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(RequestError) as refused:
+        service("image").images([claims(50_000, 50_000)])
+    assert refused.value.status == 413
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
+def test_usual_formats_are_read(format: str) -> None:
+    (row,) = service("image").images([picture(format=format)])
+    assert row.inputs["pixel_values"].shape == (3, 8, 8)
+
+
+def test_texts_that_are_too_long_or_empty_are_refused() -> None:
+    with pytest.raises(RequestError, match="11 characters") as refused:
+        service("text", max_characters=10).texts(["hello wörld"])
+    assert refused.value.status == 413
+    with pytest.raises(HydraError, match="no tokens"):
+        service("text").texts([""])
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "token"),
+    [
+        ("image", {"pixel_values": torch.zeros(1, 3, 16, 16)}, r"\[8, 8\]"),
+        ("image", {"pixel_values": torch.full((1, 3, 8, 8), torch.nan)}, "NaN"),
+        ("image", {"pixel_values": torch.zeros(1, 3, 8, 8, dtype=torch.int64)}, "int64"),
+        ("text", {"input_ids": torch.full((1, 3), 99)}, "vocabulary"),
+        ("text", {"input_ids": torch.zeros(1, 10, dtype=torch.long)}, "10 tokens"),
+        ("text", {"input_ids": torch.ones(1, 2, dtype=torch.long), "attention_mask": torch.zeros(1, 2)}, "mask"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(kind: str, inputs: dict[str, torch.Tensor], token: str) -> None:
+    with pytest.raises(HydraError, match=token):
+        service(kind).tensors(inputs)
+
+
+def test_the_wrong_kind_is_refused() -> None:
+    with pytest.raises(RequestError, match="reads images"):
+        service("image").texts(["hello"])
+    with pytest.raises(RequestError, match="reads texts"):
+        service("text").images([picture()])
+    without = Service(served("image").with_metadata(preprocessing=None), settings())
+    with pytest.raises(RequestError, match="image processor"):
+        without.images([picture()])
+
+
+def test_only_classifiers_are_served() -> None:
+    with pytest.raises(ConfigError, match="Linear"):
+        require_servable(torch.nn.Linear(2, 2))
+
+
+def test_a_row_knows_its_shape() -> None:
+    assert Row({"a": torch.zeros(2, 3)}).shape == Row({"a": torch.ones(2, 3)}).shape != Row({"a": torch.zeros(3)}).shape
