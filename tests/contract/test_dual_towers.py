@@ -7,6 +7,7 @@ from torch import Tensor
 import hydra_ensembles as he
 from architectures import perturbed
 from architectures_clip import DUAL_CASES, DualCase
+from contract.models import dual as converted
 from hydra_ensembles.errors import ConfigError, HeadError
 from hydra_ensembles.heads.members import random_members
 
@@ -26,8 +27,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 @torch.no_grad()
 @pytest.mark.parametrize("heads", [IMAGE, TEXT, [*IMAGE, *TEXT]], ids=["image", "text", "both"])
 def test_pruned_equals_masked(case: DualCase, heads: list[tuple[int, int, str]]) -> None:
-    dual, pixels, texts = he.convert(case.build()), case.pixels(), case.texts()
-    assert isinstance(dual, he.DualEncoder)
+    dual, pixels, texts = converted(case), case.pixels(), case.texts()
     before = dual(pixels, texts)
     pruned = he.prune(dual, heads)
     with he.masked(dual, heads) as inside:
@@ -45,7 +45,7 @@ def test_pruned_equals_masked(case: DualCase, heads: list[tuple[int, int, str]])
 @every_case
 @torch.no_grad()
 def test_fused_equals_members_in_turn(case: DualCase) -> None:
-    dual, pixels, texts = he.convert(case.build()), case.pixels(), case.texts()
+    dual, pixels, texts = converted(case), case.pixels(), case.texts()
     members = [he.prune(dual, heads) for heads in CHOICES]
     expected = torch.cat([member(pixels, texts) for member in members])
     for settings in ({}, {"norms": "mean", "readout": "mean"}, {"stem": "separate", "mlp": "separate"}):
@@ -62,7 +62,7 @@ def test_fused_equals_members_in_turn(case: DualCase) -> None:
 
 @torch.no_grad()
 def test_a_tower_that_all_members_have_in_common_is_kept_once() -> None:
-    dual, pixels, texts = he.convert(CASE.build()), CASE.pixels(), CASE.texts()
+    dual, pixels, texts = converted(CASE), CASE.pixels(), CASE.texts()
     for tower, other in (("image", "text"), ("text", "image")):
         members = [he.prune(dual, [(1, head, tower)]) for head in range(3)]
         fused = he.fuse(members)
@@ -95,8 +95,7 @@ def test_members_that_were_trained_apart_keep_their_own_projections_and_scales()
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    dual = he.convert(CASE.build())
-    assert isinstance(dual, he.DualEncoder)
+    dual = converted(CASE)
     for heads, message in (
         ([(0, 1)], r"tower 'main'; a dual encoder has \['image', 'text'\], such as Head\(0, 1, 'image'\)"),
         ([(0, 9, "text")], r"head text:0\.9 is not in this model"),
@@ -119,8 +118,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_random_members_come_from_both_towers() -> None:
-    dual = he.convert(CASE.build())
-    assert isinstance(dual, he.DualEncoder)
+    dual = converted(CASE)
     members = random_members(dual, prune=8, members=3)
     assert {head.tower for heads in members for head in heads} == {"image", "text"}
     assert all(he.prune(dual, heads).num_members == 1 for heads in members)

@@ -1,11 +1,5 @@
 """Circuits over both towers of a dual encoder: exact == naive, and each tower runs for its own heads only."""
 
-import copy
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +8,7 @@ import torch
 
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
-from circuit_models import evidence
-from hydra_ensembles._distributed import Ranks
-from hydra_ensembles.circuit import extract as extraction
+from circuit_models import by_two_ranks, evidence
 from hydra_ensembles.circuit.cache import WorkingModel
 from hydra_ensembles.circuit.joint import JointExact, of_tower
 from hydra_ensembles.errors import ConfigError, DataError, HeadError, HydraError
@@ -180,38 +172,10 @@ def test_a_journal_is_continued(tmp_path: Path) -> None:
     assert he.HeadRanking.load(tmp_path / "ranking.json") == whole
 
 
-@dataclass(frozen=True)
-class ThreadRanks(Ranks):
-    """Ranks that are threads of this process."""
-
-    items: Any = None
-    barrier: Any = None
-
-    def gather(self, item: Any, error: Exception | None = None) -> list[Any]:
-        self.items[self.rank] = item
-        self.barrier.wait(600)
-        gathered = [copy.deepcopy(self.items[rank]) for rank in range(self.size)]  # as between processes
-        self.barrier.wait(600)
-        return gathered
-
-
-def test_two_ranks_give_the_ranking_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_give_the_ranking_of_one() -> None:
     dual = dual_in_float64()
     expected = extract(dual, "exact")
-    local, items, barrier = threading.local(), {}, threading.Barrier(2)  # type: ignore[var-annotated]
-
-    @contextmanager
-    def all_threads(_: torch.device) -> Iterator[Ranks]:
-        yield local.ranks
-
-    def work(rank: int) -> he.HeadRanking:
-        local.ranks = ThreadRanks(rank, 2, items, barrier)
-        return extract(dual, "exact")
-
-    monkeypatch.setattr(extraction, "all_ranks", all_threads)
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(work, range(2)))
-    for ranking in found:
+    for ranking in by_two_ranks(lambda: extract(dual, "exact")):
         assert (ranking.heads, ranking.scores) == (expected.heads, expected.scores)
 
 

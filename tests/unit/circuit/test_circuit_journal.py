@@ -2,46 +2,45 @@
 
 import json
 import os
-import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from circuit_process import BUDGET, KILLED
 from torch.utils.data import DataLoader, TensorDataset
 
-from circuit_models import Problem, evidence, random_problem
+from circuit_models import Problem, by_two_ranks, evidence, random_problem
 from hydra_ensembles.circuit import extract
 from hydra_ensembles.circuit.extract import Journal, Step
 from hydra_ensembles.errors import CheckpointError, HydraWarning, StorageError
-from hydra_ensembles.heads.ranking import HeadRanking
+from processes import in_a_child
 
-PROCESS = Path(__file__).with_name("circuit_process.py")
-METHODS = ("naive", "exact", "screened")
+BUDGET = 5
 
 
 def steps_in(journal: Path) -> int:
     return len(json.loads(journal.read_text())["steps"])
 
 
-def start_process(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(PROCESS), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+def add_until(after: int, end: Callable[[], object]) -> Callable[..., None]:
+    """A stand-in for `Journal.add` that ends the run when so many steps are written."""
+    add = Journal.add
+
+    def add_and_end(journal: Journal, step: Step, path: Path | None) -> None:
+        add(journal, step, path)
+        if len(journal.steps) == after:
+            end()
+
+    return add_and_end
 
 
-def test_a_killed_run_ends_with_the_same_ranking(tmp_path: Path) -> None:
-    process = start_process(tmp_path, "screened", 2)
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == KILLED, errors
-    journal = tmp_path / "screened.journal"
+def test_a_killed_run_ends_with_the_same_ranking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, journal = random_problem(), tmp_path / "journal.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", add_until(2, lambda: os._exit(9)))
+        assert in_a_child(lambda: problem.extract(budget=BUDGET, journal=journal)) == 9
     assert steps_in(journal) == 2
-    options = {"budget": BUDGET, "method": "screened", "screen_size": 3}
-    resumed, expected = random_problem().extract(**options, journal=journal), random_problem().extract(**options)
-    assert evidence(resumed) == evidence(expected)
-    assert resumed.provenance["audit"] == expected.provenance["audit"]
+    assert evidence(problem.extract(budget=BUDGET, journal=journal)) == evidence(problem.extract(budget=BUDGET))
 
 
 @pytest.mark.parametrize(
@@ -55,20 +54,19 @@ def test_a_killed_run_ends_with_the_same_ranking(tmp_path: Path) -> None:
 def test_interrupted_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, after: int, budget: int
 ) -> None:
-    problem, path, add = random_problem(), tmp_path / "journal.json", Journal.add
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    problem, path = random_problem(), tmp_path / "journal.json"
     options = {"budget": budget, "method": method, "screen_size": 3}
-
-    def add_and_stop(journal: Journal, step: Step, path: Path | None) -> None:
-        add(journal, step, path)
-        if len(journal.steps) == after:
-            raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "add", add_and_stop)
+        patch.setattr(Journal, "add", add_until(after, stop))
         with pytest.raises(KeyboardInterrupt):
             problem.extract(journal=path, **options)
     assert steps_in(path) == after
-    assert evidence(problem.extract(journal=path, **options)) == evidence(problem.extract(**options))
+    resumed, expected = problem.extract(journal=path, **options), problem.extract(**options)
+    assert evidence(resumed) == evidence(expected)
+    assert resumed.provenance["audit"] == expected.provenance["audit"]
     assert steps_in(path) == budget
 
 
@@ -215,27 +213,14 @@ def test_shuffling_loaders_give_the_same_samples_again(tmp_path: Path) -> None:
         loaders.extract(budget=4, journal=path, seed=4)
 
 
-# --- several processes -------------------------------------------------------------------------------------
-
-
-def test_two_ranks_give_the_ranking_of_one(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        start_process(tmp_path, ",".join(METHODS), RANK=rank, LOCAL_RANK=rank, GLOO_SOCKET_IFNAME="lo", **shared)
-        for rank in ("0", "1")
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=600)
-        assert process.returncode == 0, errors
-    for method in METHODS:
-        first, second = (HeadRanking.load(tmp_path / f"{method}.{rank}") for rank in range(2))
-        expected = random_problem().extract(budget=BUDGET, method=method, screen_size=3)
-        assert first == second
-        assert evidence(first) == evidence(expected)
-        assert first.provenance["audit"] == expected.provenance["audit"]
-        journal = tmp_path / f"{method}.journal"  # of two ranks: that of one
-        again = random_problem().extract(budget=BUDGET, method=method, screen_size=3, journal=journal)
-        assert evidence(again) == evidence(expected)
+@pytest.mark.parametrize("method", ["naive", "exact", "screened"])
+def test_two_ranks_give_the_ranking_of_one(tmp_path: Path, method: str) -> None:
+    problem, journal = random_problem(), tmp_path / "journal.json"  # of two ranks: that of one
+    options = {"budget": BUDGET, "method": method, "screen_size": 3}
+    expected = problem.extract(**options)
+    for found in (
+        *by_two_ranks(lambda: problem.extract(**options, journal=journal)),
+        problem.extract(**options, journal=journal),
+    ):
+        assert evidence(found) == evidence(expected)
+        assert found.provenance["audit"] == expected.provenance["audit"]

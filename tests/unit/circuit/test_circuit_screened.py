@@ -16,7 +16,7 @@ MOST = [pytest.param(score, marks=pytest.mark.slow) if score == "ood" else score
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    return Problem(trained_vit(), [id_pictures(40)], [ood_pictures(40)])
+    return Problem(trained_vit(), [id_pictures(24)], [ood_pictures(24)])
 
 
 @pytest.mark.parametrize("score", MOST)

@@ -17,7 +17,7 @@ from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.schema import from_plain, to_plain
 
 ROOT = Path(__file__).resolve().parents[3]
-FEW = {"limit": 28, "epochs": 2, "draws": 4, "latency_repeats": 1}
+FEW = {"limit": 28, "epochs": 2, "draws": 4, "latency_repeats": 1, "latency_batch": 2}
 
 
 def without_times(folder: Path, name: str = "results.json") -> dict[str, Any]:
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_writes_every_number_down(folder: Path) -> None:
     found = json.loads((folder / "results.json").read_text())
     assert tuple(found["methods"]) == METHODS
-    assert set(found["samples"].values()) == {28}
+    assert set(found["samples"].values()) == {FEW["limit"]}
     assert found["methods"][DEEP]["parameters"] > found["methods"][HYDRA]["parameters"]
     assert [cost["name"] for cost in found["measured"]["costs"]] == list(METHODS)
     assert json.loads((folder / "run.json").read_text())["settings"] == found["settings"]

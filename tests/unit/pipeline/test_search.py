@@ -221,25 +221,28 @@ def test_it_takes_texts_given_judges_and_no_distance() -> None:
 # --- stopped and resumed ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "prices/random",
-        "first/random-3-trunk-1-1-heads-off-trained-together/",
-        "candidates/random-3-trunk-2-1-heads-off-trained-together/finetune",
-        "search.json",
-        "ensemble/",
-    ],
+STOPS = (  # in this order
+    "prices/random",
+    "first/random-3-trunk-1-1-heads-off-trained-together/",
+    "candidates/random-3-trunk-2-1-heads-off-trained-together/finetune",
+    "search.json",
+    "ensemble/",
 )
-def test_a_search_that_was_stopped_goes_on_and_finds_the_same(place, finished, tmp_path, monkeypatch, work) -> None:
-    def stop(target: Path) -> None:
-        if target.is_relative_to(tmp_path) and str(target.relative_to(tmp_path)).startswith(place):
-            raise KeyboardInterrupt(place)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", watch_replacements(stop))
-        with pytest.raises(KeyboardInterrupt, match=place):
-            run(tmp_path)
+
+def test_a_search_that_is_stopped_again_and_again_goes_on_and_finds_the_same(
+    finished, tmp_path, monkeypatch, work
+) -> None:
+    for place in STOPS:
+
+        def stop(target: Path, place: str = place) -> None:
+            if target.is_relative_to(tmp_path) and str(target.relative_to(tmp_path)).startswith(place):
+                raise KeyboardInterrupt(place)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", watch_replacements(stop))
+            with pytest.raises(KeyboardInterrupt, match=place):
+                run(tmp_path)
     found = run(tmp_path)
     assert found == finished[1]
     assert found.ensemble is not None
