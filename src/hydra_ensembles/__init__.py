@@ -14,7 +14,7 @@ from .fuse import fuse, soup
 from .heads.masking import masked
 from .heads.ranking import Head, HeadRanking
 from .heads.taylor import taylor
-from .model.clip import DualEncoder, retarget, zero_shot
+from .model.clip import DualEncoder, load, retarget, zero_shot
 from .model.ensemble import Ensemble
 from .model.stem_readout import Projections
 from .pipeline.chain import build
@@ -59,6 +59,7 @@ __all__ = [
     "fit_calibration",
     "fit_familiarity",
     "fuse",
+    "load",
     "masked",
     "mc_dropout",
     "prune",

@@ -17,7 +17,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from io import BufferedReader
@@ -461,13 +461,13 @@ class Stored:
 
 def load_checkpoint(
     source: str | Path,
-    kind: str,
+    kinds: Collection[str],
     restore: Callable[[Stored], T],
     *,
     revision: str | None = None,
     token: str | None = None,
 ) -> T:
-    """What `restore` makes of the checkpoint of a model of the given kind; arguments as of `from_pretrained`.
+    """What `restore` makes of the checkpoint of a model of one of these kinds; arguments as of `from_pretrained`.
 
     A model that is saved again while it is read is read again: every file is held against one `config.json`.
     """
@@ -477,7 +477,7 @@ def load_checkpoint(
             opened = _open(folder / CONFIG, folder)
         with opened:  # as long as it is open, no other file can pass for it
             try:
-                return restore(_read_record(folder, kind, opened))
+                return restore(_read_record(folder, kinds, opened))
             except CheckpointError:
                 if _is_still(opened, folder / CONFIG):
                     raise
@@ -486,7 +486,7 @@ def load_checkpoint(
     )
 
 
-def _read_record(folder: Path, kind: str, file: BufferedReader) -> Stored:
+def _read_record(folder: Path, kinds: Collection[str], file: BufferedReader) -> Stored:
     """The content of an opened `config.json`, with the tokenizer in its place."""
     with _reading(folder / CONFIG):
         data = _parse_config(file)
@@ -497,8 +497,9 @@ def _read_record(folder: Path, kind: str, file: BufferedReader) -> Stored:
             )
         digest, content = data.get(DIGEST), unsealed(data, CONFIG, required=version > 1)
         record = from_plain(Record, content, "config", complete=version > 1)
-        if record.kind != kind:
-            raise CheckpointError(f"a model of kind {record.kind!r}, expected {kind!r}; load it with its own class")
+        if record.kind not in kinds:
+            wanted = " or ".join(map(repr, kinds))
+            raise CheckpointError(f"a model of kind {record.kind!r}, expected {wanted}; he.load reads any")
         if not {WEIGHTS} <= record.files.keys() <= {WEIGHTS, TOKENIZER}:
             raise CheckpointError(f"checksums are of {sorted(record.files)}; {WEIGHTS} and {TOKENIZER} are read")
         texts = _text_preprocessing(record.metadata)

@@ -173,6 +173,14 @@ class TextPreprocessing:
         return (first, second[0]) if second else first
 
 
+def is_raw(inputs: Any) -> bool:
+    """Whether these are texts or pictures, one or a list of them, which have to go through preprocessing."""
+    first: Any = inputs
+    while isinstance(first, list | tuple) and first:  # several, or a pair of texts
+        first = first[0]
+    return isinstance(first, str) or type(first).__module__.startswith("PIL.")
+
+
 def _items(given: Any, *single: type) -> list[Any]:
     """What was given as a list; what is of a type in `single`, or cannot be iterated over, is one item.
 

@@ -29,7 +29,7 @@ def test_what_is_no_classifier_is_told_how_to_become_one(name: str) -> None:
     for model, token in (
         (dual, r"zero_shot\(\w+, class_names\)"),
         (nn.Linear(2, 2), f"{name} takes.*Linear.*convert"),
-        ("run", f"{name} takes.*from_pretrained.*run"),
+        ("run", f"{name} takes.*load.*run"),
         (he.mc_dropout(ensemble(single()), 0.1, 2), f"{name} takes.*MCDropout"),
     ):
         with pytest.raises(ConfigError, match=token):

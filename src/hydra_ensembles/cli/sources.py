@@ -14,11 +14,12 @@ from .._utils import require, require_device
 from ..convert.convert import convert, require_supported, supported
 from ..convert.refusals import explained, refusal
 from ..data.dataset import AnyDataset, subset
-from ..data.loading import Columns, load
+from ..data.loading import Columns
+from ..data.loading import load as load_set
 from ..data.suites import SetRef, suite
 from ..errors import CheckpointError, ConfigError, ConversionError, DataError
 from ..files import parse_json, plain_file, read_file
-from ..model.clip import DualEncoder
+from ..model.clip import DualEncoder, load
 from ..model.ensemble import Ensemble
 from ..pipeline.run_folder import IDENTITY, RESULT
 from ..schema import from_plain
@@ -131,7 +132,8 @@ def _by_config(source: str, timm_scheme: str, path: Path, settings: ModelSetting
     if given:
         raise ConfigError(f"{source} brings its own weights and settings; leave out {', '.join(given)}")
     if ours:
-        return (DualEncoder if config.get("kind") == "dual_encoder" else Ensemble).from_pretrained(source)
+        found: Ensemble | DualEncoder = load(source)
+        return found
     if "model_type" in config:
         return _load_transformers(source, path.parent, config)
     raise CheckpointError(f"{path} is not that of a model of this library, transformers or timm")
@@ -256,7 +258,7 @@ def load_data(spec: str, settings: DataSettings, labelled: bool = True) -> AnyDa
     columns = from_plain(Columns, settings.columns, "columns")
     options: dict[str, Any] = {"columns": columns, "labels": "required" if labelled else "optional"}
     if source is not None:
-        data = load(source, split, **options)
+        data = load_set(source, split, **options)
     elif spec.startswith(SUITE):
         name, _, part = spec.removeprefix(SUITE).partition(":")
         sets = sets_of_suite(name)
@@ -268,10 +270,10 @@ def load_data(spec: str, settings: DataSettings, labelled: bool = True) -> AnyDa
         if not name or len(parts) > 2:
             raise DataError(f"{spec!r} is not of the form hub:NAME[:CONFIG][:SPLIT]")
         config = parts[0] if len(parts) == 2 else None
-        data = load(HUB + name, parts[-1] if parts else None, config=config, **options)
+        data = load_set(HUB + name, parts[-1] if parts else None, config=config, **options)
     elif spec.startswith(TORCHVISION):
         name, _, part = spec.removeprefix(TORCHVISION).partition(":")
-        data = load(TORCHVISION + name, part or None, root=settings.root, **options)
+        data = load_set(TORCHVISION + name, part or None, root=settings.root, **options)
     else:
         path = Path(spec.rpartition(":")[0] or spec).expanduser()
         raise DataError(

@@ -12,7 +12,15 @@ from torch.nn import functional as F
 
 from ..arguments import checked
 from ..batches import READ
-from ..checkpoint import DUAL_ENCODER, Contents, Stored, dual_encoder_contents, read_dual_encoder
+from ..checkpoint import (
+    DUAL_ENCODER,
+    ENSEMBLE,
+    Contents,
+    Stored,
+    dual_encoder_contents,
+    load_checkpoint,
+    read_dual_encoder,
+)
 from ..errors import ConfigError, DataError
 from ..preprocessing import TextPreprocessing
 from .config import CosineConfig, DualEncoderConfig, EnsembleConfig, Sharing, output_width
@@ -79,29 +87,34 @@ class DualEncoder(Saved, Droppable):
 
     # --- running -----------------------------------------------------------------------------------------
 
-    def forward(self, images: Any, texts: Any) -> Tensor:
-        """Logits per image, `[M, B_image, B_text]`; arguments as in `encode_image` and `encode_text`."""
-        return self.logits(self.encode_image(images), self.encode_text(texts))
+    def forward(self, images: Any = None, texts: Any = None, **named: Any) -> Tensor:
+        """Logits per image, `[M, B_image, B_text]`; arguments as in `encode_image` and `encode_text`.
 
-    def encode_image(self, inputs: Any, normalize: bool = True) -> Tensor:
+        Both may come as keywords, as processors name them: `dual(**processor(text=..., images=...))`.
+        """
+        return self.logits(self.encode_image(images, **named), self.encode_text(texts, **named))
+
+    def encode_image(self, inputs: Any = None, normalize: bool = True, **named: Any) -> Tensor:
         """Embed images as `[M, B, e]`.
 
         Args:
             inputs: Images `[B, 3, H, W]`, a mapping with `pixel_values`, or PIL images, which go through the
                 saved preprocessing.
             normalize: Scale each embedding to length one.
+            named: The same as keywords; those that the other tower reads are left to it.
         """
-        return self._per_member(embed(self.image, self.projections.image, inputs, normalize))
+        return self._per_member(embed(self.image, self.projections.image, inputs, normalize, **named))
 
-    def encode_text(self, inputs: Any, normalize: bool = True) -> Tensor:
+    def encode_text(self, inputs: Any = None, normalize: bool = True, **named: Any) -> Tensor:
         """Embed texts as `[M, B, e]`.
 
         Args:
             inputs: Token ids `[B, T]`, a mapping with `input_ids` and perhaps `attention_mask`, or strings,
                 which go through the saved tokenizer.
             normalize: Scale each embedding to length one.
+            named: As in `encode_image`.
         """
-        return self._per_member(embed(self.text, self.projections.text, inputs, normalize))
+        return self._per_member(embed(self.text, self.projections.text, inputs, normalize, **named))
 
     def _per_member(self, x: Tensor) -> Tensor:
         return x.expand(self.num_members, *x.shape[1:])  # [M or 1, B, e] -> [M, B, e]
@@ -169,14 +182,40 @@ class DualEncoder(Saved, Droppable):
         return f"DualEncoder({sizes}, image={self.image!r}, text={self.text!r})"
 
 
-def embed(tower: Ensemble, projection: GroupedLinear | None, inputs: Any, normalize: bool) -> Tensor:
+@checked
+def load(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    token: str | None = None,
+) -> Any:
+    """The saved model in a folder or on the hub, ready to answer: an `Ensemble` or a `DualEncoder`.
+
+    `he.load("my-hydra").predict(inputs)` gives answers and `he.load("my-hydra")(inputs)` member logits, of tensors, and
+    of texts and pictures where the preprocessing was saved. Arguments are those of `Ensemble.from_pretrained`.
+    """
+    kinds: dict[str, Any] = {ENSEMBLE: Ensemble, DUAL_ENCODER: DualEncoder}
+
+    def restored(stored: Stored) -> Ensemble | DualEncoder:
+        found: Ensemble | DualEncoder = kinds[stored.record.kind]._restored(stored, device, dtype)
+        return found
+
+    return load_checkpoint(source, kinds, restored, revision=revision, token=token)
+
+
+def embed(
+    tower: Ensemble, projection: GroupedLinear | None, inputs: Any, normalize: bool = True, **named: Any
+) -> Tensor:
     """Embeddings `[G, B, e]` of what a tower takes; G is 1 where neither tower nor projection has members."""
-    if not isinstance(inputs, Tensor | Mapping):
-        inputs = tower.prepare(list(inputs) if isinstance(inputs, tuple) else inputs)
-    elif isinstance(inputs, Mapping):  # a processor gives the inputs of both towers in one
-        others = READ["text" if tower.kind == "image" else "image"]
+    others = READ["text" if tower.kind == "image" else "image"]  # a processor gives the inputs of both towers in one
+    named = {name: value for name, value in named.items() if name not in others}
+    if isinstance(inputs, Mapping):
         inputs = {name: value for name, value in inputs.items() if name not in others}
-    x = tower(inputs)  # [M or 1, B, d]
+    elif inputs is not None and not isinstance(inputs, Tensor):
+        inputs = tower.prepare(list(inputs) if isinstance(inputs, tuple) else inputs)
+    x = tower(inputs, **named)  # [M or 1, B, d]
     if projection is not None:
         x = projection(x)
     return F.normalize(x, dim=-1) if normalize else x
@@ -206,7 +245,7 @@ def _with_advice(model: object) -> str:
     if isinstance(model, DualEncoder):
         advice = "make a classifier of it first: he.zero_shot(model, class_names)"
     elif isinstance(model, str | Path):
-        advice = f"load it first: he.Ensemble.from_pretrained({str(model)!r})"
+        advice = f"load it first: he.load({str(model)!r})"
     return f"{type(model).__name__}; {advice}"
 
 

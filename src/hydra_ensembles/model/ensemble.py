@@ -24,6 +24,7 @@ from ..checkpoint import (
 )
 from ..errors import ConfigError, DataError
 from ..prediction import Prediction
+from ..preprocessing import is_raw
 from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_width
 from .cost import Description, describe
 from .given import Arguments, Given, fitting_images, fitting_tokens, gathered, require_at_home, require_dense
@@ -105,7 +106,7 @@ class Saved(ABC):
             CheckpointError: Something is missing, damaged, inconsistent, or was saved by another class.
         """
         return load_checkpoint(
-            source, cls._kind, lambda stored: cls._restored(stored, device, dtype), revision=revision, token=token
+            source, (cls._kind,), lambda stored: cls._restored(stored, device, dtype), revision=revision, token=token
         )
 
     @checked
@@ -179,7 +180,8 @@ class Ensemble(Saved, Droppable):
 
         Args:
             inputs: Images `[B, 3, H, W]`, token ids `[B, T]`, or a mapping as tokenizers and image processors give it
-                (`pixel_values`, or `input_ids` with `attention_mask` and `token_type_ids`).
+                (`pixel_values`, or `input_ids` with `attention_mask` and `token_type_ids`); or raw inputs, as `predict`
+                takes them.
             attention_mask: `[B, T]`, 1 at tokens and 0 at padding.
             token_type_ids: `[B, T]`, the segment of each token.
             named: The same as keywords: `ensemble(**tokenizer(texts, return_tensors="pt"))`. What changes no answer
@@ -198,7 +200,7 @@ class Ensemble(Saved, Droppable):
         return self._per_member(self.readout.pool(*self._encoded(inputs, attention_mask, token_type_ids, **named)))
 
     @torch.no_grad()
-    def predict(self, inputs: Any, check_finite: bool = True) -> Prediction:
+    def predict(self, inputs: Any = None, check_finite: bool = True, **named: Any) -> Prediction:
         """Label, confidence and uncertainty of a batch, with the saved calibration applied.
 
         The answer is that of evaluation mode in any mode, and no flag is changed: threads may share the model.
@@ -207,9 +209,10 @@ class Ensemble(Saved, Droppable):
             inputs: What `forward` takes; or raw inputs, which go through the saved preprocessing: a PIL
                 image, a string, a pair of strings, or a list of them.
             check_finite: Refuse logits that are NaN or infinite. On a GPU this waits for them; nothing else does.
+            named: What `forward` takes as keywords: `ensemble.predict(**tokenizer(texts, return_tensors="pt"))`.
         """
         with dropping(False):
-            return self.prediction(*self.answers(self.prepare(inputs)), check_finite=check_finite)
+            return self.prediction(*self.answers(self.prepare(inputs, **named)), check_finite=check_finite)
 
     def answers(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`.
@@ -228,18 +231,18 @@ class Ensemble(Saved, Droppable):
         logits = self.readout.classify(pooled)
         return self._per_member(pooled.flatten(2)), self._per_member(logits)
 
-    def prepare(self, inputs: Any) -> Inputs:
+    def prepare(self, inputs: Any = None, **named: Any) -> Inputs:
         """What `predict` takes, as inputs for `forward` on the device and in the dtype of the model.
 
         Whatever comes from the CPU is checked before it is sent to another device.
         """
-        if not isinstance(inputs, Tensor | Mapping):
+        if not isinstance(inputs, Tensor | Mapping) and not (inputs is None and named):
             if self.metadata.preprocessing is None:
                 advice = "give tensors, or convert the model with processor="
                 raise DataError(f"got {type(inputs).__name__}, but there is no saved preprocessing; {advice}")
             raw: Any = [inputs] if isinstance(inputs, tuple) and self.kind == "text" else inputs
             inputs = self.metadata.preprocessing(raw)
-        arguments, home = self.unpack(inputs), next(self.parameters())
+        arguments, home = self.unpack(inputs, **named), next(self.parameters())
         if arguments[0].is_meta and not home.is_meta:
             raise DataError("the inputs are on the device 'meta', where tensors have no values; give real ones")
         present = {name: tensor for name, tensor in zip(READ[self.kind], arguments, strict=False) if tensor is not None}
@@ -281,6 +284,8 @@ class Ensemble(Saved, Droppable):
         self, inputs: Any = None, attention_mask: Any = None, token_type_ids: Any = None, **named: Any
     ) -> Arguments:
         """The main input, mask and segments, however `forward` was given them, held against what the model takes."""
+        if inputs is not None and not isinstance(inputs, Tensor | Mapping) and is_raw(inputs):
+            inputs = self.prepare(inputs)
         found = gathered(self.kind, inputs, attention_mask, token_type_ids, named)
         require_dense(found)
         main, mask, segments = found

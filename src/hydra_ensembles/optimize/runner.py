@@ -129,13 +129,13 @@ class OptimizedEnsemble:
         found = run(*arguments) if found is None else found
         return found[0], found[1] if len(found) > 1 else None
 
-    def predict(self, inputs: Any, check_finite: bool = True) -> Prediction:
+    def predict(self, inputs: Any = None, check_finite: bool = True, **named: Any) -> Prediction:
         """Label, confidence and uncertainty of a batch; takes what `Ensemble.predict` takes."""
-        return self._model.prediction(*self.answers(self.prepare(inputs)), check_finite=check_finite)
+        return self._model.prediction(*self.answers(self.prepare(inputs, **named)), check_finite=check_finite)
 
-    def prepare(self, inputs: Any) -> Inputs:
+    def prepare(self, inputs: Any = None, **named: Any) -> Inputs:
         """As `Ensemble.prepare`."""
-        return self._model.prepare(inputs)
+        return self._model.prepare(inputs, **named)
 
     @torch.inference_mode()
     def choice_for(self, inputs: Given) -> "Choice":
