@@ -15,7 +15,7 @@ from .build import build
 from .command import Debug, command
 from .evaluations import compare, evaluate, report
 from .search import search
-from .serving import export, serve
+from .serving import export, score, serve
 from .use import bench, info, predict
 
 
@@ -29,7 +29,7 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["--help", "-h"]},
     )
     app.callback()(_root)
-    for one in (demo, build, search, evaluate, compare, report, predict, serve, export, bench, info):
+    for one in (demo, build, search, evaluate, compare, report, predict, score, serve, export, bench, info):
         app.command()(one)
     return app
 

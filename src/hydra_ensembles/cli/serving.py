@@ -1,4 +1,4 @@
-"""`hydra-ensembles serve` and `export`: a model behind HTTP, or as a file for other runtimes."""
+"""`hydra-ensembles serve`, `score` and `export`: a model behind HTTP, over an archive, or as a file for other runtimes."""
 
 import os
 import signal
@@ -14,13 +14,15 @@ import typer
 from .._utils import require
 from ..data.loading import Columns
 from ..errors import StorageError
+from ..schema import from_plain
 from ..serve.app import make_app
 from ..serve.export import Format
 from ..serve.export import export as write_export
+from ..serve.scoring import SHARD, UNREADABLE, Scorer, score_archive
 from ..serve.settings import API_KEY, ServeSettings
 from ..serve.telemetry import log_to_stdout
-from .command import command
-from .sources import ModelSettings, load_classifier
+from .command import assign, command
+from .sources import USUAL_BATCH, ModelSettings, load_classifier
 from .use import find_inputs
 
 BACKLOG = 2048  # connections that the system keeps while the server is busy
@@ -155,3 +157,45 @@ def export(
     examples = [read() for _, read in found] or None
     path = write_export(ensemble, output, format, examples=examples, tolerance=tolerance)
     print(f"wrote {path} and {path.name}.json")
+
+
+@command
+def score(
+    model: ModelSettings,
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Folder, table, tar file, lines of text.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the shards; made if it does not exist.")],
+    column: Annotated[
+        list[str] | None, typer.Option(help="Column of a table, as text=sentence.", metavar="ROLE=NAME")
+    ] = None,
+    keep: Annotated[list[str] | None, typer.Option(help="Column of tables that comes along, once for each.")] = None,
+    wide: Annotated[bool, typer.Option("--wide", help="Write probabilities and member logits, too.")] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples a batch.")] = USUAL_BATCH,
+    shard_rows: Annotated[int, typer.Option(min=1, help="Items a shard.")] = 4096,
+    workers: Annotated[int, typer.Option(min=1, help="Threads that decode images.")] = 4,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
+) -> None:
+    """Label an archive of any size, or abstain, row by row.
+
+    Reads folders, Parquet, CSV, TSV, JSON lines and tar shards of images or texts; writes Parquet shards with label,
+    confidence, uncertainty, familiarity and verdict. What cannot be read is listed with the reason and passed over.
+    Whatever ends the work, the same command goes on, and no row is lost or there twice.
+
+    Examples:
+      hydra-ensembles score run photos/ --output scores
+      hydra-ensembles score run shards/ --output scores --keep id --batch-size 256
+      hydra-ensembles score my-hydra-bert reviews.parquet --output scores --column text=review --wide
+    """
+    columns: dict[str, Any] = {}
+    for pair in column or ():
+        assign(columns, pair)
+    named = from_plain(Columns, columns, "columns")
+    scorer = Scorer(load_classifier(model), columns=named, keep=keep or (), wide=wide, workers=workers)
+    try:
+        found = score_archive(scorer, source, output, batch_size=batch_size, shard_rows=shard_rows, progress=progress)
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(f"the same command goes on from here ({output} keeps what is done)") from error
+    print(f"{found.rows} rows in {found.shards} shards: {output / SHARD.format(0)} …")
+    if found.unreadable:
+        print(f"{found.unreadable} items could not be read: {(output / UNREADABLE.format(0)).parent} says why")
+    if found.ignored:
+        print(f"{found.ignored} files of other kinds were passed over")

@@ -154,16 +154,16 @@ class _Table:
 
     def cell(self, column: str, row: int) -> Any:
         top, *inner = column.split(".")
-        return _nested(self.data.column(top)[row].as_py(), inner)
+        return nested(self.data.column(top)[row].as_py(), inner)
 
     def column(self, column: str) -> list[Any]:
         top, *inner = column.split(".")
-        return [_nested(value, inner) for value in self.data.column(top).to_pylist()]
+        return [nested(value, inner) for value in self.data.column(top).to_pylist()]
 
     def class_names(self, column: str) -> tuple[str, ...] | None:
         """Names that the Hugging Face metadata of the schema declares for a column, if it does."""
         metadata = json.loads((self.data.schema.metadata or {}).get(b"huggingface", b"{}"))
-        names = _nested(metadata.get("info", {}).get("features", {}), [*column.split("."), "names"])
+        names = nested(metadata.get("info", {}).get("features", {}), [*column.split("."), "names"])
         return tuple(names) if names else None
 
     def image(self, column: str, row: int) -> "Image":
@@ -187,7 +187,8 @@ class _Table:
         return cells[0] if len(cells) == 1 else (cells[0], cells[1])
 
 
-def _nested(value: Any, path: Sequence[str]) -> Any:
+def nested(value: Any, path: Sequence[str]) -> Any:
+    """What a path of names leads to in nested objects, or None."""
     for part in path:
         value = value.get(part) if isinstance(value, dict) else None
     return value

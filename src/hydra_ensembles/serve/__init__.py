@@ -1,6 +1,7 @@
 """From a saved ensemble to a service: named outputs, files for other runtimes, a server, archives scored."""
 
 from .app import make_app
+from .scoring import Scorer, score_archive
 from .settings import ServeSettings
 
-__all__ = ["ServeSettings", "make_app"]
+__all__ = ["Scorer", "ServeSettings", "make_app", "score_archive"]

@@ -1,9 +1,12 @@
-"""`hydra-ensembles export`."""
+"""`hydra-ensembles export` and `score`."""
 
 import json
 
+import pyarrow.parquet as pq
+
 import hydra_ensembles as he
-from cli_cases import fail, succeed
+from cli_cases import fail, run, succeed
+from hydra_ensembles.serve.scoring import Scorer
 from served_models import pretend
 
 
@@ -18,3 +21,43 @@ def test_export_writes_what_the_library_writes(run_folder, world, tmp_path, monk
     assert "score" in fail("export", run_folder, tmp_path / "other.pt2")
     assert not (tmp_path / "other.pt2").exists()
     assert ".onnx" in fail("export", run_folder, tmp_path / "model.bin")
+
+
+def test_score_writes_shards_and_says_what_it_left_out(run_folder, world, tmp_path, monkeypatch):
+    pictures, output = tmp_path / "pictures", tmp_path / "scores"
+    pictures.mkdir()
+    for file in (world / "dots").glob("*.png"):
+        (pictures / file.name).write_bytes(file.read_bytes())
+    (pictures / "0.png").write_text("no image")
+    (pictures / "list.md").write_text("other")
+    command = ("score", run_folder, pictures, "-o", output, "--shard-rows", 2, "--no-progress", "--wide")
+    answer = Scorer.answer
+
+    def interrupted(self, prepared):
+        if list(output.glob("rows/*")):
+            raise KeyboardInterrupt
+        return answer(self, prepared)
+
+    monkeypatch.setattr(Scorer, "answer", interrupted)
+    stopped = run(*command)
+    assert stopped.exit_code == 130
+    assert "goes on" in stopped.stderr
+    monkeypatch.setattr(Scorer, "answer", answer)
+    out = succeed(*command)
+    assert "5 rows in 3 shards" in out
+    assert "1 items could not be read" in out
+    assert "1 files of other kinds" in out
+    rows = [row for file in sorted(output.glob("rows/*")) for row in pq.read_table(file).to_pylist()]
+    assert [row["input"] for row in rows] == [f"{number}.png" for number in range(1, 6)]
+    assert len(rows[0]["probs"]) == 3
+    assert "another run" in fail(*command[:-1])
+    assert "does not exist" in fail("score", run_folder, tmp_path / "missing", "-o", tmp_path / "other")
+
+
+def test_score_reads_the_columns_it_is_told(text_folder, tmp_path):
+    (tmp_path / "in.csv").write_text("sentence,id\na good film,7\n")
+    succeed("score", text_folder, tmp_path / "in.csv", "-o", tmp_path / "out", "--column", "text=sentence",
+            "--keep", "id", "--no-progress")  # fmt: skip
+    (row,) = pq.read_table(tmp_path / "out" / "rows").to_pylist()
+    assert (row["input"], row["id"]) == ("in.csv:0", "7")
+    assert "'text'" in fail("score", text_folder, tmp_path / "in.csv", "-o", tmp_path / "other")

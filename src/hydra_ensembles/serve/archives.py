@@ -1,0 +1,270 @@
+"""What an archive holds, item by item and always in the same order: folders, tables and tar shards of any size.
+
+Nothing is held in memory but the item at hand. What cannot be read is an item, too, with the reason: one broken file
+must not end a night's work.
+"""
+
+import csv
+import json
+import os
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from lzma import LZMAError
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from .._utils import require
+from ..data.dataset import IMAGE_SUFFIXES, Text
+from ..data.loading import DELIMITERS, JSON_LINES, TABLE_SUFFIXES, Columns, nested
+from ..errors import DataError
+from ..files import digest_of
+
+TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+LINES = ".txt"  # one text a line; in a tar shard, one text
+_ROWS = 256  # of a Parquet file, read at a time
+_BROKEN = (OSError, EOFError, csv.Error, tarfile.TarError, zlib.error, LZMAError)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One image or text of an archive.
+
+    Attributes:
+        name: Its path in the archive; of a table with the row, of a tar shard with the path inside.
+        content: A text or a pair, the bytes of an image file, or the path of one; None where it cannot be read.
+        kept: Other columns of its row, as text.
+        error: Why it cannot be read.
+    """
+
+    name: str
+    content: Text | bytes | Path | None
+    kept: Mapping[str, str | None] = field(default_factory=dict)
+    error: str = ""
+
+
+class Archive:
+    """The images or texts of a file or a folder.
+
+    A folder is all files in it, however deep, sorted by path: images, Parquet, CSV, TSV, JSON lines, tar shards, for
+    texts also `.txt` with one text a line. Hidden files and other kinds are passed over.
+
+    Args:
+        path: File or folder.
+        kind: What is looked for.
+        columns: Which columns of tables hold it.
+        keep: Columns of tables that come along.
+        without: A folder inside it that is no part of it.
+
+    Raises:
+        DataError: There is nothing of this kind, or the first table has no such column.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        kind: Literal["image", "text"],
+        columns: Columns | None = None,
+        keep: Sequence[str] = (),
+        without: Path | None = None,
+    ) -> None:
+        self.path, self.kind, self.columns = Path(path).expanduser(), kind, columns or Columns()
+        self.keep, self._main = tuple(keep), getattr(self.columns, kind)
+        if not self.path.exists():
+            raise DataError(f"{self.path} does not exist; check the path")
+        self._root = self.path if self.path.is_dir() else self.path.parent
+        present = _files(self.path, None if without is None else without.resolve())
+        self.files = [file for file in present if self._reader(file) is not None]
+        self.ignored = len(present) - len(self.files)
+        if not self.files:
+            wanted = (*(IMAGE_SUFFIXES if kind == "image" else (LINES,)), *TABLE_SUFFIXES, *TAR_SUFFIXES)
+            raise DataError(f"{self.path} has no {kind}s ({self.ignored} other files); read are {', '.join(wanted)}")
+        self._require_column()
+
+    def identity(self) -> dict[str, Any]:
+        """What the archive is known by again: paths, sizes and times of its files."""
+        listed = [[self._name(file), file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
+        return {"files": len(listed), "digest": digest_of(listed)}
+
+    def count(self) -> int | None:
+        """How many items there are, where that can be known without reading them all."""
+        found = 0
+        for file in self.files:
+            if file.suffix.lower() in IMAGE_SUFFIXES:
+                found += 1
+            elif file.suffix.lower() == ".parquet":
+                try:
+                    found += require("pyarrow.parquet", extra="data").read_metadata(file).num_rows
+                except (OSError, require("pyarrow", extra="data").ArrowException):
+                    found += 1  # reported as one item
+            else:
+                return None
+        return found
+
+    def __iter__(self) -> Iterator[Item]:
+        for file in self.files:
+            reader = self._reader(file)
+            assert reader is not None  # the list has no others
+            try:
+                yield from reader(file)
+            except (*_BROKEN, DataError) as error:
+                yield self._broken(file, error)
+
+    def _name(self, file: Path) -> str:
+        return file.relative_to(self._root).as_posix().encode("utf-8", "replace").decode()
+
+    def _reader(self, file: Path) -> Callable[[Path], Iterator[Item]] | None:
+        """What reads a file of this kind, by its suffix."""
+        name, suffix = file.name.lower(), file.suffix.lower()
+        if name.endswith(TAR_SUFFIXES):
+            return self._tar
+        if suffix == ".parquet":
+            return self._parquet
+        if suffix in DELIMITERS:
+            return self._delimited
+        if suffix in JSON_LINES:
+            return self._json_lines
+        if self.kind == "image" and suffix in IMAGE_SUFFIXES:
+            return self._image
+        return self._lines if self.kind == "text" and suffix == LINES else None
+
+    # --- kinds of files -----------------------------------------------------------------------------------------
+
+    def _image(self, file: Path) -> Iterator[Item]:
+        yield Item(self._name(file), file)
+
+    def _lines(self, file: Path) -> Iterator[Item]:
+        with self._opened(file) as lines:
+            for number, line in enumerate(lines):
+                if line.strip():
+                    yield Item(f"{self._name(file)}:{number}", line.strip())
+
+    def _tar(self, file: Path) -> Iterator[Item]:
+        wanted = IMAGE_SUFFIXES if self.kind == "image" else (LINES,)
+        with tarfile.open(file) as members:
+            for member in members:
+                inside = PurePosixPath(member.name)
+                if member.isfile() and inside.suffix.lower() in wanted and not inside.name.startswith("."):
+                    opened = members.extractfile(member)
+                    content = b"" if opened is None else opened.read()
+                    text = content.decode("utf-8-sig", "surrogateescape") if self.kind == "text" else content
+                    yield Item(f"{self._name(file)}/{inside}".encode("utf-8", "replace").decode(), text)
+
+    def _parquet(self, file: Path) -> Iterator[Item]:
+        arrow, row = require("pyarrow", extra="data"), 0
+        try:
+            with require("pyarrow.parquet", extra="data").ParquetFile(file) as table:
+                known = set(table.schema_arrow.names)
+                self._require_in(known, file)
+                names = {one.partition(".")[0] for one in self._wanted()} & known
+                for batch in table.iter_batches(_ROWS, columns=sorted(names)):
+                    for cells in batch.to_pylist():
+                        yield self._item(file, row, cells)
+                        row += 1
+        except arrow.ArrowException as error:
+            raise DataError(str(error)) from error
+
+    def _delimited(self, file: Path) -> Iterator[Item]:
+        """CSV fields may be quoted; those of TSV never are, so that a lone quotation mark is just a character."""
+        suffix, row = file.suffix.lower(), 0
+        quoting: Any = csv.QUOTE_MINIMAL if suffix == ".csv" else csv.QUOTE_NONE
+        with self._opened(file) as lines:
+            rows = csv.reader(lines, delimiter=DELIMITERS[suffix], quoting=quoting)
+            header = next(rows, [])
+            self._require_in(header, file)
+            while True:
+                try:
+                    cells = next(rows)
+                    if len(cells) != len(header):
+                        raise csv.Error(f"it has {len(cells)} fields, and the header {len(header)}")
+                    yield self._item(file, row, dict(zip(header, cells, strict=True)))
+                except StopIteration:
+                    return
+                except csv.Error as error:
+                    yield self._broken(file, error, f":{row}")
+                row += 1
+
+    def _json_lines(self, file: Path) -> Iterator[Item]:
+        with self._opened(file) as lines:
+            for row, line in enumerate(lines):
+                if line.strip():
+                    try:
+                        cells = json.loads(line)
+                        if not isinstance(cells, dict):
+                            raise ValueError(f"it is a {type(cells).__name__}, not an object")
+                    except (ValueError, RecursionError) as error:
+                        yield self._broken(file, error, f":{row}")
+                    else:
+                        yield self._item(file, row, cells)
+
+    # --- rows of tables -----------------------------------------------------------------------------------------
+
+    def _item(self, file: Path, row: int, cells: Mapping[str, Any]) -> Item:
+        found, name = [nested(cells, one.split(".")) for one in self._wanted()], f"{self._name(file)}:{row}"
+        main, pair, kept = found[0], found[1], dict(zip(self.keep, map(_as_text, found[2:]), strict=True))
+        if self.kind == "image":
+            content, path = (main.get("bytes"), main.get("path")) if isinstance(main, dict) else (main, None)
+            path = content if isinstance(content, str) else path
+            if isinstance(content, bytes):
+                return Item(name, content, kept)
+            if isinstance(path, str):
+                return Item(name, file.parent / path, kept)
+            return Item(name, None, kept, f"there is no image in column {self._main!r}")
+        if not isinstance(main, str):
+            return Item(name, None, kept, f"there is no text in column {self._main!r}")
+        return Item(name, (main, pair) if isinstance(pair, str) else main, kept)
+
+    def _wanted(self) -> tuple[str, ...]:
+        return self._main, self.columns.text_pair, *self.keep
+
+    def _require_in(self, known: Sequence[str] | set[str], file: Path) -> None:
+        missing = [one for one in (self._main, *self.keep) if one.partition(".")[0] not in known]
+        if missing:
+            raise DataError(f"{file} has no column {missing[0]!r}, it has {sorted(known)}; name the right one")
+
+    def _require_column(self) -> None:
+        """Refuse columns that the first table does not have, before any long work; a later one is reported."""
+        first = next((file for file in self.files if file.suffix.lower() in TABLE_SUFFIXES), None)
+        if first is None:
+            if self.keep:
+                raise DataError(f"{self.path} has no tables, so there are no columns {list(self.keep)} to keep")
+            return
+        suffix, known = first.suffix.lower(), set[str]()
+        if suffix == ".parquet":
+            arrow = require("pyarrow", extra="data")
+            try:
+                known = set(require("pyarrow.parquet", extra="data").read_schema(first).names)
+            except (OSError, arrow.ArrowException) as error:
+                raise DataError(f"{first} cannot be read as Parquet: {error}") from error
+        else:
+            with self._opened(first) as lines:
+                if suffix in DELIMITERS:
+                    known = set(next(csv.reader(lines, delimiter=DELIMITERS[suffix]), []))
+                else:  # a line may lack what others have
+                    return
+        self._require_in(known, first)
+
+    def _opened(self, file: Path) -> Any:
+        """A text file; what is no UTF-8 in it becomes half a character, which a tokenizer's checks refuse."""
+        return file.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+    def _broken(self, file: Path, error: Exception, place: str = "") -> Item:
+        what = " ".join(str(error).split()) or type(error).__name__
+        return Item(f"{self._name(file)}{place}", None, dict.fromkeys(self.keep), f"it cannot be read: {what}")
+
+
+def _files(path: Path, without: Path | None) -> list[Path]:
+    """A file, or those below a folder, hidden ones apart, sorted by path."""
+    if not path.is_dir():
+        return [path]
+    found: list[Path] = []
+    for folder, folders, names in os.walk(path):
+        here = Path(folder)
+        folders[:] = [one for one in folders if not one.startswith(".") and (here / one).resolve() != without]
+        found += [here / name for name in names if not name.startswith(".") and (here / name).is_file()]
+    return sorted(found, key=lambda one: one.relative_to(path).parts)
+
+
+def _as_text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,126 @@
+"""Archives: every kind of file, in one order, with what is broken named and passed over."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from hydra_ensembles.data.loading import Columns
+from hydra_ensembles.errors import DataError
+from hydra_ensembles.serve.archives import Archive
+
+
+def picture(value: int = 0) -> bytes:
+    sink = io.BytesIO()
+    Image.new("RGB", (4, 4), (value, 0, 0)).save(sink, "PNG")
+    return sink.getvalue()
+
+
+def tar(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w:gz" if path.suffix == ".tgz" else "w") as file:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            file.addfile(info, io.BytesIO(content))
+    return path
+
+
+def read(path: Path, kind: Any, **settings: Any) -> list[tuple[str, Any]]:
+    return [(item.name, (item.error and "!") or item.content) for item in Archive(path, kind, **settings)]
+
+
+def test_images_of_every_kind_in_one_order(tmp_path: Path) -> None:
+    (tmp_path / "b" / "deep").mkdir(parents=True)
+    (tmp_path / "b" / "deep" / "x.PNG").write_bytes(picture())
+    (tmp_path / "a.jpg").write_bytes(picture())
+    (tmp_path / ".hidden.png").write_bytes(picture())
+    (tmp_path / "notes.md").write_text("not an image")
+    tar(tmp_path / "c.tgz", {"0/1.png": picture(1), "0/1.json": b"{}", "0/._1.png": b"", "2.jpeg": picture(2)})
+    rows = [{"bytes": picture(3), "path": None}, {"bytes": None, "path": "a.jpg"}, None]
+    pq.write_table(pa.table({"image": rows, "id": [7, None, 9]}), tmp_path / "d.parquet")
+    (tmp_path / "e.jsonl").write_text(json.dumps({"image": "a.jpg"}) + "\n")
+    assert read(tmp_path, "image") == [
+        ("a.jpg", tmp_path / "a.jpg"),
+        ("b/deep/x.PNG", tmp_path / "b" / "deep" / "x.PNG"),
+        ("c.tgz/0/1.png", picture(1)),
+        ("c.tgz/2.jpeg", picture(2)),
+        ("d.parquet:0", picture(3)),
+        ("d.parquet:1", tmp_path / "a.jpg"),
+        ("d.parquet:2", "!"),
+        ("e.jsonl:0", tmp_path / "a.jpg"),
+    ]
+    archive = Archive(tmp_path, "image")
+    assert (archive.ignored, archive.count()) == (1, None)
+    assert Archive(tmp_path / "d.parquet", "image").count() == 3
+    assert [item.kept for item in Archive(tmp_path / "d.parquet", "image", keep=["id"])] == [
+        {"id": "7"}, {"id": None}, {"id": "9"}]  # fmt: skip
+    assert Archive(tmp_path, "image", without=tmp_path / "b").count() is None
+    assert "b/deep/x.PNG" not in dict(read(tmp_path, "image", without=tmp_path / "b"))
+
+
+def test_texts_of_every_kind(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('text,text_pair,id\n"two\nlines",with,1\n007,,2\n', encoding="utf-8")
+    (tmp_path / "b.tsv").write_text('id\ttext\n1\ta "quote\n', encoding="utf-8-sig")
+    (tmp_path / "c.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "text_pair": "three"}\n')
+    (tmp_path / "d.txt").write_text("first\n\n  second\u2028still  \n", encoding="utf-8")
+    tar(tmp_path / "e.tar", {"1.txt": b"whole\ntext", "1.png": picture()})
+    assert read(tmp_path, "text") == [
+        ("a.csv:0", ("two\nlines", "with")),
+        ("a.csv:1", ("007", "")),
+        ("b.tsv:0", 'a "quote'),
+        ("c.jsonl:0", "one"),
+        ("c.jsonl:2", ("two", "three")),
+        ("d.txt:0", "first"),
+        ("d.txt:2", "second\u2028still"),
+        ("e.tar/1.txt", "whole\ntext"),
+    ]
+    (tmp_path / "n.jsonl").write_text('{"deep": {"en": "hello"}}\n')
+    assert read(tmp_path / "n.jsonl", "text", columns=Columns(text="deep.en")) == [("n.jsonl:0", "hello")]
+
+
+def test_what_is_broken_is_an_item(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,id\nfine,1\nshort\nfine,2\n" + "x" * 140_000 + ",3\nfine,4\n")
+    (tmp_path / "b.csv").write_text("other\nhello\n")
+    (tmp_path / "c.jsonl").write_text('{"text": "fine"}\n{"text"\n[1]\n{"text": 3}\n{"text": "fine"}\n')
+    (tmp_path / "d.parquet").write_bytes(b"PAR1 nothing PAR1")
+    whole = tar(tmp_path / "e.tar", {"1.txt": b"fine", "2.txt": b"x" * 5000}).read_bytes()
+    (tmp_path / "e.tar").write_bytes(whole[:2000])
+    (tmp_path / "f.tgz").write_bytes(b"no tar")
+    found = read(tmp_path, "text")
+    assert [name for name, content in found if content == "fine"] == [
+        "a.csv:0", "a.csv:2", "a.csv:4", "c.jsonl:0", "c.jsonl:4", "e.tar/1.txt"]  # fmt: skip
+    broken = ["a.csv:1", "a.csv:3", "b.csv", "c.jsonl:1", "c.jsonl:2", "c.jsonl:3", "d.parquet", "e.tar", "f.tgz"]
+    assert [name for name, content in found if content == "!"] == broken
+
+
+def test_an_archive_is_known_again(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n")
+    before = Archive(tmp_path, "text").identity()
+    assert Archive(tmp_path, "text").identity() == before
+    (tmp_path / "a.txt").write_text("other\n")
+    assert Archive(tmp_path, "text").identity() != before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind", "settings", "token"),
+    [
+        ("a.md", "text", "text", {}, "no texts"),
+        ("a.txt", "text", "image", {}, "no images"),
+        ("a.csv", "other\n1\n", "text", {}, "'text'"),
+        ("a.csv", "text\n1\n", "text", {"keep": ["id"]}, "'id'"),
+        ("a.txt", "text\n", "text", {"keep": ["id"]}, "no tables"),
+        ("a.parquet", "no table", "text", {}, "Parquet"),
+    ],
+)
+def test_what_is_no_archive_is_refused_at_once(name, content, kind, settings, token, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=token):
+        Archive(tmp_path, kind, **settings)
+    with pytest.raises(DataError, match="exist"):
+        Archive(tmp_path / "missing", kind)

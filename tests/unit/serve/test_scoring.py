@@ -1,0 +1,374 @@
+"""Scoring: a batch is answered as `predict` answers it, and an archive is scored once, whatever ends the work."""
+
+import io
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from checkpoint_models import ensemble, map_pooled
+from hydra_ensembles.data.loading import Columns
+from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, StorageError
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.serve import scoring
+from hydra_ensembles.serve.outputs import columns
+from hydra_ensembles.serve.scoring import Scored, Scorer, score_archive
+from processes import in_a_child
+from served_models import inputs_for, served
+
+
+def pictures(count: int) -> list[Image.Image]:
+    noise = np.random.default_rng(0)
+    return [Image.fromarray(noise.integers(0, 256, (9 + row, 12, 3), dtype=np.uint8)) for row in range(count)]
+
+
+def encoded(image: Image.Image) -> bytes:
+    sink = io.BytesIO()
+    image.save(sink, "PNG")
+    return sink.getvalue()
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any], rows: Any = slice(None)) -> None:
+    for name, array in wanted.items():
+        np.testing.assert_allclose(np.asarray(found[name])[rows], array, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+# --- batches --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_images_however_they_are_given(workers: int, tmp_path: Path) -> None:
+    one, images = served("image"), pictures(5)
+    images[4].save(tmp_path / "4.png")
+    given = [images[0], encoded(images[1]), {"bytes": encoded(images[2]), "path": None}, np.asarray(images[3]),
+             str(tmp_path / "4.png")]  # fmt: skip
+    scorer = Scorer(one, wide=True, keep=["id"], workers=workers)
+    found = scorer({"image": given, "id": [3, 1, 4, 1, 5], "other": [0] * 5})
+    same(found, columns(one.predict(images)))
+    assert found["id"].tolist() == [3, 1, 4, 1, 5]
+    assert found["class_name"].tolist() == one.predict(images).names()
+    assert set(found["error"]) == {""}
+    assert "other" not in found
+    assert not {"probs", "member_logits"} & Scorer(one)({"image": images}).keys()
+
+
+def test_texts_pairs_and_prepared_inputs() -> None:
+    one = served("text")
+    texts, pairs = ["hello", "wörld hello", "hello hello"], ["wörld", "wörld", "hello"]
+    same(Scorer(one)({"text": np.array(texts, dtype=object)}), scalars(one.predict(texts)))
+    both = Scorer(one, columns=Columns(text="a", text_pair="b"))({"a": np.array(texts), "b": pairs})
+    same(both, scalars(one.predict(list(zip(texts, pairs, strict=True)))))
+    inputs = inputs_for(one, 4)
+    rows = {name: list(tensor.numpy()) for name, tensor in inputs.items()}
+    same(Scorer(one)(rows), scalars(one.predict(inputs)))
+    image = inputs_for(served("image"), 4)
+    objects = np.empty(4, dtype=object)
+    objects[:] = list(image["pixel_values"].numpy())
+    same(Scorer(served("image"))({"pixel_values": objects}), scalars(served("image").predict(image)))
+
+
+def scalars(prediction: Any) -> dict[str, np.ndarray]:
+    return {name: array for name, array in columns(prediction).items() if array.ndim == 1}
+
+
+@pytest.mark.parametrize("good", [[1, 3], []])
+def test_what_cannot_be_read_has_a_row_and_a_reason(good: list[int]) -> None:
+    for one, items, broken in (
+        (served("image"), pictures(4), [b"no image", None]),
+        (served("text"), ["hello", "wörld", "hello wörld", "hello"], ["half \ud800", None]),
+    ):
+        column = "image" if one.kind == "image" else "text"
+        batch: list[Any] = [items[row] if row in good else broken[row % 2] for row in range(4)]
+        found = Scorer(one)({column: batch})
+        assert [bool(error) for error in found["error"]] == [row not in good for row in range(4)]
+        if good:
+            same(found, scalars(one.predict([items[row] for row in good])), good)
+        bad = [row for row in range(4) if row not in good]
+        assert np.isnan(found["confidence"][bad]).all()
+        assert (found["label"][bad] == -1).all()
+        assert not found["accept"][bad].any()
+        assert set(found["class_name"][bad]) == {""}
+
+
+def test_answers_that_are_not_finite_are_errors() -> None:
+    pixels = inputs_for(served("image"), 3)["pixel_values"]
+    pixels[1] = torch.inf
+    found = Scorer(served("image"))({"pixel_values": pixels})
+    assert [bool(error) for error in found["error"]] == [False, True, False]
+    assert found["label"].tolist()[1] == -1
+
+
+def test_it_is_pickled_without_the_model_and_loads_it_again(tmp_path: Path) -> None:
+    one = served("text")
+    one.save_pretrained(tmp_path / "model")
+    scorer = Scorer(tmp_path / "model", device="cpu")
+    wanted = scorer({"text": ["hello"]})
+    again = pickle.loads(pickle.dumps(scorer))
+    assert len(pickle.dumps(scorer)) < 2000
+    same({**again({"text": ["hello"]}), "error": 0}, scalars(one.predict(["hello"])))
+    assert set(wanted) == set(again({"text": ["hello"]}))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "model").rename(tmp_path / "run" / "ensemble")  # as a build leaves it
+    same(Scorer(tmp_path / "run", device="cpu")({"text": ["hello"]}), scalars(one.predict(["hello"])))
+    half = Scorer(one, dtype="bfloat16")({"text": ["hello"]})
+    assert half["confidence"].dtype == np.float32
+    assert one.dtype == torch.float32  # a model that was given is not changed
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "error", "token"),
+    [
+        (lambda: Scorer(served("image")), {"text": ["a"]}, DataError, "'image'"),
+        (lambda: Scorer(served("image"), keep=["id"]), {"image": []}, DataError, "id"),
+        (lambda: Scorer(served("image").with_metadata(preprocessing=None)), {"image": [1]}, DataError, "pixel_values"),
+        (lambda: Scorer(ensemble(map_pooled())), {"image": []}, ConfigError, "classifier"),
+        (lambda: Scorer(served("image"), dtype="int8"), {}, ConfigError, "int8"),
+        (lambda: Scorer(served("image"), workers=0), {}, ConfigError, "workers"),
+        (lambda: Scorer("no/such/folder/here"), {"image": []}, CheckpointError, "here"),
+    ],
+)
+def test_what_no_batch_can_be_scored_with_is_named(make, batch, error, token) -> None:
+    with pytest.raises(error, match=token):
+        make()(batch)
+
+
+def test_datasets_map_takes_it(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    one, images = served("image"), pictures(5)
+    data = datasets.Dataset.from_dict({"image": images, "id": list(range(5))}).cast_column("image", datasets.Image())
+    one.save_pretrained(tmp_path / "model")
+    found = data.map(Scorer(tmp_path / "model", wide=True), batched=True, batch_size=2, new_fingerprint="scores")
+    same(found.with_format("numpy", columns=list(columns(one.predict(images))))[:], columns(one.predict(images)))
+    assert found["id"][:] == list(range(5))
+
+
+@pytest.mark.slow
+def test_ray_data_takes_it_and_resumes(tmp_path: Path) -> None:
+    """Two actors; with Ray's own checkpoints a second run scores only what the first has not written."""
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+    from ray.data.checkpoint import CheckpointConfig
+
+    one, images = served("image"), pictures(12)
+    one.save_pretrained(tmp_path / "model")
+    rows = [{"image": encoded(image), "id": row} for row, image in enumerate(images)]
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, ignore_reinit_error=True,
+             runtime_env={"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}})  # fmt: skip
+    try:
+        context = ray.data.DataContext.get_current()
+        context.checkpoint_config = CheckpointConfig(
+            id_column="id", checkpoint_path=str(tmp_path / "checkpoint"), delete_checkpoint_on_success=False
+        )
+
+        def score(some: list[dict[str, Any]]) -> None:
+            settings = {"keep": ["id"], "device": "cpu"}
+            data = ray.data.from_items(some).map_batches(
+                Scorer, fn_constructor_args=(str(tmp_path / "model"),), fn_constructor_kwargs=settings,
+                concurrency=1, batch_size=4)  # fmt: skip
+            data.write_parquet(str(tmp_path / "scores"))
+
+        score(rows[:7])
+        score(rows)
+        context.checkpoint_config = None
+    finally:
+        ray.shutdown()
+    found = pq.read_table(tmp_path / "scores").to_pydict()
+    order = np.argsort(found["id"])
+    assert np.asarray(found["id"])[order].tolist() == list(range(12))  # none lost, none twice
+    same({name: np.asarray(values)[order] for name, values in found.items()}, scalars(one.predict(images)))
+
+
+# --- archives -------------------------------------------------------------------------------------------------------
+
+
+def archive(folder: Path) -> Path:
+    """Twenty texts in three files, five of which cannot be read."""
+    folder.mkdir()
+    (folder / "a.csv").write_text("text,id\n" + "".join(f"hello wörld,{row}\n" for row in range(7)) + "short\n")
+    lines = [json.dumps({"text": text, "id": {"x": 1}}) for text in ("hello", "half \ud800", "wörld", "hello hello")]
+    (folder / "b.jsonl").write_text("\n".join([*lines, "broken", "[]", '{"text": null}', *lines[2:] * 2]))
+    (folder / "c.csv").write_text("text,id\nhello,x\n")
+    return folder
+
+
+def score(source: Path, output: Path, **settings: Any) -> Scored:
+    scorer = settings.pop("scorer", None) or Scorer(served("text"), keep=["id"], wide=True)
+    return score_archive(scorer, source, output, **{"batch_size": 3, "shard_rows": 4, "progress": False, **settings})
+
+
+def written(output: Path) -> tuple[Any, list[Any]]:
+    """All rows in order, and all that could not be read."""
+    rows = [row for file in sorted(output.glob("rows/*")) for row in pq.read_table(file).to_pylist()]
+    lines = [line for file in sorted(output.glob("unreadable/*")) for line in file.read_text().splitlines()]
+    return rows, [json.loads(line) for line in lines]
+
+
+def test_an_archive_becomes_shards(tmp_path: Path) -> None:
+    source, output = archive(tmp_path / "in"), tmp_path / "out"
+    found = score(source, output)
+    assert found == Scored(rows=15, unreadable=5, ignored=0, shards=5)
+    rows, unreadable = written(output)
+    assert [row["input"] for row in rows[:8]] == [*(f"a.csv:{row}" for row in range(7)), "b.jsonl:0"]
+    assert [line["input"] for line in unreadable] == ["a.csv:7", "b.jsonl:1", "b.jsonl:4", "b.jsonl:5", "b.jsonl:6"]
+    assert all(line["reason"] for line in unreadable)
+    assert [row["id"] for row in rows[6:8]] == ["6", '{"x": 1}']
+    texts = ["hello wörld"] * 7 + ["hello", "wörld", "hello hello", *["wörld", "hello hello"] * 2, "hello"]
+    p = served("text").predict(texts)
+    same({name: [row[name] for row in rows] for name in columns(p)}, columns(p))
+    assert [row["class_name"] for row in rows] == p.names()
+    schemas = {pq.read_schema(file) for file in output.glob("rows/*")}
+    assert len(schemas) == 1
+    about = json.loads((output / "about.json").read_text())
+    assert about["reasons"] == ["", "unsure", "unfamiliar"]
+    again = {file: file.read_bytes() for file in output.rglob("*") if file.is_file()}
+    assert score(source, output) == found
+    assert {file: file.read_bytes() for file in output.rglob("*") if file.is_file()} == again
+
+
+def test_a_shard_in_which_nothing_can_be_read_has_the_same_columns(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.csv").write_text("text,id\n" + "short\n" * 4 + "hello,1\n")
+    assert score(tmp_path / "in", tmp_path / "out") == Scored(rows=1, unreadable=4, ignored=0, shards=2)
+    first, second = (pq.read_table(tmp_path / "out" / "rows" / f"part-0000{number}.parquet") for number in range(2))
+    assert (first.num_rows, first.schema) == (0, second.schema)
+
+
+def test_pairs_stay_pairs_however_batches_are_cut(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("text,text_pair\nhello,\nhello,wörld\nwörld,\n")
+    p = served("text").predict([("hello", ""), ("hello", "wörld"), ("wörld", "")])
+    for size in (1, 3):
+        score(tmp_path / "in.csv", tmp_path / str(size), scorer=Scorer(served("text")), batch_size=size)
+        rows, _ = written(tmp_path / str(size))
+        same({name: [row[name] for row in rows] for name in scalars(p)}, scalars(p))
+
+
+def test_the_output_may_lie_in_the_archive(tmp_path: Path) -> None:
+    source = archive(tmp_path / "in")
+    (source / "notes.md").write_text("of another kind")
+    found = score(source, source / "out")
+    assert found.ignored == 1
+    assert score(source, source / "out") == found
+
+
+# where a process may end: the call, counted from 1, of a function, before it does anything
+POINTS: list[tuple[str, int]] = [
+    *(("replace", count) for count in range(1, 13)),  # of every file: identity, shards, what cannot be read
+    *(("prepare", count) for count in (1, 4)),
+    *(("answer", count) for count in (1, 3, 6)),
+    *(("parquet", count) for count in (2, 5)),
+    ("summary", 1),
+]
+
+
+def ends_at(point: str, count: int) -> None:
+    """Let this process end, as if killed, at a call of a function."""
+    owner, name = {
+        "replace": (os, "replace"),
+        "prepare": (Scorer, "prepare"),
+        "answer": (Scorer, "answer"),
+        "parquet": (scoring, "_parquet"),
+        "summary": (scoring, "_summary"),
+    }[point]
+    original: Callable[..., Any] = getattr(owner, name)
+    left = count
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os._exit(9)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def test_a_kill_loses_no_row_and_doubles_none(tmp_path: Path) -> None:
+    source = archive(tmp_path / "in")
+    scorer = Scorer(served("text"), keep=["id"], wide=True)
+    wanted = score(source, tmp_path / "undisturbed", scorer=scorer)
+    rows, unreadable = written(tmp_path / "undisturbed")
+    assert len(POINTS) == 20
+    for point, count in POINTS:
+        output = tmp_path / f"{point}-{count}"
+
+        def work(point: str = point, count: int = count, output: Path = output) -> None:
+            ends_at(point, count)
+            score(source, output, scorer=scorer)
+
+        assert in_a_child(work) == 9, (point, count)
+        assert len(written(output)[0]) < len(rows) or point in ("replace", "summary")
+        assert score(source, output, scorer=scorer) == wanted, (point, count)
+        assert written(output) == (rows, unreadable), (point, count)
+        assert not list(output.rglob(".*")), (point, count)
+
+
+def test_another_run_is_refused(tmp_path: Path) -> None:
+    source, output = archive(tmp_path / "in"), tmp_path / "out"
+    score(source, output)
+    other = served("text").with_metadata(calibration=None)
+    for settings in ({"shard_rows": 5}, {"scorer": Scorer(other, keep=["id"])}, {"scorer": Scorer(served("text"))}):
+        with pytest.raises(CheckpointError, match="another run"):
+            score(source, output, **settings)
+    (source / "d.csv").write_text("text,id\nhello,1\n")
+    with pytest.raises(CheckpointError, match="archive"):
+        score(source, output)
+    (source / "d.csv").unlink()
+    (output / "rows" / "part-00001.parquet").write_bytes(b"changed")
+    with pytest.raises(CheckpointError, match="part-00001"):
+        score(source, output)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(CheckpointError, match="letter"):
+        score(source, tmp_path / "mine")
+
+
+def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, output = archive(tmp_path / "in"), tmp_path / "out"
+    answer = Scorer.answer
+
+    def second(self: Scorer, prepared: Any) -> Any:
+        monkeypatch.setattr(Scorer, "answer", answer)
+        with pytest.raises(StorageError, match="another"):
+            score(source, output)
+        return answer(self, prepared)
+
+    monkeypatch.setattr(Scorer, "answer", second)
+    assert score(source, output).rows == 15
+
+
+def test_an_interruption_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, output, answer, calls = archive(tmp_path / "in"), tmp_path / "out", Scorer.answer, iter(range(99))
+
+    def interrupted(self: Scorer, prepared: Any) -> Any:
+        if next(calls) == 4:
+            raise KeyboardInterrupt
+        return answer(self, prepared)
+
+    monkeypatch.setattr(Scorer, "answer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        score(source, output)
+    assert len(list(output.glob("rows/*"))) == 2
+    assert score(source, output).rows == 15
+    assert next(calls) < 5 + 6 + 1  # finished shards are not scored again
+
+
+def test_images_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "in" / "x").mkdir(parents=True)
+    for row, image in enumerate(pictures(5)):
+        image.save(tmp_path / "in" / "x" / f"{row}.png")
+    (tmp_path / "in" / "x" / "2.png").write_bytes(b"no image")
+    one: Ensemble = served("image")
+    found = score(tmp_path / "in", tmp_path / "out", scorer=Scorer(one))
+    assert found == Scored(rows=4, unreadable=1, ignored=0, shards=2)
+    rows, unreadable = written(tmp_path / "out")
+    assert [row["input"] for row in rows] == ["x/0.png", "x/1.png", "x/3.png", "x/4.png"]
+    assert unreadable[0]["input"] == "x/2.png"
+    p = one.predict([image for row, image in enumerate(pictures(5)) if row != 2])
+    same({name: [row[name] for row in rows] for name in scalars(p)}, scalars(p))
