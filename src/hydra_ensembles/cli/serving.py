@@ -1,4 +1,4 @@
-"""`hydra-ensembles serve`, `score` and `export`: a model behind HTTP, over an archive, or as a file for other runtimes."""
+"""`hydra-ensembles serve`, `score` and `export`: a model behind HTTP, over an archive, or as a file of its own."""
 
 import os
 import signal
