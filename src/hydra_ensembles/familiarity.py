@@ -115,6 +115,32 @@ def fit_familiarity(
     return Ensemble.from_state(ensemble.config, ensemble.state_dict(), metadata)
 
 
+def with_score(ensemble: Ensemble, found: Familiarity, line: str) -> Ensemble:
+    """A copy of an ensemble with one more fitted score: the one that decides from now on, by a threshold to be set.
+
+    Scores of before stay, but one of the same name is replaced.
+    """
+    known, settings, state = ensemble.metadata.familiarity, found.settings, dict(found.state)
+    if known is not None:
+        old, new = known.settings, found.settings
+        others = tuple(score for score in old.scores if score not in new.scores)
+        state |= {key: tensor for key, tensor in known.state.items() if key.rpartition(".")[0] in others}
+        settings = replace(
+            old,
+            scores=(*new.scores, *others),
+            samples=new.samples,
+            marks=new.marks,
+            embedding=new.embedding,
+            hidden=new.hidden or old.hidden,
+            words=new.words if any(new.words) else old.words,
+            threshold=None,
+            reference=None,
+        )
+    metadata = replace(ensemble.metadata, familiarity=Familiarity(settings, state))
+    metadata = replace(metadata, history=(*metadata.history, line))
+    return Ensemble.from_state(ensemble.config, ensemble.state_dict(), metadata)
+
+
 @dataclass(frozen=True)
 class FitOptions:
     """What is to be fitted, and how; as described at `fit_familiarity`."""

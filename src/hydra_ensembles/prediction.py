@@ -18,12 +18,12 @@ from torch import Tensor
 from .arguments import checked
 from .errors import ConfigError, DataError
 from .metrics.conformal import Reference
-from .metrics.distance import FAMILIARITY_NAMES, FamiliarityName
+from .metrics.distance import FittedName, LearnedName
 from .metrics.probabilities import EntropyParts, disagreement_per_sample, entropy_parts
 from .schema import short
 
 ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy", "gen"]
-AnyScore = Literal[ScoreName, FamiliarityName]
+AnyScore = Literal[ScoreName, FittedName]
 Reason = Literal["unfamiliar", "unsure"]
 REASONS: tuple[Reason | None, ...] = (None, "unsure", "unfamiliar")  # by the numbers of `Prediction.doubt`
 Calibrates = Literal["logits", "probs"]
@@ -36,12 +36,12 @@ GEN_POWER, GEN_CLASSES = 0.1, 100  # of the generalised entropy
 class Unfamiliarity:
     """How unlike the familiar data B samples are to M members, by S scores; the first is the one that decides."""
 
-    names: tuple[FamiliarityName, ...]
+    names: tuple[FittedName, ...]
     members: Tensor  # [S, M, B]
     threshold: float | None = None
     reference: Reference | None = None
 
-    def score(self, name: FamiliarityName) -> Tensor:
+    def score(self, name: FittedName) -> Tensor:
         """`[B]`, the mean over members."""
         return self.members[self.names.index(name)].mean(dim=0)
 
@@ -256,11 +256,12 @@ class Prediction:
         name = self.score_name if name is None else name
         known = () if self.unfamiliarity is None else self.unfamiliarity.names
         if name not in (*get_args(ScoreName), *known):
-            fitted = f"; {name} has to be fitted first: fit_familiarity(ensemble, id_batches, {name!r})"
-            advice = fitted if name in FAMILIARITY_NAMES else ""
+            how = f"fit_familiarity(ensemble, id_batches, {name!r})"
+            how = "see baselines.vilu and baselines.neg_label" if name in get_args(LearnedName) else how
+            advice = f"; {name} has to be fitted first: {how}" if name in get_args(FittedName) else ""
             choice = ", ".join((*get_args(ScoreName), *known))
             raise ConfigError(f"score {name!r} is not known; choose one of {choice}{advice}")
-        if self.unfamiliarity is not None and name in FAMILIARITY_NAMES:
+        if self.unfamiliarity is not None and name in self.unfamiliarity.names:
             return self.unfamiliarity.score(name)
         if name == "msp":
             return self._rest

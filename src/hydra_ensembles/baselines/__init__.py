@@ -6,24 +6,30 @@ from .laplace import Laplace, laplace
 from .lora import LoRA, lora_ensemble
 from .mc_dropout import mc_dropout
 from .mimo import MIMO, mimo
+from .neg_label import NegLabel, neg_label
 from .oba import OBA, oba
 from .packed import Packed, packed_ensemble
+from .vilu import ViLU, vilu
 
 __all__ = [
     "BatchEnsemble",
-    "Laplace",
     "BayesVLM",
+    "Laplace",
     "LoRA",
     "MIMO",
+    "NegLabel",
     "OBA",
     "Packed",
+    "ViLU",
     "batch_ensemble",
-    "laplace",
     "bayes_vlm",
-    "published_bayes_vlm",
+    "laplace",
     "lora_ensemble",
     "mc_dropout",
     "mimo",
+    "neg_label",
     "oba",
     "packed_ensemble",
+    "published_bayes_vlm",
+    "vilu",
 ]

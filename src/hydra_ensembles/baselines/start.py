@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from .._utils import torch_seeded
 from ..errors import ConfigError
@@ -36,3 +37,29 @@ def fresh(config: EnsembleConfig, seed: int, metadata: Metadata) -> Ensemble:
     """An ensemble that has learned nothing: weights drawn by the seed."""
     with torch_seeded(seed, torch.device("cpu")):
         return Ensemble(config, metadata).eval()
+
+
+def embedding_statistics(model: object, caller: str) -> dict[str, Tensor]:
+    """How a zero-shot ensemble projects features: `projection` `[M, e, d]` and `shift` `[M, e]`, on the CPU.
+
+    Raises:
+        ConfigError: The model compares with no class embeddings.
+    """
+    require_ensemble(model, caller)
+    readout = model.readout if isinstance(model, Ensemble) else None
+    if not isinstance(model, Ensemble) or readout is None or readout.class_embeddings is None:
+        raise ConfigError(f"{caller} takes a zero-shot classifier, as he.zero_shot makes one of a dual encoder")
+    if readout.hidden is not None:
+        raise ConfigError(f"{caller} takes models whose features are projected at once; this one has a hidden layer")
+    members, width = model.num_members, readout.features
+    if readout.projection is None:
+        return {
+            "projection": torch.eye(width).expand(members, -1, -1).contiguous(),
+            "shift": torch.zeros(members, width),
+        }
+    weight, bias = readout.projection.weight.detach().float().cpu(), readout.projection.bias
+    shift = torch.zeros(len(weight), weight.shape[1]) if bias is None else bias.detach().float().cpu()
+    return {
+        "projection": weight.expand(members, -1, -1).contiguous(),
+        "shift": shift.expand(members, -1).contiguous(),
+    }

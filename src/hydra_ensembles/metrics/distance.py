@@ -15,6 +15,8 @@ FamiliarityName = Literal[
     "mahalanobis", "mahalanobis++", "relative_mahalanobis", "relative_mahalanobis++", "vim", "knn"
 ]
 
+LearnedName = Literal["vilu", "neglabel"]  # of zero-shot models; `hydra_ensembles.baselines` makes them
+FittedName = Literal[FamiliarityName, LearnedName]
 FamiliarityChoice = Literal[FamiliarityName, "auto"]
 
 FAMILIARITY_NAMES: tuple[FamiliarityName, ...] = get_args(FamiliarityName)
@@ -23,17 +25,17 @@ BY_CLASS = FAMILIARITY_NAMES[:4]  # those that compare with the mean of each cla
 Statistics = Mapping[str, Tensor]
 
 
-def is_normalised(name: FamiliarityName) -> bool:
+def is_normalised(name: FittedName) -> bool:
     """Whether a score looks at the direction of features alone."""
     return name.endswith("++") or name == "knn"
 
 
-def is_relative(name: FamiliarityName) -> bool:
+def is_relative(name: FittedName) -> bool:
     """Whether the distance to all data is taken off that to the nearest class."""
     return name.startswith("relative")
 
 
-def prepared(name: FamiliarityName, features: Tensor) -> Tensor:
+def prepared(name: FittedName, features: Tensor) -> Tensor:
     """Features `[M, B, d]` as a score takes them."""
     return F.normalize(features, dim=-1) if is_normalised(name) else features
 
@@ -46,7 +48,7 @@ def ready(statistics: Statistics) -> Statistics:
 
 
 def unfamiliarity(
-    name: FamiliarityName, statistics: Statistics, features: Tensor, logits: Tensor, neighbours: int = 1
+    name: FittedName, statistics: Statistics, features: Tensor, logits: Tensor, neighbours: int = 1
 ) -> Tensor:
     """The score of each member for each sample, `[M, B]`, in float32.
 
@@ -54,15 +56,24 @@ def unfamiliarity(
       `++` of features of length one; `relative_` less the distance to the mean of all classes under that of all data.
     * `vim`: length of the part of the features outside their principal subspace, weighed against the energy.
     * `knn`: distance to the k-th nearest of the stored features, all of length one.
+    * `vilu`: minus what a small network says of image, classes and predicted class: the log-odds of being right.
+    * `neglabel`: probability that words which are no classes take from the classes, mean over groups of words.
 
     Args:
         name: Which score.
         statistics: What was fitted for it, of every member, `ready` for use.
         features: `[M, B, d]`.
-        logits: `[M, B, C]`, for `vim`.
+        logits: `[M, B, C]`, for `vim` and the scores of zero-shot models.
         neighbours: Of `knn`, which neighbour counts.
     """
     x = prepared(name, features.float())
+    if name == "vilu":
+        return -log_odds(statistics, _embedded(statistics, x), logits.float().softmax(dim=-1))
+    if name == "neglabel":
+        words = statistics["words"]  # [M, G, W, e], with the logit scale in it
+        others = torch.einsum("mbe,mgwe->mbgw", _embedded(statistics, x), words).logsumexp(dim=-1)  # [M, B, G]
+        others = others + statistics["offset"][:, None, None]
+        return (others - logits.float().logsumexp(dim=-1, keepdim=True)).sigmoid().mean(dim=-1)
     if name == "vim":
         outside = (x - statistics["origin"][:, None]) @ statistics["residual"]  # [M, B, d - principal]
         return statistics["weight"][:, None] * outside.norm(dim=-1) - logits.float().logsumexp(dim=-1)
@@ -79,7 +90,7 @@ def unfamiliarity(
     return found
 
 
-def nearest_class(name: FamiliarityName, statistics: Statistics, features: Tensor) -> Tensor:
+def nearest_class(name: FittedName, statistics: Statistics, features: Tensor) -> Tensor:
     """The class whose mean is nearest to each sample, `[B]`, by the sum of all members' squared distances.
 
     For a score in `BY_CLASS`, and features `[M, B, d]`.
@@ -91,6 +102,25 @@ def nearest_class(name: FamiliarityName, statistics: Statistics, features: Tenso
 def _up_to_a_constant(white: Tensor, statistics: Statistics) -> Tensor:
     """Squared distances `[M, B, C]` of `[M, B, d]` to the means of classes, less |w|²: |m|² - 2 w·m."""
     return torch.baddbmm(statistics["lengths"][:, None], white, statistics["classes"].mT, alpha=-2)
+
+
+def log_odds(statistics: Statistics, embedded: Tensor, probs: Tensor) -> Tensor:
+    """What the network of `vilu` gives, `[M, B]`, for embeddings of images `[M, B, e]` and probabilities `[M, B, C]`.
+
+    It sees the image, the classes' embeddings `[M, C, e]` in the proportion of their probabilities, and the first's.
+    """
+    texts = statistics["texts"]
+    x = torch.cat([embedded, probs @ texts, _picked(texts, probs.argmax(dim=-1))], dim=-1)  # [M, B, 3e]
+    last = sum(name.startswith("weight") for name in statistics) - 1
+    for layer in range(last + 1):
+        x = torch.baddbmm(statistics[f"bias{layer}"][:, None], x, statistics[f"weight{layer}"].mT)
+        x = x if layer == last else x.relu()
+    return x[..., 0]
+
+
+def _embedded(statistics: Statistics, features: Tensor) -> Tensor:
+    """Embeddings of length one `[M, B, e]` by a projection of features `[M, B, d]`."""
+    return F.normalize(torch.baddbmm(statistics["shift"][:, None], features, statistics["projection"].mT), dim=-1)
 
 
 def _picked(rows: Tensor, place: Tensor) -> Tensor:

@@ -400,13 +400,18 @@ def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Template
     return Ensemble.from_state(replace(ensemble.config, readout=readout), state, metadata)
 
 
-def _class_state(side: TextSide, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-    """The readout's weights: class embeddings times the logit scale `[G, C, e]`, and a bias for each class `[G, C]`."""
+def text_tower(side: TextSide, device: torch.device) -> tuple[Ensemble, GroupedLinear | None]:
+    """The tower and the projection of a text side, on a device."""
     settings = side.settings
     weights = {name: tensor.to(device) for name, tensor in side.part(TOWER).items()}
     tower = built_around(lambda: Ensemble(settings.tower, Metadata(preprocessing=settings.preprocessing)), weights)
     of_projection = {name: tensor.to(device) for name, tensor in side.part(PROJECTION).items()}
-    projection = linear(of_projection["weight"], of_projection.get("bias")) if of_projection else None
+    return tower, linear(of_projection["weight"], of_projection.get("bias")) if of_projection else None
+
+
+def _class_state(side: TextSide, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+    """The readout's weights: class embeddings times the logit scale `[G, C, e]`, and a bias for each class `[G, C]`."""
+    settings, (tower, projection) = side.settings, text_tower(side, device)
     require_distinct(tower, names, settings.templates)
     classes = class_embeddings(tower, projection, names, settings.templates)
     dtype = torch.promote_types(classes.dtype, torch.float32)  # the scale is large: half precision would round it

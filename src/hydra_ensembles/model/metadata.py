@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from ..errors import ConfigError
 from ..metrics.conformal import Reference, check_share
 from ..metrics.distance import (
     BY_CLASS,
-    FamiliarityName,
+    FittedName,
     Statistics,
     is_relative,
     nearest_class,
@@ -91,9 +92,12 @@ class FamiliaritySettings:
         accepted_share: The share of familiar inputs that the threshold accepts.
         reference: Scores of samples that the statistics are not from.
         marks: Digests of some samples they are from, which must not choose a threshold.
+        embedding: Of `vilu` and `neglabel`: width of the common embedding of images and texts.
+        hidden: Of `vilu`: widths of the layers of its network but the last.
+        words: Of `neglabel`: groups of words, and words in a group.
     """
 
-    scores: tuple[FamiliarityName, ...]
+    scores: tuple[FittedName, ...]
     width: int
     samples: int
     stored: int = 0
@@ -103,6 +107,9 @@ class FamiliaritySettings:
     accepted_share: float = 0.95
     reference: Reference | None = None
     marks: tuple[str, ...] = ()
+    embedding: int = field(default=0, metadata=ADDED_LATER)
+    hidden: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    words: tuple[int, int] = field(default=(0, 0), metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         check_share(self.accepted_share, "accepted_share")
@@ -113,6 +120,8 @@ class FamiliaritySettings:
                 f"familiarity with {self.principal} principal of {self.width} directions, {self.neighbours} neighbours "
                 f"of {self.stored} stored: there must be fewer principal ones, and as many stored"
             )
+        if min(self.embedding, *self.hidden, *self.words) < 0:
+            raise ConfigError(f"familiarity has sizes {self.embedding}, {self.hidden}, {self.words}; none is negative")
 
     def shapes(self, members: int, classes: int) -> dict[str, tuple[int, ...]]:
         """The tensors of all scores, `score.name`, and their shapes."""
@@ -127,6 +136,14 @@ class FamiliaritySettings:
             elif score == "vim":
                 residual = (members, self.width, self.width - self.principal)
                 own = {"origin": (members, self.width), "residual": residual, "weight": (members,)}
+            elif score in ("vilu", "neglabel"):
+                own = {"projection": (members, self.embedding, self.width), "shift": (members, self.embedding)}
+            if score == "neglabel":
+                own |= {"words": (members, *self.words, self.embedding), "offset": (members,)}
+            elif score == "vilu":
+                own["texts"] = (members, classes, self.embedding)
+                for layer, (inputs, outputs) in enumerate(pairwise((3 * self.embedding, *self.hidden, 1))):
+                    own |= {f"weight{layer}": (members, outputs, inputs), f"bias{layer}": (members, outputs)}
             found |= {f"{score}.{name}": shape for name, shape in own.items()}
         return found
 

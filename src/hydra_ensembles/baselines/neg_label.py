@@ -1,0 +1,109 @@
+"""NegLabel: words that are no classes, beside the classes of a zero-shot model; what they attract looks foreign."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .._utils import derive_seed
+from ..arguments import checked, require_whole
+from ..errors import ConfigError, DataError
+from ..familiarity import with_score
+from ..model.clip import Templates, checked_templates, class_embeddings, text_tower
+from ..model.ensemble import Ensemble
+from ..model.metadata import Familiarity, FamiliaritySettings
+from ..schema import require_types
+from .start import embedding_statistics
+
+
+@dataclass(frozen=True)
+class NegLabel:
+    """How words are chosen; the defaults are those of the public code.
+
+    Attributes:
+        share: Share of the words that is taken: those least like the classes.
+        percentile: How like the classes a word is: this percentile of its similarities to all of them.
+        groups: The score is the mean over so many groups of words; words that are left over are dropped.
+        seed: Draws the groups.
+    """
+
+    share: float = 0.15
+    percentile: float = 0.95
+    groups: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_types(self)
+        require_whole("NegLabel.groups", self.groups, 1)
+        require_whole("NegLabel.seed", self.seed, 0)
+        if not 0.0 < self.share <= 1.0 or not 0.0 <= self.percentile <= 1.0:
+            got = f"share={self.share} and percentile={self.percentile}"
+            raise ConfigError(f"NegLabel.share is above 0 and at most 1, NegLabel.percentile from 0 to 1; got {got}")
+
+
+@checked
+@torch.no_grad()
+def neg_label(
+    ensemble: Ensemble,
+    words: Sequence[str],
+    templates: Templates | None = None,
+    settings: NegLabel = NegLabel(),  # noqa: B008 (frozen)
+) -> Ensemble:
+    """A copy of a zero-shot ensemble with the score `neglabel`: `p.score("neglabel")`, saved with the model.
+
+    No images are needed, and nothing is trained: the text tower embeds the words once.
+
+    Args:
+        ensemble: Made by `he.zero_shot` with `keep_text`; it is not changed.
+        words: A large list of nouns and adjectives, such as WordNet's; those that are class names are left out.
+        templates: Sentences with `{label}`; None for those of the classes.
+        settings: Which words are taken.
+
+    Raises:
+        ConfigError: An ensemble without its text side.
+        DataError: Too few words for the groups.
+    """
+    statistics = embedding_statistics(ensemble, "neg_label")
+    side = ensemble.metadata.text_side
+    if side is None:
+        raise ConfigError("this ensemble kept no text towers; make it again with zero_shot(..., keep_text=True)")
+    classes = {name.casefold().strip() for name in ensemble.metadata.labels}
+    given = list(dict.fromkeys(word.strip() for word in words if word.strip()))
+    given = [word for word in given if word.casefold() not in classes]
+    sentences = side.settings.templates if templates is None else checked_templates(templates)
+    count = int(len(given) * settings.share) // settings.groups * settings.groups
+    if not count:
+        raise DataError(
+            f"{len(given)} words, of which a share of {settings.share:g} is taken, cannot be put in {settings.groups} "
+            "groups; give more words, or use fewer groups"
+        )
+    tower, projection = text_tower(side, ensemble.device)
+    embedded = class_embeddings(tower, projection, given, sentences).float()  # [G, N, e], of length one
+    readout = ensemble.state_dict()
+    rows = readout["readout.class_embeddings.weight"].float()  # [G, C, e], with the logit scale in it
+    chosen = least_alike(embedded, F.normalize(rows, dim=-1), settings.percentile, count)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(settings.seed, "neglabel")))
+    chosen = chosen[order.to(chosen.device)]
+    members, scale = ensemble.num_members, rows.norm(dim=-1).mean(dim=-1)[:, None, None]  # all rows have one length
+    picked = (embedded[:, chosen] * scale).expand(members, -1, -1).unflatten(1, (settings.groups, -1))
+    bias = readout.get("readout.class_embeddings.bias")
+    offset = torch.zeros(members) if bias is None else bias.float().mean(dim=-1).expand(members)
+    state = statistics | {"words": picked, "offset": offset}
+    found = FamiliaritySettings(
+        ("neglabel",),
+        ensemble.readout.features,
+        count,
+        embedding=statistics["shift"].shape[1],
+        words=(settings.groups, count // settings.groups),
+    )
+    tensors = {f"neglabel.{name}": one.cpu().clone().contiguous() for name, one in state.items()}
+    line = f"NegLabel: {count} of {len(given)} words in {settings.groups} groups"
+    return with_score(ensemble, Familiarity(found, tensors), line)
+
+
+def least_alike(words: Tensor, classes: Tensor, percentile: float, count: int) -> Tensor:
+    """Places of the `count` words `[G, N, e]` that are least like the classes `[G', C, e]`, the least one first."""
+    alike = [torch.quantile(part @ classes.mT, percentile, dim=-1) for part in words.split(1000, dim=1)]  # [G, n] each
+    return torch.cat(alike, dim=1).mean(dim=0).argsort(stable=True)[:count]

@@ -1,0 +1,186 @@
+"""ViLU: a small network that learns when a zero-shot model is right, from image, classes and predicted class."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from .._utils import derive_seed
+from ..arguments import checked, require_whole
+from ..batches import Batches
+from ..errors import ConfigError, DataError
+from ..familiarity import MARKS, answers, digests, with_score
+from ..metrics.distance import log_odds
+from ..model.ensemble import Ensemble
+from ..model.metadata import Familiarity, FamiliaritySettings
+from ..schema import require_types, to_plain
+from ..training.loop import Job, Learner, Runtime, train_best
+from ..training.recipe import Recipe
+from .start import embedding_statistics
+
+
+@dataclass(frozen=True)
+class ViLU:
+    """The network, and the batches it learns from.
+
+    Attributes:
+        hidden: Widths of its layers but the last.
+        batch_size: Samples in a batch of cached embeddings.
+    """
+
+    hidden: tuple[int, ...] = (512, 256, 128)
+    batch_size: int = 128
+
+    def __post_init__(self) -> None:
+        require_types(self)
+        require_whole("ViLU.batch_size", self.batch_size, 1)
+        for width in self.hidden:
+            require_whole("ViLU.hidden", width, 1)
+
+    @staticmethod
+    def recipe(epochs: int = 300, learning_rate: float = 0.01, **changes: Any) -> Recipe:
+        """How the network is trained in the public code: SGD with momentum and weight decay, a cosine."""
+        plain = {"optimizer": "sgd", "weight_decay": 5e-4, "no_decay_on_bias_and_norm": False}
+        return Recipe(**{**plain, "epochs": epochs, "learning_rate": learning_rate, **changes})
+
+
+@checked
+@torch.inference_mode(False)
+@torch.enable_grad()
+def vilu(
+    ensemble: Ensemble,
+    train: Batches,
+    recipe: Recipe | None = None,
+    settings: ViLU = ViLU(),  # noqa: B008 (frozen)
+    validation: Batches | None = None,
+    *,
+    output: str | Path | None = None,
+    progress: bool = True,
+    device: torch.device | str | None = None,
+    checkpoint_every: int = 500,
+) -> Ensemble:
+    """A copy of a zero-shot ensemble with the score `vilu`: `p.score("vilu")`, saved with the model.
+
+    Images are embedded once, and the network learns on the embeddings; the model itself is not changed, nor are its
+    answers. The score is minus the log-odds of being right, so `sigmoid(-score)` is a confidence. As in the public
+    ImageNet script, projections inside the attention over classes stay the identity.
+
+    Args:
+        ensemble: Made by `he.zero_shot`; every member gets a network of its own.
+        train: Labelled batches, read once.
+        recipe: How to train; None takes `ViLU.recipe()`. Of its settings, those of blocks and groups mean nothing here.
+        settings: Size of the network, and of batches.
+        validation: Held-out labelled batches; the best network is that which most often knows who is right.
+        output: Folder for checkpoints; a run that was killed goes on from there.
+        progress: Whether to show a progress bar.
+        device: Where to train; None stays on the ensemble's device.
+        checkpoint_every: Updates between checkpoints.
+
+    Raises:
+        ConfigError: A model without class embeddings, or several processes: one is enough.
+    """
+    statistics = embedding_statistics(ensemble, "vilu")
+    recipe = ViLU.recipe() if recipe is None else recipe
+    rows = ensemble.state_dict()["readout.class_embeddings.weight"].float().cpu()  # [G, C, e], with the logit scale
+    rows = rows.expand(ensemble.num_members, -1, -1)
+    statistics["texts"] = F.normalize(rows, dim=-1)
+    cached, marks = cache(ensemble, train, "train", statistics, settings.batch_size, shuffle=True)
+    held = None if validation is None else cache(ensemble, validation, "validation", statistics, settings.batch_size)[0]
+    folder = None if output is None else Path(output) / "vilu"
+    identity = {"method": "vilu", "settings": to_plain(settings)}
+    job = Job(recipe, cached, held, folder, checkpoint_every, progress, device, 0, identity)
+    recipe.check(ensemble, cached, held)
+    result = train_best(partial(ViLULearner, rows, settings, recipe), ensemble, job)
+    found = FamiliaritySettings(
+        ("vilu",),
+        ensemble.readout.features,
+        len(cached.dataset),  # type: ignore[arg-type]
+        marks=tuple(marks),
+        embedding=statistics["shift"].shape[1],
+        hidden=settings.hidden,
+    )
+    state = {**statistics, **result.weights}
+    tensors = {f"vilu.{name}": one.float().cpu().contiguous() for name, one in state.items()}
+    return with_score(ensemble, Familiarity(found, tensors), f"ViLU: {result.described(recipe)}")
+
+
+def cache(
+    ensemble: Ensemble, batches: Batches, name: str, statistics: Mapping[str, Tensor], size: int, shuffle: bool = False
+) -> tuple[DataLoader[tuple[Tensor, ...]], list[str]]:
+    """Embeddings of all images, and which members are right, in batches; and digests of some of the images."""
+    embedded, right, marks = list[Tensor](), list[Tensor](), list[str]()
+    for inputs, samples in answers(ensemble, batches, name, labelled=True):
+        x = torch.baddbmm(statistics["shift"][:, None], samples.features, statistics["projection"].mT)
+        embedded.append(F.normalize(x, dim=-1).transpose(0, 1))  # [B, M, e]
+        right.append((samples.logits.argmax(dim=-1) == samples.labels).T)  # [B, M]
+        marks = marks if len(marks) >= MARKS else [*marks, *digests(inputs)][:MARKS]
+    data = TensorDataset(torch.cat(embedded), torch.cat(right))
+    generator = torch.Generator() if shuffle else None
+    return DataLoader(data, batch_size=size, shuffle=shuffle, generator=generator), marks
+
+
+class ViLULearner(Learner[tuple[Tensor, ...]]):
+    """Networks in training, one for each member, on what was cached of the images."""
+
+    def __init__(self, rows: Tensor, settings: ViLU, recipe: Recipe, runtime: Runtime) -> None:
+        if runtime.ranks.size > 1:
+            raise ConfigError(f"vilu trains a small network; start it in one process instead of {runtime.ranks.size}")
+        self.rows = rows.to(runtime.device)  # [M, C, e]
+        self.texts, (members, _, width) = F.normalize(self.rows, dim=-1), rows.shape
+        self.model, drawn = nn.ParameterDict(), torch.Generator().manual_seed(derive_seed(recipe.seed, "vilu"))
+        for layer, (inputs, outputs) in enumerate(pairwise((3 * width, *settings.hidden, 1))):
+            for name, shape in ((f"weight{layer}", (outputs, inputs)), (f"bias{layer}", (outputs,))):
+                values = (2 * torch.rand(members, *shape, generator=drawn) - 1) * inputs**-0.5  # as of nn.Linear
+                self.model[name] = nn.Parameter(values.to(runtime.device))
+        super().__init__(self.model, recipe, runtime, {})
+
+    def read(self, raw: Any, index: int) -> tuple[Tensor, ...]:
+        """What was cached, as it is."""
+        return tuple(raw)
+
+    def odds(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Log-odds of being right, and whether it is, `[M, B]` each."""
+        embedded, right = (one.to(self.runtime.device).transpose(0, 1) for one in batch)
+        probs = (embedded @ self.rows.mT).softmax(dim=-1)  # [M, B, C]; a bias of all logits would change nothing
+        with self.autocast():
+            found = log_odds({"texts": self.texts, **self.model}, embedded, probs)
+        return found.float(), right
+
+    def backward(self, group: list[tuple[Tensor, ...]], seed: int) -> Tensor:
+        """Cross-entropy of right and wrong; where a member is mostly right, its mistakes weigh more."""
+        samples, total = sum(len(one[0]) for one in group), torch.zeros((), device=self.runtime.device)
+        for batch in group:
+            found, right = self.odds(batch)
+            weight = mistakes_weigh(right)
+            loss = F.binary_cross_entropy_with_logits(found, right.float(), weight, reduction="none").mean(1).sum()
+            share = loss * (found.shape[1] / samples)
+            self.scaler.scale(share).backward()
+            total += share.detach()
+        return total
+
+    @torch.no_grad()
+    def measure(self, validation: Batches) -> tuple[float, float]:
+        """How often the networks know whether a member is right, and their mean cross-entropy."""
+        known, loss, count = 0.0, 0.0, 0
+        for batch in validation:
+            found, right = self.odds(tuple(batch))
+            known += float(((found > 0) == right).sum())
+            loss += float(F.binary_cross_entropy_with_logits(found, right.float(), reduction="sum"))
+            count += right.numel()
+        if not count:
+            raise DataError("validation has no samples; give at least one")
+        return known / count, loss / count
+
+
+def mistakes_weigh(right: Tensor) -> Tensor:
+    """Weights `[M, B]`: one where a member is right, `log(1 + a / (1 - a))` where it is wrong, of its accuracy a."""
+    accuracy = right.float().mean(dim=1, keepdim=True)
+    weight = (accuracy / (1 - accuracy).clamp(min=1e-12)).log1p()
+    return torch.where(right, torch.ones_like(weight), weight)

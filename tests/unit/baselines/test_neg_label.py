@@ -1,0 +1,91 @@
+"""NegLabel: words least like the classes, probabilities among classes and words, groups as published."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import hydra_ensembles as he
+from hydra_ensembles.baselines.neg_label import NegLabel, least_alike, neg_label
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.model.clip import DualEncoder, Projections
+from unit.training.training_cases import NAMES, pair_samples, tiny, tiny_dual
+
+WORDS = [f"{one} {two}" for one in ("cat", "dog", "red", "the", "photo") for two in ("tree", "bus", "of", "picture")]
+IMAGES = pair_samples(6, seed=3)[0]
+SMALL = NegLabel(share=0.6, groups=3)
+
+
+def by_hand(dual, words, groups):
+    """The published score for given words, in their order: one minus the mean share of the classes."""
+    images = dual.encode_image(IMAGES)[0]
+    template = "A photo of a {}."
+    pos, neg = (dual.encode_text([template.format(one) for one in names])[0] for names in (NAMES, words))
+    scale = dual.logit_scale.exp()
+    bias = 0.0 if dual.logit_bias is None else dual.logit_bias
+    pos, neg = scale * images @ pos.T + bias, scale * images @ neg.T + bias
+    shares = [
+        torch.cat([pos, part], dim=1).softmax(-1)[:, : len(NAMES)].sum(-1)
+        for part in neg.unflatten(1, (groups, -1)).unbind(1)
+    ]
+    return 1 - torch.stack(shares).mean(0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_score_is_the_published_one(bias):
+    dual = tiny_dual()
+    dual = DualEncoder(dual.image, dual.text, dual.projections, logit_scale=2.0)
+    if bias:
+        maps = Projections.fresh(24, 16, 16, bias=True)
+        torch.nn.init.normal_(maps.image.bias)
+        dual = DualEncoder(dual.image, dual.text, maps, logit_scale=2.0, logit_bias=-3.0)
+    found = neg_label(he.zero_shot(dual.eval(), NAMES), WORDS, settings=SMALL)
+    known = found.metadata.familiarity
+    assert known.settings.words == (3, 3)  # 0.6 of 19: 'red bus' is a class
+    every = dual.encode_text([f"A photo of a {one}." for one in WORDS])[0]
+    stored = F.normalize(known.state["neglabel.words"][0].flatten(0, 1), dim=-1)
+    words = [WORDS[place] for place in (stored @ every.T).argmax(1).tolist()]
+    assert len(set(words)) == 9
+    torch.testing.assert_close(found.predict(IMAGES).score("neglabel"), by_hand(dual, words, 3), atol=1e-5, rtol=1e-4)
+
+
+def test_the_words_least_like_the_classes_are_taken():
+    classes = F.normalize(torch.tensor([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]]), dim=-1)
+    words = F.normalize(torch.tensor([[[1.0, 0.1, 0.0], [0.0, 0.1, 1.0], [0.3, 0.3, 1.0], [-1.0, -1.0, 0.0]]]), dim=-1)
+    assert least_alike(words, classes, 1.0, 3).tolist() == [3, 1, 2]
+    assert least_alike(words, classes, 0.0, 1).tolist() == [3]
+
+
+def test_class_names_repetitions_and_blanks_are_no_words():
+    ensemble = he.zero_shot(tiny_dual(), NAMES)
+    given = ["Cat", "boat ", "", *WORDS[:4], WORDS[0]]
+    found = neg_label(ensemble, given, settings=NegLabel(share=1.0, groups=2))
+    assert found.metadata.familiarity.settings.words == (2, 2)
+    assert "4 of 4 words" in found.metadata.history[-1]
+
+
+def test_every_member_has_its_own_words_embedded_and_all_travels_with_the_model(tmp_path):
+    fused = he.fuse([tiny_dual(0), tiny_dual(1)], stem="separate", mlp="separate")
+    ensemble = he.zero_shot(fused, NAMES)
+    found = neg_label(ensemble, WORDS, ("the {label}", "a photo of a {label}"), settings=SMALL)
+    assert ensemble.metadata.familiarity is None
+    score = found.predict(IMAGES).score("neglabel")
+    assert ((score > 0) & (score < 1)).all()
+    members = found.predict(IMAGES).unfamiliarity.members[0]
+    assert not torch.allclose(members[0], members[1])
+    found.save_pretrained(tmp_path / "saved")
+    loaded = he.Ensemble.from_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(loaded.predict(IMAGES).score("neglabel"), score)
+    torch.testing.assert_close(found.optimize(compile=False).predict(IMAGES).score("neglabel"), score)
+
+
+def test_what_it_cannot_work_with_is_refused():
+    bad = ({"share": 0.0}, "share"), ({"percentile": 1.5}, "percentile"), ({"groups": 0}, "groups")
+    for settings, token in bad:
+        with pytest.raises(ConfigError, match=token):
+            NegLabel(**settings)
+    with pytest.raises(ConfigError, match="zero-shot"):
+        neg_label(tiny(), WORDS)
+    with pytest.raises(ConfigError, match="keep_text"):
+        neg_label(he.zero_shot(tiny_dual(), NAMES, keep_text=False), WORDS)
+    with pytest.raises(DataError, match="groups"):
+        neg_label(he.zero_shot(tiny_dual(), NAMES), WORDS)

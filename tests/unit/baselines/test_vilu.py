@@ -1,0 +1,151 @@
+"""ViLU: the network and its loss are the published ones, and its score travels with the model."""
+
+import pytest
+import torch
+from baseline_cases import assert_resumes
+from torch import nn
+from torch.nn import functional as F
+
+import hydra_ensembles as he
+from hydra_ensembles.baselines.neg_label import NegLabel, neg_label
+from hydra_ensembles.baselines.vilu import ViLU, ViLULearner, mistakes_weigh, vilu
+from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.metrics.distance import log_odds
+from hydra_ensembles.training.loop import Runtime
+from hydra_ensembles.training.recipe import Recipe
+from unit.training.training_cases import NAMES, pair_samples, tiny, tiny_dual
+
+RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, epochs=2)
+SMALL = ViLU(hidden=(8, 4), batch_size=8)
+
+
+def zero_shot(members=1):
+    duals = [tiny_dual(seed) for seed in range(members)]
+    fused = duals[0] if members == 1 else he.fuse(duals, stem="separate", mlp="separate")
+    return he.zero_shot(fused, NAMES)
+
+
+def data(count=24, size=8, seed=1):
+    images, labels = pair_samples(count, seed)
+    return list(zip(images.split(size), labels.split(size), strict=True))
+
+
+def fitted(ensemble, recipe=RECIPE, settings=SMALL, **options):
+    return vilu(ensemble, data(), recipe, settings, progress=False, **options)
+
+
+def test_the_score_is_what_the_published_network_computes():
+    ensemble, images = zero_shot(members=2), pair_samples(5, seed=3)[0]
+    found = fitted(ensemble)
+    state = {key.removeprefix("vilu."): one for key, one in found.metadata.familiarity.state.items()}
+    prediction = found.predict(images)
+    for member in range(2):
+        alone = found.member(member)
+        v = alone.readout.embedding(alone.features(images))[0]  # [B, e]
+        t = F.normalize(alone.readout.class_embeddings.weight[0], dim=-1)
+        probs = (alone.readout.class_embeddings.weight[0].norm(dim=-1).mean() * v @ t.T).softmax(-1)
+        x = torch.cat(
+            [v, probs @ t, t[probs.argmax(-1)]], dim=1
+        )  # image, classes by their probabilities, predicted class
+        layers = []
+        for layer in range(3):
+            weight, bias = state[f"weight{layer}"][member], state[f"bias{layer}"][member]
+            linear = nn.Linear(*weight.T.shape)
+            linear.weight.data, linear.bias.data = weight, bias
+            layers += [linear, nn.ReLU()]
+        expected = -nn.Sequential(*layers[:-1])(x)[:, 0]
+        torch.testing.assert_close(prediction.unfamiliarity.members[0, member], expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(prediction.member_logits, ensemble.predict(images).member_logits)  # answers stay
+
+
+def test_the_loss_is_the_published_one():
+    right = torch.tensor([[True, True, True, False], [True, False, False, False], [True, True, True, True]])
+    weight = mistakes_weigh(right)
+    assert weight[0].tolist() == pytest.approx([1, 1, 1, torch.tensor(1 + 3.0).log().item()])
+    assert weight[1].tolist() == pytest.approx([1, *[torch.tensor(1 + 1 / 3).log().item()] * 3])
+    assert weight[2].tolist() == [1, 1, 1, 1]
+    rows = torch.randn(3, 6, 5)
+    learner = ViLULearner(rows, SMALL, RECIPE, Runtime(torch.device("cpu")))
+    embedded = F.normalize(torch.randn(4, 3, 5), dim=-1)
+    loss = learner.backward([(embedded, right.T)], seed=0)
+    odds = log_odds(
+        {"texts": F.normalize(rows, dim=-1), **learner.model},
+        *(embedded.transpose(0, 1), (embedded.transpose(0, 1) @ rows.mT).softmax(-1)),
+    )
+    parts = [F.binary_cross_entropy_with_logits(odds[m], right[m].float(), weight[m]) for m in range(3)]
+    torch.testing.assert_close(loss, sum(parts).detach())
+
+
+def test_it_learns_to_tell_right_from_wrong():
+    ensemble = zero_shot()
+    recipe = ViLU.recipe(epochs=60, learning_rate=0.01, optimizer="adamw")
+    found = fitted(ensemble, recipe, ViLU(hidden=(32, 16), batch_size=8))
+    images, labels = pair_samples(24, 1)
+    prediction = found.predict(images)
+    wrong = prediction.label != labels
+    assert 0 < int(wrong.sum()) < 24
+    scores = {name: prediction.score(name) for name in ("vilu", "msp")}
+    learned, plain = (he.metrics.auroc(score[~wrong], score[wrong]) for score in scores.values())
+    assert learned > max(plain, 0.95)
+    validated = fitted(ensemble, RECIPE, validation=data(24, seed=2))
+    assert "validation accuracy" in validated.metadata.history[-1]
+
+
+def test_it_travels_with_the_model(tmp_path):
+    found, images = fitted(zero_shot(members=2)), pair_samples(5, seed=3)[0]
+    score = found.predict(images).score("vilu")
+    found.save_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(he.Ensemble.from_pretrained(tmp_path / "saved").predict(images).score("vilu"), score)
+    torch.testing.assert_close(found.optimize(compile=False).predict(images).score("vilu"), score, atol=1e-4, rtol=1e-4)
+    calibrated = he.calibrate(found, data(40, seed=5), share=0.8)
+    assert calibrated.metadata.familiarity.settings.threshold is not None
+    assert calibrated.predict(images).accept is not None
+    result = he.evaluate(found, data(seed=4), ood={"near": {"x": data(seed=6)}}, scores=("vilu", "msp"))
+    assert {"near.auroc", "vilu:near.auroc"} <= result.numbers().keys()
+
+
+def test_scores_of_before_stay_and_the_new_one_decides():
+    ensemble, images = zero_shot(), pair_samples(5, seed=3)[0]
+    both = fitted(he.fit_familiarity(ensemble, data(48), "knn", neighbours=2, held_out=0.0))
+    assert both.metadata.familiarity.settings.scores == ("vilu", "knn")
+    alone = he.fit_familiarity(ensemble, data(48), "knn", neighbours=2, held_out=0.0).predict(images).score("knn")
+    torch.testing.assert_close(both.predict(images).score("knn"), alone)
+    words = [f"{one} {two}" for one in ("cat", "red", "the", "picture") for two in ("tree", "of", "photo", "green")]
+    third = neg_label(both, words, settings=NegLabel(share=1.0, groups=2))
+    assert third.metadata.familiarity.settings.scores == ("neglabel", "vilu", "knn")
+    torch.testing.assert_close(third.predict(images).score("vilu"), both.predict(images).score("vilu"))
+    again = fitted(third)
+    assert again.metadata.familiarity.settings.scores == ("vilu", "neglabel", "knn")
+    torch.testing.assert_close(again.predict(images).score("neglabel"), third.predict(images).score("neglabel"))
+
+
+def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
+    ensemble = zero_shot()
+    images = pair_samples(5, seed=3)[0]
+    scores = []
+
+    def make(**options):
+        found = fitted(ensemble, **options)
+        scores.append(found.predict(images).score("vilu"))
+        return found
+
+    assert_resumes(make, tmp_path, monkeypatch)
+    assert all(torch.equal(one, scores[0]) for one in scores)
+
+
+def test_the_recipe_is_the_published_one():
+    recipe = ViLU.recipe()
+    assert (recipe.optimizer, recipe.learning_rate, recipe.weight_decay, recipe.momentum) == ("sgd", 0.01, 5e-4, 0.9)
+    assert (recipe.epochs, recipe.schedule, recipe.no_decay_on_bias_and_norm) == (300, "cosine", False)
+
+
+def test_what_it_cannot_work_with_is_refused():
+    for settings, token in (({"hidden": (0,)}, "hidden"), ({"batch_size": 0}, "batch_size")):
+        with pytest.raises(ConfigError, match=token):
+            ViLU(**settings)
+    with pytest.raises(ConfigError, match="zero-shot"):
+        fitted(tiny())
+    with pytest.raises(ConfigError, match="baselines"):
+        zero_shot().predict(pair_samples(2)[0]).score("vilu")
+    with pytest.raises(ConfigError, match="score"):
+        he.fit_familiarity(zero_shot(), data(), "vilu")
