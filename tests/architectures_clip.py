@@ -79,14 +79,21 @@ def transformers_clip(image: dict[str, Any], text: dict[str, Any], **settings: A
 
 
 def _transformers_case(
-    label: str, image: dict[str, Any], text: dict[str, Any], *, end: int = END, pad: int = 1, mask: bool = True
+    label: str,
+    image: dict[str, Any],
+    text: dict[str, Any],
+    *,
+    end: int = END,
+    pad: int = 1,
+    mask: bool = True,
+    build: Callable[[], nn.Module] | None = None,
 ) -> DualCase:
     def logits(model: Any, pixels: Tensor, inputs: Inputs) -> Tensor:
         return model(pixel_values=pixels, interpolate_pos_encoding=True, **inputs).logits_per_image
 
     return DualCase(
         name=f"transformers-{label}",
-        build=lambda: transformers_clip(image, text),
+        build=build or (lambda: transformers_clip(image, text)),
         texts=lambda: texts(end, pad, mask),
         image_features=lambda model, pixels: (
             model.get_image_features(pixels, interpolate_pos_encoding=True).pooler_output
@@ -95,6 +102,19 @@ def _transformers_case(
         logits=logits,
         other_sizes=_SIZES,
     )
+
+
+_SIGLIP_BLOCKS = {**BLOCKS, "hidden_size": 32, "intermediate_size": 72, "hidden_act": "gelu_pytorch_tanh"}
+SIGLIP_TEXT: dict[str, Any] = {**_SIGLIP_BLOCKS, **_WORDS, **_ENDS, "projection_size": 32}
+SIGLIP_IMAGE: dict[str, Any] = {**_SIGLIP_BLOCKS, "image_size": 32, "patch_size": 8}
+
+
+def transformers_siglip() -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.SiglipConfig(text_config=SIGLIP_TEXT, vision_config=SIGLIP_IMAGE)
+    return perturbed(transformers.SiglipModel(config))
 
 
 # --- open_clip -------------------------------------------------------------------------------------------
@@ -117,12 +137,12 @@ def open_clip_model(
     return perturbed(kind(24, vision, CLIPTextCfg(**{**_OPEN_TEXT, **(text or {})}), **settings))
 
 
-def open_clip_from_timm(name: str, pool: str, projection: str, **settings: Any) -> nn.Module:
+def open_clip_from_timm(name: str, pool: str, projection: str, heads: int = 4, **settings: Any) -> nn.Module:
     """A model whose image tower is a small timm model; open_clip builds it by name, so names get sizes here."""
     import timm
 
     create = timm.create_model
-    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 4}
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": heads}
 
     def small(model: str, **arguments: Any) -> nn.Module:
         return create(model, **{**sizes, **arguments})
@@ -161,6 +181,7 @@ DUAL_CASES: list[DualCase] = [
     _transformers_case("padded-with-end", {}, {"pad_token_id": END}, pad=END),
     _transformers_case("no-mask", {"num_channels": 3}, {}, mask=False),
     _transformers_case("same-widths", {"hidden_size": 32}, {"num_hidden_layers": 3}),
+    _transformers_case("siglip", {}, {}, build=transformers_siglip),
     _open_clip_case("plain", open_clip_model),
     _open_clip_case("quickgelu", lambda: open_clip_model(quick_gelu=True)),
     _open_clip_case("mean", lambda: open_clip_model({"pool_type": "avg", "no_ln_pre": True})),
@@ -212,10 +233,12 @@ def _image_tower(
     )
 
 
-def _text_tower(label: str, name: str, answer: str) -> ArchitectureCase:
+def _text_tower(
+    label: str, name: str, answer: str, config: str = "CLIPTextConfig", settings: dict[str, Any] = _TEXT
+) -> ArchitectureCase:
     return ArchitectureCase(
         name=f"transformers-clip-{label}",
-        build=lambda: _tower(name, "CLIPTextConfig", _TEXT),
+        build=lambda: _tower(name, config, settings),
         inputs=lambda: texts(END, 1, mask=True),
         logits=lambda model, inputs: getattr(model(**inputs), answer),
         kind="text",
@@ -223,12 +246,14 @@ def _text_tower(label: str, name: str, answer: str) -> ArchitectureCase:
 
 
 _WHOLE = {"text_config": _TEXT, "vision_config": _IMAGE, "num_labels": 5}
+SIGLIP_CLASSIFIER = {"text_config": SIGLIP_TEXT, "vision_config": SIGLIP_IMAGE, "num_labels": 5}
 TOWER_CASES: list[ArchitectureCase] = [
     _image_tower("image", "CLIPVisionModel", "pooler_output"),
     _image_tower("image-projected", "CLIPVisionModelWithProjection", "image_embeds"),
     _image_tower("image-classifier", "CLIPForImageClassification", "logits", "CLIPConfig", _WHOLE),
     _text_tower("text", "CLIPTextModel", "pooler_output"),
     _text_tower("text-projected", "CLIPTextModelWithProjection", "text_embeds"),
+    _text_tower("siglip-text", "SiglipTextModel", "pooler_output", "SiglipTextConfig", SIGLIP_TEXT),
     ArchitectureCase(
         name="open_clip-image",
         build=lambda: open_clip_model().visual,  # type: ignore[return-value]
@@ -243,4 +268,8 @@ TOWER_CASES: list[ArchitectureCase] = [
         logits=lambda model, inputs: model(inputs["input_ids"]),
         kind="text",
     ),
+]
+TOWER_VARIANTS: list[ArchitectureCase] = [  # of kinds that are among the cases
+    _image_tower("siglip-image", "SiglipVisionModel", "pooler_output", "SiglipVisionConfig", SIGLIP_IMAGE),
+    _image_tower("siglip-classifier", "SiglipForImageClassification", "logits", "SiglipConfig", SIGLIP_CLASSIFIER),
 ]

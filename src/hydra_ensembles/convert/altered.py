@@ -181,7 +181,7 @@ def _differences(module: nn.Module, like: nn.Module, place: str = "") -> Iterato
         if callable(getattr(type(like), setting, None)):  # a method, put back by assignment
             continue
         found = vars(module).get(setting)
-        if getattr(found, "__func__", found) != getattr(expected, "__func__", expected):
+        if _function(found) != _function(expected):
             yield f"{place}.{setting}" if place else setting, " is", repr(found), repr(expected)
     parts = dict(module.named_children())
     for leaf, expected in like.named_children():
@@ -203,6 +203,13 @@ _REMOVED = ("pooler", "classifier", "cls_classifier", "distillation_classifier")
 def _drops_paths(part: nn.Module) -> bool:
     """Whether a part is stochastic depth or, where its rate is 0, nothing; its rate is read of every block."""
     return is_identity(part) or type(part).__name__ == "DropPath"
+
+
+def _function(value: Any) -> Any:
+    """What a method or a partial call does, so that two of them can be compared; other values are themselves."""
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    return getattr(value, "__func__", value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -67,7 +67,7 @@ _HF_TEXT = "transformers CLIP text tower"
 _MODULE = "transformers.models.clip.modeling_clip"
 _LEGACY_EOS = 2  # configurations with this id pool at the highest id of the vocabulary instead
 
-_HF_LAYERS: Weights = below(
+HF_LAYERS: Weights = below(
     "encoder.layers.{i}.",
     {
         **attention("self_attn.out_proj", *(f"self_attn.{part}_proj.*" for part in "qkv")),
@@ -82,13 +82,13 @@ _HF_IMAGE_TOWER: Weights = {
     "stem.class_token": "embeddings.class_embedding",
     "stem.position": "embeddings.position_embedding.weight",
     "stem.norm": "pre_layrnorm",
-    **_HF_LAYERS,
+    **HF_LAYERS,
     "readout.norm": "post_layernorm",
 }
 _HF_TEXT_TOWER: Weights = {
     "stem.words": "embeddings.token_embedding.weight",
     "stem.positions": "embeddings.position_embedding.weight",
-    **_HF_LAYERS,
+    **HF_LAYERS,
     "readout.norm": "final_layer_norm",
 }
 # A tower lies at the top, or (in a dual encoder, with a projection, and alone in older releases) under a prefix.
@@ -263,14 +263,23 @@ def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
 
+_TRUNKS = (timm.VISION_TRANSFORMER, timm.EVA)
+
+
+def _trunk_variant(model: Any) -> Weights:
+    known = next((one for one in _TRUNKS if qualified_name(model.trunk) in one.classes), _TRUNKS[0])
+    return below("trunk.", known.variant(model.trunk))
+
+
 def _timm_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """A tower of open_clip's adapter: a timm model and perhaps a linear projection, its own or timm's."""
     trunk, head = model.trunk, dict(model.head.named_children())
-    if qualified_name(trunk) not in timm.VISION_TRANSFORMER.classes:
+    known = next((one for one in _TRUNKS if qualified_name(trunk) in one.classes), None)
+    if known is None:
         raise refuse(_TIMM, f"its trunk is a {qualified_name(trunk)}")
     if head.keys() - {"drop", "proj"}:
         raise refuse(_TIMM, f"its head is made of {sorted(head)}; linear and no projection are supported")
-    config = timm.VISION_TRANSFORMER.config(trunk, None)
+    config = known.config(trunk, None)
     if "proj" not in head:
         classes = number_of_classes(config.readout.num_classes, num_labels, _TIMM)
         return replace(config, readout=replace(config.readout, num_classes=classes))
@@ -380,6 +389,7 @@ _IMAGES_FROM_TIMM = Architecture(
     config=_timm_config,
     weights={**below("trunk.", timm.VISION_TRANSFORMER.weights), "readout.classifier": ("head.proj", "trunk.head")},
     metadata=_image_metadata,
+    variant=_trunk_variant,
 )
 _TEXTS = Architecture(
     name=_TEXT,

@@ -10,15 +10,15 @@ from torch import nn
 from ..arguments import checked
 from ..errors import ConversionError
 from ..model.clip import DualEncoder
-from ..model.config import PatchStemConfig
+from ..model.config import EnsembleConfig, PatchStemConfig
 from ..model.ensemble import Ensemble
 from ..model.layers import GroupedLinear
 from ..model.metadata import Metadata, odd_names
 from ..model.stem_readout import Projections, linear
-from ..preprocessing import TextPreprocessing
-from . import clip, rotary, timm, torchvision, transformers
+from ..preprocessing import ImagePreprocessing, TextPreprocessing
+from . import clip, rotary, siglip, timm, torchvision, transformers
 from .altered import require_known_parts, require_unaltered
-from .clip import DUAL_ARCHITECTURES, DualArchitecture
+from .clip import DualArchitecture
 from .core import Architecture, qualified_name, require_finite, require_fit, translate
 from .declared import Declaration
 from .guess import better, guessed
@@ -34,7 +34,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *transformers.ARCHITECTURES,
     *rotary.ARCHITECTURES,
     *clip.ARCHITECTURES,
+    *siglip.ARCHITECTURES,
 )
+DUAL_ARCHITECTURES = (*clip.DUAL_ARCHITECTURES, *siglip.DUAL_ARCHITECTURES)
 _ALL: tuple[Architecture | DualArchitecture, ...] = (*ARCHITECTURES, *DUAL_ARCHITECTURES)
 _SCALES = ("logit_scale", "logit_bias")
 
@@ -91,9 +93,7 @@ def convert(
         require_known_parts(model, architecture.name)
     config = architecture.config(model, num_labels)
     known = architecture.metadata(model)
-    preprocessing = known.preprocessing if processor is None else read_processor(processor, config.stem)
-    if isinstance(preprocessing, TextPreprocessing) and not architecture.masks:
-        preprocessing = replace(preprocessing, attention_mask=False)  # the model attends to padding
+    preprocessing = _preprocessing(architecture, config, processor, known)
     metadata = replace(
         known,
         source=f"{architecture.name} ({qualified_name(model)})",
@@ -111,6 +111,18 @@ def convert(
                 raise
             raise ConversionError(f"{error}{better(declaration, model, num_labels)}") from error
     return ensemble
+
+
+def _preprocessing(
+    architecture: Architecture, config: EnsembleConfig, processor: Any, known: Metadata
+) -> ImagePreprocessing | TextPreprocessing | None:
+    """What the processor does, or what the model knows of it, as the model was trained with it."""
+    found = known.preprocessing if processor is None else read_processor(processor, config.stem)
+    if isinstance(found, TextPreprocessing) and not architecture.masks:  # the model attends to padding
+        found = replace(found, attention_mask=False)
+    if isinstance(found, TextPreprocessing) and config.readout.pool == "final":  # and reads it
+        found = replace(found, pad_to_max=True)
+    return found
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -231,8 +243,8 @@ def _convert_tower(
     config = architecture.config(tower, None)
     for_images = isinstance(config.stem, PatchStemConfig)
     processor = next((one for one in processors if is_for_images(one) in (for_images, None)), None)
-    known = architecture.metadata(tower).preprocessing
-    metadata = replace(origin, preprocessing=known if processor is None else read_processor(processor, config.stem))
+    known = architecture.metadata(tower)
+    metadata = replace(origin, preprocessing=_preprocessing(architecture, config, processor, known))
     state, _ = translate(architecture, tower, config)
     weight, bias = (state.pop(f"readout.classifier.{leaf}", None) for leaf in ("weight", "bias"))
     config = replace(config, readout=replace(config.readout, num_classes=0, bias=True))

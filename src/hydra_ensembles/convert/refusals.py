@@ -59,6 +59,12 @@ REFUSALS: tuple[Refusal, ...] = (
         _PLAIN_VIT,
     ),
     Refusal(
+        "siglip2",
+        "a SigLIP 2 for images of any shape (NaFlex)",
+        "it takes patches that were cut out before, with a number of them for each image",
+        "a SigLIP 2 of a fixed size, such as google/siglip2-base-patch16-224, whose class is SiglipModel",
+    ),
+    Refusal(
         "deberta",
         "a DeBERTa",
         "its attention is disentangled: scores depend on relative positions in a way of their own",

@@ -43,8 +43,9 @@ def opened(model: Any, find: Callable[[nn.Module], Architecture]) -> tuple[Archi
     def config(encoder: nn.Module, num_labels: int | None) -> EnsembleConfig:
         if num_labels is None and len(rest) > 1:
             raise refuse(name, "its embeddings are scaled to length one; for a classifier give num_labels")
-        readout = ReadoutConfig(POOLS[mode], number_of_classes(0, num_labels, name), norm="none")
-        return replace(known.config(encoder, None), readout=readout)
+        bare = known.config(encoder, None)
+        classes, last = number_of_classes(0, num_labels, name), bare.readout  # with the norm after the last block
+        return replace(bare, readout=ReadoutConfig(POOLS[mode], classes, norm=last.norm, norm_eps=last.norm_eps))
 
     def answer(encoder: nn.Module, inputs: Inputs, fresh: bool) -> Tensor:
         tokens = run(encoder, **inputs).last_hidden_state  # [B, T, d]
@@ -55,7 +56,8 @@ def opened(model: Any, find: Callable[[nn.Module], Architecture]) -> tuple[Archi
     def metadata(encoder: nn.Module) -> Metadata:
         return Metadata(preprocessing=read_processor(first.tokenizer, known.config(encoder, None).stem))
 
-    weights = {part: entry for part, entry in known.weights.items() if not part.startswith("readout.")}
+    unread = ("readout.hidden", "readout.classifier", "readout.distillation_classifier")
+    weights = {part: entry for part, entry in known.weights.items() if not part.startswith(unread)}
     ignored = (*known.ignored, "pooler.")
     declared = replace(known, name=name, config=config, weights=weights, ignored=ignored)
     return replace(declared, answer=answer, metadata=metadata), inner

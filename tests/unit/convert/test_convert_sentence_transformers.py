@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hydra_ensembles as he
-from architectures_transformers import TEXT, transformers_model
+from architectures_transformers import MODERNBERT, TEXT, transformers_model
 from hydra_ensembles.errors import ConversionError
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
@@ -39,6 +39,17 @@ def sentence_model(folder: Path, pooling: str, *more: str) -> Any:
     others = {"normalize": Normalize, "dense": lambda: Dense(32, 8)}
     parts = [Transformer(str(folder)), Pooling(32, pooling), *(others[one]() for one in more)]
     return library.SentenceTransformer(modules=parts, device="cpu").eval()
+
+
+def test_the_norm_after_the_last_block_comes_before_pooling(folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    transformers_model("ModernBertModel", "ModernBertConfig", MODERNBERT).save_pretrained(tmp_path)
+    model = sentence_model(tmp_path, "mean")
+    base = he.convert(model)
+    found = base.features(base.prepare(SENTENCES))[0]
+    torch.testing.assert_close(found, model.encode(SENTENCES, convert_to_tensor=True), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
