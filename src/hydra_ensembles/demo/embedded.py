@@ -76,7 +76,7 @@ def load_answers() -> dict[str, list[dict[str, Answers]]]:
         models.setdefault(model, {}).setdefault(name, {})[what] = tensor.float()
     found: dict[str, list[dict[str, Answers]]] = {}
     for model, sets in models.items():
-        answers = {name: Answers(one["logits"], one.get("unfamiliar")) for name, one in sets.items()}
+        answers = {name: Answers(one["logits"], one["unfamiliar"]) for name, one in sets.items()}
         found.setdefault(model.rpartition(" ")[0], []).append(answers)
     return found
 

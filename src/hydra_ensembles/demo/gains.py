@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..calibrate import fit_calibration
-from ..errors import DataError, HydraWarning
+from ..errors import HydraWarning
 from ..metrics.conformal import conformal_threshold
 from ..metrics.probabilities import ece_of_confidence
 from ..prediction import Prediction
@@ -53,10 +53,10 @@ _JUDGED = {
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """What a model says of a set: member logits `[M, N, C]`, and how unfamiliar each image looks, `[N]`, if known."""
+    """What a model says of a set: member logits `[M, N, C]`, and how unfamiliar each image looks, `[N]`."""
 
     logits: Tensor
-    unfamiliar: Tensor | None = None
+    unfamiliar: Tensor
 
     @property
     def size(self) -> int:
@@ -66,22 +66,18 @@ class Answers:
     @cached_property
     def scores(self) -> tuple[Tensor, Tensor]:
         """How unsure the model is, and how unfamiliar the images look, `[N]` each."""
-        if self.unfamiliar is None:
-            raise DataError("these answers do not say how unfamiliar the images are")
         return Prediction.from_logits(self.logits).score("msp"), self.unfamiliar
 
     @classmethod
     def joined(cls, parts: Sequence["Answers"]) -> "Answers":
         """Those of several sets as one."""
-        known = [part.unfamiliar for part in parts if part.unfamiliar is not None]
-        unfamiliar = torch.cat(known) if len(known) == len(parts) else None
-        return cls(torch.cat([part.logits for part in parts], dim=1), unfamiliar)
+        logits = torch.cat([part.logits for part in parts], dim=1)
+        return cls(logits, torch.cat([part.unfamiliar for part in parts]))
 
     @classmethod
     def stacked(cls, models: Sequence["Answers"]) -> "Answers":
-        """Those of several models as one ensemble; it looks at an image with the features of all that are known."""
-        known = [model.unfamiliar for model in models if model.unfamiliar is not None]
-        unfamiliar = torch.stack(known).mean(dim=0) if known else None
+        """Those of several models as one ensemble; it looks at an image with the features of all of them."""
+        unfamiliar = torch.stack([model.unfamiliar for model in models]).mean(dim=0)
         return cls(torch.cat([model.logits for model in models]), unfamiliar)
 
 
@@ -185,8 +181,8 @@ class Gains:
             f"features (unfamiliar), or {half:.0%} on each (both).",
             f"Mean ± standard deviation over {self.draws} draws of halves and over backbones ({made}); bold: no other "
             f"is better, and some are worse, beyond the 95 % interval of the difference. Images: {sizes}. Price: "
-            "multiply-adds. * Stored answers of models trained from different seeds; its familiarity is that of the "
-            "members whose features are at hand.",
+            "multiply-adds. * Of models trained from different seeds; two of them, and what was built from them, are "
+            "here by their stored answers.",
         )
         return Comparison(COLUMNS, tuple(rows), notes)
 

@@ -161,7 +161,7 @@ def _run(
     announce("Looking at EuroSAT, at unknown land use (near) and at clothes (far)")
     live = {name: answers_of(model, data) for name, model in models.items()}
     stored = {name: [_limited(one, settings.limit) for one in found] for name, found in load_answers().items()}
-    answers = {name: [live[name], *(one for one in stored.get(name, []) if _whole(one))] for name in live}
+    answers = {name: [live[name], *stored[name]] for name in live}
     deep = [live[SINGLE], *stored[SINGLE]]
     answers[DEEP] = [{name: Answers.stacked([one[name] for one in deep]) for name in live[SINGLE]}]
     models[DEEP] = _deep_ensemble(backbone, answers[DEEP][0]["calibration"], data["calibration"])
@@ -256,14 +256,7 @@ def _reported(sets: Sets) -> dict[str, Answers]:
 
 
 def _limited(sets: Sets, limit: int | None) -> dict[str, Answers]:
-    return {
-        name: Answers(one.logits[:, :limit], None if one.unfamiliar is None else one.unfamiliar[:limit])
-        for name, one in sets.items()
-    }
-
-
-def _whole(sets: Sets) -> bool:
-    return all(one.unfamiliar is not None for one in sets.values())
+    return {name: Answers(one.logits[:, :limit], one.unfamiliar[:limit]) for name, one in sets.items()}
 
 
 def _multiply_adds(model: Ensemble) -> float:

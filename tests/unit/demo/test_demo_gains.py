@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from hydra_ensembles.demo.gains import COLUMNS, DEEP, FAMILIAR, HYDRA, SINGLE, Answers, Gains, gains
-from hydra_ensembles.errors import DataError
 from hydra_ensembles.schema import from_plain, to_plain
 
 GROUPS = {"near": ("fields",), "far": ("shoes", "coats")}
@@ -94,18 +93,12 @@ def test_a_model_without_mistakes_has_no_share_of_them() -> None:
     assert cells["accuracy"].text == "100.0 ± 0.0"
 
 
-def test_an_ensemble_of_several_models_uses_the_features_that_are_known() -> None:
+def test_an_ensemble_of_several_models_uses_the_features_of_all() -> None:
     one, other = answers(0, 3.0)["shoes"], answers(1, 3.0)["shoes"]
     both = Answers.stacked([one, other])
     assert both.logits.shape == (2, 100, 4)
-    assert one.unfamiliar is not None and other.unfamiliar is not None  # noqa: PT018
     torch.testing.assert_close(both.scores[1], (one.unfamiliar + other.unfamiliar) / 2)
-    blind = Answers(other.logits)
-    torch.testing.assert_close(Answers.stacked([one, blind]).scores[1], one.unfamiliar)
-    with pytest.raises(DataError, match="unfamiliar"):
-        _ = blind.scores
     assert Answers.joined([one, other]).size == 200
-    assert Answers.joined([one, blind]).unfamiliar is None
 
 
 def test_what_was_found_is_read_back(found: Gains) -> None:
