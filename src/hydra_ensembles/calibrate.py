@@ -117,6 +117,7 @@ def calibrate(
             if familiarity != "auto" or fitted is not None:
                 raise
             line += f"; familiarity is not fitted: {problem}"
+            warn(f"familiarity is not fitted, so no input is ever called unfamiliar: {problem}")
     metadata = replace(
         ensemble.metadata,
         calibration=fit.calibration,

@@ -12,7 +12,7 @@ from torch import Tensor
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from checkpoint_models import ensemble, hydra, ragged, single, text
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 from hydra_ensembles.familiarity import HELD_OUT_MOST, Reservoir, Samples, fit_familiarity
 from hydra_ensembles.metrics.distance import FAMILIARITY_NAMES
 from hydra_ensembles.model.config import EnsembleConfig, ReadoutConfig
@@ -251,7 +251,8 @@ def test_calibrate_without_familiarity_or_with_another() -> None:
     again = he.calibrate(by_neighbours, data, familiarity=None).metadata.familiarity
     assert again.settings.scores == ("knn",)
     assert again.settings.threshold is None  # it was set beside another calibration
-    few = he.calibrate(one, data[:1])
+    with pytest.warns(HydraWarning, match="not fitted"):
+        few = he.calibrate(one, data[:1])
     assert few.metadata.familiarity is None
     assert "familiarity is not fitted" in few.metadata.history[-1]
     with pytest.raises(DataError, match="too few"):
