@@ -28,6 +28,7 @@ from hydra_ensembles.model.cost import measure_costs
 from hydra_ensembles.model.metadata import Calibration
 from sample_evaluations import costs, evaluation
 from unit.pipeline import build_cases as cases
+from unit.training.training_cases import tiny_dual
 from zero_shot_models import word_tokenizer
 
 
@@ -102,7 +103,7 @@ BATCHES: dict[str, Callable[[], Any]] = {  # what may go wrong within batches
     "a generator": lambda: ((X, Y) for _ in range(3)),
 }
 OWN = {"ensemble = type", "ensemble = module"}  # of `evaluate`: what the user's own model raises passes through
-DATA = {"train", "batches", "id", "ood", "validation", "id_batches", "ood_batches", "id_data"}
+DATA = {"train", "pairs", "batches", "id", "ood", "validation", "id_batches", "ood_batches", "id_data"}
 SCORES = torch.arange(6.0)
 LABELLED: dict[str, Any] = {"probs": torch.full((6, 3), 1 / 3), "labels": Y}
 OOD = {"id_scores": SCORES, "ood_scores": SCORES + 1}
@@ -136,6 +137,18 @@ def settings(kind: type) -> dict[str, Any]:
 MODEL = cases.image_model()
 TRAINED = he.HydraConfig(prune=1, members=1, recipe=cases.recipe(steps=1))
 PRUNED = he.prune(MODEL, [(0, 1)])
+BASELINES = he.baselines
+METHODS: dict[str, Any] = {  # small settings of the baselines that train
+    "batch_ensemble": BASELINES.BatchEnsemble(members=2),
+    "lora_ensemble": BASELINES.LoRA(members=1, rank=1),
+    "mimo": BASELINES.MIMO(members=2, batch_repeat=1),
+    "oba": BASELINES.OBA(steps=1, batches=1),
+    "packed_ensemble": BASELINES.Packed(members=1, alpha=1.0),
+}
+DUAL = tiny_dual()
+ZERO_SHOT = he.zero_shot(DUAL, **CLASSES)
+FEW_WORDS = BASELINES.NegLabel(share=1.0, groups=1)
+PAIRS = [(X, ["cat"] * 6)]
 MEASURED = {"score": "msp", "scores": (), "convention": "openood", "calibration": None, "bootstrap": 0}
 CALLS: dict[str, Call] = {
     "build": (
@@ -260,6 +273,27 @@ CALLS: dict[str, Call] = {
         he.fuse,
         lambda: {"members": [MODEL, PRUNED], "stem": "shared", "mlp": "mean", "norms": "mean", "readout": "mean"},
     ),
+    **{
+        method: (
+            partial(getattr(BASELINES, method), validation=data(2), progress=False),
+            lambda small=small: {"model": MODEL, "train": data(1), "recipe": cases.recipe(steps=1), "settings": small},
+        )
+        for method, small in METHODS.items()
+    },
+    **{
+        kind: (getattr(BASELINES, kind), lambda kind=kind: settings(getattr(BASELINES, kind)))
+        for kind in ("BatchEnsemble", "BayesVLM", "LoRA", "Laplace", "MIMO", "NegLabel", "OBA", "Packed", "ViLU")
+    },
+    "bayes_vlm": (BASELINES.bayes_vlm, lambda: {"dual": DUAL, "pairs": PAIRS, "settings": BASELINES.BayesVLM()}),
+    "bayes_vlm, published": (BASELINES.published_bayes_vlm, lambda: {"dual": DUAL, "folder": "folder"}),
+    "deep_ensemble": (
+        partial(BASELINES.deep_ensemble, progress=False),
+        lambda: {"model": MODEL, "train": data(1), "recipe": cases.recipe(steps=1), "members": 1},
+    ),
+    "laplace": (
+        BASELINES.laplace,
+        lambda: {"model": MODEL, "batches": data(1), "settings": BASELINES.Laplace(members=2)},
+    ),
     "masked": (entered, lambda: {"ensemble": MODEL, "heads": [(0, 0)], "member": None}),
     "mc_dropout": (he.mc_dropout, lambda: {"ensemble": MODEL, "p": 0.1, "passes": 2, "seed": 0}),
     "prune": (he.prune, lambda: {"ensemble": MODEL, "heads": [(0, 0)]}),
@@ -277,6 +311,20 @@ CALLS: dict[str, Call] = {
             "dtype": None,
             "device": None,
             "progress": False,
+        },
+    ),
+    "neg_label": (
+        BASELINES.neg_label,
+        lambda: {"ensemble": ZERO_SHOT, "words": ["cat", "dog", "bus"], "templates": None, "settings": FEW_WORDS},
+    ),
+    "vilu": (
+        partial(BASELINES.vilu, progress=False),
+        lambda: {
+            "ensemble": ZERO_SHOT,
+            "train": [(X, Y % 2)],
+            "recipe": BASELINES.ViLU.recipe(epochs=1),
+            "settings": BASELINES.ViLU(hidden=(4,)),
+            "validation": None,
         },
     ),
     "write_report": (

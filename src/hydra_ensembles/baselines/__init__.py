@@ -2,6 +2,7 @@
 
 from .batch_ensemble import BatchEnsemble, batch_ensemble
 from .bayes_vlm import BayesVLM, bayes_vlm, published_bayes_vlm
+from .deep_ensemble import deep_ensemble
 from .laplace import Laplace, laplace
 from .lora import LoRA, lora_ensemble
 from .mc_dropout import mc_dropout
@@ -23,6 +24,7 @@ __all__ = [
     "ViLU",
     "batch_ensemble",
     "bayes_vlm",
+    "deep_ensemble",
     "laplace",
     "lora_ensemble",
     "mc_dropout",

@@ -122,6 +122,8 @@ def cache(
         right.append((samples.logits.argmax(dim=-1) == samples.labels).T)  # [B, M]
         marks = marks if len(marks) >= MARKS else [*marks, *digests(inputs)][:MARKS]
     data = TensorDataset(torch.cat(embedded), torch.cat(right))
+    if not len(data):
+        raise DataError(f"{name} has no samples; give at least one")
     generator = torch.Generator() if shuffle else None
     return DataLoader(data, batch_size=size, shuffle=shuffle, generator=generator), marks
 
@@ -174,8 +176,6 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
             known += float(((found > 0) == right).sum())
             loss += float(F.binary_cross_entropy_with_logits(found, right.float(), reduction="sum"))
             count += right.numel()
-        if not count:
-            raise DataError("validation has no samples; give at least one")
         return known / count, loss / count
 
 

@@ -112,6 +112,15 @@ def test_a_stopped_run_goes_on(settings, tmp_path, monkeypatch):
         train(base, replace(settings, rank=1), output=tmp_path)
 
 
+def test_half_precision_comes_back_and_mixed_precision_is_near():
+    base = single().to(torch.bfloat16)
+    assert train(base, TOGETHER).dtype == torch.bfloat16
+    base = single(dtype=torch.float32)
+    full, mixed = (train(base, TOGETHER, replace(QUICK, precision=one)) for one in ("float32", "bf16"))
+    inputs = some(base)[0][0].float()
+    torch.testing.assert_close(mixed(inputs), full(inputs), rtol=0.1, atol=0.1)
+
+
 def test_the_settings_of_the_public_code():
     joint = LoRA.joint()
     assert (joint.members, joint.rank, joint.scale, joint.training) == (16, 8, 1.0, "together")

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from training_cases import batches, pairs, shuffled, tiny, tiny_dual
 
+from hydra_ensembles.baselines.lora import LoRA, lora_ensemble
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.training.finetune import finetune
 from hydra_ensembles.training.recipe import Recipe
@@ -19,6 +20,7 @@ TEXT = Recipe(
     optimizer="sgd", learning_rate=0.05, epochs=2, schedule="constant", gradient_accumulation=2, clip_norm=1.0
 )
 RECIPE = dataclasses.replace(TEXT, epochs=None, steps=3, evaluate_every=2)
+LOW_RANK = LoRA(members=2, rank=2, training="together")
 
 
 def uneven(labelled: bool = True):
@@ -39,6 +41,8 @@ def train_all(folder: Path) -> None:
         trained = finetune(tiny(), source, RECIPE, batches(20, 7), output=folder / name, device="cpu", progress=False)
         save_file(trained.state_dict(), folder / f"{name}-{rank}.safetensors")
         (folder / f"{name}-{rank}.txt").write_text(repr(dict(trained.metadata.metrics)))
+    apart = lora_ensemble(tiny(), batches(32, 4), RECIPE, LOW_RANK, device="cpu", progress=False)
+    save_file(apart.state_dict(), folder / f"lora-{rank}.safetensors")
     save_file(tune().state_dict(), folder / f"text-{rank}.safetensors")
     try:
         tune(labelled=False)

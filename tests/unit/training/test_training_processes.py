@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from parallel_training import RECIPE, TEXT
+from parallel_training import LOW_RANK, RECIPE, TEXT
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from training_cases import batches, pairs, shuffled, tiny, tiny_dual
 
 from hydra_ensembles._distributed import Ranks
+from hydra_ensembles.baselines.lora import lora_ensemble
 from hydra_ensembles.training.finetune import finetune
 from hydra_ensembles.training.loop import EveryNth, Runtime
 from hydra_ensembles.training.text import tune_text
@@ -61,6 +62,14 @@ def test_two_processes_train_as_one_with_twice_the_batch(folder, name):
     assert measured[0] == measured[1]
     assert f"'validation/accuracy': {expected.metadata.metrics['validation/accuracy']!r}" in measured[0]
     assert any(not torch.equal(tensor, first[key]) for key, tensor in tiny().state_dict().items())
+
+
+def test_two_processes_train_computed_weights_as_one(folder):
+    expected = lora_ensemble(tiny(), batches(32, 8), RECIPE, LOW_RANK, progress=False).state_dict()
+    first, second = (load_file(folder / f"lora-{rank}.safetensors") for rank in range(2))
+    for key, tensor in expected.items():
+        assert torch.equal(first[key], second[key])
+        torch.testing.assert_close(first[key], tensor, rtol=1e-4, atol=1e-6)
 
 
 def test_two_processes_tune_texts_as_one_with_the_whole_batch(folder):

@@ -1,0 +1,66 @@
+"""Deep Ensembles by fine-tuning: one model trained several times, with what does not train stored once."""
+
+from pathlib import Path
+
+import torch
+
+from ..arguments import checked, require_whole
+from ..batches import Batches
+from ..model.config import GROUPS, Sharing
+from ..model.ensemble import Ensemble
+from ..training.finetune import finetune
+from ..training.recipe import Recipe
+from .start import joined, require_single
+
+
+@checked
+@torch.inference_mode(False)
+@torch.enable_grad()
+def deep_ensemble(
+    model: Ensemble,
+    train: Batches,
+    recipe: Recipe,
+    members: int = 3,
+    validation: Batches | None = None,
+    *,
+    output: str | Path | None = None,
+    progress: bool = True,
+    device: torch.device | str | None = None,
+    checkpoint_every: int = 500,
+) -> Ensemble:
+    """Several fine-tunings of one model, each with an order of the data, dropout and classifier of its own.
+
+    What the recipe does not train is the same in all of them and stored once: with `train_groups=("readout",)` this is
+    an ensemble of classifiers at the price of one model, with `last_blocks` one above a common trunk. Models that were
+    pretrained apart are put together by `Ensemble.stack`.
+
+    Args:
+        model: A classifier with one member; it is not changed.
+        train: Batches with labels that can be read again and again.
+        recipe: How to train; `reinit_classifier="random"` gives every member a classifier of its own to start from.
+        members: How often.
+        validation: Held-out batches with labels, as for `finetune`.
+        output: Folder for checkpoints; a run that was killed goes on from there.
+        progress: Whether to show a progress bar.
+        device: Where to train; None stays on the model's device.
+        checkpoint_every: Updates between checkpoints.
+    """
+    require_single(model, "deep_ensemble")
+    require_whole("members", members, 1)
+    found = [
+        finetune(
+            model,
+            train,
+            recipe,
+            validation,
+            output=output,
+            progress=progress,
+            device=device,
+            index=index,
+            checkpoint_every=checkpoint_every,
+        )
+        for index in range(members)
+    ]
+    above = recipe.last_blocks is not None  # then the stem does not train either
+    shared = {group: group not in recipe.train_groups or (above and group == "stem") for group in GROUPS}
+    return joined(found, Sharing(**shared), 0 if recipe.last_blocks is None else model.num_layers - recipe.last_blocks)

@@ -1,0 +1,48 @@
+"""Deep Ensembles: members are fine-tunings of their own, and what does not train is stored once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from baseline_cases import KINDS, QUICK, assert_an_ensemble, assert_resumes, single, some
+
+from hydra_ensembles.baselines.deep_ensemble import deep_ensemble
+from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.model.config import Sharing
+from hydra_ensembles.training.finetune import finetune
+
+
+def train(model, recipe=QUICK, members=2, **options):
+    return deep_ensemble(model, some(model), recipe, members, progress=False, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("changes", "sharing", "trunk"),
+    [
+        ({}, Sharing(), 0),
+        ({"last_blocks": 1}, Sharing(stem=True), 2),
+        ({"train_groups": ("readout",)}, Sharing(stem=True, attention=True, mlp=True, norms=True), 0),
+    ],
+    ids=["whole", "last", "classifiers"],
+)
+def test_members_are_fine_tunings_and_the_rest_is_stored_once(kind, changes, sharing, trunk, tmp_path):
+    base, recipe = single(kind), replace(QUICK, reinit_classifier="random", **changes)
+    found = train(base, recipe)
+    assert (found.config.sharing, found.config.trunk) == (sharing, trunk)
+    for index in range(2):
+        alone = finetune(base, some(base), recipe, progress=False, index=index)
+        for name, tensor in alone.state_dict().items():
+            assert torch.equal(found.member(index).state_dict()[name], tensor)
+    assert not torch.equal(*found(some(base)[0][0]))
+    assert_an_ensemble(found, base, tmp_path / "saved")
+
+
+def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
+    base = single()
+    assert_resumes(lambda **options: train(base, **options), tmp_path, monkeypatch, stop=6)
+
+
+def test_no_members_are_refused():
+    with pytest.raises(ConfigError, match="members"):
+        train(single(), members=0)
