@@ -88,7 +88,8 @@ def _facts(config: EnsembleConfig, metadata: Metadata, state: State) -> str:
         trunk = f"first {config.trunk} of {encoder.layers} layers" if config.trunk else "none"
         rows += [("shared by the members", shared or "nothing"), ("shared trunk", trunk)]
     if metadata.preprocessing is not None:
-        rows += [("preprocessing", str(metadata.preprocessing))]
+        origin = f" (from: {metadata.preprocessing_from})" if metadata.preprocessing_from else ""
+        rows += [("preprocessing", f"{metadata.preprocessing}{origin}")]
     if metadata.text_side is not None:
         templates = ", ".join(metadata.text_side.settings.templates)
         rows += [("prompts", f"{templates}; the text towers are kept, so `he.retarget` can set other classes")]

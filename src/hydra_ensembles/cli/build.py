@@ -24,6 +24,7 @@ from . import sources as source
 from .command import command, write_settings
 from .evaluations import read_named
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
+from .use import preprocessing_of
 
 LABELLED, FOREIGN = ("id", "train", "validation", "judge_id"), ("ood", "judge_ood")  # sets a command may be given
 SYNTHETIC = "synthetic"
@@ -95,7 +96,7 @@ def build(
         written = {**to_plain(replace(sources, batch_size=size)), **to_plain(hydra)}
         with with_settings(folder, written, "build"):
             made = build_ensemble(model, hydra, **sets, output=folder, device=sources.place(), progress=not quiet)
-    print(made.describe())
+    print(f"{made.describe()}\npreprocessing  {preprocessing_of(made)}")
     print(f"\nThe ensemble is in {folder / RESULT}, how it was made in {folder / 'summary.json'}. Next:")
     quoted = shlex.quote(str(folder))
     print(f"  hydra-ensembles info {quoted}")

@@ -181,10 +181,14 @@ def read_settings(
 
 
 def _listed(hint: Any, value: Any) -> Any:
-    """A setting of which there may be several: one may stand by itself, and nothing is none."""
-    if get_origin(hint) is not tuple or not isinstance(value, str | None):
+    """A setting of which there may be several: one may stand by itself, nothing is none, and numbers have commas."""
+    if get_origin(hint) is not tuple:
         return value
-    return () if value is None else (value,)
+    several = () if value is None else value if isinstance(value, list | tuple) else (value,)
+    if get_args(hint)[0] not in (int, float):
+        return several
+    parts = [part for one in several for part in (one.split(",") if isinstance(one, str) else [one])]
+    return [parse_yaml(part, part) if isinstance(part, str) else part for part in parts]
 
 
 def read_recipe(value: Any) -> Recipe | None:

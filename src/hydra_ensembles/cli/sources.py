@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from .._utils import require, require_device
 from ..convert.convert import convert, require_supported, supported
+from ..convert.processors import IMAGE_SETTINGS, TEXT_SETTINGS, with_preprocessing
 from ..convert.refusals import explained, refusal
 from ..data.dataset import AnyDataset, subset
 from ..data.loading import Columns
@@ -22,6 +23,7 @@ from ..files import parse_json, plain_file, read_file
 from ..model.clip import DualEncoder, load
 from ..model.ensemble import Ensemble
 from ..pipeline.run_folder import IDENTITY, RESULT
+from ..preprocessing import Interpolation
 from ..schema import from_plain
 from .command import did_you_mean
 
@@ -44,12 +46,24 @@ class ModelSettings:
         weights: Weights of a timm model, a .safetensors file; its pretrained ones if not given.
         model_options: Argument of timm.create_model, as img_size=64, once for each.
         device: cpu, cuda, cuda:1; auto takes a GPU if there is one.
+        image_size: Images are resized to this, as 224 or 224,192 (height, width), if not as the library says.
+        crop: Share of the resized image that is kept, in its middle.
+        mean: Of the pixels in [0, 1] that are subtracted, as 0.5 or 0.485,0.456,0.406.
+        std: What they are divided by, in the same way.
+        interpolation: How images are resized.
+        max_length: Longest text, in tokens.
     """
 
     model: str
     weights: str | None = None
     model_options: Mapping[str, Any] = field(default_factory=dict)
     device: str = "auto"
+    image_size: tuple[int, ...] = ()
+    crop: float | None = None
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    interpolation: Interpolation | None = None
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without loading anything."""
@@ -60,6 +74,12 @@ class ModelSettings:
         if self.weights is None and "num_classes" in self.model_options:
             raise ConfigError("num_classes would put an untrained classifier on the model; give your own weights, too")
         self.place()
+
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """What is said of the preprocessing, by the names of `convert`."""
+        given = {name: getattr(self, name) for name in (*IMAGE_SETTINGS, *TEXT_SETTINGS)}
+        return {name: value for name, value in given.items() if value not in (None, ())}
 
     def place(self) -> torch.device:
         """The device; `auto` is the first GPU, or else the CPU."""
@@ -99,6 +119,10 @@ def load_model(settings: ModelSettings) -> Ensemble | DualEncoder:
         raise CheckpointError(
             f"no model {name!r}: there is no such folder{did_you_mean(path)}; give one, timm:NAME or hub:OWNER/NAME"
         )
+    if settings.preprocessing:
+        if isinstance(model, DualEncoder):
+            raise ConfigError(f"{name} is a dual encoder; its preprocessing cannot be changed here")
+        model = with_preprocessing(model, settings.preprocessing)
     return model.to(settings.place())
 
 

@@ -247,7 +247,7 @@ def _described(title: str, ensemble: Ensemble) -> str:
         ("encoder", f"{encoder.layers} layers of {encoder.heads} heads, width {encoder.width}, {facts['dtype']}"),
         ("classes", f"{facts['classes']}: {_value(facts['labels'] or 'without names')}"),
         ("parameters", counts),
-        ("preprocessing", _value(facts["preprocessing"] or f"unknown: the model takes {ensemble.kind} tensors only")),
+        ("preprocessing", preprocessing_of(ensemble)),
         ("calibration", _value(facts["calibration"] or "none: predictions come without a verdict")),
         ("familiarity", _value(facts["familiarity"] or "not fitted: no input is called unfamiliar")),
         *(("metric", f"{name} = {value:.4g}") for name, value in facts["metrics"].items()),
@@ -257,6 +257,14 @@ def _described(title: str, ensemble: Ensemble) -> str:
     heads = f"heads kept: {kept} of {facts['members'] * encoder.layers * encoder.heads} ({KEPT} kept, {PRUNED} pruned)"
     lines = (f"  {name:<14} {value}" for name, value in rows)
     return "\n".join([title, *lines, "", heads, *_head_map(ensemble.heads, encoder.heads)])
+
+
+def preprocessing_of(ensemble: Ensemble) -> str:
+    """What becomes of raw inputs, and where that was taken from, in words."""
+    facts, origin = _facts(ensemble), ensemble.metadata.preprocessing_from
+    if facts["preprocessing"] is None:
+        return f"unknown: the model takes {ensemble.kind} tensors only"
+    return _value(facts["preprocessing"]) + (f" (from: {origin})" if origin else "")
 
 
 def _value(value: Any) -> str:

@@ -365,7 +365,7 @@ def _image_metadata(model: Any) -> Metadata:
         interpolation="bilinear" if found.get("interpolation") == "bilinear" else "bicubic",
         resize_mode="squash" if mode == "squash" else "shortest",
     )
-    return Metadata(preprocessing=preprocessing)
+    return Metadata(preprocessing=preprocessing, preprocessing_from="open_clip's preprocess_cfg of the model")
 
 
 def _text_metadata(model: Any) -> Metadata:
@@ -373,7 +373,7 @@ def _text_metadata(model: Any) -> Metadata:
     if int(model.token_embedding.num_embeddings) != _VOCABULARY:
         return Metadata()
     tokenizer = require("open_clip", extra="open_clip").tokenizer.SimpleTokenizer(context_length=model.context_length)
-    return Metadata(preprocessing=read_open_clip_tokenizer(tokenizer))
+    return Metadata(preprocessing=read_open_clip_tokenizer(tokenizer), preprocessing_from="open_clip's own tokenizer")
 
 
 _IMAGES = Architecture(

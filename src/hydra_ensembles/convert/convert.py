@@ -1,7 +1,7 @@
 """From a library's live model to the canonical ensemble, or dual encoder."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from ..model.ensemble import Ensemble
 from ..model.layers import GroupedLinear
 from ..model.metadata import Metadata, odd_names
 from ..model.stem_readout import Projections, linear
-from ..preprocessing import ImagePreprocessing, TextPreprocessing
+from ..preprocessing import TextPreprocessing
 from . import clip, rotary, siglip, timm, torchvision, transformers
 from .altered import require_known_parts, require_unaltered
 from .clip import DualArchitecture
@@ -23,7 +23,7 @@ from .core import Architecture, qualified_name, require_finite, require_fit, tra
 from .declared import Declaration
 from .guess import better, guessed
 from .probe import require_same_answers
-from .processors import is_for_images, read_processor
+from .processors import amended, is_for_images, with_processor
 from .reading import read_declaration
 from .refusals import explained
 from .sentence_transformers import is_sentence_model, opened
@@ -49,6 +49,7 @@ def convert(
     labels: Sequence[str] | None = None,
     processor: Any = None,
     declaration: Declaration | None = None,
+    preprocessing: Mapping[str, Any] | None = None,
     probe: bool = True,
 ) -> Any:
     """Translate a model of timm, torchvision, transformers or open_clip, or one of your own, into one of ours.
@@ -66,6 +67,8 @@ def convert(
             processor of both, open_clip's tokenizer, or a list of processors.
         declaration: Where the parts of a model of your own lie. A plain classifier around an `nn.TransformerEncoder`,
             or around blocks with an `nn.MultiheadAttention`, needs none: what it is made of is found, tried and proved.
+        preprocessing: What differs from what the processor or the library says: `image_size`, `crop`, `mean`, `std`,
+            `interpolation`; of a text model `max_length`.
         probe: Compare the answers of both models. False leaves the comparison out, for a model that cannot be run
             here or whose difference is known and meant.
 
@@ -86,19 +89,19 @@ def convert(
         architecture = _find_architecture(model, num_labels)
     require_unaltered(given, model, architecture.name)
     if isinstance(architecture, DualArchitecture):
+        if preprocessing is not None:
+            raise ConversionError(f"{architecture.name} has two towers; say what each reads with processor=")
         if num_labels is not None or labels is not None:
             raise ConversionError(f"{architecture.name} has no classifier; leave num_labels and labels out")
         return _convert_dual(architecture, model, processor, probe)
     if architecture.classes:  # of a model of the user's own, answers alone decide
         require_known_parts(model, architecture.name)
     config = architecture.config(model, num_labels)
-    known = architecture.metadata(model)
-    preprocessing = _preprocessing(architecture, config, processor, known)
+    known = _known(architecture, config, model, processor)
     metadata = replace(
-        known,
+        known if preprocessing is None else amended(known, preprocessing, config.stem),
         source=f"{architecture.name} ({qualified_name(model)})",
         labels=_labels(labels, known, config.readout.num_classes),
-        preprocessing=preprocessing,
         history=(f"converted from {architecture.name}",),
     )
     state, fresh = translate(architecture, model, config, may_be_fresh=num_labels is not None)
@@ -113,16 +116,17 @@ def convert(
     return ensemble
 
 
-def _preprocessing(
-    architecture: Architecture, config: EnsembleConfig, processor: Any, known: Metadata
-) -> ImagePreprocessing | TextPreprocessing | None:
-    """What the processor does, or what the model knows of it, as the model was trained with it."""
-    found = known.preprocessing if processor is None else read_processor(processor, config.stem)
-    if isinstance(found, TextPreprocessing) and not architecture.masks:  # the model attends to padding
-        found = replace(found, attention_mask=False)
-    if isinstance(found, TextPreprocessing) and config.readout.pool == "final":  # and reads it
-        found = replace(found, pad_to_max=True)
-    return found
+def _known(architecture: Architecture, config: EnsembleConfig, model: nn.Module, processor: Any) -> Metadata:
+    """What is known of a model, with its preprocessing, or that of a processor, as the model was trained with it."""
+    known = with_processor(architecture.metadata(model), processor, config.stem)
+    texts = known.preprocessing
+    if not isinstance(texts, TextPreprocessing):
+        return known
+    if not architecture.masks:  # the model attends to padding
+        texts = replace(texts, attention_mask=False)
+    if config.readout.pool == "final":  # and reads it
+        texts = replace(texts, pad_to_max=True)
+    return replace(known, preprocessing=texts)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -243,8 +247,8 @@ def _convert_tower(
     config = architecture.config(tower, None)
     for_images = isinstance(config.stem, PatchStemConfig)
     processor = next((one for one in processors if is_for_images(one) in (for_images, None)), None)
-    known = architecture.metadata(tower)
-    metadata = replace(origin, preprocessing=_preprocessing(architecture, config, processor, known))
+    known = _known(architecture, config, tower, processor)
+    metadata = replace(origin, preprocessing=known.preprocessing, preprocessing_from=known.preprocessing_from)
     state, _ = translate(architecture, tower, config)
     weight, bias = (state.pop(f"readout.classifier.{leaf}", None) for leaf in ("weight", "bias"))
     config = replace(config, readout=replace(config.readout, num_classes=0, bias=True))

@@ -5,10 +5,12 @@ from dataclasses import replace
 from typing import Any, cast
 
 from .._utils import require
-from ..errors import ConversionError
+from ..errors import ConfigError, ConversionError
 from ..model.config import PatchStemConfig, TextStemConfig
+from ..model.ensemble import Ensemble
+from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing, Interpolation, TextCleaning, TextPreprocessing
-from .core import pair, qualified_name
+from .core import nearest, pair, qualified_name
 
 _ACCEPTED = {
     "text": "a fast tokenizer of transformers, a tokenizer of open_clip, a TextPreprocessing",
@@ -45,6 +47,71 @@ def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> Im
             f"{stem.patch_size[0]}x{stem.patch_size[1]} does not divide"
         )
     return image
+
+
+def with_processor(known: Metadata, processor: Any, stem: PatchStemConfig | TextStemConfig) -> Metadata:
+    """Metadata with the preprocessing of a processor, where one was given, and where it is from."""
+    if processor is None:
+        return known
+    origin = f"the {type(processor).__name__} that was given"
+    return replace(known, preprocessing=read_processor(processor, stem), preprocessing_from=origin)
+
+
+IMAGE_SETTINGS = {
+    "image_size": "size",
+    "crop": "crop_fraction",
+    "mean": "mean",
+    "std": "std",
+    "interpolation": "interpolation",
+}
+TEXT_SETTINGS = {"max_length": "max_length"}
+
+
+def amended(known: Metadata, changes: Mapping[str, Any], stem: PatchStemConfig | TextStemConfig) -> Metadata:
+    """Metadata with preprocessing that differs from what is known in some settings, by the names that users know.
+
+    Where nothing is known of the images, all that the model does not tell must be said: nothing is guessed.
+    """
+    for_images = isinstance(stem, PatchStemConfig)
+    names = IMAGE_SETTINGS if for_images else TEXT_SETTINGS
+    for name in changes:
+        if name not in names:
+            there = f"a model for {'images' if for_images else 'text'} has {', '.join(names)}"
+            raise ConfigError(f"there is no preprocessing setting {name!r}{nearest(str(name), names)}; {there}")
+    given = {names[name]: value for name, value in changes.items()}
+    if isinstance(stem, PatchStemConfig):
+        if "size" in given:
+            given["size"] = _sides(given["size"])
+        for name in given.keys() & {"mean", "std"}:
+            values = _channels(given[name]) if isinstance(given[name], int | float) else tuple(given[name])
+            given[name] = values[:1] * stem.channels if len(set(values)) == 1 else values
+    if not given:
+        return known
+    if known.preprocessing is None:
+        missing = [name for name in names if name not in changes and name != "image_size"]
+        if missing or not for_images:
+            advice = f"give also {', '.join(missing)}" if for_images else "give its tokenizer: processor=..."
+            raise ConfigError(f"the preprocessing of this model is not known; {advice}")
+        found: Any = ImagePreprocessing(**{"size": stem.image_size, **given})  # type: ignore[union-attr]
+    else:
+        found = replace(known.preprocessing, **given)
+    origin = f"{known.preprocessing_from or 'unknown' if known.preprocessing else 'the user'}; said by the user: "
+    return replace(
+        known, preprocessing=read_processor(found, stem), preprocessing_from=origin + ", ".join(sorted(changes))
+    )
+
+
+def with_preprocessing(ensemble: Ensemble, changes: Mapping[str, Any]) -> Ensemble:
+    """The same ensemble, whose weights are these, with some settings of its preprocessing changed."""
+    metadata = amended(ensemble.metadata, changes, ensemble.config.stem)
+    return ensemble.with_metadata(preprocessing=metadata.preprocessing, preprocessing_from=metadata.preprocessing_from)
+
+
+def _sides(size: Any) -> tuple[int, int]:
+    sides = [size] if isinstance(size, int) else list(size)
+    if len(sides) not in (1, 2) or not all(isinstance(side, int) for side in sides):
+        raise ConfigError(f"image_size must be one number, or height and width, got {size!r}")
+    return sides[0], sides[-1]
 
 
 def is_for_images(processor: Any) -> bool | None:

@@ -54,7 +54,8 @@ def opened(model: Any, find: Callable[[nn.Module], Architecture]) -> tuple[Archi
         return pooled
 
     def metadata(encoder: nn.Module) -> Metadata:
-        return Metadata(preprocessing=read_processor(first.tokenizer, known.config(encoder, None).stem))
+        tokenizer = read_processor(first.tokenizer, known.config(encoder, None).stem)
+        return Metadata(preprocessing=tokenizer, preprocessing_from="the tokenizer of the model")
 
     unread = ("readout.hidden", "readout.classifier", "readout.distillation_classifier")
     weights = {part: entry for part, entry in known.weights.items() if not part.startswith(unread)}

@@ -261,7 +261,10 @@ def _metadata(model: Any) -> Metadata:
         crop_fraction=float(found.get("crop_pct") or 1.0),
         resize_mode="squash" if found.get("crop_mode") == "squash" else "shortest",
     )
-    return Metadata(labels=labels, preprocessing=preprocessing)
+    said = found.get("mean") is not None and found.get("std") is not None
+    name = ".".join(str(found[one]) for one in ("architecture", "tag") if found.get(one))
+    origin = f"timm's pretrained_cfg of {name or 'the model'}" if said else "assumed: timm says nothing of this model"
+    return Metadata(labels=labels, preprocessing=preprocessing, preprocessing_from=origin)
 
 
 def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...] | None:

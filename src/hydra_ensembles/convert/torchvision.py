@@ -62,7 +62,8 @@ def _config(model: Any, num_labels: int | None) -> EnsembleConfig:
 def _metadata(model: Any) -> Metadata:
     """The preprocessing of torchvision's own weights, for the image size of the model."""
     size = (int(model.image_size),) * 2
-    return Metadata(preprocessing=ImagePreprocessing(size=size, interpolation="bilinear", crop_fraction=0.875))
+    preprocessing = ImagePreprocessing(size=size, interpolation="bilinear", crop_fraction=0.875)
+    return Metadata(preprocessing=preprocessing, preprocessing_from="what torchvision's own weights are used with")
 
 
 VISION_TRANSFORMER = Architecture(

@@ -200,6 +200,7 @@ class Metadata:
         metrics: Measured numbers worth showing on the model card.
         text_side: Of a zero-shot ensemble, the text towers it can be re-targeted with; None where there are none.
         familiarity: What says how familiar an input is; None where nothing was fitted.
+        preprocessing_from: Where the preprocessing was taken from, in words; empty when unknown.
     """
 
     source: str = ""
@@ -210,6 +211,7 @@ class Metadata:
     metrics: Mapping[str, float] = field(default_factory=dict)
     text_side: "TextSide | None" = field(default=None, metadata=ADDED_LATER)
     familiarity: Familiarity | None = field(default=None, metadata=ADDED_LATER)
+    preprocessing_from: str = field(default="", metadata=ADDED_LATER)
 
     @property
     def plain(self) -> "Metadata":

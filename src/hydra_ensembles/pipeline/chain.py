@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import takewhile
 from pathlib import Path
@@ -53,6 +53,7 @@ def build(
     class_names: Sequence[str] | None = None,
     templates: Templates = DEFAULT_TEMPLATES,
     pretrained: nn.Module | None = None,
+    preprocessing: Mapping[str, Any] | None = None,
 ) -> Ensemble:
     """Make a Hydra Ensemble: convert, rank heads, choose members, prune, fine-tune and fuse, calibrate.
 
@@ -82,6 +83,7 @@ def build(
         class_names: Of a dual encoder: the names of the classes, in the order of the labels.
         templates: Of a dual encoder: sentences with `{label}` where a name goes.
         pretrained: The model before its fine-tuning: members start from its layers above the trunk.
+        preprocessing: What differs from the preprocessing that is known of the model, as in `convert`.
 
     Raises:
         HydraError: Config, model and data do not go together, which is found before any long work as far as
@@ -89,7 +91,7 @@ def build(
     """
     if not isinstance(config, HydraConfig):
         raise ConfigError(f"config must be a HydraConfig, got {type(config).__name__}")
-    start = starting_model(model, class_names, templates, device)
+    start = starting_model(model, class_names, templates, device, preprocessing)
     config = config.settled(start)
     if pretrained is not None:
         start = with_upper_layers(start, pretrained, 0 if config.average_trunk else config.trunk)
@@ -118,7 +120,8 @@ def _identity(config: HydraConfig, start: StartingModel, data: BuildData) -> dic
 
 def model_identity(start: StartingModel) -> dict[str, Any]:
     """What long work depends on in the model it starts from."""
-    metadata = json.dumps(to_plain(start.base.metadata.plain), sort_keys=True).encode()
+    known = replace(start.base.metadata.plain, preprocessing_from="")  # words: nothing is computed from them
+    metadata = json.dumps(to_plain(known), sort_keys=True).encode()
     digest = hashlib.sha256(metadata).hexdigest()
     model: dict[str, Any] = {"weights": model_fingerprint(start.ranked), "metadata": digest}
     if start.upper is not None:

@@ -29,6 +29,7 @@ from ..batches import (
 )
 from ..circuit.scores import Method, Ties
 from ..convert.convert import convert
+from ..convert.processors import with_preprocessing
 from ..data.synthetic import synthetic_ood
 from ..errors import ConfigError, DataError
 from ..fuse import Fusion, StemFusion
@@ -82,7 +83,11 @@ class StartingModel:
 
 
 def starting_model(
-    model: nn.Module, class_names: Sequence[str] | None, templates: Templates, device: torch.device | str | None
+    model: nn.Module,
+    class_names: Sequence[str] | None,
+    templates: Templates,
+    device: torch.device | str | None,
+    preprocessing: Mapping[str, Any] | None = None,
 ) -> StartingModel:
     """The model as an ensemble, or as a dual encoder with its zero-shot ensemble, on the device; one member."""
     place = None if device is None else local_device(require_device(device))
@@ -98,7 +103,9 @@ def starting_model(
     if place is not None and found.device != place:
         found = (copy.deepcopy(found) if found is model else found).to(place)
     if isinstance(found, Ensemble):
-        return StartingModel(found)
+        return StartingModel(found if preprocessing is None else with_preprocessing(found, preprocessing))
+    if preprocessing is not None:
+        raise ConfigError("preprocessing is for a classifier; convert a dual encoder with processor=")
     names, sentences = checked_names(class_names or ()), checked_templates(templates)
     return StartingModel(zero_shot(found, names, sentences), found, names, sentences)
 

@@ -25,6 +25,7 @@ def test_a_build_of_images_leaves_a_calibrated_ensemble_and_settings_that_run_it
     before = (run_folder / "ensemble" / "model.safetensors").stat().st_mtime_ns
     out = succeed("build", "--config", run_folder / "config.yaml", "--quiet")
     assert "heads kept" in out
+    assert "(from: timm's pretrained_cfg of test_vit" in out
     assert f"hydra-ensembles predict {run_folder} IMAGE..." in out
     assert (run_folder / "ensemble" / "model.safetensors").stat().st_mtime_ns == before
 

@@ -115,6 +115,29 @@ def test_info_of_a_run(run_folder, text_folder):
     assert json.loads(succeed("info", text_folder, "--json"))["preprocessing"]["tokenizer"] is True
 
 
+def test_preprocessing_is_shown_with_where_it_is_from_and_changed_by_options(world):
+    model = vit_flags(world / "mine.safetensors")
+    assert "(from: timm's pretrained_cfg of test_vit" in succeed("info", *model)
+    options = ["--image-size", "24,16", "--mean", "0.1,0.2,0.3", "--std", "0.5", "--crop", "0.9"]
+    shown = succeed("info", *model, *options, "--interpolation", "bilinear")
+    for token in (
+        "size 24, 16",
+        "mean 0.1, 0.2, 0.3",
+        "std 0.5, 0.5, 0.5",
+        "crop_fraction 0.9",
+        "said by the user: crop",
+    ):
+        assert token in shown
+    assert "max_length 5" in succeed("info", world / "bert", "--max-length", "5")
+    for arguments, token in (
+        ([*model, "--image-size", "20"], "patch size"),
+        ([*model, "--mean", "red"], "mean"),
+        ([*model, "--max-length", "5"], "max_length"),
+        ([world / "bert", "--crop", "0.9"], "crop"),
+    ):
+        assert token in fail("info", *arguments)
+
+
 def test_info_of_models_that_are_not_ours(world, tmp_path):
     from architectures_clip import transformers_clip
 

@@ -10,8 +10,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+import hydra_ensembles as he
 from hydra_ensembles.errors import DataError
+from hydra_ensembles.pipeline.chain import model_identity
 from hydra_ensembles.pipeline.settings import Batch, halves, read_all, read_data, starting_model
+
+
+def test_preprocessing_of_the_model_is_changed_and_the_model_is_not() -> None:
+    model = image_model().with_metadata(preprocessing=he.ImagePreprocessing((8, 8)))
+    start = starting_model(model, None, "{label}", None, {"mean": 0.25})
+    assert start.base.metadata.preprocessing == he.ImagePreprocessing((8, 8), mean=(0.25,) * 3)
+    assert model.metadata.preprocessing == he.ImagePreprocessing((8, 8))
+    told = starting_model(model.with_metadata(preprocessing_from="timm"), None, "{label}", None)
+    assert model_identity(told) == model_identity(starting_model(model, None, "{label}", None))  # of earlier releases
 
 
 def numbered(sizes: list[int]) -> list[Batch]:

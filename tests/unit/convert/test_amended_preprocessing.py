@@ -1,0 +1,86 @@
+"""Preprocessing is what the model was trained with: taken from the library by name, changed by whoever knows better."""
+
+from typing import Any
+
+import pytest
+
+import hydra_ensembles as he
+from architectures import timm_model, torchvision_model
+from architectures_transformers import TEXT, VISION, transformers_model
+
+MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
+
+
+def vit(**settings: Any) -> Any:
+    return timm_model("vit_tiny_patch16_224", **settings)
+
+
+def unknown() -> Any:
+    return transformers_model("ViTForImageClassification", "ViTConfig", VISION)
+
+
+def test_it_is_said_where_the_preprocessing_is_from() -> None:
+    known = vit()
+    silent = vit()
+    silent.pretrained_cfg = {}
+    processor = he.ImagePreprocessing(size=(32, 32))
+    for model, given, token in (
+        (known, None, "timm's pretrained_cfg of vit_tiny_patch16_224"),
+        (silent, None, "assumed"),
+        (torchvision_model(), None, "torchvision"),
+        (known, processor, "ImagePreprocessing that was given"),
+    ):
+        assert token in he.convert(model, processor=given).metadata.preprocessing_from
+    assert he.convert(unknown()).metadata.preprocessing_from == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"image_size": 48}, {"size": (48, 48)}),
+        ({"image_size": (48, 32)}, {"size": (48, 32)}),
+        ({"crop": 0.8, "interpolation": "bilinear"}, {"crop_fraction": 0.8, "interpolation": "bilinear"}),
+        ({"mean": MEAN, "std": list(STD)}, {"mean": MEAN, "std": STD}),
+        ({"mean": 0.25}, {"mean": (0.25,) * 3}),
+    ],
+)
+def test_settings_are_changed_by_name_and_that_is_said(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    plain, ours = he.convert(vit()), he.convert(vit(), preprocessing=changes)
+    assert vars(ours.metadata.preprocessing) == {**vars(plain.metadata.preprocessing), **expected}
+    assert all(name in ours.metadata.preprocessing_from for name in changes)
+
+
+def test_of_a_model_that_says_nothing_all_must_be_said() -> None:
+    complete = {"mean": MEAN, "std": STD, "crop": 0.9, "interpolation": "bilinear"}
+    found = he.convert(unknown(), preprocessing=complete).metadata.preprocessing
+    assert found == he.ImagePreprocessing((32, 32), MEAN, STD, "bilinear", 0.9)
+    with pytest.raises(he.HydraError, match="give also std, interpolation"):
+        he.convert(unknown(), preprocessing={"mean": MEAN, "crop": 0.9})
+
+
+@pytest.mark.parametrize(
+    ("changes", "token"),
+    [
+        ({"size": 32}, "did you mean image_size"),
+        ({"max_length": 5}, "max_length"),
+        ({"image_size": 30}, "patch size"),
+        ({"image_size": (1, 2, 3)}, "image_size"),
+        ({"crop": 1.5}, "crop"),
+        ({"mean": (0.1, 0.2)}, "mean"),
+        ({"interpolation": "cubic"}, "interpolation"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], token: str) -> None:
+    with pytest.raises(he.HydraError, match=token):
+        he.convert(vit(), preprocessing=changes)
+
+
+def test_texts_may_be_cut_shorter() -> None:
+    model = transformers_model("BertForSequenceClassification", "BertConfig", TEXT)
+    base = he.convert(model, processor=he.TextPreprocessing(max_length=20), preprocessing={"max_length": 7})
+    assert base.metadata.preprocessing.max_length == 7
+    for changes, token in (({"max_length": 99}, "lower max_length"), ({"mean": 0.5}, "max_length")):
+        with pytest.raises(he.HydraError, match=token):
+            he.convert(model, processor=he.TextPreprocessing(max_length=20), preprocessing=changes)
+    with pytest.raises(he.HydraError, match="processor="):
+        he.convert(model, preprocessing={"max_length": 7})
