@@ -30,8 +30,7 @@ def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> Im
     Raises:
         ConversionError: The object is of another kind, or does something our description cannot say.
     """
-    if is_for_images(processor) is None:
-        processor = processor.tokenizer if isinstance(stem, TextStemConfig) else processor.image_processor
+    processor = _part_for(stem, processor)
     if isinstance(stem, TextStemConfig):
         text = processor if isinstance(processor, TextPreprocessing) else _read_tokenizer(processor, stem)
         if text.max_length > stem.max_tokens:
@@ -53,8 +52,15 @@ def with_processor(known: Metadata, processor: Any, stem: PatchStemConfig | Text
     """Metadata with the preprocessing of a processor, where one was given, and where it is from."""
     if processor is None:
         return known
-    origin = f"the {type(processor).__name__} that was given"
+    origin = f"the {type(_part_for(stem, processor)).__name__} that was given"
     return replace(known, preprocessing=read_processor(processor, stem), preprocessing_from=origin)
+
+
+def _part_for(stem: PatchStemConfig | TextStemConfig, processor: Any) -> Any:
+    """Of a processor of both kinds, the one for this stem."""
+    if is_for_images(processor) is not None:
+        return processor
+    return processor.tokenizer if isinstance(stem, TextStemConfig) else processor.image_processor
 
 
 IMAGE_SETTINGS = {
