@@ -91,4 +91,4 @@ def turned(heads: Tensor, turn: Turn, read: slice | None = None) -> Tensor:
     """
     cosines, sines = turn if read is None else (turn[0][read], turn[1][read])
     first, second = heads.chunk(2, dim=-1)
-    return heads * cosines + torch.cat([-second, first], dim=-1) * sines
+    return (heads * cosines + torch.cat([-second, first], dim=-1) * sines).to(heads.dtype)  # autocast mixes types
