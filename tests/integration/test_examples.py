@@ -38,7 +38,7 @@ EXPECTED = {  # what each one prints, the folder it leaves a model in, and optio
     "timm_vit.py": (
         r"heads kept(?:.*\n)+(?:.*(?:accept|abstain).*\n){5}of 32 pictures .* from \d+",
         "hydra-vit/model",
-        ["--prune", "3"],
+        ["--prune", "2"],
     ),
     "zero_shot.py": (
         r"at most \d\.\de-0[5-9]\n(?:.* -> .*epistemic.*\n){5}saved to",

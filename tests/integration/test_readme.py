@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from architectures import timm_model
 
+SAMPLES = 48
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 
@@ -42,18 +43,18 @@ def test_the_readme_code_runs(
     monkeypatch.chdir(tmp_path)
     model = timm_model("vit_base_patch16_224", depth=4)
     generator = torch.Generator().manual_seed(0)
-    images, others = (torch.randn(96, 3, 32, 32, generator=generator) * scale for scale in (1.0, 1.3))
+    images, others = (torch.randn(SAMPLES, 3, 32, 32, generator=generator) * scale for scale in (1.0, 1.3))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "attn" in name:  # let the heads matter, so that circuits for different goals differ
                 parameter.mul_(4)
         labels = model(images).argmax(1)
-    labels[::3] = torch.randint(0, 5, (32,), generator=generator)  # a model that makes many mistakes
+    labels[::3] = torch.randint(0, 5, (SAMPLES // 3,), generator=generator)  # a model that makes many mistakes
     names: dict[str, Any] = {
         "model": model,
         "images": images[:4],
-        "id_loader": [(images[i : i + 32], labels[i : i + 32]) for i in range(0, 96, 32)],
-        "ood_loader": [(others[i : i + 32], labels[:32]) for i in range(0, 96, 32)],
+        "id_loader": [(images[i : i + 16], labels[i : i + 16]) for i in range(0, SAMPLES, 16)],
+        "ood_loader": [(others[i : i + 16], labels[:16]) for i in range(0, SAMPLES, 16)],
     }
     my_timm_model(tmp_path, monkeypatch)
     build, mine, steps = blocks()

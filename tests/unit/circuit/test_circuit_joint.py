@@ -22,6 +22,7 @@ VARIED = (
     "open_clip-no-text-projection",
     "open_clip-timm-siglip",
 )
+KNOWN, ODD = 14, 9  # samples
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -44,7 +45,7 @@ def extract(
     dual: he.DualEncoder, method: Any, seed: int = 0, labelled_by: he.DualEncoder | None = None, **settings: Any
 ) -> he.HeadRanking:
     options = {"score": "avg", "budget": 4, "class_names": NAMES, "templates": TEMPLATES[:2], "progress": False}
-    known, odd = (batches(labelled_by or dual, count, seed + more) for count, more in ((20, 0), (12, 1)))
+    known, odd = (batches(labelled_by or dual, count, seed + more) for count, more in ((KNOWN, 0), (ODD, 1)))
     return he.extract_circuit(dual, known, odd, method=method, **{**options, **settings})
 
 
@@ -101,7 +102,7 @@ def test_one_tower_alone(towers: tuple[str, ...]) -> None:
     assert {head.tower for head in exact.heads} == set(towers)
     assert he.prune(dual, exact.first(3)).num_members == 1
     if towers == ("image",):
-        classifier, data = he.zero_shot(dual, NAMES, TEMPLATES[:2]), (batches(dual, 20, 0), batches(dual, 12, 1))
+        classifier, data = he.zero_shot(dual, NAMES, TEMPLATES[:2]), (batches(dual, KNOWN, 0), batches(dual, ODD, 1))
         plain = he.extract_circuit(classifier, *data, budget=4, progress=False)
         assert [head[:2] for head in plain.heads] == [head[:2] for head in exact.heads]
         screened = extract(dual, "screened", towers=towers, screen_size=8)
@@ -118,10 +119,10 @@ def test_the_score_is_that_of_the_pruned_model() -> None:
     ranking = extract(dual, "exact", score="acc", budget=5)
     assert all(torch.equal(tensor, before[name]) for name, tensor in dual.state_dict().items())
     pruned = he.zero_shot(he.prune(dual, ranking.heads), NAMES, TEMPLATES[:2])
-    data = batches(dual, 20, 0)
+    data = batches(dual, KNOWN, 0)
     with torch.no_grad():
         right = sum(int((pruned(images)[0].argmax(-1) == labels).sum()) for images, labels in data)
-    assert ranking.scores[-1] == right / 20
+    assert ranking.scores[-1] == right / KNOWN
 
 
 # --- each tower for its own heads --------------------------------------------------------------------------

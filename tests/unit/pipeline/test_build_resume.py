@@ -134,8 +134,9 @@ def test_a_kill_between_any_two_writes_can_be_resumed(
         assert not list(state.rglob(".*")) or state is states[0]  # no litter; before `run.json` it may be anybody's
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_resumed(tmp_path: Path, expected: he.Ensemble) -> None:
-    """The real thing once, in the middle of fine-tuning; the slow tests do it in every stage."""
+    """The real thing, in the middle of fine-tuning: every state that a kill leaves is resumed above."""
     ended = run_script(Path(__file__).with_name("killed_build.py"), tmp_path, "finetune/member-1", 3)
     assert ended.returncode == 9, ended.stderr
     assert (tmp_path / "members" / "0" / "config.json").exists()
