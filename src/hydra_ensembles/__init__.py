@@ -17,9 +17,9 @@ from .heads.taylor import taylor
 from .model.clip import DualEncoder, load, retarget, zero_shot
 from .model.ensemble import Ensemble
 from .model.stem_readout import Projections
+from .pipeline.candidates import search
 from .pipeline.chain import build
 from .pipeline.choice import SearchResult
-from .pipeline.search import search
 from .pipeline.settings import HydraConfig
 from .prediction import Prediction
 from .preprocessing import ImagePreprocessing, TextPreprocessing

@@ -288,7 +288,7 @@ def test_folders_that_cannot_be_written_or_vanish(tmp_path: Path, monkeypatch: p
         model.save_pretrained(tmp_path / "model")
 
 
-@pytest.mark.parametrize("step", ["_read_record", "_name_of", "_compare"])
+@pytest.mark.parametrize("step", ["_read_record", "_name_of", "require_fit"])
 @pytest.mark.parametrize("back", [False, True])
 def test_a_reader_overtaken_by_a_save_gets_one_model_whole(
     step: str, back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

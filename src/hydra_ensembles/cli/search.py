@@ -12,9 +12,9 @@ import typer
 from ..errors import ConfigError
 from ..files import read_file, write_atomically
 from ..metrics.distance import FamiliarityName
+from ..pipeline.candidates import search as run_search
 from ..pipeline.choice import Price
 from ..pipeline.run_folder import RESULT
-from ..pipeline.search import search as run_search
 from ..pipeline.settings import HydraConfig
 from ..report.compare import to_markdown, to_rich
 from ..schema import to_plain

@@ -12,18 +12,11 @@ from torch.nn import functional as F
 
 from ..arguments import checked
 from ..batches import READ
-from ..checkpoint import (
-    DUAL_ENCODER,
-    ENSEMBLE,
-    Contents,
-    Stored,
-    dual_encoder_contents,
-    load_checkpoint,
-    read_dual_encoder,
-)
+from ..checkpoint import Stored, load_checkpoint
 from ..errors import ConfigError, DataError
 from ..preprocessing import TextPreprocessing
 from .config import CosineConfig, DualEncoderConfig, EnsembleConfig, Sharing, output_width
+from .contents import DUAL_ENCODER, ENSEMBLE, Contents, dual_encoder_contents, read_dual_encoder
 from .cost import Description
 from .ensemble import Ensemble, Saved, built_around, copied
 from .layers import Droppable, GroupedLinear, dropping
@@ -156,7 +149,7 @@ class DualEncoder(Saved, Droppable):
 
     @classmethod
     def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> "DualEncoder":
-        config, image, text = read_dual_encoder(stored)
+        config, image, text = stored.read(read_dual_encoder)
         layers = config.image.encoder.layers + config.text.encoder.layers
         state = stored.tensors(lambda: cls._empty(config, image, text), device, dtype, at_least=layers)
         return cls.from_state(config, state, image, text)

@@ -11,21 +11,12 @@ from torch import Tensor, nn
 
 from ..arguments import checked
 from ..batches import READ, Inputs, move
-from ..checkpoint import (
-    ENSEMBLE,
-    Contents,
-    Stored,
-    ensemble_contents,
-    load_checkpoint,
-    push_checkpoint,
-    read_ensemble,
-    save_checkpoint,
-    with_parts,
-)
+from ..checkpoint import Stored, load_checkpoint, push_checkpoint, save_checkpoint
 from ..errors import ConfigError, DataError
 from ..prediction import Prediction
 from ..preprocessing import is_raw
 from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_width
+from .contents import ENSEMBLE, Contents, ensemble_contents, read_ensemble, with_parts
 from .cost import Description, describe
 from .given import Arguments, Given, fitting_images, fitting_tokens, gathered, require_at_home, require_dense
 from .layers import Context, Droppable, Encoder, GroupedNorm, dropping
@@ -351,7 +342,7 @@ class Ensemble(Saved, Droppable):
 
     @classmethod
     def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> "Ensemble":
-        config, metadata, texts, fitted = read_ensemble(stored)
+        config, metadata, texts, fitted = stored.read(read_ensemble)
 
         def skeleton() -> Ensemble:
             """The ensemble with text side and statistics as parts of it: so the tensors of a checkpoint are named."""

@@ -14,8 +14,8 @@ from build_cases import batches, image_model, recipe, same, samples, text_batche
 import hydra_ensembles as he
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError, SameMembersError, StorageError
 from hydra_ensembles.files import locked
+from hydra_ensembles.pipeline import candidates as searching
 from hydra_ensembles.pipeline import chain
-from hydra_ensembles.pipeline import search as searching
 from hydra_ensembles.pipeline.choice import DEEP, SOUP, YOURS
 from hydra_ensembles.training.finetune import EnsembleLearner
 from processes import watch_replacements

@@ -1,0 +1,222 @@
+"""What a saved model holds: configuration, metadata and tensors as plain data, each held against the others."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, ConfigError
+from ..model_card import dual_model_card, model_card
+from ..preprocessing import TextPreprocessing
+from ..schema import from_plain, to_plain
+from .config import DualEncoderConfig, EnsembleConfig, TextStemConfig, output_width
+from .metadata import Familiarity, FamiliaritySettings, Metadata, TextSettings, TextSide
+
+CONFIG, WEIGHTS, TOKENIZER, CARD = "config.json", "model.safetensors", "tokenizer.json", "README.md"
+FORMAT, FORMAT_VERSION = "hydra_ensembles", 2  # 1 had no digest of config.json itself, and promised no single dtype
+ENSEMBLE, DUAL_ENCODER = "ensemble", "dual_encoder"  # kinds of model
+TEXT_SIDE = "text_side"  # name of the text side in the metadata, and prefix of its tensors
+FAMILIARITY = "familiarity"  # the same of the statistics of features
+BESIDE = (TEXT_SIDE, FAMILIARITY)  # prefixes of tensors that are not the model's own and have a dtype of their own
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+ACCEPTED = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """The fields of `config.json`; `files` has the SHA-256 of every other file that loading reads."""
+
+    format: Literal["hydra_ensembles"] = "hydra_ensembles"
+    format_version: Literal[1, 2] = 2
+    library_version: str
+    kind: str
+    model: Mapping[str, Any]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether its fields are all there; those of the first format may be left out."""
+        return self.format_version > 1
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A model ready to be written: configuration and metadata as JSON data, tensors by canonical name, card."""
+
+    kind: str
+    model: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    card: str
+
+
+def ensemble_contents(name: str, config: EnsembleConfig, metadata: Metadata, state: Mapping[str, Tensor]) -> Contents:
+    """What `save_pretrained` writes of an ensemble; `name` is how the model card calls it."""
+    plain, tensors, side = _plain_metadata(config, metadata), dict(state), metadata.text_side
+    if side is not None:
+        plain[TEXT_SIDE] = to_plain(side.settings)
+        tensors |= {f"{TEXT_SIDE}.{key}": tensor for key, tensor in side.state.items()}
+    if (known := metadata.familiarity) is not None:
+        plain[FAMILIARITY] = to_plain(known.settings)
+        tensors |= {f"{FAMILIARITY}.{key}": tensor for key, tensor in known.state.items()}
+    return Contents(ENSEMBLE, to_plain(config), plain, tensors, model_card(name, config, metadata, state))
+
+
+def dual_encoder_contents(
+    name: str, config: DualEncoderConfig, image: Metadata, text: Metadata, state: Mapping[str, Tensor]
+) -> Contents:
+    """What `save_pretrained` writes of a dual encoder; `name` is how the model card calls it."""
+    plain = {"image": _plain_metadata(config.image, image), "text": _plain_metadata(config.text, text)}
+    card = dual_model_card(name, config, image, text, state)
+    return Contents(DUAL_ENCODER, to_plain(config), plain, state, card)
+
+
+def read_ensemble(
+    record: Record,
+) -> tuple[EnsembleConfig, Metadata, TextSettings | None, FamiliaritySettings | None]:
+    """Configuration and metadata of a stored ensemble; settings of its text side and of its familiarity."""
+    texts, fitted, data = None, None, dict(record.metadata)
+    config = from_plain(EnsembleConfig, record.model, "config.model", complete=True)
+    if TEXT_SIDE in data:
+        texts = from_plain(TextSettings, data.pop(TEXT_SIDE), f"config.metadata.{TEXT_SIDE}", complete=True)
+        _check_text_side(config, texts)
+    if FAMILIARITY in data:
+        fitted = from_plain(FamiliaritySettings, data.pop(FAMILIARITY), f"config.metadata.{FAMILIARITY}")
+    return config, _read_metadata(config, data, "config.metadata", record.complete), texts, fitted
+
+
+def read_dual_encoder(record: Record) -> tuple[DualEncoderConfig, Metadata, Metadata]:
+    """Configuration, metadata of the image tower and metadata of the text tower of a stored dual encoder."""
+    data = record.metadata
+    config = from_plain(DualEncoderConfig, record.model, "config.model", complete=record.complete)
+    if data.keys() != {"image", "text"}:
+        raise CheckpointError(f"config.metadata has the fields {sorted(data)}, expected ['image', 'text']")
+    image = _read_metadata(config.image, data["image"], "config.metadata.image", record.complete)
+    return config, image, _read_metadata(config.text, data["text"], "config.metadata.text", record.complete)
+
+
+def with_parts(
+    tensors: Mapping[str, Tensor], metadata: Metadata, texts: TextSettings | None, fitted: FamiliaritySettings | None
+) -> tuple[Mapping[str, Tensor], Metadata]:
+    """The tensors of an ensemble alone, and its metadata with those of its other parts, which stay on the CPU."""
+    own = dict(tensors)
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        names = [name for name in tensors if name.startswith(f"{prefix}.")]
+        return {name.removeprefix(f"{prefix}."): own.pop(name).to("cpu", copy=True) for name in names}
+
+    if texts is not None:
+        metadata = replace(metadata, text_side=TextSide(texts, part(TEXT_SIDE)))
+    if fitted is not None:
+        metadata = replace(metadata, familiarity=Familiarity(fitted, part(FAMILIARITY)))
+    return own, metadata
+
+
+def text_preprocessing(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Where tokenizers belong in plain metadata: of a model, its text side, or its towers."""
+    parts = (part for part in (metadata, *metadata.values()) if isinstance(part, Mapping))
+    places = (part.get("preprocessing") for part in parts)
+    return [place for place in places if isinstance(place, dict) and place.get("kind") == "text"]
+
+
+def _plain_metadata(config: EnsembleConfig, metadata: Metadata) -> dict[str, Any]:
+    """Metadata as JSON data without what holds tensors; what could not be read back is not written."""
+    plain: dict[str, Any] = to_plain(metadata.plain)
+    try:
+        _read_metadata(config, plain, "metadata")
+    except ConfigError as error:
+        raise CheckpointError(f"the model cannot be saved: {error}; replace it with with_metadata") from error
+    return plain
+
+
+def _read_metadata(config: EnsembleConfig, data: Any, path: str, complete: bool = True) -> Metadata:
+    """Metadata that belong to this model: labels, temperatures and preprocessing are held against it."""
+    strange = sorted({TEXT_SIDE, FAMILIARITY} & data.keys()) if isinstance(data, Mapping) else []
+    if strange:
+        raise CheckpointError(f"{path} has the unknown field {strange[0]!r}")
+    metadata = from_plain(Metadata, data, path, complete=complete)
+    try:
+        metadata.check(config)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if isinstance(metadata.preprocessing, TextPreprocessing):
+        _check_tokens(config, metadata.preprocessing, path)
+    return metadata
+
+
+def _check_tokens(config: EnsembleConfig, given: TextPreprocessing, path: str) -> None:
+    """Refuse padding that the model has no embedding for, and a tokenizer that cannot be parsed."""
+    assert isinstance(config.stem, TextStemConfig)
+    if given.pad_id >= config.stem.vocabulary:
+        raise CheckpointError(f"{path}: pad_id is {given.pad_id}, in a vocabulary of {config.stem.vocabulary} tokens")
+    try:
+        given.require_tokenizer()
+    except ConfigError as error:
+        raise CheckpointError(f"{TOKENIZER}: {error}") from error
+
+
+def _check_text_side(config: EnsembleConfig, texts: TextSettings) -> None:
+    """Refuse a text side made for another number of members, or for what does not compare with class embeddings."""
+    if config.readout.cosine is None:
+        raise CheckpointError("there is a text side, but the ensemble does not classify by class embeddings")
+    if texts.members not in (1, config.members):
+        raise CheckpointError(f"the text side has {texts.members} members, the ensemble {config.members}")
+    ends = output_width(texts.tower) if texts.projection is None else texts.projection.outputs
+    if config.readout.cosine.width not in (None, ends):
+        raise CheckpointError(f"embeddings have width {ends} for texts and {config.readout.cosine.width} for images")
+    if not isinstance(texts.tower.stem, TextStemConfig):
+        raise CheckpointError(f"the tower of the text side reads {texts.tower.kind}s, expected texts")
+    if not texts.preprocessing.tokenizer:
+        raise CheckpointError("the text side has no tokenizer, so no classes can be set with it")
+    _check_tokens(texts.tower, texts.preprocessing, f"config.metadata.{TEXT_SIDE}")
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def require_fit(stored: Mapping[str, tuple[tuple[int, ...], str]], build: Callable[[], nn.Module]) -> None:
+    """Hold names, shapes and types of tensors against the model that `build` makes, without allocating any of it."""
+    try:
+        with torch.device("meta"):
+            expected = {name: tuple(tensor.shape) for name, tensor in build().state_dict().items()}
+    except (RuntimeError, OverflowError, TypeError) as error:  # sizes whose product no tensor can have
+        raise CheckpointError(f"its configuration describes an impossible model: {first_line(error)}") from error
+    problems = [f"lacks {name!r}" for name in sorted(expected.keys() - stored.keys())]
+    problems += [f"has the unknown {name!r}" for name in sorted(stored.keys() - expected.keys())]
+    for name in sorted(expected.keys() & stored.keys()):
+        shape, dtype = stored[name]
+        if shape != expected[name]:
+            problems.append(f"has {name!r} with shape {list(shape)} instead of {list(expected[name])}")
+        elif dtype not in DTYPES:
+            problems.append(f"has {name!r} as {dtype}; accepted are {ACCEPTED}")
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(f"it does not fit its configuration: it {'; it '.join(problems[:5])}{more}")
+
+
+def part_of(name: str) -> str:
+    """The part that a tensor belongs to: what lies beside the model, or the model itself, which has no name."""
+    part = name.partition(".")[0]
+    return part if part in BESIDE else ""
+
+
+def require_one_dtype(dtypes: Mapping[str, str]) -> None:
+    """Refuse tensors of one model in several floating types; those beside it may have their own."""
+    parts: dict[str, dict[str, str]] = {}
+    for name, dtype in dtypes.items():
+        parts.setdefault(part_of(name), {}).setdefault(dtype, name)
+    for found in parts.values():
+        if len(found) > 1:
+            examples = ", ".join(f"{dtype} ({name})" for dtype, name in found.items())
+            raise CheckpointError(
+                f"the tensors are of several types: {examples}; convert the model to one: model.to(...)"
+            )
+
+
+def first_line(error: Exception) -> str:
+    """Kind and first line of another library's error, for a message of ours."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no further details'}"
