@@ -1,7 +1,8 @@
 """From a saved ensemble to a service: named outputs, files for other runtimes, a server, archives scored."""
 
 from .app import make_app
+from .ray_app import ray_app
 from .scoring import Scorer, score_archive
 from .settings import ServeSettings
 
-__all__ = ["Scorer", "ServeSettings", "make_app", "score_archive"]
+__all__ = ["Scorer", "ServeSettings", "make_app", "ray_app", "score_archive"]

@@ -73,7 +73,7 @@ def test_texts_are_padded_to_few_lengths_and_those_without_a_mask_to_none() -> N
 
 
 def test_plans_are_warm_for_every_size_they_will_run() -> None:
-    one = service("image", max_batch=6)
+    one = service("image", max_batch=6, warm_up=True)
     assert one.sizes() == [1, 2, 4, 6]
     (run,) = one.workers()
     plan = run.__self__.plan

@@ -1,0 +1,142 @@
+"""The same server on Ray Serve: one deployment takes requests, replicas of another answer them in batches.
+
+Replicas come and go with the load, on all machines of a cluster. An answer depends on its input alone, so what a
+replica took along when it died is asked of another one.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .._utils import require
+from ..arguments import require_whole
+from ..errors import ConfigError, RequestError
+from ..model.ensemble import Ensemble
+from .app import make_app
+from .service import Answer, Row, Service, require_servable
+from .settings import ServeSettings
+
+ATTEMPTS = 5  # replicas that are asked, one after another, where each one dies
+
+
+def ray_app(
+    model: str | Path | Ensemble,
+    settings: ServeSettings | None = None,
+    *,
+    min_replicas: int = 1,
+    max_replicas: int = 4,
+    cpus: float = 1.0,
+    gpus: float = 0.0,
+) -> Any:
+    """An application of Ray Serve: `ray.serve.run(ray_app("my-hydra"))`, with the routes of `hydra-ensembles serve`.
+
+    Args:
+        model: A saved classifier, by a folder or hub id that every machine can read; or the ensemble itself.
+        settings: Batches and limits. Where to listen is said to Ray: `serve.start(http_options=...)`.
+        min_replicas: Replicas of the model that are always there.
+        max_replicas: Replicas there may be when there is much to do.
+        cpus: CPUs of a replica.
+        gpus: GPUs of a replica; a part of one is enough for a small model.
+    """
+    serve, used = require("ray.serve", extra="ray"), settings or ServeSettings()
+    require_whole("min_replicas", min_replicas, 1)
+    if max_replicas < min_replicas:
+        raise ConfigError(f"max_replicas is {max_replicas}, less than min_replicas, {min_replicas}; raise it")
+    if isinstance(model, str | Path) and Path(model).expanduser().is_dir():
+        model = Path(model).expanduser().resolve()  # replicas work in another folder
+
+    class Replica(_Replica):
+        answer = serve.batch(max_batch_size=used.max_batch, batch_wait_timeout_s=used.max_wait / 1e3)(_Replica.answer)
+
+    scaled = {"min_replicas": min_replicas, "max_replicas": max_replicas, "target_ongoing_requests": used.max_batch}
+    replicas = serve.deployment(
+        name="Model",
+        max_ongoing_requests=2 * used.max_batch,  # a batch is run while the next one fills
+        max_queued_requests=used.max_queue,
+        autoscaling_config=scaled,
+        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+        graceful_shutdown_timeout_s=used.timeout,
+    )(Replica)
+    front = serve.deployment(
+        name="Front", max_ongoing_requests=2 * used.max_queue, ray_actor_options={"num_cpus": 0}
+    )(serve.ingress()(_Front))  # fmt: skip
+    device = "cuda" if gpus else None
+    return front.bind(replicas.bind(model, used, device), model, used)
+
+
+class _Replica:
+    """One copy of the model."""
+
+    def __init__(self, model: str | Path | Ensemble, settings: ServeSettings, device: str | None) -> None:
+        ensemble = _loaded(model)
+        (self._run,) = Service(ensemble if device is None else ensemble.to(device), _single(settings)).workers()
+
+    async def answer(self, rows: list[Row]) -> list[Answer | Exception]:
+        """One answer for each row, or why there is none: one bad row costs no other its answer."""
+        return await asyncio.to_thread(self._answered, rows)
+
+    def _answered(self, rows: list[Row]) -> list[Answer | Exception]:
+        try:
+            return list(self._run(rows))
+        except Exception as error:
+            return [error] if len(rows) == 1 else [one for row in rows for one in self._answered([row])]
+
+
+class _Front:
+    """What takes requests: reads, decodes and checks them. It keeps no weights."""
+
+    def __init__(self, replicas: Any, model: str | Path | Ensemble, settings: ServeSettings) -> None:
+        service = Service(_loaded(model).to("meta"), settings)
+        self._app = make_app(service, engine=_Replicas(replicas))
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._app
+
+
+class _Replicas:
+    """The engine behind the front: whichever replica has time."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle, self.waiting, self.ready = handle, 0, False
+
+    async def start(self) -> None:
+        self.ready = True
+
+    async def close(self) -> None:
+        self.ready = False
+
+    async def answer(self, rows: Sequence[Row]) -> Sequence[Answer]:
+        self.waiting += len(rows)
+        try:
+            found = await asyncio.gather(*map(self._one, rows), return_exceptions=True)
+        finally:
+            self.waiting -= len(rows)
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return [one for one in found if not isinstance(one, BaseException)]
+
+    async def _one(self, row: Row) -> Answer:
+        died, serving = require("ray.exceptions", extra="ray"), require("ray.serve.exceptions", extra="ray")
+        for _ in range(ATTEMPTS):
+            try:
+                found: Answer | Exception = await self._handle.answer.remote(row)
+            except serving.BackPressureError as error:
+                raise RequestError("too many samples are waiting; try again later", 503, retry_after=1) from error
+            except (died.RayActorError, serving.DeploymentUnavailableError, serving.ReplicaUnavailableError):
+                continue  # the replica is gone, and took the row along
+            if isinstance(found, Exception):
+                raise found
+            return found
+        raise RequestError("no replica of the model stays alive; try again later", 503, retry_after=1)
+
+
+def _loaded(model: str | Path | Ensemble) -> Ensemble:
+    return require_servable(model if isinstance(model, Ensemble) else Ensemble.from_pretrained(model))
+
+
+def _single(settings: ServeSettings) -> ServeSettings:
+    """The settings of one replica, which has one worker: Ray has the others."""
+    return replace(settings, workers=1)

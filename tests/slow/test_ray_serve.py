@@ -1,0 +1,139 @@
+"""On Ray Serve with two replicas, one of which is killed under load: no request is lost, and answers are the same."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from hydra_ensembles.errors import ConfigError, DataError, RequestError
+from hydra_ensembles.serve.ray_app import ATTEMPTS, _Replicas, ray_app
+from hydra_ensembles.serve.service import Row
+from processes import environment
+from served_models import served
+from serving import LIMIT, opened, picture, settings
+
+ray = pytest.importorskip("ray")
+serve = pytest.importorskip("ray.serve")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray warns of much, in threads of its own
+
+REQUESTS, CLIENTS, KILLED_AFTER = 200, 16, 40
+KEY = {"X-API-Key": "correct horse"}
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A cluster of this machine alone, with a front and two replicas."""
+    folder = tmp_path_factory.mktemp("served") / "model"
+    served("image").save_pretrained(folder)
+    variables = {name: environment()[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    patch = pytest.MonkeyPatch()
+    patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        object_store_memory=100 << 20,
+        runtime_env={"env_vars": variables},
+        log_to_driver=False,
+    )
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    chosen = settings(name="on-ray", max_queue=256, api_key="correct horse")
+    serve.run(ray_app(folder, chosen, min_replicas=2, max_replicas=2, cpus=0.5))
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+    ray.shutdown()
+    patch.undo()
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as place:
+        return int(place.getsockname()[1])
+
+
+def replicas() -> list[str]:
+    names = (one["name"] for one in ray.util.list_named_actors(all_namespaces=True))
+    return [name for name in names if "Model" in name]
+
+
+def test_a_replica_is_killed_under_load(address: str) -> None:
+    assert len(replicas()) == 2
+    answered, kill = threading.Semaphore(0), threading.Event()
+
+    def one(seed: int) -> httpx.Response:
+        answer = client.post("/v1/predict", files={"file": picture(seed % 20)})
+        answered.release()
+        return answer
+
+    def killed() -> None:
+        for _ in range(KILLED_AFTER):
+            answered.acquire()
+        ray.kill(ray.get_actor(replicas()[0], namespace="serve"), no_restart=True)
+        kill.set()
+
+    with (
+        httpx.Client(base_url=address, headers=KEY, timeout=LIMIT) as client,
+        ThreadPoolExecutor(CLIENTS + 1) as pool,
+    ):
+        killing = pool.submit(killed)
+        answers = list(pool.map(one, range(REQUESTS)))
+        killing.result(LIMIT)
+    assert kill.is_set()
+    assert [answer.status_code for answer in answers] == [200] * REQUESTS
+    expected = served("image").predict([opened(picture(seed)) for seed in range(20)])
+    found = [answer.json()["predictions"][0] for answer in answers]
+    assert [one["label"] for one in found] == [expected.names()[seed % 20] for seed in range(REQUESTS)]
+    confidence = expected.confidence.numpy()[np.arange(REQUESTS) % 20]
+    np.testing.assert_allclose([one["confidence"] for one in found], confidence, atol=2e-4)
+
+
+def test_routes_are_those_of_the_server(address: str) -> None:
+    with httpx.Client(base_url=address, headers=KEY, timeout=LIMIT) as client:
+        assert client.get("/").headers["content-type"].startswith("text/html")
+        assert client.get("/v2/health/ready").status_code == 200
+        assert client.get("/v2/models/on-ray").json()["name"] == "on-ray"
+        assert "hydra_answers_total" in client.get("/metrics").text
+        assert client.post("/v1/predict", files={"file": b"x"}).status_code == 415
+        pixels: dict[str, Any] = {"name": "pixel_values", "shape": [1, 3, 8, 8], "datatype": "FP32"}
+        huge = client.post("/v2/models/on-ray/infer", json={"inputs": [pixels | {"data": [3e38, -3e38] * 96}]})
+        assert huge.status_code == 400  # the model gives no number for it
+    assert httpx.get(f"{address}/v1/model").status_code == 401
+
+
+@pytest.mark.parametrize("change", [{"min_replicas": 0}, {"min_replicas": 5, "max_replicas": 4}])
+def test_numbers_of_replicas_are_checked(tmp_path: Path, change: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="replicas"):
+        ray_app(tmp_path, **change)
+
+
+class Handle:
+    """A handle to replicas that answer, or die, in a given order."""
+
+    def __init__(self, *found: Any) -> None:
+        self.answer, self._found = self, list(found)
+
+    async def remote(self, row: Any) -> Any:
+        one = self._found.pop(0)
+        if isinstance(one, Exception) and not isinstance(one, DataError):  # an error of the model is returned
+            raise one
+        return one
+
+
+def test_what_a_dead_replica_took_along_is_asked_again() -> None:
+    died, full = ray.exceptions.ActorDiedError(), serve.exceptions.BackPressureError(1, 1)
+    row = Row({})
+    assert asyncio.run(_Replicas(Handle(died, died, {"label": 1})).answer([row])) == [{"label": 1}]
+    for handle, status in ((Handle(*[died] * ATTEMPTS), 503), (Handle(full), 503)):
+        with pytest.raises(RequestError) as refused:
+            asyncio.run(_Replicas(handle).answer([row]))
+        assert (refused.value.status, refused.value.retry_after) == (status, 1)
+    with pytest.raises(DataError, match="own"):
+        asyncio.run(_Replicas(Handle(DataError("its own fault"))).answer([row]))
