@@ -19,6 +19,7 @@ from proposition1 import proposition_table
 from tower_scores import tower_table
 
 from hydra_ensembles import SearchResult
+from hydra_ensembles.convert.convert import supported
 from hydra_ensembles.demo import Gains
 from hydra_ensembles.report import to_markdown
 from hydra_ensembles.schema import from_plain
@@ -40,6 +41,7 @@ def tables() -> dict[str, str]:
         "search": to_markdown(SearchResult.load(RESULTS / "search.json").table()),
         "price": price_table(load("price.json")),
         "conversion": conversion_line(),
+        "takes": takes_table(),
         **inference_report.tables(),
         **study_blocks(RESULTS / "studies"),
     }
@@ -80,6 +82,16 @@ def conversion_line() -> str:
         f"The comparison takes {found['comparison_seconds']:.2f} s of computing for ViT-B/16 at 224 pixels (float32, "
         f"{found['hardware']}; the whole conversion {found['convert_seconds']:.2f} s). From `results/conversion.json`."
     )
+
+
+def takes_table() -> str:
+    """Of the README: what is converted without a declaration, with the versions that the tests run with."""
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    rows = [
+        [library, pinned[{"open_clip": "open_clip_torch"}.get(library, library)], ", ".join(models)]
+        for library, models in supported().items()
+    ]
+    return "\n".join(table(["library", "tested with", "models"], rows, "lll"))
 
 
 def rendered(text: str, made: dict[str, str]) -> str:

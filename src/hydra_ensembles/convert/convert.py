@@ -144,8 +144,14 @@ def supported() -> dict[str, list[str]]:
     for one in _ALL:
         library, _, name = one.name.partition(" ")
         name = re.sub(r"( with)? (classifier|encoder)$", "", name)
+        if isinstance(one, DualArchitecture):
+            name += " dual encoder"
+        elif one.models:
+            name += f" ({one.models})"
         if name not in found.setdefault(library, []):
             found[library].append(name)
+    found["sentence-transformers"] = ["the text encoders of transformers, pooled by mean, first or last token"]
+    found["torch"] = ["plain classifiers around `nn.TransformerEncoder` or `nn.MultiheadAttention`"]
     return found
 
 

@@ -122,6 +122,7 @@ class Architecture:
         masks: Whether a text model is told which tokens are padding.
         advice: What to do where a model does not fit the declaration.
         variant: Of `weights`, those that lie elsewhere, or in another layout, in this live model.
+        models: What users call the models of one class, where its name does not say.
     """
 
     name: str
@@ -134,6 +135,7 @@ class Architecture:
     masks: bool = True
     advice: str = "this variant of the architecture is not supported"
     variant: Callable[[nn.Module], Weights] = lambda model: {}
+    models: str = ""
 
 
 def below(prefix: str, weights: Weights) -> Weights:

@@ -280,6 +280,7 @@ VISION_TRANSFORMER = Architecture(
     config=_config,
     weights=_WEIGHTS,
     metadata=_metadata,
+    models="ViT, AugReg, DeiT, DeiT-3, DINOv2 with and without registers, SwiGLU, CLIP and SigLIP image towers",
 )
 DISTILLED = Architecture(
     name=_DISTILLED,
@@ -287,6 +288,7 @@ DISTILLED = Architecture(
     config=partial(_config, name=_DISTILLED, distilled=True),
     weights={**_WEIGHTS, "stem.distillation_token": "dist_token", "readout.distillation_classifier": "head_dist"},
     metadata=_metadata,
+    models="DeiT with a teacher",
 )
 EVA = Architecture(
     name=_EVA,
@@ -295,5 +297,6 @@ EVA = Architecture(
     weights=_WEIGHTS,
     metadata=_metadata,
     variant=_eva_attention,
+    models="EVA, EVA-02, DINOv3, PE",
 )
 ARCHITECTURES: tuple[Architecture, ...] = (VISION_TRANSFORMER, DISTILLED, EVA)
