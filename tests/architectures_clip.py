@@ -109,6 +109,14 @@ SIGLIP_TEXT: dict[str, Any] = {**_SIGLIP_BLOCKS, **_WORDS, **_ENDS, "projection_
 SIGLIP_IMAGE: dict[str, Any] = {**_SIGLIP_BLOCKS, "image_size": 32, "patch_size": 8}
 
 
+def transformers_metaclip() -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.MetaClip2Config(text_config=_TEXT, vision_config=_IMAGE, projection_dim=24)
+    return perturbed(transformers.MetaClip2Model(config))
+
+
 def transformers_siglip() -> nn.Module:
     import transformers
 
@@ -234,12 +242,17 @@ def _image_tower(
 
 
 def _text_tower(
-    label: str, name: str, answer: str, config: str = "CLIPTextConfig", settings: dict[str, Any] = _TEXT
+    label: str,
+    name: str,
+    answer: str,
+    config: str = "CLIPTextConfig",
+    settings: dict[str, Any] = _TEXT,
+    end: int = END,
 ) -> ArchitectureCase:
     return ArchitectureCase(
         name=f"transformers-clip-{label}",
         build=lambda: _tower(name, config, settings),
-        inputs=lambda: texts(END, 1, mask=True),
+        inputs=lambda: texts(end, 1, mask=True),
         logits=lambda model, inputs: getattr(model(**inputs), answer),
         kind="text",
     )
@@ -269,7 +282,12 @@ TOWER_CASES: list[ArchitectureCase] = [
         kind="text",
     ),
 ]
+_META_TEXT = {**_TEXT, "eos_token_id": 2}  # as released
 TOWER_VARIANTS: list[ArchitectureCase] = [  # of kinds that are among the cases
+    _image_tower("meta-image", "MetaClip2VisionModel", "pooler_output", "MetaClip2VisionConfig"),
+    _text_tower(
+        "meta-text", "MetaClip2TextModel", "pooler_output", "MetaClip2TextConfig", {**_TEXT, "eos_token_id": 2}, 2
+    ),
     _image_tower("siglip-image", "SiglipVisionModel", "pooler_output", "SiglipVisionConfig", SIGLIP_IMAGE),
     _image_tower("siglip-classifier", "SiglipForImageClassification", "logits", "SiglipConfig", SIGLIP_CLASSIFIER),
 ]

@@ -141,6 +141,8 @@ _NOMIC, _JINA = "NomicBertForSequenceClassification", "JinaEmbeddingsV3ForSequen
 _MEAN = {**MODERNBERT, "classifier_pooling": "mean", "norm_bias": True, "attention_bias": True, "mlp_bias": True}
 _PLAIN = {**DINOV3, "query_bias": False, "value_bias": False, "num_register_tokens": 0}
 VARIANTS: list[ArchitectureCase] = [  # of kinds that are among the cases
+    _vision_case("vit-msn", "ViTMSNForImageClassification", "ViTMSNConfig", _VIT),
+    _vision_case("ijepa", "IJepaForImageClassification", "IJepaConfig", _VIT),
     _vision_case("dinov3-plain", "DINOv3ViTModel", "DINOv3ViTConfig", _PLAIN, resize=False, bare=True),
     _text_case("modernbert-mean", _MODERNBERT, "ModernBertConfig", _MEAN, segments=False),
     _text_case("modernbert-bare", "ModernBertModel", "ModernBertConfig", MODERNBERT, segments=False, bare=True),

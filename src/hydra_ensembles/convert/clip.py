@@ -1,4 +1,4 @@
-"""CLIP: the image and text towers of transformers and open_clip, alone and inside a dual encoder.
+"""CLIP and MetaCLIP 2: the image and text towers of transformers and open_clip, alone and inside a dual encoder.
 
 A projection is declared as the tower's classifier: that is what it is for a tower on its own, and a dual
 encoder takes it off again.
@@ -64,7 +64,7 @@ class DualArchitecture:
 
 _HF_IMAGE = "transformers CLIP image tower"
 _HF_TEXT = "transformers CLIP text tower"
-_MODULE = "transformers.models.clip.modeling_clip"
+_FAMILIES = ("clip.modeling_clip.CLIP", "metaclip_2.modeling_metaclip_2.MetaClip2")
 _LEGACY_EOS = 2  # configurations with this id pool at the highest id of the vocabulary instead
 
 HF_LAYERS: Weights = below(
@@ -102,6 +102,10 @@ _HF_TEXT_WEIGHTS: Weights = {
 }
 
 
+def _classes(*names: str) -> tuple[str, ...]:
+    return tuple(f"transformers.models.{family}{name}" for family in _FAMILIES for name in names)
+
+
 def _hf_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     found = getattr(model.config, "vision_config", model.config)
     stem = patch_stem(found, "bicubic", patch_bias=False, norm=True, norm_eps=float(found.layer_norm_eps))
@@ -130,7 +134,7 @@ def _hf_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     readout = replace(
         _hf_readout(getattr(model, "text_projection", None), found, num_labels, _HF_TEXT),
         pool="eot",
-        eot_token=None if end == _LEGACY_EOS else end,
+        eot_token=None if end == _LEGACY_EOS and type(model).__name__.startswith("CLIP") else end,
         norm="tokens",
     )
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
@@ -158,14 +162,14 @@ def _hf_dual_answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
 
 _HF_IMAGES = Architecture(
     name=_HF_IMAGE,
-    classes=(f"{_MODULE}.CLIPVisionModel", f"{_MODULE}.CLIPVisionModelWithProjection"),
+    classes=_classes("VisionModel", "VisionModelWithProjection"),
     config=_hf_image_config,
     weights=_HF_IMAGE_WEIGHTS,
     answer=_hf_answer,
 )
 _HF_CLASSIFIER = Architecture(
     name=f"{_HF_IMAGE} with classifier",
-    classes=(f"{_MODULE}.CLIPForImageClassification",),
+    classes=_classes("ForImageClassification"),
     config=_hf_classifier_config,
     weights=_HF_IMAGE_WEIGHTS,
     ignored=("vision_model.post_layernorm",),
@@ -174,17 +178,17 @@ _HF_CLASSIFIER = Architecture(
 )
 _HF_TEXTS = Architecture(
     name=_HF_TEXT,
-    classes=(f"{_MODULE}.CLIPTextModel", f"{_MODULE}.CLIPTextModelWithProjection"),
+    classes=_classes("TextModel", "TextModelWithProjection"),
     config=_hf_text_config,
     weights=_HF_TEXT_WEIGHTS,
     answer=_hf_answer,
 )
 # In the dual encoder the two towers lie side by side; each ignores what belongs to the other.
-_HF_CLASSES = (f"{_MODULE}.CLIPModel",)
+_HF_CLASSES = _classes("Model")
 _HF_UNREAD_BY_IMAGES = ("text_model.", "text_projection.", "logit_scale", "vision_model.embeddings.position_ids")
 _HF_UNREAD_BY_TEXTS = ("vision_model.", "visual_projection.", "logit_scale", "text_model.embeddings.position_ids")
 _HF_DUAL = DualArchitecture(
-    name="transformers CLIP",
+    name="transformers CLIP and MetaCLIP 2",
     classes=_HF_CLASSES,
     image=(("", replace(_HF_IMAGES, classes=_HF_CLASSES, ignored=_HF_UNREAD_BY_IMAGES, answer=_hf_dual_answer)),),
     text=(("", replace(_HF_TEXTS, classes=_HF_CLASSES, ignored=_HF_UNREAD_BY_TEXTS, answer=_hf_dual_answer)),),

@@ -1,4 +1,4 @@
-"""transformers: ViT, DeiT, ViT-MAE and DINOv2 for images; BERT, RoBERTa, DistilBERT, ALBERT and ELECTRA for text."""
+"""transformers: ViT and its kin (DeiT, MAE, MSN, I-JEPA, DINOv2) for images, BERT and its kin for text."""
 
 import re
 from collections.abc import Callable
@@ -216,17 +216,26 @@ _DINOV2_LAYER: Weights = {
 _DINOV2: Weights = {**_PATCHES, **below("encoder.layer.{i}.", _DINOV2_LAYER)}
 
 
-def _vit_config(model: Any, num_labels: int | None, name: str, distilled: bool = False) -> EnsembleConfig:
+def _vit_config(
+    model: Any, num_labels: int | None, name: str, distilled: bool = False, class_token: bool = True
+) -> EnsembleConfig:
     found = model.config
     dropout = float(found.hidden_dropout_prob)
-    tokens = 2 if distilled else 1
-    stem = patch_stem(found, "bicubic", position_prefix=tokens, distillation_token=distilled, dropout=dropout)
+    tokens = {"class_token": class_token, "distillation_token": distilled}
+    stem = patch_stem(found, "bicubic", position_prefix=sum(tokens.values()), dropout=dropout, **tokens)
     rates = {"projection_dropout": dropout, "output_dropout": dropout}
     encoder = read_encoder(found, name, qkv_bias=bool(found.qkv_bias), **rates)
     teacher = getattr(model, "cls_classifier", None)
     classifier = getattr(model, "classifier", teacher)
-    readout = _image_readout(model, name, num_labels, classifier, "cls" if teacher is None else "distilled")
+    pool: Pool = "distilled" if teacher is not None else "cls" if class_token else "mean"
+    readout = _image_readout(model, name, num_labels, classifier, pool)
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+
+
+def _mean_answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
+    """Logits, or the mean patch of a bare encoder."""
+    output = run(model, **inputs)
+    return output.logits if hasattr(output, "logits") else output.last_hidden_state.mean(1)
 
 
 def _dinov2_config(model: Any, num_labels: int | None, name: str, resample: Resample = "bicubic") -> EnsembleConfig:
@@ -420,6 +429,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *declare("ViT", "ViT", _vit_config, _VIT, _IMAGES, _UNREAD),
     *declare("DeiT", "DeiT", partial(_vit_config, distilled=True), _VIT, _TEACHER, _UNREAD),
     declare("ViT-MAE", "ViTMAE", _vit_config, _VIT, (), _UNREAD, "vit_mae", _mae_answer)[1],
+    *declare("ViT-MSN", "ViTMSN", _vit_config, _VIT, _IMAGES, _UNREAD, module="vit_msn", inside="vit"),
+    *declare("I-JEPA", "IJepa", partial(_vit_config, class_token=False), _VIT, _IMAGES, _UNREAD, answer=_mean_answer),
     *declare("DINOv2", "Dinov2", _dinov2_config, _DINOV2, _IMAGES, _UNREAD, answer=_WITH_MEAN),
     *declare(
         "DINOv2 with registers",

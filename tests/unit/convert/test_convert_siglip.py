@@ -1,4 +1,4 @@
-"""SigLIP: towers and classifiers of transformers, zero-shot classification by them, and models that do not fit."""
+"""SigLIP and MetaCLIP 2 of transformers: towers, classifiers, zero-shot classification, and models that do not fit."""
 
 from typing import Any
 
@@ -8,11 +8,14 @@ import torch
 import hydra_ensembles as he
 from architectures import ArchitectureCase
 from architectures_clip import (
+    END,
     SIGLIP_IMAGE,
     SIGLIP_TEXT,
     TOWER_VARIANTS,
     DualCase,
     open_clip_from_timm,
+    texts,
+    transformers_metaclip,
     transformers_siglip,
 )
 from architectures_transformers import transformers_model
@@ -31,13 +34,21 @@ def test_towers_answer_like_the_originals(case: ArchitectureCase) -> None:
 
 
 @torch.no_grad()
+def test_metaclip_is_a_clip() -> None:
+    model, pixels, given = transformers_metaclip(), DualCase.pixels(), texts(END, 1, mask=True)
+    expected = model(pixel_values=pixels, **given).logits_per_image
+    found = he.convert(model)(pixels, given)[0]
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@torch.no_grad()
 def test_zero_shot_logits_have_the_scale_and_the_bias_of_the_sigmoid() -> None:
     model, pixels = transformers_siglip(), DualCase.pixels()
     dual = he.convert(model, processor=word_tokenizer(mask=True))
     classifier = he.zero_shot(dual, NAMES)
-    texts = [f"A photo of a {name}." for name in NAMES]
-    ids = word_tokenizer()(texts)["input_ids"]  # padded to one length, without a mask: as SigLIP was trained
-    expected = model(pixel_values=pixels, input_ids=ids).logits_per_image  # type: ignore[operator]
+    prompts = [f"A photo of a {name}." for name in NAMES]
+    ids = word_tokenizer()(prompts)["input_ids"]  # padded to one length, without a mask: as SigLIP was trained
+    expected = model(pixel_values=pixels, input_ids=ids).logits_per_image
     found = classifier(pixels)[0]
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert torch.allclose(found.sigmoid(), expected.sigmoid(), atol=1e-5)
