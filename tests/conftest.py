@@ -9,8 +9,15 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-TOGETHER = ("cli", "studies")  # folders whose files share what takes long to make
-FIRST = ("integration", "studies", "pipeline", "training")  # tests that take long: no worker ends with one of them
+TOGETHER = ("contract", "circuit", "cli", "studies")  # folders whose files share what takes long to make
+FIRST = (
+    "contract",
+    "integration",
+    "circuit",
+    "studies",
+    "pipeline",
+    "training",
+)  # tests that take long: no worker ends with one of them
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

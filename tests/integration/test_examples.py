@@ -12,7 +12,7 @@ EXPECTED = {  # what each one prints, the folder it leaves a model in, and optio
     "abstain.py": (
         r"share asked for .*\n(?: .*%.*\n){4}test +\{.*\nAnnualCrop +\{.*\nFashionMNIST +\{",
         "hydra-abstain",
-        ["--images", "32"],
+        ["--images", "16"],
     ),
     "choose_members.py": (
         r"members +pruned +accuracy.*\n +1 +0 +\d+\.\d%.* 1\.00x +1\.00x\n(?: .*%.*\n){4}",

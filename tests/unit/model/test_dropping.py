@@ -16,7 +16,7 @@ from hydra_ensembles.model.cost import measure_costs
 from hydra_ensembles.model.layers import dropping
 from random_ensembles import random_batches, random_ensemble
 
-THREADS, TIMES = 8, 25
+THREADS, TIMES = 8, 12
 
 
 def dropping_model(shape: str = "text-post-norm") -> he.Ensemble:
@@ -100,6 +100,7 @@ def test_random_numbers_of_other_threads_do_not_reach_mc_dropout_nor_the_other_w
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_a_model_compiled_in_place_drops_nothing_in_predict_and_goes_on_dropping_in_training() -> None:
     model = dropping_model("image-cls")
     batch, _ = random_batches(model, (5,))[0]

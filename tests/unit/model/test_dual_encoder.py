@@ -97,6 +97,7 @@ def test_gradients_equal_the_originals(case: DualCase) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_it_compiles_and_exports_without_a_graph_break() -> None:
     model = TRANSFORMERS.build()
     dual, batch = he.convert(model), {"pixel_values": TRANSFORMERS.pixels(), **TRANSFORMERS.texts()}

@@ -137,7 +137,7 @@ def graphs_made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ("options", "batches", "compiled", "graphs"),
     [
         ({"compiled_shapes": 2}, (1, 2, 3, 2), [True, True, False], {2}),  # beyond the compiler's own limit, and ours
-        ({"compiled_shapes": 1, "dynamic": True}, (5, 2), [True] * 2, {1}),
+        pytest.param({"compiled_shapes": 1, "dynamic": True}, (5, 2), [True] * 2, {1}, marks=pytest.mark.slow),
     ],
 )
 def test_code_is_compiled_once_a_shape_up_to_a_limit_or_for_all(
