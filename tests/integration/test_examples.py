@@ -40,6 +40,11 @@ EXPECTED = {  # what each one prints, the folder it leaves a model in, and optio
         "hydra-vit/model",
         ["--prune", "2"],
     ),
+    "which_method.py": (
+        r"method +members(?:.*\n)+lora +3 .*x\nbatch +3 .*x\nmimo +2 .* 1\.00x\noba +1 .*\nlaplace +20 .* 1\.00x\n",
+        None,
+        ["--steps", "1", "--images", "16"],
+    ),
     "zero_shot.py": (
         r"at most \d\.\de-0[5-9]\n(?:.* -> .*epistemic.*\n){5}saved to",
         "hydra-zero-shot",
@@ -48,7 +53,7 @@ EXPECTED = {  # what each one prints, the folder it leaves a model in, and optio
 }
 
 
-SLOW = ("run_exported.py", "search.py")  # the commands of the same names are tested every day
+SLOW = ("run_exported.py", "search.py", "which_method.py")  # the commands of the same names are tested every day
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in EXPECTED])

@@ -112,7 +112,8 @@ def batch_ensemble(
     seed = derive_seed(recipe.seed, "scales")
     drawn = "random signs" if settings.start == "signs" else f"N(1, {settings.deviation:g})"
     line = f"BatchEnsemble, scales of {settings.scales} from {drawn} above a trunk of {trunk}"
-    return train_parametrised(lambda copy: Scaled(copy, settings, recipe, seed), start, job, line)
+    parts = f"scales, {', '.join(recipe.train_groups)}"
+    return train_parametrised(lambda copy: Scaled(copy, settings, recipe, seed), start, job, line, parts)
 
 
 class Scaled(Parametrised):

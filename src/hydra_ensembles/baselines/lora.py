@@ -128,8 +128,9 @@ def lora_ensemble(
         folder = None if output is None else Path(output) / f"member-{index}"
         job = Job(recipe, train, validation, folder, checkpoint_every, progress, device, index, identity)
         seed = derive_seed(recipe.seed, "lora", index)
+        parts = f"updates of {', '.join(settings.projections)}, classifiers"
         line = f"LoRA of rank {settings.rank}, scale {settings.scale:g}, {settings.training}"
-        return train_parametrised(lambda copy: LowRank(copy, settings, recipe, seed), start, job, line)
+        return train_parametrised(lambda copy: LowRank(copy, settings, recipe, seed), start, job, line, parts)
 
     if together:
         return run(0)

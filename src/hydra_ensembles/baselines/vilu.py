@@ -108,7 +108,7 @@ def vilu(
     )
     state = {**statistics, **result.weights}
     tensors = {f"vilu.{name}": one.float().cpu().contiguous() for name, one in state.items()}
-    return with_score(ensemble, Familiarity(found, tensors), f"ViLU: {result.described(recipe)}")
+    return with_score(ensemble, Familiarity(found, tensors), f"ViLU: {result.described(recipe, 'a network')}")
 
 
 def cache(

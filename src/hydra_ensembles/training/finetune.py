@@ -207,12 +207,17 @@ def trained_metadata(start: Ensemble, result: RunResult, line: str) -> Metadata:
     return replace(start.metadata.after(line), metrics=metrics)
 
 
-def train_parametrised(arrange: Callable[[Ensemble], Parametrised], start: Ensemble, job: Job, line: str) -> Ensemble:
-    """Train what computes some weights of a copy of `start`, and put the weights it computes in the end in place."""
+def train_parametrised(
+    arrange: Callable[[Ensemble], Parametrised], start: Ensemble, job: Job, line: str, parts: str | None = None
+) -> Ensemble:
+    """Train what computes some weights of a copy of `start`, and put the weights it computes in the end in place.
+
+    A `line` for the history begins it, and `parts` says what trained, where that is not what the recipe names.
+    """
     make = partial(EnsembleLearner, start, job.recipe, index=job.index, arrange=arrange)
     result = train_classifier(make, start, job)
     model = arrange(Ensemble.from_state(start.config, trainable_state(start, start.device)))
     model.load_state_dict(result.weights, strict=False)
     state = {name: tensor.to(start.dtype) for name, tensor in model.whole().items()}
-    metadata = trained_metadata(start, result, f"{line}: {result.described(job.recipe)}")
+    metadata = trained_metadata(start, result, f"{line}: {result.described(job.recipe, parts)}")
     return Ensemble.from_state(start.config, state, metadata)

@@ -374,15 +374,15 @@ class RunResult:
             for name, tensor in start.state_dict().items()
         }
 
-    def described(self, recipe: Recipe) -> str:
+    def described(self, recipe: Recipe, parts: str | None = None) -> str:
         """One line for a history: parts, steps, optimizer, learning rate, seed, and how good it was."""
         where = "" if recipe.last_blocks is None else f" of the last {recipe.last_blocks} blocks"
         chosen = f", chosen of {len(recipe.grid)}" if recipe.grid else ""
         best = self.best
         found = "" if best is None else f"; validation accuracy {best.accuracy:.4f} at step {best.step}"
         return (
-            f"{', '.join(recipe.train_groups)}{where} for {self.steps} steps: {recipe.optimizer}, learning rate "
-            f"{self.rate:g}{chosen}, seed {recipe.seed}{found}"
+            f"{parts or ', '.join(recipe.train_groups)}{where} for {self.steps} steps: {recipe.optimizer}, "
+            f"learning rate {self.rate:g}{chosen}, seed {recipe.seed}{found}"
         )
 
 

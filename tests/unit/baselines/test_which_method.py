@@ -1,0 +1,57 @@
+"""The costs that docs/how-to/which_method.md states are those of the configurations."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import hydra_ensembles as he
+from hydra_ensembles.baselines import Packed
+from hydra_ensembles.model.config import (
+    EncoderConfig,
+    EnsembleConfig,
+    PatchStemConfig,
+    ReadoutConfig,
+    Sharing,
+    all_heads,
+)
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "which_method.md"
+ENCODER = EncoderConfig(width=768, layers=12, heads=12, head_dim=64, mlp_width=3072)
+VIT = EnsembleConfig(PatchStemConfig((16, 16), (14, 14)), ENCODER, ReadoutConfig(num_classes=1000), all_heads(ENCODER))
+LAST = Sharing(stem=True, attention=True, mlp=True, norms=True)
+
+
+def members(sharing: Sharing, trunk: int = 0, count: int = 3) -> EnsembleConfig:
+    return replace(VIT, heads=all_heads(ENCODER, count), sharing=sharing, trunk=trunk)
+
+
+CONFIGS = {
+    "Single": VIT,
+    "Hydra": replace(VIT, heads=((tuple(range(8)),) * 12,) * 3, sharing=Sharing(stem=True, mlp=True)),
+    "Deep Ensemble, ": members(Sharing()),
+    "Deep Ensemble of the last": members(Sharing(stem=True), trunk=9),
+    "Deep Ensemble of classifiers": members(LAST),
+    "LoRA-Ensemble, ": members(Sharing(stem=True, mlp=True, norms=True)),
+    "LoRA-Ensemble of the last": members(Sharing(stem=True, mlp=True, norms=True), trunk=9),
+    "BatchEnsemble, `batch": members(Sharing(stem=True, norms=True)),
+    "BatchEnsemble of the last": members(Sharing(stem=True, norms=True), trunk=9),
+    "BatchEnsemble, `scales": members(Sharing(stem=True, attention=True, mlp=True)),
+    "MIMO": members(LAST),
+    "Packed": Packed().narrow(VIT),
+    "OBA": VIT,
+    "last-layer Laplace": members(LAST, count=20),
+}
+
+
+def test_parameters_and_work_are_those_of_the_configurations():
+    rows = re.findall(r"^\| ([^|]+?) \| ([\d.]+) M \| ([\d.]+)x \|", PAGE.read_text(), re.MULTILINE)
+    assert len(rows) == len(CONFIGS)
+    with torch.device("meta"):
+        single = he.Ensemble(VIT).describe().multiply_adds
+        for name, parameters, work in rows:
+            (config,) = [one for start, one in CONFIGS.items() if name.startswith(start)]
+            cost = he.Ensemble(config).describe()
+            assert f"{cost.parameters / 1e6:.1f}" == parameters, name
+            assert f"{cost.multiply_adds / single:.2f}" == work, name
