@@ -129,7 +129,7 @@ CASES: list[ArchitectureCase] = [
     _text_case("xlm-roberta-bare", "XLMRobertaModel", "XLMRobertaConfig", _ONE_KIND, pad=1, segments=False, bare=True),
     _text_case("camembert", _CAMEMBERT, "CamembertConfig", _ONE_KIND, pad=1, segments=False),
     _text_case("albert", _ALBERT, "AlbertConfig", _SHARED),
-    _text_case("albert-bare", "AlbertModel", "AlbertConfig", {**_SHARED, "num_hidden_layers": 3}, bare=True),
+    _text_case("albert-bare", "AlbertModel", "AlbertConfig", _SHARED, bare=True),
     _text_case("distilbert", "DistilBertForSequenceClassification", "DistilBertConfig", DISTILBERT, segments=False),
     _text_case("electra", _ELECTRA, "ElectraConfig", {**TEXT, "embedding_size": 32}),
     _text_case("electra-projected", _ELECTRA, "ElectraConfig", _NARROW),
