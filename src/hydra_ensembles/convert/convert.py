@@ -21,7 +21,7 @@ from .altered import require_known_parts, require_unaltered
 from .clip import DualArchitecture
 from .core import Architecture, qualified_name, require_finite, require_fit, translate
 from .declared import Declaration
-from .guess import better, guessed
+from .guess import guessed, require_proof
 from .probe import require_same_answers
 from .processors import amended, is_for_images, with_processor
 from .reading import read_declaration
@@ -106,13 +106,10 @@ def convert(
     )
     state, fresh = translate(architecture, model, config, may_be_fresh=num_labels is not None)
     ensemble = Ensemble.from_state(config, state, metadata)
-    if probe:
-        try:
-            require_same_answers(architecture, model, ensemble, fresh)
-        except ConversionError as error:
-            if declaration is None:
-                raise
-            raise ConversionError(f"{error}{better(declaration, model, num_labels)}") from error
+    if probe and declaration is not None:
+        require_proof(declaration, model, num_labels)
+    elif probe:
+        require_same_answers(architecture, model, ensemble, fresh)
     return ensemble
 
 

@@ -1,19 +1,21 @@
-"""Declarations that nobody wrote: put together from a model's modules, tried, and kept where the answers agree."""
+"""Declarations proved, and those that nobody wrote: made of a model's modules, and kept where the answers agree."""
 
+import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 from typing import Any, get_args
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from ..errors import HydraError
+from ..errors import ConversionError, HydraError
 from ..model.config import Activation, HiddenActivation, Pool
 from ..model.ensemble import Ensemble
 from .core import ACTIVATIONS, translate
 from .declared import Declaration, Part, Place
-from .probe import require_same_answers
+from .probe import NoAnswerError, require_same_answers
 from .reading import read_declaration
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
@@ -21,23 +23,55 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 def guessed(model: nn.Module, num_labels: int | None) -> Declaration | None:
     """The declaration of a plain classifier around blocks of `torch.nn` whose answers agree; None where none does."""
-    return next((one for one in _candidates(model) if _agrees(one, model, num_labels)), None)
+    if any(one.is_meta or is_lazy(one) for one in model.parameters()):
+        return None  # without values there is no proof
+    copies = _copies(model)
+    return next((one for one in _candidates(model) if _agrees(one, copies, num_labels)), None)
 
 
-def better(declaration: Declaration, model: nn.Module, num_labels: int | None) -> str:
-    """Which one setting, said otherwise, would make the answers agree, in words; nothing where none would."""
-    for change in _changes(declaration, model):
-        if _agrees(replace(declaration, **change), model, num_labels):
-            return "; they agree with " + ", ".join(f"{name}={value!r}" for name, value in change.items())
-    return ""
+def require_proof(declaration: Declaration, model: nn.Module, num_labels: int | None) -> None:
+    """Refuse a declaration by which answers differ, and name the setting with which they would agree, if there is one.
 
-
-def _agrees(declaration: Declaration, model: nn.Module, num_labels: int | None) -> bool:
+    They are compared in float64, where a wrong activation or epsilon cannot pass for rounding, if the model runs in it.
+    """
+    copies = _copies(model)
     try:
+        _require_agreement(declaration, copies, num_labels)
+    except NoAnswerError:
+        raise
+    except ConversionError as error:
+        for change in _changes(declaration, model):
+            if _agrees(replace(declaration, **change), copies, num_labels):
+                better = ", ".join(f"{name}={value!r}" for name, value in change.items())
+                raise ConversionError(f"{error}; they agree with {better}") from error
+        raise
+
+
+def _copies(model: nn.Module) -> list[nn.Module]:
+    """The model in float64, if it can be copied, and as it is."""
+    try:
+        return [copy.deepcopy(model).double(), model]
+    except Exception:  # whatever somebody's model may raise
+        return [model]
+
+
+def _require_agreement(declaration: Declaration, copies: Sequence[nn.Module], num_labels: int | None) -> None:
+    """Refuse a declaration by which the first of these copies that can answer answers otherwise."""
+    for model in copies:
         architecture = read_declaration(declaration, model)
         config = architecture.config(model, num_labels)
         state, fresh = translate(architecture, model, config, may_be_fresh=num_labels is not None)
-        require_same_answers(architecture, model, Ensemble.from_state(config, state), fresh)
+        try:
+            require_same_answers(architecture, model, Ensemble.from_state(config, state), fresh)
+            return
+        except NoAnswerError:
+            if model is copies[-1]:
+                raise
+
+
+def _agrees(declaration: Declaration, copies: Sequence[nn.Module], num_labels: int | None) -> bool:
+    try:
+        _require_agreement(declaration, copies, num_labels)
     except HydraError:
         return False
     return True
@@ -98,6 +132,8 @@ def _frame(model: nn.Module) -> _Frame | None:
     encoders = [name for name, one in found.items() if isinstance(one, nn.TransformerEncoder)]
     if len(encoders) == 1:
         layers: Any = found[encoders[0]].layers
+        if not len(layers):
+            return None
         return _Frame({"encoder": encoders[0]}, encoders[0], layers[0].linear1.in_features)
     stacks = [(name, list(one)) for name, one in found.items() if isinstance(one, nn.ModuleList | nn.Sequential)]
     blocks = [(name, parts) for name, parts in stacks if parts and all(map(_has_attention, parts))]

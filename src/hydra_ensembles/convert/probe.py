@@ -21,6 +21,10 @@ _FEW = 16  # tokens of an image that the blocks are first compared on: class tok
 _ALLOWED = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
+class NoAnswerError(ConversionError):
+    """The original cannot answer, so that nothing can be compared with it."""
+
+
 def require_same_answers(
     architecture: Architecture,
     model: nn.Module,
@@ -60,12 +64,14 @@ def require_same_answers(
         if difference <= allowed:
             return
         place = _first_difference(architecture, model, ensemble, inputs, fresh, allowed)
-    what = "features" if fresh else "answers"
+    what, said, remedy = "features" if fresh else "answers", "its class and its configuration", "undo what was changed"
+    if not architecture.classes:
+        said, remedy = "the declaration", "look for the difference"
     raise ConversionError(
         f"{architecture.name}: the {what} of the converted model differ from those of the original by "
         f"{difference:.2g} of their size on a random batch ({allowed:g} is allowed): the model computes something else "
-        f"than its class and its configuration say. The two part first {place}; "
-        "undo what was changed there, or convert with probe=False if the difference is meant"
+        f"than by {said}. The two part first {place}; {remedy} there, or convert with probe=False if the difference "
+        "is meant"
     )
 
 
@@ -140,7 +146,7 @@ def _answer(architecture: Architecture, model: nn.Module, inputs: Inputs, fresh:
     try:
         answer = architecture.answer(model, {name: tensor.clone() for name, tensor in inputs.items()}, fresh)
     except Exception as error:  # whatever somebody's model may raise
-        raise ConversionError(
+        raise NoAnswerError(
             f"{architecture.name}: the model itself cannot answer a random batch {shapes}, so the converted one cannot "
             f"be compared with it ({type(error).__name__}: {error}); repair it, or convert with probe=False"
         ) from error

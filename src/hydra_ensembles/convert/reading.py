@@ -461,7 +461,10 @@ def _first_rows(found: Sequence[Tensor], shape: torch.Size) -> Tensor:
 
 
 def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(type(model).forward).parameters
+    try:
+        return inspect.signature(type(model).forward).parameters
+    except (TypeError, ValueError):  # compiled code has none
+        return {}
 
 
 def _called(declaration: Declaration, model: nn.Module, inputs: Inputs) -> Tensor:

@@ -395,6 +395,43 @@ def test_what_a_model_cannot_be_is_said(declaration: he.Declaration, token: str)
         he.convert(own(kind), declaration=declaration)
 
 
+class NearlyGelu(OwnBlock):
+    """GELU by its approximation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.to_qkv(x).unflatten(2, (HEADS, 3, -1)).permute(3, 0, 2, 1, 4)
+        x = self.after_attention(x + self.project(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+        return self.after_mlp(x + self.narrow(F.gelu(self.wide(x), approximate="tanh")))
+
+
+def test_what_is_nearly_right_is_found_out_in_float64() -> None:
+    model: Any = own(OwnViT)
+    for layer in model.layers:
+        layer.__class__ = NearlyGelu
+        layer.narrow.weight.data.mul_(0.05)  # so that the answers differ by less than float32 may
+    nearly = but(OWN_VIT, {"activation": "gelu"})
+    close = he.convert(model, declaration=nearly, probe=False)(IMAGES)[0]
+    assert (close - model(IMAGES)).abs().max() < 1e-4 * close.abs().max()
+    with pytest.raises(ConversionError, match="agree with activation='gelu_tanh'"):
+        he.convert(model, declaration=nearly)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.encoder, "layers", nn.ModuleList()),
+        lambda model: model.to("meta"),
+        lambda model: setattr(model, "head", nn.LazyLinear(5)),
+        lambda model: setattr(model, "cls", nn.Parameter(torch.zeros(3, WIDTH))),
+    ],
+)
+def test_what_cannot_be_found_is_refused(change: Callable[[Any], Any]) -> None:
+    model = own(EncoderViT)
+    change(model)
+    with pytest.raises(ConversionError, match="not a supported architecture"):
+        he.convert(model)
+
+
 class OtherViT(EncoderViT):
     """The same modules, used in another way."""
 
