@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -151,15 +152,18 @@ def test_datasets_map_takes_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray warns of itself
 def test_ray_data_takes_it_and_resumes(tmp_path: Path) -> None:
-    """Two actors; with Ray's own checkpoints a second run scores only what the first has not written."""
+    """With Ray's own checkpoints a second run scores only what the first has not written."""
     ray = pytest.importorskip("ray", reason="ray is not installed")
     from ray.data.checkpoint import CheckpointConfig
 
     one, images = served("image"), pictures(12)
     one.save_pretrained(tmp_path / "model")
-    rows = [{"image": encoded(image), "id": row} for row, image in enumerate(images)]
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, ignore_reinit_error=True,
+    for part, rows in enumerate((range(7), range(7, 12))):  # Ray resumes what it reads from files
+        table = pa.table({"image": [encoded(images[row]) for row in rows], "id": list(rows)})
+        pq.write_table(table, tmp_path / f"{part}.parquet")
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, ignore_reinit_error=True,
              runtime_env={"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}})  # fmt: skip
     try:
         context = ray.data.DataContext.get_current()
@@ -167,15 +171,15 @@ def test_ray_data_takes_it_and_resumes(tmp_path: Path) -> None:
             id_column="id", checkpoint_path=str(tmp_path / "checkpoint"), delete_checkpoint_on_success=False
         )
 
-        def score(some: list[dict[str, Any]]) -> None:
+        def score(*parts: str) -> None:
             settings = {"keep": ["id"], "device": "cpu"}
-            data = ray.data.from_items(some).map_batches(
+            data = ray.data.read_parquet([str(tmp_path / part) for part in parts]).map_batches(
                 Scorer, fn_constructor_args=(str(tmp_path / "model"),), fn_constructor_kwargs=settings,
                 concurrency=1, batch_size=4)  # fmt: skip
             data.write_parquet(str(tmp_path / "scores"))
 
-        score(rows[:7])
-        score(rows)
+        score("0.parquet")
+        score("0.parquet", "1.parquet")
         context.checkpoint_config = None
     finally:
         ray.shutdown()
