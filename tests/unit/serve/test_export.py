@@ -15,6 +15,8 @@ from PIL import Image
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from checkpoint_models import TOKENIZER, ensemble, map_pooled
+from contract.all_architectures import ALL_CASES
+from contract.models import variants
 from hydra_ensembles.errors import ConfigError, ConversionError, DataError, MissingExtraError
 from hydra_ensembles.schema import to_plain
 from hydra_ensembles.serve import export as module
@@ -37,6 +39,7 @@ if format == "onnx":
     run = lambda inputs: dict(zip(names, session.run(None, inputs)))
 else:
     import torch
+    import torch._inductor.codecache  # loading needs it, and torch 2.10 does not import it by itself
     model = torch.export.load(file).module() if format == "pt2" else torch._inductor.aoti_load_package(file)
     def run(inputs):
         found = model(**{name: torch.from_numpy(array) for name, array in inputs.items()})
@@ -88,6 +91,25 @@ def test_the_file_answers_as_the_ensemble_without_this_library(name: str, format
 
         stored = {prop.key: json.loads(prop.value) for prop in onnx.load(file).metadata_props if prop.key in about}
         assert stored == {key: value for key, value in about.items() if key not in ("sha256", "compared")}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=[pytest.mark.slow] * (one.name != "transformers-modernbert")) for one in ALL_CASES]
+)
+def test_every_architecture_takes_any_number_of_samples_and_tokens(case, tmp_path: Path, monkeypatch) -> None:
+    """The graph itself, not read back from a file; `export` compares it at several sizes."""
+    one = he.Ensemble.stack(variants(case)[:2])
+    if not one.num_classes:
+        pytest.skip("there is no classifier")
+    made: list[Any] = []
+
+    def write(program: Any, file: Path, *_: Any) -> None:
+        made.append(program.module())
+        file.touch()
+
+    monkeypatch.setitem(module._WRITERS, "pt2", write)
+    monkeypatch.setitem(module._RUNNERS, "pt2", lambda _: lambda inputs: module._arrays(made[0](**inputs)))
+    assert he.export(one, tmp_path / "model.pt2").exists()
 
 
 # --- what happens around the file, with a format that is made at once -----------------------------------------------
