@@ -224,6 +224,8 @@ def _first_difference(
     """The first place where the activations of both models differ, in words."""
     names = [block_name(architecture, model, layer) for layer in range(ensemble.num_layers)]
     theirs = _their_tokens(architecture, model, [model.get_submodule(name) for name in names], inputs, fresh)
+    if not theirs and not architecture.classes:
+        return f"somewhere: {names[0] or 'a block'} is not called as a module, so that nothing is seen of it"
     mask = inputs.get("attention_mask")
     ours = _our_tokens(ensemble, inputs)
     for index, (mine, their) in enumerate(zip(ours, theirs, strict=False)):
