@@ -354,13 +354,13 @@ class ProbitClassifier(Droppable):
         mean, variance = self.similarities(inputs)
         return (mean / (1 + math.pi / 8 * variance).sqrt()).float()[None]
 
-    def predict(self, inputs: Any) -> Prediction:
+    def predict(self, inputs: Any = None, **named: Any) -> Prediction:
         """As `Ensemble.predict`, uncalibrated."""
-        return Prediction.derived(self(self.prepare(inputs)), class_names=self.names)
+        return Prediction.derived(self(self.prepare(inputs, **named)), class_names=self.names)
 
-    def prepare(self, inputs: Any) -> Inputs:
+    def prepare(self, inputs: Any = None, **named: Any) -> Inputs:
         """As `Ensemble.prepare`."""
-        return self.dual.image.prepare(inputs)
+        return self.dual.image.prepare(inputs, **named)
 
 
 # --- both sides of a dual encoder ------------------------------------------------------------------------

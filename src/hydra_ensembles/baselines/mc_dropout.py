@@ -65,13 +65,13 @@ class MCDropout(Droppable):
         return logits.unflatten(1, (self.passes, -1)).flatten(0, 1)  # [M·passes, B, C]
 
     @torch.no_grad()
-    def predict(self, inputs: Any) -> Prediction:
+    def predict(self, inputs: Any = None, **named: Any) -> Prediction:
         """As `Ensemble.predict`, uncalibrated."""
-        return Prediction.derived(self(self.prepare(inputs)), class_names=self.model.metadata.labels or None)
+        return Prediction.derived(self(self.prepare(inputs, **named)), class_names=self.model.metadata.labels or None)
 
-    def prepare(self, inputs: Any) -> Inputs:
+    def prepare(self, inputs: Any = None, **named: Any) -> Inputs:
         """As `Ensemble.prepare`."""
-        return self.model.prepare(inputs)
+        return self.model.prepare(inputs, **named)
 
     @property
     def device(self) -> torch.device:

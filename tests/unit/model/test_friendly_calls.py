@@ -36,6 +36,8 @@ def test_batches_by_their_names(kind: str) -> None:
     assert torch.equal(model.predict(**batch).probs, model.predict(batch).probs)
     assert torch.equal(fast(**batch), fast(batch))
     assert torch.equal(fast.predict(**batch).probs, fast.predict(batch).probs)
+    dropping = he.mc_dropout(model, 0.1, 2)
+    assert torch.equal(dropping.predict(**batch).probs, dropping.predict(batch).probs)
     main, *_ = batch.values()
     assert torch.equal(model.predict(main, **dict(list(batch.items())[1:])).probs, model.predict(batch).probs)
 
