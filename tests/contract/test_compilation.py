@@ -15,7 +15,6 @@ QUICK = {
     "timm-deit-distilled",
     "timm-dinov2-swiglu",
     "timm-siglip",
-    "timm-eva02",
     "transformers-dinov2",
     "transformers-bert",
     "transformers-roberta",
