@@ -48,7 +48,9 @@ class Encoder(nn.Module):
 
     def context(self, key_mask: Tensor | None, size: tuple[int, ...], like: Tensor) -> Context:
         """What attention has to know of texts of `(tokens,)`, or of images of `(rows, columns)` patches."""
-        return Context(key_mask, () if self.rotary is None else self.rotary(size, like, drops(self)))
+        if self.rotary is None:
+            return Context(key_mask)
+        return Context(key_mask, self.rotary(size, like, drops(self) is True))  # a generator drops, but moves nothing
 
     def forward(self, x: Tensor, context: Context, read: slice | None = None) -> Tensor:
         """Map `[N, B, T, d]` to `[N', B, T', d]`.

@@ -21,16 +21,16 @@ class Rotary(nn.Module):
         self.prefix = config.stem.prefix_tokens if isinstance(config.stem, PatchStemConfig) else 0
         self.bases = (rotary.base,) if rotary.local_base is None else (rotary.base, rotary.local_base)
 
-    def forward(self, size: tuple[int, ...], like: Tensor, by: bool | torch.Generator = False) -> tuple[Turn, ...]:
+    def forward(self, size: tuple[int, ...], like: Tensor, moved: bool = False) -> tuple[Turn, ...]:
         """Turns of texts of `(tokens,)`, or of images of `(rows, columns)`, on the device and in the dtype of `like`.
 
-        Angles are float32 in every model, as in the libraries that models come from. `by` is as `layers.drops` gives
-        it: whether positions are moved at random, and by which generator.
+        Angles are float32 in every model, as in the libraries that models come from. With `moved`, positions are moved
+        at random, as far as the configuration says.
         """
         axes = [self._positions(axis, count, like.device) for axis, count in enumerate(size)]
         grid = torch.stack(torch.meshgrid(axes, indexing="ij"), dim=-1).flatten(0, -2)  # [T, 1 or 2]
-        if by is not False:
-            grid = self._moved(grid, None if by is True else by)
+        if moved:
+            grid = self._moved(grid)
         pairs = self.head_dim // (2 * len(size))  # that turn by one axis
         exponents = torch.arange(pairs, device=like.device).float() / pairs
         turns = []
@@ -51,11 +51,11 @@ class Rotary(nn.Module):
         at = at + config.offset
         return at if config.reference is None else at / count * config.reference[axis]
 
-    def _moved(self, grid: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _moved(self, grid: Tensor) -> Tensor:
         """Positions `[T, 2]` shifted, stretched along each axis, and stretched along both (DINOv3's training)."""
 
         def draw(count: int, limit: float) -> Tensor:
-            return torch.empty(count, device=grid.device).uniform_(-limit, limit, generator=generator)
+            return torch.empty(count, device=grid.device).uniform_(-limit, limit)
 
         config = self.config
         if config.shift:
@@ -74,7 +74,7 @@ class FrozenRotary(nn.Module):
         tables = torch.stack([torch.stack(turn) for turn in source(size, like)])  # [bases, 2, T, 1, d_k]
         self.register_buffer("tables", tables, persistent=False)
 
-    def forward(self, size: tuple[int, ...], like: Tensor, by: bool = False) -> tuple[Turn, ...]:
+    def forward(self, size: tuple[int, ...], like: Tensor, moved: bool = False) -> tuple[Turn, ...]:
         """As `Rotary.forward`, in evaluation."""
         tables: Tensor = self.get_buffer("tables")
         if len(size) == 1:

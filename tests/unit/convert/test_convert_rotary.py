@@ -10,6 +10,7 @@ from architectures import VISION_VARIANTS, ArchitectureCase, images, timm_model
 from architectures_transformers import DINOV3, MODERNBERT, TEXT, VARIANTS, token_batch, transformers_model
 from hydra_ensembles.errors import ConversionError
 from hydra_ensembles.heads.masking import attention_of
+from hydra_ensembles.model.layers import dropping
 
 CASES = [*VISION_VARIANTS, *VARIANTS]
 EVA02, EVA_DINOV3 = "eva02_base_patch14_224", "vit_small_patch16_dinov3"
@@ -55,8 +56,10 @@ def test_positions_move_in_training_as_those_of_the_original() -> None:
             answers.append(answer[0] if isinstance(answer, torch.Tensor) and answer.dim() == 3 else answer)
         expected = getattr(answers[0], "pooler_output", answers[0])
         assert torch.allclose(answers[1], expected, rtol=1e-4, atol=1e-5)
-        moved = (converted.eval()(inputs)[0] - expected).abs().max()
-        assert moved > 1e-3 * expected.abs().max()
+        still = converted.eval()(inputs)[0]
+        assert (still - expected).abs().max() > 1e-3 * expected.abs().max()
+        with dropping(torch.Generator().manual_seed(0)):  # as MC Dropout does: not the training's augmentation
+            assert torch.equal(converted(inputs)[0], still)
 
 
 def test_a_window_is_seen_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
