@@ -147,11 +147,11 @@ def removable(model: Ensemble) -> dict[str, Tensor]:
     """Weights and biases of linear maps and the patch kernel by name; neither norms and tokens nor the classifier."""
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        group, _ = place_of(name)
-        inside = group in ("attention", "mlp") and not name.endswith(".scale") and "_norm." not in name
-        if inside or name.startswith(("stem.patch", "stem.project.", "readout.hidden.", "readout.map.")):
+        inside = place_of(name)[0] in ("attention", "mlp") and not name.endswith(".scale")
+        inside = inside or name.startswith(("stem.patch", "stem.project.", "readout.hidden.", "readout.map."))
+        if inside and parameter.numel() and "norm" not in name and not name.endswith("query_token"):
             found[name] = parameter
-    return {name: one for name, one in found.items() if not name.startswith(("readout.map.norm", "readout.map.query_"))}
+    return found
 
 
 def curvature(model: Ensemble, batches: Iterable[tuple[Inputs, Tensor]], names: Iterable[str]) -> dict[str, Tensor]:
@@ -162,8 +162,9 @@ def curvature(model: Ensemble, batches: Iterable[tuple[Inputs, Tensor]], names: 
         for inputs, labels in batches:
             logits = model(model.prepare(inputs))[0]  # [B, C]
             loss = F.cross_entropy(logits, labels.to(logits.device))
-            first = torch.autograd.grad(loss, parameters, create_graph=True)
-            second = torch.autograd.grad(first, parameters, grad_outputs=[one.detach() for one in parameters])
+            first = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
+            ahead = [one.detach() for one in parameters]
+            second = torch.autograd.grad(first, parameters, grad_outputs=ahead, materialize_grads=True)
             for total, product, one in zip(sums, second, parameters, strict=True):
                 total += product * one.detach()
     return dict(zip(weights, sums, strict=True))

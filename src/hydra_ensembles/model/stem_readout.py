@@ -229,8 +229,8 @@ class MapPool(nn.Module):
         """Map `[N, B, T, d]` to `[N', B, d]`."""
         q = self.query(self.query_token[:, None])  # [G, 1, 1, d]
         k, v = self.key_value(x).chunk(2, dim=-1)  # [N', B, T, d]
-        members = k.shape[0]
-        q = q.expand(members, k.shape[1], -1, -1)
+        members = max(len(q), len(k))
+        q, k, v = (part.expand(members, k.shape[1], -1, -1) for part in (q, k, v))
         q, k, v = (part.flatten(0, 1).unflatten(2, (self.heads, -1)) for part in (q, k, v))
         z = attend(q, k, v, None, members, causal=False)  # [N'·B, 1, heads, d_k]
         y = self.out(z.flatten(2).unflatten(0, (members, -1)))  # [N', B, 1, d]

@@ -26,7 +26,7 @@ from ..model.layers import (
 )
 from ..model.members import HEAD_AXIS
 from ..model.rotary import FrozenRotary, turned
-from ..model.stem_readout import PatchStem
+from ..model.stem_readout import MapPool, PatchStem
 
 Plan = Literal["batched", "loop", "grouped"]
 """How members with inputs of their own are run: in one batched product, for which they are padded to the widest; one
@@ -333,6 +333,8 @@ def _merge_equal_copies(ensemble: Ensemble) -> None:
     for module in [*ensemble.encoder.modules(), *ensemble.readout.modules()]:
         if isinstance(module, GroupedLinear | GroupedNorm):
             _merge((module, "weight"), (module, "bias"))
+        elif isinstance(module, MapPool):
+            _merge((module, "query_token"))
         elif isinstance(module, Block):
             _merge((module.mlp, "scale"))
             _merge_attention(module.attention)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ensembles.model.config import KeptHeads, Sharing
+from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.optimize.freeze import blocks, simplified
 from random_ensembles import SHAPES, random_batches, random_ensemble
 
@@ -48,6 +49,18 @@ def test_a_trunk_and_a_single_member_stay_the_same(shape: str) -> None:
     for ensemble in (random_ensemble(shape), random_ensemble(shape, heads, HYDRA, trunk=1)):
         batch = random_batches(ensemble, (5,))[0][0]
         assert same(ensemble.optimize()(batch), ensemble(batch))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", SHAPES)
+def test_members_that_differ_in_their_classifiers_alone_stay_the_same_and_branch_last(shape: str) -> None:
+    first, second = random_ensemble(shape), random_ensemble(shape)
+    second.get_parameter("readout.classifier.weight").add_(1.0)
+    ensemble = Ensemble.stack([first, second])
+    batch = random_batches(ensemble, (3,))[0][0]
+    assert same(ensemble.optimize()(batch), ensemble(batch))
+    copies = {name: len(one) for name, one in simplified(ensemble).readout.named_parameters()}
+    assert {name for name, count in copies.items() if count == 2} == {"classifier.weight", "classifier.bias"}
 
 
 def test_norms_of_members_go_into_their_heads_so_that_one_input_is_left() -> None:
