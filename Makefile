@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test slow attack docs lint format clean
+.PHONY: demo serve-demo test slow attack docs lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -13,6 +13,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/hydra-ensembles demo
+
+# The page is at http://127.0.0.1:8000; the demo is run first where it has not been.
+serve-demo: $(STAMP)
+	test -f hydra-demo/model/config.json || $(BIN)/hydra-ensembles demo
+	$(BIN)/hydra-ensembles serve hydra-demo/model --name eurosat-hydra
 
 # One worker per core, one thread each; a test file stays on one worker, and so do files that share long fixtures.
 test: $(STAMP)

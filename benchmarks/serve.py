@@ -127,7 +127,7 @@ class Connection:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, request: bytes) -> Answer:
-        if self._streams is None:
+        if self._streams is None or self._streams[0].at_eof():  # the server has ended it meanwhile
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
         reader, writer = self._streams
         writer.write(request)
@@ -286,7 +286,10 @@ def serve_table() -> str:
         (f"wrong of {long['requests']:,} requests, {long['broken']} of them broken", str(long["wrong"]), "0"),
         ("memory since a fifth of them", f"{long['growth']:+.1%}", "flat"),
     ]
-    about = f"{found['hardware']}, shared by client, server and model; {found['model']}. From `results/{RESULT}`."
+    busy = (
+        f" that were busy with other work (load average {found['load_before']:.1f})" if found["load_before"] > 1 else ""
+    )
+    about = f"{found['hardware']}{busy}, shared by client, server and model; {found['model']}. From `results/{RESULT}`."
     return "\n".join([*table(["what", "measured", "beside it"], rows, "lrl"), "", about])
 
 
@@ -299,6 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / RESULT)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    load_before = os.getloadavg()[1]
     with tempfile.TemporaryDirectory() as folder:
         model = make_model() if options.model is None else he.Ensemble.from_pretrained(options.model)
         place = options.model or Path(folder) / "model"
@@ -310,14 +314,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with server(place) as (port, process):
             print(f"throughput: {options.turns} turns of {len(uploads)} uploads")
             fast = throughput(port, plan, uploads, options.turns)
-            print(
-                f"  ratio {fast['ratio']:.3f}; latency at half of {statistics.median(fast['server_per_second']):.1f}/s"
-            )
-            late = latency(port, plan, uploads, statistics.median(fast["server_per_second"]) / 2)
+            rate = statistics.median(fast["server_per_second"]) / 2
+            print(f"  ratio {fast['ratio']:.3f}; latency at {rate:.1f} a second")
+            late = latency(port, plan, uploads, rate)
             print(f"  {late}; endurance")
             long = endurance(port, process, model, uploads, options.requests, print)
     result = {
         "hardware": f"{hardware('cpu')}, {os.cpu_count()} cores",
+        "load_before": load_before,  # of the last five minutes: what else the cores were busy with
         "versions": versions("fastapi", "uvicorn", "httptools", "uvloop", "pillow"),
         "model": repr(model),
         "settings": {"max_batch": BATCH, "max_wait_ms": WAIT_MS, "upload": f"JPEG {SIDE} x {SIDE}", "model_threads": 1},

@@ -16,6 +16,7 @@ from circuit_draws import draws_table
 from common import RESULTS, ROOT, load, table
 from fusion import fusion_table
 from proposition1 import proposition_table
+from serve import serve_table
 from tower_scores import tower_table
 
 from hydra_ensembles import SearchResult
@@ -38,6 +39,7 @@ def tables() -> dict[str, str]:
         "tower_scores": tower_table(load("zero_shot_tower_scores.json")),
         "demo": demo_table(),
         "attack": attack_table(),
+        "serve": serve_table(),
         "search": to_markdown(SearchResult.load(RESULTS / "search.json").table()),
         "price": price_table(load("price.json")),
         "conversion": conversion_line(),

@@ -26,6 +26,7 @@ import inference  # noqa: E402
 import inference_models  # noqa: E402
 import inference_report  # noqa: E402
 import proposition1  # noqa: E402
+import serve  # noqa: E402
 import tables  # noqa: E402
 import tower_scores  # noqa: E402
 
@@ -219,3 +220,17 @@ def sensitivity(weight: Tensor) -> Tensor:
     """Mean of |W · dL/dW| of each head, `[H, 3, d_k, d]` to `[H]`."""
     assert weight.grad is not None
     return (weight.detach() * weight.grad).abs().mean((1, 2, 3))
+
+
+# --- serving ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_server_is_measured(tmp_path: Path) -> None:
+    output = tmp_path / "serve.json"
+    serve.main(["--uploads", "32", "--turns", "1", "--requests", "100", "--output", str(output)])
+    found = json.loads(output.read_text())
+    assert found["throughput"]["ratio"] > 0
+    assert found["latency"]["even"]["p50_ms"] <= found["latency"]["even"]["p99_ms"]
+    assert found["endurance"]["wrong"] == 0, found["endurance"]["first_wrong"]
+    assert 0 < found["endurance"]["broken"] < 20

@@ -26,6 +26,7 @@ from .sources import USUAL_BATCH, ModelSettings, load_classifier
 from .use import find_inputs
 
 BACKLOG = 2048  # connections that the system keeps while the server is busy
+KEPT_OPEN = 75  # seconds that an idle connection stays: longer than proxies keep theirs, or they would lose requests
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -96,6 +97,7 @@ def run_server(uvicorn: Any, app: Any, place: socket.socket, settings: ServeSett
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=int(settings.timeout) + 5,
+        timeout_keep_alive=KEPT_OPEN,
         backlog=BACKLOG,
     )
     server = _announcing(uvicorn.Server, lambda: _announce(place, settings))(config)

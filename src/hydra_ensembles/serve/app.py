@@ -21,16 +21,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from .._utils import __version__, require
 from ..errors import DataError, RequestError
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
 from . import protocol
 from .batcher import Batcher
-from .outputs import REASON_WORDS
-from .service import NEAREST, Answer, Row, Service, require_servable, tensor_of
+from .service import Answer, Row, Service, finite, require_servable, tensor_of
 from .settings import ServeSettings
 from .telemetry import Telemetry, log, log_failure
 
@@ -38,7 +35,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
 
 PAGE = Path(__file__).with_name("page.html")
-SHOWN = 5  # most probable classes in an answer
 CONTENT = "multipart/form-data, application/json, image/* or text/plain"
 CLOSED_BY_CLIENT = 499  # nobody reads it; the log has it
 
@@ -187,9 +183,6 @@ class _Server:
         self.decoders = ThreadPoolExecutor(os.cpu_count() or 1, "decode")
         self.open = 0  # requests that are being read, decoded or answered
         self._key = self.settings.key
-        known = service.ensemble.metadata.calibration or Calibration()
-        left = known.temperature if known.calibrates == "probs" else (1.0,)  # that of logits is in them already
-        self._temperature = np.array(left)[:, None]  # [1 or M, 1], so that members are as sure as all together
         self._page = PAGE.read_bytes()
         text = self._page.decode()
         script, style = (re.findall(f"<{kind}>(.*?)</{kind}>", text, re.DOTALL) for kind in ("script", "style"))
@@ -331,7 +324,7 @@ class _Server:
         }
         for name, one in (("unsure", calibration), ("unfamiliar", fitted)):
             limit = None if one is None else one.threshold
-            facts[f"{name}_above"] = None if limit is None else _number(limit)
+            facts[f"{name}_above"] = None if limit is None else finite(limit)
             facts[f"{name}_share"] = None if one is None or limit is None else round(1.0 - one.accepted_share, 6)
         return _json(facts)
 
@@ -341,7 +334,7 @@ class _Server:
             nearest = request.query_params.get("nearest", "") in ("1", "true")
             rows = await self._raw_rows(request, nearest)
             answers = await self._answers(request, rows)
-        return _json({"model": self.settings.name, "predictions": [self._plain(answer) for answer in answers]})
+        return _json({"model": self.settings.name, "predictions": [self.service.plain(answer) for answer in answers]})
 
     async def _raw_rows(self, request: "Request", nearest: bool) -> Callable[[], list[Row]]:
         """What makes rows of a body: a form, JSON, an image or a text."""
@@ -379,33 +372,6 @@ class _Server:
         if texts:
             return lambda: self.service.texts(texts, nearest)
         return lambda: self.service.images(images, nearest) if images else []
-
-    def _plain(self, answer: Answer) -> dict[str, Any]:
-        """An answer as plain data, with names in place of numbers."""
-        labels, probs = self.service.labels, answer["probs"]
-        logits = answer["member_logits"].astype(np.float64) / self._temperature  # [M, C]
-        members = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        members /= members.sum(axis=-1, keepdims=True)
-        numbers = {
-            one.name: _number(answer[one.name])
-            for one in self.service.outputs
-            if not one.shape and one.name not in ("label", "accept", "reason")
-        }
-        found = {
-            "label": labels[int(answer["label"])],
-            "index": int(answer["label"]),
-            "accept": bool(answer["accept"]) if "accept" in answer else None,
-            "reason": (REASON_WORDS[int(answer["reason"])] or None) if "reason" in answer else None,
-            **numbers,
-            "top": [
-                {"label": labels[index], "probability": _number(probs[index])}
-                for index in np.argsort(-probs, kind="stable")[:SHOWN].tolist()
-            ],
-            "members": [{"label": labels[int(one.argmax())], "probability": _number(one.max())} for one in members],
-        }
-        if NEAREST in answer:
-            found[NEAREST] = None if answer[NEAREST] < 0 else labels[answer[NEAREST]]
-        return found
 
     async def metrics(self, request: "Request") -> "Response":
         """Counters and histograms, as Prometheus reads them."""
@@ -488,11 +454,6 @@ def _text(one: Any) -> str | tuple[str, str]:
     if isinstance(one, list) and len(one) == 2 and all(isinstance(part, str) for part in one):
         return one[0], one[1]
     raise RequestError("a text in JSON is a string, or a pair of them in a list")
-
-
-def _number(value: Any) -> float | None:
-    """A number as JSON has it; infinity, which it does not have, is nothing."""
-    return float(value) if math.isfinite(value) else None
 
 
 def _digests(parts: Sequence[str]) -> str:

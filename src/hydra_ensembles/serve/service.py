@@ -7,6 +7,7 @@ before the first request.
 
 import copy
 import io
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,13 +22,15 @@ from ..batches import READ
 from ..data.dataset import decode_image
 from ..errors import ConfigError, HydraError, RequestError
 from ..model.ensemble import Ensemble
+from ..model.metadata import Calibration
 from ..optimize.runner import OptimizedEnsemble
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
-from .outputs import columns, input_fields, output_fields
+from .outputs import REASON_WORDS, columns, input_fields, output_fields
 from .settings import ServeSettings
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # decoders that run nothing else, as that of EPS does
 SLIMMEST = 100  # times that one side may be the other: the shorter one is scaled up to what the model reads
+SHOWN = 5  # most probable classes in a plain answer
 SHORTEST = 16  # tokens that texts are padded to, at least
 NEAREST = "nearest"  # what a row has beside its outputs where it was asked for: the nearest class, or -1
 
@@ -64,6 +67,9 @@ class Service:
         self.inputs, self.outputs = input_fields(ensemble), output_fields(ensemble)
         self.labels = ensemble.metadata.labels or tuple(map(str, range(ensemble.num_classes)))
         self.preprocessing = ensemble.metadata.preprocessing
+        known = ensemble.metadata.calibration or Calibration()
+        left = known.temperature if known.calibrates == "probs" else (1.0,)  # that of logits is in them already
+        self._temperature = np.array(left)[:, None]  # [1 or M, 1]
         self._main = READ[self.kind][0]
         self._masked = any(one.name == "attention_mask" for one in self.inputs)
 
@@ -217,6 +223,33 @@ class Service:
         blank = [torch.zeros(1, length, dtype=torch.long) for length in self.lengths()]
         return [row for ids in blank for row in self.tensors({self._main: ids})]
 
+    def plain(self, answer: Answer) -> dict[str, Any]:
+        """An answer as plain data, with names in place of numbers; members are as sharp as all together."""
+        labels, probs = self.labels, answer["probs"]
+        logits = answer["member_logits"].astype(np.float64) / self._temperature  # [M, C]
+        members = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        members /= members.sum(axis=-1, keepdims=True)
+        numbers = {
+            one.name: finite(answer[one.name])
+            for one in self.outputs
+            if not one.shape and one.name not in ("label", "accept", "reason")
+        }
+        found = {
+            "label": labels[int(answer["label"])],
+            "index": int(answer["label"]),
+            "accept": bool(answer["accept"]) if "accept" in answer else None,
+            "reason": (REASON_WORDS[int(answer["reason"])] or None) if "reason" in answer else None,
+            **numbers,
+            "top": [
+                {"label": labels[index], "probability": finite(probs[index])}
+                for index in np.argsort(-probs, kind="stable")[:SHOWN].tolist()
+            ],
+            "members": [{"label": labels[int(one.argmax())], "probability": finite(one.max())} for one in members],
+        }
+        if NEAREST in answer:
+            found[NEAREST] = None if answer[NEAREST] < 0 else labels[answer[NEAREST]]
+        return found
+
 
 @dataclass(frozen=True)
 class _Worker:
@@ -272,6 +305,11 @@ def require_servable(ensemble: Any) -> Ensemble:
     if not ensemble.num_classes:
         raise ConfigError("this ensemble has no classifier; convert the model with num_labels=")
     return ensemble
+
+
+def finite(value: Any) -> float | None:
+    """A number as JSON has it; infinity, which it does not have, is nothing."""
+    return float(value) if math.isfinite(value) else None
 
 
 def tensor_of(array: "np.ndarray[Any, Any]") -> Tensor:

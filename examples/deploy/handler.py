@@ -1,0 +1,40 @@
+"""Inference Endpoints of the Hugging Face hub: a `handler.py` that lies beside a saved ensemble in its repository.
+
+Its `requirements.txt` needs one line, `hydra-ensembles[serve]`. `inputs` is a text, an image (bytes, base64, or as the
+endpoint has decoded it), or a list of them; an abstention is an answer, with `accept` false and the `reason`.
+"""
+
+import base64
+import io
+from typing import Any
+
+import hydra_ensembles as he
+from hydra_ensembles.serve.service import Service
+from hydra_ensembles.serve.settings import ServeSettings
+
+
+class EndpointHandler:
+    """What the endpoint makes once, and calls for every request."""
+
+    def __init__(self, path: str = "") -> None:
+        """Load the ensemble and warm its plans."""
+        self.service = Service(he.Ensemble.from_pretrained(path or "."), ServeSettings(max_batch=8))
+        (self.run,) = self.service.workers()
+
+    def __call__(self, data: dict[str, Any]) -> list[dict[str, Any]]:
+        """One answer for each input."""
+        given = data["inputs"] if isinstance(data["inputs"], list) else [data["inputs"]]
+        texts = self.service.kind == "text"
+        rows = self.service.texts(given) if texts else self.service.images([encoded(one) for one in given])
+        return [self.service.plain(answer) for answer in self.run(rows)]
+
+
+def encoded(image: Any) -> bytes:
+    """The bytes of an image file, whatever the endpoint has made of them."""
+    if isinstance(image, bytes):
+        return image
+    if isinstance(image, str):
+        return base64.b64decode(image, validate=True)
+    target = io.BytesIO()
+    image.save(target, "PNG")
+    return target.getvalue()

@@ -1,0 +1,167 @@
+"""The files of examples/deploy: well-formed, tight, and true of the server: options, ports, addresses, metrics."""
+
+import base64
+import json
+import re
+import runpy
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+import hydra_ensembles as he
+from hydra_ensembles.serve.app import make_app
+from hydra_ensembles.serve.settings import API_KEY, ServeSettings
+from served_models import _labelled, inputs_for, served
+from serving import opened, picture, settings, talk
+
+ROOT = Path(__file__).resolve().parents[3]
+DEPLOY = ROOT / "examples" / "deploy"
+INSTRUCTIONS = {"FROM", "WORKDIR", "COPY", "RUN", "USER", "ENV", "EXPOSE", "VOLUME", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in lines]
+
+
+def document(name: str) -> Any:
+    return yaml.safe_load((DEPLOY / name).read_text())
+
+
+def check_command(words: list[str]) -> dict[str, str]:
+    """The options of a command line of ours, each one that exists, as settings that are accepted."""
+    assert words[:2] == ["hydra-ensembles", "serve"]
+    given = dict(zip(words[3::2], words[4::2], strict=True))
+    kinds = {f"--{one.name.replace('_', '-')}": one for one in fields(ServeSettings)}
+    assert given.keys() <= kinds.keys()
+    made = {kinds[name].name: json.loads(value) if value.isdecimal() else value for name, value in given.items()}
+    ServeSettings(**made)
+    return made
+
+
+def exposed() -> tuple[str, set[str]]:
+    """What the server says at /metrics, and the addresses it has."""
+    app = make_app(served("image"), settings())
+
+    async def conversation(client: httpx.AsyncClient) -> str:
+        await client.post("/v1/predict", files={"file": picture()})
+        return (await client.get("/metrics")).text
+
+    return talk(app, conversation), {route.path for route in app.routes}
+
+
+def test_the_container_is_tight_and_starts_the_server() -> None:
+    steps = dockerfile()
+    assert {name for name, _ in steps} <= INSTRUCTIONS
+    found = {name: text for name, text in steps if name != "WORKDIR"}
+    assert steps[0][0] == "FROM"
+    assert re.fullmatch(r"python:\d+\.\d+-slim-\w+", found["FROM"])
+    assert int(found["USER"]) > 0  # nobody's root
+    for name, text in steps:
+        if name == "COPY":
+            assert all((ROOT / source).exists() for source in text.split()[:-1])
+    command = [*json.loads(found["ENTRYPOINT"]), *json.loads(found["CMD"])]
+    made = check_command(command)
+    assert command[2] == found["VOLUME"] == "/model"
+    assert made["port"] == int(found["EXPOSE"])
+    assert f":{made['port']}/v2/health/ready" in found["HEALTHCHECK"]
+    json.loads(found["HEALTHCHECK"].partition("CMD ")[2])
+    extras = re.search(r"'\.\[(\w+)\]'", found["RUN"])[1]
+    assert f"\n{extras} = [" in (ROOT / "pyproject.toml").read_text()
+
+
+def test_compose_reads_the_model_only_and_asks_for_a_key() -> None:
+    hydra, prometheus = (document("compose.yaml")["services"][name] for name in ("hydra", "prometheus"))
+    assert (DEPLOY / hydra["build"]["context"] / hydra["build"]["dockerfile"]).resolve() == DEPLOY / "Dockerfile"
+    assert API_KEY in hydra["environment"]
+    assert all(one.endswith(":ro") for one in (*hydra["volumes"], *prometheus["volumes"]))
+    assert hydra["read_only"]
+    assert all(one.startswith("127.0.0.1:") for one in (*hydra["ports"], *prometheus["ports"]))
+    assert int(hydra["stop_grace_period"].rstrip("s")) > ServeSettings().timeout
+    for one in prometheus["volumes"]:
+        assert (DEPLOY / one.split(":")[0]).is_file()
+    watched = document("prometheus.yaml")
+    assert watched["scrape_configs"][0]["static_configs"][0]["targets"] == ["hydra:8000"]
+    assert watched["scrape_configs"][0]["authorization"]["credentials_file"].endswith(prometheus["secrets"][0])
+
+
+def test_alerts_and_the_page_name_metrics_that_there_are() -> None:
+    text, _ = exposed()
+    known = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if line and line[0] != "#"}
+    rules = [rule for group in document("alerts.yaml")["groups"] for rule in group["rules"]]
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+    told = " ".join(rule["expr"] for rule in rules)
+    assert set(re.findall(r"hydra_\w+", told)) <= known
+    assert all(f'le="{edge}"' in text for edge in re.findall(r'le="([\d.]+)"', told))
+    assert all(f'{name}="{value}"' in text for name, value in re.findall(r'(outcome|route)="([^"]+)"', told))
+    page = (ROOT / "docs" / "production.md").read_text()
+    families = {re.sub(r"_(bucket|count|sum|created)$", "", name) for name in known} | known
+    assert set(re.findall(r"hydra_\w+", page)) - {"hydra_ensembles"} <= families
+
+
+def test_kserve_finds_ports_and_addresses() -> None:
+    found = document("kserve.yaml")
+    (container,) = found["spec"]["predictor"]["containers"]
+    made = check_command([*container["command"], *container["args"]])
+    (port,) = container["ports"]
+    assert port["containerPort"] == made["port"] == int(found["metadata"]["annotations"]["prometheus.io/port"])
+    _, addresses = exposed()
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["path"] in addresses
+        assert container[probe]["httpGet"]["port"] == made["port"]
+    assert found["metadata"]["annotations"]["prometheus.io/path"] in addresses
+    assert found["spec"]["predictor"]["timeout"] > ServeSettings().timeout
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert {one["name"] for one in container["volumeMounts"]} == {
+        one["name"] for one in found["spec"]["predictor"]["volumes"]
+    }
+
+
+def test_the_handler_answers_as_predict_does(tmp_path: Path) -> None:
+    kind = runpy.run_path(str(DEPLOY / "handler.py"))["EndpointHandler"]
+    served("image").save_pretrained(tmp_path / "image")
+    handler = kind(str(tmp_path / "image"))
+    given = [picture(0), base64.b64encode(picture(1)).decode(), opened(picture(2))]
+    expected = served("image").predict([opened(picture(seed)) for seed in range(3)])
+    assert [one["label"] for one in handler({"inputs": given})] == expected.names()
+    assert handler({"inputs": given[0]})[0]["accept"] == expected.accept[0].item()
+    served("text").save_pretrained(tmp_path / "text")
+    (answer,) = kind(str(tmp_path / "text"))({"inputs": "hello wörld"})
+    assert answer["confidence"] == pytest.approx(served("text").predict("hello wörld").confidence.item(), abs=2e-4)
+
+
+def test_thresholds_are_chosen_anew_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "production.md").read_text(), re.DOTALL)
+    (block,) = (one for one in blocks if "calibrate" in one)
+    monkeypatch.chdir(tmp_path)
+    served("image").save_pretrained("my-hydra")
+    data = {
+        "familiar_batches": _labelled(served("image"), 120, 5),
+        "held_out_batches": _labelled(served("image"), 80, 6),
+    }
+    exec(block, data)
+    new = he.load("my-hydra-2")
+    assert new.metadata.calibration.accepted_share == 0.95
+    assert new.predict(inputs_for(new, 2)).accept is not None
+
+
+def test_the_commands_of_the_page_exist() -> None:
+    page = (ROOT / "docs" / "production.md").read_text()
+    (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    for line in (shlex.split(line) for line in block.splitlines() if line.startswith("hydra-ensembles serve")):
+        check_command([*line])
+    options = set(re.findall(r"`(--[\w-]+)", page.split("## Sizing")[1].split("## More")[0]))
+    assert options <= {f"--{one.name.replace('_', '-')}" for one in fields(ServeSettings)}
+
+
+def test_make_serve_demo_serves_the_model_of_the_demo() -> None:
+    rule = re.search(r"^serve-demo:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    first, second = (line.strip() for line in rule.strip().splitlines())
+    assert first == "test -f hydra-demo/model/config.json || $(BIN)/hydra-ensembles demo"  # the folder it writes to
+    check_command(shlex.split(second.removeprefix("$(BIN)/")))
