@@ -21,7 +21,7 @@ from .altered import require_known_parts, require_unaltered
 from .clip import DualArchitecture
 from .core import Architecture, qualified_name, require_finite, require_fit, translate
 from .declared import Declaration
-from .guess import guessed, require_proof
+from .guess import beginning, guessed, require_proof
 from .probe import require_same_answers
 from .processors import amended, is_for_images, with_processor
 from .reading import read_declaration
@@ -172,7 +172,7 @@ def _find_architecture(model: object, num_labels: int | None) -> Architecture | 
     own = guessed(model, num_labels)
     if own is not None:
         return read_declaration(own, model)
-    raise ConversionError(explained(name, supported=supported()))
+    raise ConversionError(explained(name, supported=supported()) + beginning(model))
 
 
 def _find_classifier(model: nn.Module) -> Architecture:

@@ -62,6 +62,7 @@ class Declaration:
         heads: Attention heads of a block; not needed for modules of `torch.nn`.
         head_layout: How the rows of `qkv` are ordered, outermost first: `"qkv h d"` (all queries, then all keys, then
             all values) or any other order of the three; without `qkv` where there are three tensors.
+        attention_scale: What scores are multiplied by, where it is not one over the root of the width of a head.
         norm_first: Pre-norm (True, usual for images) or post-norm; of a `block` or `encoder` it is read.
         activation: Of the MLP, `"gelu"` if not said; of a `block` or `encoder` it is read.
         pool: What is classified: the first token (`"cls"`), the mean of the patches or tokens (`"mean"`), both
@@ -87,6 +88,7 @@ class Declaration:
     names: Mapping[Part, Place]
     heads: int | None = None
     head_layout: str = "qkv h d"
+    attention_scale: float | None = None
     norm_first: bool | None = None
     activation: Activation | None = None
     pool: Pool = "cls"

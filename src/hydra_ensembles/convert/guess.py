@@ -23,10 +23,19 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 def guessed(model: nn.Module, num_labels: int | None) -> Declaration | None:
     """The declaration of a plain classifier around blocks of `torch.nn` whose answers agree; None where none does."""
-    if any(one.is_meta or is_lazy(one) for one in model.parameters()):
+    if any(one.is_meta for one in model.parameters()):
         return None  # without values there is no proof
     copies = _copies(model)
     return next((one for one in _candidates(model) if _agrees(one, copies, num_labels)), None)
+
+
+def beginning(model: nn.Module) -> str:
+    """What a declaration could begin with, where blocks were found and yet nothing agrees; else nothing."""
+    found = next(_candidates(model), None)
+    if found is None:
+        frame = _frame(model)
+        return "" if frame is None else f"\nIts blocks were found; begin with names={frame.names}."
+    return f"\nIts parts were found, but the answers differ; begin with names={dict(found.names)}."
 
 
 def require_proof(declaration: Declaration, model: nn.Module, num_labels: int | None) -> None:
@@ -87,6 +96,7 @@ def _changes(declaration: Declaration, model: nn.Module) -> Iterator[dict[str, A
     yield from ({"pool": one, "norm_after_pool": after} for one in _pools(text, True) for after in (False, True))
     yield from ({"head_layout": " ".join(order)} for order in permutations(("qkv", "h", "d")))
     yield from ({"heads": heads} for heads in range(1, min(inner, 64) + 1) if inner % heads == 0)
+    yield from ({"attention_scale": scale} for scale in (config.encoder.width**-0.5, 1.0, None))
     yield {"embedding_scale": math.sqrt(config.encoder.width)} if text else {"patch_order": "hwc"}
     yield {"rotary_pairs": "neighbours" if declaration.rotary_pairs == "halves" else "halves"}
 
@@ -129,6 +139,8 @@ def _pools(text: bool, class_token: bool) -> tuple[Pool, ...]:
 def _frame(model: nn.Module) -> _Frame | None:
     """The blocks, where it is clear which they are."""
     found = dict(model.named_modules())
+    if any(is_lazy(one) for one in model.parameters()):
+        return None
     encoders = [name for name, one in found.items() if isinstance(one, nn.TransformerEncoder)]
     if len(encoders) == 1:
         layers: Any = found[encoders[0]].layers

@@ -1,6 +1,7 @@
 """The last line of defence: the original and the converted model answer the same random batch."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -130,8 +131,13 @@ def _texts(stem: TextStemConfig, config: EnsembleConfig, generator: torch.Genera
 
 @contextmanager
 def _as_it_answers(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode, no gradients, no autocast, nothing compiled; generators and flags are as before afterwards."""
+    """Evaluation mode, no gradients, no autocast, nothing compiled; generators and flags are as before afterwards.
+
+    What the model itself warns of is for whoever runs it, not for a comparison.
+    """
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
         compiled = "torch._dynamo" in sys.modules  # only then something can be compiled, and loading it takes seconds
         stack.enter_context(torch.compiler.set_stance("force_eager") if compiled else nullcontext())
         stack.enter_context(torch.no_grad())
@@ -261,12 +267,12 @@ def _their_tokens(
     def before(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         found = next((one for one in (*given, *named.values()) if isinstance(one, Tensor)), None)
         if not tokens and found is not None:
-            tokens.append(found)
+            tokens.append(found.to_padded_tensor(0.0) if found.is_nested else found)
 
     def after(_: Any, given: Any, output: Any) -> None:
         found = output[0] if isinstance(output, tuple) else output
         if isinstance(found, Tensor):
-            tokens.append(found)
+            tokens.append(found.to_padded_tensor(0.0) if found.is_nested else found)
 
     handles = [blocks[0].register_forward_pre_hook(before, with_kwargs=True)]
     handles += [block.register_forward_hook(after) for block in blocks]

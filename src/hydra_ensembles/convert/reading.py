@@ -206,6 +206,8 @@ class _Reading:
         for part in NEEDED:
             if part not in self.names and not (part == "position" and self.declared.rotary is not None):
                 yield f"names does not say where {part} is{nearest(part, near)}"
+        if self.declared.attention_scale is not None and "query_norm" in self.names:
+            yield "attention_scale is given, and a norm of queries would undo it"
         if self.declared.heads is None:
             yield "the number of heads is not said: give heads="
 
@@ -299,6 +301,9 @@ class _Reading:
     def _heads(self, found: Sequence[Tensor], shape: torch.Size) -> Tensor:
         """Query, key and value of every head, `[H, 3, d_k, …]`, from rows in the declared order."""
         heads = self._split(found, shape)
+        if self.declared.attention_scale is not None:  # queries have it in them
+            factor = self.declared.attention_scale * shape[2] ** 0.5
+            heads = torch.cat([heads[:, :1] * factor, heads[:, 1:]], dim=1)
         if self.declared.rotary is None or self.declared.rotary_pairs == "halves":
             return heads
         order = [*range(0, shape[2], 2), *range(1, shape[2], 2)]  # neighbours to halves, which the value does not need

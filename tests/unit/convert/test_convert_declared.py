@@ -191,10 +191,50 @@ def test_what_cannot_be_found_is_refused(change: Callable[[Any], Any]) -> None:
 
 
 def test_blocks_that_are_no_modules_to_be_called_are_not_blamed() -> None:
-    with pytest.raises(
-        ConversionError, match=r"somewhere: layers\.0 is not called.*agree with activation='gelu'"
-    ):
+    with pytest.raises(ConversionError, match=r"somewhere: layers\.0 is not called.*agree with activation='gelu'"):
         he.convert(own(OwnBert), declaration=but(OWN_BERT, {"activation": "silu"}))
+
+
+class OwnScale(OwnBlock):
+    """Scores are divided by the root of the whole width, as many have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.to_qkv(x).unflatten(2, (HEADS, 3, -1)).permute(3, 0, 2, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, scale=WIDTH**-0.5).transpose(1, 2).flatten(2)
+        x = self.after_attention(x + self.project(mixed))
+        return self.after_mlp(x + self.narrow(F.relu(self.wide(x))))
+
+
+def test_scores_may_have_a_scale_of_their_own() -> None:
+    model: Any = own(OwnViT)
+    for layer in model.layers:
+        layer.__class__ = OwnScale
+    found = he.convert(model, declaration=but(OWN_VIT, {"attention_scale": WIDTH**-0.5}))(IMAGES)[0]
+    torch.testing.assert_close(found, model(IMAGES), rtol=0, atol=1e-5)
+    with pytest.raises(ConversionError, match=r"agree with attention_scale=0\.17"):
+        he.convert(model, declaration=OWN_VIT)
+
+
+class NestedText(nn.Module):
+    """As most write it: batch first, and so with nested tensors inside where a text has padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(60, WIDTH, padding_idx=0), nn.Embedding(24, WIDTH)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, 64, batch_first=True), 2)
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, ids: Tensor, src_key_padding_mask: Tensor) -> Tensor:
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        x = self.encoder(x, src_key_padding_mask=src_key_padding_mask)
+        kept = ~src_key_padding_mask[:, : x.shape[1], None]
+        return self.head((x * kept).sum(1) / kept.sum(1))
+
+
+def test_nested_tensors_inside_are_no_obstacle() -> None:
+    model = own(NestedText)
+    found = he.convert(model)(TEXTS)[0]
+    torch.testing.assert_close(found, model(TEXTS["input_ids"], ~MASK), rtol=0, atol=1e-5)
 
 
 class OtherViT(EncoderViT):
@@ -212,7 +252,7 @@ class SilentMask(EncoderText):
 
 
 def test_what_answers_otherwise_than_its_modules_say_is_refused() -> None:
-    with pytest.raises(ConversionError, match="OtherViT is not a supported"):
+    with pytest.raises(ConversionError, match=r"(?s)OtherViT is not a supported.*answers differ.*'encoder': 'encoder'"):
         he.convert(own(OtherViT))
     with pytest.raises(ConversionError, match="differ"):
         he.convert(own(OtherViT), declaration=ENCODER_VIT)
