@@ -386,7 +386,9 @@ def _inputs_of_projections(dual: DualEncoder, pairs: Batches) -> tuple[Tensor, T
     def embedded() -> Iterator[tuple[Tensor, Tensor]]:
         for index, raw in enumerate(pairs):
             images, texts, _ = read_pairs(raw, "pairs", index)
-            yield embed(dual.image, None, images, normalize=False)[0], embed(dual.text, None, texts, normalize=False)[0]
+            sides = (dual.image, dual.image.prepare(images)), (dual.text, dual.text.prepare(texts))
+            one, two = (embed(tower, None, inputs, normalize=False)[0] for tower, inputs in sides)
+            yield one, two
 
     with torch.no_grad(), dropping(False):
         parts = [(one.double().cpu(), two.double().cpu()) for one, two in embedded()]

@@ -205,7 +205,8 @@ def _rotary(model: Any, name: str) -> RotaryConfig | None:
     if rope is None:
         return None
     kind, base = type(rope).__name__, float(getattr(rope, "temperature", 0.0))
-    if first_of(model.blocks, name).attn.rotate_half != getattr(rope, "rotate_half", None):
+    pairings = {getattr(one, "rotate_half", False) for one in (rope, first_of(model.blocks, name).attn)}
+    if len(pairings) > 1:
         raise refuse(name, "its rotary embedding and its attention pair the numbers of a head in different ways")
     if kind == "RotaryEmbeddingCat" and not rope.in_pixels:
         reference = None if rope.ref_feat_shape is None else pair(tuple(rope.ref_feat_shape))
@@ -224,7 +225,7 @@ def _eva_attention(model: Any) -> Weights:
     def order(head_dim: int) -> list[int]:
         half = head_dim // 2
         pairs = [*range(half // 2, half), *range(half // 2)] if swapped else [*range(half)]
-        if rope.rotate_half:
+        if getattr(rope, "rotate_half", False):  # earlier versions of timm have no other way for this one
             return [*pairs, *(half + one for one in pairs)]
         return [*(2 * one for one in pairs), *(2 * one + 1 for one in pairs)]
 
