@@ -10,14 +10,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 TOGETHER = ("contract", "circuit", "cli", "studies")  # folders whose files share what takes long to make
-FIRST = (
-    "contract",
-    "integration",
-    "circuit",
-    "studies",
-    "pipeline",
-    "training",
-)  # tests that take long: no worker ends with one of them
+FIRST = {*TOGETHER, "integration", "pipeline", "training"} - {"cli"}  # they take long: no worker ends with one of them
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
