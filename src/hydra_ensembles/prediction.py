@@ -101,23 +101,6 @@ class Prediction:
             reference: Held-out scores for p-values.
             unfamiliarity: Scores of features, of the same samples.
         """
-        settings = (temperature, threshold, score, class_names, check_finite, calibrates, reference, unfamiliarity)
-        return cls.derived(member_logits, *settings)
-
-    @classmethod
-    def derived(
-        cls,
-        member_logits: Tensor,
-        temperature: Temperature | None = None,
-        threshold: float | None = None,
-        score: ScoreName = "msp",
-        class_names: Sequence[str] | None = None,
-        check_finite: bool = True,
-        calibrates: Calibrates = "logits",
-        reference: Reference | None = None,
-        unfamiliarity: Unfamiliarity | None = None,
-    ) -> "Prediction":
-        """The same for a caller that knows its settings to be of the right kind: nothing looks at every name."""
         kept: tuple[float, ...] = (1.0,)
         if calibrates == "probs" and temperature is not None:
             kept, temperature = _temperatures(temperature, member_logits), None

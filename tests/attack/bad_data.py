@@ -15,29 +15,15 @@ from torch.utils.data import DataLoader, TensorDataset
 import hydra_ensembles as he
 
 from .counting import Row, count
-from .expected import Deed, drawn, outcome
-from .small import CLASSES, KEYS, KINDS, VOCABULARY, Batch, batches, model, recipe
+from .expected import Deed, cases_of, check_of, drawn
+from .small import CLASSES, KEYS, VOCABULARY, Batch, batches, model, recipe
 
 CASES = 1200
-
-Case = tuple[str, str, str]  # kind of model, function, set
 
 
 def run(cases: int, seed: int) -> list[Row]:
     """One row."""
     return [count("sets of batches", check, drawn(all_cases(), cases, seed))]
-
-
-def check(case: Case) -> str:
-    """Give one set to one function."""
-    kind, entry, value = case
-    return outcome(deeds(kind)[entry, value]())
-
-
-@cache
-def all_cases() -> list[Case]:
-    """Every case there is."""
-    return [(kind, *deed) for kind in KINDS for deed in deeds(kind)]
 
 
 @cache
@@ -283,3 +269,6 @@ class _Failing:
 
     def __iter__(self) -> Iterator[Any]:
         return self.make()
+
+
+all_cases, check = partial(cases_of, deeds), partial(check_of, deeds)

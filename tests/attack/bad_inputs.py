@@ -16,30 +16,17 @@ from torch import Tensor
 import hydra_ensembles as he
 
 from .counting import Row, count
-from .expected import Deed, drawn, outcome
-from .small import KINDS, LONGEST, SIZE, TOKENS, VOCABULARY, hydra, model, samples
+from .expected import Deed, cases_of, check_of, drawn
+from .small import LONGEST, SIZE, TOKENS, VOCABULARY, hydra, model, samples
 
 CASES = 2000
 
-Case = tuple[str, str, str]  # kind of model, way to run it, value
 Value = tuple[str, Callable[[], Any], Callable[[], Any] | None]  # expectation, the value, a plain one like it
 
 
 def run(cases: int, seed: int) -> list[Row]:
     """One row."""
     return [count("inputs of a model", check, drawn(all_cases(), cases, seed))]
-
-
-def check(case: Case) -> str:
-    """Try one value in one way."""
-    kind, entry, value = case
-    return outcome(deeds(kind)[entry, value]())
-
-
-@cache
-def all_cases() -> list[Case]:
-    """Every case there is."""
-    return [(kind, *deed) for kind in KINDS for deed in deeds(kind)]
 
 
 @cache
@@ -373,3 +360,6 @@ def text_tables() -> tuple[dict[str, Value], dict[str, Value]]:
 
 
 MISSING = object()  # an entry that is left out
+
+
+all_cases, check = partial(cases_of, deeds), partial(check_of, deeds)

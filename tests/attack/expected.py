@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from hydra_ensembles.errors import HydraError
 
+from .small import KINDS
+
 T = TypeVar("T")
+Case = tuple[str, str, str]  # kind of model, what is done, what is given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,20 @@ def outcome(deed: Deed) -> str:
     if deed.reference is None:
         return "other"
     return "same" if alike(answer, deed.reference()) else "other"
+
+
+Deeds = Callable[[str], Mapping[tuple[str, str], Callable[[], Deed]]]  # of a kind of model
+
+
+def cases_of(deeds: Deeds) -> list[Case]:
+    """Every deed with every kind of model."""
+    return [(kind, *deed) for kind in KINDS for deed in deeds(kind)]
+
+
+def check_of(deeds: Deeds, case: Case) -> str:
+    """Do one of them."""
+    kind, *deed = case
+    return outcome(deeds(kind)[deed[0], deed[1]]())
 
 
 def alike(one: Any, other: Any) -> bool:

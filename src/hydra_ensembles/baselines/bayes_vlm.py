@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import derive_seed
-from ..arguments import checked, require_number, require_whole
+from ..arguments import checked, require_number, require_whole, trusted
 from ..batches import Batches, Inputs
 from ..errors import CheckpointError, ConfigError, DataError
 from ..model.clip import (
@@ -356,7 +356,7 @@ class ProbitClassifier(Droppable):
 
     def predict(self, inputs: Any = None, **named: Any) -> Prediction:
         """As `Ensemble.predict`, uncalibrated."""
-        return Prediction.derived(self(self.prepare(inputs, **named)), class_names=self.names)
+        return trusted(Prediction.from_logits)(self(self.prepare(inputs, **named)), class_names=self.names)
 
     def prepare(self, inputs: Any = None, **named: Any) -> Inputs:
         """As `Ensemble.prepare`."""

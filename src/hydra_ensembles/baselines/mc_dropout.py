@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..arguments import checked, require_number, require_whole
+from ..arguments import checked, require_number, require_whole, trusted
 from ..batches import Inputs
 from ..model.clip import require_ensemble
 from ..model.config import EnsembleConfig
@@ -67,7 +67,9 @@ class MCDropout(Droppable):
     @torch.no_grad()
     def predict(self, inputs: Any = None, **named: Any) -> Prediction:
         """As `Ensemble.predict`, uncalibrated."""
-        return Prediction.derived(self(self.prepare(inputs, **named)), class_names=self.model.metadata.labels or None)
+        return trusted(Prediction.from_logits)(
+            self(self.prepare(inputs, **named)), class_names=self.model.metadata.labels or None
+        )
 
     def prepare(self, inputs: Any = None, **named: Any) -> Inputs:
         """As `Ensemble.prepare`."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..arguments import trusted
 from ..errors import ConfigError
 from ..metrics.conformal import Reference, check_share
 from ..metrics.distance import (
@@ -64,7 +65,7 @@ class Calibration:
     ) -> Prediction:
         """What member logits `[M, B, C]` say, with this calibration applied."""
         temperature = self.temperature if len(self.temperature) > 1 else self.temperature[0]
-        return Prediction.derived(
+        return trusted(Prediction.from_logits)(
             member_logits,
             temperature,
             self.threshold,
