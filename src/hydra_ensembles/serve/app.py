@@ -36,6 +36,14 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).with_name("page.html")
 CONTENT = "multipart/form-data, application/json, image/* or text/plain"
+_FILE = {"schema": {"type": "string", "format": "binary"}}
+_STRINGS = {"type": "array", "items": {"type": "string"}}
+_NAMED = {"schema": {"type": "object", "properties": {"images": _STRINGS, "texts": _STRINGS}}}
+_TENSORS = {"schema": {"type": "object", "required": ["inputs"]}}
+BODIES = {  # what /openapi.json says of bodies, which are read here, not by FastAPI
+    "predict": {"multipart/form-data": _FILE, "application/json": _NAMED, "image/*": _FILE, "text/plain": _FILE},
+    "infer": {"application/json": _TENSORS},
+}
 CLOSED_BY_CLIENT = 499  # nobody reads it; the log has it
 
 
@@ -154,11 +162,13 @@ def make_app(
         routes += [("GET", prefix, server.metadata, True), ("GET", f"{prefix}/ready", server.is_ready, False)]
         routes += [("POST", f"{prefix}/infer", server.infer, True)]
     for method, path, handler, locked in routes:
+        named = handler.__name__
         app.add_api_route(
             path,
             server.guarded(path, handler, locked),
             methods=[method],
             summary=(handler.__doc__ or "").partition("\n")[0],
+            openapi_extra={"requestBody": {"content": BODIES[named]}} if named in BODIES else None,
             response_class=fastapi.Response,
             response_model=None,
         )
@@ -279,8 +289,6 @@ class _Server:
         try:
             async with asyncio.timeout(None if math.isinf(timeout) else timeout):
                 made = await loop.run_in_executor(self.decoders, rows)
-                if not made:
-                    raise RequestError("the request holds no sample; give at least one")
                 answers = await self.engine.answer(made)
         except TimeoutError as error:
             raise RequestError("no answer within the time that was given", 504) from error
@@ -349,12 +357,8 @@ class _Server:
                     else:
                         images.append(await value.read())
         elif kind == "application/json":
-            found = protocol.parse_json(await request.body())
-            unknown = found.keys() - {"image", "images", "text", "texts"}
-            if unknown:
-                raise RequestError(f"there is no field {sorted(unknown)[0]!r}; there are image, images, text and texts")
-            images += [_decoded(one) for one in _listed(found, "image")]
-            texts += [_text(one) for one in _listed(found, "text")]
+            body = await request.body()
+            return lambda: self._samples(*_from_json(body), nearest)
         elif kind.startswith("image/") or kind == "application/octet-stream":
             images.append(await request.body())
         elif kind == "text/plain":
@@ -364,14 +368,14 @@ class _Server:
                 raise RequestError("the text is not in UTF-8") from error
         else:
             raise RequestError(f"content of the type {kind[:100]!r} is not taken; send {CONTENT}", 415)
-        most = self.settings.max_queue
-        if len(images) + len(texts) > most:
-            raise RequestError(f"got {len(images) + len(texts)} samples in one request; at most {most} are taken", 413)
+        return lambda: self._samples(images, texts, nearest)
+
+    def _samples(self, images: Sequence[bytes], texts: Sequence[str | tuple[str, str]], nearest: bool) -> list[Row]:
         if images and texts:
             raise RequestError("got images and texts in one request; this model reads one kind")
-        if texts:
-            return lambda: self.service.texts(texts, nearest)
-        return lambda: self.service.images(images, nearest) if images else []
+        if not images and not texts:
+            raise RequestError("the request holds no sample; give at least one")
+        return self.service.images(images, nearest) if images else self.service.texts(texts, nearest)
 
     async def metrics(self, request: "Request") -> "Response":
         """Counters and histograms, as Prometheus reads them."""
@@ -403,8 +407,9 @@ class _Server:
         from fastapi import Response
 
         async with self._admitted():
-            body = await request.body()
-            asked, inputs = protocol.read_request(body, request.headers.get(protocol.HEADER))
+            parts = await request.body(), request.headers.get(protocol.HEADER)
+            loop = asyncio.get_running_loop()
+            asked, inputs = await loop.run_in_executor(self.decoders, protocol.read_request, *parts)
             protocol.check_asked(asked, self.service)
             answers = await self._answers(request, lambda: self._tensor_rows(inputs), protocol.deadline_of(asked))
         content, headers = protocol.write_answer(asked, self.service, answers)
@@ -428,6 +433,15 @@ class _Server:
             return self.service.texts([one.decode() for one in inputs[raw]])
         except UnicodeDecodeError as error:
             raise RequestError("a text is not in UTF-8") from error
+
+
+def _from_json(body: bytes) -> tuple[list[bytes], list[str | tuple[str, str]]]:
+    """The images and texts of a body in JSON."""
+    found = protocol.parse_json(body)
+    unknown = found.keys() - {"image", "images", "text", "texts"}
+    if unknown:
+        raise RequestError(f"there is no field {sorted(unknown)[0]!r}; there are image, images, text and texts")
+    return [_decoded(one) for one in _listed(found, "image")], [_text(one) for one in _listed(found, "text")]
 
 
 def _listed(found: dict[str, Any], name: str) -> list[Any]:

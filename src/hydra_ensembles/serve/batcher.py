@@ -75,10 +75,8 @@ class Batcher(Generic[Row, Answer]):
         """Take in all of these rows, or none.
 
         Raises:
-            RequestError: 413 for more rows than the queue ever holds; 503 while it is full, and after `close`.
+            RequestError: 503 while there is no room for them, and after `close`.
         """
-        if len(rows) > self._max_queue:
-            raise RequestError(f"got {len(rows)} samples in one request; at most {self._max_queue} are taken", 413)
         with self._changed:
             if self._closing:
                 raise RequestError("this server is about to end; try another, or later", 503, retry_after=1)

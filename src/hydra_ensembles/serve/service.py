@@ -9,6 +9,7 @@ import copy
 import io
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,9 +84,10 @@ class Service:
         """
         if not isinstance(self.preprocessing, ImagePreprocessing):
             raise RequestError(self._wanted("images"))
+        self._require_few(len(contents))
+        self._require_small(contents)
         rows = []
         for index, content in enumerate(contents):
-            self._require_small(content, index)
             try:
                 pixels = self.preprocessing([decode_image(content, f"image {index}", FORMATS)])[0]  # [channels, H, W]
             except HydraError:
@@ -103,6 +105,7 @@ class Service:
         """
         if not isinstance(self.preprocessing, TextPreprocessing):
             raise RequestError(self._wanted("texts"))
+        self._require_few(len(texts))
         most = self.settings.max_characters
         for index, text in enumerate(texts):
             count = sum(map(len, (text,) if isinstance(text, str) else text))
@@ -117,6 +120,7 @@ class Service:
             RequestError, DataError: They do not fit the model.
         """
         main, mask, segments = self.ensemble.unpack(given)
+        self._require_few(len(main))
         size = self.image_size()
         if size is not None and tuple(main.shape[2:]) != size:
             raise RequestError(f"images are {list(main.shape[2:])}; this server takes {list(size)}, height and width")
@@ -144,21 +148,30 @@ class Service:
             return f"got {got}, but this model was saved without its {what}; give {self._main} to /v2/models"
         return f"got {got}, but this model reads {self.kind}s"
 
-    def _require_small(self, content: bytes, index: int) -> None:
-        """Refuse an image by its header: a few bytes may stand for gigabytes of pixels."""
-        pillow, most = require("PIL.Image", extra="data"), int(self.settings.max_pixels * 1e6)
-        advice = f"at most {most} pixels are taken"
-        try:
-            with pillow.open(io.BytesIO(content), formats=FORMATS) as image:
-                width, height = image.size
-        except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
-            raise RequestError(f"image {index} is too large; {advice}", 413) from error
-        except Exception as error:  # Pillow raises whatever a broken header leads it to
-            known = ", ".join(FORMATS)
-            raise RequestError(f"image {index} ({len(content)} bytes) is none of {known}, or broken", 415) from error
-        if width * height > most or max(width, height) > SLIMMEST * min(width, height):
-            advice = f"{advice}, and no side may be {SLIMMEST} times the other"
-            raise RequestError(f"image {index} has {width} x {height} pixels; {advice}", 413)
+    def _require_few(self, count: int) -> None:
+        most = self.settings.max_queue
+        if count > most:
+            raise RequestError(f"got {count} samples in one request; at most {most} are taken", 413)
+
+    def _require_small(self, contents: Sequence[bytes]) -> None:
+        """Refuse images by their headers: a few bytes may stand for gigabytes of pixels."""
+        pillow, left = require("PIL.Image", extra="data"), int(self.settings.max_pixels * 1e6)
+        advice = f"at most {left} pixels are taken in a request"
+        for index, content in enumerate(contents):
+            try:
+                with pillow.open(io.BytesIO(content), formats=FORMATS) as image:
+                    width, height = image.size
+            except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
+                raise RequestError(f"image {index} is too large; {advice}", 413) from error
+            except Exception as error:  # Pillow raises whatever a broken header leads it to
+                known = ", ".join(FORMATS)
+                raise RequestError(
+                    f"image {index} ({len(content)} bytes) is none of {known}, or broken", 415
+                ) from error
+            left -= width * height
+            if left < 0 or max(width, height) > SLIMMEST * min(width, height):
+                advice = f"{advice}, and no side may be {SLIMMEST} times the other"
+                raise RequestError(f"image {index} has {width} x {height} pixels; {advice}", 413)
 
     def image_size(self) -> tuple[int, int] | None:
         """The one size of images that plans are warm for."""
@@ -211,9 +224,10 @@ class Service:
         return [worker.answer for worker in found]
 
     def _warm(self, plan: OptimizedEnsemble) -> None:
-        for size in self.sizes():
-            for row in self.examples():
-                plan.predict(_stacked([row] * size), check_finite=False)
+        with _on(plan.device):
+            for size in self.sizes():
+                for row in self.examples():
+                    plan.predict(_stacked([row] * size), check_finite=False)
 
     def examples(self) -> list[Row]:
         """A blank row of every shape that is known beforehand."""
@@ -260,6 +274,10 @@ class _Worker:
 
     def answer(self, rows: list[Row]) -> list[Answer]:
         """One answer for each row, in their order."""
+        with _on(self.plan.device):
+            return self._answer(rows)
+
+    def _answer(self, rows: list[Row]) -> list[Answer]:
         groups: dict[Hashable, list[int]] = {}
         for place, row in enumerate(rows):
             groups.setdefault(row.shape, []).append(place)
@@ -290,6 +308,11 @@ class _Worker:
             inputs = inputs.to(self.plan.dtype)
         found = None if known is None else known.nearest_class(module.features_and_logits(inputs)[0])
         return [-1] * len(rows) if found is None else [int(label) for label in found.tolist()]
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Where streams and graphs of a thread are made."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _stacked(rows: Sequence[Row]) -> Tensor | dict[str, Tensor]:

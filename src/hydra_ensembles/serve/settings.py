@@ -33,7 +33,7 @@ class ServeSettings:
         timeout: Seconds after which a request is given up (504).
         workers: Model threads; on several GPUs one after another takes the next.
         max_body: Megabytes that a request may have.
-        max_pixels: Megapixels that an image may have.
+        max_pixels: Megapixels that the images of a request may have.
         max_characters: Characters that a text may have.
         precision: Floating type to compute in; that of the model if not given.
         compile: Compile the model for the batch sizes it will see.

@@ -433,6 +433,12 @@ def test_the_model_is_described() -> None:
     assert found["unsure_above"] == served("image").metadata.calibration.threshold
 
 
+def test_the_routes_are_described() -> None:
+    found = ask(served("image"), "GET", "/openapi.json", settings()).json()
+    assert "multipart/form-data" in found["paths"]["/v1/predict"]["post"]["requestBody"]["content"]
+    assert f"{MODEL}/infer" in found["paths"]
+
+
 def test_the_page_brings_its_own_policy() -> None:
     answer = ask(served("image"), "GET", "/", settings())
     assert answer.status_code == 200

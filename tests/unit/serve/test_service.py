@@ -1,5 +1,6 @@
 """What a server reads becomes the rows that `predict` would see, within limits; answers are those of `predict`."""
 
+import copy
 import io
 import struct
 import zlib
@@ -16,6 +17,7 @@ from hydra_ensembles.serve.outputs import columns
 from hydra_ensembles.serve.service import NEAREST, Row, Service, require_servable
 from served_models import SCORES, inputs_for, served
 from serving import opened, picture, settings
+from zero_shot_models import NAMES
 
 TEXTS = ["hello", "hello wörld", "wörld " * 7, "hello hello hello"]
 
@@ -38,6 +40,27 @@ def test_images_are_answered_as_predict_does(count: int) -> None:
     (run,) = one.workers()
     expected = columns(one.ensemble.predict([opened(content) for content in contents]))
     same(run(one.images(contents)), expected)
+
+
+@pytest.mark.slow
+def test_zero_shot_classifiers_are_served_alike() -> None:
+    one = service("zero-shot")
+    (run,) = one.workers()
+    inputs = inputs_for(one.ensemble, 3)
+    same(run(one.tensors(inputs)), columns(one.ensemble.predict(inputs)))
+    assert one.plain(run(one.tensors(inputs))[0])["label"] in NAMES
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["image", "text"])
+@pytest.mark.parametrize("compile", [False, True])
+def test_answers_on_a_gpu_are_those_of_the_cpu(kind: str, compile: bool) -> None:
+    known = served(kind)
+    one = Service(copy.deepcopy(known).to("cuda"), settings(warm_up=True, compile=compile))
+    (run,) = one.workers()
+    inputs = inputs_for(known, 7)
+    same(run(one.tensors(inputs)), columns(known.predict(inputs)))
+    assert run(one.tensors(inputs, nearest=True))[0][NEAREST] >= -1
 
 
 def test_texts_are_answered_as_predict_does() -> None:
@@ -161,6 +184,23 @@ def test_images_that_are_too_large_or_none_are_refused(content: bytes, status: i
     with pytest.raises(HydraError, match=token) as refused:
         service("image").images([content])
     assert getattr(refused.value, "status", 400) == status
+
+
+def test_many_images_have_one_limit_together_and_so_has_their_number() -> None:
+    narrow, small = service("image", max_pixels=0.001), [picture()] * 4  # 320 pixels each
+    assert len(narrow.images(small[:3])) == 3
+    with pytest.raises(RequestError, match="image 3") as refused:
+        narrow.images(small)
+    assert refused.value.status == 413
+    one, few = served("text"), {"max_queue": 4, "max_batch": 4}
+    for read, given in (
+        (service("image", **few).images, [b""] * 5),
+        (service("text", **few).texts, ["hello"] * 5),
+        (service("text", **few).tensors, inputs_for(one, 5)),
+    ):
+        with pytest.raises(RequestError, match="5 samples") as refused:
+            read(given)
+        assert refused.value.status == 413
 
 
 def test_a_large_header_is_refused_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
