@@ -205,8 +205,7 @@ def _rotary(model: Any, name: str) -> RotaryConfig | None:
     if rope is None:
         return None
     kind, base = type(rope).__name__, float(getattr(rope, "temperature", 0.0))
-    pairings = {getattr(one, "rotate_half", False) for one in (rope, first_of(model.blocks, name).attn)}
-    if len(pairings) > 1:
+    if _halves(first_of(model.blocks, name).attn) != _halves(rope):
         raise refuse(name, "its rotary embedding and its attention pair the numbers of a head in different ways")
     if kind == "RotaryEmbeddingCat" and not rope.in_pixels:
         reference = None if rope.ref_feat_shape is None else pair(tuple(rope.ref_feat_shape))
@@ -217,6 +216,11 @@ def _rotary(model: Any, name: str) -> RotaryConfig | None:
     raise refuse(name, f"its rotary embedding is a {kind} with settings of its own")
 
 
+def _halves(part: Any) -> bool:
+    """Whether pairs that rotate together are halves of a head; earlier releases know neighbours alone."""
+    return bool(getattr(part, "rotate_half", False))
+
+
 def _eva_attention(model: Any) -> Weights:
     """Queries and keys of a live `Eva` in the canonical order: pairs are halves of a head, rows come before columns."""
     rope = model.rope
@@ -225,7 +229,7 @@ def _eva_attention(model: Any) -> Weights:
     def order(head_dim: int) -> list[int]:
         half = head_dim // 2
         pairs = [*range(half // 2, half), *range(half // 2)] if swapped else [*range(half)]
-        if getattr(rope, "rotate_half", False):  # earlier versions of timm have no other way for this one
+        if _halves(rope):
             return [*pairs, *(half + one for one in pairs)]
         return [*(2 * one for one in pairs), *(2 * one + 1 for one in pairs)]
 

@@ -247,7 +247,7 @@ def seen_keys(
     A token always sees itself, also one of padding that is far from all others: its attention stays a number.
     """
     mask = None if key_mask is None else key_mask[:, None]  # [B, 1, T]
-    if window is None or not (torch.compiler.is_compiling() or tokens > window + 1):  # compiled code serves any length
+    if window is None or not (torch.compiler.is_exporting() or tokens > window + 1):  # exported code serves any length
         return mask
     at = torch.arange(tokens, device=device)
     distance = ((at if read is None else at[read])[:, None] - at).abs()  # [T', T]
