@@ -222,7 +222,7 @@ def _modernbert_config(model: Any, num_labels: int | None, name: str) -> Ensembl
         activation_dropout=float(found.mlp_dropout),
         rotary=RotaryConfig(base, local_base=local_base),
         local=local,
-        window=int(found.sliding_window) if any(local) else None,
+        window=int(found.local_attention) // 2 if any(local) else None,
     )
     head = getattr(model, "head", None)
     classes, bias = read_classes(model, getattr(model, "classifier", None), num_labels, name)

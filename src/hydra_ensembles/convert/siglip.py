@@ -79,10 +79,11 @@ def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
 
 def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """The text tower reads the token at the last place, which is padding in all but the longest texts."""
-    found = getattr(model.config, "text_config", model.config)
+    model = getattr(model, "text_model", model)  # releases of transformers 5 differ, here and in their classes
+    found, embeddings = model.config, model.embeddings
     stem = TextStemConfig(
-        vocabulary=model.embeddings.token_embedding.num_embeddings,
-        positions=model.embeddings.position_embedding.num_embeddings,
+        vocabulary=embeddings.token_embedding.num_embeddings,
+        positions=embeddings.position_embedding.num_embeddings,
         embedding_width=int(found.hidden_size),
         norm=False,
     )
@@ -100,7 +101,7 @@ def _answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
 
 _IMAGES = Architecture(
     name=_IMAGE,
-    classes=(f"{_MODULE}VisionModel",),
+    classes=(f"{_MODULE}VisionModel", f"{_MODULE}VisionTransformer"),
     config=_image_config,
     weights=either(_IMAGE_TOWER, below("vision_model.", _IMAGE_TOWER)),
     answer=_answer,
@@ -116,7 +117,7 @@ _CLASSIFIER = Architecture(
 )
 _TEXTS = Architecture(
     name=_TEXT,
-    classes=(f"{_MODULE}TextModel",),
+    classes=(f"{_MODULE}TextModel", f"{_MODULE}TextTransformer"),
     config=_text_config,
     weights=either(_TEXT_TOWER, below("text_model.", _TEXT_TOWER)),
     answer=_answer,
