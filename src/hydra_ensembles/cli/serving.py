@@ -44,8 +44,13 @@ def serve(model: ModelSettings, settings: ServeSettings) -> None:
       hydra-ensembles serve hub:me/my-hydra --uds hydra.sock
       curl -F file=@photo.jpg http://127.0.0.1:8000/v1/predict
     """
-    uvicorn = require("uvicorn", extra="serve")
-    place = listen(settings)
+    for name in (
+        "fastapi",
+        "prometheus_client",
+        "python_multipart",
+    ):  # said before anything is loaded
+        require(name, extra="serve")
+    uvicorn, place = require("uvicorn", extra="serve"), listen(settings)
     try:
         app = make_app(load_classifier(model), settings)
         run_server(uvicorn, app, place, settings)

@@ -163,6 +163,7 @@ def log_to_stdout() -> None:
 
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(Plain())
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # a broken form is said to whoever sent it
     for name in (LOGGER.name, "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import logging
+import random
 import threading
 from typing import Any
 
@@ -172,6 +173,37 @@ def test_broken_requests_are_refused_in_words(name: str, refused: dict[str, http
 
 def test_a_body_of_unknown_length_is_cut_off(refused: dict[str, httpx.Response]) -> None:
     assert refused["endless"].status_code == 413
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+def test_damaged_bytes_are_refused_or_read_and_never_a_mistake_of_ours() -> None:
+    generator = random.Random(0)
+
+    def damaged(content: bytes) -> bytes:
+        found = bytearray(content)
+        for _ in range(generator.choice((1, 2, 5, 20))):
+            place = generator.randrange(len(found))
+            found[place : place + generator.choice((1, 1, 1, 8))] = generator.randbytes(generator.choice((0, 1, 1, 6)))
+        return bytes(found)
+
+    formats = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+    whole = json.dumps({"images": [encoded(picture())]}).encode()
+    tensor = {"name": "pixel_values", "shape": [1, 3, 8, 8], "datatype": "FP32", "data": [0.5] * 192}
+    asked = json.dumps({"inputs": [tensor], "outputs": [{"name": "probs"}]}).encode()
+
+    async def conversation(client: httpx.AsyncClient) -> set[int]:
+        seen = set()
+        for turn in range(210):
+            for path, content, kind in (
+                ("/v1/predict", picture(turn, format=formats[turn % 7]), "image/png"),
+                *([("/v1/predict", whole, "application/json"), (f"{MODEL}/infer", asked, "application/json")]
+                  if turn % 5 == 0 else []),
+            ):  # fmt: skip
+                answer = await client.post(path, content=damaged(content), headers={"Content-Type": kind})
+                seen.add(answer.status_code)
+        return seen
+
+    assert talk(make_app(served("image"), settings()), conversation) <= {200, 400, 413, 415}
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/v1/predict", 405)])
