@@ -31,17 +31,21 @@ class Laplace:
         members: Classifiers to draw.
         structure: Of the curvature: `"kron"` (a Kronecker product), `"diag"`, or `"full"`, for small classifiers.
         prior_precision: Of a normal prior around zero; None takes the one of largest marginal likelihood.
+        samples: How many training samples there are, where only some of them are given; None for as many as given.
         seed: Draws the classifiers.
     """
 
     members: int = 20
     structure: Structure = "kron"
     prior_precision: float | None = None
+    samples: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         require_types(self)
         require_whole("Laplace.members", self.members, 1)
+        if self.samples is not None:
+            require_whole("Laplace.samples", self.samples, 1)
         require_whole("Laplace.seed", self.seed, 0)
         if self.prior_precision is not None:
             require_number("Laplace.prior_precision", self.prior_precision, math.ulp(0.0), math.inf)
@@ -57,7 +61,8 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
 
     Args:
         model: A classifier with one member, trained on the same data; it is not changed.
-        batches: The training data, read once; labels are not looked at.
+        batches: The training data, read once; labels are not looked at. With a part of them, say in `samples` how
+            many there are: the fewer samples, the less is known of the classifier.
         settings: Structure, prior, and number of members.
 
     Raises:
@@ -80,7 +85,7 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
             curvature.add(seen[0].double().cpu(), logits[0].double().cpu())
     if not curvature.samples:
         raise DataError("there are no samples to take the curvature from; give the training data")
-    posterior = curvature.posterior(mean, settings.prior_precision)
+    posterior = curvature.posterior(mean, settings.prior_precision, settings.samples)
     drawn = posterior.draw(settings.members, derive_seed(settings.seed, "laplace"))  # [S, C, d (+ 1)]
     sharing = Sharing(stem=True, attention=True, mlp=True, norms=True)
     many = joined([model] * settings.members, sharing)
@@ -90,7 +95,7 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
         state[BIAS] = drawn[..., width].to(state[BIAS])
     line = (
         f"{settings.members} classifiers of a last-layer Laplace approximation ({settings.structure}, prior precision "
-        f"{posterior.prior:.4g}, {curvature.samples} samples)"
+        f"{posterior.prior:.4g}, {settings.samples or curvature.samples} samples)"
     )
     return Ensemble.from_state(many.config, state, model.metadata.after(line))
 
@@ -124,8 +129,11 @@ class Curvature:
         spread = torch.diag_embed(probs) - probs[:, :, None] * probs[:, None, :]  # [B, C, C]
         self.sums += torch.einsum("bce,bi,bj->ciej", spread, seen, seen)
 
-    def posterior(self, mean: Tensor, prior: float | None) -> "Posterior":
-        """The normal distribution around `mean` `[C, d]`, with the given prior or the likeliest one."""
+    def posterior(self, mean: Tensor, prior: float | None, samples: int | None = None) -> "Posterior":
+        """The normal distribution around `mean` `[C, d]`, with the given prior or the likeliest one.
+
+        Where `samples` are given, those that were added stand for so many.
+        """
         axes: tuple[Tensor, ...] | None = None
         if self.structure == "diag":
             values = self.sums.flatten()
@@ -136,7 +144,7 @@ class Curvature:
             outputs, left = torch.linalg.eigh(self.sums)
             inputs, right = torch.linalg.eigh(self.inputs / self.samples)
             values, axes = (outputs.clamp(min=0)[:, None] * inputs.clamp(min=0)).flatten(), (left, right)
-        values = values.clamp(min=0)
+        values = values.clamp(min=0) * ((samples or self.samples) / self.samples)
         return Posterior(mean, values, axes, likeliest_prior(values, mean) if prior is None else prior)
 
 

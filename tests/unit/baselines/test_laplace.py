@@ -16,11 +16,11 @@ from hydra_ensembles.errors import ConfigError, DataError
 SMALL = Laplace(members=4)
 
 
-def posterior(seen, logits, mean, structure, prior=None):
+def posterior(seen, logits, mean, structure, prior=None, samples=None):
     curvature = Curvature(structure, *mean.shape)
     for part in torch.arange(len(seen)).split(7):  # batches, the last one smaller
         curvature.add(seen[part], logits[part])
-    return curvature.posterior(mean, prior)
+    return curvature.posterior(mean, prior, samples)
 
 
 def precision(found):
@@ -125,13 +125,30 @@ def test_a_sure_prior_is_the_model_and_many_members_average_to_its_uncertainty()
     assert (open_minded.epistemic > sure.predict(inputs).epistemic).all()
 
 
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_a_part_of_the_data_stands_for_all(structure):
+    layer, seen, _, mean = case()
+    logits = layer(seen).detach()
+    whole = posterior(seen.repeat(3, 1), logits.repeat(3, 1), mean, structure)
+    part = posterior(seen, logits, mean, structure, samples=120)
+    assert part.prior == pytest.approx(whole.prior)
+    torch.testing.assert_close(precision(part), precision(whole))
+    base = single()
+    assert "120 samples" in laplace(base, some(base), Laplace(samples=120)).metadata.history[-1]
+
+
 def test_the_prior_where_nothing_is_known():
     assert likeliest_prior(torch.zeros(3), torch.ones(3)) == 1.0
     assert likeliest_prior(torch.ones(3), torch.zeros(3)) == 1.0
 
 
 def test_bad_settings_and_models_are_refused():
-    bad = ({"members": 0}, "members"), ({"prior_precision": 0.0}, "prior"), ({"structure": "x"}, "structure")
+    bad = (
+        ({"members": 0}, "members"),
+        ({"samples": 0}, "samples"),
+        ({"prior_precision": 0.0}, "prior"),
+        ({"structure": "x"}, "structure"),
+    )
     for settings, token in bad:
         with pytest.raises(ConfigError, match=token):
             Laplace(**settings)
