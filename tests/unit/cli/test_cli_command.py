@@ -16,7 +16,8 @@ from hydra_ensembles.cli.command import read_settings, report_failure
 from hydra_ensembles.cli.main import make_app
 from hydra_ensembles.errors import ConfigError, DataError
 
-COMMANDS = "demo build search evaluate compare report predict score serve export bench info".split()
+MAKING, USING = ["demo", "build", "search"], ["predict", "score", "serve", "export", "bench", "info"]
+COMMANDS = [*MAKING, "evaluate", "compare", "report", *USING]
 KINDS = {"sources": BuildSources, "hydra": he.HydraConfig}
 
 
