@@ -230,9 +230,11 @@ def require_fit(problems: Sequence[str], left: Sequence[str], architecture: Arch
     """Refuse a model that does not fit its declaration, with all that is wrong at once."""
     found = [*problems[:_SHOWN], *([f"{len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else [])]
     if left:
-        alike = {re.sub(r"\d+", "#", name): name for name in sorted(left, reverse=True)}  # the same of every block: one
-        more = f" and {len(left) - len(alike)} like these" if len(left) > len(alike) else ""
+        alike = {name: name for name in left}
+        if len(left) > _SHOWN:  # of what is in every block, one
+            alike = {re.sub(r"\d+", "#", name): name for name in sorted(left, reverse=True)}
         shown = sorted(alike.values())[:_SHOWN]
+        more = f" and {len(left) - len(shown)} more" if len(left) > len(shown) else ""
         found.append(f"the model has parameters that have no canonical place: {shown}{more}")
     if found:
         raise ConversionError(f"{architecture.name}: " + "; ".join([*found, architecture.advice]))

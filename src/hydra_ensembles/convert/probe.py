@@ -65,13 +65,17 @@ def require_same_answers(
         if difference <= allowed:
             return
         place = _first_difference(architecture, model, ensemble, inputs, fresh, allowed)
-    what, said, remedy = "features" if fresh else "answers", "its class and its configuration", "undo what was changed"
+    what, said, remedy = (
+        "features" if fresh else "answers",
+        "its class and its configuration say",
+        "undo what was changed",
+    )
     if not architecture.classes:
-        said, remedy = "the declaration", "look for the difference"
+        said, remedy = "the declaration says", "look for the difference"
     raise ConversionError(
         f"{architecture.name}: the {what} of the converted model differ from those of the original by "
         f"{difference:.2g} of their size on a random batch ({allowed:g} is allowed): the model computes something else "
-        f"than by {said}. The two part first {place}; {remedy} there, or convert with probe=False if the difference "
+        f"than {said}. The two part first {place}; {remedy} there, or convert with probe=False if the difference "
         "is meant"
     )
 
