@@ -65,13 +65,9 @@ def require_same_answers(
         if difference <= allowed:
             return
         place = _first_difference(architecture, model, ensemble, inputs, fresh, allowed)
-    what, said, remedy = (
-        "features" if fresh else "answers",
-        "its class and its configuration say",
-        "undo what was changed",
-    )
-    if not architecture.classes:
-        said, remedy = "the declaration says", "look for the difference"
+    what, said, remedy = "features" if fresh else "answers", "the declaration says", "look for the difference"
+    if architecture.classes:
+        said, remedy = "its class and its configuration say", "undo what was changed"
     raise ConversionError(
         f"{architecture.name}: the {what} of the converted model differ from those of the original by "
         f"{difference:.2g} of their size on a random batch ({allowed:g} is allowed): the model computes something else "
