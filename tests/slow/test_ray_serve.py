@@ -1,6 +1,7 @@
 """On Ray Serve with two replicas, one of which is killed under load: no request is lost, and answers are the same."""
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,9 +28,33 @@ KEY = {"X-API-Key": "correct horse"}
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def order(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file; when it is there, the next replica that has a batch in its hands takes it away and dies."""
+    return tmp_path_factory.mktemp("order") / "die"
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory, order: Path) -> Iterator[str]:
     """A cluster of this machine alone, with a front and two replicas."""
-    folder = tmp_path_factory.mktemp("served") / "model"
+    place, folder = str(order), tmp_path_factory.mktemp("served") / "model"
+
+    def mortal() -> None:
+        """What every process of the cluster does first."""
+        import os
+
+        from hydra_ensembles.serve.ray_app import _Replica
+
+        original = _Replica._answered
+
+        def answered(self: Any, rows: Any) -> Any:
+            try:
+                os.unlink(place)
+            except FileNotFoundError:
+                return original(self, rows)
+            os._exit(1)
+
+        _Replica._answered = answered
+
     served("image").save_pretrained(folder)
     variables = {name: environment()[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
     patch = pytest.MonkeyPatch()
@@ -39,7 +64,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
         object_store_memory=100 << 20,
-        runtime_env={"env_vars": variables},
+        runtime_env={"env_vars": variables, "worker_process_setup_hook": mortal},
         log_to_driver=False,
     )
     port = free_port()
@@ -64,29 +89,23 @@ def replicas() -> list[str]:
     return [name for name in names if "Model" in name]
 
 
-def test_a_replica_is_killed_under_load(address: str) -> None:
+def test_a_replica_dies_under_load_with_a_batch_in_its_hands(address: str, order: Path) -> None:
     assert len(replicas()) == 2
-    answered, kill = threading.Semaphore(0), threading.Event()
+    answered, count = threading.Lock(), itertools.count(1)
 
     def one(seed: int) -> httpx.Response:
         answer = client.post("/v1/predict", files={"file": picture(seed % 20)})
-        answered.release()
+        with answered:
+            if next(count) == KILLED_AFTER:
+                order.touch()
         return answer
-
-    def killed() -> None:
-        for _ in range(KILLED_AFTER):
-            answered.acquire()
-        ray.kill(ray.get_actor(replicas()[0], namespace="serve"), no_restart=True)
-        kill.set()
 
     with (
         httpx.Client(base_url=address, headers=KEY, timeout=LIMIT) as client,
-        ThreadPoolExecutor(CLIENTS + 1) as pool,
+        ThreadPoolExecutor(CLIENTS) as pool,
     ):
-        killing = pool.submit(killed)
         answers = list(pool.map(one, range(REQUESTS)))
-        killing.result(LIMIT)
-    assert kill.is_set()
+    assert not order.exists()  # it was carried out
     assert [answer.status_code for answer in answers] == [200] * REQUESTS
     expected = served("image").predict([opened(picture(seed)) for seed in range(20)])
     found = [answer.json()["predictions"][0] for answer in answers]
