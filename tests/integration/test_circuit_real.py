@@ -78,7 +78,8 @@ def minilm() -> Problem:
     return Problem(fitted, sentences(known, tokenizer), sentences(others, tokenizer))
 
 
-@pytest.mark.parametrize("name", [pytest.param("dinov2", marks=pytest.mark.slow), "minilm"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dinov2", "minilm"])
 def test_last_two_layers(name: str, request: pytest.FixtureRequest) -> None:
     """All three scores at the first step, and the second step of `avg`: the naive counts serve them all.
 

@@ -53,7 +53,8 @@ EXPECTED = {  # what each one prints, the folder it leaves a model in, and optio
 }
 
 
-SLOW = ("run_exported.py", "search.py", "which_method.py")  # the commands of the same names are tested every day
+# README.md, docs/cli.md and the commands of the same names take the same steps, and are tested every day
+SLOW = ("abstain.py", "run_exported.py", "search.py", "timm_vit.py", "which_method.py")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in EXPECTED])

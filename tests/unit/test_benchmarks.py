@@ -114,6 +114,7 @@ def test_circuits_by_three_methods(tmp_path: Path) -> None:
     assert rows["acc", "naive"]["model_forwards"] == rows["avg", "naive"]["model_forwards"]
 
 
+@pytest.mark.slow
 def test_circuits_over_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some = [one for one in circuit_draws.VARIANTS if one[0] == "acc" or one[3]]
     monkeypatch.setattr(circuit_draws, "VARIANTS", some)
@@ -179,6 +180,7 @@ def test_gates_are_pruning_and_what_the_expansion_leaves_is_of_third_order() -> 
     assert left(0.1) / left(0.05) == pytest.approx(8.0, rel=0.25)  # halving the step leaves an eighth
 
 
+@pytest.mark.slow
 def test_proposition1_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proposition1, "SEVERITIES", (0, proposition1.EXPANDED))
     monkeypatch.setattr(proposition1, "DRAWS", 50)

@@ -54,7 +54,7 @@ for batch in batches:
     [
         ("image", "pt2"),
         ("text", "onnx"),
-        ("zero-shot, bare", "pt2"),
+        pytest.param("zero-shot, bare", "pt2", marks=pytest.mark.slow),
         pytest.param("image", "onnx", marks=pytest.mark.slow),
         pytest.param("text", "pt2", marks=pytest.mark.slow),
         pytest.param("text, bare", "onnx", marks=pytest.mark.slow),

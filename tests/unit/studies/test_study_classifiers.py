@@ -22,6 +22,7 @@ from studies.methods import all_methods, all_units
 from studies.recipe import MemberSet, digest_of
 
 
+@pytest.mark.slow
 def test_every_method_of_every_seed_is_evaluated(classifiers: Finished) -> None:
     output, results = classifiers.output, classifiers.results
     run = classifier_runs(output)[0]
@@ -38,6 +39,7 @@ def test_every_method_of_every_seed_is_evaluated(classifiers: Finished) -> None:
         assert results.arrays[f"{seed}/cifar10/mnist/logits"].dtype == "float16"
 
 
+@pytest.mark.slow
 def test_members_differ_in_their_heads_only_above_the_trunk(classifiers: Finished) -> None:
     run = classifier_runs(classifiers.output)[0]
     recipe = run.recipe
@@ -76,6 +78,7 @@ def test_above_a_trunk_members_start_from_the_pretrained_model(tmp_path: Path) -
     assert not torch.equal(first["readout.classifier.weight"], second["readout.classifier.weight"])
 
 
+@pytest.mark.slow
 def test_a_second_run_makes_nothing_again(classifiers: Finished, capsys: pytest.CaptureFixture[str]) -> None:
     output, source = classifiers.output, SmallFolder()
     files = [path for path in output.rglob("*") if path.is_file()]
@@ -86,6 +89,7 @@ def test_a_second_run_makes_nothing_again(classifiers: Finished, capsys: pytest.
     assert not [name for name in source.opened if name.startswith("images/mnist")]  # not even opened
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_to_the_same_results(
     classifiers: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +125,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_results(
     assert (member / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.slow
 def test_no_test_set_is_read_before_the_decision(classifiers: Finished, tmp_path: Path) -> None:
     assert classifiers.before == {"npm/train", "images/tinyimagenet/validation"}
     assert {"images/cifar10/test", "images/mnist/test"} <= classifiers.after
@@ -130,6 +135,7 @@ def test_no_test_set_is_read_before_the_decision(classifiers: Finished, tmp_path
     assert not source.opened
 
 
+@pytest.mark.slow
 def test_a_record_that_is_not_this_recipes_opens_nothing(classifiers: Finished, tmp_path: Path) -> None:
     run = classifier_runs(classifiers.output)[0]
     decision = run.record()

@@ -92,6 +92,7 @@ def test_published_rows_follow_from_the_published_columns() -> None:
 # --- numbers -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rows_agree_with_another_library(classifiers: Finished) -> None:
     results = classifiers.results
     rows, inside = results.facts["rows"], results.columns(DEEP, 0, "cifar10", "cifar10")
@@ -112,6 +113,7 @@ def test_rows_agree_with_another_library(classifiers: Finished) -> None:
     assert rows[TEMPERATURE]["accuracy"] == rows[SINGLE]["accuracy"]
 
 
+@pytest.mark.slow
 def test_differences_are_those_of_the_paired_bootstrap(classifiers: Finished) -> None:
     results = classifiers.results
     replicates = Replicates(results, resamples=50)
@@ -127,6 +129,7 @@ def test_differences_are_those_of_the_paired_bootstrap(classifiers: Finished) ->
     assert np.allclose(found, [wanted.value, wanted.low, wanted.high])
 
 
+@pytest.mark.slow
 def test_claims_and_contrasts_of_classifiers(classifiers: Finished) -> None:
     facts = classifiers.results.facts
     hydra = [one for one in facts["claims"] if one["first"] in (HYDRA, HYDRA_PAPER)]
@@ -247,7 +250,7 @@ def test_zero_shot_rows_of_the_paper_give_their_own_mean() -> None:
 # --- tables, command, documents ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["classifiers", "duals"])
+@pytest.mark.parametrize("kind", [pytest.param("classifiers", marks=pytest.mark.slow), "duals"])
 def test_the_command_makes_the_same_tables_again(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +277,7 @@ def test_the_command_makes_the_same_tables_again(
 
 
 @pytest.mark.parametrize("damage", ["row", "contrast", "verdict", "missing"])
+@pytest.mark.slow
 def test_numbers_that_do_not_belong_to_the_columns_are_refused(classifiers: Finished, damage: str) -> None:
     results = classifiers.results
     facts = json.loads(json.dumps(results.facts))
