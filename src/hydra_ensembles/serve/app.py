@@ -213,7 +213,7 @@ class _Server:
 
         async def answered(request: Request) -> Response:
             began, given = time.perf_counter(), request.headers.get("x-request-id", "")
-            name = given if re.fullmatch(r"[\w.-]{1,64}", given) else uuid.uuid4().hex[:16]
+            name = given if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", given) else uuid.uuid4().hex[:16]
             request.state.fields = {"id": name}
             try:
                 if locked:

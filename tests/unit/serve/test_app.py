@@ -459,6 +459,12 @@ def test_a_line_of_the_log_has_no_input(caplog: Any) -> None:
     assert "hello" not in caplog.text
 
 
+@pytest.mark.parametrize(("given", "kept"), [("abc-1.2_3", True), ("a b", False), ("ä", False), ("x" * 65, False)])
+def test_the_id_of_a_request_is_kept_where_it_is_one(given: str, kept: bool) -> None:
+    headers = {"X-Request-Id": given.encode("latin-1")}
+    assert (ask(served("image"), "GET", "/v2", settings(), headers=headers).headers["X-Request-Id"] == given) == kept
+
+
 def test_the_model_is_described() -> None:
     found = ask(served("image"), "GET", "/v1/model", settings()).json()
     assert (found["kind"], found["members"], found["labels"]) == ("image", 3, list(served("image").metadata.labels))
