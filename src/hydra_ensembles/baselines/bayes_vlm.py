@@ -119,7 +119,7 @@ def published_bayes_vlm(
             if not isinstance(factor, Tensor) or factor.shape != (size, size) or not bool(factor.isfinite().all()):
                 got = list(factor.shape) if isinstance(factor, Tensor) else type(factor).__name__
                 raise CheckpointError(f"{path} must be a finite matrix {size}x{size} for this model, got {got}")
-            found.append(factor.double())
+            found.append(factor.detach().double())
         sides.append(ProjectionPosterior.of(mean, found[0], found[1], settings))
     return VLMPosterior(dual, sides[0], sides[1], settings.as_published)
 
