@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = (
     "hydra_ensembles",
+    "hydra_ensembles.baselines",
     "hydra_ensembles.data",
     "hydra_ensembles.demo",
     "hydra_ensembles.evaluation",
