@@ -66,8 +66,8 @@ def export(
         format: `"onnx"` (ONNX Runtime, CPU), `"pt2"` (`torch.export.load`) or `"aoti"` (compiled for the device of the
             ensemble by AOTInductor, which takes about a minute). None takes it from the suffix: `.onnx` or `.pt2`.
         examples: Inputs of yours, as `predict` takes them, to compare on, too.
-        tolerance: How much answers may differ, as a part of 1 + their size; 1e-5 for float32. Distances of features
-            may differ 100 times as much.
+        tolerance: How much answers may differ, as a part of 1 + the largest number of a row; 1e-5 for float32.
+            Distances of features may differ 100 times as much.
 
     Raises:
         ConversionError: The ensemble cannot be traced, or the file answers differently.
@@ -215,7 +215,9 @@ def _compare(found: Arrays, expected: Arrays, ensemble: Ensemble, allowed: float
         if found[name].shape != wanted.shape:
             raise ConversionError(f"{name} of the {format} file is {found[name].shape}, where {wanted.shape} is right")
         difference = np.abs(found[name].astype(np.float64) - wanted.astype(np.float64))
-        limit, reference = allowed * (1 + np.abs(wanted.astype(np.float64))), references.get(name)
+        # a small logit beside large ones is rounded as they are: the largest of a row is its size
+        size = np.abs(wanted.astype(np.float64)).max(axis=tuple(range(1, wanted.ndim)), keepdims=True, initial=0.0)
+        limit, reference = allowed * (1 + size), references.get(name)
         if known is not None and name in known.settings.scores:
             limit = limit * DISTANCES
         elif reference is not None:  # a score that passes a held-out one changes it by a step

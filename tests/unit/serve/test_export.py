@@ -138,6 +138,23 @@ def test_every_output_is_compared(monkeypatch, tmp_path: Path) -> None:
     assert (tmp_path / "model.pt2").read_text() == "made"
 
 
+def test_a_row_is_measured_by_its_largest_number(monkeypatch, tmp_path: Path) -> None:
+    """A logit near zero beside large ones has their rounding; the same difference alone is one too many."""
+    one = served("image")
+    for share, accepted in ((0.5, True), (3.0, False)):
+        pretend(monkeypatch, one, lambda found, share=share: {
+            **found,
+            "member_logits": found["member_logits"]
+            + share * 1e-5 * (1 + np.abs(found["member_logits"]).max(axis=(1, 2), keepdims=True)).astype(np.float32),
+        })  # fmt: skip
+        if accepted:
+            he.export(one, tmp_path / "model.pt2")
+        else:
+            with pytest.raises(ConversionError, match="member_logits"):
+                he.export(one, tmp_path / "other.pt2")
+    assert not (tmp_path / "other.pt2").exists()
+
+
 def test_examples_are_compared_too(monkeypatch, tmp_path: Path) -> None:
     one = served("text")
     pretend(monkeypatch, one, lambda found: found | ({"score": found["score"] + 1} if len(found["score"]) == 2 else {}))
