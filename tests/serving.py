@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import uvicorn
 from PIL import Image
 
 from hydra_ensembles.model.ensemble import Ensemble
@@ -59,6 +58,8 @@ def listening(app: Any) -> Iterator[int]:
     """An application behind a real socket; the port it listens on."""
     place = socket.create_server(("127.0.0.1", 0))
     started = threading.Event()
+
+    import uvicorn
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:
