@@ -35,8 +35,10 @@ class Parametrised(nn.Module):
         """Weights of the ensemble, by their names there, in the shapes they have there."""
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """Member logits `[M, B, C]` with the weights as they are computed now."""
-        return functional_call(self.ensemble, self.computed(), (inputs,))
+        """Member logits `[M, B, C]` with the weights as they are computed now, in full precision as in the end."""
+        with torch.autocast(self.ensemble.device.type, enabled=False):
+            weights = self.computed()
+        return functional_call(self.ensemble, weights, (inputs,))
 
     def prepare(self, inputs: Any) -> Inputs:
         """As `Ensemble.prepare`."""
