@@ -180,8 +180,8 @@ class Tab:
         self.send("DOM.setFileInputFiles", nodeId=node, files=[str(path.resolve())])
 
     def press(self, key: str, control: bool = False) -> None:
-        """Press a key and let it go: Tab or Enter."""
-        codes = {"Tab": 9, "Enter": 13}
+        """Press a key and let it go: Tab, Enter or an arrow."""
+        codes = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
         common = {"key": key, "windowsVirtualKeyCode": codes[key], "modifiers": 2 if control else 0}
         typed = {"type": "keyDown", "text": "\r"} if key == "Enter" and not control else {"type": "rawKeyDown"}
         self.send("Input.dispatchKeyEvent", **typed, **common)

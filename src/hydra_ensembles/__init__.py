@@ -7,6 +7,7 @@ from .circuit.extract import extract_circuit
 from .convert.convert import convert
 from .convert.declared import Declaration
 from .errors import HydraError, HydraWarning
+from .evaluation.atlas import Atlas, atlas
 from .evaluation.evaluate import evaluate
 from .evaluation.evaluation import Evaluation
 from .familiarity import fit_familiarity
@@ -25,13 +26,14 @@ from .prediction import Prediction
 from .preprocessing import ImagePreprocessing, TextPreprocessing
 from .prune import prune
 from .report.compare import compare
-from .report.html import write_report
+from .report.html import write_atlas, write_report
 from .serve.export import export
 from .training.finetune import finetune
 from .training.recipe import Recipe
 from .training.text import tune_text
 
 __all__ = [
+    "Atlas",
     "Declaration",
     "DualEncoder",
     "Ensemble",
@@ -48,6 +50,7 @@ __all__ = [
     "SearchResult",
     "TextPreprocessing",
     "__version__",
+    "atlas",
     "build",
     "calibrate",
     "compare",
@@ -68,6 +71,7 @@ __all__ = [
     "soup",
     "taylor",
     "tune_text",
+    "write_atlas",
     "write_report",
     "zero_shot",
 ]

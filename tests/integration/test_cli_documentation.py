@@ -31,7 +31,7 @@ def adapted(command: list[str]) -> list[str]:
         options = [f"--model-option={name}={value}" for name, value in cases.VIT_OPTIONS.items()]
         command = [VIT[1] if part == VIT[0] else part for part in command] + options
     quiet = ["--quiet"]
-    more = {"build": quiet, "evaluate": quiet, "score": ["--no-progress"], "bench": ["--repeats", "1"]}
+    more = {"build": quiet, "evaluate": quiet, "atlas": quiet, "score": ["--no-progress"], "bench": ["--repeats", "1"]}
     more["search"] = [*quiet, "--price=multiply_adds"]
     return [*command, *more.get(command[0], [])]
 

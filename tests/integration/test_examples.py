@@ -19,6 +19,11 @@ EXPECTED = {  # what each one prints, the folder it leaves a model in, and optio
         None,
         ["--members", "1", "2", "--images", "24"],
     ),
+    "head_atlas.py": (
+        r"most needed heads.*\n(?:layer 5, head \d .*%.*\n){2,5}wrote head-atlas.html",
+        None,
+        ["--images", "14", "--layers", "5"],
+    ),
     "hf_bert.py": (
         r"positive .* accept .*wonderful\nnegative .* accept .*stale\n",
         "hydra-bert/model",

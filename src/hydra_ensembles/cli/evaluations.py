@@ -1,4 +1,4 @@
-"""`hydra-ensembles evaluate`, `compare` and `report`: measure a model, and show what was measured."""
+"""`hydra-ensembles evaluate`, `compare`, `report` and `atlas`: measure a model, and show what was measured."""
 
 import re
 from collections.abc import Sequence
@@ -12,17 +12,19 @@ from rich.console import Console
 from ..data.dataset import AnyDataset
 from ..data.suites import suite
 from ..errors import ConfigError, DataError
+from ..evaluation.atlas import atlas as make_atlas
 from ..evaluation.evaluate import evaluate as evaluate_model
 from ..evaluation.evaluation import FORMAT as EVALUATION
 from ..evaluation.evaluation import Evaluation, logits_path
 from ..files import parse_json, read_file
 from ..metrics.inputs import Convention
 from ..model.cost import Cost
+from ..model.ensemble import Ensemble
 from ..prediction import AnyScore
 from ..report.compare import COLUMNS, load_costs, set_columns, to_csv, to_latex, to_markdown, to_rich
 from ..report.compare import FORMAT as COSTS
 from ..report.compare import compare as compare_evaluations
-from ..report.html import write_report
+from ..report.html import write_atlas, write_report
 from ..schema import to_plain
 from . import sources as source
 from .command import command, emit, write_settings
@@ -34,17 +36,39 @@ _NAMED = re.compile(r"(?:(?P<group>near|far|apart):)?(?:(?P<name>[^=:/\\]+)=)?(?
 
 
 @dataclass(frozen=True)
-class EvaluateSettings(DataSettings, ModelSettings):
+class MeasuredSettings(DataSettings, ModelSettings):
+    """Which model on which sets.
+
+    Attributes:
+        name: What tables and pages call the model; its own name if not given.
+        id: Labelled in-distribution test set.
+        ood: OOD set, once for each, as [near:|far:|apart:][NAME=]DATA.
+        suite: A suite that gives all sets not named here.
+        score: Score that detects OOD inputs.
+    """
+
+    name: str | None = None
+    id: str | None = None
+    ood: tuple[str, ...] = ()
+    suite: str | None = None
+    score: AnyScore = "msp"
+
+    def __post_init__(self) -> None:
+        """Check that there is something to measure on."""
+        ModelSettings.__post_init__(self)
+        DataSettings.__post_init__(self)
+        if self.id is None and self.suite is None:
+            raise ConfigError("no data to evaluate on; give id (and ood, as near:NAME=DATA), or a suite")
+        source.require_different(("id", self.id), *(("ood", data) for _, _, data in read_named(self.ood)))
+
+
+@dataclass(frozen=True)
+class EvaluateSettings(MeasuredSettings):
     """Which model on which sets, and what to measure.
 
     Attributes:
         output: Folder for the evaluation, or a .json file.
-        name: What tables call the model; its own name if not given.
-        id: Labelled in-distribution test set.
-        ood: OOD set, once for each, as [near:|far:|apart:][NAME=]DATA.
         shift: Labelled set under distribution shift, once for each, as NAME=DATA.
-        suite: A suite that gives all sets not named here.
-        score: Score that detects OOD inputs.
         scores: Further score to report, once for each.
         convention: How AUPR and FPR95 count.
         bootstrap: Resamples for confidence intervals; 0 for none.
@@ -52,24 +76,11 @@ class EvaluateSettings(DataSettings, ModelSettings):
     """
 
     output: str = "evaluations"
-    name: str | None = None
-    id: str | None = None
-    ood: tuple[str, ...] = ()
     shift: tuple[str, ...] = ()
-    suite: str | None = None
-    score: AnyScore = "msp"
     scores: tuple[AnyScore, ...] = ()
     convention: Convention = "torch-uncertainty"
     bootstrap: int = 0
     keep_logits: bool = False
-
-    def __post_init__(self) -> None:
-        """Check that there is something to evaluate on."""
-        ModelSettings.__post_init__(self)
-        DataSettings.__post_init__(self)
-        if self.id is None and self.suite is None:
-            raise ConfigError("no data to evaluate on; give id (and ood, as near:NAME=DATA), or a suite")
-        source.require_different(("id", self.id), *(("ood", data) for _, _, data in read_named(self.ood)))
 
     @property
     def file(self) -> Path:
@@ -78,6 +89,32 @@ class EvaluateSettings(DataSettings, ModelSettings):
         title = self.name or self.own_name
         slug = re.sub(r"[^\w.-]+", "-", title.partition(":")[2] or title).strip("-").lower() or "model"
         return path if path.suffix == ".json" else path / f"{slug}.json"
+
+
+@dataclass(frozen=True)
+class AtlasSettings(MeasuredSettings):
+    """Which model on which sets, and what the page shows.
+
+    Attributes:
+        output: The page, an .html file; the numbers go into a .json file beside it.
+        inputs: Inputs to show for each head, and as many foreign ones.
+        layers: Only the heads of these layers, as 0,1,11.
+    """
+
+    output: str = "atlas.html"
+    inputs: int = 4
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check what is written."""
+        super().__post_init__()
+        if self.page.suffix != ".html":
+            raise ConfigError(f"output is the page, a name that ends in .html, got {self.output!r}")
+
+    @property
+    def page(self) -> Path:
+        """Where the page is written."""
+        return Path(self.output).expanduser()
 
 
 def read_named(options: Sequence[str]) -> list[tuple[str, str | None, str]]:
@@ -92,6 +129,27 @@ def read_named(options: Sequence[str]) -> list[tuple[str, str | None, str]]:
     if 0 < len(without) < len(found):
         raise DataError(f"{', '.join(without)} have no group but others do; write near:, far: or apart: before each")
     return found
+
+
+def read_sets(settings: MeasuredSettings, model: Ensemble) -> tuple[AnyDataset, dict[str, dict[str, AnyDataset]]]:
+    """The in-distribution set, and OOD sets by group and name, each fit for the model."""
+    test = _read(f"suite:{settings.suite}:test" if settings.id is None else settings.id, settings, model)
+    groups: dict[str, dict[str, AnyDataset]] = {}
+    wanted = settings.ood
+    if settings.suite is not None and not wanted:
+        references = [(group, ref.name) for group in GROUPS for ref in getattr(suite(settings.suite), group)]
+        wanted = tuple(f"{group}:{name}=suite:{settings.suite}:{name}" for group, name in references)
+    for group, name, spec in read_named(wanted):
+        data = _read(spec, settings, model, labelled=False)
+        name = name or data.name
+        if any(name in sets for sets in groups.values()):
+            raise DataError(f"two OOD sets are called {name!r}; name them apart, as near:NAME=DATA")
+        groups.setdefault(group, {})[name] = data
+    return test, groups
+
+
+def _read(spec: str, settings: MeasuredSettings, model: Ensemble, labelled: bool = True) -> AnyDataset:
+    return source.fit_to_model(source.load_data(spec, settings, labelled), model, settings, labelled)
 
 
 @command
@@ -111,27 +169,13 @@ def evaluate(
       hydra-ensembles compare evaluations/
     """
     model = source.load_classifier(settings)
-
-    def read(spec: str, labelled: bool = True) -> AnyDataset:
-        return source.fit_to_model(source.load_data(spec, settings, labelled), model, settings, labelled)
-
-    test = read(f"suite:{settings.suite}:test" if settings.id is None else settings.id)
-    groups: dict[str, dict[str, AnyDataset]] = {}
-    wanted = settings.ood
-    if settings.suite is not None and not wanted:
-        references = [(group, ref.name) for group in GROUPS for ref in getattr(suite(settings.suite), group)]
-        wanted = tuple(f"{group}:{name}=suite:{settings.suite}:{name}" for group, name in references)
-    for group, name, spec in read_named(wanted):
-        data = read(spec, labelled=False)
-        name = name or data.name
-        if any(name in sets for sets in groups.values()):
-            raise DataError(f"two OOD sets are called {name!r}; name them apart, as near:NAME=DATA")
-        groups.setdefault(group, {})[name] = data
+    test, groups = read_sets(settings, model)
+    shifts = {name or spec: _read(spec, settings, model) for _, name, spec in read_named(settings.shift)}
     evaluation = evaluate_model(
         model,
         test,
         groups,
-        {name or spec: read(spec) for _, name, spec in read_named(settings.shift)},
+        shifts,
         name=settings.name or settings.own_name,
         score=settings.score,
         scores=settings.scores,
@@ -198,6 +242,40 @@ def report(
     evaluations, costs = find_runs(paths)
     page = write_report(output, evaluations, costs=costs, title=title, focus=focus, baseline=baseline)
     print(f"wrote {page}")
+
+
+@command
+def atlas(
+    settings: AtlasSettings,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
+) -> None:
+    """See what every head of a model is good for, on one HTML page.
+
+    Each head is switched off by itself: what that costs in accuracy, likelihood and OOD separation, which members keep
+    the head, and the images or texts whose answers change most. The numbers are written as JSON beside the page.
+
+    Examples:
+      hydra-ensembles atlas run --id test/ --ood cars=cars/ --limit 200 --output atlas.html
+      hydra-ensembles atlas timm:vit_base_patch16_224 --id test/ --layers 10,11
+    """
+    model = source.load_classifier(settings)
+    test, groups = read_sets(settings, model)
+    found = make_atlas(
+        model,
+        test,
+        groups,
+        name=settings.name or settings.own_name,
+        score=settings.score,
+        inputs=settings.inputs,
+        layers=settings.layers or None,
+        batch_size=settings.batch_size or USUAL_BATCH,
+        num_workers=settings.workers,
+        progress=not quiet,
+    )
+    numbers = settings.page.with_suffix(".json")
+    found.save(numbers)
+    write_atlas(settings.page, found)
+    print(f"wrote {settings.page} and {numbers}")
 
 
 def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:

@@ -13,7 +13,7 @@ from ..demo import DemoSettings, run_demo
 from ..report.compare import to_rich
 from .build import build
 from .command import Debug, command
-from .evaluations import compare, evaluate, report
+from .evaluations import atlas, compare, evaluate, report
 from .search import search
 from .serving import export, score, serve
 from .use import bench, info, predict
@@ -29,7 +29,7 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["--help", "-h"]},
     )
     app.callback()(_root)
-    for one in (demo, build, search, evaluate, compare, report, predict, score, serve, export, bench, info):
+    for one in (demo, build, search, evaluate, compare, report, atlas, predict, score, serve, export, bench, info):
         app.command()(one)
     return app
 

@@ -104,7 +104,7 @@ def evaluate(
     known = remembered if isinstance(remembered, Metadata) else Metadata()
     calibration = calibration or known.calibration
     preprocess = preprocess or known.preprocessing
-    id_name = id_name or _set_name(id_data)
+    id_name = id_name or set_name(id_data)
     applied = calibration or Calibration()
     fitted = known.familiarity if isinstance(ensemble, Ensemble | OptimizedEnsemble) else None
     measure = Measure(name or "model", id_name, score, scores, convention, applied, bootstrap, keep_logits, fitted)
@@ -116,21 +116,17 @@ def evaluate(
     groups = read_groups(ood)
     foreign = {key: data for sets in groups.values() for key, data in sets.items()}
     named = {f"OOD set {key!r}": data for key, data in foreign.items()}
-    _require_different({f"the in-distribution set {id_name!r}": id_data, **named}, preprocess)
+    require_different({f"the in-distribution set {id_name!r}": id_data, **named}, preprocess)
 
-    def batched(data: Data, key: str) -> Batches:
-        if not isinstance(data, Dataset):
-            return data
-        if preprocess is None:
-            raise ConfigError(f"set {key!r} holds raw items; pass preprocess=, or give batches (a DataLoader)")
-        return make_batches(data, preprocess, batch_size, num_workers=num_workers)
+    def ready(data: Data, key: str) -> Batches:
+        return batched(data, key, preprocess, batch_size, num_workers)
 
     with running(ensemble, None if device is None else require_device(device)) as (place, dtype):
         run = Runner(ensemble, place, dtype, measure, gallery, known.preprocessing or preprocess, progress).run
-        own = run(batched(id_data, id_name), id_name, labelled=True)
+        own = run(ready(id_data, id_name), id_name, labelled=True)
         like = own.answers.logits  # [M, B, C]
-        others = {key: run(batched(data, key), key, False, like) for key, data in foreign.items()}
-        shifted = {key: run(batched(data, key), key, True, like) for key, data in (shift or {}).items()}
+        others = {key: run(ready(data, key), key, False, like) for key, data in foreign.items()}
+        shifted = {key: run(ready(data, key), key, True, like) for key, data in (shift or {}).items()}
     require_unlike(
         f"the in-distribution set {id_name!r}", own.keys, {f"OOD set {key!r}": one.keys for key, one in others.items()}
     )
@@ -211,7 +207,16 @@ def read_groups(ood: Mapping[str, Any] | None) -> dict[OodGroup, dict[str, Any]]
     return {cast(OodGroup, group): dict(sets) for group, sets in ood.items() if sets}
 
 
-def _require_different(sets: Mapping[str, object], preprocess: Preprocess | None) -> None:
+def batched(data: Data, key: str, preprocess: Preprocess | None, batch_size: int, num_workers: int) -> Batches:
+    """Batches as they are, or those of a data set, which has to be preprocessed."""
+    if not isinstance(data, Dataset):
+        return data
+    if preprocess is None:
+        raise ConfigError(f"set {key!r} holds raw items; pass preprocess=, or give batches (a DataLoader)")
+    return make_batches(data, preprocess, batch_size, num_workers=num_workers)
+
+
+def require_different(sets: Mapping[str, object], preprocess: Preprocess | None) -> None:
     """Refuse sets that are surely the same. Loaders that are not ours may choose and change what they read."""
 
     def read(data: object) -> tuple[object, Preprocess | None]:
@@ -228,7 +233,7 @@ def _require_different(sets: Mapping[str, object], preprocess: Preprocess | None
             )
 
 
-def _set_name(data: object) -> str:
+def set_name(data: object) -> str:
     """The name a data set gives itself, also inside a loader."""
     found = data if isinstance(data, Dataset) else getattr(data, "dataset", None)
     return found.name if isinstance(found, Dataset) else "id"

@@ -1,4 +1,4 @@
-"""Comparison tables and the HTML report."""
+"""Comparison tables, the HTML report, and the page of a head atlas."""
 
 from .compare import (
     CLASSIFICATION,
@@ -19,7 +19,7 @@ from .compare import (
     to_markdown,
     to_rich,
 )
-from .html import write_report
+from .html import write_atlas, write_report
 
 __all__ = [
     "CLASSIFICATION",
@@ -39,5 +39,6 @@ __all__ = [
     "to_latex",
     "to_markdown",
     "to_rich",
+    "write_atlas",
     "write_report",
 ]

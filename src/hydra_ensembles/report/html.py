@@ -1,8 +1,12 @@
-"""The HTML report: one file that needs nothing else, neither network nor scripts.
+"""HTML pages, each one file that needs nothing else: the report, which runs no script, and the head atlas.
 
-`report.html.j2` says what the page looks like and escapes whatever it is given; here is what it is given.
+`report.html.j2` and `atlas.html.j2` say what the pages look like and escape whatever they are given; here is what they
+are given.
 """
 
+import base64
+import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -11,6 +15,7 @@ from typing import Any
 from .._utils import __version__, require
 from ..arguments import checked
 from ..errors import ConfigError
+from ..evaluation.atlas import Atlas
 from ..evaluation.evaluation import Evaluation
 from ..files import write_atomically
 from ..model.cost import Cost
@@ -76,14 +81,10 @@ def write_report(
         parts = [tuple(one for one in comparison.columns if bool(one.group) == grouped) for grouped in (False, True)]
     runs = {name: found[0] for name, found in methods.items()}
     shown = runs[focus]
-    jinja = require("jinja2", extra="report")
-    template = jinja.FileSystemLoader(Path(__file__).parent)
-    environment = jinja.Environment(
-        loader=template, autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    page = environment.get_template("report.html.j2").render(
+    return _write_page(
+        Path(path),
+        "report.html.j2",
         title=title or f"How good is {focus}?",
-        version=__version__,
         focus=focus,
         shown=shown,
         colours={name: figures.colour(index) for index, name in enumerate(methods)},
@@ -103,8 +104,48 @@ def write_report(
         disagreement=shown.numbers().get("all.disagreement"),
         class_names=dict(enumerate(shown.model.class_names)),
     )
-    write_atomically(Path(path), str(page).encode())
-    return Path(path)
+
+
+@checked
+def write_atlas(path: str | Path, atlas: Atlas, *, title: str | None = None) -> Path:
+    """Write a head atlas as one HTML file: a map of all heads, and behind each its numbers and inputs.
+
+    The page loads nothing. Its one script, known by its digest, is for keys and for showing one head at a time;
+    without, links lead to the heads, and the map changes between what it shows all the same.
+    """
+    kept: Sequence[Any] = atlas.model.heads or ((),)
+    costs = [atlas.cost(one) for one in atlas.heads]
+    return _write_page(
+        Path(path),
+        "atlas.html.j2",
+        title=title or f"What are the heads of {atlas.name} for?",
+        atlas=atlas,
+        whole=atlas.whole.numbers,
+        costs=costs,
+        most={name: max((abs(cost[name]) for cost in costs), default=0.0) for name in atlas.whole.numbers},
+        place={(one.layer, one.head): index for index, one in enumerate(atlas.heads)},
+        layers=len(kept[0]),
+        colours=[figures.colour(member) for member in range(atlas.model.members)],
+        pictures={
+            index for index, one in enumerate(atlas.inputs) if one.kind == "image" and _PICTURE.fullmatch(one.content)
+        },
+        class_names=dict(enumerate(atlas.model.class_names)),
+    )
+
+
+_PICTURE = re.compile(r"data:image/(jpeg|png);base64,[A-Za-z0-9+/=]+")
+
+
+def _write_page(path: Path, template: str, **given: Any) -> Path:
+    """Fill in a template."""
+    jinja = require("jinja2", extra="report")
+    loader = jinja.FileSystemLoader(Path(__file__).parent)
+    environment = jinja.Environment(
+        loader=loader, autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["sha256"] = lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    write_atomically(path, str(environment.get_template(template).render(version=__version__, **given)).encode())
+    return path
 
 
 def _tiles(

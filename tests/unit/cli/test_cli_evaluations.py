@@ -1,4 +1,4 @@
-"""`hydra-ensembles evaluate`, `compare` and `report`."""
+"""`hydra-ensembles evaluate`, `compare`, `report` and `atlas`."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import yaml
 
 from cli_cases import fail, save_images, succeed, vit_flags
 from hydra_ensembles.data.suites import SetRef, Suite, all_suites
+from hydra_ensembles.evaluation.atlas import Atlas
 from hydra_ensembles.evaluation.evaluation import Evaluation
 from hydra_ensembles.report.compare import save_costs
 from sample_evaluations import costs, evaluation, methods
@@ -162,3 +163,24 @@ def test_files_that_are_no_evaluations(saved):
         (["2.json", "different"], "same data"),
     ):
         assert says in fail("compare", *(saved / path for path in paths))
+
+
+def test_an_atlas_of_images_and_of_texts(run_folder, text_folder, world, tmp_path):
+    page = tmp_path / "new" / "heads.html"
+    sets = ["--id", world / "test", "--ood", f"near:dots={world / 'dots'}", "--ood", f"far:stripes={world / 'stripes'}"]
+    out = succeed("atlas", run_folder, *sets, "--inputs", 2, "--name", "Mine", "-o", page, "-q")
+    assert str(page) in out
+    found = Atlas.load(page.with_suffix(".json"))
+    assert found.samples == {"test": 12, "dots": 6, "stripes": 18}
+    assert set(found.whole.auroc) == {"dots", "stripes"}
+    assert "What are the heads of Mine for?" in page.read_text()
+    text = tmp_path / "texts.html"
+    succeed("atlas", text_folder, "--id", world / "test.jsonl", "--layers", "0,2", "--limit", 10, "-o", text, "-q")
+    texts = Atlas.load(tmp_path / "texts.json")
+    assert {one.layer for one in texts.heads} == {0, 2}
+    assert not texts.whole.auroc
+    assert texts.inputs[0].kind == "text"
+    assert "positive" in text.read_text()
+    assert ".html" in fail("atlas", run_folder, *sets, "-o", tmp_path / "atlas.json", "-q")
+    assert "16" in fail("atlas", run_folder, *sets, "--inputs", 99, "-q")
+    assert "0 to 2" in fail("atlas", run_folder, *sets, "--layers", "3", "-q")

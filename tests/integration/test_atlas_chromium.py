@@ -1,0 +1,87 @@
+"""The head atlas in a real browser: a click or a key on a head shows its inputs, narrow and wide, light and dark."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hydra_ensembles as he
+from chromium import Tab, find_chromium
+from hydra_ensembles.model.config import Sharing
+from random_ensembles import random_batches, random_ensemble
+
+pytest.importorskip("PIL.Image")
+
+PHONE, DESK = 360, 1280
+KEPT = (((0, 1, 2, 3), (0, 2), (0, 1)), ((0, 1, 2, 3), (1, 2), (3,)))  # [member][layer]
+SHOWN = "[...document.querySelectorAll('.panels article')].filter((one) => one.offsetHeight).map((one) => one.id)"
+COLOURS = "[...document.querySelectorAll('.map a')].map((one) => getComputedStyle(one).backgroundColor)"
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Tab]:
+    with find_chromium().tab() as found:
+        yield found
+
+
+@pytest.fixture(scope="module", params=["image-cls", "text-post-norm"])
+def page(request, tmp_path_factory) -> Path:
+    """Of two members with a trunk of one layer."""
+    model = random_ensemble(request.param, KEPT, Sharing(stem=True, mlp=True), trunk=1)
+    data = random_batches(model, (12,)), {"odd": random_batches(model, (8,), seed=1)}
+    found = he.atlas(model, *data, name="two", progress=False)
+    return he.write_atlas(tmp_path_factory.mktemp("atlas") / f"{request.param}.html", found)
+
+
+@pytest.mark.parametrize(("width", "dark"), [(PHONE, True), (DESK, False)])
+def test_a_click_on_a_head_shows_its_inputs(tab: Tab, page: Path, width: int, dark: bool) -> None:
+    tab.open(page.as_uri(), width, 900, dark)
+    assert tab.run("document.documentElement.scrollWidth") <= width
+    assert len(tab.run(SHOWN)) == 1  # the head that costs most
+    tab.run("document.querySelector('a[href=\"#head-1-2\"]').click()")
+    assert tab.run(SHOWN) == ["head-1-2"]
+    assert "kept by all 2 members" in tab.run("document.querySelector('article.shown').innerText")
+    seen = "document.querySelectorAll('article.shown .pic').length"
+    said = "document.querySelectorAll('article.shown .shelf .text').length"
+    assert tab.run(seen if "image" in page.name else said) == 8
+    if "image" in page.name:
+        assert "data:image/jpeg" in tab.run("getComputedStyle(document.querySelector('.shown .pic')).backgroundImage")
+    box = tab.run(
+        "(({ top, bottom }) => [top, bottom])(document.querySelector('article.shown').getBoundingClientRect())"
+    )
+    assert box[0] < 900  # it was brought into sight
+    background = tab.run("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, background[4:-1].split(","))) < 150) == dark
+    assert not tab.complaints
+    assert all(address.startswith(("file:", "data:")) for address in tab.requests)
+
+
+def test_keys_walk_over_the_map_and_colours_change_with_what_is_asked_for(tab: Tab, page: Path) -> None:
+    tab.open(page.as_uri() + "#head-0-0", DESK)
+    tab.run("document.querySelector('a[href=\"#head-0-0\"]').focus()")
+    for key, shown in (("ArrowDown", "1-0"), ("ArrowRight", "1-1"), ("ArrowUp", "0-1"), ("ArrowLeft", "0-0"),
+                       ("ArrowLeft", "0-0"), ("ArrowRight", "0-1"), ("ArrowRight", "0-2"), ("ArrowRight", "0-3"),
+                       ("ArrowDown", "2-3"), ("ArrowLeft", "2-1")):  # fmt: skip
+        tab.press(key)  # over the heads that nobody keeps
+        assert tab.run(SHOWN) == [f"head-{shown}"]
+    tab.press("Enter")
+    assert tab.run("document.activeElement.id") == "head-2-1"
+    colours = []
+    for name in ("accuracy", "log_likelihood", "auroc"):
+        tab.run(f"document.getElementById('by-{name}').click()")
+        colours.append(
+            tab.run("[...document.querySelectorAll('.map a')].map((one) => getComputedStyle(one).backgroundColor)")
+        )
+        assert tab.run("[...document.querySelectorAll('.scale')].filter((one) => one.offsetHeight).length") == 1
+    assert colours[0] != colours[1] != colours[2] != colours[0]
+    assert not tab.complaints
+
+
+def test_without_script_it_is_a_page_of_all_heads_with_links(tab: Tab, page: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare.html"
+    bare.write_text(re.sub(r"<script>.*?</script>", "", page.read_text(), flags=re.DOTALL))
+    tab.open(bare.as_uri(), DESK)
+    links = tab.run("[...document.querySelectorAll('.map a')].map((one) => one.hash)")
+    assert links == [f"#{one}" for one in tab.run(SHOWN)]
+    assert len(links) == tab.run("document.querySelectorAll('table.all tbody tr').length") == 10

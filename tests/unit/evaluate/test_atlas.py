@@ -1,0 +1,192 @@
+"""The head atlas: its numbers are those of the masked and of the pruned ensemble; saved, read, and shown."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import hydra_ensembles as he
+from architectures_clip import DUAL_CASES
+from hydra_ensembles.errors import ConfigError, DataError, HeadError
+from hydra_ensembles.evaluation.atlas import Atlas, atlas
+from hydra_ensembles.model.config import Sharing
+from hydra_ensembles.report.html import write_atlas
+from random_ensembles import random_batches, random_ensemble
+from zero_shot_models import NAMES, dual_of
+
+KEPT = (
+    ((0, 1, 2, 3), (0, 2), (1, 2, 3)),
+    ((0, 1, 2, 3), (1, 2), (0, 3)),
+    ((0, 1, 2, 3), (2,), (0, 1, 2)),
+)  # [member][layer]: layer 0 is a trunk, head 3 of layer 1 is nobody's
+
+
+def hydra(shape: str = "image-cls") -> he.Ensemble:
+    """Three members that share a trunk and the MLPs, and keep different numbers of heads."""
+    return random_ensemble(shape, KEPT, Sharing(stem=True, mlp=True), trunk=1)
+
+
+def sets(model: he.Ensemble) -> tuple[list, dict]:
+    return random_batches(model, (9, 6)), {
+        name: random_batches(model, (7, 4), seed) for name, seed in (("a", 1), ("b", 2))
+    }
+
+
+@pytest.fixture(scope="module")
+def of_images() -> Atlas:
+    model = hydra()
+    return atlas(model, *sets(model), name="three", inputs=3, progress=False)
+
+
+@pytest.mark.parametrize("shape", ["image-cls", "text-post-norm", "image-rotary"])
+def test_the_numbers_are_those_of_the_masked_ensemble(shape):
+    model = hydra(shape)
+    data, ood = sets(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = atlas(model, data, ood, score="entropy", progress=False)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert [(one.layer, one.head) for one in found.heads] == [
+        (layer, head) for layer in range(3) for head in range(4) if (layer, head) != (1, 3)
+    ]
+    for one in found.heads:
+        with he.masked(model, [(one.layer, one.head)]):
+            same = he.evaluate(model, data, ood, score="entropy", progress=False).numbers()
+        assert one.without.accuracy == same["accuracy"]
+        assert one.without.log_likelihood == -same["nll"]
+        assert one.without.auroc == {name: same[f"ood.{name}.auroc"] for name in ood}
+        assert found.cost(one)["auroc"] == pytest.approx(found.whole.numbers["auroc"] - same["all.auroc"], abs=1e-15)
+    whole = he.evaluate(model, data, ood, score="entropy", progress=False).numbers()
+    assert (found.whole.accuracy, found.whole.log_likelihood) == (whole["accuracy"], -whole["nll"])
+    assert any(found.cost(one)["log_likelihood"] < 0 for one in found.heads)  # some heads do harm, here
+
+
+def test_the_numbers_are_those_of_the_pruned_model_and_of_its_fitted_scores():
+    model = random_ensemble()
+    data, ood = sets(model)
+    model = he.fit_familiarity(he.calibrate(model, data), data, score="knn")
+    found = atlas(model, data, ood, score="knn", layers=[2, 1], progress=False)
+    assert {one.layer for one in found.heads} == {1, 2}
+    for one in found.heads[::3]:
+        pruned = he.evaluate(he.prune(model, [(one.layer, one.head)]), data, progress=False)
+        assert one.without.accuracy == pruned.id.accuracy
+        with he.masked(model, [(one.layer, one.head)]):  # of the fitted features; pruning forgets them
+            same = he.evaluate(model, data, ood, score="knn", progress=False).numbers()
+        assert one.without.auroc == pytest.approx({name: same[f"ood.{name}.auroc"] for name in ood}, abs=1e-12)
+
+
+def test_it_says_who_keeps_a_head_and_whose_answers_change(of_images):
+    model = hydra()
+    data, ood = sets(model)
+    heads = {(one.layer, one.head): one for one in of_images.heads}
+    assert (heads[0, 3].members, heads[0, 3].shared) == ((0, 1, 2), True)
+    assert (heads[1, 1].members, heads[1, 1].shared) == ((1,), False)
+    images, labels = (torch.cat(part) for part in zip(*data, strict=True))
+    foreign = {name: torch.cat([batch for batch, _ in one]) for name, one in ood.items()}
+    for (layer, head), one in heads.items():
+        whole, others = model.predict(images), {name: model.predict(batch) for name, batch in foreign.items()}
+        with he.masked(model, [(layer, head)]):
+            left = model.predict(images)
+            left_of_others = {name: model.predict(batch) for name, batch in foreign.items()}
+        right, still = whole.label == labels, left.label == labels
+        assert (one.lost, one.gained) == (int((right & ~still).sum()), int((~right & still).sum()))
+        moved = (whole.probs - left.probs).abs().sum(-1) / 2
+        own = [each for each in one.changed if of_images.inputs[each.input].label is not None]
+        assert [of_images.inputs[each.input].index for each in own] == moved.argsort(descending=True)[:3].tolist()
+        far = {
+            (name, index): float(value)
+            for name in foreign
+            for index, value in enumerate((others[name].probs - left_of_others[name].probs).abs().sum(-1) / 2)
+        }
+        rest = [of_images.inputs[each.input] for each in one.changed[3:]]
+        assert [(each.set, each.index) for each in rest] == sorted(far, key=lambda key: -far[key])[:3]
+        for each in own:
+            place = of_images.inputs[each.input]
+            assert (place.predicted, place.label) == (whole.label[place.index], labels[place.index])
+            assert each.predicted == left.label[place.index]
+            assert each.confidence == pytest.approx(float(left.confidence[place.index]))
+            assert place.content.startswith("data:image/jpeg;base64,")
+
+
+def test_zero_shot_classifiers_have_one_too_dual_encoders_have_none():
+    dual = dual_of(DUAL_CASES[0])
+    model = he.zero_shot(dual, NAMES)
+    pixels = DUAL_CASES[0].pixels()
+    data = [(pixels, torch.arange(len(pixels)) % len(NAMES))]
+    found = atlas(model, data, layers=[model.num_layers - 1], progress=False)
+    assert found.model.class_names == NAMES
+    with he.masked(model, [(found.heads[0].layer, found.heads[0].head)]):
+        assert found.heads[0].without.log_likelihood == -he.evaluate(model, data, progress=False).id.nll
+    with pytest.raises(ConfigError, match="zero_shot"):
+        atlas(dual, data)  # type: ignore[arg-type]
+
+
+def test_it_is_saved_and_read(of_images, tmp_path):
+    of_images.save(tmp_path / "atlas.json")
+    assert Atlas.load(tmp_path / "atlas.json") == of_images
+    plain = json.loads((tmp_path / "atlas.json").read_text())
+    (tmp_path / "changed.json").write_text(json.dumps(plain | {"name": "other"}))
+    (tmp_path / "strange.json").write_text('{"format": "hydra_ensembles.evaluation"}')
+    for name, token in (("changed", "changed"), ("strange", "atlas"), ("missing", "missing")):
+        with pytest.raises(DataError, match=token):
+            Atlas.load(tmp_path / f"{name}.json")
+    head = of_images.heads[0]
+    for wrong in (
+        replace(head, layer=7),
+        replace(head, members=(1,)),
+        replace(head, changed=(replace(head.changed[0], input=99),)),
+    ):
+        with pytest.raises(DataError, match="fit"):
+            replace(of_images, heads=(wrong,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "token"),
+    [
+        ({"inputs": 17}, ConfigError, "16"),
+        ({"layers": [3]}, HeadError, "layers"),
+        ({"score": "mahalanobis"}, ConfigError, "mahalanobis"),
+        ({"id_name": "a"}, DataError, "'a'"),
+        ({"batch_size": 0}, ConfigError, "batch_size"),
+    ],
+)
+def test_what_it_refuses(changes, error, token):
+    model = hydra()
+    data, ood = sets(model)
+    with pytest.raises(error, match=token):
+        atlas(model, data, ood, progress=False, **changes)
+
+
+def test_bad_data_are_named():
+    model = hydra()
+    data, _ = sets(model)
+    with pytest.raises(DataError, match="same samples"):
+        atlas(model, data, {"same": [(inputs.clone(), labels) for inputs, labels in data]}, progress=False)
+    huge = random_ensemble(dtype=torch.float32)
+    with torch.no_grad():
+        huge.readout.classifier.weight.mul_(1e38)
+    with pytest.raises(DataError, match="batch 0"):
+        atlas(huge, data, progress=False)
+
+
+def test_its_page_is_whole_and_escaped(of_images, tmp_path):
+    evil = '<script>alert("x")</script>'
+    strange = tuple(
+        replace(one, content="data:image/png;base64,AA==);} body{display:none") for one in of_images.inputs[:1]
+    )
+    found = replace(of_images, name=evil, inputs=(*strange, *of_images.inputs[1:]),
+                    model=replace(of_images.model, class_names=(evil, "a", "b", "c")))  # fmt: skip
+    text = write_atlas(tmp_path / "new" / "atlas.html", found).read_text()
+    assert text.count("<script") == 1
+    assert "&lt;script&gt;alert" in text
+    style = text[text.index("<style>") : text.index("</style>")]
+    assert "display:none" not in style  # what is no picture is shown as text
+    assert style.count("url(data:image/jpeg;base64,") == len(of_images.inputs) - 1
+    assert not re.search(r"https?://", text)
+    for one in of_images.heads:
+        place = f"head-{one.layer}-{one.head}"
+        assert text.count(f'href="#{place}"') == text.count(f'id="{place}"') == 1
+    assert text.count('class="gone"') == 1  # head 3 of layer 1
+    assert "kept by member 1 of 0 to 2" in text
+    assert "shared by all 3 members" in text
