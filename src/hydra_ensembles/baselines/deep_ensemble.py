@@ -1,5 +1,6 @@
 """Deep Ensembles by fine-tuning: one model trained several times, with what does not train stored once."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ def deep_ensemble(
     members: int = 3,
     validation: Batches | None = None,
     *,
+    snapshots: bool = False,
     output: str | Path | None = None,
     progress: bool = True,
     device: torch.device | str | None = None,
@@ -40,6 +42,8 @@ def deep_ensemble(
         recipe: How to train; `reinit_classifier="random"` gives every member a classifier of its own to start from.
         members: How often.
         validation: Held-out batches with labels, as for `finetune`.
+        snapshots: Each fine-tuning goes on from where the one before ended, its learning rate high again: a Snapshot
+            Ensemble, for which each run may be short. A classifier starts anew in the first alone.
         output: Folder for checkpoints; a run that was killed goes on from there.
         progress: Whether to show a progress bar.
         device: Where to train; None stays on the model's device.
@@ -47,20 +51,22 @@ def deep_ensemble(
     """
     require_single(model, "deep_ensemble")
     require_whole("members", members, 1)
-    found = [
-        finetune(
-            model,
-            train,
-            recipe,
-            validation,
-            output=output,
-            progress=progress,
-            device=device,
-            index=index,
-            checkpoint_every=checkpoint_every,
+    found: list[Ensemble] = []
+    for index in range(members):
+        goes_on = snapshots and index > 0
+        found.append(
+            finetune(
+                found[-1] if goes_on else model,
+                train,
+                replace(recipe, reinit_classifier=None) if goes_on else recipe,
+                validation,
+                output=output,
+                progress=progress,
+                device=device,
+                index=index,
+                checkpoint_every=checkpoint_every,
+            )
         )
-        for index in range(members)
-    ]
     above = recipe.last_blocks is not None  # then the stem does not train either
     shared = {group: group not in recipe.train_groups or (above and group == "stem") for group in GROUPS}
     return joined(found, Sharing(**shared), 0 if recipe.last_blocks is None else model.num_layers - recipe.last_blocks)

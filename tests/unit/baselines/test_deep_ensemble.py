@@ -37,9 +37,22 @@ def test_members_are_fine_tunings_and_the_rest_is_stored_once(kind, changes, sha
     assert_an_ensemble(found, base, tmp_path / "saved")
 
 
-def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
+def test_snapshots_go_on_from_each_other():
     base = single()
-    assert_resumes(lambda **options: train(base, **options), tmp_path, monkeypatch, stop=6)
+    recipe = replace(QUICK, reinit_classifier="zeros", last_blocks=1)
+    found = train(base, recipe, snapshots=True)
+    first = finetune(base, some(base), recipe, progress=False)
+    second = finetune(first, some(base), replace(recipe, reinit_classifier=None), progress=False, index=1)
+    for index, alone in enumerate((first, second)):
+        for name, tensor in alone.state_dict().items():
+            assert torch.equal(found.member(index).state_dict()[name], tensor)
+    assert found.config.trunk == base.num_layers - 1
+
+
+@pytest.mark.parametrize("snapshots", [False, True])
+def test_a_stopped_run_goes_on(snapshots, tmp_path, monkeypatch):
+    base = single()
+    assert_resumes(lambda **options: train(base, snapshots=snapshots, **options), tmp_path, monkeypatch, stop=6)
 
 
 def test_no_members_are_refused():
