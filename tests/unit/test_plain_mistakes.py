@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,7 @@ def data(seed: int = 1, shift: float = 0.0) -> list[Any]:
     return cases.batches(8, seed=seed, shift=shift)
 
 
+@cache
 def dual() -> he.DualEncoder:
     """Two small towers; the text tower reads strings."""
     text = checkpoint_models.ensemble(checkpoint_models.text())
@@ -135,7 +136,7 @@ def settings(kind: type) -> dict[str, Any]:
 
 
 MODEL = cases.image_model()
-TRAINED = he.HydraConfig(prune=1, members=1, recipe=cases.recipe(steps=1))
+TRAINED = he.HydraConfig(prune=1, members=1, method="naive", recipe=cases.recipe(steps=1))
 PRUNED = he.prune(MODEL, [(0, 1)])
 BASELINES = he.baselines
 METHODS: dict[str, Any] = {  # small settings of the baselines that train
