@@ -185,6 +185,23 @@ CALLS: dict[str, Call] = {
         lambda: {"evaluations": [evaluation()], "costs": costs(), "columns": (), "allow_mismatch": False},
     ),
     "convert": (he.convert, lambda: {"model": torch.nn.Linear(2, 2), "processor": None}),
+    "atlas": (
+        he.atlas,
+        lambda: {
+            "ensemble": MODEL,
+            "id_data": data(1),
+            "ood": {"far": data(2, 1.5)},
+            "name": "m",
+            "id_name": "x",
+            "score": "msp",
+            "inputs": 1,
+            "layers": [0],
+            "preprocess": None,
+            "batch_size": 2,
+            "num_workers": 0,
+            "progress": False,
+        },
+    ),
     "evaluate": (
         he.evaluate,
         lambda: {
@@ -326,6 +343,14 @@ CALLS: dict[str, Call] = {
             "recipe": BASELINES.ViLU.recipe(epochs=1),
             "settings": BASELINES.ViLU(hidden=(4,)),
             "validation": None,
+        },
+    ),
+    "write_atlas": (
+        he.write_atlas,
+        lambda: {
+            "path": "atlas.html",
+            "atlas": he.atlas(MODEL, data(1), layers=[0], inputs=0, progress=False),
+            "title": "t",
         },
     ),
     "write_report": (
