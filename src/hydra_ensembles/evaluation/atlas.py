@@ -1,7 +1,7 @@
 """A head atlas: what every head of an ensemble is good for, found by switching it off and nothing else."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
@@ -16,6 +16,7 @@ from ..arguments import checked, require_whole
 from ..batches import Inputs, changed, iterate, length_of, require_labels, size_of
 from ..circuit.timing import in_words, say
 from ..data.batching import Preprocess
+from ..data.dataset import Dataset
 from ..errors import ConfigError, DataError
 from ..files import DIGEST, write_sealed
 from ..heads.masking import checked_layers, masked, working_copy
@@ -36,6 +37,7 @@ from .running import shown
 
 FORMAT, VERSION = "hydra_ensembles.atlas", 1
 MOST_INPUTS = 16  # shown for a head, of either kind: more make a page that no browser likes
+_BAR = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}"
 
 
 # --- what was found ------------------------------------------------------------------------------------------
@@ -235,20 +237,20 @@ def atlas(
     loaders = {key: batched(data, key, preprocess, batch_size, num_workers) for key, data in given.items()}
     sweep = Sweep(ensemble, working_copy(ensemble, None, None), heads_of(ensemble, layers), measure)
     shelves = {own: MostChanged(len(sweep.heads), inputs) for own in (True, False)}  # ID inputs, OOD inputs
-    counts = [length_of(one) for one in loaders.values()]
-    steps = None if None in counts else sweep.blocks * sum(count or 0 for count in counts)
     found: dict[str, list[Swept]] = {}
     keys: dict[str, list[Keys]] = {}
     truth: list[Tensor] = []
-    with torch.no_grad(), tqdm(total=steps, desc="atlas", unit="block", disable=not progress) as bar:
+    with torch.no_grad(), tqdm(desc="atlas", bar_format=_BAR, disable=not progress) as bar:
         for key, batches in loaders.items():
             own, first = key == id_name, 0
             for index, (read, targets) in enumerate(iterate(batches, f"set {key!r}", labelled=own)):
                 prepared = ensemble.prepare(read)
                 labels = require_labels(targets, ensemble.num_classes, f"set {key!r}", index) if own else None
-                if progress and steps is not None and not found:
-                    seconds = steps / ensemble.num_layers * seconds_of_a_pass(sweep.copy, prepared)
-                    say(f"{len(sweep.heads)} heads, each switched off by itself: {in_words(seconds)}")
+                if progress and not found:
+                    bar.total = inputs_of(given.values(), size_of(read))
+                    seconds = sweep.blocks / ensemble.num_layers * seconds_of_a_pass(sweep.copy, prepared)
+                    words = "" if bar.total is None else f": {in_words(seconds * bar.total / size_of(read))}"
+                    say(f"{len(sweep.heads)} heads, each switched off by itself{words}")
                 answers = sweep.answers(prepared, labels, f"batch {index} of set {key!r}", bar)
                 found.setdefault(key, []).append(answers)
                 keys.setdefault(key, []).append(sample_keys(read))
@@ -256,6 +258,8 @@ def atlas(
                 about = key, first, None if labels is None else labels.tolist()
                 shelves[own].put(answers, read, *about, known.preprocessing or preprocess)
                 first += size_of(read)
+        bar.total = bar.n  # what was guessed where batches are not alike
+        bar.refresh()
     own_keys, *other_keys = (np.concatenate(parts) for parts in keys.values())
     require_unlike(own_title, own_keys, dict(zip(titles, other_keys, strict=True)))
     joined = {key: Swept.joined(parts) for key, parts in found.items()}
@@ -309,6 +313,13 @@ def heads_of(ensemble: Ensemble, layers: Sequence[int] | None) -> list[Head]:
     if not found:
         raise ConfigError("there is no head left in these layers that could be switched off; give other layers")
     return found
+
+
+def inputs_of(given: Collection[Data], batch: int) -> int | None:
+    """How many inputs there are, where batches of others than our data sets hold so many each; None if not known."""
+    counts = [len(one) if isinstance(one, Dataset) else length_of(one) for one in given]
+    sizes = [1 if isinstance(one, Dataset) else batch for one in given]
+    return None if None in counts else sum(count * size for count, size in zip(counts, sizes, strict=True) if count)
 
 
 def seconds_of_a_pass(ensemble: Ensemble, inputs: Inputs) -> float:
@@ -398,12 +409,13 @@ class Sweep:
                 scores = fitted.scores(features.expand(copy.num_members, *features.shape[1:]), logits)
             return self.measure.predict(logits, scores)
 
+        step = len(arguments[0]) / self.blocks  # of the bar, which counts inputs
         yield predicted(len(blocks) - 1)
-        bar.update(len(blocks))
+        bar.update(step * len(blocks))
         for head in self.heads:
             with masked(copy, [head]):
                 yield predicted(head.layer)
-            bar.update(len(blocks) - head.layer)
+            bar.update(step * (len(blocks) - head.layer))
 
 
 @dataclass(eq=False)

@@ -190,3 +190,14 @@ def test_its_page_is_whole_and_escaped(of_images, tmp_path):
     assert text.count('class="gone"') == 1  # head 3 of layer 1
     assert "kept by member 1 of 0 to 2" in text
     assert "shared by all 3 members" in text
+
+
+def test_the_time_is_said_before_and_the_bar_ends_where_the_work_does(capsys):
+    model = hydra()
+    data, ood = sets(model)
+    atlas(model, data[:1], {"a": ood["a"][:1]}, layers=[2])
+    said = capsys.readouterr().err
+    assert "4 heads, each switched off by itself: less than a minute" in said
+    assert "100% |" in said  # though the second set has smaller batches than the first, which the guess was made of
+    atlas(model, iter(data), layers=[2])  # of unknown length
+    assert "4 heads" in capsys.readouterr().err
