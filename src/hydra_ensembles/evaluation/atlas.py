@@ -141,11 +141,14 @@ class Atlas:
 
     def __post_init__(self) -> None:
         """What points to something points to something that is there."""
-        kept = self.model.heads or ((),)
+        kept, sets = self.model.heads or (), {self.id_name, *self.whole.auroc}
+        if not kept or not self.model.heads_per_layer or set(self.samples) != sets or min(self.samples.values()) < 1:
+            raise DataError(f"an atlas of {self.id_name!r} does not fit its model or its sets {sorted(self.samples)}")
         for one in self.heads:
-            there = 0 <= one.layer < len(kept[0]) and all(0 <= each.input < len(self.inputs) for each in one.changed)
-            if not there or one.members != tuple(m for m, of in enumerate(kept) if one.head in of[one.layer]):
-                raise DataError(f"head {one.layer}.{one.head} does not fit the model or the inputs of the atlas")
+            there = 0 <= one.layer < min(map(len, kept)) and one.without.auroc.keys() == self.whole.auroc.keys()
+            keepers = tuple(m for m, of in enumerate(kept) if there and one.head in of[one.layer])
+            if not keepers or one.members != keepers or any(not 0 <= c.input < len(self.inputs) for c in one.changed):
+                raise DataError(f"head {one.layer}.{one.head} does not fit the model, the sets or inputs of the atlas")
 
     def cost(self, head: HeadEffect) -> dict[str, float]:
         """What the loss of a head takes from each of `Quality.numbers`; what it adds is below zero."""
