@@ -17,7 +17,7 @@ from hydra_ensembles.cli.main import make_app
 from hydra_ensembles.errors import ConfigError, DataError
 
 MAKING, USING = ["demo", "build", "search"], ["predict", "score", "serve", "export", "bench", "info"]
-COMMANDS = [*MAKING, "evaluate", "compare", "report", *USING]
+COMMANDS = [*MAKING, "evaluate", "compare", "report", "atlas", *USING]
 KINDS = {"sources": BuildSources, "hydra": he.HydraConfig}
 
 

@@ -131,14 +131,16 @@ def test_it_is_saved_and_read(of_images, tmp_path):
     for name, token in (("changed", "changed"), ("strange", "atlas"), ("missing", "missing")):
         with pytest.raises(DataError, match=token):
             Atlas.load(tmp_path / f"{name}.json")
+
+
+def test_parts_that_do_not_fit_each_other_are_refused(of_images):
     head = of_images.heads[0]
-    for wrong in (
-        replace(head, layer=7),
-        replace(head, members=(1,)),
-        replace(head, changed=(replace(head.changed[0], input=99),)),
-    ):
+    nowhere, other = (replace(head.changed[0], input=99),), replace(head.without, auroc={})
+    wrong = ({"layer": 7}, {"members": (1,)}, {"changed": nowhere}, {"head": 9, "members": ()}, {"without": other})
+    altered = [{"heads": (replace(head, **changes),)} for changes in wrong]
+    for changes in (*altered, {"id_name": "other"}, {"model": replace(of_images.model, heads=None)}):
         with pytest.raises(DataError, match="fit"):
-            replace(of_images, heads=(wrong,))
+            replace(of_images, **changes)
 
 
 @pytest.mark.parametrize(
