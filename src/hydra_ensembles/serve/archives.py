@@ -1,10 +1,11 @@
 """What an archive holds, item by item and always in the same order: folders, tables and tar shards of any size.
 
 Nothing is held in memory but the item at hand. What cannot be read is an item, too, with the reason: one broken file
-must not end a night's work.
+must not end a night's work. A disk that fails is another matter: what it gives next time would be at other places.
 """
 
 import csv
+import errno
 import json
 import os
 import tarfile
@@ -18,13 +19,14 @@ from typing import Any, Literal
 from .._utils import require
 from ..data.dataset import IMAGE_SUFFIXES, Text
 from ..data.loading import DELIMITERS, JSON_LINES, TABLE_SUFFIXES, Columns, nested
-from ..errors import DataError
+from ..errors import DataError, StorageError
 from ..files import digest_of
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 LINES = ".txt"  # one text a line; in a tar shard, one text
 _ROWS = 256  # of a Parquet file, read at a time
-_BROKEN = (OSError, EOFError, csv.Error, tarfile.TarError, zlib.error, LZMAError)
+_FIELD = 1 << 27  # characters that a field of a CSV file may have
+_BROKEN = (OSError, EOFError, ValueError, OverflowError, csv.Error, tarfile.TarError, zlib.error, LZMAError)
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class Archive:
     """The images or texts of a file or a folder.
 
     A folder is all files in it, however deep, sorted by path: images, Parquet, CSV, TSV, JSON lines, tar shards, for
-    texts also `.txt` with one text a line. Hidden files and other kinds are passed over.
+    texts also `.txt` with one text a line. Hidden files and other kinds are passed over. Links to folders are followed,
+    and each folder is read once.
 
     Args:
         path: File or folder.
@@ -103,12 +106,21 @@ class Archive:
         return found
 
     def __iter__(self) -> Iterator[Item]:
+        """The items, in the same order every time.
+
+        Raises:
+            StorageError: The system does not give a table or a tar shard to read, so that its items cannot be counted.
+        """
         for file in self.files:
             reader = self._reader(file)
             assert reader is not None  # the list has no others
             try:
                 yield from reader(file)
-            except (*_BROKEN, DataError) as error:
+            except _BROKEN as error:
+                # decoders of broken content raise OSErrors without a number, and seek to where nothing can be
+                if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+                    advice = "see to the disk and the permissions and run this again, it goes on from here"
+                    raise StorageError(f"{file} cannot be read ({error.strerror}); {advice}") from error
                 yield self._broken(file, error)
 
     def _name(self, file: Path) -> str:
@@ -150,6 +162,7 @@ class Archive:
                     content = b"" if opened is None else opened.read()
                     text = content.decode("utf-8-sig", "surrogateescape") if self.kind == "text" else content
                     yield Item(f"{self._name(file)}/{inside}".encode("utf-8", "replace").decode(), text)
+            _require_end(members)
 
     def _parquet(self, file: Path) -> Iterator[Item]:
         arrow, row = require("pyarrow", extra="data"), 0
@@ -167,23 +180,19 @@ class Archive:
 
     def _delimited(self, file: Path) -> Iterator[Item]:
         """CSV fields may be quoted; those of TSV never are, so that a lone quotation mark is just a character."""
-        suffix, row = file.suffix.lower(), 0
+        csv.field_size_limit(max(csv.field_size_limit(), _FIELD))
+        suffix = file.suffix.lower()
         quoting: Any = csv.QUOTE_MINIMAL if suffix == ".csv" else csv.QUOTE_NONE
         with self._opened(file) as lines:
             rows = csv.reader(lines, delimiter=DELIMITERS[suffix], quoting=quoting)
             header = next(rows, [])
             self._require_in(header, file)
-            while True:
-                try:
-                    cells = next(rows)
-                    if len(cells) != len(header):
-                        raise csv.Error(f"it has {len(cells)} fields, and the header {len(header)}")
+            for row, cells in enumerate(rows):
+                if len(cells) == len(header):
                     yield self._item(file, row, dict(zip(header, cells, strict=True)))
-                except StopIteration:
-                    return
-                except csv.Error as error:
+                else:
+                    error = DataError(f"it has {len(cells)} fields, and the header {len(header)}")
                     yield self._broken(file, error, f":{row}")
-                row += 1
 
     def _json_lines(self, file: Path) -> Iterator[Item]:
         with self._opened(file) as lines:
@@ -259,12 +268,32 @@ def _files(path: Path, without: Path | None) -> list[Path]:
     if not path.is_dir():
         return [path]
     found: list[Path] = []
-    for folder, folders, names in os.walk(path):
+    seen = set() if without is None or without == path.resolve() else {without}
+    for folder, folders, names in os.walk(path, followlinks=True):
         here = Path(folder)
-        folders[:] = [one for one in folders if not one.startswith(".") and (here / one).resolve() != without]
+        if here.resolve() in seen:  # a link to a folder above it, or to one that has been read
+            folders.clear()
+            continue
+        seen.add(here.resolve())
+        folders[:] = sorted(one for one in folders if not one.startswith("."))
         found += [here / name for name in names if not name.startswith(".") and (here / name).is_file()]
     return sorted(found, key=lambda one: one.relative_to(path).parts)
 
 
+def _require_end(members: tarfile.TarFile) -> None:
+    """Refuse a tar file that does not end as one: `tarfile` takes a damaged or missing header for the end."""
+    file: Any = members.fileobj
+    file.seek(members.offset)
+    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        raise tarfile.ReadError("its next header is damaged, or it was cut off; what follows is not read")
+    while chunk := file.read(1 << 20):
+        if chunk.count(0) != len(chunk):
+            raise tarfile.ReadError("it goes on after its end, as joined files do; what follows is not read")
+
+
 def _as_text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    """A cell as a text that can be written: what is no character becomes a question mark."""
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text.encode("utf-8", "replace").decode()

@@ -273,15 +273,11 @@ def score_archive(
     identity |= {"columns": to_plain(scorer.columns), "keep": list(scorer.keep), "wide": scorer.wide}
     folder = RunFolder(place, identity, what="scores")
     with folder.working():
-        items, number, skipped = iter(archive), 0, 0
-        while folder.has(SHARD.format(number)):
-            folder.product(SHARD.format(number), _unasked, _unread, _write_nothing)  # refused where it was changed
-            skipped += sum(1 for _ in islice(items, shard_rows))
-            number += 1
+        items, number = iter(archive), 0
         folder.write("about", _about(scorer))
-        with tqdm(total=archive.count(), initial=skipped, unit=" items", disable=not progress) as bar:
+        with tqdm(total=archive.count(), unit=" items", disable=not progress) as bar:
             while (first := next(items, None)) is not None:
-                part = chain((first,), islice(items, shard_rows - 1))
+                part, there = chain((first,), islice(items, shard_rows - 1)), folder.has(SHARD.format(number))
 
                 def make(part: Iterable[Item] = part) -> tuple[Any, bytes]:
                     return _scored(scorer, part, batch_size, bar.update)
@@ -294,20 +290,17 @@ def score_archive(
                         beside.unlink(missing_ok=True)
                     write_atomically(file, made[0])
 
-                folder.product(SHARD.format(number), make, _unread, write)
+                folder.product(SHARD.format(number), make, _unread, write)  # refused where it was changed
+                if there:
+                    skipped = sum(1 for _ in part)
+                    if progress:
+                        bar.initial += skipped  # which has no part in the rate
+                    bar.update(skipped)
                 number += 1
         return Scored(**folder.json(SUMMARY, lambda: _summary(place, number, archive.ignored)))
 
 
-def _unasked() -> Any:
-    raise AssertionError("a shard that is there is not made")
-
-
 def _unread(_: Path) -> Any:
-    return None
-
-
-def _write_nothing(_: Path, __: Any) -> None:
     return None
 
 

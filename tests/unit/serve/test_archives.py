@@ -1,5 +1,6 @@
 """Archives: every kind of file, in one order, with what is broken named and passed over."""
 
+import csv
 import io
 import json
 import tarfile
@@ -13,6 +14,7 @@ from PIL import Image
 
 from hydra_ensembles.data.loading import Columns
 from hydra_ensembles.errors import DataError
+from hydra_ensembles.serve import archives
 from hydra_ensembles.serve.archives import Archive
 
 
@@ -85,7 +87,7 @@ def test_texts_of_every_kind(tmp_path: Path) -> None:
 
 
 def test_what_is_broken_is_an_item(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("text,id\nfine,1\nshort\nfine,2\n" + "x" * 140_000 + ",3\nfine,4\n")
+    (tmp_path / "a.csv").write_text("text,id\nfine,1\nshort\nfine,2\nfine,3,4\nfine,4\n")
     (tmp_path / "b.csv").write_text("other\nhello\n")
     (tmp_path / "c.jsonl").write_text('{"text": "fine"}\n{"text"\n[1]\n{"text": 3}\n{"text": "fine"}\n')
     (tmp_path / "d.parquet").write_bytes(b"PAR1 nothing PAR1")
@@ -97,6 +99,51 @@ def test_what_is_broken_is_an_item(tmp_path: Path) -> None:
         "a.csv:0", "a.csv:2", "a.csv:4", "c.jsonl:0", "c.jsonl:4", "e.tar/1.txt"]  # fmt: skip
     broken = ["a.csv:1", "a.csv:3", "b.csv", "c.jsonl:1", "c.jsonl:2", "c.jsonl:3", "d.parquet", "e.tar", "f.tgz"]
     assert [name for name, content in found if content == "!"] == broken
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "texts"),
+    [
+        ("a.tar", lambda raw: raw, 4),
+        ("a.tgz", lambda raw: raw, 4),
+        ("a.tar", lambda raw: raw[: 4 * 1024 + 512], 4),  # one empty block is end enough
+        ("a.tar", lambda raw: raw[:2053] + b"?" + raw[2054:], 2),  # in the header of the third
+        ("a.tar", lambda raw: raw[: 2 * 1024 + 200], 2),  # cut in a header
+        ("a.tar", lambda raw: raw[: 2 * 1024], 2),  # cut between members
+        ("a.tar", lambda raw: raw + raw, 4),  # joined
+    ],
+)
+def test_a_tar_shard_that_does_not_end_as_one_is_reported(name, damage, texts: int, tmp_path: Path) -> None:
+    file = tar(tmp_path / name, {f"{number}.txt": b"fine" for number in range(4)})
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    wanted = [(f"{name}/{number}.txt", "fine") for number in range(texts)]
+    assert read(tmp_path, "text") == wanted + [(name, "!")] * (texts < 4 or len(damage(whole)) > len(whole))
+
+
+def test_a_field_may_be_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "\n".join(["hello"] * 40_000)  # more than the csv module takes by itself
+    (tmp_path / "a.csv").write_text(f'text\n"{text}"\nhello\n')
+    assert read(tmp_path, "text") == [("a.csv:0", text), ("a.csv:1", "hello")]
+    usual = csv.field_size_limit(1000)
+    monkeypatch.setattr(archives, "_FIELD", 1000)
+    try:
+        assert read(tmp_path, "text") == [("a.csv", "!")]  # its lines are no rows
+    finally:
+        csv.field_size_limit(usual)
+
+
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    for folder in ("in/deep", "elsewhere"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "in" / "deep" / "a.txt").write_text("one\n")
+    (tmp_path / "elsewhere" / "b.txt").write_text("two\n")
+    (tmp_path / "in" / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "same").symlink_to(tmp_path / "in" / "deep")
+    (tmp_path / "in" / "deep" / "above").symlink_to(tmp_path / "in")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "in" / "deep")
+    assert read(tmp_path / "in", "text") == [("deep/a.txt:0", "one"), ("more/b.txt:0", "two")]
+    assert read(tmp_path / "in", "text", without=tmp_path / "elsewhere") == [("deep/a.txt:0", "one")]
 
 
 def test_an_archive_is_known_again(tmp_path: Path) -> None:

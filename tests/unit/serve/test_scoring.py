@@ -20,6 +20,7 @@ from hydra_ensembles.data.loading import Columns
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, StorageError
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.serve import scoring
+from hydra_ensembles.serve.archives import Archive
 from hydra_ensembles.serve.outputs import columns
 from hydra_ensembles.serve.scoring import Scored, Scorer, score_archive
 from processes import in_a_child
@@ -244,6 +245,20 @@ def test_a_shard_in_which_nothing_can_be_read_has_the_same_columns(tmp_path: Pat
     assert (first.num_rows, first.schema) == (0, second.schema)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "kept"),
+    [
+        ("in.csv", b"text,id\nhello,caf\xe9\n", "caf?"),
+        ("in.jsonl", b'{"text": "hello", "id": "\\ud800!"}\n', "?!"),
+        ("in.jsonl", b'{"text": "hello", "id": ["\\ud800"]}\n', '["?"]'),
+    ],
+)
+def test_kept_columns_may_hold_what_is_no_character(name: str, content: bytes, kept: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert score(tmp_path / name, tmp_path / "out").rows == 1
+    assert written(tmp_path / "out")[0][0]["id"] == kept
+
+
 def test_pairs_stay_pairs_however_batches_are_cut(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("text,text_pair\nhello,\nhello,wörld\nwörld,\n")
     p = served("text").predict([("hello", ""), ("hello", "wörld"), ("wörld", "")])
@@ -331,6 +346,32 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(CheckpointError, match="letter"):
         score(source, tmp_path / "mine")
+
+
+def test_a_deleted_shard_is_made_anew_in_its_place(tmp_path: Path) -> None:
+    source, output = archive(tmp_path / "in"), tmp_path / "out"
+    wanted, before = score(source, output), written(output)
+    (output / "rows" / "part-00001.parquet").unlink()  # as the error about a changed one says
+    assert score(source, output, progress=True) == wanted
+    assert written(output) == before
+
+
+def test_a_disk_that_fails_ends_the_work_and_nothing_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An item less would put all that follow into other shards than a later run expects."""
+    source, item, calls = archive(tmp_path / "in"), Archive._item, iter(range(99))
+    wanted, failing = score(source, tmp_path / "undisturbed"), tmp_path / "out"
+
+    def once(self: Archive, *given: Any) -> Any:
+        if next(calls) == 5:
+            raise OSError(5, "Input/output error")
+        return item(self, *given)
+
+    monkeypatch.setattr(Archive, "_item", once)
+    with pytest.raises(StorageError, match=r"a\.csv"):
+        score(source, failing)
+    assert len(list(failing.glob("rows/*"))) == 1
+    assert score(source, failing) == wanted
+    assert written(failing) == written(tmp_path / "undisturbed")
 
 
 def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
