@@ -201,13 +201,13 @@ def decode_image(content: bytes, where: str, formats: Sequence[str] | None = Non
         raise DataError(f"{where} cannot be decoded as an image ({size}): {error}; repair or remove it") from error
 
 
-def read_image(path: Path, where: str | None = None) -> "Image":
-    """Read an image file as RGB; a `DataError` where it is missing or no image."""
+def read_image(path: Path, where: str | None = None, formats: Sequence[str] | None = None) -> "Image":
+    """Read an image file as RGB; a `DataError` where it is missing or no image, `formats` as in `decode_image`."""
     try:
         content = read_file(path, most=None)
     except CheckpointError as error:
         raise DataError(f"image file {error}") from error
-    return decode_image(content, where or f"image file {path}")
+    return decode_image(content, where or f"image file {path}", formats)
 
 
 # --- parts -----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -18,30 +19,33 @@ from tqdm.auto import tqdm
 from .._utils import __version__, require, require_device
 from ..arguments import checked, require_whole
 from ..batches import READ, tensors_digest
+from ..checkpoint import locate
 from ..data.dataset import decode_image, read_image
 from ..data.loading import Columns
-from ..errors import ConfigError, DataError, HydraError
-from ..files import digest_of, write_atomically
+from ..errors import CheckpointError, ConfigError, DataError, HydraError
+from ..files import checksum, digest_of, write_atomically
 from ..heads.ranking import model_fingerprint
+from ..model.contents import CONFIG
 from ..model.ensemble import Ensemble
 from ..pipeline.run_folder import RESULT, RunFolder
 from ..preprocessing import to_rgb
 from ..schema import to_plain
 from .archives import Archive, Item
 from .outputs import REASON_WORDS, Field, columns, output_fields
+from .service import FORMATS, SLIMMEST
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 SHARD, UNREADABLE, SUMMARY = "rows/part-{:05d}.parquet", "unreadable/part-{:05d}.jsonl", "summary"
 INPUT, CLASS, ERROR = "input", "class_name", "error"  # columns beside those of `outputs`
+KEPT = "kept_"  # before the name of a column to keep that an answer has
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A batch ready for the model: inputs of the rows that could be read, where these are, and what the others say."""
+    """A batch ready for the model: inputs of the rows that could be read, and what the others say."""
 
-    inputs: Any  # as `Ensemble.predict` takes it, or None where no row is left
-    rows: list[int]
+    parts: list[tuple[Any, list[int]]]  # inputs as `Ensemble.predict` takes them, with their rows
     errors: list[str]  # of every row; empty for those that are fine
     kept: Arrays
 
@@ -55,14 +59,17 @@ class Scorer:
     or why a row could not be read; its numbers are NaN, its label is -1, and it is not accepted.
 
     It can be pickled, and each process loads the model when it is first called: give it to Ray Data
-    (`map_batches(Scorer, fn_constructor_args=(path,), concurrency=2)`) or to `datasets.map(scorer, batched=True)`.
+    (`map_batches(Scorer, fn_constructor_args=(path,), concurrency=2)`) or to `datasets.map(scorer, batched=True)`. What
+    it pickles to depends on what the folder holds, so that `datasets` does not take another model's answers from its
+    cache; a model that was saved anew in between is refused.
 
     Args:
         model: Folder of a saved ensemble or of a build, a hub id, or an ensemble.
         device: `auto` takes a GPU if there is one.
         dtype: Another precision than the saved one, such as `"bfloat16"`.
         columns: Names of the columns that are read.
-        keep: Columns that come along; the others do not.
+        keep: Columns that come along; the others do not. One with the name of an answer, such as `label`, is called
+            `kept_label`.
         wide: Whether `probs` and `member_logits`, which are long, are among the answers.
         workers: Threads that decode images.
     """
@@ -84,9 +91,21 @@ class Scorer:
         self.model, self.device, self.dtype, self.wide = model, device, dtype, wide
         self.columns, self.keep, self.workers = columns or Columns(), tuple(keep), require_whole("workers", workers, 1)
         self._loaded: Ensemble | None = None
+        self._digest = ""  # of the saved model, once it was pickled or loaded
 
     def __getstate__(self) -> dict[str, Any]:
+        if not self._digest:
+            with suppress(HydraError):  # it may be there only where it is unpickled
+                self._digest = self._saved()[1]
         return {**self.__dict__, "_loaded": None}
+
+    def _saved(self) -> tuple[Path, str]:
+        """Where the model is loaded from, and the digest of its files; nothing for one in memory, which is pickled."""
+        if isinstance(self.model, Ensemble):
+            return Path(), ""
+        finished = Path(self.model).expanduser() / RESULT
+        folder = finished if (finished / CONFIG).is_file() else locate(self.model)
+        return folder, checksum(folder / CONFIG) if (folder / CONFIG).is_file() else ""
 
     @property
     def ensemble(self) -> Ensemble:
@@ -99,10 +118,12 @@ class Scorer:
                 fits = self.model.device == device and self.model.dtype == (dtype or self.model.dtype)
                 self._loaded = self.model if fits else copy.deepcopy(self.model).to(device, dtype)
             else:
-                folder = Path(self.model).expanduser()
-                finished = folder / RESULT / "config.json"
-                source = folder / RESULT if finished.is_file() else self.model
-                self._loaded = Ensemble.from_pretrained(source, device=device, dtype=dtype)
+                source, digest = self._saved()
+                if self._digest not in ("", digest):
+                    raise CheckpointError(
+                        f"{self.model} is another model than before; make a new Scorer({self.model!r})"
+                    )
+                self._digest, self._loaded = digest, Ensemble.from_pretrained(source, device=device, dtype=dtype)
             output_fields(self._loaded)  # refuses what has no classifier
         return self._loaded
 
@@ -111,60 +132,73 @@ class Scorer:
         """The outputs among the answers."""
         return tuple(one for one in output_fields(self.ensemble) if self.wide or not one.shape)
 
+    @property
+    def kept(self) -> dict[str, str]:
+        """The columns that come along, by their names among the answers."""
+        taken = {INPUT, CLASS, ERROR, *(one.name for one in output_fields(self.ensemble))}
+        named = {f"{KEPT}{name}" if name in taken else name: name for name in self.keep}
+        if len(named) < len(set(self.keep)):
+            raise ConfigError(f"of keep={list(self.keep)} two columns would have one name; leave out one or rename it")
+        return named
+
     def __call__(self, batch: Mapping[str, Any]) -> Arrays:
         """The answers to a batch, a row for each of its own."""
         return self.answer(self.prepare(batch))
 
-    def prepare(self, batch: Mapping[str, Any]) -> Prepared:
-        """Decode and preprocess a batch, on the CPU: while one is prepared the model may answer the last."""
-        missing = [name for name in self.keep if name not in batch]
+    def prepare(self, batch: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Prepared:
+        """Decode and preprocess a batch, on the CPU: while one is prepared the model may answer the last.
+
+        The columns to keep are in `beside`, or in the batch.
+        """
+        beside = batch if beside is None else beside
+        missing = [name for name in self.keep if name not in beside]
         if missing:
-            raise DataError(f"the batch has no columns {missing} to keep; it has {sorted(batch)}")
-        kept = {name: np.asarray(batch[name]) for name in self.keep}
+            raise DataError(f"the batch has no columns {missing} to keep; it has {sorted(beside)}")
+        kept = {name: np.asarray(beside[column]) for name, column in self.kept.items()}
         names, raw = READ[self.ensemble.kind], getattr(self.columns, self.ensemble.kind)
         if names[0] in batch:
             given = {name: _tensor(batch[name]) for name in names if name in batch}
             count = len(given[names[0]])
-            return Prepared(given, list(range(count)), [""] * count, kept)
+            return Prepared([(given, list(range(count)))], [""] * count, kept)
         if raw not in batch:
             raise DataError(f"the batch has no column {raw!r} or {names[0]!r}; it has {sorted(batch)}")
         if self.ensemble.metadata.preprocessing is None:
             raise DataError(f"the model has no saved preprocessing; give batches with {names[0]!r}")
-        inputs, rows, errors = self._images(list(batch[raw])) if self.ensemble.kind == "image" else self._texts(batch)
-        return Prepared(inputs, rows, errors, kept)
+        parts, errors = self._images(list(batch[raw])) if self.ensemble.kind == "image" else self._texts(batch)
+        return Prepared(parts, errors, kept)
 
     def answer(self, prepared: Prepared) -> Arrays:
         """The columns of a prepared batch."""
-        errors, count, rows = list(prepared.errors), len(prepared.errors), prepared.rows
-        found: Arrays = {}
-        if rows:
-            prediction = self.ensemble.predict(prepared.inputs, check_finite=False)
-            found = columns(prediction)
-            finite = np.isfinite(found["member_logits"]).all(axis=(1, 2))  # [B]
-            for row in np.asarray(rows)[~finite].tolist():
-                errors[row] = "the model's answer is not finite; look for overflow, or run it in float32"
-        bad = np.array([bool(error) for error in errors], dtype=bool)
-        answers: Arrays = dict(prepared.kept)
-        for one in self.fields:
-            whole = np.full((count, *one.shape), {"bool": False, "int64": -1}.get(one.dtype, np.nan), one.dtype)
+        errors, fields, answers = list(prepared.errors), self.fields, dict(prepared.kept)
+        for one in fields:
+            blank = {"bool": False, "int64": -1}.get(one.dtype, np.nan)
+            answers[one.name] = np.full((len(errors), *one.shape), blank, one.dtype)
+        for inputs, rows in prepared.parts:
             if rows:
-                whole[rows] = found[one.name]
-                whole[bad] = {"bool": False, "int64": -1}.get(one.dtype, np.nan)
-            answers[one.name] = whole
+                found = columns(self.ensemble.predict(inputs, check_finite=False))
+                finite = np.isfinite(found["member_logits"]).all(axis=(1, 2))  # [B]
+                good = np.asarray(rows)[finite]
+                for one in fields:
+                    answers[one.name][good] = found[one.name][finite]
+                for row in np.asarray(rows)[~finite].tolist():
+                    errors[row] = "the model's answer is not finite; look for overflow, or run it in float32"
         labels = self.ensemble.metadata.labels
         if labels:
             answers[CLASS] = np.array(["" if one < 0 else labels[one] for one in answers["label"].tolist()], dtype=str)
         answers[ERROR] = np.array(errors, dtype=str)
         return answers
 
-    def _images(self, items: list[Any]) -> tuple[Tensor | None, list[int], list[str]]:
+    def _images(self, items: list[Any]) -> tuple[list[tuple[Any, list[int]]], list[str]]:
         preprocess: Any = self.ensemble.metadata.preprocessing
+        _pillow()  # where it is missing, that is not for each image to say
 
         def one(item: Any) -> Tensor | str:
             try:
                 return preprocess([_image(item)])  # [1, channels, H, W]
-            except (HydraError, _pillow().DecompressionBombError) as error:
+            except HydraError as error:
                 return str(error)
+            except Exception as error:  # decoders raise whatever broken data lead them to
+                return f"it cannot be read as an image: {' '.join(str(error).split()) or type(error).__name__}"
 
         if self.workers > 1 and len(items) > 1:
             with ThreadPoolExecutor(self.workers) as pool:
@@ -174,25 +208,34 @@ class Scorer:
         errors = [one if isinstance(one, str) else "" for one in made]
         tensors = [one for one in made if isinstance(one, Tensor)]
         rows = [row for row, one in enumerate(made) if isinstance(one, Tensor)]
-        return torch.cat(tensors) if tensors else None, rows, errors
+        return [(torch.cat(tensors), rows)] if tensors else [], errors
 
-    def _texts(self, batch: Mapping[str, Any]) -> tuple[Any, list[int], list[str]]:
+    def _texts(self, batch: Mapping[str, Any]) -> tuple[list[tuple[Any, list[int]]], list[str]]:
+        """Texts are padded to the longest; where the model cannot tell padding, each length is a part of its own."""
         preprocess: Any = self.ensemble.metadata.preprocessing
         texts: list[Any] = [_plain(one) for one in batch[self.columns.text]]
         if self.columns.text_pair in batch:
             pairs = map(_plain, batch[self.columns.text_pair])
             texts = [(one, other) if isinstance(other, str) else one for one, other in zip(texts, pairs, strict=True)]
-        errors = [""] * len(texts)
-        try:
-            return preprocess(texts), list(range(len(texts))), errors
-        except DataError:  # one of them: which?
-            for row, text in enumerate(texts):
-                try:
-                    preprocess([text])
-                except DataError as error:
-                    errors[row] = str(error)
-        rows = [row for row, error in enumerate(errors) if not error]
-        return preprocess([texts[row] for row in rows]) if rows else None, rows, errors
+        errors, padded = [""] * len(texts), preprocess.attention_mask or preprocess.pad_to_max
+        if padded:
+            with suppress(DataError):  # one of them: which?
+                return [(preprocess(texts), list(range(len(texts))))], errors
+        lengths: dict[int, list[tuple[int, dict[str, Tensor]]]] = {}
+        for row, text in enumerate(texts):
+            try:
+                encoded = preprocess([text])  # [1, T] each
+            except DataError as error:
+                errors[row] = str(error)
+            else:
+                lengths.setdefault(encoded["input_ids"].shape[1], []).append((row, encoded))
+        if padded:
+            rows = [row for row, error in enumerate(errors) if not error]
+            return [(preprocess([texts[row] for row in rows]), rows)] if rows else [], errors
+        return [
+            ({name: torch.cat([one[name] for _, one in same]) for name in same[0][1]}, [row for row, _ in same])
+            for same in lengths.values()
+        ], errors
 
 
 def _pillow() -> Any:
@@ -212,18 +255,22 @@ def _tensor(values: Any) -> Tensor:
 
 
 def _image(item: Any) -> Any:
-    """A PIL image of what a column holds; a `DataError` where it holds none."""
+    """A PIL image of what a column holds; a `DataError` where it holds none, or one that would become too large."""
     if isinstance(item, Mapping):
         item = item.get("path") if item.get("bytes") is None else item["bytes"]
     if isinstance(item, bytes):
-        return decode_image(item, "it")
-    if isinstance(item, str | Path):
-        return read_image(Path(item))
-    if isinstance(item, np.ndarray) and item.dtype == np.uint8 and item.ndim in (2, 3):
-        return to_rgb(_pillow().fromarray(item))
-    if isinstance(item, _pillow().Image):
-        return to_rgb(item)
-    raise DataError(f"it is a {type(item).__name__}; an image is bytes, a path, a PIL image or an array of uint8")
+        image = decode_image(item, "it", FORMATS)
+    elif isinstance(item, str | Path):
+        image = read_image(Path(item), formats=FORMATS)
+    elif isinstance(item, np.ndarray) and item.dtype == np.uint8 and item.ndim in (2, 3):
+        image = to_rgb(_pillow().fromarray(item))
+    elif isinstance(item, _pillow().Image):
+        image = to_rgb(item)
+    else:
+        raise DataError(f"it is a {type(item).__name__}; an image is bytes, a path, a PIL image or an array of uint8")
+    if max(image.size) > SLIMMEST * min(image.size):
+        raise DataError(f"it has {image.width} x {image.height} pixels; no side may be {SLIMMEST} times the other")
+    return image
 
 
 # --- archives -------------------------------------------------------------------------------------------------------
@@ -270,7 +317,7 @@ def score_archive(
     place, ensemble = Path(output).expanduser(), scorer.ensemble
     archive = Archive(source, ensemble.kind, scorer.columns, scorer.keep, place)
     identity = {"archive": archive.identity(), "model": _identity(ensemble), "shard_rows": shard_rows}
-    identity |= {"columns": to_plain(scorer.columns), "keep": list(scorer.keep), "wide": scorer.wide}
+    identity |= {"columns": to_plain(scorer.columns), "keep": list(scorer.kept), "wide": scorer.wide}
     folder = RunFolder(place, identity, what="scores")
     with folder.working():
         items, number = iter(archive), 0
@@ -317,7 +364,8 @@ def _about(scorer: Scorer) -> dict[str, Any]:
     """What a reader of the shards has to know."""
     fields = [{"name": one.name, "meaning": one.meaning} for one in scorer.fields]
     labels = list(scorer.ensemble.metadata.labels)
-    return {"made_by": f"hydra_ensembles {__version__}", "outputs": fields, "labels": labels, "reasons": REASON_WORDS}
+    about = {"made_by": f"hydra_ensembles {__version__}", "outputs": fields, "labels": labels, "reasons": REASON_WORDS}
+    return {**about, "kept": scorer.kept}
 
 
 def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, seen: Callable[[int], Any]) -> tuple[bytes, bytes]:
@@ -329,7 +377,8 @@ def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, seen: Callab
         remaining = iter(items)
         while batch := list(islice(remaining, batch_size)):
             good = [item for item in batch if not item.error]
-            yield batch, scorer.prepare(_columns(scorer, good)) if good else None
+            kept = {name: np.array([item.kept.get(name) for item in good], dtype=object) for name in scorer.keep}
+            yield batch, scorer.prepare(_columns(scorer, good), kept) if good else None
 
     for batch, prepared in _ahead(ready()):
         errors = np.array([item.error for item in batch], dtype=object)
@@ -342,7 +391,7 @@ def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, seen: Callab
         unreadable += ({INPUT: item.name, "reason": str(error)} for item, error in pairs if error)
         seen(len(batch))
     if not parts:  # nothing could be read: a shard without rows, with the same columns
-        empty = scorer.answer(Prepared(None, [], [], {name: np.empty(0, dtype=object) for name in scorer.keep}))
+        empty = scorer.answer(Prepared([], [], {name: np.empty(0, dtype=object) for name in scorer.kept}))
         del empty[ERROR]
         parts.append({INPUT: np.empty(0, dtype=object), **empty})
     lines = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in unreadable)
@@ -351,12 +400,11 @@ def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, seen: Callab
 
 def _columns(scorer: Scorer, items: Sequence[Item]) -> dict[str, Any]:
     """Items of an archive as a batch."""
-    kept = {name: np.array([item.kept.get(name) for item in items], dtype=object) for name in scorer.keep}
     if scorer.ensemble.kind == "image":
-        return {**kept, scorer.columns.image: [item.content for item in items]}
+        return {scorer.columns.image: [item.content for item in items]}
     texts = [item.content if isinstance(item.content, tuple) else (item.content, None) for item in items]
     pairs = [other for _, other in texts]
-    batch = {**kept, scorer.columns.text: [text for text, _ in texts]}
+    batch: dict[str, Any] = {scorer.columns.text: [text for text, _ in texts]}
     return batch if all(one is None for one in pairs) else {**batch, scorer.columns.text_pair: pairs}
 
 

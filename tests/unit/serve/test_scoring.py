@@ -4,7 +4,11 @@ import io
 import json
 import os
 import pickle
+import shutil
+import struct
+import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +104,100 @@ def test_what_cannot_be_read_has_a_row_and_a_reason(good: list[int]) -> None:
         assert set(found["class_name"][bad]) == {""}
 
 
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def thread(width: int) -> bytes:
+    """A PNG of this width and one pixel high."""
+    header = struct.pack(">IIBBBBB", width, 1, 8, 0, 0, 0, 0)
+    pixels = zlib.compress(bytes(width + 1))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "token"),
+    [
+        (thread(900_000), "900000"),
+        (Image.new("RGB", (1, 101)), "101"),
+        (POSTSCRIPT, "kind"),
+        ("nul\0.png", "null"),
+        ("half \ud800.png", "surrogates"),
+        (".", "plain"),
+        ("x" * 5000, "long"),
+    ],
+)
+def test_no_image_ends_the_work(content: Any, token: str) -> None:
+    good = pictures(1)[0]
+    found = Scorer(served("image"))({"image": [good, content]})
+    assert found["error"][0] == ""
+    assert token in found["error"][1]
+    same({name: found[name][:1] for name in found}, scalars(served("image").predict([good])))
+
+
+def test_whatever_a_decoder_raises_is_the_error_of_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode(content: bytes, *_: Any) -> Any:
+        raise {b"memory": MemoryError(), b"codec": RuntimeError("broken\ncodec")}[content]
+
+    monkeypatch.setattr(scoring, "decode_image", decode)
+    found = Scorer(served("image"))({"image": [b"memory", b"codec"]})
+    assert "MemoryError" in found["error"][0]
+    assert "broken codec" in found["error"][1]
+
+
+def test_texts_do_not_depend_on_their_neighbours() -> None:
+    """A model that is given no mask reads padding as text."""
+    tokenizer = replace(served("text").metadata.preprocessing, attention_mask=False)
+    one = served("text").with_metadata(preprocessing=tokenizer)
+    texts: list[Any] = ["hello", "hello wörld hello wörld", "half \ud800", "wörld", None, "hello"]
+    good = [0, 1, 3, 5]
+    alone = [scalars(one.predict([texts[row]])) for row in good]
+    wanted = {name: np.concatenate([row[name] for row in alone]) for name in alone[0]}
+    found = Scorer(one)({"text": texts})
+    same(found, wanted, good)
+    assert [bool(error) for error in found["error"]] == [row not in good for row in range(6)]
+    padded = replace(tokenizer, pad_to_max=True)
+    one = one.with_metadata(preprocessing=padded)
+    assert len(Scorer(one).prepare({"text": [texts[row] for row in good]}).parts) == 1
+
+
 def test_answers_that_are_not_finite_are_errors() -> None:
     pixels = inputs_for(served("image"), 3)["pixel_values"]
     pixels[1] = torch.inf
     found = Scorer(served("image"))({"pixel_values": pixels})
     assert [bool(error) for error in found["error"]] == [False, True, False]
     assert found["label"].tolist()[1] == -1
+
+
+def test_columns_to_keep_with_the_name_of_an_answer() -> None:
+    batch = {"text": ["hello"], "label": [7], "mahalanobis": ["x"], "error": ["mine"], "id": [3]}
+    found = Scorer(served("text"), keep=["label", "mahalanobis", "error", "id", "text"])(batch)
+    assert [found[name].tolist() for name in ("kept_label", "kept_mahalanobis", "kept_error", "id", "text")] == [
+        [7], ["x"], ["mine"], [3], ["hello"]]  # fmt: skip
+    same(found, scalars(served("text").predict(["hello"])))
+    assert found["error"].tolist() == [""]
+    with pytest.raises(ConfigError, match="kept_label"):
+        Scorer(served("text"), keep=["label", "kept_label"])({**batch, "kept_label": [0]})
+
+
+def test_another_model_in_the_same_folder_is_not_taken_for_the_first(tmp_path: Path) -> None:
+    one, other = served("text"), served("text, bare")
+    one.save_pretrained(tmp_path / "model")
+    scorer, second = (Scorer(tmp_path / "model", device="cpu") for _ in range(2))
+    before = pickle.dumps(scorer)
+    assert before == pickle.dumps(second)
+    scorer({"text": ["hello"]})
+    assert pickle.dumps(scorer) == before
+    shutil.rmtree(tmp_path / "model")
+    assert isinstance(pickle.loads(pickle.dumps(Scorer(tmp_path / "model"))), Scorer)  # it may be elsewhere
+    other.save_pretrained(tmp_path / "model")
+    assert pickle.dumps(Scorer(tmp_path / "model", device="cpu")) != before
+    assert pickle.dumps(scorer) == before  # it has the first one in memory
+    with pytest.raises(CheckpointError, match="another"):
+        pickle.loads(before)({"text": ["hello"]})
 
 
 def test_it_is_pickled_without_the_model_and_loads_it_again(tmp_path: Path) -> None:
@@ -145,11 +237,23 @@ def test_what_no_batch_can_be_scored_with_is_named(make, batch, error, token) ->
 def test_datasets_map_takes_it(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     one, images = served("image"), pictures(5)
-    data = datasets.Dataset.from_dict({"image": images, "id": list(range(5))}).cast_column("image", datasets.Image())
-    one.save_pretrained(tmp_path / "model")
-    found = data.map(Scorer(tmp_path / "model", wide=True), batched=True, batch_size=2, new_fingerprint="scores")
-    same(found.with_format("numpy", columns=list(columns(one.predict(images))))[:], columns(one.predict(images)))
-    assert found["id"][:] == list(range(5))
+    rows = {"image": images, "id": list(range(5)), "label": [7] * 5}
+    made = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
+    made.save_to_disk(tmp_path / "data")
+    data = datasets.load_from_disk(tmp_path / "data")  # which has a cache
+
+    def scored() -> Any:
+        scorer = Scorer(tmp_path / "model", wide=True, keep=["id", "label"])
+        return data.map(scorer, batched=True, batch_size=2, remove_columns=data.column_names)
+
+    for model in (one, served("image, bare")):  # one after the other in the same folder
+        shutil.rmtree(tmp_path / "model", ignore_errors=True)
+        model.save_pretrained(tmp_path / "model")
+        found, wanted = scored(), columns(model.predict(images))
+        same(found.with_format("numpy", columns=list(wanted))[:], wanted)
+        assert found["id"][:] == list(range(5))
+        assert found["kept_label"][:] == [7] * 5
+    assert scored().cache_files == found.cache_files  # what is known already is not scored again
 
 
 @pytest.mark.slow
@@ -235,6 +339,16 @@ def test_an_archive_becomes_shards(tmp_path: Path) -> None:
     again = {file: file.read_bytes() for file in output.rglob("*") if file.is_file()}
     assert score(source, output) == found
     assert {file: file.read_bytes() for file in output.rglob("*") if file.is_file()} == again
+
+
+def test_kept_columns_of_an_archive_lose_nothing(tmp_path: Path) -> None:
+    names = ["input", "label", "class_name", "error", "text"]
+    (tmp_path / "in.csv").write_text(",".join(names) + "\nI,L,C,E,hello\nshort\n")
+    score(tmp_path / "in.csv", tmp_path / "out", scorer=Scorer(served("text"), keep=names))
+    (row,), _ = written(tmp_path / "out")
+    assert [row[f"kept_{name}"] for name in names[:4]] == ["I", "L", "C", "E"]
+    assert (row["input"], row["text"], row["label"]) == ("in.csv:0", "hello", served("text").predict(["hello"]).label)
+    assert json.loads((tmp_path / "out" / "about.json").read_text())["kept"]["kept_label"] == "label"
 
 
 def test_a_shard_in_which_nothing_can_be_read_has_the_same_columns(tmp_path: Path) -> None:
