@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..errors import ConversionError
 from ..model.config import EnsembleConfig, Pool, ReadoutConfig
 from ..model.metadata import Metadata
 from .core import Architecture, Inputs, number_of_classes, refuse, run
@@ -25,16 +26,33 @@ def opened(model: Any, find: Callable[[nn.Module], Architecture]) -> tuple[Archi
     A fresh classifier reads the pooled features before they are scaled to length one, where the model does that.
     """
     first, *rest = model.children() if isinstance(model, nn.Sequential) else (model,)
-    inner: Any = getattr(first, "auto_model", None) or first.model
+    inner: Any = getattr(first, "auto_model", None) or getattr(first, "model", None)
+    if not isinstance(inner, nn.Module):
+        raise ConversionError(
+            f"sentence-transformers: a {type(first).__name__} holds no encoder of transformers; give the whole "
+            "SentenceTransformer, one that begins with a Transformer module"
+        )
     known = find(inner)
     name = f"sentence-transformers, {known.name}"
+    prompt = (getattr(model, "prompts", None) or {}).get(getattr(model, "default_prompt_name", None))
+    if prompt:
+        raise ConversionError(
+            f"{name}: it puts the prompt {prompt!r} before every text, which the converted model would not; set "
+            "model.default_prompt_name = None, and put the prompt before the texts that you give"
+        )
     if getattr(first, "do_lower_case", False):
         raise refuse(name, "it lower-cases texts before its tokenizer does anything (do_lower_case)")
     kinds = [type(part).__name__ for part in rest]
     if kinds not in ([], ["Pooling"], ["Pooling", "Normalize"]):
         raise refuse(name, f"behind the encoder there are {kinds}")
+
+    def metadata(encoder: nn.Module) -> Metadata:
+        tokenizer = read_processor(first.tokenizer, known.config(encoder, None).stem)
+        found = Metadata() if rest else known.metadata(encoder)  # with the names of its classes
+        return replace(found, preprocessing=tokenizer, preprocessing_from="the tokenizer of the model")
+
     if not rest:
-        return replace(known, name=name), inner
+        return replace(known, name=name, metadata=metadata), inner
     pooling: Any = rest[0]
     mode = getattr(pooling, "pooling_mode", None) or pooling.get_pooling_mode_str()
     if mode not in POOLS:
@@ -52,10 +70,6 @@ def opened(model: Any, find: Callable[[nn.Module], Architecture]) -> tuple[Archi
         features = {"token_embeddings": tokens, "attention_mask": inputs["attention_mask"]}
         pooled: Tensor = pooling(features)["sentence_embedding"]
         return pooled
-
-    def metadata(encoder: nn.Module) -> Metadata:
-        tokenizer = read_processor(first.tokenizer, known.config(encoder, None).stem)
-        return Metadata(preprocessing=tokenizer, preprocessing_from="the tokenizer of the model")
 
     unread = ("readout.hidden", "readout.classifier", "readout.distillation_classifier")
     weights = {part: entry for part, entry in known.weights.items() if not part.startswith(unread)}

@@ -203,7 +203,7 @@ class Readout(nn.Module):
         if self.config.pool in ("last", "final") or ids is None:
             if key_mask is None or self.config.pool == "final":
                 return torch.full((x.shape[1],), x.shape[2] - 1, device=x.device)
-            return key_mask.long().sum(1) - 1
+            return key_mask.shape[1] - 1 - key_mask.int().flip(1).argmax(1)  # the last 1, wherever padding is
         if self.config.eot_token is None:  # the end-of-text token has the highest id of the vocabulary
             return ids.argmax(1)
         return ids.eq(self.config.eot_token).int().argmax(1)

@@ -80,3 +80,50 @@ def test_what_is_not_known_around_the_encoder_is_refused(folder: Path) -> None:
 def test_the_module_of_the_encoder_is_converted_as_the_encoder(folder: Path) -> None:
     first: nn.Module = sentence_model(folder, "mean")[0]
     assert he.convert(first, num_labels=3).config == he.convert(first.model, num_labels=3).config  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "lasttoken"])
+def test_padding_may_stand_on_the_left(folder: Path, pooling: str) -> None:
+    model = sentence_model(folder, pooling)
+    mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1], [1, 1, 1, 0, 0, 0]])
+    inputs = {"input_ids": torch.arange(24).reshape(4, 6) % 8 + 4, "attention_mask": mask}
+    with torch.no_grad():
+        expected = model(dict(inputs))["sentence_embedding"]
+    for ours in (he.convert(model), he.convert(model).optimize()):
+        torch.testing.assert_close(ours(**inputs)[0], expected, rtol=0, atol=1e-5)
+
+
+def test_a_prompt_before_every_text_is_refused(folder: Path) -> None:
+    model = sentence_model(folder, "mean")
+    model.prompts, model.default_prompt_name = {"query": "a b "}, "query"
+    with pytest.raises(ConversionError, match="default_prompt_name"):
+        he.convert(model)
+    prompted, model.default_prompt_name = model.encode(SENTENCES, convert_to_tensor=True), None
+    base = he.convert(model)
+    found = base.features(base.prepare([f"a b {one}" for one in SENTENCES]))[0]
+    torch.testing.assert_close(found, prompted, rtol=0, atol=1e-5)
+
+
+def test_a_cross_encoder_keeps_its_tokenizer_and_its_classes(folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    names = {"id2label": dict(enumerate("abcde")), "label2id": {name: at for at, name in enumerate("abcde")}}
+    transformers_model("BertForSequenceClassification", "BertConfig", {**TEXT, **names}).save_pretrained(tmp_path)
+    model, pairs = library.CrossEncoder(str(tmp_path), device="cpu"), [("a b", "c d e"), ("f", "g h a b c")]
+    base = he.convert(model)
+    assert base.metadata.labels == tuple("abcde")
+    expected = model.predict(pairs, convert_to_tensor=True, apply_softmax=True)
+    torch.testing.assert_close(base.predict(pairs).probs, expected, rtol=0, atol=1e-5)
+
+
+def test_what_holds_no_encoder_is_refused(folder: Path) -> None:
+    library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
+
+    words = sentence_model(folder, "mean").tokenizer.backend_tokenizer
+    static = library.SentenceTransformer(modules=[StaticEmbedding(words, embedding_dim=8)], device="cpu")
+    for model, token in ((static, "StaticEmbedding"), (Pooling(32), "Pooling")):
+        with pytest.raises(ConversionError, match=token):
+            he.convert(model)
