@@ -67,8 +67,8 @@ def served(name: str) -> Ensemble:
     """`image`, `text` or `zero-shot` with everything fitted, or the same with `, bare` and nothing."""
     kind, _, bare = name.partition(", ")
     if kind == "zero-shot":
-        towers = [dual_of(DUAL_CASES[0]), dual_of(DUAL_CASES[0])]
-        found = he.fuse([he.zero_shot(one, NAMES) for one in towers])
+        whole = he.zero_shot(dual_of(DUAL_CASES[0]), NAMES)
+        found = he.fuse([he.prune(whole, heads) for heads in ([(1, 0), (1, 2)], [(1, 3)])])
     else:
         config = image_config() if kind == "image" else text_config()
         found = ensemble(config, metadata=replace(metadata_for(config), calibration=None))

@@ -65,6 +65,8 @@ for batch in batches:
 )
 def test_the_file_answers_as_the_ensemble_without_this_library(name: str, format: Any, tmp_path: Path) -> None:
     one = served(name)
+    assert one.config.trunk == 1
+    assert len({len(member[1]) for member in one.config.heads}) == one.num_members  # all uneven after the trunk
     file = he.export(one, tmp_path / f"model{module.SUFFIXES[format]}", format)
     batches = []
     for samples, tokens in SIZES:
