@@ -339,16 +339,25 @@ def score_archive(
 
                 folder.product(SHARD.format(number), make, _unread, write)  # refused where it was changed
                 if there:
-                    skipped = sum(1 for _ in part)
+                    names = [item.name for item in part]
+                    _require_among(place / SHARD.format(number), names)
                     if progress:
-                        bar.initial += skipped  # which has no part in the rate
-                    bar.update(skipped)
+                        bar.initial += len(names)  # which have no part in the rate
+                    bar.update(len(names))
                 number += 1
         return Scored(**folder.json(SUMMARY, lambda: _summary(place, number, archive.ignored)))
 
 
 def _unread(_: Path) -> Any:
     return None
+
+
+def _require_among(shard: Path, names: Sequence[str]) -> None:
+    """Refuse to go on where the archive reads otherwise than it did: rows would be lost, or there twice."""
+    rows = require("pyarrow.parquet", extra="data").read_table(shard, columns=[INPUT])[INPUT].to_pylist()
+    moved = set(rows).difference(names)
+    if moved:
+        raise CheckpointError(f"{shard} has {min(moved)!r}, which the archive now gives elsewhere; give a new folder")
 
 
 def _identity(ensemble: Ensemble) -> dict[str, Any]:

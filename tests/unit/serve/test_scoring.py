@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -486,6 +487,16 @@ def test_a_disk_that_fails_ends_the_work_and_nothing_moves(tmp_path: Path, monke
     assert len(list(failing.glob("rows/*"))) == 1
     assert score(source, failing) == wanted
     assert written(failing) == written(tmp_path / "undisturbed")
+
+
+def test_an_archive_that_reads_otherwise_than_before_is_refused(tmp_path: Path, monkeypatch) -> None:
+    """As after a part of a file could not be read, or was skipped by an earlier version."""
+    source, output, every = archive(tmp_path / "in"), tmp_path / "out", Archive.__iter__
+    score(source, output)
+    (output / "rows" / "part-00004.parquet").unlink()
+    monkeypatch.setattr(Archive, "__iter__", lambda self: islice(every(self), 1, None))
+    with pytest.raises(CheckpointError, match="elsewhere"):
+        score(source, output)
 
 
 def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
