@@ -16,6 +16,7 @@ from .heads.masking import masked
 from .heads.ranking import Head, HeadRanking
 from .heads.taylor import taylor
 from .model.clip import DualEncoder, load, retarget, zero_shot
+from .model.config import RotaryConfig
 from .model.ensemble import Ensemble
 from .model.stem_readout import Projections
 from .pipeline.candidates import search
@@ -47,6 +48,7 @@ __all__ = [
     "Prediction",
     "Projections",
     "Recipe",
+    "RotaryConfig",
     "SearchResult",
     "TextPreprocessing",
     "__version__",

@@ -1,6 +1,7 @@
 """From a library's live model to the canonical ensemble, or dual encoder."""
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -8,7 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from ..arguments import checked
-from ..errors import ConversionError
+from ..errors import ConversionError, HydraWarning
 from ..model.clip import DualEncoder
 from ..model.config import EnsembleConfig, PatchStemConfig
 from ..model.ensemble import Ensemble
@@ -23,8 +24,8 @@ from .core import Architecture, qualified_name, require_finite, require_fit, tra
 from .declared import Declaration
 from .guess import beginning, guessed, require_proof
 from .probe import require_same_answers
-from .processors import amended, is_for_images, with_processor
-from .reading import read_declaration
+from .processors import amended, is_for_images, size_of_images, with_processor
+from .reading import read_declaration, with_size
 from .refusals import explained
 from .sentence_transformers import is_sentence_model, opened
 
@@ -82,11 +83,12 @@ def convert(
     """
     given, model = model, _unwrapped(model)
     if declaration is not None:
-        architecture: Architecture | DualArchitecture = read_declaration(declaration, model)
+        declaration = with_size(declaration, model, size_of_images(processor, preprocessing))
+        architecture: Architecture | DualArchitecture = _read_own(declaration, model)
     elif is_sentence_model(model):
         architecture, model = opened(model, _find_classifier)
     else:
-        architecture = _find_architecture(model, num_labels)
+        architecture = _find_architecture(model, num_labels, processor, preprocessing)
     require_unaltered(given, model, architecture.name)
     if isinstance(architecture, DualArchitecture):
         if preprocessing is not None:
@@ -107,7 +109,7 @@ def convert(
     state, fresh = translate(architecture, model, config, may_be_fresh=num_labels is not None)
     ensemble = Ensemble.from_state(config, state, metadata)
     if probe and declaration is not None:
-        require_proof(declaration, model, num_labels)
+        require_proof(declaration, model, num_labels, metadata)
     elif probe:
         require_same_answers(architecture, model, ensemble, fresh)
     return ensemble
@@ -159,8 +161,13 @@ def require_supported(kind: type, *names: str) -> None:
         raise ConversionError(explained(name, *names, supported=supported()))
 
 
-def _find_architecture(model: object, num_labels: int | None) -> Architecture | DualArchitecture:
-    """The declaration for a live model, or an error that says what it is and what to do."""
+def _find_architecture(
+    model: object, num_labels: int | None, processor: Any = None, preprocessing: Mapping[str, Any] | None = None
+) -> Architecture | DualArchitecture:
+    """The declaration for a live model, or an error that says what it is and what to do.
+
+    Processor and preprocessing say how large images are, where the model does not.
+    """
     name = qualified_name(model)
     for architecture in _ALL:
         if name in architecture.classes:
@@ -169,10 +176,22 @@ def _find_architecture(model: object, num_labels: int | None) -> Architecture | 
         raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}")
     if name.startswith("peft."):
         raise ConversionError(f"{name} wraps a model in adapters; merge them first: model.merge_and_unload()")
-    own = guessed(model, num_labels)
+    own = guessed(model, num_labels, size_of_images(processor, preprocessing))
     if own is not None:
-        return read_declaration(own, model)
+        return _read_own(own, model)
     raise ConversionError(explained(name, supported=supported()) + beginning(model))
+
+
+def _read_own(declaration: Declaration, model: nn.Module) -> Architecture:
+    """The declaration of a model of the user's own; says so where its images are taken for square."""
+    if "patch" in declaration.names and "position" in declaration.names and declaration.image_size is None:
+        warnings.warn(
+            f"{type(model).__name__}: nothing says which shape its images have, and a square is assumed; say so with "
+            "image_size= in the declaration, or give the preprocessing",
+            HydraWarning,
+            stacklevel=4,
+        )
+    return read_declaration(declaration, model)
 
 
 def _find_classifier(model: nn.Module) -> Architecture:

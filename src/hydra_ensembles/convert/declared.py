@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..arguments import checked
 from ..errors import ConfigError
-from ..model.config import Activation, HiddenActivation, NormKind, Pool, RotaryConfig
+from ..model.config import Activation, HiddenActivation, NormKind, Pool, Resample, RotaryConfig
 from .core import nearest
 
 Part = Literal[
@@ -71,18 +71,22 @@ class Declaration:
         norm_kind: `"layer"` or `"rms"`, for norms that are not of `torch.nn`.
         norm_eps: Of the norms of a block, where these are not of `torch.nn`.
         pooler_activation: Behind `pooler`.
-        image_size: Height and width of the images, or one number for both, where patches do not form a square.
+        image_size: Height and width of the images, or one number for both; if not said, that of the preprocessing, if
+            there are as many positions, else a square, with a warning.
+        resample: How positions are fitted to images of other sizes, as `F.interpolate` has it.
         patch_order: How a linear layer flattens a patch: `"chw"` or `"hwc"`.
         embedding_scale: What word embeddings are multiplied by (often the root of the width).
         rotary: Base of rotary positions (usually 10000), where queries and keys are rotated; for images, whose rows and
             columns are counted in several ways, a `RotaryConfig`.
         rotary_pairs: Which numbers of a head rotate together: those of its two `"halves"`, or `"neighbours"`.
-        max_tokens: Longest text, where no `position` says so.
+        max_tokens: Longest text, where no `position` says so, or the model takes fewer than it has positions.
         dropout: Rate behind attention and MLP while training; of a `block` or `encoder` it is read.
         ignored: Beginnings of names of tensors that take no part in the answer.
         answer: How the model is called: the model and a batch (`pixel_values`, or `input_ids` with `attention_mask`, 1
             at tokens, and `token_type_ids`) in, logits `[B, C]` out. If not said, the model is called with the images
             or token ids, and with mask and segments where its `forward` has arguments of these names.
+        masked: Whether a text model knows which tokens are padding; if not said, it does where `answer` is given or
+            its `forward` is told. One that does not attends to padding, and so does what it is converted into.
     """
 
     names: Mapping[Part, Place]
@@ -97,6 +101,7 @@ class Declaration:
     norm_eps: float | None = None
     pooler_activation: HiddenActivation = "tanh"
     image_size: int | tuple[int, int] | None = None
+    resample: Resample = "bicubic_antialias"
     patch_order: Literal["chw", "hwc"] = "chw"
     embedding_scale: float = 1.0
     rotary: float | RotaryConfig | None = None
@@ -105,6 +110,7 @@ class Declaration:
     dropout: float | None = None
     ignored: tuple[str, ...] = ()
     answer: Callable[[Any, Mapping[str, Tensor]], Tensor] | None = None
+    masked: bool | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model."""

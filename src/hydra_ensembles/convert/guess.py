@@ -11,22 +11,35 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import ConversionError, HydraError
-from ..model.config import Activation, HiddenActivation, Pool
+from ..model.config import Activation, HiddenActivation, Pool, Resample
 from ..model.ensemble import Ensemble
+from ..model.metadata import Metadata
 from .core import ACTIVATIONS, translate
 from .declared import Declaration, Part, Place
-from .probe import NoAnswerError, require_same_answers
-from .reading import read_declaration
+from .probe import NoAnswerError, OtherSizeError, require_same_answers
+from .reading import read_declaration, unknown_arguments, with_size
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
-def guessed(model: nn.Module, num_labels: int | None) -> Declaration | None:
-    """The declaration of a plain classifier around blocks of `torch.nn` whose answers agree; None where none does."""
+def guessed(model: nn.Module, num_labels: int | None, size: tuple[int, int] | None = None) -> Declaration | None:
+    """The declaration of a plain classifier around blocks of `torch.nn` whose answers agree; None where none does.
+
+    `size` is that of the images, where it is known.
+    """
     if any(one.is_meta for one in model.parameters()):
         return None  # without values there is no proof
     copies = _copies(model)
-    return next((one for one in _candidates(model) if _agrees(one, copies, num_labels)), None)
+    for one in (with_size(one, model, size) for one in _candidates(model)):
+        try:
+            _require_agreement(one, copies, num_labels)
+        except OtherSizeError:
+            other = (replace(one, resample=way) for way in get_args(Resample))
+            return next((way for way in other if _agrees(way, copies, num_labels)), None)
+        except HydraError:
+            continue
+        return one
+    return None
 
 
 def beginning(model: nn.Module) -> str:
@@ -35,22 +48,26 @@ def beginning(model: nn.Module) -> str:
     if found is None:
         frame = _frame(model)
         return "" if frame is None else f"\nIts blocks were found; begin with names={frame.names}."
-    return f"\nIts parts were found, but the answers differ; begin with names={dict(found.names)}."
+    why = "the answers differ"
+    if unknown_arguments(found, model):
+        why = f"its forward takes {', '.join(unknown_arguments(found, model))} too: say with answer= how it is called"
+    return f"\nIts parts were found, but {why}; begin with names={dict(found.names)}."
 
 
-def require_proof(declaration: Declaration, model: nn.Module, num_labels: int | None) -> None:
+def require_proof(declaration: Declaration, model: nn.Module, num_labels: int | None, metadata: Metadata) -> None:
     """Refuse a declaration by which answers differ, and name the setting with which they would agree, if there is one.
 
     They are compared in float64, where a wrong activation or epsilon cannot pass for rounding, if the model runs in it.
     """
     copies = _copies(model)
     try:
-        _require_agreement(declaration, copies, num_labels)
+        _require_agreement(declaration, copies, num_labels, metadata)
     except NoAnswerError:
         raise
     except ConversionError as error:
-        for change in _changes(declaration, model):
-            if _agrees(replace(declaration, **change), copies, num_labels):
+        other = isinstance(error, OtherSizeError)
+        for change in ({"resample": way} for way in get_args(Resample)) if other else _changes(declaration, model):
+            if _agrees(replace(declaration, **change), copies, num_labels, metadata):
                 better = ", ".join(f"{name}={value!r}" for name, value in change.items())
                 raise ConversionError(f"{error}; they agree with {better}") from error
         raise
@@ -64,23 +81,27 @@ def _copies(model: nn.Module) -> list[nn.Module]:
         return [model]
 
 
-def _require_agreement(declaration: Declaration, copies: Sequence[nn.Module], num_labels: int | None) -> None:
+def _require_agreement(
+    declaration: Declaration, copies: Sequence[nn.Module], num_labels: int | None, metadata: Metadata | None = None
+) -> None:
     """Refuse a declaration by which the first of these copies that can answer answers otherwise."""
     for model in copies:
         architecture = read_declaration(declaration, model)
         config = architecture.config(model, num_labels)
         state, fresh = translate(architecture, model, config, may_be_fresh=num_labels is not None)
         try:
-            require_same_answers(architecture, model, Ensemble.from_state(config, state), fresh)
+            require_same_answers(architecture, model, Ensemble.from_state(config, state, metadata), fresh)
             return
         except NoAnswerError:
             if model is copies[-1]:
                 raise
 
 
-def _agrees(declaration: Declaration, copies: Sequence[nn.Module], num_labels: int | None) -> bool:
+def _agrees(
+    declaration: Declaration, copies: Sequence[nn.Module], num_labels: int | None, metadata: Metadata | None = None
+) -> bool:
     try:
-        _require_agreement(declaration, copies, num_labels)
+        _require_agreement(declaration, copies, num_labels, metadata)
     except HydraError:
         return False
     return True

@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,16 +15,22 @@ from ..errors import ConversionError
 from ..model.config import EnsembleConfig, PatchStemConfig, TextStemConfig
 from ..model.ensemble import Ensemble
 from ..model.layers import GroupedLinear
+from ..preprocessing import TextPreprocessing
 from .core import Architecture, Inputs, block_name
 
 _TEXTS, _TOKENS = 2, 32
 _FEW = 16  # tokens of an image that the blocks are first compared on: class token, registers, some patches
+_FITTED = 1e-5  # positions are fitted to another size in float32, whatever the type
 # How far answers may lie apart, in parts of the largest of them: what the same sum in another order makes of them.
 _ALLOWED = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 class NoAnswerError(ConversionError):
     """The original cannot answer, so that nothing can be compared with it."""
+
+
+class OtherSizeError(ConversionError):
+    """The answers agree on images of the model's own size, and differ on larger ones."""
 
 
 def require_same_answers(
@@ -44,72 +51,134 @@ def require_same_answers(
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         return  # without values there are no answers
-    inputs, allowed = _inputs(architecture, ensemble), _allowed(ensemble)
+    allowed = _allowed(ensemble)
 
-    def original() -> Tensor:
+    def original(inputs: Inputs) -> Tensor:
         return _answer(architecture, model, inputs, fresh)
 
-    def converted() -> Tensor:
+    def converted(inputs: Inputs) -> Tensor:
         if not fresh:
             return ensemble(inputs)[0] if projection is None else projection(ensemble(inputs))[0]
         features = ensemble.features(inputs)[0]  # [B, d]; of class and distillation token [B, 2, d]
         return features.mean(1) if ensemble.config.readout.pool == "distilled" else features
 
     with _as_it_answers(model, ensemble.device):
-        first = model.get_submodule(block_name(architecture, model, 0)), ensemble.encoder.layers[0]
-        few = ensemble.kind == "image" and ensemble.config.encoder.rotary is None  # rotations are those of all tokens
-        if few and _alike_on_few_tokens(first, (original, converted), allowed):
-            return
-        expected, found = original(), converted()
-        difference = _difference(found, expected)
-        if difference <= allowed:
-            return
-        place = _first_difference(architecture, model, ensemble, inputs, fresh, allowed)
-    what, said, remedy = "features" if fresh else "answers", "the declaration says", "look for the difference"
+        for inputs in _batches(architecture, model, ensemble):
+            first = model.get_submodule(block_name(architecture, model, 0)), ensemble.encoder.layers[0]
+            # Of a library's class it is known that all tokens are treated alike; rotations are those of all tokens.
+            few = architecture.classes and ensemble.kind == "image" and ensemble.config.encoder.rotary is None
+            if few and _alike_on_few_tokens(first, (partial(original, inputs), partial(converted, inputs)), allowed):
+                continue
+            difference = _difference(converted(inputs), original(inputs))
+            if not difference <= allowed:
+                place = _first_difference(architecture, model, ensemble, inputs, fresh, allowed)
+                raise _apart(architecture, "features" if fresh else "answers", inputs, difference, allowed, place)
+        if not architecture.classes and isinstance(ensemble.config.stem, PatchStemConfig):
+            _require_other_size(architecture.name, original, converted, ensemble, allowed)
+
+
+def _apart(
+    architecture: Architecture, what: str, inputs: Inputs, difference: float, allowed: float, place: str
+) -> ConversionError:
+    shapes, said, remedy = _shapes(inputs), "the declaration says", "look for the difference"
     if architecture.classes:
         said, remedy = "its class and its configuration say", "undo what was changed"
-    raise ConversionError(
+    return ConversionError(
         f"{architecture.name}: the {what} of the converted model differ from those of the original by "
-        f"{difference:.2g} of their size on a random batch ({allowed:g} is allowed): the model computes something else "
-        f"than {said}. The two part first {place}; {remedy} there, or convert with probe=False if the difference "
-        "is meant"
+        f"{difference:.2g} of their size on a random batch {shapes} ({allowed:g} is allowed): the model computes "
+        f"something else than {said}. The two part first {place}; {remedy} there, or convert with probe=False if the "
+        "difference is meant"
     )
+
+
+def _require_other_size(
+    name: str,
+    original: Callable[[Inputs], Tensor],
+    converted: Callable[[Inputs], Tensor],
+    ensemble: Ensemble,
+    allowed: float,
+) -> None:
+    """Compare larger images too, for which positions are fitted, where the original takes any."""
+    stem: Any = ensemble.config.stem
+    size = tuple(patch * (side + (side + 1) // 2) for patch, side in zip(stem.patch_size, stem.grid, strict=True))
+    inputs = _images(ensemble, size)
+    try:
+        expected = original(inputs)
+    except ConversionError:
+        return  # it has one size
+    difference = _difference(converted(inputs), expected)
+    if not difference <= max(allowed, _FITTED):
+        raise OtherSizeError(
+            f"{name}: the answers agree on images of {stem.image_size[0]}x{stem.image_size[1]}, but differ by "
+            f"{difference:.2g} of their size on images of {size[0]}x{size[1]}, for which positions are fitted by "
+            f"resample={stem.resample!r}: give another one in the declaration, or an answer= that refuses other sizes"
+        )
 
 
 # --- the batch -----------------------------------------------------------------------------------------------
 
 
-def _inputs(architecture: Architecture, ensemble: Ensemble) -> Inputs:
-    """One image of the size of the model, or two texts of different length; the same in every process."""
+def _batches(architecture: Architecture, model: nn.Module, ensemble: Ensemble) -> Iterator[Inputs]:
+    """One image of the size of the model, or two texts of different length; the same in every process.
+
+    Of a model of the user's own nothing is known but its answers: a text of the greatest length follows.
+    """
     generator, stem = torch.Generator("cpu").manual_seed(0), ensemble.config.stem
     if isinstance(stem, PatchStemConfig):
-        shape = (1, stem.channels, *stem.image_size)
-        return {
-            "pixel_values": torch.randn(shape, generator=generator, device="cpu").to(ensemble.device, ensemble.dtype)
-        }
-    own = not architecture.classes  # a declaration of the user's: only CLIP has texts without a norm otherwise
-    if architecture.masks:
-        found = _texts(stem, ensemble.config, generator, clip=not stem.norm and not own)
+        yield _images(ensemble, stem.image_size)
+        return
+    own = not architecture.classes
+    texts = ensemble.metadata.preprocessing
+    padding = [texts.pad_id] if own and isinstance(texts, TextPreprocessing) else []
+    padding += _padding_ids(model, stem.vocabulary) if own else []
+    if architecture.masks:  # only CLIP has texts without a norm, where it is no model of the user's
+        found = _texts(stem, ensemble.config, generator, padding, clip=not stem.norm and not own)
     else:
-        found = _whole_texts(stem, generator)
-    return {name: tensor.to(ensemble.device) for name, tensor in found.items()}
+        found = _whole_texts(stem, generator, padding)
+    yield {name: tensor.to(ensemble.device) for name, tensor in found.items()}
+    if own and stem.max_tokens > found["input_ids"].shape[1]:
+        ids = torch.randint(stem.vocabulary, (1, stem.max_tokens), generator=generator, device="cpu")
+        pad = (*padding, 0)[0]
+        ids = ids.masked_fill(ids == pad, (pad + 1) % stem.vocabulary)
+        longest = {name: torch.ones_like(ids) for name in found}
+        yield {name: tensor.to(ensemble.device) for name, tensor in {**longest, "input_ids": ids}.items()}
 
 
-def _whole_texts(stem: TextStemConfig, generator: torch.Generator) -> Inputs:
-    """Token ids `[B, T]` of any value: a model that is told of no padding must take every token for one."""
+def _images(ensemble: Ensemble, size: tuple[int, ...]) -> Inputs:
+    """One random image `[1, channels, H, W]`."""
+    shape, generator = (1, ensemble.config.stem.channels, *size), torch.Generator("cpu").manual_seed(0)  # type: ignore[union-attr]
+    return {"pixel_values": torch.randn(shape, generator=generator, device="cpu").to(ensemble.device, ensemble.dtype)}
+
+
+def _padding_ids(model: nn.Module, vocabulary: int) -> list[int]:
+    """What the embeddings of words in a model take for padding."""
+    tables = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.num_embeddings == vocabulary]
+    return [one.padding_idx for one in tables if one.padding_idx is not None]
+
+
+def _whole_texts(stem: TextStemConfig, generator: torch.Generator, padding: Sequence[int]) -> Inputs:
+    """Token ids `[B, T]` of any value: a model that is told of no padding must take every token for one.
+
+    Those that a model may take for padding all the same are among them: the known ones, the first and the last.
+    """
     shape = _TEXTS, min(stem.max_tokens, _TOKENS)
     ids = torch.randint(stem.vocabulary, shape, generator=generator, device="cpu")
-    ids[:, -1] = 0  # what most models take for padding
+    suspects = [one for one in dict.fromkeys((*padding, 0, 1, 2, 3, stem.vocabulary - 1)) if one < stem.vocabulary]
+    suspects = suspects[: shape[1]]
+    ids[0, -len(suspects) :] = torch.tensor(suspects[::-1])  # the likeliest is the last token
+    ids[1, -1] = 0
     return {"input_ids": ids}
 
 
-def _texts(stem: TextStemConfig, config: EnsembleConfig, generator: torch.Generator, clip: bool) -> Inputs:
+def _texts(
+    stem: TextStemConfig, config: EnsembleConfig, generator: torch.Generator, padding: Sequence[int], clip: bool
+) -> Inputs:
     """Token ids `[B, T]`; a mask where the family has one, segments where there are several.
 
     Texts of CLIP fill the whole context, and end with a token that is looked for.
     """
     tokens = stem.max_tokens if clip else min(stem.max_tokens, _TOKENS + 2 * (config.encoder.window or 0))
-    pad = 0 if stem.positions_after is None else stem.positions_after
+    pad = stem.positions_after if stem.positions_after is not None else (*padding, 0)[0]
     end = config.readout.eot_token
     last = stem.vocabulary - 1 if end is None else end
     ids = torch.randint(stem.vocabulary, (_TEXTS, tokens), generator=generator, device="cpu")
@@ -148,7 +217,7 @@ def _as_it_answers(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _answer(architecture: Architecture, model: nn.Module, inputs: Inputs, fresh: bool) -> Tensor:
-    shapes = {name: list(tensor.shape) for name, tensor in inputs.items()}
+    shapes = _shapes(inputs)
     try:
         answer = architecture.answer(model, {name: tensor.clone() for name, tensor in inputs.items()}, fresh)
     except Exception as error:  # whatever somebody's model may raise
@@ -162,6 +231,10 @@ def _answer(architecture: Architecture, model: nn.Module, inputs: Inputs, fresh:
             f"its weights are broken, or {answer.dtype} is too small for them: try model.float()"
         )
     return answer
+
+
+def _shapes(inputs: Inputs) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in inputs.items()}
 
 
 def _allowed(ensemble: Ensemble) -> float:

@@ -120,6 +120,17 @@ def _sides(size: Any) -> tuple[int, int]:
     return sides[0], sides[-1]
 
 
+def size_of_images(processor: Any, changes: Mapping[str, Any] | None) -> tuple[int, int] | None:
+    """Height and width that images are said to have, by the user or by a processor; None where nothing says so."""
+    if changes is not None and "image_size" in changes:
+        return _sides(changes["image_size"])
+    processor = processor.image_processor if is_for_images(processor) is None else processor
+    if not is_for_images(processor):
+        return None
+    found = processor if isinstance(processor, ImagePreprocessing) else _read_image_processor(processor)
+    return found.size
+
+
 def is_for_images(processor: Any) -> bool | None:
     """Whether a processor reads images; None for one of both kinds, False (a tokenizer) for what is not known."""
     if hasattr(processor, "image_processor") and hasattr(processor, "tokenizer"):

@@ -38,7 +38,11 @@ from .core import (
 from .declared import IN_BLOCK, Declaration, Part, Place, paths
 
 NEEDED: tuple[Part, ...] = ("position", "norm1", "qkv", "out", "norm2", "up", "down")
+MASKS = ("attention_mask", "token_type_ids")  # as tokenizers name them
 PADDING = ("src_key_padding_mask", "key_padding_mask", "padding_mask")  # true at padding, as `torch.nn` has it
+# What a model may be given besides its input, and what no tokenizer gives.
+_UNTOLD = ("labels", "label", "targets", "target", "position_ids", "inputs_embeds", "head_mask")
+_FLAGS = ("return_", "output_", "use_")
 ADVICE = "correct the table of names; docs/how-to/own_model.md has every part"
 _BLOCK = "encoder.layers.{i}"
 _LINEAR = {
@@ -105,8 +109,7 @@ class _Reading:
             weights={},
             ignored=(*declaration.ignored, *(one for one, tensor in stored.items() if not tensor.is_floating_point())),
             answer=lambda model, inputs, fresh: _called(declaration, model, inputs),
-            masks=declaration.answer is not None
-            or any(one in _arguments(model) for one in ("attention_mask", *PADDING)),
+            masks=_masked(declaration, model),
             advice=ADVICE,
         )
         self.rates: dict[str, float] = {}
@@ -208,6 +211,10 @@ class _Reading:
                 yield f"names does not say where {part} is{nearest(part, near)}"
         if self.declared.attention_scale is not None and "query_norm" in self.names:
             yield "attention_scale is given, and a norm of queries would undo it"
+        unknown = unknown_arguments(self.declared, self.model)
+        if unknown:
+            way = "" if "patch" in self.names else ", or masked=False if it is never told of padding"
+            yield f"forward takes {', '.join(unknown)} too: say with answer= how the model is called{way}"
         if self.declared.heads is None:
             yield "the number of heads is not said: give heads="
 
@@ -389,9 +396,13 @@ class _Reading:
 
     def _text_stem(self) -> TextStemConfig:
         words, position, segments = self._of("words"), self.tensor("position"), self.tensor("segments")
-        rows = self.declared.max_tokens if position is None else position.numel() // position.shape[-1]
+        most = None if position is None else position.numel() // position.shape[-1]
+        rows = self.declared.max_tokens or most
         if rows is None:
             raise ConversionError(f"{self.frame.name}: nothing says how long a text may be; give max_tokens=")
+        if most is not None and rows > most:
+            raise ConversionError(f"{self.frame.name}: max_tokens is {rows}, and there are {most} positions; lower it")
+        kind, eps = self._norm(("embedding_norm",)) if "embedding_norm" in self.names else ("layer", 1e-12)
         return TextStemConfig(
             vocabulary=words.shape[0],
             positions=rows,
@@ -399,19 +410,20 @@ class _Reading:
             embedding_width=words.shape[1],
             segments=0 if segments is None else segments.shape[0],
             norm="embedding_norm" in self.names,
-            norm_eps=self._norm(("embedding_norm",))[1] if "embedding_norm" in self.names else 1e-12,
+            norm_eps=eps,
+            norm_kind=kind,
             project="embedding_projection" in self.names,
             dropout=self.declared.dropout or 0.0,
         )
 
     def _patch_stem(self) -> PatchStemConfig:
-        patch, position = self._of("patch"), self.tensor("position")
-        registers = self.tensor("registers")
-        prefix = int("class_token" in self.names) + (0 if registers is None else registers.numel() // len(patch))
-        rows, image = 0 if position is None else position.numel() // position.shape[-1], self.declared.image_size
-        size = self._patch_size(patch)
+        patch, position, image = self._of("patch"), self.tensor("position"), self.declared.image_size
+        (rows, prefix), size = self._rows(), self._patch_size(patch)
+        kind, eps = self._norm(("embedding_norm",)) if "embedding_norm" in self.names else ("layer", 1e-5)
         if image is None:
-            found = [n for n in range(prefix, -1, -1) if math.isqrt(rows - n) ** 2 == rows - n]
+            if position is None:
+                raise ConversionError(f"{self.frame.name}: nothing says how large images are; give image_size=")
+            found = [n for n in range(min(prefix, rows - 1), -1, -1) if math.isqrt(rows - n) ** 2 == rows - n]
             if not found:
                 what = f"{rows} positions are for no square of patches and up to {prefix} tokens before it"
                 raise ConversionError(f"{self.frame.name}: {what}; give image_size=(height, width)")
@@ -429,11 +441,28 @@ class _Reading:
             class_token="class_token" in self.names,
             registers=prefix - int("class_token" in self.names),
             position_prefix=max(0, min(spare, prefix)),
+            resample=self.declared.resample,
             learned_positions=position is not None,
             norm="embedding_norm" in self.names,
-            norm_eps=self._norm(("embedding_norm",))[1] if "embedding_norm" in self.names else 1e-5,
+            norm_eps=eps,
+            norm_kind=kind,
             dropout=self.declared.dropout or 0.0,
         )
+
+    def _rows(self) -> tuple[int, int]:
+        """Number of positions, and of tokens before the patches."""
+        position, registers = self.tensor("position"), self.tensor("registers")
+        more = 0 if registers is None else registers.numel() // registers.shape[-1]
+        return 0 if position is None else position.numel() // position.shape[-1], more + ("class_token" in self.names)
+
+    def takes(self, size: tuple[int, int]) -> bool:
+        """Whether images of this size have as many patches as there are positions."""
+        patch, (rows, prefix) = self.tensor("patch"), self._rows()
+        if patch is None or patch.dim() not in (2, 4):
+            return False
+        height, width = self._patch_size(patch)
+        spare = rows - size[0] // height * (size[1] // width)
+        return "position" not in self.names or 0 <= spare <= prefix
 
     def _patch_size(self, patch: Tensor) -> tuple[int, int]:
         """Of a convolution its kernel; of a linear layer a square with three channels, or with one."""
@@ -450,11 +479,16 @@ class _Reading:
         classifier = self.tensor("classifier")
         classes = number_of_classes(0 if classifier is None else len(classifier), num_labels, self.frame.name)
         bias = classifier is None or self._bias(str(self.names["classifier"])) is not None
+        kind, eps = self._norm(("norm",)) if "norm" in self.names else (None, 1e-6)
+        blocks = self._norm(("norm1",))[0]
+        if kind not in (None, blocks):
+            what = f"norm is of the kind {kind!r} and those of the blocks are of {blocks!r}"
+            raise refuse(self.frame.name, f"{what}, and the norm behind the blocks is always of their kind")
         return ReadoutConfig(
             pool=self.declared.pool,
             num_classes=classes,
             norm="none" if "norm" not in self.names else "pooled" if self.declared.norm_after_pool else "tokens",
-            norm_eps=self._norm(("norm",))[1] if "norm" in self.names else 1e-6,
+            norm_eps=eps,
             hidden=self.declared.pooler_activation if "pooler" in self.names else None,
             bias=bias,
         )
@@ -472,10 +506,41 @@ def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
+def _masked(declaration: Declaration, model: nn.Module) -> bool:
+    """Whether a text model knows which tokens are padding."""
+    if declaration.masked is not None:
+        return declaration.masked
+    return declaration.answer is not None or any(one in _arguments(model) for one in ("attention_mask", *PADDING))
+
+
+def unknown_arguments(declaration: Declaration, model: nn.Module) -> list[str]:
+    """Arguments of `forward` that may be tensors, are left out, and may yet change the answer: nobody knows."""
+    if declaration.answer is not None or declaration.masked is False:
+        return []
+    return [
+        name
+        for name, one in list(_arguments(model).items())[2:]  # behind the model and its input
+        if one.default is None
+        and (one.annotation is one.empty or "Tensor" in str(one.annotation))
+        and name not in (*MASKS, *PADDING, *_UNTOLD)
+        and not name.startswith(_FLAGS)
+    ]
+
+
+def with_size(declaration: Declaration, model: nn.Module, size: tuple[int, int] | None) -> Declaration:
+    """The declaration with the size that images are said to have, where it has none and there are positions for it."""
+    if size is None or declaration.image_size is not None or "patch" not in declaration.names:
+        return declaration
+    return replace(declaration, image_size=size) if _Reading(declaration, model).takes(size) else declaration
+
+
 def _called(declaration: Declaration, model: nn.Module, inputs: Inputs) -> Tensor:
     """What a model answers, called as the declaration says or as its `forward` is written."""
     if declaration.answer is not None:
-        return declaration.answer(model, inputs)
+        given: Any = declaration.answer(model, inputs)
+        if not isinstance(given, Tensor):
+            raise TypeError(f"answer= gives a {type(given).__name__}, where logits [B, C] are expected")
+        return given
     known, (main, *beside) = _arguments(model), inputs.items()
     named = {name: tensor for name, tensor in beside if name in known}
     padding = next((name for name in PADDING if name in known), None)

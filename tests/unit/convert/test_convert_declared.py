@@ -283,3 +283,181 @@ def test_positions_that_are_computed_are_given_as_a_tensor() -> None:
     found = he.convert(model, declaration=but(ENCODER_TEXT, None, position=table))(TEXTS)[0]
     expected = model(TEXTS["input_ids"], src_key_padding_mask=~MASK)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+# --- what only many tokens, ids and sizes tell ---------------------------------------------------------------
+
+
+class NearBlock(OwnBlock):
+    """Tokens attend to those near them alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.to_qkv(x).unflatten(2, (HEADS, 3, -1)).permute(3, 0, 2, 1, 4)
+        at = torch.arange(x.shape[1])
+        mixed = F.scaled_dot_product_attention(q, k, v, (at[:, None] - at).abs() <= 40)
+        x = self.after_attention(x + self.project(mixed.transpose(1, 2).flatten(2)))
+        return self.after_mlp(x + self.narrow(F.relu(self.wide(x))))
+
+
+class NearViT(OwnViT):
+    """Of 8x8 patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(64, WIDTH))
+        self.layers = nn.ModuleList([NearBlock(), NearBlock()])
+
+
+class NearText(nn.Module):
+    """Texts of up to 100 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(60, WIDTH), nn.Embedding(100, WIDTH)
+        self.layers, self.head = nn.ModuleList([NearBlock(), NearBlock()]), nn.Linear(WIDTH, 5, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.places.weight[: ids.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x[:, 0])
+
+
+NEAR_TEXT = but(OWN_VIT, None, patch=None, class_token=None, words="words", position="places", classifier="head")
+
+
+def test_attention_that_does_not_reach_all_tokens_is_found_out() -> None:
+    with pytest.raises(ConversionError, match="differ"):
+        he.convert(own(NearViT), declaration=but(OWN_VIT, {"image_size": 64}))
+    with pytest.raises(ConversionError, match=r"differ.*\[1, 100\]"):
+        he.convert(own(NearText), declaration=NEAR_TEXT)
+    short = he.convert(own(NearText), declaration=but(NEAR_TEXT, {"max_tokens": 41}))
+    assert short.config.stem.max_tokens == 41
+    with pytest.raises(ConversionError, match="max_tokens"):
+        he.convert(own(NearText), declaration=but(NEAR_TEXT, {"max_tokens": 101}))
+
+
+class PaddedText(EncoderText):
+    """Finds padding of an id of its own, in a vocabulary of which a short text has little."""
+
+    def __init__(self, pad: int, told: bool) -> None:
+        super().__init__()
+        self.pad, self.embedding = pad, nn.Embedding(3000, WIDTH, padding_idx=pad if told else None)
+
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(ids, ids == self.pad)
+
+
+@pytest.mark.parametrize(("pad", "told"), [(0, False), (1, False), (3, False), (2999, False), (1234, True)])
+@pytest.mark.parametrize("declaration", [ENCODER_TEXT, None])
+def test_a_model_that_masks_ids_by_itself_is_found_out(pad: int, told: bool, declaration: he.Declaration) -> None:
+    with pytest.raises(ConversionError, match="differ"):
+        he.convert(own(PaddedText, pad=pad, told=told), declaration=declaration)
+
+
+def test_the_padding_of_the_processor_is_tried_too() -> None:
+    texts = he.TextPreprocessing(tokenizer="{}", max_length=20, pad_id=1234)
+    for declaration in (ENCODER_TEXT, None):
+        with pytest.raises(ConversionError, match="differ"):
+            he.convert(own(PaddedText, pad=1234, told=False), declaration=declaration, processor=texts)
+    told = but(ENCODER_TEXT, {"masked": True})
+    model = own(PaddedText, pad=1234, told=True)
+    found = he.convert(model, declaration=told)({**TEXTS, "input_ids": IDS.masked_fill(~MASK, 1234)})[0]
+    torch.testing.assert_close(found, model(IDS.masked_fill(~MASK, 1234)), rtol=0, atol=1e-5)
+
+
+class OtherName(EncoderText):
+    """A mask that nobody can know for one."""
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(ids, None if mask is None else mask == 0)
+
+
+def test_an_argument_that_nothing_is_known_of_is_asked_for() -> None:
+    model = own(OtherName)
+    for declaration in (ENCODER_TEXT, None):
+        with pytest.raises(ConversionError, match=r"mask too: say with answer="):
+            he.convert(model, declaration=declaration)
+    said = but(ENCODER_TEXT, {"answer": lambda model, batch: model(batch["input_ids"], mask=batch["attention_mask"])})
+    found = he.convert(model, declaration=said)(TEXTS)[0]
+    torch.testing.assert_close(found, model(TEXTS["input_ids"], mask=MASK), rtol=0, atol=1e-5)
+    untold = he.convert(model, declaration=but(ENCODER_TEXT, {"masked": False}))(IDS)[0]
+    torch.testing.assert_close(untold, model(IDS), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("declaration", [ENCODER_VIT, None])
+def test_images_that_are_no_square_are_those_of_the_processor(declaration: he.Declaration | None) -> None:
+    model, wide = own(EncoderViT), torch.randn(2, 3, 16, 64, generator=torch.Generator().manual_seed(3))
+    look = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
+    for said in (
+        {"processor": he.ImagePreprocessing(size=(16, 64), **look)},
+        {"preprocessing": {"image_size": (16, 64), "crop": 1.0, "interpolation": "bicubic", **look}},
+    ):
+        ensemble = he.convert(model, declaration=declaration, **said)
+        assert ensemble.config.stem.image_size == (16, 64)
+        torch.testing.assert_close(ensemble(wide)[0], model(wide), rtol=0, atol=1e-5)
+    with pytest.warns(he.HydraWarning, match="square"):
+        assert he.convert(model, declaration=declaration).config.stem.image_size == (32, 32)
+
+
+class AnySizeViT(EncoderViT):
+    """Fits its positions to the image."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patchify(images)
+        size, places = x.shape[2:], self.pos[:, 1:].unflatten(1, (4, 4)).permute(0, 3, 1, 2)
+        if self.way == "first":
+            places = places.repeat(1, 1, 2, 2)[:, :, : size[0], : size[1]]
+        elif size != (4, 4):
+            places = F.interpolate(places, tuple(size), mode=self.way)
+        x = x.flatten(2).transpose(1, 2) + places.flatten(2).transpose(1, 2)
+        return self.head(self.encoder(torch.cat([(self.cls + self.pos[:, :1]).expand(len(x), -1, -1), x], dim=1))[:, 0])
+
+
+def test_other_sizes_are_answered_as_the_original_does_or_refused() -> None:
+    model, larger = own(AnySizeViT, way="bilinear"), torch.randn(2, 3, 40, 56)
+    with pytest.raises(ConversionError, match=r"48x48.*agree with resample='bilinear'"):
+        he.convert(model, declaration=ENCODER_VIT)
+    for declaration in (but(ENCODER_VIT, {"resample": "bilinear"}), None):
+        found = he.convert(model, declaration=declaration)(larger)[0]
+        torch.testing.assert_close(found, model(larger), rtol=0, atol=1e-5)
+    for declaration in (ENCODER_VIT, None):
+        with pytest.raises(ConversionError, match="differ"):
+            he.convert(own(AnySizeViT, way="first"), declaration=declaration)
+
+
+@pytest.mark.parametrize("answer", [lambda model, batch: (model(batch["pixel_values"]),), lambda model, batch: None])
+def test_an_answer_that_is_no_tensor_is_said(answer: Any) -> None:
+    with pytest.raises(ConversionError, match="answer= gives"):
+        he.convert(own(OwnViT), declaration=but(OWN_VIT, {"answer": answer}))
+
+
+def test_rotary_images_need_a_size() -> None:
+    rotary = but(OWN_VIT, {"rotary": he.RotaryConfig(100.0), "ignored": ("place",)}, position=None)
+    with pytest.raises(ConversionError, match="image_size="):
+        he.convert(own(OwnViT), declaration=rotary)
+
+
+class NormedViT(EncoderViT):
+    """Norms of different kinds around the blocks."""
+
+    def __init__(self, first: type[nn.Module], last: type[nn.Module]) -> None:
+        super().__init__()
+        self.first, self.encoder.norm = first(WIDTH), last(WIDTH)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patchify(images).flatten(2).transpose(1, 2)
+        x = self.first(torch.cat([self.cls.expand(len(x), -1, -1), x], dim=1) + self.pos)
+        return self.head(self.encoder(x)[:, 0])
+
+
+def test_the_kinds_of_norms_are_kept_or_said() -> None:
+    normed = but(ENCODER_VIT, None, embedding_norm="first")
+    model = own(NormedViT, first=nn.RMSNorm, last=nn.LayerNorm)
+    torch.testing.assert_close(he.convert(model, declaration=normed)(IMAGES)[0], model(IMAGES), rtol=0, atol=1e-5)
+    with pytest.raises(ConversionError, match="norm is of the kind 'rms'"):
+        he.convert(own(NormedViT, first=nn.LayerNorm, last=nn.RMSNorm), declaration=normed)
