@@ -26,7 +26,7 @@ from .guess import beginning, guessed, require_proof
 from .probe import require_same_answers
 from .processors import amended, is_for_images, size_of_images, with_processor
 from .reading import read_declaration, with_size
-from .refusals import explained
+from .refusals import explained, refusal
 from .sentence_transformers import is_sentence_model, opened
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -179,7 +179,30 @@ def _find_architecture(
     own = guessed(model, num_labels, size_of_images(processor, preprocessing))
     if own is not None:
         return _read_own(own, model)
-    raise ConversionError(explained(name, supported=supported()) + beginning(model))
+    near = "" if refusal(name) else _supported_inside(model)
+    raise ConversionError(near or explained(name, supported=supported()) + beginning(model))
+
+
+def _supported_inside(model: nn.Module) -> str:
+    """What to do with a subclass of a supported model, or with one that holds a supported model; else nothing."""
+    known, name = {one for architecture in _ALL for one in architecture.classes}, qualified_name(model)
+    above = next((one for one in type(model).__mro__ if f"{one.__module__}.{one.__qualname__}" in known), None)
+    if above is not None:
+        return (
+            f"{name} is a subclass of {above.__name__}, which is supported.\n"
+            "It does not fit: what a subclass computes cannot be known.\n"
+            f"The nearest way that works: load its weights into a {above.__name__} of the library, and convert that."
+        )
+    place = next((place for place, part in model.named_modules() if qualified_name(part) in known), None)
+    if place is None:
+        return ""
+    inside = f"model.{place}" if all(map(str.isidentifier, place.split("."))) else f"model.get_submodule({place!r})"
+    return (
+        f"{name} holds a {type(model.get_submodule(place)).__name__}, which is supported.\n"
+        "It does not fit: what a model around it computes cannot be known.\n"
+        f"The nearest way that works: convert the model inside, he.convert({inside}); without a classifier "
+        "in it give also num_labels=..."
+    )
 
 
 def _read_own(declaration: Declaration, model: nn.Module) -> Architecture:
@@ -204,7 +227,7 @@ def _find_classifier(model: nn.Module) -> Architecture:
 
 def _labels(given: Sequence[str] | None, known: Metadata, classes: int) -> tuple[str, ...]:
     if given is None:
-        return known.labels if len(known.labels) == classes else ()
+        return _told_apart(known.labels) if len(known.labels) == classes else ()
     names = tuple(given)
     if len(names) != classes:
         raise ConversionError(f"{len(names)} labels were given for {classes} classes")
@@ -214,6 +237,12 @@ def _labels(given: Sequence[str] | None, known: Metadata, classes: int) -> tuple
     if twice:
         raise ConversionError(f"labels lists {twice[:5]} more than once; names must tell the classes apart")
     return names
+
+
+def _told_apart(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of a library, of which ImageNet has two `crane`: those that are blank or occur again, with their number."""
+    again = set(odd_names(names)[1])
+    return tuple(f"{one} ({at})".strip() if one in again or not one.strip() else one for at, one in enumerate(names))
 
 
 # --- dual encoders -------------------------------------------------------------------------------------------

@@ -96,8 +96,18 @@ def _reshaped(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 
 def run(model: Any, *arguments: Any, **named: Any) -> Any:
-    """What the class of a model computes: no wrapper around the forward of the object, such as one for autocast."""
-    return type(model).forward(model, *arguments, **named)
+    """What the class of a model computes: no wrapper around the forward of the object, such as one for autocast.
+
+    A model of transformers names its outputs, whatever its configuration says.
+    """
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "return_dict", None) is not False:
+        return type(model).forward(model, *arguments, **named)
+    try:
+        config.return_dict = True
+        return type(model).forward(model, *arguments, **named)
+    finally:
+        config.return_dict = False
 
 
 def plain_answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
@@ -181,6 +191,12 @@ def translate(
     """
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in Ensemble(config).named_parameters()}
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if 0 < len(empty) < sum(1 for _ in model.parameters()):
+        raise ConversionError(
+            f"{architecture.name}: {len(empty)} parameters, such as {empty[0]}, are on the meta device and have no "
+            "values, others have them; load the whole model, without offloading, and convert it then"
+        )
     stored = model.state_dict()
     foreign = {name: tensor.detach() for name, tensor in {**dict(model.named_buffers()), **stored}.items()}
     weights = {**architecture.weights, **architecture.variant(model)}
@@ -300,7 +316,9 @@ def activation_of(found: Any, architecture: str) -> Activation:
     for activation, names in ACTIVATIONS.items():
         if name in names:
             return activation
-    raise ConversionError(f"{architecture}: the activation {name!r} is not supported; supported are {ACTIVATIONS}")
+    raise ConversionError(
+        f"{architecture}: the activation {name!r} is not supported; take a model with one of {list(ACTIVATIONS)}"
+    )
 
 
 def dropout_rate(module: Any) -> float:
@@ -341,7 +359,10 @@ def pair(size: Any) -> tuple[int, int]:
 
 def refuse(architecture: str, what: str) -> ConversionError:
     """The error for a variant that has no canonical form."""
-    return ConversionError(f"{architecture}: {what}, which this library cannot represent without changing predictions")
+    return ConversionError(
+        f"{architecture}: {what}, which this library cannot represent without changing predictions; the nearest "
+        "way that works is a model of this architecture without it, fine-tuned on the same data"
+    )
 
 
 def read_classifier(module: Any, num_labels: int | None, architecture: str) -> tuple[int, bool]:

@@ -1,7 +1,8 @@
 """Preprocessing read off the objects that libraries use for it: tokenizers, image processors, transforms."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from numbers import Integral, Real
 from typing import Any, cast
 
 from .._utils import require
@@ -89,7 +90,7 @@ def amended(known: Metadata, changes: Mapping[str, Any], stem: PatchStemConfig |
         if "size" in given:
             given["size"] = _sides(given["size"])
         for name in given.keys() & {"mean", "std"}:
-            values = _channels(given[name]) if isinstance(given[name], int | float) else tuple(given[name])
+            values = tuple(_numbers(name, given[name], Real, "one number, or one for each channel"))
             given[name] = values[:1] * stem.channels if len(set(values)) == 1 else values
     if not given:
         return known
@@ -114,10 +115,16 @@ def with_preprocessing(ensemble: Ensemble, changes: Mapping[str, Any]) -> Ensemb
 
 
 def _sides(size: Any) -> tuple[int, int]:
-    sides = [size] if isinstance(size, int) else list(size)
-    if len(sides) not in (1, 2) or not all(isinstance(side, int) for side in sides):
-        raise ConfigError(f"image_size must be one number, or height and width, got {size!r}")
-    return sides[0], sides[-1]
+    sides = _numbers("image_size", size, Integral, "one whole number, or height and width", most=2)
+    return int(sides[0]), int(sides[-1])
+
+
+def _numbers(name: str, given: Any, kind: type, accepted: str, most: int = 64) -> list[float]:
+    """One number or several of a kind, those of numpy among them, as Python's own."""
+    found = [given] if isinstance(given, Real) or not isinstance(given, Iterable) else list(given)
+    if not 0 < len(found) <= most or not all(isinstance(one, kind) and not isinstance(one, bool) for one in found):
+        raise ConfigError(f"{name} must be {accepted}, got {given!r}")
+    return [float(one) for one in found]
 
 
 def size_of_images(processor: Any, changes: Mapping[str, Any] | None) -> tuple[int, int] | None:
@@ -267,6 +274,10 @@ def read_open_clip_tokenizer(tokenizer: Any) -> TextPreprocessing:
 # --- images ----------------------------------------------------------------------------------------------
 
 
+# What a processor of transformers may do to an image; labels of pixels are nothing to a classifier.
+_IMAGE_STEPS = {"do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb", "do_reduce_labels"}
+
+
 def _read_image_processor(processor: Any) -> ImagePreprocessing:
     if hasattr(processor, "image_mean") and hasattr(processor, "size"):
         return _read_transformers_images(processor)
@@ -279,8 +290,13 @@ def _read_image_processor(processor: Any) -> ImagePreprocessing:
 
 
 def _read_transformers_images(processor: Any) -> ImagePreprocessing:
-    for attribute in ("do_pad", "crop_pct"):
+    steps = {name for name in dir(processor) if name.startswith("do_")} - _IMAGE_STEPS
+    for attribute in (*sorted(steps), "crop_pct", "rescale_offset", "include_top"):
         _require_setting(f"processor.{attribute}", getattr(processor, attribute, None) or False, False)
+    if type(processor).__name__.startswith("Levit"):
+        raise ConversionError(
+            "a processor of Levit resizes to 256/224 of the size that it names; give a ViTImageProcessor"
+        )
     _require_setting("processor.do_resize", processor.do_resize, True)
     size = _named_sides(processor.size)
     crop = _named_sides(processor.crop_size) if getattr(processor, "do_center_crop", False) else {}

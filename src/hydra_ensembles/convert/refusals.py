@@ -40,7 +40,8 @@ REFUSALS: tuple[Refusal, ...] = (
         _PLAIN_VIT,
     ),
     Refusal(
-        "convnext resnet resnext resnest res2net seresnet wide_resnet efficientnet regnet mobilenet mobileone densenet "
+        "convnext dinov3_convnext resnet resnext resnest "
+        "res2net seresnet wide_resnet efficientnet regnet mobilenet mobileone densenet "
         "vgg inception xception nfnet repvgg convmixer squeezenet shufflenet alexnet googlenet mnasnet hgnet ghostnet",
         "a convolutional network",
         "it has no attention heads, of which different ones could be pruned",
@@ -59,10 +60,16 @@ REFUSALS: tuple[Refusal, ...] = (
         _PLAIN_VIT,
     ),
     Refusal(
-        "siglip2",
-        "a SigLIP 2 for images of any shape (NaFlex)",
+        "siglip2 naflexvit",
+        "a model for images of any shape (NaFlex)",
         "it takes patches that were cut out before, with a number of them for each image",
-        "a SigLIP 2 of a fixed size, such as google/siglip2-base-patch16-224, whose class is SiglipModel",
+        f"{_PLAIN_VIT}, or a SigLIP 2 of a fixed size (google/siglip2-base-patch16-224, whose class is SiglipModel)",
+    ),
+    Refusal(
+        "qwen3_vit gemma4_vit deepseek_vit",
+        "the image encoder of a language model",
+        "its patches, norms or positions are its own, and no converter reads them",
+        _PLAIN_VIT,
     ),
     Refusal(
         "deberta",
@@ -72,7 +79,8 @@ REFUSALS: tuple[Refusal, ...] = (
         text=True,
     ),
     Refusal(
-        "beit data2vec_vision data2vec-vision mpnet xlnet funnel",
+        "beit data2vec_vision data2vec-vision modeling_data2vec_vision vision_transformer_relpos vit_relpos "
+        "vit_srelpos mpnet xlnet funnel",
         "a transformer with a relative position bias",
         "a bias for each pair of positions is added to the attention scores, which has no canonical form",
         f"{_PLAIN_VIT}; for text {_PLAIN_BERT}",
@@ -99,7 +107,7 @@ REFUSALS: tuple[Refusal, ...] = (
         text=True,
     ),
     Refusal(
-        "wav2vec2 hubert wavlm unispeech audio_spectrogram data2vec_audio clap",
+        "wav2vec2 hubert wavlm unispeech audio_spectrogram data2vec_audio modeling_data2vec_audio clap",
         "a model for sound",
         "models here read images or texts",
         "spectrograms as images, and a plain ViT",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from ..model.config import (
     EncoderConfig,
@@ -14,7 +14,7 @@ from ..model.config import (
     all_heads,
 )
 from ..model.metadata import Metadata
-from ..preprocessing import ImagePreprocessing
+from ..preprocessing import ImagePreprocessing, Interpolation
 from .core import (
     Architecture,
     Source,
@@ -254,17 +254,20 @@ def _metadata(model: Any) -> Metadata:
     found: dict[str, Any] = dict(getattr(model, "pretrained_cfg", None) or {})
     labels = tuple(found.get("label_names") or ())
     channels = int(model.patch_embed.proj.in_channels)
-    mean, std = (_per_channel(found.get(name, (0.5, 0.5, 0.5)), channels) for name in ("mean", "std"))
+    mean, std = (_per_channel(found.get(name) or (0.5, 0.5, 0.5), channels) for name in ("mean", "std"))
     if mean is None or std is None or channels not in (1, 3):  # what images have
         return Metadata(labels=labels)
-    interpolation = found.get("interpolation", "bicubic")
+    interpolation: Any = found.get("interpolation") or "bicubic"
+    crop = found.get("crop_mode") or "center"
+    if interpolation not in get_args(Interpolation) or crop not in ("center", "squash"):
+        return Metadata(labels=labels)  # borders that are filled, other filters: nothing here does the same
     preprocessing = ImagePreprocessing(
         size=pair(model.patch_embed.img_size),
         mean=mean,
         std=std,
-        interpolation=interpolation if interpolation in ("nearest", "bilinear", "bicubic", "lanczos") else "bicubic",
+        interpolation=interpolation,
         crop_fraction=float(found.get("crop_pct") or 1.0),
-        resize_mode="squash" if found.get("crop_mode") == "squash" else "shortest",
+        resize_mode="squash" if crop == "squash" else "shortest",
     )
     said = found.get("mean") is not None and found.get("std") is not None
     name = ".".join(str(found[one]) for one in ("architecture", "tag") if found.get(one))

@@ -1,5 +1,6 @@
 """torchvision: `VisionTransformer`, whose attention is an `nn.MultiheadAttention`."""
 
+from dataclasses import replace
 from typing import Any
 
 from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
@@ -60,10 +61,15 @@ def _config(model: Any, num_labels: int | None) -> EnsembleConfig:
 
 
 def _metadata(model: Any) -> Metadata:
-    """The preprocessing of torchvision's own weights, for the image size of the model."""
-    size = (int(model.image_size),) * 2
-    preprocessing = ImagePreprocessing(size=size, interpolation="bilinear", crop_fraction=0.875)
-    return Metadata(preprocessing=preprocessing, preprocessing_from="what torchvision's own weights are used with")
+    """The preprocessing of torchvision's own weights for this shape: which of them a model has, it does not know."""
+    side, width, patch = int(model.image_size), int(model.hidden_dim), int(model.patch_size)
+    preprocessing = ImagePreprocessing((side, side), interpolation="bilinear", crop_fraction=0.875)
+    if (width, side, patch) == (1024, 224, 16):
+        preprocessing = replace(preprocessing, crop_fraction=224 / 242)
+    elif side in (384, 512, 518) or width == 1280:  # only the weights called SWAG have these
+        preprocessing = replace(preprocessing, interpolation="bicubic", crop_fraction=1.0)
+    origin = "assumed: as with torchvision's own weights for this shape; processor=weights.transforms() is exact"
+    return Metadata(preprocessing=preprocessing, preprocessing_from=origin)
 
 
 VISION_TRANSFORMER = Architecture(

@@ -1,8 +1,11 @@
 """Preprocessing is what the model was trained with: taken from the library by name, changed by whoever knows better."""
 
+import re
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import hydra_ensembles as he
 from architectures import timm_model, torchvision_model
@@ -27,11 +30,52 @@ def test_it_is_said_where_the_preprocessing_is_from() -> None:
     for model, given, token in (
         (known, None, "timm's pretrained_cfg of vit_tiny_patch16_224"),
         (silent, None, "assumed"),
-        (torchvision_model(), None, "torchvision"),
+        (torchvision_model(), None, "assumed: .*torchvision"),
         (known, processor, "ImagePreprocessing that was given"),
     ):
-        assert token in he.convert(model, processor=given).metadata.preprocessing_from
+        assert re.match(f".*{token}", he.convert(model, processor=given).metadata.preprocessing_from)
     assert he.convert(unknown()).metadata.preprocessing_from == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "weights"),
+    [
+        ("vit_b_16", "IMAGENET1K_V1"),
+        ("vit_b_16", "IMAGENET1K_SWAG_E2E_V1"),
+        ("vit_l_16", "IMAGENET1K_V1"),
+        ("vit_l_16", "IMAGENET1K_SWAG_E2E_V1"),
+        ("vit_l_32", "IMAGENET1K_V1"),
+        ("vit_h_14", "IMAGENET1K_SWAG_E2E_V1"),
+        ("vit_h_14", "IMAGENET1K_SWAG_LINEAR_V1"),
+    ],
+)
+def test_of_torchvision_it_is_that_of_the_weights_of_this_shape(model: str, weights: str) -> None:
+    import torchvision
+
+    transforms = torchvision.models.get_model_weights(model)[weights].transforms()
+    with torch.device("meta"):
+        built = torchvision.models.get_model(model, image_size=transforms.crop_size[0])
+    assumed, exact = (he.convert(built, processor=one).metadata for one in (None, transforms))
+    assert assumed.preprocessing == exact.preprocessing
+    assert "assumed" in assumed.preprocessing_from
+
+
+@pytest.mark.parametrize(
+    ("changes", "known"),
+    [
+        ({"crop_mode": "border"}, False),
+        ({"interpolation": "hamming"}, False),
+        ({"interpolation": "random"}, False),
+        ({"crop_mode": "squash", "interpolation": "bilinear"}, True),
+        ({"mean": None, "std": None, "interpolation": None}, True),
+    ],
+)
+def test_of_timm_it_is_what_is_said_or_unknown(changes: dict[str, Any], known: bool) -> None:
+    model = vit()
+    model.pretrained_cfg = {**model.pretrained_cfg, **changes}
+    found = he.convert(model).metadata
+    assert (found.preprocessing is not None) == bool(found.preprocessing_from) == known
+    assert ("assumed" in found.preprocessing_from) == ("mean" in changes)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +86,8 @@ def test_it_is_said_where_the_preprocessing_is_from() -> None:
         ({"crop": 0.8, "interpolation": "bilinear"}, {"crop_fraction": 0.8, "interpolation": "bilinear"}),
         ({"mean": MEAN, "std": list(STD)}, {"mean": MEAN, "std": STD}),
         ({"mean": 0.25}, {"mean": (0.25,) * 3}),
+        ({"image_size": np.int64(48), "std": np.float32(0.5)}, {"size": (48, 48), "std": (0.5,) * 3}),
+        ({"mean": np.array([0.25, 0.5, 0.75], np.float32)}, {"mean": (0.25, 0.5, 0.75)}),
     ],
 )
 def test_settings_are_changed_by_name_and_that_is_said(changes: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -65,6 +111,13 @@ def test_of_a_model_that_says_nothing_all_must_be_said() -> None:
         ({"max_length": 5}, "max_length"),
         ({"image_size": 30}, "patch size"),
         ({"image_size": (1, 2, 3)}, "image_size"),
+        ({"image_size": None}, "image_size"),
+        ({"image_size": 32.0}, "image_size"),
+        ({"image_size": ()}, "image_size"),
+        ({"mean": None}, "mean"),
+        ({"mean": "0.5"}, "mean"),
+        ({"std": [None] * 3}, "std"),
+        ({"crop": None}, "crop"),
         ({"crop": 1.5}, "crop"),
         ({"mean": (0.1, 0.2)}, "mean"),
         ({"interpolation": "cubic"}, "interpolation"),

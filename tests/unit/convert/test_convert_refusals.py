@@ -7,11 +7,13 @@ import torch
 from torch import nn
 
 import hydra_ensembles as he
+from architectures import timm_model
 from architectures_transformers import TEXT, VISION, transformers_model
 from hydra_ensembles.convert.convert import ARCHITECTURES, DUAL_ARCHITECTURES
 from hydra_ensembles.convert.refusals import refusal
 from hydra_ensembles.errors import ConversionError
 
+VIT = "vit_tiny_patch16_224"
 _SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1], "num_heads": [2], "window_size": 4}
 _GPT = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 60, "pad_token_id": 0}
 _T5 = {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 16, "d_kv": 8, "vocab_size": 60}
@@ -23,6 +25,22 @@ def timm_tiny(name: str) -> Any:
 
     with torch.device("meta"):
         return timm.create_model(name, num_classes=5)
+
+
+class Around(nn.Module):
+    """A model around another, as training libraries have them."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, images: torch.Tensor) -> Any:
+        return self.net(images)
+
+
+def subclass_of(model: nn.Module) -> nn.Module:
+    model.__class__ = type("Mine", (type(model),), {})
+    return model
 
 
 @pytest.mark.parametrize(
@@ -42,6 +60,11 @@ def timm_tiny(name: str) -> Any:
         (lambda: transformers_model("DebertaV2ForSequenceClassification", "DebertaV2Config", TEXT), "disentangled"),
         (lambda: transformers_model("MPNetForSequenceClassification", "MPNetConfig", TEXT), "relative position bias"),
         (lambda: nn.LSTM(3, 4), "declaration=.*own_model"),
+        (lambda: timm_tiny("vit_relpos_small_patch16_224"), "relative position bias"),
+        (lambda: timm_tiny("naflexvit_base_patch16_gap"), "any shape"),
+        (lambda: Around(timm_model(VIT)), r"he\.convert\(model\.net\)"),
+        (lambda: nn.Sequential(timm_model(VIT)), r"model\.get_submodule\('0'\)"),
+        (lambda: subclass_of(timm_model(VIT)), "subclass of VisionTransformer"),
     ],
 )
 def test_it_is_said_what_it_is_why_and_what_works(build: Any, token: str) -> None:
@@ -65,7 +88,13 @@ def test_nothing_that_is_supported_has_a_row() -> None:
         ("qwen3", "decoder"),
         ("gpt_neox", "decoder"),
         ("vit_base_patch16_224", None),
-        ("timm.models.gemma4_vit.Gemma4Vit", None),
+        ("timm.models.gemma4_vit.Gemma4VitClassifier", "language model"),
+        ("qwen3_vit_base", "language model"),
+        ("timm.models.deepseek_vit.DeepseekVitClassifier", "language model"),
+        ("transformers.models.dinov3_convnext.modeling_dinov3_convnext.DINOv3ConvNextModel", "convolutional"),
+        ("transformers.models.data2vec.modeling_data2vec_vision.Data2VecVisionModel", "relative position bias"),
+        ("transformers.models.data2vec.modeling_data2vec_audio.Data2VecAudioModel", "sound"),
+        ("transformers.models.data2vec.modeling_data2vec_text.Data2VecTextModel", None),
         ("optimal.Net", None),
     ],
 )

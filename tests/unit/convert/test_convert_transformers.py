@@ -128,7 +128,17 @@ def test_labels_are_taken_when_they_are_names() -> None:
     model = build("vit", id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})
     assert he.convert(model).metadata.labels == tuple(names)
     assert he.convert(build("vit")).metadata.labels == ()  # LABEL_0, LABEL_1, …
+    model.config.id2label = dict(enumerate(["crane", "dog", "crane", "", "ant"]))
+    assert he.convert(model).metadata.labels == ("crane (0)", "dog", "crane (2)", "(3)", "ant")
     assert he.convert(model.base_model, num_labels=5).metadata.labels == ()  # a fresh classifier knows no names
+
+
+@pytest.mark.parametrize("family", ["vit", "bert", "distilbert"])
+def test_outputs_are_named_whatever_the_configuration_says(family: str) -> None:
+    expected, model = he.convert(build(family)).state_dict(), build(family, return_dict=False)
+    found = he.convert(model).state_dict()
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+    assert model.config.return_dict is False
 
 
 # --- variants --------------------------------------------------------------------------------------------

@@ -220,6 +220,10 @@ def test_image_processors_that_cannot_be_reproduced_are_refused() -> None:
         ("Bit", {"size": {"shortest_edge": 40, "longest_edge": 80}}, "shortest_edge alone"),
         ("Bit", {"size": short, "crop_size": {"height": 48, "width": 56}}, "same shape"),
         ("Bit", {"size": short, "crop_size": {"height": 72, "width": 72}}, "not larger"),
+        ("MobileViT", {"size": short, "crop_size": SQUARE}, "do_flip_channel_order"),
+        ("EfficientNet", {"size": SQUARE, "include_top": False, "rescale_offset": True}, "rescale_offset"),
+        ("EfficientNet", {"size": SQUARE}, "include_top"),
+        ("Levit", {"size": short, "crop_size": SQUARE}, "256/224"),
     ]:
         with pytest.raises(ConversionError, match=token):
             read_processor(getattr(transformers, f"{kind}ImageProcessor")(**settings), PATCHES)
