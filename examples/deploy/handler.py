@@ -1,7 +1,8 @@
 """Inference Endpoints of the Hugging Face hub: a `handler.py` that lies beside a saved ensemble in its repository.
 
 Its `requirements.txt` needs one line, `hydra-ensembles[serve]`. `inputs` is a text, an image (bytes, base64, or as the
-endpoint has decoded it), or a list of them; an abstention is an answer, with `accept` false and the `reason`.
+endpoint has decoded it), or a list of them, in which a list of two texts is a pair; an abstention is an answer, with
+`accept` false and the `reason`.
 """
 
 import base64
@@ -9,7 +10,8 @@ import io
 from typing import Any
 
 import hydra_ensembles as he
-from hydra_ensembles.serve.service import Service
+from hydra_ensembles.errors import RequestError
+from hydra_ensembles.serve.service import Service, text_of
 from hydra_ensembles.serve.settings import ServeSettings
 
 
@@ -24,8 +26,10 @@ class EndpointHandler:
     def __call__(self, data: dict[str, Any]) -> list[dict[str, Any]]:
         """One answer for each input."""
         given = data["inputs"] if isinstance(data["inputs"], list) else [data["inputs"]]
-        texts = self.service.kind == "text"
-        rows = self.service.texts(given) if texts else self.service.images([encoded(one) for one in given])
+        if self.service.kind == "text":
+            rows = self.service.texts([text_of(one) for one in given])
+        else:
+            rows = self.service.images([encoded(one) for one in given])
         return [self.service.plain(answer) for answer in self.run(rows)]
 
 
@@ -35,6 +39,8 @@ def encoded(image: Any) -> bytes:
         return image
     if isinstance(image, str):
         return base64.b64decode(image, validate=True)
+    if not hasattr(image, "save"):
+        raise RequestError(f"an image is bytes, or a string in base64; got {type(image).__name__}")
     target = io.BytesIO()
     image.save(target, "PNG")
     return target.getvalue()

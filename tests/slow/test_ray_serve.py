@@ -15,6 +15,7 @@ import pytest
 from hydra_ensembles.errors import ConfigError, DataError, RequestError
 from hydra_ensembles.serve.ray_app import ATTEMPTS, _Replicas, ray_app
 from hydra_ensembles.serve.service import Row
+from hydra_ensembles.serve.settings import API_KEY
 from processes import environment
 from served_models import served
 from serving import LIMIT, opened, picture, settings
@@ -69,8 +70,10 @@ def address(tmp_path_factory: pytest.TempPathFactory, order: Path) -> Iterator[s
     )
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    chosen = settings(name="on-ray", max_queue=256, api_key="correct horse")
-    serve.run(ray_app(folder, chosen, min_replicas=2, max_replicas=2, cpus=0.5))
+    with pytest.MonkeyPatch.context() as here:
+        here.setenv(API_KEY, "correct horse")  # in this process alone: those of the cluster do not have it
+        application = ray_app(folder, settings(name="on-ray", max_queue=256), min_replicas=2, max_replicas=2, cpus=0.5)
+    serve.run(application)
     yield f"http://127.0.0.1:{port}"
     serve.shutdown()
     ray.shutdown()
@@ -131,6 +134,13 @@ def test_routes_are_those_of_the_server(address: str) -> None:
 def test_numbers_of_replicas_are_checked(tmp_path: Path, change: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="replicas"):
         ray_app(tmp_path, **change)
+
+
+def test_the_key_is_that_of_the_process_that_deploys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY, "correct horse")
+    application = ray_app(tmp_path)
+    monkeypatch.delenv(API_KEY)
+    assert application._bound_deployment.init_args[2].key == "correct horse"
 
 
 class Handle:

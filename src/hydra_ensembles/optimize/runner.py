@@ -23,6 +23,7 @@ from .freeze import Plan, frozen, with_plan
 
 PLANS: tuple[Plan, ...] = get_args(Plan)
 MEASURED_SHAPES = 32  # beyond so many different input shapes, a new one takes the plan of the nearest
+USUAL_SHAPES = 16  # input shapes that code is compiled and graphs are kept for
 REPEATS = 5  # how often each plan is run to choose between them
 
 Run = Callable[..., tuple[Tensor, ...]]  # member logits, and scores of features where the ensemble gives some
@@ -57,7 +58,7 @@ class OptimizedEnsemble:
         plans: Iterable[Plan] | None = None,
         compile: bool = False,
         dynamic: bool = False,
-        compiled_shapes: int = 16,
+        compiled_shapes: int = USUAL_SHAPES,
         graphs: bool | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -70,7 +71,8 @@ class OptimizedEnsemble:
             compile: Whether to compile the plan chosen for an input shape.
             dynamic: Whether compiled code is to serve all batch sizes, which makes it somewhat slower.
             compiled_shapes: For so many input shapes code of their own is compiled; further ones run uncompiled.
-            graphs: Whether to record CUDA graphs; None does so on a CUDA device.
+            graphs: Whether to record CUDA graphs; None does so on a CUDA device. They are kept for 16 shapes, or for
+                `compiled_shapes` if that is more.
             dtype: Floating type to compute in, such as `torch.bfloat16`; None keeps the ensemble's.
 
         Raises:
@@ -234,7 +236,7 @@ class OptimizedEnsemble:
         return run
 
     def _with_graphs(self, function: Run) -> Run:
-        return GraphCache(function, self._pool) if self._graphed else function
+        return GraphCache(function, self._pool, max(self._compiled_shapes, USUAL_SHAPES)) if self._graphed else function
 
 
 class _Lock:
@@ -322,10 +324,8 @@ class GraphCache:
     they are replayed one at a time.
     """
 
-    LIMIT = 16  # graphs kept
-
-    def __init__(self, function: Run, pool: Any) -> None:
-        self._function, self._pool = function, pool
+    def __init__(self, function: Run, pool: Any, limit: int) -> None:
+        self._function, self._pool, self._limit = function, pool, limit
         self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph, Arguments, tuple[Tensor, ...]]] = OrderedDict()
 
     def __call__(self, *arguments: Tensor | None) -> tuple[Tensor, ...]:
@@ -333,7 +333,7 @@ class GraphCache:
         key = shape_key(arguments)
         if key not in self._graphs:
             self._graphs[key] = self._record(arguments)
-            if len(self._graphs) > self.LIMIT:
+            if len(self._graphs) > self._limit:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         graph, buffers, result = self._graphs[key]

@@ -27,7 +27,7 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
 from . import protocol
 from .batcher import Batcher
-from .service import Answer, Row, Service, finite, require_servable, tensor_of
+from .service import Answer, Row, Service, finite, require_servable, tensor_of, text_of
 from .settings import ServeSettings
 from .telemetry import Telemetry, log, log_failure
 
@@ -147,6 +147,7 @@ def make_app(
         lifespan=lifespan,
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
+        redirect_slashes=False,  # it would lead to whatever host a request names
     )
     name = service.settings.name
     routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]], bool]] = [
@@ -264,11 +265,11 @@ class _Server:
     def _limited(self, request: "Request") -> Callable[[], Awaitable[Any]]:
         """What a request is received by, up to the size that is allowed, whatever its header says."""
         most, seen, receive = int(self.settings.max_body * 1e6), 0, request.receive
-        told = request.headers.get("content-length", "0")
+        told = protocol.byte_count(request.headers.get("content-length", "0"))
         refusal = RequestError(f"the body is too large; at most {most} bytes are taken", 413)
-        if not told.isdecimal() or int(told) > most:
+        if told is None or told > most:
             raise refusal
-        if request.headers.get("content-encoding", "identity") != "identity":
+        if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise RequestError("compressed bodies are not taken; send it as it is", 415)
 
         async def limited() -> Any:
@@ -284,13 +285,32 @@ class _Server:
     async def _answers(
         self, request: "Request", rows: Callable[[], list[Row]], timeout: float = math.inf
     ) -> Sequence[Answer]:
-        """Decode, queue, wait, count. The body has been read: `rows` runs in a thread of its own."""
-        loop = asyncio.get_running_loop()
+        """Decode, queue, wait, count. The body has been read: `rows` runs in a thread of its own.
+
+        When the client goes, the wait ends like one at its deadline, and what has not been begun is not run.
+        """
+        from starlette.requests import ClientDisconnect
+
+        loop, gone = asyncio.get_running_loop(), False
+
+        async def watch(wait: asyncio.Timeout) -> None:
+            nonlocal gone
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            gone = True
+            wait.reschedule(loop.time())
+
         try:
-            async with asyncio.timeout(None if math.isinf(timeout) else timeout):
-                made = await loop.run_in_executor(self.decoders, rows)
-                answers = await self.engine.answer(made)
+            async with asyncio.timeout(None if math.isinf(timeout) else timeout) as wait:
+                watching = asyncio.create_task(watch(wait))
+                try:
+                    made = await loop.run_in_executor(self.decoders, rows)
+                    answers = await self.engine.answer(made)
+                finally:
+                    watching.cancel()
         except TimeoutError as error:
+            if gone:
+                raise ClientDisconnect from error
             raise RequestError("no answer within the time that was given", 504) from error
         request.state.fields |= {"rows": len(made), "outcomes": self.telemetry.answers(answers)}
         return answers
@@ -441,7 +461,7 @@ def _from_json(body: bytes) -> tuple[list[bytes], list[str | tuple[str, str]]]:
     unknown = found.keys() - {"image", "images", "text", "texts"}
     if unknown:
         raise RequestError(f"there is no field {sorted(unknown)[0]!r}; there are image, images, text and texts")
-    return [_decoded(one) for one in _listed(found, "image")], [_text(one) for one in _listed(found, "text")]
+    return [_decoded(one) for one in _listed(found, "image")], [text_of(one) for one in _listed(found, "text")]
 
 
 def _listed(found: dict[str, Any], name: str) -> list[Any]:
@@ -460,14 +480,6 @@ def _decoded(one: Any) -> bytes:
         return base64.b64decode(content, validate=True)
     except (ValueError, binascii.Error) as error:
         raise RequestError("an image in JSON is a string in base64") from error
-
-
-def _text(one: Any) -> str | tuple[str, str]:
-    if isinstance(one, str):
-        return one
-    if isinstance(one, list) and len(one) == 2 and all(isinstance(part, str) for part in one):
-        return one[0], one[1]
-    raise RequestError("a text in JSON is a string, or a pair of them in a list")
 
 
 def _digests(parts: Sequence[str]) -> str:

@@ -141,8 +141,8 @@ class Batcher(Generic[Row, Answer]):
                 batch.append(one)
         if not rows:
             del self._groups[key]
-        elif len(self._threads) > 1:
-            self._changed.notify()  # what is left may be due for another thread
+        if self._groups and len(self._threads) > 1:
+            self._changed.notify()  # what is left, of this shape or another, is for a thread that is idle
         return batch
 
     def _answer(self, run: Callable[[list[Row]], Sequence[Answer]], batch: list[_Waiting[Row, Answer]]) -> None:

@@ -30,6 +30,8 @@ DATATYPES = {
 NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 RAW = {"image": ("image", "Encoded images, such as the bytes of PNG or JPEG files."), "text": ("text", "Texts.")}
 
+LONGEST_NUMBER = 18  # digits: all of them fit 64 bits
+
 Array = np.ndarray[Any, Any]
 
 
@@ -44,6 +46,11 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return found
 
 
+def byte_count(header: str) -> int | None:
+    """The number of bytes that a header tells; None where it tells none that a body can have."""
+    return int(header) if header.isdecimal() and len(header) <= LONGEST_NUMBER else None
+
+
 # --- what comes in ---------------------------------------------------------------------------------------------------
 
 
@@ -51,9 +58,10 @@ def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[
     """The JSON of a request and its inputs by name; those of the type BYTES are lists."""
     length = len(body)
     if header is not None:
-        if not header.isdecimal() or not 0 < int(header) <= length:
+        told = byte_count(header)
+        if not told or told > length:
             raise RequestError(f"{HEADER} must be a number of bytes from 1 to those of the body, {length}")
-        length = int(header)
+        length = told
     request, rest = parse_json(body[:length]), memoryview(body)[length:]
     inputs = request.get("inputs")
     if not isinstance(inputs, list) or not inputs or not all(isinstance(one, dict) for one in inputs):
@@ -63,7 +71,7 @@ def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[
         name, datatype = one.get("name"), one.get("datatype")
         if not isinstance(name, str) or name in found:
             raise RequestError("every input needs a name of its own")
-        if datatype != "BYTES" and datatype not in DATATYPES:
+        if datatype not in (*DATATYPES, "BYTES"):  # compared, not looked up: it may be anything that JSON has
             raise RequestError(f"input {name!r} needs a datatype, one of {', '.join((*DATATYPES, 'BYTES'))}")
         shape = _shape(name, one.get("shape"))
         size = _parameters(one).get("binary_data_size")
@@ -81,7 +89,7 @@ def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[
 
 def _shape(name: str, given: Any) -> tuple[int, ...]:
     whole = isinstance(given, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in given)
-    if not whole or not given or min(given) < 1 or len(given) > 8:
+    if not whole or not given or min(given) < 1 or max(given) >= 1 << 63 or len(given) > 8:
         raise RequestError(f"input {name!r} needs a shape, a list of positive whole numbers, the first one of samples")
     return tuple(given)
 
@@ -165,7 +173,8 @@ def _asked(request: Mapping[str, Any], outputs: Sequence[Field]) -> list[tuple[F
     asked = request.get("outputs")
     if not asked:
         return [(field, usual) for field in outputs]
-    if not isinstance(asked, list) or not all(isinstance(one, dict) and one.get("name") in known for one in asked):
+    names = tuple(known)  # compared, not looked up: what is asked for may be anything that JSON has
+    if not isinstance(asked, list) or not all(isinstance(one, dict) and one.get("name") in names for one in asked):
         raise RequestError(f"outputs are asked for as a list of objects, each with a name: {', '.join(known)}")
     return [(known[one["name"]], bool(_parameters(one).get("binary_data", usual))) for one in asked]
 
@@ -177,7 +186,7 @@ def _datatype(field: Field) -> str:
 def deadline_of(request: Mapping[str, Any]) -> float:
     """Seconds that a client of Triton gives the request, which are microseconds there."""
     given = _parameters(request).get("timeout")
-    return given / 1e6 if isinstance(given, int) and given > 0 else math.inf
+    return given / 1e6 if isinstance(given, int) and 0 < given < 10**LONGEST_NUMBER else math.inf
 
 
 def describe_model(service: Service) -> dict[str, Any]:

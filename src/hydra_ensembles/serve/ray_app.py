@@ -35,6 +35,7 @@ def ray_app(
     Args:
         model: A saved classifier, by a folder or hub id that every machine can read; or the ensemble itself.
         settings: Batches and limits. Where to listen is said to Ray: `serve.start(http_options=...)`.
+            A key in HYDRA_API_KEY is read here, where this is called.
         min_replicas: Replicas of the model that are always there.
         max_replicas: Replicas there may be when there is much to do.
         cpus: CPUs of a replica.
@@ -44,6 +45,7 @@ def ray_app(
     require_whole("min_replicas", min_replicas, 1)
     if max_replicas < min_replicas:
         raise ConfigError(f"max_replicas is {max_replicas}, less than min_replicas, {min_replicas}; raise it")
+    used = replace(used, api_key=used.key)  # of this process: a cluster that runs already has an environment of its own
     if isinstance(model, str | Path) and Path(model).expanduser().is_dir():
         model = Path(model).expanduser().resolve()  # replicas work in another folder
 

@@ -21,16 +21,17 @@ from torch.nn import functional as F
 from .._utils import require
 from ..batches import READ
 from ..data.dataset import decode_image
-from ..errors import ConfigError, HydraError, RequestError
+from ..errors import ConfigError, DataError, HydraError, RequestError
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
-from ..optimize.runner import OptimizedEnsemble
+from ..optimize.runner import USUAL_SHAPES, OptimizedEnsemble
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from .outputs import REASON_WORDS, columns, input_fields, output_fields
 from .settings import ServeSettings
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # decoders that run nothing else, as that of EPS does
 SLIMMEST = 100  # times that one side may be the other: the shorter one is scaled up to what the model reads
+BRIGHTEST = 1e4  # beyond what any preprocessing makes of a pixel
 SHOWN = 5  # most probable classes in a plain answer
 SHORTEST = 16  # tokens that texts are padded to, at least
 NEAREST = "nearest"  # what a row has beside its outputs where it was asked for: the nearest class, or -1
@@ -210,6 +211,7 @@ class Service:
         Threads of one device share their weights. On CUDA a thread after another takes the next GPU.
         """
         plans: dict[torch.device, OptimizedEnsemble] = {}
+        shapes = max(len(self.sizes()) * len(self.examples()), USUAL_SHAPES)
         found = []
         for index in range(self.settings.workers):
             place = self.ensemble.device
@@ -217,7 +219,9 @@ class Service:
                 place = torch.device("cuda", ((place.index or 0) + index) % torch.cuda.device_count())
             if place not in plans:
                 model = self.ensemble if place == self.ensemble.device else copy.deepcopy(self.ensemble).to(place)
-                plans[place] = model.optimize(dtype=self.settings.dtype, compile=self.settings.compile)
+                plans[place] = OptimizedEnsemble(
+                    model, dtype=self.settings.dtype, compile=self.settings.compile, compiled_shapes=shapes
+                )
                 if self.settings.warm_up:
                     self._warm(plans[place])
             found.append(_Worker(plans[place], self.sizes()))
@@ -290,13 +294,23 @@ class _Worker:
         return [answers[place] for place in range(len(rows))]
 
     def _piece(self, rows: list[Row]) -> list[Answer]:
-        found = columns(self.plan.predict(_stacked(rows)))
+        found = columns(self.plan.predict(_stacked(rows), check_finite=False))
+        if not np.isfinite(found["member_logits"]).all():
+            raise self._no_number(rows)
         answers: list[Answer] = [{name: column[index] for name, column in found.items()} for index in range(len(rows))]
         asked = [index for index, row in enumerate(rows) if row.nearest]
         if asked:
             for index, label in zip(asked, self._nearest([rows[index] for index in asked]), strict=True):
                 answers[index][NEAREST] = label
         return answers
+
+    def _no_number(self, rows: list[Row]) -> HydraError:
+        """Whose fault it is that logits are no numbers: of values that no image has, or else of what is served."""
+        mains = [next(iter(row.inputs.values())) for row in rows]  # pixels or tokens
+        if mains[0].is_floating_point() and max(float(one.abs().max()) for one in mains) > BRIGHTEST:
+            return DataError("the model gives NaN or infinity for this input, whose values are too large for an image")
+        kind = str(self.plan.dtype).removeprefix("torch.")
+        return RequestError(f"the model gives NaN or infinity for this input; it is served in {kind}", 500)
 
     @torch.inference_mode()
     def _nearest(self, rows: list[Row]) -> list[int]:
@@ -333,6 +347,15 @@ def require_servable(ensemble: Any) -> Ensemble:
 def finite(value: Any) -> float | None:
     """A number as JSON has it; infinity, which it does not have, is nothing."""
     return float(value) if math.isfinite(value) else None
+
+
+def text_of(one: Any) -> str | tuple[str, str]:
+    """A text, or a pair of them, as JSON has it."""
+    if isinstance(one, str):
+        return one
+    if isinstance(one, list) and len(one) == 2 and all(isinstance(part, str) for part in one):
+        return one[0], one[1]
+    raise RequestError("a text in JSON is a string, or a pair of them in a list")
 
 
 def tensor_of(array: "np.ndarray[Any, Any]") -> Tensor:

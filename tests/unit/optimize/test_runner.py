@@ -132,6 +132,22 @@ def graphs_made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
+def test_graphs_are_kept_up_to_a_limit_and_recorded_anew_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[int] = []
+
+    def record(cache: runner.GraphCache, arguments: Any) -> Any:
+        recorded.append(len(arguments[0]))
+        return SimpleNamespace(replay=lambda: None), arguments, arguments
+
+    monkeypatch.setattr(runner.GraphCache, "_record", record)
+    for limit, expected in ((3, [1, 2, 3]), (2, [1, 2, 3] * 2)):
+        cache = runner.GraphCache(lambda *given: given, None, limit)
+        for batch in (1, 2, 3) * 2:
+            cache(torch.zeros(batch))
+        assert recorded == expected
+        recorded.clear()
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("options", "batches", "compiled", "graphs"),

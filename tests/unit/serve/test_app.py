@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import copy
 import json
 import logging
 import random
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 
 import hydra_ensembles.serve.telemetry as telemetry
 from hydra_ensembles.errors import ConfigError
@@ -135,6 +137,7 @@ BROKEN = {
     ),
     "no boundary": ({"content": b"x", "headers": {"Content-Type": "multipart/form-data"}}, 400, "form"),
     "compressed": ({"content": b"x", "headers": {"Content-Encoding": "gzip", **JSON}}, 415, "compressed"),
+    "a length of 5000 digits": ({"content": b"x", "headers": {"Content-Length": "9" * 5000, **JSON}}, 413, "200000"),
     "too large": ({"content": bytes(200_001), "headers": JSON}, 413, "200000"),
     "too many": ({"json": {"images": [""] * 65}}, 413, "65 samples"),
 }
@@ -169,6 +172,27 @@ def test_broken_requests_are_refused_in_words(name: str, refused: dict[str, http
     assert "/" not in answer.json()["error"].replace("image/*", "").replace("/x-", "").replace("n/json", "").replace(
         "t/form", "").replace("t/plain", "")  # fmt: skip
     assert "Traceback" not in answer.text
+
+
+@pytest.mark.parametrize("coding", ["identity", "Identity"])
+def test_a_body_that_is_not_compressed_may_say_so(coding: str) -> None:
+    answer = post("image", files={"file": picture()}, headers={"Content-Encoding": coding})
+    assert answer.status_code == 200
+
+
+def test_logits_that_are_no_numbers_are_the_fault_of_whoever_caused_them() -> None:
+    def asked(value: float) -> dict[str, Any]:
+        tensor = {"name": "pixel_values", "shape": [1, 3, 8, 8], "datatype": "FP32", "data": [value, -value] * 96}
+        return {"json": {"inputs": [tensor]}}
+
+    assert post("image", f"{MODEL}/infer", **asked(3e38)).status_code == 400
+    steep = copy.deepcopy(served("image"))
+    with torch.no_grad():
+        steep.readout.classifier.weight.mul_(3e4 / steep.readout.classifier.weight.abs().max())  # float16 ends at 65504
+    for precision, status in (("float32", 200), ("float16", 500)):
+        answer = ask(steep, "POST", f"{MODEL}/infer", settings(precision=precision), **asked(1.0))
+        assert answer.status_code == status
+    assert "float16" in answer.json()["error"]
 
 
 def test_a_body_of_unknown_length_is_cut_off(refused: dict[str, httpx.Response]) -> None:
@@ -206,7 +230,9 @@ def test_damaged_bytes_are_refused_or_read_and_never_a_mistake_of_ours() -> None
     assert talk(make_app(served("image"), settings()), conversation) <= {200, 400, 413, 415}
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/v1/predict", 405)])
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/v1/predict", 405), ("GET", "/v1/model/", 404)]
+)
 def test_other_addresses_are_refused_alike(method: str, path: str, status: int) -> None:
     answer = ask(served("image"), method, path, settings())
     assert answer.status_code == status
@@ -345,6 +371,36 @@ def test_a_request_is_given_up_at_its_deadline(monkeypatch: pytest.MonkeyPatch) 
 
     talk(make_app(served("image"), settings(timeout=0.05)), conversation)
     assert held.batches == [1]  # what was given up while it waited was not run
+
+
+def test_rows_of_a_client_that_is_gone_are_not_run(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    held = Held(monkeypatch)
+    app = make_app(served("image"), settings())
+    scope = {"type": "http", "method": "POST", "path": "/v1/predict", "query_string": b"", "http_version": "1.1"}
+
+    async def conversation(client: httpx.AsyncClient) -> None:
+        leave, kept = asyncio.Event(), asyncio.create_task(client.post("/v1/predict", files={"file": picture()}))
+        await held.inside()
+        body = [{"type": "http.request", "body": picture(), "more_body": False}]
+
+        async def receive() -> Any:
+            if not body:
+                await leave.wait()
+            return body.pop() if body else {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None: ...
+
+        gone = asyncio.create_task(app({**scope, "headers": [(b"content-type", b"image/png")]}, receive, send))
+        await held.taken(2)
+        leave.set()
+        await asyncio.wait_for(gone, LIMIT)  # though the model is still held
+        held.gate.set()
+        assert (await kept).status_code == 200
+
+    with caplog.at_level(logging.INFO, telemetry.LOGGER.name):
+        talk(app, conversation)
+    assert held.batches == [1]
+    assert any(json.loads(line).get("status") == 499 for line in caplog.messages)
 
 
 def test_a_full_queue_is_said_with_a_time_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

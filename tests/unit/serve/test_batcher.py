@@ -172,3 +172,7 @@ def test_workers_run_at_the_same_time() -> None:
     made = batcher(run, workers=2, max_batch=1)
     assert results(made.submit([1, 2])) == [1, 2]
     made.close()
+    for max_wait in (0.0, 0.001):
+        shapes = batcher(run, workers=2, max_wait=max_wait)
+        assert results(shapes.submit([1, "a"])) == [1, "a"]  # of one request, two groups
+        shapes.close()

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 import hydra_ensembles as he
+from hydra_ensembles.errors import RequestError
 from hydra_ensembles.serve.app import make_app
 from hydra_ensembles.serve.settings import API_KEY, ServeSettings
 from served_models import _labelled, inputs_for, served
@@ -132,8 +133,15 @@ def test_the_handler_answers_as_predict_does(tmp_path: Path) -> None:
     assert [one["label"] for one in handler({"inputs": given})] == expected.names()
     assert handler({"inputs": given[0]})[0]["accept"] == expected.accept[0].item()
     served("text").save_pretrained(tmp_path / "text")
-    (answer,) = kind(str(tmp_path / "text"))({"inputs": "hello wörld"})
+    read = kind(str(tmp_path / "text"))
+    (answer,) = read({"inputs": "hello wörld"})
     assert answer["confidence"] == pytest.approx(served("text").predict("hello wörld").confidence.item(), abs=2e-4)
+    (pair,) = read({"inputs": [["hello", "wörld"]]})
+    expected = served("text").predict([("hello", "wörld")])
+    assert pair["confidence"] == pytest.approx(expected.confidence.item(), abs=2e-4)
+    for one, strange in ((read, ["hello", None]), (handler, [None]), (handler, [3])):
+        with pytest.raises(RequestError, match="string"):
+            one({"inputs": strange})
 
 
 def test_thresholds_are_chosen_anew_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ import pytest
 from hydra_ensembles.errors import RequestError
 from hydra_ensembles.serve.app import make_app
 from hydra_ensembles.serve.outputs import columns, output_fields
-from hydra_ensembles.serve.protocol import NAMES, deadline_of, read_request
+from hydra_ensembles.serve.protocol import NAMES, check_asked, deadline_of, read_request
+from hydra_ensembles.serve.service import Service
 from served_models import inputs_for, served
 from serving import ask, listening, opened, picture, settings
 
@@ -138,7 +139,10 @@ def body(**changes: Any) -> bytes:
         (body(name=3), None, "name"),
         (json.dumps({"inputs": [ONE, ONE]}).encode(), None, "name"),
         (body(datatype="FP8"), None, "datatype"),
+        (body(datatype=[]), None, "datatype"),
+        (body(datatype={}), None, "datatype"),
         (body(shape=[-1]), None, "shape"),
+        (body(shape=[10**4000, 10**4000]), None, "shape"),
         (body(shape=[True]), None, "shape"),
         (body(shape="2"), None, "shape"),
         (body(shape=[1 << 40, 1 << 40]), None, "numbers"),
@@ -153,6 +157,7 @@ def body(**changes: Any) -> bytes:
         (body(), "0", "Inference"),
         (body(), "9999", "Inference"),
         (body(), "-1", "Inference"),
+        (body(), "9" * 5000, "Inference"),
         (body(parameters={"binary_data_size": 8}), str(len(body(parameters={"binary_data_size": 8}))), "binary_data"),
     ],
 )
@@ -187,9 +192,17 @@ def test_several_tensors_in_json_and_binary() -> None:
     assert found["a"].tolist() == [1.0, 2.5]
 
 
-@pytest.mark.parametrize(("given", "seconds"), [(2_000_000, 2.0), (0, float("inf")), ("soon", float("inf"))])
+@pytest.mark.parametrize(
+    ("given", "seconds"), [(2_000_000, 2.0), (0, float("inf")), ("soon", float("inf")), (10**400, float("inf"))]
+)
 def test_the_time_that_a_client_gives(given: Any, seconds: float) -> None:
     assert deadline_of({"parameters": {"timeout": given}}) == seconds
+
+
+@pytest.mark.parametrize("asked", [[{"name": []}], [{"name": {}}], [{}], {"name": "probs"}, "probs"])
+def test_outputs_are_asked_for_by_names(asked: Any) -> None:
+    with pytest.raises(RequestError, match="member_logits"):
+        check_asked({"outputs": asked}, Service(served("image"), settings()))
 
 
 def test_mixed_inputs_are_refused() -> None:

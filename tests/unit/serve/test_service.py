@@ -109,6 +109,17 @@ def test_plans_are_warm_for_every_size_they_will_run() -> None:
     assert not cold.workers()[0].__self__.plan.choices
 
 
+def test_plans_keep_what_was_recorded_for_every_shape_they_will_run() -> None:
+    one = service("text", max_batch=16)
+    assert one.workers()[0].__self__.plan._compiled_shapes == 16  # few: as many as ever
+    one._most_tokens = lambda: 512  # type: ignore[method-assign]
+    one.examples = lambda: [Row({"input_ids": torch.zeros(length)}) for length in one.lengths()]  # type: ignore[method-assign]
+    plan = one.workers()[0].__self__.plan
+    assert plan._compiled_shapes == 30  # 5 sizes of 6 lengths
+    plan._graphed = True
+    assert plan._with_graphs(lambda: ())._limit == 30
+
+
 def test_rows_of_several_shapes_keep_their_order() -> None:
     known = served("text")
     plain = TextPreprocessing(max_length=9, attention_mask=False, tokenizer=known.metadata.preprocessing.tokenizer)
