@@ -438,7 +438,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         partial(_dinov2_config, resample="bicubic_antialias"),
         _DINOV2,
         _IMAGES,
-        _UNREAD,
+        (*_UNREAD, "embeddings.register_tokens"),  # a tensor of no rows, where there are none
         module="dinov2_with_registers",
         answer=_WITH_MEAN,
     ),

@@ -369,7 +369,7 @@ def test_the_padding_of_the_processor_is_tried_too() -> None:
 class OtherName(EncoderText):
     """A mask that nobody can know for one."""
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         return super().forward(ids, None if mask is None else mask == 0)
 
 
@@ -388,7 +388,7 @@ def test_an_argument_that_nothing_is_known_of_is_asked_for() -> None:
 @pytest.mark.parametrize("declaration", [ENCODER_VIT, None])
 def test_images_that_are_no_square_are_those_of_the_processor(declaration: he.Declaration | None) -> None:
     model, wide = own(EncoderViT), torch.randn(2, 3, 16, 64, generator=torch.Generator().manual_seed(3))
-    look = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
+    look: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
     for said in (
         {"processor": he.ImagePreprocessing(size=(16, 64), **look)},
         {"preprocessing": {"image_size": (16, 64), "crop": 1.0, "interpolation": "bicubic", **look}},

@@ -89,6 +89,15 @@ def test_vit_reads_its_pooler_for_features_only() -> None:
         assert he.convert(other, num_labels=3).num_classes == 3  # the classifier of the family does not use it
 
 
+@torch.no_grad()
+def test_what_a_family_may_lack_is_no_obstacle() -> None:
+    settings = {**TEXT, "embedding_size": 16}
+    albert = transformers_model("AlbertModel", "AlbertConfig", settings, add_pooling_layer=False)
+    inputs = token_batch(pad=0, segments=True)
+    assert torch.allclose(he.convert(albert)(inputs)[0], albert(**inputs).last_hidden_state[:, 0], atol=1e-5)
+    assert assert_same_logits(build("registers", num_register_tokens=0), images(32, 32)).config.stem.registers == 0
+
+
 # --- dropout and labels ----------------------------------------------------------------------------------
 
 
