@@ -152,7 +152,8 @@ def _require_class(model: nn.Module, name: str, module: nn.Module, architecture:
             return  # a name that none of these classes reads; only a sequence runs whatever lies in it
         expected = ("Identity",)
     if type(module).__module__.split(".")[0] not in _LIBRARIES or type(module).__name__ not in expected:
-        raise refuse(architecture, f"{name} is a {qualified_name(module)} where one of {list(expected)} is known")
+        shown = list(ACTIVATIONS if "GELU" in expected else expected)
+        raise refuse(architecture, f"{name} is a {qualified_name(module)} where one of {shown} is known")
 
 
 def _require_patches(module: nn.Conv2d, name: str, architecture: str) -> None:

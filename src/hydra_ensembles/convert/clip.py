@@ -34,6 +34,7 @@ from .core import (
     either,
     first_of,
     is_identity,
+    named_outputs,
     norm_eps,
     number_of_classes,
     pair,
@@ -156,7 +157,8 @@ def _hf_answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
 
 
 def _hf_dual_answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
-    output = model.get_image_features(**inputs) if "pixel_values" in inputs else model.get_text_features(**inputs)
+    with named_outputs(model):
+        output = model.get_image_features(**inputs) if "pixel_values" in inputs else model.get_text_features(**inputs)
     return output if isinstance(output, Tensor) else output.pooler_output  # releases of transformers 5 differ
 
 

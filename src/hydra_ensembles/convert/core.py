@@ -1,7 +1,8 @@
 """How any library's model becomes an Ensemble: declarations, and their translation."""
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import takewhile
@@ -96,18 +97,23 @@ def _reshaped(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 
 def run(model: Any, *arguments: Any, **named: Any) -> Any:
-    """What the class of a model computes: no wrapper around the forward of the object, such as one for autocast.
+    """What the class of a model computes: no wrapper around the forward of the object, such as one for autocast."""
+    with named_outputs(model):
+        return type(model).forward(model, *arguments, **named)
 
-    A model of transformers names its outputs, whatever its configuration says.
-    """
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "return_dict", None) is not False:
-        return type(model).forward(model, *arguments, **named)
+
+@contextmanager
+def named_outputs(model: nn.Module) -> Iterator[None]:
+    """Let a model of transformers, and its parts, name their outputs, whatever their configurations say."""
+    configs: list[Any] = [getattr(part, "config", None) for part in model.modules()]
+    silent = [one for one in configs if getattr(one, "return_dict", None) is False]
+    for one in silent:
+        one.return_dict = True
     try:
-        config.return_dict = True
-        return type(model).forward(model, *arguments, **named)
+        yield
     finally:
-        config.return_dict = False
+        for one in silent:
+            one.return_dict = False
 
 
 def plain_answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:

@@ -39,6 +39,12 @@ def test_what_cannot_be_represented_is_refused(build: Any, token: str) -> None:
         he.convert(build())
 
 
+def test_outputs_are_named_whatever_the_configuration_says() -> None:
+    model = transformers_clip({}, {}, return_dict=False)
+    assert isinstance(he.convert(model), he.DualEncoder)
+    assert model.config.return_dict is False
+
+
 def test_changed_models_are_refused() -> None:
     models = [open_clip_model(custom=custom) for custom in (False, True, True, False, False)]
     for model in models[:2]:
