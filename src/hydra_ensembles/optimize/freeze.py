@@ -379,7 +379,10 @@ def _compute_common_heads_once(ensemble: Ensemble) -> None:
     rows = attention.qkv.flatten(1)
     if attention.qkv_bias is not None:
         rows = torch.cat([rows, attention.qkv_bias.flatten(1)], dim=1)
-    alike = [next(other for other, row in enumerate(rows) if torch.equal(row, one)) for one in rows]
+    alike = [  # a row that holds no numbers is equal to none but itself
+        next(other for other, row in enumerate(rows) if other == at or torch.equal(row, one))
+        for at, one in enumerate(rows)
+    ]
     firsts = sorted(set(alike))
     if len(firsts) < len(rows):
         attention.qkv = fixed(attention.qkv[firsts])

@@ -52,6 +52,15 @@ def test_a_trunk_and_a_single_member_stay_the_same(shape: str) -> None:
 
 
 @torch.no_grad()
+def test_weights_that_are_no_numbers_give_answers_that_are_none() -> None:
+    ensemble = random_ensemble(next(iter(SHAPES)), UNEVEN, HYDRA)
+    blocks(ensemble)[0].attention.qkv[0] = torch.nan
+    batch = random_batches(ensemble, (2,))[0][0]
+    for plan in ("batched", "loop"):
+        assert ensemble.optimize(plans=[plan])(batch)[0].isnan().all()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("shape", SHAPES)
 def test_members_that_differ_in_their_classifiers_alone_stay_the_same_and_branch_last(shape: str) -> None:
     first, second = random_ensemble(shape), random_ensemble(shape)
