@@ -120,8 +120,9 @@ def _sides(size: Any) -> tuple[int, int]:
 
 
 def _numbers(name: str, given: Any, kind: type, accepted: str, most: int = 64) -> list[float]:
-    """One number or several of a kind, those of numpy among them, as Python's own."""
-    found = [given] if isinstance(given, Real) or not isinstance(given, Iterable) else list(given)
+    """One number or several of a kind, also in an array or a tensor, as Python's own."""
+    plain = given.tolist() if hasattr(given, "tolist") else given
+    found = list(plain) if isinstance(plain, Iterable) else [plain]
     if not 0 < len(found) <= most or not all(isinstance(one, kind) and not isinstance(one, bool) for one in found):
         raise ConfigError(f"{name} must be {accepted}, got {given!r}")
     return [float(one) for one in found]

@@ -88,6 +88,7 @@ def test_of_timm_it_is_what_is_said_or_unknown(changes: dict[str, Any], known: b
         ({"mean": 0.25}, {"mean": (0.25,) * 3}),
         ({"image_size": np.int64(48), "std": np.float32(0.5)}, {"size": (48, 48), "std": (0.5,) * 3}),
         ({"mean": np.array([0.25, 0.5, 0.75], np.float32)}, {"mean": (0.25, 0.5, 0.75)}),
+        ({"mean": torch.tensor(0.25), "image_size": np.array(48)}, {"mean": (0.25,) * 3, "size": (48, 48)}),
     ],
 )
 def test_settings_are_changed_by_name_and_that_is_said(changes: dict[str, Any], expected: dict[str, Any]) -> None:
