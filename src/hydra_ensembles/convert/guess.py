@@ -33,9 +33,12 @@ def guessed(model: nn.Module, num_labels: int | None, size: tuple[int, int] | No
     for one in (with_size(one, model, size) for one in _candidates(model)):
         try:
             _require_agreement(one, copies, num_labels)
-        except OtherSizeError:
+        except OtherSizeError as error:
             other = (replace(one, resample=way) for way in get_args(Resample))
-            return next((way for way in other if _agrees(way, copies, num_labels)), None)
+            found = next((way for way in other if _agrees(way, copies, num_labels)), None)
+            if found is None:
+                raise ConversionError(f"{error}; begin with names={dict(one.names)}") from error
+            return found
         except HydraError:
             continue
         return one

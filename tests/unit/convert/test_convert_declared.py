@@ -426,8 +426,16 @@ def test_other_sizes_are_answered_as_the_original_does_or_refused() -> None:
         found = he.convert(model, declaration=declaration)(larger)[0]
         torch.testing.assert_close(found, model(larger), rtol=0, atol=1e-5)
     for declaration in (ENCODER_VIT, None):
-        with pytest.raises(ConversionError, match="differ"):
+        with pytest.raises(ConversionError, match=r"differ.*48x48.*answer="):
             he.convert(own(AnySizeViT, way="first"), declaration=declaration)
+
+    def of_one_size(model: Any, batch: Any) -> Tensor:
+        if batch["pixel_values"].shape[2] != 32:
+            raise ValueError("of 32x32 alone")
+        return model(batch["pixel_values"])
+
+    said = but(ENCODER_VIT, {"answer": of_one_size})
+    assert he.convert(own(AnySizeViT, way="first"), declaration=said).num_classes == 5
 
 
 @pytest.mark.parametrize("answer", [lambda model, batch: (model(batch["pixel_values"]),), lambda model, batch: None])
