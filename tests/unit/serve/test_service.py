@@ -52,7 +52,7 @@ def test_zero_shot_classifiers_are_served_alike() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")  # what inductor would rather compute in
+@pytest.mark.filterwarnings("ignore::UserWarning")  # what inductor advises and how it splits a softmax
 @pytest.mark.parametrize("kind", ["image", "text"])
 @pytest.mark.parametrize("compile", [False, True])
 def test_answers_on_a_gpu_are_those_of_the_cpu(kind: str, compile: bool) -> None:
