@@ -50,6 +50,7 @@ def test_whatever_is_given_is_refused_or_answered_rightly(part: Any) -> None:
     assert row.refused > row.cases // 3
 
 
+@pytest.mark.slow
 def test_kills_writers_threads_and_disks_lose_and_mix_nothing() -> None:
     row = count("disturbed", check, list(DISTURBED), workers=1)
     assert not row.failures, row.examples

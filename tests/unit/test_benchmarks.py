@@ -39,7 +39,8 @@ TINY = ["--dtype", "float32", "--device", "cpu", "--modes", "eager", "--repeats"
 # --- inference -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [pytest.param("tiny", marks=pytest.mark.slow), "tiny-clip"])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["tiny", "tiny-clip"])
 def test_every_contender_answers_as_it_should(shape: str, tmp_path: Path) -> None:
     path = tmp_path / "inference.json"
     names = inference_models.ZERO_SHOT if shape == "tiny-clip" else inference_models.NAMES

@@ -251,6 +251,7 @@ def learned() -> Problem:
     return Problem(trained_vit(), list(zip(images.split(20), labels.split(20), strict=True)), [others])
 
 
+@pytest.mark.slow
 def test_a_third_of_the_work_is_enough(learned: Problem) -> None:
     """Counted, not timed; the naive method does the same for every score."""
     passes = 1 + 48 + 47

@@ -52,7 +52,7 @@ for batch in batches:
 @pytest.mark.parametrize(
     ("name", "format"),
     [
-        ("image", "pt2"),
+        pytest.param("image", "pt2", marks=pytest.mark.slow),
         ("text", "onnx"),
         pytest.param("zero-shot, bare", "pt2", marks=pytest.mark.slow),
         pytest.param("image", "onnx", marks=pytest.mark.slow),
