@@ -343,6 +343,9 @@ class Fitting:
         principal = self.options.principal or max(2 * width // 3, 1)
         if principal >= width:
             raise ConfigError(f"principal is {principal}, but features have {width} directions; some must be left over")
+        if self.samples <= width:  # directions that no sample has would count for all
+            few = f"vim needs more samples than features have directions, {width}; got {self.samples}"
+            raise DataError(f"{few}. Give more, or use 'mahalanobis' or 'knn'")
         origin = self._origin()
         if origin is None:
             origin = sums.mean + sums.shift

@@ -324,6 +324,7 @@ def not_finite(config: EnsembleConfig) -> list[Any]:
         (batches, {"shrinkage": -1.0}, ConfigError, "shrinkage"),
         (batches, {"score": "knn", "neighbours": 1000}, ConfigError, "neighbours is 1000"),
         (batches, {"score": "vim", "principal": 8}, ConfigError, "8 directions"),
+        (lambda c: batches(c, 8), {"score": "vim", "held_out": 0.0}, DataError, "more samples"),
         (batches, {"score": "knn", "stored": 0}, ConfigError, "stored"),
     ],
 )

@@ -168,9 +168,9 @@ class Archive:
         arrow, row = require("pyarrow", extra="data"), 0
         try:
             with require("pyarrow.parquet", extra="data").ParquetFile(file) as table:
-                known = set(table.schema_arrow.names)
+                known = list(table.schema_arrow.names)
                 self._require_in(known, file)
-                names = {one.partition(".")[0] for one in self._wanted()} & known
+                names = {one.partition(".")[0] for one in self._wanted()} & set(known)
                 for batch in table.iter_batches(_ROWS, columns=sorted(names)):
                     for cells in batch.to_pylist():
                         yield self._item(file, row, cells)
@@ -227,10 +227,14 @@ class Archive:
     def _wanted(self) -> tuple[str, ...]:
         return self._main, self.columns.text_pair, *self.keep
 
-    def _require_in(self, known: Sequence[str] | set[str], file: Path) -> None:
-        missing = [one for one in (self._main, *self.keep) if one.partition(".")[0] not in known]
+    def _require_in(self, known: Sequence[str], file: Path) -> None:
+        wanted = [one.partition(".")[0] for one in (self._main, *self.keep)]
+        missing = [one for one in wanted if one not in known]
         if missing:
             raise DataError(f"{file} has no column {missing[0]!r}, it has {sorted(known)}; name the right one")
+        doubled = [one for one in wanted if known.count(one) > 1]
+        if doubled:
+            raise DataError(f"{file} has {known.count(doubled[0])} columns {doubled[0]!r}; rename all but one")
 
     def _require_column(self) -> None:
         """Refuse columns that the first table does not have, before any long work; a later one is reported."""
@@ -239,17 +243,17 @@ class Archive:
             if self.keep:
                 raise DataError(f"{self.path} has no tables, so there are no columns {list(self.keep)} to keep")
             return
-        suffix, known = first.suffix.lower(), set[str]()
+        suffix, known = first.suffix.lower(), list[str]()
         if suffix == ".parquet":
             arrow = require("pyarrow", extra="data")
             try:
-                known = set(require("pyarrow.parquet", extra="data").read_schema(first).names)
+                known = list(require("pyarrow.parquet", extra="data").read_schema(first).names)
             except (OSError, arrow.ArrowException) as error:
                 raise DataError(f"{first} cannot be read as Parquet: {error}") from error
         else:
             with self._opened(first) as lines:
                 if suffix in DELIMITERS:
-                    known = set(next(csv.reader(lines, delimiter=DELIMITERS[suffix]), []))
+                    known = next(csv.reader(lines, delimiter=DELIMITERS[suffix]), [])
                 else:  # a line may lack what others have
                     return
         self._require_in(known, first)

@@ -352,6 +352,12 @@ def test_kept_columns_of_an_archive_lose_nothing(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "about.json").read_text())["kept"]["kept_label"] == "label"
 
 
+def test_a_column_that_is_there_twice_is_asked_about(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("text,text,id\nhello,w\u00f6rld,1\n")
+    with pytest.raises(DataError, match="2 columns 'text'"):
+        score(tmp_path / "in.csv", tmp_path / "out")
+
+
 def test_a_shard_in_which_nothing_can_be_read_has_the_same_columns(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.csv").write_text("text,id\n" + "short\n" * 4 + "hello,1\n")
