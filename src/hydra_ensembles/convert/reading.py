@@ -430,6 +430,9 @@ class _Reading:
             grid = (math.isqrt(rows - found[0]),) * 2
         else:
             grid = pair(image)[0] // size[0], pair(image)[1] // size[1]
+            if (grid[0] * size[0], grid[1] * size[1]) != pair(image):
+                what = f"image_size is {pair(image)}, which patches of {size} do not fill"
+                raise ConversionError(f"{self.frame.name}: {what}; give a multiple")
         spare = rows - grid[0] * grid[1]
         if spare < 0 and position is not None:
             raise ConversionError(f"{self.frame.name}: {rows} positions are too few for {grid[0]}x{grid[1]} patches")

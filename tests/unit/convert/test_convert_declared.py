@@ -142,6 +142,7 @@ def test_a_declaration_checks_itself(make: Callable[[], Any], token: str) -> Non
         (but(OWN_VIT, {"heads": None}), "heads="),
         (but(OWN_VIT, {"heads": 5}), "5"),
         (but(OWN_VIT, {"image_size": (64, 64)}), "too few"),
+        (but(OWN_VIT, {"image_size": 33}), "do not fill"),
         (but(ENCODER_VIT, None, encoder="patchify"), "nn.TransformerEncoder"),
         (but(OWN_VIT, None, position=None), "position"),
         (but(ROPE_BERT, {"max_tokens": None}), "max_tokens="),
