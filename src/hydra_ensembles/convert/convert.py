@@ -17,7 +17,7 @@ from ..model.layers import GroupedLinear
 from ..model.metadata import Metadata, odd_names
 from ..model.stem_readout import Projections, linear
 from ..preprocessing import TextPreprocessing
-from . import clip, rotary, siglip, timm, torchvision, transformers
+from . import clip, siglip, timm, torchvision, transformers, transformers_rotary
 from .altered import require_known_parts, require_unaltered
 from .clip import DualArchitecture
 from .core import Architecture, qualified_name, require_finite, require_fit, translate
@@ -33,7 +33,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *timm.ARCHITECTURES,
     *torchvision.ARCHITECTURES,
     *transformers.ARCHITECTURES,
-    *rotary.ARCHITECTURES,
+    *transformers_rotary.ARCHITECTURES,
     *clip.ARCHITECTURES,
     *siglip.ARCHITECTURES,
 )
