@@ -1,14 +1,16 @@
-"""Write the tables of the documentation from the files under `results/`.
+"""Write what the documentation takes from elsewhere: tables from the files under `results/`, code from `examples/`.
 
     python benchmarks/tables.py           # rewrite
-    python benchmarks/tables.py --check   # fail when a document is not what the results say
+    python benchmarks/tables.py --check   # fail when a document is not what results and examples say
 
-A document marks the place with `<!-- table: NAME -->` and `<!-- end -->`; nothing else in it is touched.
+A document marks the place with `<!-- table: NAME -->` or `<!-- code: FILE PART -->`, and `<!-- end -->`; nothing else
+in it is touched. What is written is in the document itself, so that a git host and the site show the same.
 """
 
 import argparse
 import re
 import sys
+import textwrap
 
 import inference_report
 from circuit import circuit_table
@@ -96,13 +98,22 @@ def takes_table() -> str:
     return "\n".join(table(["library", "tested with", "models"], rows, "lll"))
 
 
+def code(file: str, part: str) -> str:
+    """The lines of a script between `# start: PART` and `# end: PART`, without their indent."""
+    found = re.search(rf" *# start: {part}\n(.*?) *# end: {part}\n", (ROOT / file).read_text(), re.DOTALL)
+    if found is None:
+        sys.exit(f"{file} has no part between `# start: {part}` and `# end: {part}`")
+    return f"```python\n{textwrap.dedent(found[1]).strip()}\n```"
+
+
 def rendered(text: str, made: dict[str, str]) -> str:
-    """A document with every marked table written anew."""
+    """A document with every marked table and piece of code written anew."""
 
     def write(match: re.Match[str]) -> str:
-        return f"<!-- table: {match[1]} -->\n{made[match[1]]}\n<!-- end -->"
+        kind, what = match.groups()
+        return f"<!-- {kind}: {what} -->\n{made[what] if kind == 'table' else code(*what.split())}\n<!-- end -->"
 
-    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", write, text, flags=re.DOTALL)
+    return re.sub(r"<!-- (table|code): ([^\n]+) -->\n.*?<!-- end -->", write, text, flags=re.DOTALL)
 
 
 def main() -> None:
@@ -118,7 +129,7 @@ def main() -> None:
             if not check:
                 path.write_text(after)
     if check and stale:
-        sys.exit(f"not what the results say: {', '.join(stale)}; run python benchmarks/tables.py")
+        sys.exit(f"not what results and examples say: {', '.join(stale)}; run python benchmarks/tables.py")
 
 
 if __name__ == "__main__":

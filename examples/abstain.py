@@ -19,7 +19,7 @@ from hydra_ensembles.demo.embedded import load_backbone, load_sample
 from hydra_ensembles.heads.members import sampled_members
 
 
-# --8<-- [start:service]
+# start: service
 def answer(ensemble: he.Ensemble, picture: Any) -> dict[str, Any]:
     """What a service would send back for one picture."""
     p = ensemble.predict(picture)
@@ -32,10 +32,10 @@ def answer(ensemble: he.Ensemble, picture: Any) -> dict[str, Any]:
     return {"label": p.names()[0], "confidence": round(p.confidence[0].item(), 3)}
 
 
-# --8<-- [end:service]
+# end: service
 
 
-# --8<-- [start:thresholds]
+# start: thresholds
 def table(calibration: tuple[Any, Any], test: tuple[Any, Any], others: dict[str, Any], shares: list[float]) -> None:
     """Print what each threshold accepts; `calibration` and `test` are member logits with labels."""
     print(
@@ -50,7 +50,7 @@ def table(calibration: tuple[Any, Any], test: tuple[Any, Any], others: dict[str,
         print("".join(f"{one.double().mean():15.1%}" for one in taken[1:]) + f"  {wrong:15.1%}")
 
 
-# --8<-- [end:thresholds]
+# end: thresholds
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from hydra_ensembles.demo.embedded import load_backbone, load_sample
 from hydra_ensembles.heads.members import sampled_members
 
 
-# --8<-- [start:candidates]
+# start: candidates
 def candidate(base: he.Ensemble, ranking: he.HeadRanking, members: int, prune: int, seed: int = 0) -> he.Ensemble:
     """An ensemble whose members lose heads drawn from the 100/48 · `prune` that matter least; one loses the first."""
     pool = min(round(prune * 100 / 48), len(ranking))
@@ -40,7 +40,7 @@ def measure(ensemble: he.Ensemble, known: Any, unknown: Any) -> dict[str, float]
     }
 
 
-# --8<-- [end:candidates]
+# end: candidates
 
 
 def main() -> None:

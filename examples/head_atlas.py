@@ -24,7 +24,7 @@ def main() -> None:
     given = parser.parse_args()
     sample = load_sample()
 
-    # --8<-- [start:atlas]
+    # start: atlas
     ensemble = he.load(given.model) if given.model else three_members()
     test = subset(sample.test, given.images, seed=0, stratified=True)
     others = {**sample.near, **sample.far}
@@ -32,7 +32,7 @@ def main() -> None:
     atlas = he.atlas(ensemble, test, ood, name="the demo", layers=given.layers)
     atlas.save(given.output.with_suffix(".json"))
     he.write_atlas(given.output, atlas)
-    # --8<-- [end:atlas]
+    # end: atlas
 
     dearest = sorted(atlas.heads, key=lambda head: -atlas.cost(head)["log_likelihood"])[:5]
     print("most needed heads      likelihood  accuracy  OOD AUROC   kept by")

@@ -22,7 +22,7 @@ from hydra_ensembles import data
 Labelled = list[tuple[str, int]]
 
 
-# --8<-- [start:ensemble]
+# start: ensemble
 def make_ensemble(model: Any, tokenizer: Any, reviews: Any, others: Any, prune: int, output: Path) -> he.Ensemble:
     """From a live model and two sets of texts to a fused, calibrated ensemble that reads strings."""
     base = he.convert(model, processor=tokenizer, labels=["negative", "positive"])
@@ -33,7 +33,7 @@ def make_ensemble(model: Any, tokenizer: Any, reviews: Any, others: Any, prune: 
     return hydra
 
 
-# --8<-- [end:ensemble]
+# end: ensemble
 
 
 def made_up_reviews() -> Labelled:

@@ -17,7 +17,7 @@ from hydra_ensembles import data
 from hydra_ensembles.demo.embedded import load_sample
 
 
-# --8<-- [start:model]
+# start: model
 class Block(nn.Module):
     """Attention and MLP."""
 
@@ -54,8 +54,8 @@ class ViT(nn.Module):
         return self.head(self.norm(x)[:, 0])
 
 
-# --8<-- [end:model]
-# --8<-- [start:ensemble]
+# end: model
+# start: ensemble
 DECLARATION = he.Declaration(
     names={
         "patch": "patchify",
@@ -85,7 +85,7 @@ def make_ensemble(model: nn.Module, images: data.ImageDataset, output: Path) -> 
     return hydra
 
 
-# --8<-- [end:ensemble]
+# end: ensemble
 
 
 def train(model: nn.Module, images: Tensor, labels: Tensor, steps: int) -> nn.Module:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 
-# --8<-- [start:images]
+# start: images
 def prepare_images(images: list[Any], settings: dict[str, Any]) -> dict[str, np.ndarray]:
     """PIL images as the file takes them, by the settings under "preprocessing" in the JSON beside it."""
     from PIL import Image
@@ -37,10 +37,10 @@ def prepare_images(images: list[Any], settings: dict[str, Any]) -> dict[str, np.
     return {"pixel_values": (np.stack(rows) - mean) / std}
 
 
-# --8<-- [end:images]
+# end: images
 
 
-# --8<-- [start:texts]
+# start: texts
 def prepare_texts(texts: list[str], settings: dict[str, Any], tokenizer_file: Path) -> dict[str, np.ndarray]:
     """Strings as the file takes them; the tokenizer lies beside it."""
     from tokenizers import Tokenizer
@@ -57,10 +57,10 @@ def prepare_texts(texts: list[str], settings: dict[str, Any], tokenizer_file: Pa
     }
 
 
-# --8<-- [end:texts]
+# end: texts
 
 
-# --8<-- [start:run]
+# start: run
 def answers(model: Path, images: list[Any], texts: list[str]) -> list[dict[str, Any]]:
     """What the file says of images or of texts."""
     import onnxruntime
@@ -86,7 +86,7 @@ def answers(model: Path, images: list[Any], texts: list[str]) -> list[dict[str, 
     ]
 
 
-# --8<-- [end:run]
+# end: run
 
 
 def main() -> None:

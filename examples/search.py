@@ -18,7 +18,7 @@ from hydra_ensembles.demo.embedded import load_backbone, load_sample
 from hydra_ensembles.report import to_markdown
 
 
-# --8<-- [start:search]
+# start: search
 def best_ensemble(model: Any, sets: dict[str, Any], options: argparse.Namespace) -> he.SearchResult:
     """Search trunks of some depths: heads pruned without training, and members trained together, pruned or not."""
     recipe = he.Recipe(learning_rate=2e-5, classifier_rate=20, steps=options.steps, warmup=0.1, clip_norm=1.0)
@@ -43,7 +43,7 @@ def best_ensemble(model: Any, sets: dict[str, Any], options: argparse.Namespace)
     )
 
 
-# --8<-- [end:search]
+# end: search
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from hydra_ensembles import data
 from hydra_ensembles.demo.embedded import load_backbone, load_sample
 
 
-# --8<-- [start:ensemble]
+# start: ensemble
 def make_ensemble(model: Any, processor: Any, images: Any, others: Any, prune: int, output: Path) -> he.Ensemble:
     """From a live timm model and held-out labelled images to a fused, calibrated ensemble."""
     base = he.convert(model, labels=images.class_names, processor=processor)  # None takes timm's preprocessing
@@ -34,7 +34,7 @@ def make_ensemble(model: Any, processor: Any, images: Any, others: Any, prune: i
     return hydra
 
 
-# --8<-- [end:ensemble]
+# end: ensemble
 
 
 NAMES = {  # ours: timm's

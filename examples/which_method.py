@@ -18,7 +18,7 @@ from hydra_ensembles import baselines, data
 from hydra_ensembles.demo.embedded import load_backbone, load_sample
 
 
-# --8<-- [start:methods]
+# start: methods
 def methods(model: he.Ensemble, train: DataLoader[Any], recipe: he.Recipe) -> Iterator[tuple[str, he.Ensemble]]:
     """One ensemble for each method; each is saved, calibrated, optimized and evaluated like any other."""
     yield "single", model
@@ -30,7 +30,7 @@ def methods(model: he.Ensemble, train: DataLoader[Any], recipe: he.Recipe) -> It
     yield "laplace", baselines.laplace(model, train, baselines.Laplace(members=20, samples=8400))
 
 
-# --8<-- [end:methods]
+# end: methods
 
 
 def main() -> None:

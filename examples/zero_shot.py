@@ -34,7 +34,7 @@ def small_clip() -> Any:
     return open_clip.CLIP(embed_dim=64, vision_cfg=image, text_cfg=text).eval()
 
 
-# --8<-- [start:build]
+# start: build
 def build(dual: he.DualEncoder, labels: list[str], template: str, images: Any, others: Any, prune: int) -> he.Ensemble:
     """Three circuits over both towers, fused into one zero-shot classifier with a temperature and a threshold."""
     preprocess = dual.image.metadata.preprocessing
@@ -44,10 +44,10 @@ def build(dual: he.DualEncoder, labels: list[str], template: str, images: Any, o
     return he.build(dual, config, class_names=labels, templates=template, id=held_out, ood=odd, progress=False)
 
 
-# --8<-- [end:build]
+# end: build
 
 
-# --8<-- [start:answer]
+# start: answer
 def answer(ensemble: he.Ensemble, picture: Any) -> str:
     """The label of a picture, or that there is none to be trusted."""
     p = ensemble.predict(picture)
@@ -55,7 +55,7 @@ def answer(ensemble: he.Ensemble, picture: Any) -> str:
     return f"{p.names()[0] if sure else 'abstain':22} confidence {p.confidence[0]:.2f}  epistemic {p.epistemic[0]:.4f}"
 
 
-# --8<-- [end:answer]
+# end: answer
 
 
 def main() -> None:
@@ -79,14 +79,14 @@ def main() -> None:
         others = data.load(options.others, labels="optional")
     labels = options.labels or list(images.class_names)
 
-    # --8<-- [start:convert]
+    # start: convert
     if options.model is None:
         model, tokenizer = small_clip(), open_clip.SimpleTokenizer()
     else:
         model = open_clip.create_model(options.model, pretrained=options.pretrained).eval()
         tokenizer = open_clip.get_tokenizer(options.model)
     dual = he.convert(model, processor=tokenizer)  # both towers, their projections, the preprocessing of both inputs
-    # --8<-- [end:convert]
+    # end: convert
     assert isinstance(dual, he.DualEncoder)
     pictures = dual.image.prepare([images[row][0] for row in range(4)])
     with torch.no_grad():
@@ -97,10 +97,10 @@ def main() -> None:
 
     hydra = build(dual, labels, options.template, images, others, options.prune)
     hydra.save_pretrained(options.output)
-    # --8<-- [start:load]
+    # start: load
     hydra = he.Ensemble.from_pretrained(options.output)  # needs neither open_clip nor its tokenizer
     other = he.retarget(hydra, ["forest", "city", "water"])  # by the text towers it kept
-    # --8<-- [end:load]
+    # end: load
     for row in range(3):
         print(f"{images.class_names[images.labels[row]]:22} -> {answer(hydra, images[row][0])}")
     print(f"{'something else':22} -> {answer(hydra, others[0][0])}")

@@ -68,8 +68,17 @@ def test_pages_fetch_nothing(site: Path) -> None:
         assert not loaded + styles, page.name
 
 
-def test_examples_are_in_the_how_tos() -> None:
-    """Code of a how-to is that of its example, by inclusion."""
+def test_how_tos_show_the_code_of_their_examples() -> None:
+    """In the page itself, where a git host shows it, too; that it is what the script says is tested with the tables."""
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "how-to").glob("*.md"))
+    assert "--8<--" not in pages
     for script in (ROOT / "examples").glob("*.py"):
-        assert script.name == "train_demo_backbone.py" or f'--8<-- "examples/{script.name}"' in pages, script.name
+        if script.name != "train_demo_backbone.py":
+            assert f"<!-- code: examples/{script.name} " in pages, script.name
+            assert f"](../../examples/{script.name})" in pages, script.name
+
+
+def test_scripts_and_notebooks_come_along(site: Path) -> None:
+    page = (site / "how-to" / "abstain.html").read_text()
+    assert 'href="../examples/abstain.py"' in page
+    assert (site / "examples" / "abstain.py").read_text() == (ROOT / "examples" / "abstain.py").read_text()

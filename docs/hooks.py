@@ -1,0 +1,53 @@
+"""What lies beside `docs/` and is linked from it comes along to the site: scripts as they are, notebooks as pages.
+
+On a git host `../examples/abstain.py` and `../notebooks/first_steps.ipynb` lead to the files themselves.
+"""
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
+    """A notebook as Markdown, and its pictures by name."""
+    parts: list[str] = []
+    pictures: dict[str, bytes] = {}
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source.replace("](../docs/", "](../"))
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            shown = output.get("data", {})
+            if "image/png" in shown:
+                name = f"{path.stem}_{len(pictures)}.png"
+                pictures[name] = base64.b64decode("".join(shown["image/png"]))
+                parts.append(f"![what the cell draws]({name})")
+            elif text := "".join(output.get("text", shown.get("text/plain", ""))).rstrip():
+                parts.append(f"```text\n{text}\n```")
+    return "\n\n".join(parts), pictures
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add scripts and notebooks."""
+    made: dict[str, str | bytes] = {f"examples/{path.name}": path.read_bytes() for path in ROOT.glob("examples/*.py")}
+    for path in ROOT.glob("notebooks/*.ipynb"):
+        page, pictures = notebook_page(path)
+        made |= {f"notebooks/{path.stem}.md": page, **{f"notebooks/{name}": one for name, one in pictures.items()}}
+    for name, content in made.items():
+        files.append(File.generated(config, name, content=content, inclusion=InclusionLevel.INCLUDED))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links that leave `docs/` lead to what `on_files` added."""
+    up = "../" * page.file.src_uri.count("/")
+    markdown = markdown.replace(f"]({up}../examples/", f"]({up}examples/")
+    return re.sub(rf"\]\({re.escape(up)}\.\./notebooks/(\w+)\.ipynb", rf"]({up}notebooks/\1.md", markdown)
