@@ -98,7 +98,9 @@ VISION_CASES: list[ArchitectureCase] = [
     _timm_case("clip-quickgelu", "vit_base_patch16_clip_quickgelu_224"),
     _timm_case("siglip", "vit_base_patch16_siglip_224"),
     _timm_case("siglip-gap", "vit_base_patch16_siglip_gap_224"),
+    _timm_case("eva", "eva_giant_patch14_224", init_values=0.1),
     _timm_case("eva02", "eva02_base_patch14_224", ((48, 32), (24, 40)), dynamic_img_size=True),
+    _timm_case("dinov3", "vit_small_patch16_dinov3", ((48, 32), (24, 40)), qkv_bias=True, init_values=0.1),
     _timm_case("pe-core", "vit_pe_core_tiny_patch16_384", attn_pool_num_heads=2, qk_norm=True),
     ArchitectureCase(
         name="torchvision-vit",
@@ -110,7 +112,5 @@ VISION_CASES: list[ArchitectureCase] = [
 ]
 VISION_VARIANTS: list[ArchitectureCase] = [  # of kinds that are among the cases
     _timm_case("prefix-pooled", "vit_base_patch16_224", global_pool="avg", reg_tokens=2, pool_include_prefix=True),
-    _timm_case("eva", "eva_giant_patch14_224", init_values=0.1),
     _timm_case("eva02-packed", "eva02_tiny_patch14_224"),
-    _timm_case("dinov3", "vit_small_patch16_dinov3", ((48, 32), (24, 40)), qkv_bias=True, init_values=0.1),
 ]

@@ -1,7 +1,10 @@
 """Small random models of transformers, for the tests that run once per architecture."""
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -89,6 +92,38 @@ def _mae_features(model: Any, inputs: Inputs) -> Tensor:
     return model(**inputs, noise=order, interpolate_pos_encoding=True).last_hidden_state[:, 0]
 
 
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of single letters, as `save_pretrained` leaves it beside a model."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
+    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=16, **names).save_pretrained(folder)
+
+
+def sentence_model(folder: Path, pooling: str, *more: str) -> Any:
+    """A model of sentence-transformers around the encoder in a folder, which has a tokenizer too."""
+    library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    from sentence_transformers.base.modules import Dense, Normalize, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    others = {"normalize": Normalize, "dense": lambda: Dense(32, 8)}
+    parts = [Transformer(str(folder)), Pooling(32, pooling), *(others[one]() for one in more)]
+    return library.SentenceTransformer(modules=parts, device="cpu").eval()
+
+
+def sentence_bert() -> nn.Module:
+    """A BERT in a model of sentence-transformers that gives the mean of its tokens."""
+    with TemporaryDirectory() as folder:
+        save_tokenizer(Path(folder))
+        transformers_model("BertModel", "BertConfig", TEXT).save_pretrained(folder)
+        return sentence_model(Path(folder), "mean")
+
+
 _SWIGLU = {**_DINOV2, "use_swiglu_ffn": True}
 _REGISTERS = {**_DINOV2, "num_register_tokens": 3}
 _REGISTERED = "Dinov2WithRegistersForImageClassification"
@@ -105,6 +140,7 @@ _STILL = {"pos_embed_rescale": None}  # in training
 DINOV3 = {**BLOCKS, **_GATED, **_STILL, "hidden_size": 32, "image_size": 32, "patch_size": 8, "intermediate_size": 48}
 _SPECIAL = {"pad_token_id": 0, "cls_token_id": 1, "bos_token_id": 1, "sep_token_id": 2, "eos_token_id": 2}
 MODERNBERT = {**_WORDS, **BLOCKS, **_SPECIAL, "hidden_size": 32, "intermediate_size": 48, "local_attention": 4}
+_NOMIC, _JINA = "NomicBertForSequenceClassification", "JinaEmbeddingsV3ForSequenceClassification"
 CASES: list[ArchitectureCase] = [
     _vision_case("vit", "ViTForImageClassification", "ViTConfig", _VIT),
     _vision_case("vit-bare", "ViTModel", "ViTConfig", {**_VIT, "qkv_bias": False}, bare=True),
@@ -118,6 +154,8 @@ CASES: list[ArchitectureCase] = [
         kind="image",
         other_inputs=(lambda: images(48, 48), lambda: images(16, 64)),
     ),
+    _vision_case("vit-msn", "ViTMSNForImageClassification", "ViTMSNConfig", _VIT),
+    _vision_case("ijepa", "IJepaForImageClassification", "IJepaConfig", _VIT),
     _vision_case("dinov2", "Dinov2ForImageClassification", "Dinov2Config", _DINOV2, resize=False),
     _vision_case("dinov2-swiglu-bare", "Dinov2Model", "Dinov2Config", _SWIGLU, resize=False, bare=True),
     _vision_case("dinov2-registers", _REGISTERED, "Dinov2WithRegistersConfig", _REGISTERS, resize=False),
@@ -135,19 +173,23 @@ CASES: list[ArchitectureCase] = [
     _text_case("electra-projected", _ELECTRA, "ElectraConfig", _NARROW),
     _vision_case("dinov3", "DINOv3ViTModel", "DINOv3ViTConfig", DINOV3, resize=False, bare=True),
     _text_case("modernbert", _MODERNBERT, "ModernBertConfig", MODERNBERT, segments=False),
+    _text_case("nomic", _NOMIC, "NomicBertConfig", TEXT),
+    _text_case("jina", _JINA, "JinaEmbeddingsV3Config", {**TEXT, "type_vocab_size": 1}, pad=1, segments=False),
+    ArchitectureCase(
+        name="sentence-transformers-bert",
+        build=sentence_bert,
+        inputs=lambda: token_batch(0, segments=False),
+        logits=lambda model, inputs: model(dict(inputs))["sentence_embedding"],
+        kind="text",
+    ),
     _text_case("gte", "GteForSequenceClassification", "GteConfig", {**TEXT, "type_vocab_size": 2}, pad=1),
 ]
-_NOMIC, _JINA = "NomicBertForSequenceClassification", "JinaEmbeddingsV3ForSequenceClassification"
 _MEAN = {**MODERNBERT, "classifier_pooling": "mean", "norm_bias": True, "attention_bias": True, "mlp_bias": True}
 _PLAIN = {**DINOV3, "query_bias": False, "value_bias": False, "num_register_tokens": 0}
 VARIANTS: list[ArchitectureCase] = [  # of kinds that are among the cases
-    _vision_case("vit-msn", "ViTMSNForImageClassification", "ViTMSNConfig", _VIT),
-    _vision_case("ijepa", "IJepaForImageClassification", "IJepaConfig", _VIT),
     _vision_case("dinov3-plain", "DINOv3ViTModel", "DINOv3ViTConfig", _PLAIN, resize=False, bare=True),
     _text_case("modernbert-mean", _MODERNBERT, "ModernBertConfig", _MEAN, segments=False),
     _text_case("modernbert-bare", "ModernBertModel", "ModernBertConfig", MODERNBERT, segments=False, bare=True),
-    _text_case("nomic", _NOMIC, "NomicBertConfig", TEXT),
     _text_case("nomic-bare", "NomicBertModel", "NomicBertConfig", TEXT, bare=True),
     _text_case("gte-no-segments", "GteModel", "GteConfig", {**TEXT, "type_vocab_size": 0}, segments=False, bare=True),
-    _text_case("jina", _JINA, "JinaEmbeddingsV3Config", {**TEXT, "type_vocab_size": 1}, pad=1, segments=False),
 ]

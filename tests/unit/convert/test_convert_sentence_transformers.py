@@ -1,44 +1,25 @@
 """Models of sentence-transformers: pooled as they pool, with their tokenizer, and a fresh classifier."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import hydra_ensembles as he
-from architectures_transformers import MODERNBERT, TEXT, transformers_model
+from architectures_transformers import MODERNBERT, TEXT, save_tokenizer, sentence_model, transformers_model
 from hydra_ensembles.errors import ConversionError
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
 SENTENCES = ["a b c", "d e f g h a b", "c"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A BERT and its tokenizer, as `save_pretrained` leaves them."""
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    core.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     path = tmp_path_factory.mktemp("bert")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=16, **names).save_pretrained(path)
+    save_tokenizer(path)
     transformers_model("BertModel", "BertConfig", TEXT).save_pretrained(path)
     return path
-
-
-def sentence_model(folder: Path, pooling: str, *more: str) -> Any:
-    library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
-    from sentence_transformers.base.modules import Dense, Normalize, Transformer
-    from sentence_transformers.sentence_transformer.modules import Pooling
-
-    others = {"normalize": Normalize, "dense": lambda: Dense(32, 8)}
-    parts = [Transformer(str(folder)), Pooling(32, pooling), *(others[one]() for one in more)]
-    return library.SentenceTransformer(modules=parts, device="cpu").eval()
 
 
 def test_the_norm_after_the_last_block_comes_before_pooling(folder: Path, tmp_path: Path) -> None:
