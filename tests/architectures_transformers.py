@@ -111,7 +111,7 @@ def sentence_model(folder: Path, pooling: str, *more: str) -> Any:
     from sentence_transformers.base.modules import Dense, Normalize, Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling
 
-    others = {"normalize": Normalize, "dense": lambda: Dense(32, 8)}
+    others: dict[str, Any] = {"normalize": Normalize, "dense": lambda: Dense(32, 8)}
     parts = [Transformer(str(folder)), Pooling(32, pooling), *(others[one]() for one in more)]
     return library.SentenceTransformer(modules=parts, device="cpu").eval()
 

@@ -26,7 +26,7 @@ import typer
 import yaml
 from rich.console import Console, RenderableType
 
-from ..errors import ConfigError, HydraError
+from ..errors import ConfigError, ConversionError, HydraError
 from ..files import read_file, write_atomically
 from ..schema import from_plain
 from ..training.recipe import Recipe
@@ -272,5 +272,6 @@ def report_failure(error: BaseException, debug: bool) -> int | None:
     else:
         hint = "" if debug else "; --debug shows where"
         code, message = 1, f"internal error, please report it: {type(error).__name__}: {error}{hint}"
-    print(" ".join(message.split()), file=sys.stderr)
+    lines = message.splitlines() if isinstance(error, ConversionError) else [message]  # what, why and what works
+    print("\n".join(" ".join(line.split()) for line in lines), file=sys.stderr)
     return code

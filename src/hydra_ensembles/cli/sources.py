@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from .._utils import require, require_device
-from ..convert.convert import convert, require_supported, supported
+from ..convert.convert import convert, require_supported
 from ..convert.processors import IMAGE_SETTINGS, TEXT_SETTINGS, with_preprocessing
-from ..convert.refusals import explained, refusal
+from ..convert.refusals import explained, in_lines, refusal
 from ..data.dataset import AnyDataset, subset
 from ..data.loading import Columns
 from ..data.loading import load as load_set
@@ -174,7 +174,7 @@ def _load_timm(name: str, settings: ModelSettings) -> Ensemble:
         raise CheckpointError(f"the weights {settings.weights} cannot be read as safetensors: {error}") from error
     classes = (len(state[key]) for key in ("head.weight", "head.fc.weight") if state is not None and key in state)
     if refusal(name) is not None:  # before anything is downloaded
-        raise ConversionError(explained(name, supported=supported()))
+        raise ConversionError(explained(name))
     options = {"num_classes": next(classes, None), **settings.model_options}
     try:
         model = timm.create_model(name, pretrained=state is None, **options).eval()
@@ -202,9 +202,11 @@ def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> 
     if chosen is None:
         what, bare = " or ".join(names) or kind, all(name.endswith("Model") for name in names)
         if refusal(kind, *names) is not None:
-            raise ConversionError(f"{source}: {explained(what, kind, *names, supported=supported())}")
-        advice = "fine-tune it as one first: transformers.AutoModelFor…Classification.from_pretrained(…, num_labels=…)"
-        raise ConversionError(f"{source} is a {what}: no trained classifier{f'; {advice}' if bare else ''}")
+            raise ConversionError(f"{source}: {explained(what, kind, *names)}")
+        way = "fine-tune it as one first: transformers.AutoModelFor…Classification.from_pretrained(…, num_labels=…)"
+        if not bare:
+            way = "a model for the classification of images or of sequences, fine-tuned on the same data"
+        raise ConversionError(in_lines(f"{source} is a {what}", "it has no trained classifier", way))
     require_supported(getattr(transformers, chosen), kind)
     try:
         transformers.utils.logging.disable_progress_bar()  # loading a local file takes no time worth a bar

@@ -1,8 +1,10 @@
 """From a library's live model to the canonical ensemble, or dual encoder."""
 
 import re
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -26,7 +28,7 @@ from .guess import beginning, guessed, require_proof
 from .probe import require_same_answers
 from .processors import amended, is_for_images, size_of_images, with_processor
 from .reading import read_declaration, with_size
-from .refusals import explained, refusal
+from .refusals import explained, in_lines, refusal
 from .sentence_transformers import is_sentence_model, opened
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -98,7 +100,8 @@ def convert(
         return _convert_dual(architecture, model, processor, probe)
     if architecture.classes:  # of a model of the user's own, answers alone decide
         require_known_parts(model, architecture.name)
-    config = architecture.config(model, num_labels)
+    with _parts_as_known(architecture):
+        config = architecture.config(model, num_labels)
     known = _known(architecture, config, model, processor)
     metadata = replace(
         known if preprocessing is None else amended(known, preprocessing, config.stem),
@@ -106,7 +109,8 @@ def convert(
         labels=_labels(labels, known, config.readout.num_classes),
         history=(f"converted from {architecture.name}",),
     )
-    state, fresh = translate(architecture, model, config, may_be_fresh=num_labels is not None)
+    with _parts_as_known(architecture):
+        state, fresh = translate(architecture, model, config, may_be_fresh=num_labels is not None)
     ensemble = Ensemble.from_state(config, state, metadata)
     if probe and declaration is not None:
         require_proof(declaration, model, num_labels, metadata)
@@ -126,6 +130,26 @@ def _known(architecture: Architecture, config: EnsembleConfig, model: nn.Module,
     if config.readout.pool == "final":  # and reads it
         texts = replace(texts, pad_to_max=True)
     return replace(known, preprocessing=texts)
+
+
+@contextmanager
+def _parts_as_known(architecture: Architecture) -> Iterator[None]:
+    """Refuse a model whose parts are not those that its declaration knows, as releases of its library differ."""
+    try:
+        yield
+    except AttributeError as error:
+        if not architecture.classes:  # a declaration of the user's own
+            raise
+        library = architecture.name.rpartition(", ")[2].partition(" ")[0]  # also inside sentence-transformers
+        extra = "timm" if library == "torchvision" else library
+        release = getattr(sys.modules.get(library), "__version__", "of another kind")
+        raise ConversionError(
+            in_lines(
+                f"{architecture.name}: a part that it is read by is not there ({error})",
+                f"the model was changed, or the {library} that is installed ({release}) makes it in another way",
+                f"a release of {library} that is tested, pip install -U 'hydra-ensembles[{extra}]'",
+            )
+        ) from error
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -158,7 +182,7 @@ def require_supported(kind: type, *names: str) -> None:
     """Refuse a class for which there is no converter, before its weights are loaded; `names` are other names for it."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if not any(name in one.classes for one in _ALL):
-        raise ConversionError(explained(name, *names, supported=supported()))
+        raise ConversionError(explained(name, *names))
 
 
 def _find_architecture(
@@ -180,7 +204,7 @@ def _find_architecture(
     if own is not None:
         return _read_own(own, model)
     near = "" if refusal(name) else _supported_inside(model)
-    raise ConversionError(near or explained(name, supported=supported()) + beginning(model))
+    raise ConversionError(near or explained(name) + beginning(model))
 
 
 def _supported_inside(model: nn.Module) -> str:
@@ -188,20 +212,19 @@ def _supported_inside(model: nn.Module) -> str:
     known, name = {one for architecture in _ALL for one in architecture.classes}, qualified_name(model)
     above = next((one for one in type(model).__mro__ if f"{one.__module__}.{one.__qualname__}" in known), None)
     if above is not None:
-        return (
-            f"{name} is a subclass of {above.__name__}, which is supported.\n"
-            "It does not fit: what a subclass computes cannot be known.\n"
-            f"The nearest way that works: load its weights into a {above.__name__} of the library, and convert that."
+        return in_lines(
+            f"{name} is a subclass of {above.__name__}, which is supported",
+            "what a subclass computes cannot be known",
+            f"load its weights into a {above.__name__} of the library, and convert that",
         )
     place = next((place for place, part in model.named_modules() if qualified_name(part) in known), None)
     if place is None:
         return ""
     inside = f"model.{place}" if all(map(str.isidentifier, place.split("."))) else f"model.get_submodule({place!r})"
-    return (
-        f"{name} holds a {type(model.get_submodule(place)).__name__}, which is supported.\n"
-        "It does not fit: what a model around it computes cannot be known.\n"
-        f"The nearest way that works: convert the model inside, he.convert({inside}); without a classifier "
-        "in it give also num_labels=..."
+    return in_lines(
+        f"{name} holds a {type(model.get_submodule(place)).__name__}, which is supported",
+        "what a model around it computes cannot be known",
+        f"the model inside, he.convert({inside}); without a classifier in it give also num_labels=...",
     )
 
 
@@ -295,12 +318,13 @@ def _convert_tower(
 ) -> tuple[Ensemble, GroupedLinear | None]:
     """One tower without classifier, and the projection that its declaration calls one."""
     require_known_parts(tower, architecture.name)
-    config = architecture.config(tower, None)
+    with _parts_as_known(architecture):
+        config = architecture.config(tower, None)
+        state, _ = translate(architecture, tower, config)
     for_images = isinstance(config.stem, PatchStemConfig)
     processor = next((one for one in processors if is_for_images(one) in (for_images, None)), None)
     known = _known(architecture, config, tower, processor)
     metadata = replace(origin, preprocessing=known.preprocessing, preprocessing_from=known.preprocessing_from)
-    state, _ = translate(architecture, tower, config)
     weight, bias = (state.pop(f"readout.classifier.{leaf}", None) for leaf in ("weight", "bias"))
     config = replace(config, readout=replace(config.readout, num_classes=0, bias=True))
     return Ensemble.from_state(config, state, metadata), None if weight is None else linear(weight, bias)

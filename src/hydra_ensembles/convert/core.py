@@ -15,6 +15,7 @@ from ..errors import ConversionError
 from ..model.config import Activation, EnsembleConfig
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
+from .refusals import in_lines
 
 # --- declarations ------------------------------------------------------------------------------------------
 
@@ -365,9 +366,9 @@ def pair(size: Any) -> tuple[int, int]:
 
 def refuse(architecture: str, what: str) -> ConversionError:
     """The error for a variant that has no canonical form."""
+    why = "the canonical encoder cannot represent this without changing predictions"
     return ConversionError(
-        f"{architecture}: {what}, which this library cannot represent without changing predictions; the nearest "
-        "way that works is a model of this architecture without it, fine-tuned on the same data"
+        in_lines(f"{architecture}: {what}", why, "a model of this architecture without it, fine-tuned on the same data")
     )
 
 

@@ -1,7 +1,6 @@
 """What cannot be converted, why, and the nearest way that works: one table, for Python and for the command line."""
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 HOW_TO = "docs/how-to/own_model.md"
@@ -148,18 +147,23 @@ def refusal(*names: str) -> Refusal | None:
     return None
 
 
-def explained(*names: str, supported: Mapping[str, Sequence[str]]) -> str:
-    """What a model is, why it cannot be converted, and the nearest way that works, in a few lines.
+def explained(*names: str) -> str:
+    """What a model is, why it cannot be converted, and the nearest way that works, in at most four lines.
 
-    `names` are those of the model, the first the one that is shown; `supported` says what there is of each library.
+    `names` are those of the model, the first the one that is shown.
     """
     row = refusal(*names)
-    if row is None:
-        known = "; ".join(f"{library}: {', '.join(found)}" for library, found in supported.items())
-        return (
-            f"{names[0]} is not a supported architecture.\n"
-            f"Supported are {known}.\n"
-            "A model of your own needs a table of names: he.convert(model, declaration=he.Declaration(names={...})); "
-            f"{HOW_TO} has an example."
-        )
-    return f"{names[0]} is {row.what}.\nIt does not fit: {row.why}.\nThe nearest way that works: {row.way}."
+    if row is not None:
+        return in_lines(f"{names[0]} is {row.what}", row.why, row.way)
+    known = "models of timm, torchvision, transformers, open_clip and sentence-transformers that the README lists"
+    return in_lines(
+        f"{names[0]} is not a supported architecture",
+        f"what a model computes is known of {known}, and of plain ones around nn.TransformerEncoder",
+        "a table of names for a model of your own, he.convert(model, declaration=he.Declaration(names={...}));\n"
+        f"{HOW_TO} has an example, and every command takes the folder that save_pretrained writes of what it gives",
+    )
+
+
+def in_lines(what: str, why: str, way: str) -> str:
+    """The lines of every refusal."""
+    return f"{what}.\nIt does not fit: {why}.\nThe nearest way that works: {way}."

@@ -14,7 +14,7 @@ from hydra_ensembles.__main__ import main
 from hydra_ensembles.cli.build import BuildSources
 from hydra_ensembles.cli.command import read_settings, report_failure
 from hydra_ensembles.cli.main import make_app
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import ConfigError, ConversionError, DataError
 
 MAKING, USING = ["demo", "build", "search"], ["predict", "score", "serve", "export", "bench", "info"]
 COMMANDS = [*MAKING, "evaluate", "compare", "report", "atlas", *USING]
@@ -108,6 +108,7 @@ def test_wrong_arguments_are_exit_code_2():
         (KeyError("lost"), 1, "internal error, please report it: KeyError: 'lost'; --debug shows where\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (DataError("two\nlines of HydraConfig.prune"), 2, "error: two lines of HydraConfig.prune\n"),  # word for word
+        (ConversionError("what \nwhy\nwhat works"), 2, "error: what\nwhy\nwhat works\n"),  # a refusal has its lines
         (PermissionError(13, "Permission denied", "x"), 2, "error: [Errno 13] Permission denied: 'x'\n"),
         (torch.OutOfMemoryError("full"), 2, "error: not enough memory (full)"),
     ],

@@ -65,7 +65,7 @@ def test_a_run_folder_stands_for_its_result(run_folder, tmp_path):
         (["{world}/val"], "no config.json"),
         (["bert", "--weights", "mine.safetensors"], "leave out weights"),
         (["timm:test_vit", "--weights", "other.safetensors"], "do not fit timm:test_vit"),
-        (["timm:resnet18"], "convolutional network. It does not fit: it has no attention heads"),
+        (["timm:resnet18"], "convolutional network.\nIt does not fit: it has no attention heads"),
         (["timm:swinv2_tiny_window8_256"], "hierarchical"),
         (["timm:test_vit", "--model-option", "num_classes=7"], "untrained classifier"),
         (["timm:test_vit", "--model-option", "pretrained=true"], "pretrained"),
@@ -99,9 +99,12 @@ def test_folders_that_are_no_model_or_no_classifier(tmp_path):
         (json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}), "a decoder"),
         (json.dumps({"model_type": "swin", "architectures": ["SwinForImageClassification"]}), "hierarchical"),
         (json.dumps({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}), "an encoder and a decoder"),
+        (json.dumps({"model_type": "rembert", "architectures": ["RemBertForSequenceClassification"]}), "own_model.md"),
     ):
         (tmp_path / "config.json").write_text(config)
-        assert says in fail("info", tmp_path)
+        said = fail("info", tmp_path)
+        assert says in said
+        assert ("It does not fit" in said) == ("nearest way that works" in said)
     headless = small_vit()
     headless.reset_classifier(0)
     he.convert(headless).save_pretrained(tmp_path / "headless")

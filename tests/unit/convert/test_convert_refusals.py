@@ -38,6 +38,12 @@ class Around(nn.Module):
         return self.net(images)
 
 
+def without(part: str, model: nn.Module) -> nn.Module:
+    """As a release of the library could make it that does not have the part yet."""
+    delattr(model, part)
+    return model
+
+
 def subclass_of(model: nn.Module) -> nn.Module:
     model.__class__ = type("Mine", (type(model),), {})
     return model
@@ -65,6 +71,11 @@ def subclass_of(model: nn.Module) -> nn.Module:
         (lambda: Around(timm_model(VIT)), r"he\.convert\(model\.net\)"),
         (lambda: nn.Sequential(timm_model(VIT)), r"model\.get_submodule\('0'\)"),
         (lambda: subclass_of(timm_model(VIT)), "subclass of VisionTransformer"),
+        (
+            lambda: without("fc_norm", timm_model("eva02_base_patch14_224")),
+            r"fc_norm.*timm that is.*hydra-ensembles\[timm",
+        ),
+        (lambda: timm_model("eva02_base_patch14_224", rope_type="mixed"), "RotaryEmbeddingMixed.*without it"),
     ],
 )
 def test_it_is_said_what_it_is_why_and_what_works(build: Any, token: str) -> None:

@@ -223,6 +223,7 @@ def test_image_processors_that_cannot_be_reproduced_are_refused() -> None:
         ("MobileViT", {"size": short, "crop_size": SQUARE}, "do_flip_channel_order"),
         ("EfficientNet", {"size": SQUARE, "include_top": False, "rescale_offset": True}, "rescale_offset"),
         ("EfficientNet", {"size": SQUARE}, "include_top"),
+        ("ConvNext", {"size": short}, "crop_pct.*BitImageProcessor"),
         ("Levit", {"size": short, "crop_size": SQUARE}, "256/224"),
     ]:
         with pytest.raises(ConversionError, match=token):
