@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo serve-demo test slow attack docs lint format clean
+.PHONY: demo serve-demo test slow attack docs commands lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,10 @@ attack: $(STAMP)
 # The site goes to site/; strict: a warning is an error.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# What `hydra-ensembles --help` and completion know of the commands; after a change of a command or its settings.
+commands: $(STAMP)
+	$(BIN)/python -c "from hydra_ensembles.cli.main import write_table; write_table()"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -14,20 +14,21 @@ from .._distributed import launched_rank
 from ..data.batching import TrainTransform, batches
 from ..data.dataset import AnyDataset
 from ..errors import ConfigError, DataError
-from ..files import locked
+from ..files import locked, read_json
 from ..model.ensemble import Ensemble
 from ..pipeline.chain import build as build_ensemble
 from ..pipeline.run_folder import IDENTITY, RESULT, SETTINGS, require_own_folder
 from ..pipeline.settings import HydraConfig
 from ..schema import to_plain
 from . import sources as source
-from .command import command, write_settings
+from .command import Json, command, emit_json, write_settings
 from .evaluations import read_named
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
 from .use import preprocessing_of
 
 LABELLED, FOREIGN = ("id", "train", "validation", "judge_id"), ("ood", "judge_ood")  # sets a command may be given
 SYNTHETIC = "synthetic"
+SUMMARY = "summary.json"
 VARIETY = 2  # times as many batches as a ranking reads, so that members are ranked on different ones
 
 
@@ -73,6 +74,7 @@ def build(
     sources: BuildSources,
     hydra: HydraConfig,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Make a Hydra Ensemble from one trained model.
 
@@ -96,8 +98,11 @@ def build(
         written = {**to_plain(replace(sources, batch_size=size)), **to_plain(hydra)}
         with with_settings(folder, written, "build"):
             made = build_ensemble(model, hydra, **sets, output=folder, device=sources.place(), progress=not quiet)
+    if as_json:
+        emit_json(read_json(folder / SUMMARY))
+        return
     print(f"{made.describe()}\npreprocessing  {preprocessing_of(made)}")
-    print(f"\nThe ensemble is in {folder / RESULT}, how it was made in {folder / 'summary.json'}. Next:")
+    print(f"\nThe ensemble is in {folder / RESULT}, how it was made in {folder / SUMMARY}. Next:")
     quoted = shlex.quote(str(folder))
     print(f"  hydra-ensembles info {quoted}")
     print(f"  hydra-ensembles predict {quoted} {'IMAGE...' if made.kind == 'image' else '--text TEXT'}")

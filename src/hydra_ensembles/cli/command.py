@@ -11,15 +11,17 @@ in one line, as the library says it; `--debug`, before or after the name of the 
 import difflib
 import functools
 import inspect
+import json
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 import typer
@@ -54,6 +56,7 @@ Config = Annotated[
 Changes = Annotated[
     list[str] | None, typer.Option("--set", help="Any setting, as recipe.epochs=3.", metavar="NAME=VALUE")
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -96,6 +99,33 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     guarded.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
     guarded.__annotations__ = {one.name: one.annotation for one in ordered}
     return guarded
+
+
+def described(function: Callable[..., None]) -> dict[str, Any]:
+    """What a command is and takes, as plain data: all that help and completion need to know of it."""
+    found: list[dict[str, Any]] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.annotation is typer.Context:
+            continue
+        hint, info = get_args(parameter.annotation)
+        kind = _without_none(hint)
+        several = get_origin(kind) is list
+        kind = get_args(kind)[0] if several else kind
+        one = {"name": parameter.name, "help": info.help}
+        if isinstance(info, typer.models.OptionInfo):
+            one["flags"] = [flag for flag in (info.default, *(info.param_decls or ())) if isinstance(flag, str)]
+        if get_origin(kind) is Literal or issubclass(kind, Enum):
+            one["choices"] = [str(choice) for choice in get_args(kind) or kind]
+        else:
+            one["type"] = kind.__name__.lower()
+        one |= {"several": True} if several else {}
+        if parameter.default is not inspect.Parameter.empty:
+            one["default"] = str(parameter.default) if isinstance(parameter.default, Path) else parameter.default
+        for name, usual in (("metavar", None), ("min", None), ("show_default", True)):
+            if getattr(info, name) != usual:
+                one[name] = getattr(info, name)
+        found.append(one)
+    return {"name": function.__name__, "help": function.__doc__, "parameters": found}
 
 
 def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
@@ -238,6 +268,11 @@ def did_you_mean(name: str | Path, known: Iterable[str] = ()) -> str:
         name = name.name
     found = difflib.get_close_matches(name, list(known), cutoff=0.7)
     return f"; did you mean {', '.join(found)}?" if found else ""
+
+
+def emit_json(result: Any) -> None:
+    """Print plain data for a machine."""
+    emit(json.dumps(result, indent=1, ensure_ascii=False) + "\n", None)
 
 
 def emit(content: str | RenderableType, output: Path | None) -> None:

@@ -16,7 +16,7 @@ from ..evaluation.atlas import atlas as make_atlas
 from ..evaluation.evaluate import evaluate as evaluate_model
 from ..evaluation.evaluation import FORMAT as EVALUATION
 from ..evaluation.evaluation import Evaluation, logits_path
-from ..files import parse_json, read_file
+from ..files import parse_json, read_file, read_json
 from ..metrics.inputs import Convention
 from ..model.cost import Cost
 from ..model.ensemble import Ensemble
@@ -27,7 +27,7 @@ from ..report.compare import compare as compare_evaluations
 from ..report.html import write_atlas, write_report
 from ..schema import to_plain
 from . import sources as source
-from .command import command, emit, write_settings
+from .command import Json, command, emit, emit_json, write_settings
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
 
 GALLERY = 6  # inputs that the report shows
@@ -156,6 +156,7 @@ def _read(spec: str, settings: MeasuredSettings, model: Ensemble, labelled: bool
 def evaluate(
     settings: EvaluateSettings,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure a model on its task and on OOD data.
 
@@ -191,6 +192,9 @@ def evaluate(
     if evaluation.logits is None:  # those of an evaluation that this one replaces
         logits_path(settings.file).unlink(missing_ok=True)
     write_settings(settings.file.with_suffix(".config.yaml"), to_plain(settings), "evaluate")
+    if as_json:
+        emit_json(read_json(settings.file))
+        return
     columns = (*COLUMNS, *set_columns(list(evaluation.ood)))
     Console().print(to_rich(compare_evaluations([evaluation], columns=columns)))
     chosen = evaluation.selective

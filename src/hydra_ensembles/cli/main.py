@@ -1,37 +1,63 @@
 """The command line: all commands, and the demo."""
 
+import json
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from .._utils import __version__
 from ..demo import DemoSettings, run_demo
+from ..files import write_atomically
 from ..report.compare import to_rich
 from .build import build
-from .command import Debug, command
+from .command import Debug, command, described
 from .evaluations import atlas, compare, evaluate, report
 from .search import search
 from .serving import export, score, serve
 from .use import bench, info, predict
+
+TABLE = Path(__file__).with_name("commands.json")
 
 
 def make_app() -> typer.Typer:
     """The command line with all its commands."""
     app = typer.Typer(
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["--help", "-h"]},
     )
     app.callback()(_root)
-    for one in (demo, build, search, evaluate, compare, report, atlas, predict, score, serve, export, bench, info):
+    for one in commands():
         app.command()(one)
     return app
+
+
+def commands() -> tuple[Callable[..., None], ...]:
+    """All commands, in the order of the help."""
+    return (demo, build, search, evaluate, compare, report, atlas, predict, score, serve, export, bench, info)
+
+
+def table() -> str:
+    """What all commands are and take, as JSON, a line for each parameter: `hydra_ensembles_cli` answers from it."""
+
+    def text(one: dict[str, Any]) -> str:
+        rows = ",\n".join(json.dumps(parameter, ensure_ascii=False) for parameter in one.pop("parameters"))
+        return f'{json.dumps(one, ensure_ascii=False)[:-1]}, "parameters": [\n{rows}\n]}}'
+
+    rest = ",\n".join(text(described(one)) for one in commands())
+    root = text(described(_root))
+    return f'{{"version": {json.dumps(__version__)}, "root": {root}, "commands": [\n{rest}\n]}}\n'
+
+
+def write_table() -> None:
+    """Write the table to its place (`make commands`)."""
+    write_atomically(TABLE, table().encode())
 
 
 def _print_version(wanted: bool) -> None:

@@ -21,7 +21,7 @@ from ..schema import to_plain
 from ..training.recipe import Recipe
 from . import sources as source
 from .build import SYNTHETIC, ood_sources, prepared, resumable, with_settings
-from .command import command, emit, parse_yaml, read_recipe
+from .command import Json, command, emit, emit_json, parse_yaml, read_recipe
 from .sources import DataSettings, ModelSettings
 
 
@@ -87,6 +87,7 @@ def search(
     sources: SearchSources,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what the candidates would cost.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Find the best ensemble for a price.
 
@@ -121,10 +122,14 @@ def search(
                 dry_run=dry_run,
                 progress=not quiet,
             )
-    emit(to_rich(found.table()), None)
     if not dry_run:
         write_atomically(folder / "table.md", to_markdown(found.table()).encode())
         write_atomically(folder / "front.svg", found.figure().encode())
+    if as_json:
+        emit_json(to_plain(replace(found, ensemble=None)))
+        return
+    emit(to_rich(found.table()), None)
+    if not dry_run:
         print(f"\nThe choice is in {folder / RESULT}, the front in {folder / 'front.svg'}, all numbers in "
               f"{folder / 'search.json'}. Next:")  # fmt: skip
         print(f"  hydra-ensembles info {shlex.quote(str(folder))}")

@@ -14,14 +14,14 @@ import typer
 from .._utils import require
 from ..data.loading import Columns
 from ..errors import StorageError
-from ..schema import from_plain
+from ..schema import from_plain, to_plain
 from ..serve.app import make_app
 from ..serve.export import Format
 from ..serve.export import export as write_export
 from ..serve.scoring import SHARD, UNREADABLE, Scorer, score_archive
 from ..serve.settings import API_KEY, ServeSettings
 from ..serve.telemetry import log_to_stdout
-from .command import assign, command
+from .command import Json, assign, command, emit_json
 from .sources import USUAL_BATCH, ModelSettings, load_classifier
 from .use import find_inputs
 
@@ -180,6 +180,7 @@ def score(
     shard_rows: Annotated[int, typer.Option(min=1, help="Items a shard.")] = 4096,
     workers: Annotated[int, typer.Option(min=1, help="Threads that decode images.")] = 4,
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
+    as_json: Json = False,
 ) -> None:
     """Label an archive of any size, or abstain, row by row.
 
@@ -201,6 +202,9 @@ def score(
         found = score_archive(scorer, source, output, batch_size=batch_size, shard_rows=shard_rows, progress=progress)
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"the same command goes on from here ({output} keeps what is done)") from error
+    if as_json:
+        emit_json(to_plain(found))
+        return
     print(f"{found.rows} rows in {found.shards} shards: {output / SHARD.format(0)} …")
     if found.unreadable:
         print(f"{found.unreadable} items could not be read: {(output / UNREADABLE.format(0)).parent} says why")

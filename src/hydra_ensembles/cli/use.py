@@ -29,7 +29,7 @@ from ..prediction import Prediction
 from ..preprocessing import TextPreprocessing
 from ..report.compare import csv_text, save_costs
 from ..schema import from_plain, to_plain
-from .command import assign, command, did_you_mean, emit
+from .command import Json, assign, command, did_you_mean, emit, emit_json
 from .sources import USUAL_BATCH, ModelSettings, load_classifier, load_model
 
 NUMBERS = ("confidence", "epistemic", "entropy", "disagreement")
@@ -196,7 +196,7 @@ def _short(text: str) -> str:
 @command
 def info(
     model: ModelSettings,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show what is in a model, with a map of its heads.
 
@@ -209,7 +209,7 @@ def info(
     towers = {model.model: found} if isinstance(found, Ensemble) else {"image": found.image, "text": found.text}
     if as_json:
         facts = {name: _facts(tower) for name, tower in towers.items()}
-        print(json.dumps(facts if len(towers) > 1 else facts[model.model], indent=1, ensure_ascii=False))
+        emit_json(facts if len(towers) > 1 else facts[model.model])
     else:
         print("\n\n".join(_described(name, tower) for name, tower in towers.items()))
 
@@ -298,6 +298,7 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each model.")] = 20,
     optimize: Annotated[bool, typer.Option("--optimize", help="Measure the optimized ensemble, too.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the costs as JSON, too.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Measure what a model costs, beside baselines.
 
@@ -324,9 +325,13 @@ def bench(
     costs: list[Cost] = []
     for size in sizes:
         costs += measure_costs(measured, _inputs(ensemble, int(size)), repeats=repeats)
-    Console().print(_cost_table(costs))
     if output is not None:
         save_costs(output, costs)
+    if as_json:
+        emit_json(to_plain(tuple(costs)))
+        return
+    Console().print(_cost_table(costs))
+    if output is not None:
         print(f"wrote {output}")
 
 

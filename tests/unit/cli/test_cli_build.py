@@ -27,6 +27,8 @@ def test_a_build_of_images_leaves_a_calibrated_ensemble_and_settings_that_run_it
     assert "heads kept" in out
     assert "(from: timm's pretrained_cfg of test_vit" in out
     assert f"hydra-ensembles predict {run_folder} IMAGE..." in out
+    printed = succeed("build", "--config", run_folder / "config.yaml", "--quiet", "--json")
+    assert json.loads(printed) == json.loads((run_folder / "summary.json").read_text())
     assert (run_folder / "ensemble" / "model.safetensors").stat().st_mtime_ns == before
 
 

@@ -1,5 +1,6 @@
 """What all commands share: options from settings, files of settings, exit codes, one line on what went wrong."""
 
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -7,13 +8,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import hydra_ensembles as he
+import hydra_ensembles_cli
 from cli_cases import run, succeed
 from hydra_ensembles.__main__ import main
 from hydra_ensembles.cli.build import BuildSources
 from hydra_ensembles.cli.command import read_settings, report_failure
-from hydra_ensembles.cli.main import make_app
+from hydra_ensembles.cli.main import TABLE, make_app, table
 from hydra_ensembles.errors import ConfigError, ConversionError, DataError
 
 MAKING, USING = ["demo", "build", "search"], ["predict", "score", "serve", "export", "bench", "info"]
@@ -35,6 +38,47 @@ def test_every_command_is_listed_and_helps_with_examples():
         assert f"\n  {name} " in out
         assert f"\n    hydra-ensembles {name} " in succeed(name, "-h").split("Examples:")[1]
     assert succeed("--version") == f"hydra-ensembles {he.__version__}\n"
+
+
+def test_the_table_behind_help_and_completion_is_that_of_the_commands():
+    assert TABLE.read_text() == table(), "make commands writes it anew"
+    asked = []
+    app = hydra_ensembles_cli.make_app(hydra_ensembles_cli.read_table(), asked.append)
+    wide = {"COLUMNS": "120"}
+    for words in ([], ["-h"], ["--version"], ["bulid"], ["info", "x", "-x"], *([name, "-h"] for name in COMMANDS)):
+        at_once, full = CliRunner().invoke(app, words, env=wide), run(*words, env=wide)
+        assert (at_once.output, at_once.exit_code) == (full.output, full.exit_code)
+    assert not asked
+    assert CliRunner().invoke(app, ["predict", "m", "--text", "--help", "-f", "csv"]).exit_code == 0
+    assert asked == ["predict"]  # a text that looks like an option is no question
+
+
+def test_help_version_and_completion_load_no_torch():
+    """In a process of its own, as a shell calls it."""
+    lines = [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["build", "--membrs", "3"]]
+    code = (
+        "import os, sys, hydra_ensembles_cli\n"
+        f"for words in {lines!r}:\n"
+        "    sys.argv = ['hydra-ensembles', *words]\n"
+        "    try: hydra_ensembles_cli.main()\n"
+        "    except SystemExit as end: assert bool(end.code) == ('--membrs' in words), words\n"
+        "os.environ |= {'_HYDRA_ENSEMBLES_COMPLETE': 'complete_bash', 'COMP_CWORD': '3'}\n"
+        "os.environ['COMP_WORDS'] = 'hydra-ensembles build --strategy '\n"
+        "try: hydra_ensembles_cli.main()\n"
+        "except SystemExit: print({'torch', 'numpy', 'hydra_ensembles'} & set(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\ncircuit\ntaylor\nsampled\nrandom\nbranches\nset()\n")
+    assert "No such option: --membrs" in done.stderr
+
+
+def test_what_is_to_run_is_run_once(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hydra-ensembles", "info", "nowhere"])
+    monkeypatch.delenv("_HYDRA_ENSEMBLES_COMPLETE", raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        hydra_ensembles_cli.main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.count("nowhere") == 1
 
 
 def test_every_setting_of_a_build_is_an_option():

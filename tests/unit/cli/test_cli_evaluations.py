@@ -65,7 +65,8 @@ def test_classes_are_matched_by_name(run_folder, world, tmp_path):
     logits = Evaluation.load(tmp_path / "a.json", with_logits=True).logits
     assert logits is not None
     assert set(logits.id.labels.tolist()) == {1, 2}  # green and red of blue, green, red
-    succeed("evaluate", run_folder, "--id", tmp_path / "some", "-o", tmp_path / "a.json", "-q")
+    printed = succeed("evaluate", run_folder, "--id", tmp_path / "some", "-o", tmp_path / "a.json", "-q", "--json")
+    assert json.loads(printed) == json.loads((tmp_path / "a.json").read_text())
     assert not (tmp_path / "a.logits.safetensors").exists()  # they were those of another evaluation
     (tmp_path / "some" / "red").rename(tmp_path / "some" / "redd")
     says = fail("evaluate", run_folder, "--id", tmp_path / "some", "-o", tmp_path / "b.json", "-q")

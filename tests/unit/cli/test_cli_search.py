@@ -1,5 +1,6 @@
 """`hydra-ensembles search` through its entry point: from a plan to a model that predicts, resumed, and bad input."""
 
+import json
 import os
 
 import pytest
@@ -48,6 +49,8 @@ def test_the_settings_it_leaves_read_it_back(searched) -> None:
     folder, _ = searched
     before = (folder / "search.json").stat().st_mtime_ns
     assert "→" in succeed("search", "--config", folder / "config.yaml", "--quiet")
+    printed = json.loads(succeed("search", "--config", folder / "config.yaml", "--quiet", "--json"))
+    assert printed["choice"] == he.SearchResult.load(folder / "search.json").choice
     assert (folder / "search.json").stat().st_mtime_ns == before
 
 

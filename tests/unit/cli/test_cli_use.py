@@ -161,7 +161,8 @@ def test_bench_beside_baselines(run_folder, text_folder, tmp_path):
     assert (single.parameters, deep.parameters) == (base, 3 * base)
     assert base < (hydra.parameters or 0) < 3 * base
     assert single.latency_ratio == 1.0
-    assert "small" in succeed("bench", text_folder, "--name", "small", "--repeats", 1, "--batch", 1)
+    printed = succeed("bench", text_folder, "--name", "small", "--repeats", 1, "--batch", 1, "--json")
+    assert [one["name"] for one in json.loads(printed)] == ["single", "small"]
 
 
 @pytest.mark.parametrize(

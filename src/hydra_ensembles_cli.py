@@ -1,0 +1,100 @@
+"""The command `hydra-ensembles`: help, version, completion and wrong options are answered at once, without PyTorch.
+
+What the commands are and take is read from a table, `hydra_ensembles/cli/commands.json`, which `make commands` derives
+from the commands themselves, and a test holds against them. Only a command that is to run loads the package. This file
+lies beside the package since whatever lies inside it loads all of it.
+"""
+
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+TYPES: dict[str, Any] = {"bool": bool, "float": float, "int": int, "path": Path, "str": str}
+
+
+def main() -> None:
+    """Run the command line."""
+    table = read_table()
+    if table is not None:
+        asked: list[str] = []
+        try:
+            make_app(table, asked.append)()
+        except SystemExit as end:
+            if end.code or not asked:  # help was wanted, or something is wrong
+                raise
+        except KeyboardInterrupt:
+            sys.exit(130)
+    from hydra_ensembles.__main__ import main as run
+
+    run()
+
+
+def read_table() -> dict[str, Any] | None:
+    """What the commands are and take; None without the libraries of the command line, which the package then names."""
+    spec = importlib.util.find_spec("hydra_ensembles")  # loads nothing
+    if importlib.util.find_spec("typer") is None or spec is None or not spec.submodule_search_locations:
+        return None
+    table: dict[str, Any] = json.loads(Path(spec.submodule_search_locations[0], "cli", "commands.json").read_bytes())
+    return table
+
+
+def make_app(table: dict[str, Any], ask: Callable[[str], None]) -> Any:
+    """A command line that has the commands of a table, and instead of running one calls `ask` with its name."""
+    import typer
+
+    def print_version(wanted: bool) -> None:
+        if wanted:
+            print(f"hydra-ensembles {table['version']}")
+            raise typer.Exit
+
+    app = typer.Typer(
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["--help", "-h"]},
+    )
+    app.callback()(_stub(table["root"], lambda: None, {"version": print_version}))
+    for one in table["commands"]:
+        app.command()(_stub(one, partial(ask, one["name"])))
+    return app
+
+
+def _stub(described: dict[str, Any], run: Callable[[], None], callbacks: dict[str, Any] | None = None) -> Any:
+    """A function that looks to typer as the described one does."""
+
+    def stub(**given: Any) -> None:
+        run()
+
+    parameters = [_parameter(one, (callbacks or {}).get(one["name"])) for one in described["parameters"]]
+    stub.__name__, stub.__doc__ = described["name"], described["help"]
+    stub.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    stub.__annotations__ = {one.name: one.annotation for one in parameters}
+    return stub
+
+
+def _parameter(one: dict[str, Any], callback: Any) -> inspect.Parameter:
+    import typer
+
+    kind: Any = Enum("Choice", {name: name for name in one["choices"]}) if "choices" in one else TYPES[one["type"]]
+    kind = list[kind] if one.get("several") else kind
+    default = one.get("default", inspect.Parameter.empty)
+    make: Any = typer.Option if "flags" in one else typer.Argument
+    more = {"callback": callback, "is_eager": True} if callback else {}
+    more |= {name: one[name] for name in ("metavar", "min", "show_default") if name in one}
+    info = make(*one.get("flags", ()), help=one["help"], **more)
+    return inspect.Parameter(
+        one["name"],
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind | None if default is None else kind, info],
+    )
+
+
+if __name__ == "__main__":
+    main()
