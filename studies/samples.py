@@ -8,11 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torchvision.transforms import v2
 
 from hydra_ensembles.data.dataset import AnyDataset, ImageDataset
+from hydra_ensembles.training.recipe import RandAugment
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SMALLEST_CROP = 0.7  # of the side, in training
+ALIKE = 8  # images of a batch that RandAugment changes alike
+
+Augment = bool | RandAugment
+"""Whether samples are augmented; by RandAugment before all else, where that is what it says."""
 
 
 class Samples(ABC):
@@ -24,7 +30,7 @@ class Samples(ABC):
         return len(self.labels)
 
     @abstractmethod
-    def batch(self, rows: Tensor, augment: bool) -> Any:
+    def batch(self, rows: Tensor, augment: Augment) -> Any:
         """One batch, as models and trainings of the library take it."""
 
 
@@ -34,7 +40,7 @@ class SampleBatches:
     In training the last batch is left out where it is not full, unless it is the only one.
     """
 
-    def __init__(self, samples: Samples, batch_size: int, training: bool = False) -> None:
+    def __init__(self, samples: Samples, batch_size: int, training: Augment = False) -> None:
         self.samples, self.batch_size, self.training = samples, batch_size, training
 
     def __len__(self) -> int:
@@ -62,11 +68,18 @@ class ImageSamples(Samples):
         pixels = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous()
         return cls(pixels.to(device), torch.from_numpy(dataset.labels.copy()), size)
 
-    def batch(self, rows: Tensor, augment: bool) -> tuple[Tensor, Tensor]:
+    def batch(self, rows: Tensor, augment: Augment) -> tuple[Tensor, Tensor]:
         """Inputs `[B, 3, size, size]` on the device and labels `[B]` on the CPU."""
-        pixels = self.pixels[rows.to(self.pixels.device)].float() / 255
+        taken = self.pixels[rows.to(self.pixels.device)]
+        pixels = (randomly_changed(taken, augment) if isinstance(augment, RandAugment) else taken).float() / 255
         sized = augmented(pixels, self.size) if augment else resized(pixels, self.size)
         return normalised(sized), self.labels[rows]
+
+
+def randomly_changed(pixels: Tensor, settings: RandAugment) -> Tensor:
+    """RandAugment of images `[B, 3, h, w]` in eight bits, a few of them at a time, so that a GPU is quick at it."""
+    change = v2.RandAugment(settings.operations, settings.magnitude)
+    return torch.cat([change(part) for part in pixels.split(ALIKE)])
 
 
 def resized(images: Tensor, size: int) -> Tensor:
@@ -99,6 +112,6 @@ class Prepared(Samples):
         self.dataset, self.prepare = dataset, prepare
         self.labels = torch.from_numpy(dataset.labels.copy())
 
-    def batch(self, rows: Tensor, augment: bool) -> tuple[Any, Tensor]:
+    def batch(self, rows: Tensor, augment: Augment) -> tuple[Any, Tensor]:
         """What the preprocessing makes of the rows, and labels `[B]`; no augmentation."""
         return self.prepare([self.dataset[row][0] for row in rows.tolist()]), self.labels[rows]

@@ -1,0 +1,107 @@
+"""What a model of a study says about every sample, kept as columns: whatever is reported is made from them.
+
+A file `seed-N.npz` has, by `row|set|column` and one number a sample: the OOD scores `msp` (one minus the largest mean
+probability), `entropy`, `mutual_information` and, where features have a distance, `mahalanobis`; of the test set
+`correct`, and `doubt` (one minus confidence), `nll` and `brier` before and (`calibrated.…`) after calibration. Numbers
+are in float16, whose rounding is relative: doubt instead of confidence, so that answers that are nearly sure differ.
+"""
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+import hydra_ensembles as he
+from hydra_ensembles import Prediction
+from hydra_ensembles.batches import move
+from hydra_ensembles.errors import DataError
+from hydra_ensembles.files import write_atomically
+from hydra_ensembles.metrics import brier_per_sample, nll_per_sample
+from hydra_ensembles.prediction import AnyScore
+
+from .samples import Samples
+from .task import Task
+
+Array = npt.NDArray[Any]
+SCORES: tuple[AnyScore, ...] = ("msp", "entropy", "mutual_information", "mahalanobis")
+LARGEST = 60000.0  # of float16
+
+
+class Judged:
+    """A model of a row, with its familiarity fitted to training data and its temperature to half A."""
+
+    def __init__(self, task: Task, model: Any) -> None:
+        self.task, self.model = task, model
+        if isinstance(model, he.Ensemble):
+            self.model = he.fit_familiarity(model, task.familiar(), "mahalanobis")
+        held = self.answers(task.calibrating)
+        fit = he.fit_calibration(held.member_logits, task.calibrating.labels.to(held.member_logits.device))
+        self.calibration = fit.calibration
+
+    @torch.no_grad()
+    def answers(self, samples: Samples) -> Prediction:
+        """What it says about samples, without a temperature."""
+        parts = []
+        for inputs, _ in self.task.batches(samples):
+            parts.append(self.model.predict(move(inputs, self.task.device, torch.float32)))
+        return Prediction.concat(parts)
+
+    def columns(self, samples: Samples, labelled: bool) -> dict[str, Tensor]:
+        """The columns of a set, `[N]` each."""
+        said = self.answers(samples)
+        known = () if said.unfamiliarity is None else said.unfamiliarity.names
+        found: dict[str, Tensor] = {name: said.score(name) for name in SCORES if name in known or name != "mahalanobis"}
+        if labelled:
+            labels = samples.labels.to(said.member_logits.device)
+            after = self.calibration.prediction(said.member_logits)
+            found |= {"correct": said.label == labels, **judged(said, labels)}
+            found |= {f"calibrated.{name}": one for name, one in judged(after, labels).items()}
+        if not all(bool(one.isfinite().all()) for one in found.values()):
+            raise DataError("a model answered with numbers that are not finite; its training diverged: lower the rate")
+        return found
+
+
+def judged(said: Prediction, labels: Tensor) -> dict[str, Tensor]:
+    """How right and how sure answers are."""
+    rest = said.probs.scatter(-1, said.label[:, None], 0.0).sum(dim=-1)
+    nll, brier = nll_per_sample(said.probs, labels), brier_per_sample(said.probs, labels)
+    return {"doubt": rest, "nll": nll, "brier": brier}
+
+
+def stored(columns: Mapping[str, Tensor]) -> dict[str, Array]:
+    """Columns as they are kept."""
+    return {
+        name: (one if one.dtype == torch.bool else one.clamp(-LARGEST, LARGEST).half()).cpu().numpy()
+        for name, one in columns.items()
+    }
+
+
+def read_columns(path: Path) -> dict[str, Array]:
+    """All columns of a file; none where there is no file."""
+    if not path.exists():
+        return {}
+    with np.load(path, allow_pickle=False) as file:
+        return {key: file[key] for key in file.files}
+
+
+def write_columns(path: Path, columns: Mapping[str, Array]) -> None:
+    """A file of columns, in one piece; the same columns give the same bytes."""
+    content = io.BytesIO()
+    np.savez_compressed(content, **columns)  # type: ignore[arg-type]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, content.getvalue())
+
+
+def under_shift(judge: Judged) -> list[dict[str, Any]]:
+    """Accuracy, Brier score and NLL on corrupted test images, by corruption and severity."""
+    rows, keys = [], {"accuracy": "correct", "brier": "brier", "nll": "nll"}
+    for (name, severity), samples in judge.task.shifted().items():
+        found = judge.columns(samples, labelled=True)
+        means = {key: float(found[column].double().mean()) for key, column in keys.items()}
+        rows.append({"corruption": name, "severity": severity, **means})
+    return rows

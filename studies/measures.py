@@ -1,0 +1,176 @@
+"""Numbers from the columns of a study, and how far chance among test samples moves each of them.
+
+Every number with an interval is a mean over samples, to first order: it comes with its *influences*, one a sample and
+set, whose variance is that of the number. Influences of two methods on the same samples are subtracted, and averaged
+over seeds, before their variance is taken: that is what pairs them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.stats import norm
+from scipy.stats import t as student
+
+from hydra_ensembles.metrics import adaptive_ece_of_confidence, aupr, fpr95
+
+Floats = npt.NDArray[np.float64]
+Columns = Mapping[str, npt.NDArray[Any]]  # by `set|column`
+Groups = Mapping[str, Sequence[str]]  # names of OOD sets by `near` and `far`
+
+BINS = 15
+LEVEL = 0.95
+SCORES = {"": "msp", "entropy:": "entropy", "mahalanobis:": "mahalanobis", "mutual_information:": "mutual_information"}
+FEWEST = 1000  # samples of a set whose false positives are counted at 95 % of them
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number, and by set the influences of its samples."""
+
+    value: float
+    influences: Mapping[str, Floats]
+
+    @staticmethod
+    def mean(parts: Sequence["Number"]) -> "Number":
+        """The mean of numbers, of other sets or the same."""
+        joined: dict[str, Floats] = {}
+        for part in parts:
+            for name, one in part.influences.items():
+                joined[name] = joined.get(name, 0.0) + one / len(parts)
+        return Number(mean(part.value for part in parts), joined)
+
+    def minus(self, other: "Number") -> "Number":
+        """The difference of two numbers on the same samples."""
+        return Number(
+            self.value - other.value, {name: one - other.influences[name] for name, one in self.influences.items()}
+        )
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation that chance among the samples gives."""
+        return float(np.sqrt(sum(one.var(ddof=1) / len(one) for one in self.influences.values())))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference over seeds, and half the width of its interval over seeds and test samples."""
+
+    value: float
+    half_width: float
+    seeds: int
+
+    @classmethod
+    def of(cls, ours: Sequence[Number], theirs: Sequence[Number]) -> "Difference":
+        """Of numbers of the same seeds; both sources of chance add in squares, seeds by Student's t."""
+        parts = [one.minus(other) for one, other in zip(ours, theirs, strict=True)]
+        among_samples = float(norm.ppf((1 + LEVEL) / 2)) * Number.mean(parts).deviation
+        among_seeds, count = 0.0, len(parts)
+        if count > 1:
+            quantile = float(student.ppf((1 + LEVEL) / 2, count - 1))
+            among_seeds = quantile * stdev(part.value for part in parts) / count**0.5
+        return cls(mean(part.value for part in parts), float(np.hypot(among_samples, among_seeds)), count)
+
+    @property
+    def certain(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return abs(self.value) > self.half_width
+
+
+def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:
+    """Every number with influences of one model: `accuracy`, `calibrated.nll`, `entropy:all.auroc` and so on."""
+    here = {key.removeprefix(f"{inside}|"): one for key, one in columns.items() if key.startswith(f"{inside}|")}
+    own = {column: one.astype(np.float64) for column, one in here.items()}
+    found = {"accuracy": _mean(own["correct"], inside)}
+    for prefix in ("", "calibrated."):
+        found |= {f"{prefix}{key}": _mean(own[f"{prefix}{key}"], inside) for key in ("nll", "brier")}
+        found[f"{prefix}ece"] = _ece(1.0 - own[f"{prefix}doubt"], own["correct"], inside)
+    found["aurc"] = _aurc(own["msp"], 1.0 - own["correct"], inside)
+    for prefix, score in SCORES.items():
+        if score not in own:
+            continue
+        sets = {
+            name: _auroc(own[score], columns[f"{name}|{score}"].astype(np.float64), inside, name)
+            for names in groups.values()
+            for name in names
+        }
+        found |= {f"{prefix}ood.{name}.auroc": one for name, one in sets.items()}
+        for group, names in {**groups, "all": list(sets)}.items():
+            found[f"{prefix}{group}.auroc"] = Number.mean([sets[name] for name in names])
+    return found
+
+
+def plain_numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, float]:
+    """Every number of one model, those without influences too: adaptive ECE, AUPR, FPR95 of sets that are large."""
+    found = {key: one.value for key, one in numbers(columns, inside, groups).items()}
+    right = torch.from_numpy(columns[f"{inside}|correct"])
+    for prefix in ("", "calibrated."):
+        sure = 1.0 - torch.from_numpy(columns[f"{inside}|{prefix}doubt"].astype(np.float64))
+        found[f"{prefix}aece"] = adaptive_ece_of_confidence(sure, right)
+    own, spread = _tensor(columns, inside, "msp"), f"{inside}|mutual_information"
+    found["mutual_information"] = float(columns[spread].astype(np.float64).mean())
+    each: dict[str, dict[str, float]] = {"aupr": {}, "fpr95": {}, "mutual_information": {}}
+    every = [name for names in groups.values() for name in names]
+    for name in every:
+        other = _tensor(columns, name, "msp")
+        each["aupr"][name] = aupr(own, other)
+        each["mutual_information"][name] = float(_tensor(columns, name, "mutual_information").mean())
+        if len(other) >= FEWEST:
+            each["fpr95"][name] = fpr95(own, other, convention="openood")
+    for metric, values in each.items():
+        found |= {f"ood.{name}.{metric}": value for name, value in values.items()}
+        for group, names in {**groups, "all": every}.items():
+            counted = [values[name] for name in names if name in values]
+            found |= {f"{group}.{metric}": mean(counted)} if counted else {}
+    return found
+
+
+def _tensor(columns: Columns, name: str, column: str) -> torch.Tensor:
+    return torch.from_numpy(columns[f"{name}|{column}"].astype(np.float64))
+
+
+def _mean(values: Floats, inside: str) -> Number:
+    average = float(values.mean())
+    return Number(average, {inside: values - average})
+
+
+def _ece(confidence: Floats, correct: Floats, inside: str) -> Number:
+    """Of 15 equal bins; within each, the sign of the gap says which way a sample pulls."""
+    gaps = correct - confidence
+    bins = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
+    signs = np.sign(np.bincount(bins, gaps, BINS))[bins]
+    value = float((signs * gaps).mean())
+    return Number(value, {inside: signs * gaps - value})
+
+
+def _aurc(scores: Floats, wrong: Floats, inside: str) -> Number:
+    """Area under risk and coverage; a sample counts by its own mistake, and by making others less covered."""
+    count = len(scores)
+    order = np.argsort(scores, kind="stable")
+    missed = wrong[order]
+    ranks = np.arange(1, count + 1)
+    value = float((np.cumsum(missed) / ranks).mean())
+    share = ranks / count
+    after = np.cumsum((missed / share)[::-1])[::-1] / count  # mistakes at least as doubtful, over what they cover
+    influence = -missed * np.log(share) + missed.mean() - after
+    placed = np.empty(count)
+    placed[order] = influence
+    return Number(value, {inside: placed - placed.mean()})
+
+
+def _auroc(inside: Floats, outside: Floats, own: str, other: str) -> Number:
+    """How often an OOD sample has the larger score, a tie counting half; by sample of either side."""
+    above = _share_below(outside, inside)  # of ID samples, for every OOD sample
+    value = float(above.mean())
+    return Number(value, {own: (1.0 - _share_below(inside, outside)) - value, other: above - value})
+
+
+def _share_below(points: Floats, values: Floats) -> Floats:
+    """For every point the share of values below it, of equal ones half."""
+    ordered = np.sort(values)
+    below, upto = (np.searchsorted(ordered, points, side=side) for side in ("left", "right"))
+    return np.asarray((below + upto) / (2 * len(values)), dtype=np.float64)

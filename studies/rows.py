@@ -1,0 +1,154 @@
+"""Every row of the studies of classifiers: how its model is made, and what it costs to train.
+
+*Hydra (Circ)*, *Hydra (Taylor)*, *CircAvg*, *CircAcc*, *CircOOD* and *Taylor* are the paper's procedure: heads in its
+share, D.2 as it is printed for the task. *Hydra* is our default, one setting for all tasks; *Hydra, tuned* what half B
+of the task chose. Nothing else is called Hydra.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import hydra_ensembles as he
+from hydra_ensembles.fuse import Fusion
+from hydra_ensembles.heads.members import CIRCUIT_ORDER
+from hydra_ensembles.training.recipe import Recipe
+
+from .seed import Heads, Seed, Setting
+from .task import Task
+
+SINGLE, DEEP, SOUP = "Single", "Deep Ensembles", "Soup"
+HYDRA, TUNED, HYDRA_CIRC, HYDRA_TAYLOR = "Hydra", "Hydra, tuned", "Hydra (Circ)", "Hydra (Taylor)"
+CIRC_AVG, MC_DROPOUT = "CircAvg", "MC Dropout"
+Model = Any
+"""An `Ensemble`, or what answers with a `Prediction` as one does (`predict`)."""
+
+
+def as_it_is(task: Task) -> list[Setting]:
+    """A row without settings to choose from."""
+    return [{}]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method: its model for a seed and a setting, and the trainings of a whole model that it takes, Single's too."""
+
+    make: Callable[[Seed, Setting], Model]
+    trainings: float
+    settings: Callable[[Task], list[Setting]] = as_it_is  # that half B of the first seed chooses from
+    like: str | None = None  # the row whose setting it has
+    kinds: Sequence[str] = ("image", "text")
+
+    def options(self, task: Task) -> list[Setting]:
+        """The settings to choose from; none where there is nothing to choose."""
+        found = self.settings(task) if self.like is None else []
+        return found if len(found) > 1 else []
+
+    def model(self, seed: Seed, name: str) -> Model:
+        """Its model by the setting that was chosen."""
+        if self.like is not None or self.options(seed.task):
+            return self.make(seed, seed.chosen(self.like or name))
+        return self.make(seed, {})
+
+
+# --- settings to choose from -----------------------------------------------------------------------------------------
+
+
+def paper_rates(task: Task) -> list[Setting]:
+    """The rates of D.2."""
+    preset = Recipe.preset(task.plain["recovery"]["preset"])
+    return [{"rate": rate} for rate in preset.rates]
+
+
+def dropout_rates(_: Task) -> list[Setting]:
+    """Rates of MC Dropout."""
+    return [{"rate": rate} for rate in (0.1, 0.03, 0.01)]
+
+
+def fusings(task: Task) -> list[Setting]:
+    """Fusings of the fine-tunings."""
+    return list(task.settings["candidates"])
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def longer(seed: Seed, _: Setting) -> he.Ensemble:
+    """One model, trained as long as all members of an ensemble."""
+    task, number = seed.task, seed.derived("backbone", 0)
+    training = task.training(seed=number, epochs=seed.members * task.plain["training"]["epochs"])
+    return seed.trained("longer", lambda: seed.fresh(number), training)
+
+
+def branches(seed: Seed, setting: Setting) -> he.Ensemble:
+    """The fine-tunings above the mean of their first layers, maybe without heads that circuits name."""
+    models = seed.singles
+    trunk = round(setting["trunk"] * models[0].num_layers)
+    share = setting.get("share", 0.0)
+    if share:
+        layers = range(trunk, models[0].num_layers)
+        count = max(1, round(share * sum(len(models[0].heads[0][layer]) for layer in layers)))
+        models = [
+            he.prune(model, seed.circuit(score, count, layers).first(count))
+            for model, score in zip(models, CIRCUIT_ORDER, strict=True)
+        ]
+    return he.fuse(models, mlp=setting["mlp"], average=trunk)
+
+
+def paper_members(seed: Seed, kind: Heads, setting: Setting, **changes: Any) -> list[he.Ensemble]:
+    """The members of the paper's, trained apart."""
+    return [seed.recovered(kind, index, rate_of(setting), **changes) for index in range(seed.members)]
+
+
+def rate_of(setting: Setting) -> float:
+    """The rate of D.2 that was chosen."""
+    return float(setting["rate"])
+
+
+def of_paper(kind: Heads, index: int) -> Callable[[Seed, Setting], he.Ensemble]:
+    """A row with one member of the paper's."""
+    return lambda seed, setting: seed.recovered(kind, index, rate_of(setting))
+
+
+def fused(kind: Heads, mlp: Fusion, whole: bool = False) -> Callable[[Seed, Setting], he.Ensemble]:
+    """A row with all members of the paper's, fused; maybe with the whole model as one more."""
+
+    def make(seed: Seed, setting: Setting) -> he.Ensemble:
+        members = paper_members(seed, kind, setting)
+        return he.fuse([*members, seed.whole_recovered(rate_of(setting))] if whole else members, mlp=mlp)
+
+    return make
+
+
+def dropout(seed: Seed, setting: Setting) -> Model:
+    """MC Dropout of Single, five passes."""
+    return he.mc_dropout(seed.base, rate_of(setting), 5, seed.number)
+
+
+ROWS: Mapping[str, Row] = {
+    SINGLE: Row(lambda seed, _: seed.base, 1),
+    "Single, trained as long": Row(longer, 3),
+    "Single, D.2, nothing pruned": Row(lambda seed, one: seed.whole_recovered(rate_of(one)), 2, paper_rates),
+    MC_DROPOUT: Row(dropout, 1, dropout_rates),
+    SOUP: Row(lambda seed, _: he.soup(seed.singles), 3),
+    DEEP: Row(lambda seed, _: he.Ensemble.stack(seed.singles), 3),
+    "Deep Ensembles, MLPs averaged": Row(lambda seed, _: he.fuse(seed.singles, stem="separate"), 3),
+    "Taylor": Row(of_paper("taylor", 0), 2, like=CIRC_AVG),
+    CIRC_AVG: Row(of_paper("circuits", 0), 2, paper_rates),
+    "CircAcc": Row(of_paper("circuits", 1), 2, like=CIRC_AVG),
+    "CircOOD": Row(of_paper("circuits", 2), 2, like=CIRC_AVG),
+    "Random heads": Row(fused("random", "mean"), 4, like=CIRC_AVG),
+    HYDRA_TAYLOR: Row(fused("taylor", "mean"), 4, like=CIRC_AVG),
+    HYDRA_CIRC: Row(fused("circuits", "mean"), 4, like=CIRC_AVG),
+    "Hydra (Circ), MLPs apart": Row(fused("circuits", "separate"), 4, like=CIRC_AVG),
+    "Hydra (Circ) and the whole model": Row(fused("circuits", "mean", whole=True), 5, like=CIRC_AVG),
+    "Branches, heads pruned": Row(lambda seed, _: branches(seed, {**seed.task.settings["hydra"], "share": 0.1}), 3),
+    HYDRA: Row(lambda seed, _: branches(seed, seed.task.settings["hydra"]), 3),
+    TUNED: Row(branches, 3, fusings),
+}
+"""In the order of the tables."""
+
+
+def rows_of(task: Task) -> dict[str, Row]:
+    """The rows that a task has."""
+    return {name: row for name, row in ROWS.items() if task.kind in row.kinds}

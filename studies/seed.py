@@ -1,0 +1,165 @@
+"""One seed of a study of classifiers: its models, made once and kept in its folder."""
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import hydra_ensembles as he
+from hydra_ensembles import HeadRanking, Recipe
+from hydra_ensembles.errors import DataError
+from hydra_ensembles.files import read_json
+from hydra_ensembles.heads.members import (
+    CIRCUIT_ORDER,
+    Members,
+    Score,
+    circuit_members,
+    distinct_taylor,
+    random_members,
+)
+
+from .recipe import derived_seed
+from .samples import SampleBatches
+from .task import Task
+from .weights import fresh_classifier
+
+CHOICES = "choices"  # of a task: what half B chose for a row, before a test set was opened
+SPARE = 3  # heads that a circuit names beyond those that go, for members that would be alike
+Heads = Literal["circuits", "taylor", "random"]
+Setting = Mapping[str, Any]
+
+
+def slug(row: str) -> str:
+    """The name of a row in file names."""
+    return re.sub(r"[^a-z0-9]+", "-", row.lower()).strip("-")
+
+
+class Seed:
+    """Models of one seed of a task. What is in the folder is read; what is not is made, and stays."""
+
+    def __init__(self, task: Task, number: int, output: Path) -> None:
+        self.task, self.number = task, number
+        self.study = output / task.name
+        self.folder = self.study / f"seed-{number}"
+
+    @property
+    def members(self) -> int:
+        """How many members an ensemble has."""
+        return int(self.task.settings["members"])
+
+    def chosen(self, row: str) -> Setting:
+        """The setting of a row that half B chose."""
+        place = self.study / CHOICES / f"{slug(row)}.json"
+        if not place.exists():
+            raise DataError(f"no setting of {row!r} is chosen yet for {self.task.name}; run its stage `choose`")
+        found: Setting = read_json(place)["setting"]
+        return found
+
+    def derived(self, *what: str | int) -> int:
+        """A seed for a purpose."""
+        return derived_seed(self.number, *what)
+
+    # --- what is made once -------------------------------------------------------------------------------------------
+
+    def kept(self, name: str, make: Callable[[], he.Ensemble]) -> he.Ensemble:
+        """An ensemble by name."""
+        place = self.folder / "models" / name
+        if not place.exists():
+            begun = time.monotonic()
+            make().save_pretrained(place)
+            print(f"{self.task.name} seed {self.number}: {name} {time.monotonic() - begun:.0f} s", flush=True)
+        return he.Ensemble.from_pretrained(place).to(self.task.device)
+
+    def trained(self, name: str, start: Callable[[], he.Ensemble], training: Recipe) -> he.Ensemble:
+        """What a recipe makes of a model; `start` gives it."""
+        lessons = self.task.lessons
+        return self.kept(name, lambda: he.finetune(start(), lessons(training), training, progress=False))
+
+    def single(self, index: int = 0) -> he.Ensemble:
+        """A fine-tuning of the pretrained model, with a classifier, an order and an augmentation of its own."""
+        seed = self.derived("backbone", index)
+        return self.trained(f"single-{index}", lambda: self.fresh(seed), self.task.training(seed=seed))
+
+    def fresh(self, seed: int) -> he.Ensemble:
+        """The pretrained model with a classifier that a seed draws."""
+        return fresh_classifier(self.task.start(), seed)
+
+    @cached_property
+    def base(self) -> he.Ensemble:
+        """The model a user has."""
+        return self.single()
+
+    @cached_property
+    def singles(self) -> list[he.Ensemble]:
+        """As many fine-tunings as an ensemble has members; the first is Single."""
+        return [self.base, *(self.single(index) for index in range(1, self.members))]
+
+    # --- heads -------------------------------------------------------------------------------------------------------
+
+    def circuit(self, score: Score, budget: int | None = None, layers: Sequence[int] | None = None) -> HeadRanking:
+        """A circuit of Single on the samples that rank heads; `budget` heads, or those that the paper's share needs."""
+        count = budget or self.prune + SPARE
+        lowest = 0 if layers is None else min(layers)
+
+        def extract() -> HeadRanking:
+            task = self.task
+            return he.extract_circuit(
+                self.base,
+                task.batches(task.ranking),
+                task.batches(task.foreign),
+                score=score,
+                budget=count,
+                layers=layers,
+                progress=False,
+            )
+
+        return self.ranked(f"{score}-{count}-{lowest}", extract)
+
+    def taylor(self, draw: int = 0, budget: int | None = None) -> HeadRanking:
+        """A Taylor ranking of Single on batches that a draw chose."""
+        count, task = budget or self.prune, self.task
+        batches = SampleBatches(task.train, 128, training=True)
+
+        def rank() -> HeadRanking:
+            drawn, used = self.derived("taylor", draw), task.settings["taylor_batches"]
+            return he.taylor(self.base, batches, budget=count, seed=drawn, calibration_batches=used)
+
+        return self.ranked(f"taylor-{count}-{draw}", rank)
+
+    def ranked(self, name: str, rank: Callable[[], HeadRanking]) -> HeadRanking:
+        """A ranking by name."""
+        place = self.folder / "rankings" / f"{name}.json"
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            rank().save(place)
+        return HeadRanking.load(place)
+
+    @property
+    def prune(self) -> int:
+        """Heads that a member of the paper's loses."""
+        return int(self.task.plain["recovery"]["prune"])
+
+    def heads(self, kind: Heads) -> Members:
+        """What each member of the paper's loses."""
+        if kind == "random":
+            return random_members(self.base, self.prune, self.members, self.number)
+        if kind == "taylor":
+            return tuple(one.first(self.prune) for _, one in distinct_taylor(self.taylor, self.prune, self.members))
+        return circuit_members({one: self.circuit(one) for one in CIRCUIT_ORDER}, self.prune, self.members)
+
+    # --- the paper's members -----------------------------------------------------------------------------------------
+
+    def recovered(self, kind: Heads, index: int, rate: float, **changes: Any) -> he.Ensemble:
+        """One member of the paper's: Single without its heads, trained by D.2."""
+        named = "".join(f"-{key}-{value}" for key, value in changes.items())
+        training = self.task.recovery(seed=self.derived("recovery", index), learning_rate=rate, **changes)
+        return self.trained(
+            f"{kind}-{index}-rate-{rate:g}{named}", lambda: he.prune(self.base, self.heads(kind)[index]), training
+        )
+
+    def whole_recovered(self, rate: float) -> he.Ensemble:
+        """Single, trained by D.2 with nothing pruned."""
+        training = self.task.recovery(seed=self.derived("recovery", 0), learning_rate=rate)
+        return self.trained(f"whole-rate-{rate:g}", lambda: self.base, training)

@@ -1,0 +1,172 @@
+"""A task of the studies of classifiers: its data on a device, by what they are for, and its pretrained model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+import hydra_ensembles as he
+from hydra_ensembles.data import split
+from hydra_ensembles.data.corruptions import CORRUPTIONS, SEVERITIES, corrupted
+from hydra_ensembles.data.dataset import AnyDataset, ImageDataset
+from hydra_ensembles.data.suites import SetRef
+from hydra_ensembles.schema import from_plain
+from hydra_ensembles.training.recipe import Recipe
+
+from .samples import Augment, ImageSamples, Prepared, SampleBatches, Samples
+from .sets import SPLIT_SEED, DataFolder, at_most, class_halves, given, halves, suite
+from .weights import pretrained, tokenizer
+
+RECIPE = Path(__file__).parent / "recipes" / "classifiers.yaml"
+BATCH = {"image": 500, "text": 250}
+FAMILIAR = 12_000  # training samples, at most, that familiarity is fitted on
+Stage = Literal["held_out", "report"]
+
+
+def recipe() -> dict[str, Any]:
+    """The settings of the studies of classifiers."""
+    return cast(dict[str, Any], yaml.safe_load(RECIPE.read_text(encoding="utf-8")))
+
+
+def seeds_of(task: "Task") -> list[int]:
+    """The seeds of a task's report."""
+    return [int(one) for one in task.plain.get("seeds", task.settings["seeds"])]
+
+
+class Task:
+    """The data of a task, each set read when it is first asked for; `share` of every set, for a trial."""
+
+    def __init__(
+        self, name: str, settings: Mapping[str, Any], source: DataFolder, device: torch.device, share: float = 1.0
+    ) -> None:
+        self.name, self.settings, self.plain = name, settings, settings["tasks"][name]
+        self.source, self.device, self.share = source, device, share
+        self.suite = suite(self.plain["suite"])
+        self.kind = "text" if self.plain["backbone"] == "all_minilm_l6_v2" else "image"
+        self._read: dict[str, Samples] = {}
+
+    def samples(self, *sets: AnyDataset) -> Samples:
+        """Sets of one kind as one, the way the backbone of the task takes them."""
+        parts = [one if self.share == 1 else at_most(one, max(64, round(self.share * len(one)))) for one in sets]
+        images = [one for one in parts if isinstance(one, ImageDataset)]
+        if not images:
+            return Prepared(parts[0], tokenizer(self.source.root, self.plain["input_size"]))
+        read = [ImageSamples.read(one, self.plain["input_size"], self.device) for one in images]
+        pixels, labels = torch.cat([one.pixels for one in read]), torch.cat([one.labels for one in read])
+        return ImageSamples(pixels, labels, read[0].size)
+
+    @cached_property
+    def train(self) -> Samples:
+        """Training data."""
+        reference = given(self.suite, "train")
+        splits = self.plain.get("train", [reference.split])
+        loaded = [self.source.load(replace(reference, split=one)) for one in splits]
+        return self.samples(*(at_most(one, self.plain.get("limit")) for one in loaded))
+
+    @cached_property
+    def _inside(self) -> dict[str, Samples]:
+        first, second = halves(self.source.load(given(self.suite, "validation")))
+        count = min(self.settings["circuits"], len(first) // 2)
+        ranks, calibrates = split(first, count / len(first), SPLIT_SEED, stratified=True)
+        return {name: self.samples(one) for name, one in (("rank", ranks), ("calibrate", calibrates), ("B", second))}
+
+    @property
+    def ranking(self) -> Samples:
+        """ID samples of half A that rank heads."""
+        return self._inside["rank"]
+
+    @property
+    def calibrating(self) -> Samples:
+        """The other samples of half A, which calibrate."""
+        return self._inside["calibrate"]
+
+    @property
+    def half_b(self) -> Samples:
+        """ID samples that choose settings."""
+        return self._inside["B"]
+
+    @cached_property
+    def foreign(self) -> Samples:
+        """OOD samples that rank heads; they are in no report."""
+        whole = self.source.load(self.suite.circuit_ood)
+        many = len(np.unique(whole.labels)) >= 20  # else classes are too few to be cut in two
+        part = (class_halves if many else halves)(whole)[0]
+        return self.samples(at_most(part, self.settings["circuits"]))
+
+    def inside(self, stage: Stage) -> Samples:
+        """ID samples of a stage."""
+        return self.half_b if stage == "held_out" else self._once(self.suite.id)
+
+    def outside(self, stage: Stage) -> dict[str, dict[str, Samples]]:
+        """OOD sets of a stage, by group."""
+        groups: dict[str, Sequence[SetRef]] = {"near": self.suite.near, "far": self.suite.far}
+        if stage == "held_out":
+            groups = {"far": [_held_out(one) for one in self.plain["held_out"]]}
+        return {key: {one.name: self._once(one) for one in refs} for key, refs in groups.items()}
+
+    def shifted(self) -> dict[tuple[str, int], Samples]:
+        """Some of the test images under every corruption, by its name and severity; none of a task of texts."""
+        if "corruptions" not in self.plain:
+            return {}
+        images = at_most(self.source.images(self.suite.id), self.settings["shift"]["images"])
+        made = ((name, level) for name in CORRUPTIONS for level in SEVERITIES)
+        return {key: self.samples(corrupted(images, *key, parameters=self.plain["corruptions"])) for key in made}
+
+    def _once(self, reference: SetRef) -> Samples:
+        if reference.name not in self._read:
+            self._read[reference.name] = self.samples(self.source.load(reference))
+        return self._read[reference.name]
+
+    def batches(self, samples: Samples) -> SampleBatches:
+        """Batches to evaluate on."""
+        return SampleBatches(samples, BATCH[self.kind])
+
+    def familiar(self) -> SampleBatches:
+        """Training samples that familiarity is fitted on."""
+        return self.batches(Drawn(self.train, FAMILIAR))
+
+    def lessons(self, training: Recipe) -> SampleBatches:
+        """Batches to train on by a recipe, with its augmentation."""
+        return SampleBatches(self.train, training.batch_size or 128, training.rand_augment or True)
+
+    def training(self, **changes: Any) -> Recipe:
+        """The recipe of Single, with some settings changed; in float32 where there is no GPU."""
+        return self._here(from_plain(Recipe, {**self.plain["training"], **changes}))
+
+    def recovery(self, **changes: Any) -> Recipe:
+        """How the paper trains what is pruned (D.2), in the steps that the study has; the rate is to be given."""
+        plain = {key: value for key, value in self.plain["recovery"].items() if key not in ("preset", "prune")}
+        named = {"grid": ()} if "learning_rate" in changes else {}
+        found = Recipe.preset(self.plain["recovery"]["preset"], precision="bf16", **plain, **named, **changes)
+        return self._here(replace(found, patience=None, evaluate_every=None))
+
+    def _here(self, training: Recipe) -> Recipe:
+        return training if self.device.type == "cuda" else replace(training, precision="float32")
+
+    def start(self) -> he.Ensemble:
+        """The pretrained model."""
+        classes = self.source.load(given(self.suite, "train")).class_names
+        return pretrained(self.source.root, self.plain["backbone"], self.plain["input_size"], classes).to(self.device)
+
+
+def _held_out(plain: Mapping[str, str]) -> SetRef:
+    name = plain["source"].rpartition("/")[2]
+    return SetRef(name, plain["source"], plain.get("split", "test"), labels="optional")
+
+
+class Drawn(Samples):
+    """At most so many samples, the same ones every time."""
+
+    def __init__(self, samples: Samples, count: int) -> None:
+        order = np.random.default_rng(0).permutation(len(samples))[:count]
+        self.samples, self.rows = samples, torch.from_numpy(np.sort(order))
+        self.labels = samples.labels[self.rows]
+
+    def batch(self, rows: Tensor, augment: Augment) -> Any:
+        return self.samples.batch(self.rows[rows], augment)
