@@ -22,7 +22,7 @@ from hydra_ensembles.files import checksum, read_object, write_json
 from hydra_ensembles.heads.members import Members, Score
 from hydra_ensembles.heads.ranking import Head
 from hydra_ensembles.model.cost import measure_costs
-from hydra_ensembles.pipeline.run_folder import RunFolder, read_finished
+from hydra_ensembles.run_folder import RunFolder, read_finished
 from hydra_ensembles.schema import from_plain, to_plain
 
 from .methods import CALIBRATED, SINGLE, Units, all_units

@@ -168,6 +168,17 @@ def locked(folder: Path, what: str, *, file: str | None = None, wait: bool = Fal
             _unlock(handle)
 
 
+@contextmanager
+def resumable(place: Path | None) -> Iterator[None]:
+    """An interruption inside says where what is done is kept; of nested places, the outermost is named."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if place is not None and place.exists():
+            error.__notes__ = [f"what is done is kept in {place}; the same call goes on from there"]
+        raise
+
+
 def _lock(path: Path, wait: bool) -> int | None:
     """The open, locked file, or None if another one has it."""
     while True:

@@ -13,7 +13,7 @@ LAYERS = (
     "batches overlap metrics preprocessing prediction",
     "model model_card checkpoint",
     "heads prune fuse convert",
-    "circuit training familiarity calibrate baselines optimize data",
+    "circuit training familiarity calibrate baselines optimize data run_folder",
     "evaluation report",
     "pipeline serve",
     "cli demo __main__ __init__",

@@ -18,7 +18,7 @@ from .._utils import require_device, require_same_run, warn
 from ..arguments import checked, require_whole
 from ..batches import Batches, Sources
 from ..errors import CheckpointError, ConfigError, DataError, HydraError
-from ..files import read_sealed, write_sealed
+from ..files import read_sealed, resumable, write_sealed
 from ..heads.masking import TOWER, checked_layers, off_and_left, towers_of, working_copy
 from ..heads.ranking import Head, HeadLike, HeadRanking, model_fingerprint, require_budget
 from ..model import clip
@@ -190,7 +190,8 @@ def extract_circuit(
             settings["budget"] = budget
         identity = Journal(FORMAT, model_fingerprint(ensemble), samples.fingerprint, settings)
         ranks.require_same((identity, budget), "model, data or settings")
-        with nullcontext() if path is None else ranks.locked(path.parent, "circuit extraction", path.name):
+        alone = nullcontext() if path is None else ranks.locked(path.parent, "circuit extraction", path.name)
+        with alone, resumable(path):
             record = resumed(identity, path, ranks, candidates)
             run.take_steps(record, path if ranks.rank == 0 else None, progress)
     more = {"seed": seed, "device": place.type, "layers": numbered, "dtype": str(dtype), "asked": method, "ties": ties}

@@ -17,8 +17,8 @@ from ..errors import ConfigError, DataError
 from ..files import locked, read_json
 from ..model.ensemble import Ensemble
 from ..pipeline.chain import build as build_ensemble
-from ..pipeline.run_folder import IDENTITY, RESULT, SETTINGS, require_own_folder
 from ..pipeline.settings import HydraConfig
+from ..run_folder import IDENTITY, RESULT, SETTINGS, require_own_folder
 from ..schema import to_plain
 from . import sources as source
 from .command import Json, command, emit_json, write_settings

@@ -14,6 +14,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -299,7 +300,10 @@ def report_failure(error: BaseException, debug: bool) -> int | None:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt):
-        code, message = 130, f"interrupted{': ' if str(error) else ''}{error}"
+        code, kept = 130, str(error)
+        if not kept and hasattr(error, "__notes__"):  # where, and that the same goes on there
+            kept = f"{error.__notes__[0]}: {shlex.join(['hydra-ensembles', *sys.argv[1:]])}"
+        message = f"interrupted{': ' if kept else ''}{kept}"
     elif isinstance(error, HydraError | OSError):
         code, message = 2, f"error: {error}"
     elif isinstance(error, torch.OutOfMemoryError | MemoryError):

@@ -1,6 +1,7 @@
 """`hydra-ensembles evaluate`, `compare`, `report` and `atlas`: measure a model, and show what was measured."""
 
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from . import sources as source
 from .command import Json, command, emit, emit_json, write_settings
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
 
+KEPT = ".run"  # suffix of the folder that keeps what is done until all is
 GALLERY = 6  # inputs that the report shows
 GROUPS = ("near", "far", "apart")
 _NAMED = re.compile(r"(?:(?P<group>near|far|apart):)?(?:(?P<name>[^=:/\\]+)=)?(?P<data>.+)", re.DOTALL)
@@ -186,9 +188,11 @@ def evaluate(
         bootstrap=settings.bootstrap,
         gallery=GALLERY,
         keep_logits=settings.keep_logits,
+        output=settings.file.with_suffix(KEPT),
         progress=not quiet,
     )
     evaluation.save(settings.file)
+    shutil.rmtree(settings.file.with_suffix(KEPT))
     if evaluation.logits is None:  # those of an evaluation that this one replaces
         logits_path(settings.file).unlink(missing_ok=True)
     write_settings(settings.file.with_suffix(".config.yaml"), to_plain(settings), "evaluate")
@@ -274,11 +278,13 @@ def atlas(
         layers=settings.layers or None,
         batch_size=settings.batch_size or USUAL_BATCH,
         num_workers=settings.workers,
+        output=settings.page.with_suffix(KEPT),
         progress=not quiet,
     )
     numbers = settings.page.with_suffix(".json")
     found.save(numbers)
     write_atlas(settings.page, found)
+    shutil.rmtree(settings.page.with_suffix(KEPT))
     print(f"wrote {settings.page} and {numbers}")
 
 

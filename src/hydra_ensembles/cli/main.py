@@ -97,10 +97,7 @@ def demo(
       hydra-ensembles demo --output runs/demo --seed 1
     """
     console = Console()
-    try:
-        found = run_demo(output, settings, progress=progress, announce=lambda line: console.print(f"[bold]{line}[/]"))
-    except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(f"the same command goes on from here ({output} keeps what is done)") from error
+    found = run_demo(output, settings, progress=progress, announce=lambda line: console.print(f"[bold]{line}[/]"))
     for sentence in found.verdict:
         console.print(sentence, style="bold", highlight=False)
     console.print(to_rich(found.table, title="One small vision transformer, seven EuroSAT classes"))

@@ -14,9 +14,9 @@ from ..files import read_file, write_atomically
 from ..metrics.distance import FamiliarityName
 from ..pipeline.candidates import search as run_search
 from ..pipeline.choice import Price
-from ..pipeline.run_folder import RESULT
 from ..pipeline.settings import HydraConfig
 from ..report.compare import to_markdown, to_rich
+from ..run_folder import RESULT
 from ..schema import to_plain
 from ..training.recipe import Recipe
 from . import sources as source

@@ -198,10 +198,7 @@ def score(
         assign(columns, pair)
     named = from_plain(Columns, columns, "columns")
     scorer = Scorer(load_classifier(model), columns=named, keep=keep or (), wide=wide, workers=workers)
-    try:
-        found = score_archive(scorer, source, output, batch_size=batch_size, shard_rows=shard_rows, progress=progress)
-    except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(f"the same command goes on from here ({output} keeps what is done)") from error
+    found = score_archive(scorer, source, output, batch_size=batch_size, shard_rows=shard_rows, progress=progress)
     if as_json:
         emit_json(to_plain(found))
         return

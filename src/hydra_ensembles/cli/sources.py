@@ -22,8 +22,8 @@ from ..errors import CheckpointError, ConfigError, ConversionError, DataError
 from ..files import parse_json, plain_file, read_file
 from ..model.clip import DualEncoder, load
 from ..model.ensemble import Ensemble
-from ..pipeline.run_folder import IDENTITY, RESULT
 from ..preprocessing import Interpolation
+from ..run_folder import IDENTITY, RESULT
 from ..schema import from_plain
 from .command import did_you_mean
 

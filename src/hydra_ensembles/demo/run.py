@@ -21,10 +21,10 @@ from ..familiarity import fit_familiarity
 from ..model.cost import measure_costs
 from ..model.ensemble import Ensemble
 from ..pipeline.chain import build
-from ..pipeline.run_folder import RunFolder
 from ..pipeline.settings import HydraConfig, Strategy
 from ..report.compare import save_costs
 from ..report.html import write_report
+from ..run_folder import RunFolder
 from ..schema import to_plain
 from ..training.recipe import Recipe
 from .embedded import FAR, ID_NAME, NEAR, DemoSample, load_answers, load_backbone, load_sample

@@ -32,6 +32,7 @@ from ..prediction import AnyScore, Prediction
 from ..schema import from_plain, to_plain
 from .evaluate import Data, batched, read_groups, require_different, set_name
 from .evaluation import ModelInfo, Provenance, describe_model, provenance_of, read_json
+from .kept import Kept
 from .measure import Measure
 from .running import shown
 
@@ -194,6 +195,7 @@ def atlas(
     preprocess: Preprocess | None = None,
     batch_size: int = 64,
     num_workers: int = 0,
+    output: str | Path | None = None,
     progress: bool = True,
 ) -> Atlas:
     """Switch off every head by itself, in all members that have it, and see what becomes of the answers.
@@ -213,6 +215,8 @@ def atlas(
         preprocess: Turns a list of raw items into inputs; an ensemble brings its own.
         batch_size: For data sets that are not in batches.
         num_workers: Worker processes for such data sets.
+        output: Run folder that keeps the answers to every batch; an atlas that was interrupted goes on there when it
+            is called again with the same arguments. None keeps nothing.
         progress: Whether to say how long it takes, and show a bar.
 
     Raises:
@@ -243,20 +247,30 @@ def atlas(
     found: dict[str, list[Swept]] = {}
     keys: dict[str, list[Keys]] = {}
     truth: list[Tensor] = []
-    with torch.no_grad(), tqdm(desc="atlas", bar_format=_BAR, disable=not progress) as bar:
+    settings = {"heads": [str(head) for head in sweep.heads], "score": score, "calibration": to_plain(calibration)}
+    keeping, said = Kept(output, ensemble, settings, "an atlas"), not progress
+    with keeping as kept_answers, torch.no_grad(), tqdm(desc="atlas", bar_format=_BAR, disable=not progress) as bar:
         for key, batches in loaders.items():
             own, first = key == id_name, 0
             for index, (read, targets) in enumerate(iterate(batches, f"set {key!r}", labelled=own)):
                 prepared = ensemble.prepare(read)
                 labels = require_labels(targets, ensemble.num_classes, f"set {key!r}", index) if own else None
-                if progress and not found:
-                    bar.total = inputs_of(given.values(), size_of(read))
+                samples = sample_keys(read)
+                batch = kept_answers.key(read, samples, labels)
+                stored = kept_answers.get(batch)
+                if not said and stored is None:
+                    said, bar.total = True, inputs_of(given.values(), size_of(read))
                     seconds = sweep.blocks / ensemble.num_layers * seconds_of_a_pass(sweep.copy, prepared)
                     words = "" if bar.total is None else f": {in_words(seconds * bar.total / size_of(read))}"
                     say(f"{len(sweep.heads)} heads, each switched off by itself{words}")
-                answers = sweep.answers(prepared, labels, f"batch {index} of set {key!r}", bar)
+                if stored is None:
+                    answers = sweep.answers(prepared, labels, f"batch {index} of set {key!r}", bar)
+                    kept_answers.put(batch, answers._asdict())
+                else:
+                    answers = Swept(**stored)
+                    bar.update(size_of(read))
                 found.setdefault(key, []).append(answers)
-                keys.setdefault(key, []).append(sample_keys(read))
+                keys.setdefault(key, []).append(samples)
                 truth += [] if labels is None else [labels.cpu()]
                 about = key, first, None if labels is None else labels.tolist()
                 shelves[own].put(answers, read, *about, known.preprocessing or preprocess)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
+from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
@@ -32,6 +33,7 @@ from .evaluation import (
     describe_model,
     provenance_of,
 )
+from .kept import Kept
 from .measure import Measure
 from .running import Runner, member_logits, running
 
@@ -58,6 +60,7 @@ def evaluate(
     bootstrap: int = 0,
     gallery: int = 0,
     keep_logits: bool = False,
+    output: str | Path | None = None,
     progress: bool = True,
 ) -> Evaluation:
     """Measure a model: accuracy, calibration, diversity, OOD detection, selective risk. One pass over each set.
@@ -89,6 +92,8 @@ def evaluate(
         bootstrap: Number of resamples for confidence intervals; 0 for none.
         gallery: How many of the inputs it was most and least sure about to keep in the evaluation, for the report.
         keep_logits: Whether the result keeps the member logits, to be saved beside it.
+        output: Run folder that keeps the answers of an `Ensemble` to every batch; an evaluation that was interrupted
+            goes on there when it is called again. None keeps nothing.
         progress: Whether to show progress bars.
 
     Raises:
@@ -121,8 +126,9 @@ def evaluate(
     def ready(data: Data, key: str) -> Batches:
         return batched(data, key, preprocess, batch_size, num_workers)
 
-    with running(ensemble, None if device is None else require_device(device)) as (place, dtype):
-        run = Runner(ensemble, place, dtype, measure, gallery, known.preprocessing or preprocess, progress).run
+    place_of_run = running(ensemble, None if device is None else require_device(device))
+    with Kept(output, ensemble, {}, "an evaluation") as kept, place_of_run as (place, dtype):
+        run = Runner(ensemble, place, dtype, measure, gallery, known.preprocessing or preprocess, progress, kept).run
         own = run(ready(id_data, id_name), id_name, labelled=True)
         like = own.answers.logits  # [M, B, C]
         others = {key: run(ready(data, key), key, False, like) for key, data in foreign.items()}

@@ -27,6 +27,7 @@ from ..overlap import Keys, sample_keys
 from ..prediction import Prediction
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from .evaluation import GalleryItem, LabelledLogits, Shelf
+from .kept import Kept
 from .measure import Measure
 
 THUMBNAIL = 96  # longest side of an embedded image, in pixels
@@ -57,6 +58,7 @@ class Runner:
     keep: int  # how many inputs of each set to keep for the gallery, at either end
     preprocessing: object  # what the inputs went through; undone in the gallery where it is one of ours
     progress: bool
+    kept: Kept  # answers of before an interruption
 
     def run(self, batches: Batches, name: str, labelled: bool, like: Tensor | None = None) -> Pass:
         """Run the model over one set; several processes share its batches.
@@ -74,11 +76,12 @@ class Runner:
             shown = tqdm(pairs, name, length_of(batches), leave=False, disable=quiet, unit="batch")
             for index, (inputs, targets) in enumerate(shown):
                 if index % ranks.size == ranks.rank:
-                    logits, dtype, scores = self._answer(inputs, name, index)
+                    keys_of = sample_keys(inputs)
+                    logits, dtype, scores = self._kept_answer(inputs, keys_of, name, index)
                     labels = torch.empty(0, dtype=torch.long)
                     if labelled:
                         labels = require_labels(targets, logits.shape[2], f"set {name!r}", index).cpu()
-                    pieces.append((index, logits, labels, sample_keys(inputs), dtype, scores))
+                    pieces.append((index, logits, labels, keys_of, dtype, scores))
                     if self.keep:
                         prediction, known = self.measure.predict(logits, scores), labels if labelled else None
                         gallery = self._shelved(gallery, name, first, inputs, prediction, known)
@@ -93,6 +96,19 @@ class Runner:
         labelled_logits = LabelledLogits(torch.cat(answers, dim=1), torch.cat(targets_of))
         scores = None if found[0] is None else torch.cat(found, dim=2)  # [S, M, B]
         return Pass(labelled_logits, np.concatenate(keys), gallery, dtypes[0], scores)
+
+    def _kept_answer(
+        self, inputs: Inputs, keys: Keys, name: str, index: int
+    ) -> tuple[Tensor, torch.dtype, Tensor | None]:
+        """The answer to a batch: as it was given before an interruption, or now."""
+        key = self.kept.key(inputs, keys)
+        stored = self.kept.get(key)
+        if stored is not None:
+            return stored["logits"], stored["dtype"].dtype, stored.get("scores")
+        logits, dtype, scores = self._answer(inputs, name, index)
+        known = {"logits": logits, "dtype": torch.empty(0, dtype=dtype)}
+        self.kept.put(key, known if scores is None else {**known, "scores": scores})
+        return logits, dtype, scores
 
     def _answer(self, inputs: Inputs, name: str, index: int) -> tuple[Tensor, torch.dtype, Tensor | None]:
         """Member logits `[M, B, C]` of one batch, the dtype they came in, and scores of features `[S, M, B]`."""

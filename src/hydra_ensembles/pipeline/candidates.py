@@ -31,11 +31,11 @@ from ..model.cost import measure_costs
 from ..model.ensemble import Ensemble
 from ..overlap import keys_at_hand, require_unlike, sample_keys, warn_if_shared
 from ..report.compare import to_markdown
+from ..run_folder import RESULT, RunFolder
 from ..schema import from_plain, to_plain
 from ..training.recipe import Recipe
 from .chain import Chain, calibrated, model_identity
 from .choice import DEEP, FORMAT, SOUP, YOURS, Price, SearchResult, SearchRow, dominates
-from .run_folder import RESULT, RunFolder
 from .settings import (
     LARGEST_SEED,
     Batch,

@@ -29,9 +29,9 @@ from ..heads.taylor import taylor
 from ..metrics.distance import FamiliarityName
 from ..model.clip import DEFAULT_TEMPLATES, Templates
 from ..model.ensemble import Ensemble
+from ..run_folder import RESULT, RunFolder
 from ..schema import from_plain, to_plain
 from ..training.finetune import finetune
-from .run_folder import RESULT, RunFolder
 from .settings import Batch, BuildData, HydraConfig, StartingModel, read_data, starting_model, with_upper_layers
 
 FORMAT = "hydra_ensembles build 1"

@@ -27,8 +27,8 @@ from ..files import checksum, digest_of, write_atomically
 from ..heads.ranking import model_fingerprint
 from ..model.contents import CONFIG
 from ..model.ensemble import Ensemble
-from ..pipeline.run_folder import RESULT, RunFolder
 from ..preprocessing import to_rgb
+from ..run_folder import RESULT, RunFolder
 from ..schema import to_plain
 from .archives import Archive, Item
 from .outputs import REASON_WORDS, Field, columns, output_fields

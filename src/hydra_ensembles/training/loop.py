@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from time import monotonic
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from .._utils import derive_seed, require_device, require_same_run
 from ..arguments import require_whole
 from ..batches import Batches, borrowed, epoch_of, fingerprint, length_of, require_rereadable
 from ..errors import CheckpointError, ConfigError, DataError
-from ..files import read_file, read_sealed, remove_leftovers, write_atomically, write_sealed
+from ..files import read_file, read_sealed, remove_leftovers, resumable, write_atomically, write_sealed
 from ..heads.ranking import model_fingerprint
 from ..model.clip import DualEncoder
 from ..model.ensemble import Ensemble
@@ -34,6 +35,8 @@ from .recipe import Recipe, make_optimizer
 
 BatchT = TypeVar("BatchT")
 INDEX = "checkpoint.json"
+EARLY, USUAL = 20.0, 60.0  # seconds until the first checkpoint, and between further ones at least
+SHARE = 0.02  # of the time, that writing them may take
 _LOADING = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("generator", "prefetch_factor", "persistent_workers"),
@@ -397,7 +400,7 @@ def train_best(
     with borrowed(job.train, job.validation), training_runtime(job.device, start.device) as runtime:
         own, ranks = replace(job, train=runtime.share(job.train)), runtime.ranks
         folder = None if job.folder is None or _only_read(job.folder, job.recipe.rates) else job.folder
-        with nullcontext() if folder is None else ranks.locked(folder, "training"):
+        with nullcontext() if folder is None else ranks.locked(folder, "training"), resumable(folder):
             if folder is not None and ranks.rank == 0:
                 remove_leftovers(folder)
             results = [Run(make_learner(runtime), own, rate, runtime).finish() for rate in sorted(job.recipe.rates)]
@@ -425,6 +428,7 @@ class Run(Generic[BatchT]):
         self.seed = derive_seed(job.recipe.seed, "member", job.index)
         self.total, self.warmup = job.recipe.plan(length_of(job.train))
         self.best_weights: dict[str, Tensor] = {}
+        self.saved, self.pause = monotonic(), EARLY  # when a checkpoint was last written, and how long until the next
         own = {"recipe": to_plain(job.recipe), "rate": rate, "member": job.index, "processes": runtime.ranks.size}
         self.state = RunState({**job.identity, **own})
 
@@ -481,7 +485,7 @@ class Run(Generic[BatchT]):
             if every is not None and step % every == 0:
                 self._validate()
                 self._save()
-            elif step % self.job.checkpoint_every == 0 and not self._done():  # the end is validated first
+            elif self._due() and not self._done():  # the end is validated first
                 self._save()
         if every is None or self._done():
             self._validate()
@@ -515,9 +519,18 @@ class Run(Generic[BatchT]):
         if self.state.best is found:
             self.best_weights = self.learner.weights()
 
+    def _due(self) -> bool:
+        """Whether steps or time ask for a checkpoint; several processes, whose clocks differ, go by their steps."""
+        if self.state.position.step % self.job.checkpoint_every == 0:
+            return True
+        return self.folder is not None and self.runtime.ranks.size == 1 and monotonic() - self.saved >= self.pause
+
     def _save(self) -> None:
+        begun = monotonic()
         new = self.state.best is not None and self.state.best.step == self.state.position.step
         self._write({"current": self.learner.tensors(), **({"best": self.best_weights} if new else {})})
+        self.saved = monotonic()
+        self.pause = max(USUAL, (self.saved - begun) / SHARE)
 
     def _write(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         if self.folder is not None and self.runtime.ranks.rank == 0:

@@ -276,7 +276,8 @@ def tune_text(
         output: Folder for checkpoints and the journal of evaluations.
         device: Where to train; None stays on the encoder's device. The result is where its input was.
         progress: Whether to show a progress bar.
-        checkpoint_every: Updates between checkpoints; the ends of epochs and evaluations are saved too.
+        checkpoint_every: Updates between checkpoints. The ends of epochs and evaluations are saved too, and one
+            process saves after 20 seconds and then about every minute.
 
     Raises:
         ConfigError: More than one member, or a recipe that does not fit.

@@ -2,15 +2,18 @@
 
 import json
 import os
+import shlex
 import shutil
+import sys
 
 import pytest
 import yaml
 
-from cli_cases import fail, save_images, succeed, vit_flags
+from cli_cases import fail, run, save_images, succeed, vit_flags
 from hydra_ensembles.data.suites import SetRef, Suite, all_suites
-from hydra_ensembles.evaluation.atlas import Atlas
+from hydra_ensembles.evaluation.atlas import Atlas, Sweep
 from hydra_ensembles.evaluation.evaluation import Evaluation
+from hydra_ensembles.evaluation.running import Runner
 from hydra_ensembles.report.compare import save_costs
 from sample_evaluations import costs, evaluation, methods
 
@@ -164,6 +167,30 @@ def test_files_that_are_no_evaluations(saved):
         (["2.json", "different"], "same data"),
     ):
         assert says in fail("compare", *(saved / path for path in paths))
+
+
+@pytest.mark.parametrize(("command", "place", "result"), [("evaluate", Runner, "a.json"), ("atlas", Sweep, "a.html")])
+def test_an_interruption_names_the_line_that_goes_on(run_folder, world, tmp_path, monkeypatch, command, place, result):
+    words = [command, run_folder, "--id", world / "test", "--batch-size", 6, "-o", tmp_path / result, "-q"]
+    name, calls = "_answer" if place is Runner else "answers", []
+    answer = getattr(place, name)
+
+    def second_is_fatal(self, *given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return answer(self, *given)
+
+    monkeypatch.setattr(place, name, second_is_fatal)
+    monkeypatch.setattr(sys, "argv", ["hydra-ensembles", *map(str, words)])
+    stopped = run(*words)
+    assert stopped.exit_code == 130
+    assert str(tmp_path / "a.run") in stopped.stderr
+    assert stopped.stderr.endswith(f": hydra-ensembles {shlex.join(map(str, words))}\n")
+    succeed(*shlex.split(stopped.stderr.rpartition(": hydra-ensembles ")[2]))
+    assert len(calls) == 3  # two batches, the second of which was asked for twice
+    assert not (tmp_path / "a.run").exists()
+    assert (tmp_path / result).exists()
 
 
 def test_an_atlas_of_images_and_of_texts(run_folder, text_folder, world, tmp_path):

@@ -9,8 +9,8 @@ import torch
 
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
-from hydra_ensembles.errors import ConfigError, DataError, HeadError
-from hydra_ensembles.evaluation.atlas import Atlas, atlas
+from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HeadError
+from hydra_ensembles.evaluation.atlas import Atlas, Sweep, atlas
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.report.html import write_atlas
 from random_ensembles import random_batches, random_ensemble
@@ -32,6 +32,27 @@ def sets(model: he.Ensemble) -> tuple[list, dict]:
     return random_batches(model, (9, 6)), {
         name: random_batches(model, (7, 4), seed) for name, seed in (("a", 1), ("b", 2))
     }
+
+
+def test_an_interrupted_atlas_goes_on_and_is_the_same(of_images, tmp_path, monkeypatch) -> None:
+    model, calls, answers = hydra(), [], Sweep.answers
+
+    def counted(self, inputs, labels, where, bar):
+        calls.append(where)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return answers(self, inputs, labels, where, bar)
+
+    monkeypatch.setattr(Sweep, "answers", counted)
+    options = {"name": "three", "inputs": 3, "progress": False, "output": tmp_path / "run"}
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        atlas(model, *sets(model), **options)
+    assert any(str(tmp_path / "run") in note for note in stopped.value.__notes__)
+    assert replace(atlas(model, *sets(model), **options), provenance=of_images.provenance) == of_images
+    assert len(calls) == 4 + 3  # six batches in all, of which three were kept
+    for changes in ({"score": "entropy"}, {"layers": [1]}):
+        with pytest.raises(CheckpointError, match="another run"):
+            atlas(model, *sets(model), **options, **changes)
 
 
 @pytest.fixture(scope="module")

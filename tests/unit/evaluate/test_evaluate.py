@@ -17,12 +17,57 @@ from hydra_ensembles._distributed import check_unsharded
 from hydra_ensembles.data.batching import batches
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.evaluation import kept
 from hydra_ensembles.evaluation.evaluate import evaluate, evaluate_logits
-from hydra_ensembles.evaluation.running import running
+from hydra_ensembles.evaluation.kept import Kept
+from hydra_ensembles.evaluation.running import Runner, running
 from hydra_ensembles.model.metadata import Calibration
+from hydra_ensembles.overlap import sample_keys
 
 OOD = {"near": {"close": image_batches((5, 6), seed=5)}, "far": {"noise": image_batches((7,), seed=6, scale=5.0)}}
 CALIBRATION = Calibration(temperature=(2.0, 1.0, 0.5), threshold=0.3)
+
+
+def test_an_interrupted_evaluation_goes_on_and_is_the_same(tmp_path, monkeypatch):
+    model, data, answer, calls = tiny_ensemble(), image_batches(), Runner._answer, []
+
+    def counted(self, inputs, name, index):
+        calls.append(name)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return answer(self, inputs, name, index)
+
+    monkeypatch.setattr(Runner, "_answer", counted)
+    options = {"progress": False, "gallery": 2, "keep_logits": True}
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, data, OOD, output=tmp_path, **options)
+    found = evaluate(model, data, OOD, output=tmp_path, **options)
+    assert len(calls) == 6 + 2  # seven batches in all, of which five were kept
+    expected = evaluate(model, data, OOD, **options)
+    assert (found.numbers(), found.gallery, found.figures) == (expected.numbers(), expected.gallery, expected.figures)
+    evaluate(model, image_batches(seed=1), OOD, output=tmp_path, **options)
+    assert len(calls) == 8 + 7 + 4  # other data are answered anew, and those that are known are not
+    with pytest.raises(ConfigError, match="Ensemble"):
+        evaluate(lambda inputs: model(inputs), data, output=tmp_path / "other", progress=False)
+
+
+def test_answers_are_written_as_time_goes_by(tmp_path, monkeypatch):
+    """A kill loses no more than the last seconds: what is written is there before the work ends."""
+    now = [0.0]
+    monkeypatch.setattr(kept, "monotonic", lambda: now[0])
+    model, (inputs, _) = tiny_ensemble(), image_batches()[0]
+    with Kept(tmp_path, model, {}, "a test") as keeping:
+        for at, seen in ((10.0, 0), (31.0, 1), (40.0, 1)):
+            now[0] = at
+            keeping.put(f"batch {at}", {"logits": inputs})
+            assert len(list(tmp_path.glob("answers-*"))) == seen
+    with Kept(tmp_path, model, {}, "a test") as again:
+        assert all(again.get(f"batch {at}") is not None for at in (10.0, 31.0, 40.0))
+        keys = [again.key(one, sample_keys(one)) for one in (inputs, inputs + 1)]
+        text = {"input_ids": torch.ones(2, 3, dtype=torch.long), "token_type_ids": torch.zeros(2, 3, dtype=torch.long)}
+        other = {**text, "token_type_ids": torch.ones(2, 3, dtype=torch.long)}
+        keys += [again.key(one, sample_keys(one)) for one in (text, other)]
+    assert len(set(keys)) == 4
 
 
 def logits_and_labels(model, data):

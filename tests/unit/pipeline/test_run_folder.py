@@ -10,10 +10,10 @@ import pytest
 import torch
 from build_cases import image_model, same
 
+from hydra_ensembles import run_folder
 from hydra_ensembles.errors import CheckpointError, StorageError
 from hydra_ensembles.files import checksum, sealed
-from hydra_ensembles.pipeline import run_folder
-from hydra_ensembles.pipeline.run_folder import RunFolder, read_finished, require_own_folder
+from hydra_ensembles.run_folder import RunFolder, read_finished, require_own_folder
 
 IDENTITY = {"seed": 1, "model": {"weights": "abc"}}
 

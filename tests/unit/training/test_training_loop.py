@@ -1,6 +1,7 @@
 """The loop: validation decides, orders are those of the member, a stopped run goes on with the same bits."""
 
 import errno
+import itertools
 import json
 import os
 from dataclasses import replace
@@ -27,6 +28,7 @@ from hydra_ensembles.batches import begin_epoch, borrowed
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import CheckpointError, DataError, StorageError
 from hydra_ensembles.files import sealed
+from hydra_ensembles.training import loop
 from hydra_ensembles.training.finetune import EnsembleLearner, finetune
 from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe
@@ -227,6 +229,18 @@ def test_wherever_a_run_stops_it_goes_on_exactly(tmp_path, precision, stops):
         resumed = train(Stopping(data), recipe, data, **options)
         assert same(expected, resumed)
         assert expected.metadata == resumed.metadata
+
+
+def test_a_checkpoint_comes_by_time_too_and_an_interruption_says_where_it_is(tmp_path, monkeypatch):
+    """A training whose steps take long keeps something long before `checkpoint_every`, and not at every step."""
+    now = itertools.count(0, 9)  # seconds at every look: a step has two looks where nothing is written
+    monkeypatch.setattr(loop, "monotonic", lambda: float(next(now)))
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        train(Stopping(batches(), 5), PLAIN, output=tmp_path)
+    assert journal(tmp_path)["position"]["step"] == 3  # 27 seconds; the next one comes a minute later
+    assert any(str(tmp_path) in note for note in stopped.value.__notes__)
+    monkeypatch.undo()
+    assert same(train(batches(), PLAIN), train(Stopping(batches()), PLAIN, output=tmp_path))
 
 
 def test_a_run_on_the_batches_of_the_library_resumes_with_the_same_bits(tmp_path):

@@ -13,24 +13,25 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from .._distributed import launched_rank
-from .._utils import require_same_run
-from ..checkpoint import settle_checkpoint
-from ..errors import CheckpointError
-from ..files import (
+from ._distributed import launched_rank
+from ._utils import require_same_run
+from .checkpoint import settle_checkpoint
+from .errors import CheckpointError
+from .files import (
     MAX_BYTES,
     checksum,
     locked,
     read_json,
     read_object,
     remove_leftovers,
+    resumable,
     unsealed,
     write_atomically,
     write_json,
     write_sealed,
 )
-from ..heads.ranking import HeadRanking
-from ..model.ensemble import Ensemble
+from .heads.ranking import HeadRanking
+from .model.ensemble import Ensemble
 
 T = TypeVar("T")
 
@@ -108,7 +109,7 @@ class RunFolder:
         if self.path is None or not self._writes or self._working:
             yield
             return
-        with locked(self.path, "run"):
+        with locked(self.path, "run"), resumable(self.path):
             if (self.path / IDENTITY).exists():
                 self._finished()
                 found = (*self.path.rglob(".saved-*"), *self.path.rglob(".saving-*"))

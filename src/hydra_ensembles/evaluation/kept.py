@@ -1,0 +1,107 @@
+"""Answers to batches that outlive an interruption: written as time goes by, read when the same is asked again."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._distributed import current_ranks
+from ..batches import Inputs, tensors_digest
+from ..errors import ConfigError
+from ..heads.ranking import model_fingerprint
+from ..model.ensemble import Ensemble
+from ..overlap import Keys
+from ..run_folder import IDENTITY, RunFolder
+
+EVERY = 30.0  # seconds between writes; what an interruption finds unwritten, it writes
+PART = "answers-{}"
+
+
+class Kept:
+    """Answers of one ensemble by the content of the batches, in a folder of their own; entered, it is worked in.
+
+    Args:
+        folder: The folder; None keeps nothing.
+        model: What answers.
+        settings: What the answers depend on besides, as plain data; a folder with others is refused.
+        what: The work in words, for messages: `"an atlas"`.
+    """
+
+    def __init__(self, folder: str | Path | None, model: object, settings: Mapping[str, Any], what: str) -> None:
+        self._run: RunFolder | None = None
+        self._known: dict[str, dict[str, Tensor]] = {}
+        self._new: dict[str, dict[str, Tensor]] = {}
+        self._parts, self._written, self._open = 0, monotonic(), ExitStack()
+        if folder is None:
+            return
+        if not isinstance(model, Ensemble) or current_ranks().size > 1:
+            raise ConfigError(
+                f"output keeps the answers of an Ensemble in one process, got a {type(model).__name__} in "
+                f"{current_ranks().size}; leave it out"
+            )
+        fitted = model.metadata.familiarity
+        identity = {
+            "weights": model_fingerprint(model),
+            "familiarity": None if fitted is None else tensors_digest(fitted.state),
+            **settings,
+        }
+        self._run = RunFolder(folder, identity, what=what)
+
+    def __enter__(self) -> "Kept":
+        if self._run is not None:
+            self._open.enter_context(self._run.working())
+            while self._run.has(f"{PART.format(self._parts)}.safetensors"):
+                for name, tensor in self._part({}).items():
+                    key, _, what = name.partition("/")
+                    self._known.setdefault(key, {})[what] = tensor
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._write()
+        finally:
+            self._open.__exit__(kind, error, trace)
+            place = None if self._run is None else self._run.path
+            if place is not None and not self._parts:  # nothing came of it: the place is free for something else
+                (place / IDENTITY).unlink(missing_ok=True)
+                if not any(place.iterdir()):
+                    place.rmdir()
+
+    def key(self, inputs: Inputs, keys: Keys, labels: Tensor | None = None) -> str:
+        """What a batch is known by: the keys of its samples, and all numbers that these leave out."""
+        if self._run is None:
+            return ""
+        named = {"inputs": inputs} if isinstance(inputs, Tensor) else dict(sorted(inputs.items()))
+        whole = {name: tensor for name, tensor in named.items() if not tensor.is_floating_point()}  # masks, segments
+        whole |= {} if labels is None else {"labels": labels}
+        return tensors_digest({"keys": torch.from_numpy(keys), **whole})
+
+    def get(self, key: str) -> dict[str, Tensor] | None:
+        """The answers to a batch, if they are kept."""
+        return self._known.get(key)
+
+    def put(self, key: str, answers: Mapping[str, Tensor]) -> None:
+        """Keep the answers to a batch."""
+        if self._run is not None:
+            self._new[key] = dict(answers)
+            if monotonic() - self._written >= EVERY:
+                self._write()
+
+    def _write(self) -> None:
+        if self._new:
+            self._part({f"{key}/{what}": tensor for key, of in self._new.items() for what, tensor in of.items()})
+            self._new = {}
+        self._written = monotonic()
+
+    def _part(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The next part: as it lies there, or as it is written now."""
+        assert self._run is not None
+        self._parts += 1
+        return self._run.tensors(PART.format(self._parts - 1), lambda: tensors)
