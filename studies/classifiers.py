@@ -60,7 +60,44 @@ def shift(seed: Seed, name: str) -> None:
         write_json(place, under_shift(Judged(task, rows_of(task)[name].model(seed, name))))
 
 
-STAGES: Mapping[str, Callable[[Seed, str], None]] = {"choose": choose, "report": report, "shift": shift}
+def train(seed: Seed, name: str) -> None:
+    """Make the fine-tunings that almost every row is made of; `name` says which one."""
+    seed.single(int(name))
+
+
+def option(seed: Seed, name: str) -> None:
+    """Make the model of one setting that half B is to choose from; `name` says of which row, and which one."""
+    row, _, place = name.rpartition("#")
+    found = rows_of(seed.task)[row]
+    found.make(seed, found.options(seed.task)[int(place)])
+
+
+STEPS: Mapping[str, Callable[[Seed, str], None]] = {
+    "train": train,
+    "option": option,
+    "choose": choose,
+    "report": report,
+    "shift": shift,
+}
+STAGES = (*STEPS, "cost", "store")
+Job = tuple[str, int, str]  # step, seed, and what of it
+
+
+def jobs_of(task: Task, stage: str, rows: Sequence[str], seeds: Sequence[int]) -> list[Job]:
+    """What a stage has to do; its jobs do not wait for each other, but for those of the stages before."""
+    first, known = int(task.settings["seeds"][0]), rows_of(task)
+    match stage:
+        case "train":
+            members = range(task.settings["members"])
+            return [(stage, seed, str(index)) for index in members for seed in dict.fromkeys((first, *seeds))]
+        case "option":
+            options = {row: known[row].options(task) for row in rows}
+            return [(stage, first, f"{row}#{place}") for row, found in options.items() for place in range(len(found))]
+        case "choose":
+            return [(stage, first, row) for row in rows if known[row].options(task)]
+        case "report" | "shift":
+            return [(stage, seed, row) for row in rows for seed in seeds]
+    return []
 
 
 def all_columns(judge: Judged, stage: Stage) -> dict[str, Array]:

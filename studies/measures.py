@@ -16,7 +16,7 @@ import torch
 from scipy.stats import norm
 from scipy.stats import t as student
 
-from hydra_ensembles.metrics import adaptive_ece_of_confidence, aupr, fpr95
+from hydra_ensembles.metrics import adaptive_ece_of_confidence, aupr, aurc, fpr95
 
 Floats = npt.NDArray[np.float64]
 Columns = Mapping[str, npt.NDArray[Any]]  # by `set|column`
@@ -153,7 +153,7 @@ def _aurc(scores: Floats, wrong: Floats, inside: str) -> Number:
     order = np.argsort(scores, kind="stable")
     missed = wrong[order]
     ranks = np.arange(1, count + 1)
-    value = float((np.cumsum(missed) / ranks).mean())
+    value = aurc(torch.from_numpy(scores), torch.from_numpy(wrong > 0))
     share = ranks / count
     after = np.cumsum((missed / share)[::-1])[::-1] / count  # mistakes at least as doubtful, over what they cover
     influence = -missed * np.log(share) + missed.mean() - after

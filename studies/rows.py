@@ -20,6 +20,7 @@ from .task import Task
 SINGLE, DEEP, SOUP = "Single", "Deep Ensembles", "Soup"
 HYDRA, TUNED, HYDRA_CIRC, HYDRA_TAYLOR = "Hydra", "Hydra, tuned", "Hydra (Circ)", "Hydra (Taylor)"
 CIRC_AVG, MC_DROPOUT = "CircAvg", "MC Dropout"
+CURVE = "vision-cifar100"  # where it is seen what short recovery costs
 Model = Any
 """An `Ensemble`, or what answers with a `Prediction` as one does (`predict`)."""
 
@@ -38,6 +39,7 @@ class Row:
     settings: Callable[[Task], list[Setting]] = as_it_is  # that half B of the first seed chooses from
     like: str | None = None  # the row whose setting it has
     kinds: Sequence[str] = ("image", "text")
+    only: str | None = None  # the task that has it
 
     def options(self, task: Task) -> list[Setting]:
         """The settings to choose from; none where there is nothing to choose."""
@@ -110,6 +112,15 @@ def of_paper(kind: Heads, index: int) -> Callable[[Seed, Setting], he.Ensemble]:
     return lambda seed, setting: seed.recovered(kind, index, rate_of(setting))
 
 
+def after(steps: int) -> Callable[[Seed, Setting], he.Ensemble]:
+    """A row with CircAvg after other steps of recovery than the study's."""
+
+    def make(seed: Seed, setting: Setting) -> he.Ensemble:
+        return seed.recovered("circuits", 0, rate_of(setting), steps=steps, warmup=max(1, steps // 20))
+
+    return make
+
+
 def fused(kind: Heads, mlp: Fusion, whole: bool = False) -> Callable[[Seed, Setting], he.Ensemble]:
     """A row with all members of the paper's, fused; maybe with the whole model as one more."""
 
@@ -135,6 +146,9 @@ ROWS: Mapping[str, Row] = {
     "Deep Ensembles, MLPs averaged": Row(lambda seed, _: he.fuse(seed.singles, stem="separate"), 3),
     "Taylor": Row(of_paper("taylor", 0), 2, like=CIRC_AVG),
     CIRC_AVG: Row(of_paper("circuits", 0), 2, paper_rates),
+    "CircAvg, 100 steps": Row(after(100), 1.1, like=CIRC_AVG, only=CURVE),
+    "CircAvg, 1,000 steps": Row(after(1000), 1.5, like=CIRC_AVG, only=CURVE),
+    "CircAvg, 10,000 steps": Row(after(10_000), 6, like=CIRC_AVG, only=CURVE),
     "CircAcc": Row(of_paper("circuits", 1), 2, like=CIRC_AVG),
     "CircOOD": Row(of_paper("circuits", 2), 2, like=CIRC_AVG),
     "Random heads": Row(fused("random", "mean"), 4, like=CIRC_AVG),
@@ -151,4 +165,4 @@ ROWS: Mapping[str, Row] = {
 
 def rows_of(task: Task) -> dict[str, Row]:
     """The rows that a task has."""
-    return {name: row for name, row in ROWS.items() if task.kind in row.kinds}
+    return {name: row for name, row in ROWS.items() if task.kind in row.kinds and row.only in (None, task.name)}

@@ -1,8 +1,10 @@
 """One seed of a study of classifiers: its models, made once and kept in its folder."""
 
+import fcntl
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +38,15 @@ def slug(row: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", row.lower()).strip("-")
 
 
+@contextmanager
+def alone(place: Path) -> Iterator[None]:
+    """Work on what is to be at a place, while other processes that want it wait."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.with_name(f".{place.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 class Seed:
     """Models of one seed of a task. What is in the folder is read; what is not is made, and stays."""
 
@@ -66,10 +77,11 @@ class Seed:
     def kept(self, name: str, make: Callable[[], he.Ensemble]) -> he.Ensemble:
         """An ensemble by name."""
         place = self.folder / "models" / name
-        if not place.exists():
-            begun = time.monotonic()
-            make().save_pretrained(place)
-            print(f"{self.task.name} seed {self.number}: {name} {time.monotonic() - begun:.0f} s", flush=True)
+        with alone(place):
+            if not place.exists():
+                begun = time.monotonic()
+                make().save_pretrained(place)
+                print(f"{self.task.name} seed {self.number}: {name} {time.monotonic() - begun:.0f} s", flush=True)
         return he.Ensemble.from_pretrained(place).to(self.task.device)
 
     def trained(self, name: str, start: Callable[[], he.Ensemble], training: Recipe) -> he.Ensemble:
@@ -131,9 +143,9 @@ class Seed:
     def ranked(self, name: str, rank: Callable[[], HeadRanking]) -> HeadRanking:
         """A ranking by name."""
         place = self.folder / "rankings" / f"{name}.json"
-        if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            rank().save(place)
+        with alone(place):
+            if not place.exists():
+                rank().save(place)
         return HeadRanking.load(place)
 
     @property

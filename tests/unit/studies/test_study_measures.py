@@ -1,0 +1,90 @@
+"""Numbers of the studies against scikit-learn and the library, and their intervals against a bootstrap."""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from sklearn.metrics import average_precision_score, roc_auc_score
+
+from hydra_ensembles.metrics import aurc, ece_of_confidence
+from studies.measures import Columns, Difference, Number, numbers, plain_numbers
+
+GROUPS = {"near": ["like"], "far": ["grey", "noise"]}
+
+
+def columns(seed: int, edge: float = 0.0, count: int = 1200) -> dict[str, npt.NDArray[np.float64]]:
+    """A model that is right more often where it has less doubt; `edge` makes it better at everything."""
+    draws = np.random.default_rng(0)  # samples are the same for every model; what it says of them is its own
+    noise = np.random.default_rng(seed)
+    hard = draws.random(count)
+    doubt = np.clip(0.6 * hard + 0.1 * noise.random(count), 0.001, 0.95)
+    correct = draws.random(count) > np.clip(doubt - edge, 0, 1)
+    nll = np.where(correct, -np.log(1 - doubt), -np.log(doubt / 3))
+    found = {"correct": correct, "msp": doubt, "entropy": doubt**0.9, "mutual_information": doubt / 10}
+    found |= {"mahalanobis": 40 + 30 * hard + noise.random(count)}
+    for prefix in ("", "calibrated."):
+        found |= {f"{prefix}doubt": doubt, f"{prefix}nll": nll, f"{prefix}brier": (doubt - correct) ** 2}
+    whole = {f"own|{key}": one for key, one in found.items()}
+    for place, (name, size) in enumerate({"like": 900, "grey": 1100, "noise": 1000}.items()):
+        far = np.clip(draws.random(size) * 0.7 + 0.1 * place + edge, 0.001, 0.99) + 0.01 * noise.random(size)
+        scores = {"msp": far, "entropy": far**0.9, "mutual_information": far / 10, "mahalanobis": 50 + 40 * far}
+        whole |= {f"{name}|{key}": one for key, one in scores.items()}
+    return whole
+
+
+def test_numbers_are_those_of_other_code() -> None:
+    found, own = columns(1), "own"
+    ours = plain_numbers(found, own, GROUPS)
+    right, doubt = torch.from_numpy(found["own|correct"]), torch.from_numpy(found["own|doubt"])
+    assert ours["ece"] == pytest.approx(ece_of_confidence(1 - doubt, right), abs=1e-9)
+    assert ours["aurc"] == pytest.approx(aurc(doubt, ~right), abs=1e-9)
+    for prefix, score in {"": "msp", "mahalanobis:": "mahalanobis"}.items():
+        areas = {}
+        for name in ("like", "grey", "noise"):
+            both = np.concatenate([found[f"own|{score}"], found[f"{name}|{score}"]])
+            foreign = np.r_[np.zeros(1200), np.ones(len(both) - 1200)]
+            areas[name] = roc_auc_score(foreign, both)
+            assert ours[f"{prefix}ood.{name}.auroc"] == pytest.approx(areas[name], abs=1e-12)
+            if score == "msp":
+                assert ours[f"ood.{name}.aupr"] == pytest.approx(average_precision_score(foreign, both), abs=2e-3)
+        assert ours[f"{prefix}far.auroc"] == pytest.approx((areas["grey"] + areas["noise"]) / 2)
+        assert ours[f"{prefix}all.auroc"] == pytest.approx(sum(areas.values()) / 3)
+    assert not {"ood.like.fpr95", "near.fpr95"} & set(ours)  # of 900 samples
+    assert ours["far.fpr95"] == pytest.approx((ours["ood.grey.fpr95"] + ours["ood.noise.fpr95"]) / 2)
+
+
+def test_influences_have_the_deviation_that_a_bootstrap_finds() -> None:
+    """Of the paired difference of two models on the same samples."""
+    one, other = columns(1, 0.08), columns(2)
+
+    def differences(*models: Columns) -> dict[str, Number]:
+        ours, theirs = (numbers(model, "own", GROUPS) for model in models)
+        return {key: ours[key].minus(theirs[key]) for key in ours}
+
+    draws = np.random.default_rng(5)
+    replicates = []
+    for _ in range(100):
+        rows = {name: draws.integers(size, size=size) for name, size in _sizes(one).items()}
+        drawn = [{key: part[rows[key.partition("|")[0]]] for key, part in model.items()} for model in (one, other)]
+        replicates.append({key: found.value for key, found in differences(*drawn).items()})
+    for key, exact in differences(one, other).items():
+        assert exact.deviation == pytest.approx(float(np.std([each[key] for each in replicates])), rel=0.25), key
+
+
+def _sizes(found: Columns) -> dict[str, int]:
+    return {place.partition("|")[0]: len(part) for place, part in found.items()}
+
+
+def test_intervals_have_seeds_and_samples() -> None:
+    """Gains of 0.1, 0.2 and 0.3 on samples that do not vary: Student's half width, 4.3027 · 0.1 / √3."""
+    flat: Callable[[float], Number] = lambda value: Number(value, {"own": np.zeros(50)})  # noqa: E731
+    found = Difference.of([flat(1.1), flat(1.2), flat(1.3)], [flat(1.0)] * 3)
+    assert found.value == pytest.approx(0.2)
+    assert found.half_width == pytest.approx(4.3027 * 0.1 / 3**0.5, rel=1e-4)
+    assert not found.certain
+    swinging = Number(1.5, {"own": np.array([1.0, -1.0] * 200)})
+    alone = Difference.of([swinging], [Number(1.0, {"own": np.zeros(400)})])
+    assert alone.half_width == pytest.approx(1.96 * 1.00125 / 20, rel=1e-3)
+    assert alone.certain
