@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patched.setattr(os, "replace", interrupted)
         stopped = run(*command)
     assert stopped.exit_code == 130
-    assert "the same command goes on from here" in stopped.stderr
+    assert f"kept in {place};" in stopped.stderr
     assert sorted(path.name for path in place.iterdir()) == ["run.json", "work"]
     done = run(*command)
     assert done.exit_code == 0, done.output
