@@ -5,8 +5,7 @@ share, D.2 as it is printed for the task. *Hydra* is our default, one setting fo
 of the task chose. Nothing else is called Hydra.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import hydra_ensembles as he
@@ -14,6 +13,8 @@ from hydra_ensembles.fuse import Fusion
 from hydra_ensembles.heads.members import CIRCUIT_ORDER
 from hydra_ensembles.training.recipe import Recipe
 
+from .baseline_rows import BASELINES
+from .row import EVERY, Model, Row, rate_of
 from .seed import Heads, Seed, Setting
 from .task import Task
 
@@ -21,36 +22,6 @@ SINGLE, DEEP, SOUP = "Single", "Deep Ensembles", "Soup"
 HYDRA, TUNED, HYDRA_CIRC, HYDRA_TAYLOR = "Hydra", "Hydra, tuned", "Hydra (Circ)", "Hydra (Taylor)"
 CIRC_AVG, MC_DROPOUT = "CircAvg", "MC Dropout"
 CURVE = "vision-cifar100"  # where it is seen what short recovery costs
-Model = Any
-"""An `Ensemble`, or what answers with a `Prediction` as one does (`predict`)."""
-
-
-def as_it_is(task: Task) -> list[Setting]:
-    """A row without settings to choose from."""
-    return [{}]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A method: its model for a seed and a setting, and the trainings of a whole model that it takes, Single's too."""
-
-    make: Callable[[Seed, Setting], Model]
-    trainings: float
-    settings: Callable[[Task], list[Setting]] = as_it_is  # that half B of the first seed chooses from
-    like: str | None = None  # the row whose setting it has
-    kinds: Sequence[str] = ("image", "text")
-    only: str | None = None  # the task that has it
-
-    def options(self, task: Task) -> list[Setting]:
-        """The settings to choose from; none where there is nothing to choose."""
-        found = self.settings(task) if self.like is None else []
-        return found if len(found) > 1 else []
-
-    def model(self, seed: Seed, name: str) -> Model:
-        """Its model by the setting that was chosen."""
-        if self.like is not None or self.options(seed.task):
-            return self.make(seed, seed.chosen(self.like or name))
-        return self.make(seed, {})
 
 
 # --- settings to choose from -----------------------------------------------------------------------------------------
@@ -102,11 +73,6 @@ def paper_members(seed: Seed, kind: Heads, setting: Setting, **changes: Any) -> 
     return [seed.recovered(kind, index, rate_of(setting), **changes) for index in range(seed.members)]
 
 
-def rate_of(setting: Setting) -> float:
-    """The rate of D.2 that was chosen."""
-    return float(setting["rate"])
-
-
 def of_paper(kind: Heads, index: int) -> Callable[[Seed, Setting], he.Ensemble]:
     """A row with one member of the paper's."""
     return lambda seed, setting: seed.recovered(kind, index, rate_of(setting))
@@ -137,24 +103,27 @@ def dropout(seed: Seed, setting: Setting) -> Model:
 
 
 ROWS: Mapping[str, Row] = {
-    SINGLE: Row(lambda seed, _: seed.base, 1),
-    "Single, trained as long": Row(longer, 3),
-    "Single, D.2, nothing pruned": Row(lambda seed, one: seed.whole_recovered(rate_of(one)), 2, paper_rates),
-    MC_DROPOUT: Row(dropout, 1, dropout_rates),
+    SINGLE: Row(lambda seed, _: seed.base, 1, kinds=EVERY),
+    "Single, trained as long": Row(longer, 3, kinds=EVERY),
+    "Single, D.2, nothing pruned": Row(
+        lambda seed, one: seed.whole_recovered(rate_of(one)), 2, paper_rates, kinds=EVERY
+    ),
+    MC_DROPOUT: Row(dropout, 1, dropout_rates, kinds=EVERY),
+    **BASELINES,
     SOUP: Row(lambda seed, _: he.soup(seed.singles), 3),
-    DEEP: Row(lambda seed, _: he.Ensemble.stack(seed.singles), 3),
+    DEEP: Row(lambda seed, _: he.Ensemble.stack(seed.singles), 3, kinds=EVERY),
     "Deep Ensembles, MLPs averaged": Row(lambda seed, _: he.fuse(seed.singles, stem="separate"), 3),
-    "Taylor": Row(of_paper("taylor", 0), 2, like=CIRC_AVG),
-    CIRC_AVG: Row(of_paper("circuits", 0), 2, paper_rates),
+    "Taylor": Row(of_paper("taylor", 0), 2, like=CIRC_AVG, kinds=EVERY),
+    CIRC_AVG: Row(of_paper("circuits", 0), 2, paper_rates, kinds=EVERY),
     "CircAvg, 100 steps": Row(after(100), 1.1, like=CIRC_AVG, only=CURVE),
     "CircAvg, 1,000 steps": Row(after(1000), 1.5, like=CIRC_AVG, only=CURVE),
     "CircAvg, 10,000 steps": Row(after(10_000), 6, like=CIRC_AVG, only=CURVE),
-    "CircAcc": Row(of_paper("circuits", 1), 2, like=CIRC_AVG),
-    "CircOOD": Row(of_paper("circuits", 2), 2, like=CIRC_AVG),
-    "Random heads": Row(fused("random", "mean"), 4, like=CIRC_AVG),
-    HYDRA_TAYLOR: Row(fused("taylor", "mean"), 4, like=CIRC_AVG),
-    HYDRA_CIRC: Row(fused("circuits", "mean"), 4, like=CIRC_AVG),
-    "Hydra (Circ), MLPs apart": Row(fused("circuits", "separate"), 4, like=CIRC_AVG),
+    "CircAcc": Row(of_paper("circuits", 1), 2, like=CIRC_AVG, kinds=EVERY),
+    "CircOOD": Row(of_paper("circuits", 2), 2, like=CIRC_AVG, kinds=EVERY),
+    "Random heads": Row(fused("random", "mean"), 4, like=CIRC_AVG, kinds=EVERY),
+    HYDRA_TAYLOR: Row(fused("taylor", "mean"), 4, like=CIRC_AVG, kinds=EVERY),
+    HYDRA_CIRC: Row(fused("circuits", "mean"), 4, like=CIRC_AVG, kinds=EVERY),
+    "Hydra (Circ), MLPs apart": Row(fused("circuits", "separate"), 4, like=CIRC_AVG, kinds=EVERY),
     "Hydra (Circ) and the whole model": Row(fused("circuits", "mean", whole=True), 5, like=CIRC_AVG),
     "Branches, heads pruned": Row(lambda seed, _: branches(seed, {**seed.task.settings["hydra"], "share": 0.1}), 3),
     HYDRA: Row(lambda seed, _: branches(seed, seed.task.settings["hydra"]), 3),
@@ -164,5 +133,6 @@ ROWS: Mapping[str, Row] = {
 
 
 def rows_of(task: Task) -> dict[str, Row]:
-    """The rows that a task has."""
-    return {name: row for name, row in ROWS.items() if task.kind in row.kinds and row.only in (None, task.name)}
+    """The rows that a task has; from scratch, none that averages weights of models that were trained apart."""
+    kind = "scratch" if task.scratch else task.kind
+    return {name: row for name, row in ROWS.items() if kind in row.kinds and row.only in (None, task.name)}

@@ -25,7 +25,7 @@ from hydra_ensembles.heads.members import (
 from .recipe import derived_seed
 from .samples import SampleBatches
 from .task import Task
-from .weights import fresh_classifier
+from .weights import fresh_classifier, redrawn
 
 CHOICES = "choices"  # of a task: what half B chose for a row, before a test set was opened
 SPARE = 3  # heads that a circuit names beyond those that go, for members that would be alike
@@ -90,13 +90,14 @@ class Seed:
         return self.kept(name, lambda: he.finetune(start(), lessons(training), training, progress=False))
 
     def single(self, index: int = 0) -> he.Ensemble:
-        """A fine-tuning of the pretrained model, with a classifier, an order and an augmentation of its own."""
+        """A training of the model, with a classifier, an order and an augmentation of its own."""
         seed = self.derived("backbone", index)
         return self.trained(f"single-{index}", lambda: self.fresh(seed), self.task.training(seed=seed))
 
     def fresh(self, seed: int) -> he.Ensemble:
-        """The pretrained model with a classifier that a seed draws."""
-        return fresh_classifier(self.task.start(), seed)
+        """What a training starts from: the pretrained model with a classifier that a seed draws, or all of it drawn."""
+        start = self.task.start()
+        return redrawn(start, seed) if self.task.scratch else fresh_classifier(start, seed)
 
     @cached_property
     def base(self) -> he.Ensemble:

