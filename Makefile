@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo serve-demo test slow attack docs commands lint format clean
+.PHONY: demo serve-demo test slow attack notebooks docs commands lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +29,10 @@ slow: $(STAMP)
 # Damaged files, bad inputs, kills, counted; writes results/attack.json and fails where a single case ends as none may.
 attack: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m attack
+
+# Runs the notebooks and keeps their outputs in them.
+notebooks: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python notebooks/execute.py
 
 # The site goes to site/; strict: a warning is an error.
 docs: $(STAMP)

@@ -1,16 +1,47 @@
-"""The links of documents lead somewhere; that their tables are those of the results is tested with the benchmarks."""
+"""Links of documents lead somewhere, no number is without its line; tables and code are tested with benchmarks."""
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from hydra_ensembles import metrics
+from hydra_ensembles.metrics.distance import FamiliarityName, LearnedName
+from hydra_ensembles.prediction import ScoreName
+from hydra_ensembles.report import COLUMNS, DIVERSITY
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+
+
+def anchors(path: Path) -> set[str]:
+    """Of the headings, as a git host and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_links_to_files_exist(path: Path) -> None:
-    targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text())
-    missing = [target for target in targets if not (path.parent / target).exists()]
-    assert not missing
+def test_links_lead_somewhere(path: Path) -> None:
+    for target, place in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", path.read_text()):
+        found = path.parent / target if target else path
+        assert found.exists(), target
+        assert not place or place.startswith("hydra_ensembles") or place in anchors(found), f"{target}#{place}"
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "docs"], ids=lambda path: path.name)
+def test_pictures_say_what_they_show(path: Path) -> None:
+    pages = [path] if path.is_file() else sorted(path.rglob("*.md"))
+    assert not [page.name for page in pages if "![](" in page.read_text()]
+
+
+def test_every_number_has_a_line_in_the_glossary() -> None:
+    said = set(re.findall(r"`([\w.+]+)(?:\(\))?`", GLOSSARY))
+    shown = {column.key.rpartition(".")[2] for column in (*COLUMNS, *DIVERSITY)}
+    scores = {name for names in (ScoreName, FamiliarityName, LearnedName) for name in get_args(names)}
+    plain = {
+        name for name in metrics.__all__ if name.islower() and not re.search("_per_sample|_of_confidence|_parts", name)
+    }
+    untold = {"top_label", "roc_curve", "label_scores", "conformal_threshold"}  # steps on the way to a number
+    assert shown | scores | (plain - untold) <= said

@@ -1,0 +1,250 @@
+"""Draw the figures of the concepts, as SVGs that follow the reader's choice of light or dark.
+
+    python docs/figures.py          # writes docs/figures/concept_*.svg
+
+Four are sketches. The one of the two reasons to abstain shows answers of a demo ensemble, stored in the package.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hydra_ensembles.demo import load_answers, load_sample
+from hydra_ensembles.metrics import conformal_threshold
+
+FIGURES = Path(__file__).parent / "figures"
+WIDTH = 600
+MEMBERS = ("m0", "m1", "m2")
+FOREIGN = {"unknown land use": "AnnualCrop", "clothes": "FashionMNIST"}
+STYLE = """<style>
+  .card { fill: #ffffff; stroke: #d5d9e0; } .page { fill: #f6f7f9; } .off { fill: none; stroke: #aab1bd; }
+  .base { fill: #5b6675; } .mlp { fill: #c9cfd8; } .line { stroke: #5b6675; fill: none; stroke-width: 1.6; }
+  .thin { stroke: #aab1bd; fill: none; } .dash { stroke: #5b6675; fill: none; stroke-dasharray: 5 4; }
+  .tip { fill: #5b6675; } .m0 { fill: #2563c9; } .m1 { fill: #d1571b; } .m2 { fill: #14866d; } .m3 { fill: #8b3fb5; }
+  .s0 { stroke: #2563c9; } .s1 { stroke: #d1571b; } .s2 { stroke: #14866d; }
+  .curve { fill: none; stroke-width: 2.6; } .wash { fill: #d1571b; opacity: .08; }
+  text { font: 15px ui-sans-serif, system-ui, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif;
+    fill: #1c2330; } .title { font-weight: 600; } .soft { fill: #56606e; font-size: 13.5px; }
+  @media (prefers-color-scheme: dark) {
+    .card { fill: #1a1e25; stroke: #39414d; } .page { fill: #13161b; } .off, .thin { stroke: #5c6673; }
+    .base { fill: #aab4c0; } .mlp { fill: #3a424e; } .line, .dash { stroke: #aab4c0; } .tip { fill: #aab4c0; }
+    .m0 { fill: #6ea8ff; } .m1 { fill: #ff9a5c; } .m2 { fill: #3ecfaf; } .m3 { fill: #d194f5; }
+    .s0 { stroke: #6ea8ff; } .s1 { stroke: #ff9a5c; } .s2 { stroke: #3ecfaf; } .wash { fill: #ff9a5c; }
+    text { fill: #e8eaef; } .soft { fill: #b6bfcc; }
+  }
+</style>"""
+
+
+class Drawing:
+    """A picture of a fixed width, put together piece by piece."""
+
+    def __init__(self, height: int, about: str) -> None:
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{about}">'
+        )
+        self.parts = [head, STYLE]
+        self.box(0, 0, WIDTH, height, "page", 14)
+
+    def box(self, x: float, y: float, wide: float, tall: float, kind: str, round_: float = 3) -> None:
+        """A rectangle."""
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{wide:g}" height="{tall:g}" rx="{round_:g}" class="{kind}"/>'
+        )
+
+    def dot(self, x: float, y: float, kind: str, radius: float = 6) -> None:
+        """A disc."""
+        self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" class="{kind}"/>')
+
+    def say(self, x: float, y: float, text: str, kind: str = "", anchor: str = "middle") -> None:
+        """A line of text."""
+        self.parts.append(f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" class="{kind}">{text}</text>')
+
+    def path(self, points: Sequence[tuple[float, float]], kind: str) -> None:
+        """Straight lines from point to point."""
+        told = " L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        self.parts.append(f'<path d="M{told}" class="{kind}"/>')
+
+    def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
+        """A line to the right that leaves and arrives level."""
+        half = f"{(x + to_x) / 2:g}"
+        self.parts.append(
+            f'<path d="M{x:g} {y:g} C{half} {y:g} {half} {to_y:g} {to_x - 8:g} {to_y:g}" class="line"/>'
+            f'<path d="M{to_x:g} {to_y:g} l-9 -4.5 v9 z" class="tip"/>'
+        )
+
+    def bars(self, x: float, foot: float, shares: Sequence[float], kind: str, tall: float = 50) -> None:
+        """Probabilities of classes, side by side."""
+        for place, share in enumerate(shares):
+            self.box(x + 17 * place, foot - tall * share, 14, tall * share, kind, 2)
+
+    def save(self, name: str) -> None:
+        """Write the figure of a concept."""
+        (FIGURES / f"concept_{name}.svg").write_text("\n".join([*self.parts, "</svg>\n"]))
+
+
+def members() -> None:
+    """The same mean for two reasons."""
+    drawing = Drawing(
+        300, "Three members agree on 0.7 for one input and contradict each other on another; the mean is the same."
+    )
+    inputs = (
+        ("between two classes", [(0.7, 0.3)] * 3, "all of them hesitate:", "aleatoric"),
+        ("like nothing known", [(0.98, 0.02), (0.95, 0.05), (0.17, 0.83)], "they contradict each other:", "epistemic"),
+    )
+    for side, (title, shares, why, name) in enumerate(inputs):
+        left = 20 + 285 * side
+        drawing.box(left, 20, 275, 260, "card", 10)
+        drawing.say(left + 137, 48, title, "title")
+        for number, (kind, pair) in enumerate(zip(MEMBERS, shares, strict=True)):
+            drawing.bars(left + 24 + 58 * number, 138, pair, kind, 62)
+            drawing.say(left + 40 + 58 * number, 158, str(number + 1), "soft")
+        drawing.bars(left + 214, 138, (0.7, 0.3), "base", 62)
+        drawing.say(left + 230, 158, "mean", "soft")
+        drawing.say(left + 190, 112, "→", "")
+        drawing.say(left + 137, 194, "the mean says 0.7", "")
+        drawing.say(left + 137, 226, why, "soft")
+        drawing.say(left + 137, 250, f"{name} uncertainty", "title")
+    drawing.save("members")
+
+
+def trunk() -> None:
+    """Common layers run once, the rest for each member."""
+    drawing = Drawing(
+        270, "The first layers are common to all members and run once; the last ones run for each member."
+    )
+    drawing.say(58, 140, "input")
+    drawing.arrow(80, 135, 110, 135)
+    drawing.box(110, 60, 190, 150, "card", 10)
+    drawing.say(205, 48, "trunk: runs once", "title")
+    for layer in range(4):
+        drawing.box(126 + 41 * layer, 78, 34, 114, "mlp", 5)
+        for head in range(5):
+            drawing.dot(143 + 41 * layer, 97 + 19 * head, "base")
+    drawing.say(440, 48, "runs for each member", "title")
+    gone = {0: (1, 3), 1: (0, 4), 2: (2, 3)}
+    for number, kind in enumerate(MEMBERS):
+        middle = 80 + 55 * number
+        drawing.arrow(300, 135, 330, middle)
+        for layer in range(2):
+            drawing.box(332 + 74 * layer, middle - 18, 68, 36, "card", 5)
+            for head in range(5):
+                off = head == gone[number][layer]
+                drawing.dot(344 + 74 * layer + 11 * head, middle, "off" if off else kind, 4.2)
+        drawing.arrow(474, middle, 500, middle)
+        drawing.bars(508, middle + 18, [(0.9, 0.1), (0.7, 0.3), (0.85, 0.15)][number], kind, 36)
+    drawing.arrow(546, 135, 562, 135)
+    drawing.say(578, 140, "p")
+    drawing.say(205, 240, "equal weights, stored once", "soft")
+    drawing.say(440, 240, "own heads, shared or own MLPs", "soft")
+    drawing.save("trunk")
+
+
+def circuits() -> None:
+    """One head after another goes, the one whose loss hurts least."""
+    drawing = Drawing(
+        352, "At every step each head is switched off on trial; the one whose loss leaves the best score goes."
+    )
+    steps = ([52, 30, 44, 58, 22, 40, 49, 35], [47, 26, 41, 0, 20, 38, 51, 30], [43, 22, 45, 0, 17, 33, 0, 27])
+    for step, scores in enumerate(steps):
+        foot = 92 + 92 * step
+        drawing.say(22, foot - 8, f"step {step + 1}", "title", "start")
+        drawing.path([(92, foot + 0.5), (400, foot + 0.5)], "thin")
+        best = scores.index(max(scores))
+        for head, score in enumerate(scores):
+            x = 112 + 38 * head
+            drawing.box(x - 10, foot - score, 20, score, "m1" if head == best else "mlp", 2)
+            drawing.dot(x, foot + 16, "off" if score == 0 else "m1" if head == best else "base", 7)
+        drawing.say(420, foot - 22, "score without each", "soft", "start")
+        drawing.say(420, foot - 4, "head: the best goes", "soft", "start")
+    drawing.say(300, 332, "three scores (accuracy, OOD detection, both) give three members", "soft")
+    drawing.save("circuits")
+
+
+def two_reasons() -> None:
+    """Answers of a demo ensemble by both scores, with the thresholds that accept 95 % of familiar images each."""
+    drawing = Drawing(
+        452, "Each image by how unsure the model is and how unfamiliar it looks; mistakes lie right, clothes above."
+    )
+    answers = load_answers()["Hydra"][0]
+    unsure = {name: 1 - one.logits.softmax(-1).mean(0).amax(-1) for name, one in answers.items()}
+    limits = {
+        "unsure": conformal_threshold(unsure["calibration"], 0.95),
+        "unfamiliar": conformal_threshold(answers["calibration"].unfamiliar, 0.95),
+    }
+    left, right, top, foot = 66, 576, 22, 352
+
+    def between(value: float, low: float, high: float) -> float:
+        return math.log(min(max(value, low), high) / low) / math.log(high / low)
+
+    def across(score: float) -> float:
+        return left + (right - left) * between(score, 0.012, 1)
+
+    def up(distance: float) -> float:
+        return foot - (foot - top) * between(distance, 10, 3000)
+
+    drawing.box(left, top, right - left, foot - top, "card", 6)
+    x, y = across(limits["unsure"]), up(limits["unfamiliar"])
+    drawing.box(left, top, right - left, y - top, "wash", 0)
+    drawing.box(x, y, right - x, foot - y, "wash", 0)
+    wrong = answers["test"].logits.softmax(-1).mean(0).argmax(-1) != torch.tensor(load_sample().test.labels)
+    kinds = {"familiar": "base", "mistaken": "m1", "unknown land use": "m2", "clothes": "m0"}
+    picked = {"familiar": ("test", ~wrong), "mistaken": ("test", wrong)}
+    picked |= {label: (name, torch.ones(len(unsure[name])).bool()) for label, name in FOREIGN.items()}
+    for label, (name, mask) in picked.items():
+        where = mask.nonzero().flatten()
+        for index in where[torch.randperm(len(where), generator=torch.Generator().manual_seed(0))[:110]].tolist():
+            x_, y_ = across(unsure[name][index].item()), up(answers[name].unfamiliar[index].item())
+            drawing.dot(x_, y_, kinds[label], 3.4 if label == "mistaken" else 2.6)
+    drawing.path([(x, top), (x, foot)], "dash")
+    drawing.path([(left, y), (right, y)], "dash")
+    drawing.say(left + 8, top + 20, "unfamiliar", "title", "start")
+    drawing.say(right - 8, foot - 12, "unsure", "title", "end")
+    drawing.say(left + 8, y + 22, "accepted", "title", "start")
+    for value in (0.02, 0.05, 0.1, 0.2, 0.5, 1):
+        drawing.say(across(value), foot + 18, f"{value:g}", "soft")
+    drawing.say((left + right) / 2, foot + 40, "one minus confidence →", "soft")
+    turned = f'<text transform="translate(24 {(top + foot) / 2:g}) rotate(-90)" text-anchor="middle" class="soft">'
+    drawing.parts.append(f"{turned}distance of features →</text>")
+    for value in (10, 100, 1000):
+        drawing.say(left - 7, up(value) + 5, f"{value}", "soft", "end")
+    for x, (label, kind) in zip((76, 180, 296, 468), kinds.items(), strict=True):
+        drawing.dot(x, 424, kind, 6)
+        drawing.say(x + 13, 429, label, "", "start")
+    drawing.save("two_reasons")
+
+
+def calibration() -> None:
+    """First the mean, then one temperature."""
+    drawing = Drawing(
+        306, "The members' probabilities are averaged first; one temperature then sharpens the mean until it is honest."
+    )
+    for number, kind in enumerate(MEMBERS):
+        drawing.bars(28, 92 + 74 * number, [(0.95, 0.03, 0.02), (0.8, 0.15, 0.05), (0.5, 0.1, 0.4)][number], kind, 52)
+        drawing.arrow(86, 74 + 74 * number, 122, 148)
+    drawing.bars(128, 174, (0.75, 0.09, 0.16), "base", 58)
+    drawing.say(152, 198, "mean", "soft")
+    drawing.arrow(182, 148, 244, 148)
+    drawing.say(211, 138, "T &lt; 1", "soft")
+    drawing.bars(250, 174, (0.9, 0.03, 0.07), "base", 58)
+    drawing.say(274, 198, "confidence", "soft")
+    drawing.say(52, 262, "members", "soft")
+    left, foot, size = 356, 252, 216
+    drawing.box(left, foot - size, size, size, "card", 6)
+    drawing.path([(left, foot), (left + size, foot - size)], "dash")
+    at = [place / 20 for place in range(21)]
+    sketches = {"s1": [v**1.55 for v in at], "s0": [v**0.62 for v in at]}
+    for kind, values in sketches.items():
+        drawing.path([(left + size * v, foot - size * one) for v, one in zip(at, values, strict=True)], f"curve {kind}")
+    drawing.path([(left + size * v, foot - size * (v - 0.012 * math.sin(9 * v))) for v in at], "curve s2")
+    drawing.say(left + 12, foot - size + 34, "the mean: too shy", "", "start")
+    drawing.say(left + size - 8, foot - 14, "one model: too sure", "", "end")
+    drawing.say(left + size / 2, foot + 20, "confidence →, right answers ↑", "soft")
+    drawing.say(left + size / 2, foot + 40, "green: after one temperature", "soft")
+    drawing.save("calibration")
+
+
+if __name__ == "__main__":
+    for draw in (members, trunk, circuits, two_reasons, calibration):
+        draw()
