@@ -9,6 +9,7 @@ in it is touched. What is written is in the document itself, so that a git host 
 
 import argparse
 import re
+import statistics
 import sys
 import textwrap
 
@@ -26,7 +27,7 @@ from hydra_ensembles.convert.convert import supported
 from hydra_ensembles.demo import Gains
 from hydra_ensembles.report import to_markdown
 from hydra_ensembles.schema import from_plain
-from studies.price import price_table
+from studies.price import DEEP, HYDRA, LONGER, NUMBERS, SINGLE, SOUP, price_table
 from studies.tables import study_blocks
 
 
@@ -44,6 +45,7 @@ def tables() -> dict[str, str]:
         "serve": serve_table(),
         "search": to_markdown(SearchResult.load(RESULTS / "search.json").table()),
         "price": price_table(load("price.json")),
+        "gains": gains_table(),
         "conversion": conversion_line(),
         "takes": takes_table(),
         **inference_report.tables(),
@@ -57,6 +59,35 @@ def demo_table() -> str:
     shown = from_plain(Gains, found["gains"], "gains")
     words = [sentence.replace("*", "\\*") for sentence in shown.verdict]
     return "\n".join([*words, "", to_markdown(shown.table).rstrip(), "From `results/demo.json`."])
+
+
+def gains_table() -> str:
+    """Of the README: what each method brings and what it costs, the mean over the tasks of the price."""
+    found = load("price.json")
+    tasks, costs, count = found["tables"], found["costs"]["tasks"], found["recipe"]["members"]
+    trainings = {SINGLE: 1, LONGER: 2, SOUP: count, DEEP: count, HYDRA: count}
+
+    def number(name: str, key: str) -> str:
+        value = statistics.fmean(rows[name][key]["mean"] for rows in tasks.values())
+        return f"{value:.3f}" if key == "nll" else f"{100 * value:.1f}"
+
+    columns = []
+    for key in NUMBERS:
+        cells = [number(name, key) for name in trainings]
+        best = (min if key in ("nll", "ece", "aurc") else max)(cells, key=float)
+        columns.append([f"**{cell}**" if cell == best else cell for cell in cells])
+    prices = [
+        f"{statistics.fmean(costs[task].get(name, costs[task][SINGLE])['ratio'] for task in tasks):.2f}×"
+        for name in trainings
+    ]
+    rows = [list(row) for row in zip(trainings, map(str, trainings.values()), prices, *columns, strict=True)]
+    titles = ["accuracy ↑", "NLL ↓", "ECE ↓", "own mistakes, AURC ↓", "foreign, unsure ↑", "foreign, unfamiliar ↑"]
+    about = (
+        f"Means over {len(tasks)} tasks ({', '.join(tasks)}) and their seeds, {count} members, calibrated; per cent "
+        f"but for NLL; bold: the best number, whether or not the difference is chance. {HYDRA} here: {count} "
+        "fine-tunings fused above the mean of their first layers, no head pruned. From `results/price.json`."
+    )
+    return "\n".join([*table(["method", "trainings ↓", "price ↓", *titles], rows), "", about])
 
 
 def attack_table() -> str:

@@ -21,7 +21,7 @@ def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(source.replace("](../docs/", "](../"))
+            parts.append(source.replace("](../docs/", "](../").replace(".ipynb)", ".md)"))
             continue
         parts.append(f"```python\n{source}\n```")
         for output in cell["outputs"]:

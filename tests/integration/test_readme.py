@@ -1,4 +1,4 @@
-"""The Python of the README runs as it stands."""
+"""The Python of README and quickstart runs as it stands, and the README stays short."""
 
 import re
 from pathlib import Path
@@ -13,11 +13,17 @@ from safetensors.torch import save_file
 from architectures import timm_model
 
 SAMPLES = 48
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+README, QUICKSTART = ROOT / "README.md", ROOT / "docs" / "quickstart.md"
 
 
-def blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def blocks(page: Path, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def test_the_readme_is_two_screens() -> None:
+    assert len(README.read_text().splitlines()) <= 160
+    assert blocks(README, "bash")[1] in blocks(QUICKSTART, "bash")  # the same commands, in both or in none
 
 
 def my_timm_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,12 +63,13 @@ def test_the_readme_code_runs(
         "ood_loader": [(others[i : i + 16], labels[:16]) for i in range(0, SAMPLES, 16)],
     }
     my_timm_model(tmp_path, monkeypatch)
-    build, mine, steps = blocks()
+    build, mine = blocks(README)
+    again, steps = blocks(QUICKSTART)
+    assert mine == again
     exec(build, names)
     exec(mine, {})
     assert re.match(r"\['(dark|light)'\] tensor\(\[0", capsys.readouterr().out)
     assert len([line for line in mine.splitlines() if line.strip()]) <= 10
-    assert mine in (README.parent / "docs" / "quickstart.md").read_text()
     exec(steps, names)
     assert "heads kept" in capsys.readouterr().out
     assert (tmp_path / "my-hydra" / "model.safetensors").exists()

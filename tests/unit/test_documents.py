@@ -12,7 +12,7 @@ from hydra_ensembles.prediction import ScoreName
 from hydra_ensembles.report import COLUMNS, DIVERSITY
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"), *ROOT.glob("notebooks/*.ipynb")]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 
 
@@ -22,7 +22,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(DOCUMENTS), ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
     for target, place in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", path.read_text()):
         found = path.parent / target if target else path
