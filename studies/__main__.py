@@ -14,6 +14,8 @@ from . import classifiers
 from .classifier import ClassifierData, ClassifierRun
 from .dual import DualModels, DualRun
 from .engine import SeedRun, collect, require_own_record, run_stages
+from .fetch import SETS
+from .fetch import prepare as prepare_set
 from .numbers import require_same, tables_of
 from .recipe import STUDIES, SUITES, ClassifierRecipe, StudyRecipe, load_recipe
 from .results import Results
@@ -131,6 +133,17 @@ def classify(
                     pool.run(classifiers.jobs_of(task, stage, wanted, numbers))
                 case _:
                     raise ConfigError(f"stages are {', '.join(classifiers.STAGES)}; got {stage!r}")
+
+
+@app.command()
+def prepare(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(SETS)}.")],
+    source: Annotated[Path, typer.Argument(help="Checkout of the repository that has it.")],
+    data: Annotated[Path, typer.Argument(help="Folder that the studies read sets from, `images/NAME` below it.")],
+) -> None:
+    """Make a checkout of a public repository a data set of the studies: Parquet files with small images."""
+    for path in prepare_set(name, source, data):
+        print(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 
 def seed_runs(

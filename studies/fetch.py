@@ -1,0 +1,232 @@
+"""Public data sets as the studies read them: checkouts of repositories made into Parquet files with small images.
+
+`python -m studies prepare NAME SOURCE DATA` reads a checkout of the repository that `SETS` names and writes
+`DATA/images/NAME/SPLIT.parquet`: images, and labels with the names of classes, or captions. Photographs become JPEGs
+with a short side of at most 128 pixels; CIFAR-100 stays as it is, in lossless WebP. Sets that are only asked about, and
+those of whose classes a few images suffice, keep equally many images of each class. Terms are those of the originals.
+"""
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from hydra_ensembles.data.dataset import IMAGE_SUFFIXES
+from hydra_ensembles.errors import ConfigError, DataError
+
+from .sets import IMAGENET_CLASSES, imagenet_names
+
+SHORT_SIDE, QUALITY = 128, 80
+CIFAR100_SPLITS, CIFAR100_EACH = ("train-3", "train-4"), 100  # images a class and split, after train-0 to train-2
+CIFAR100_OTHERS = ("train-0", "train-1", "train-2", "test")
+CAPTIONS = 5
+
+Row = tuple[bytes, int | list[str]]  # an image, and its label or captions
+Splits = Mapping[str, Iterable[Row]]
+
+
+@dataclass(frozen=True)
+class PublicSet:
+    """A set of a public repository: its splits out of a checkout, and what its classes are called."""
+
+    repository: str
+    splits: Callable[[Path, Path], Splits]  # of the checkout and the folder of the outcome
+    names: Callable[[Path], Sequence[str]] | None  # in the order of labels; None: images have captions
+
+
+def prepare(name: str, source: Path, data: Path) -> list[Path]:
+    """Write every split of a set; the files."""
+    if name not in SETS:
+        raise ConfigError(f"there is no public set {name!r}; choose one of {', '.join(SETS)}")
+    found, folder = SETS[name], data / "images" / name
+    if not source.is_dir():
+        raise DataError(f"{source} is no folder; check out github:{found.repository} there")
+    names = None if found.names is None else found.names(source)
+    written = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, rows in found.splits(source, folder).items():
+        written.append(folder / f"{split}.parquet")
+        pq.write_table(as_table(rows, names, f"{name} in {source}"), written[-1], compression="zstd")
+    return written
+
+
+def as_table(rows: Iterable[Row], names: Sequence[str] | None, where: str) -> pa.Table:
+    """A split in the layout of Hugging Face data sets, with images in bytes."""
+    images, others = zip(*rows, strict=True) if (rows := list(rows)) else ((), ())
+    if not images:
+        raise DataError(f"there are no images of {where}; is it a whole checkout of the right repository?")
+    column = "captions" if names is None else "label"
+    features: dict[str, Any] = {"image": {"_type": "Image"}}
+    features[column] = (
+        {"feature": {"dtype": "string", "_type": "Value"}, "_type": "Sequence"}
+        if names is None
+        else {"names": list(names), "_type": "ClassLabel"}
+    )
+    data = {
+        "image": pa.array(
+            [{"bytes": one, "path": None} for one in images], pa.struct({"bytes": pa.binary(), "path": pa.string()})
+        ),
+        column: pa.array(others, pa.list_(pa.string()) if names is None else pa.int64()),
+    }
+    return pa.table(data).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+
+
+def small(path: Path) -> bytes:
+    """A photograph as a JPEG with a short side of at most 128 pixels."""
+    with Image.open(path) as opened:
+        opened.draft("RGB", (2 * SHORT_SIDE, 2 * SHORT_SIDE))
+        image = opened.convert("RGB")
+    scale = SHORT_SIDE / min(image.size)
+    if scale < 1:
+        width, height = (max(round(scale * side), 1) for side in image.size)
+        image = image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0)
+    content = io.BytesIO()
+    image.save(content, "JPEG", quality=QUALITY)
+    return content.getvalue()
+
+
+# --- folders with one folder a class ---------------------------------------------------------------------------------
+
+
+def of_folders(split: str, each: int, *folders: str) -> Callable[[Path, Path], Splits]:
+    """So many images of every class, evenly drawn from its folders; labels in the order of `class_folders`."""
+
+    def read(source: Path, _: Path) -> Splits:
+        return {split: list(rows(source))}
+
+    def rows(source: Path) -> Iterator[Row]:
+        for label, name in enumerate(class_folders(source / folders[0])):
+            listed = [one for folder in folders for one in sorted((source / folder / name).iterdir())]
+            images = [one for one in listed if one.suffix.lower() in IMAGE_SUFFIXES]
+            for place in np.linspace(0, len(images) - 1, min(each, len(images))).round().astype(int):
+                yield small(images[place]), label
+
+    return read
+
+
+def class_folders(folder: Path) -> list[str]:
+    """Paths of the folders of classes, sorted: those that hold no further folder; numbers in the order of numbers."""
+    found = [one for one in folder.rglob("*") if one.is_dir() and not any(below.is_dir() for below in one.iterdir())]
+    names = [one.relative_to(folder).as_posix() for one in found]
+    return sorted(names, key=lambda name: (int(name) if name.isdigit() else 0, name))
+
+
+def cub_names(source: Path) -> list[str]:
+    """Without the numbers: `001.Black_footed_Albatross`."""
+    return [name.partition(".")[2].replace("_", " ") for name in class_folders(source / "test")]
+
+
+def flower_names(source: Path) -> list[str]:
+    """By the list of the repository; folders have numbers."""
+    listed = json.loads((source / "cat_to_name.json").read_text(encoding="utf-8"))
+    return [listed[name] for name in class_folders(source / "flowers" / "test")]
+
+
+def place_names(source: Path) -> list[str]:
+    """Of folders such as `a/apartment_building/outdoor`."""
+    return [
+        name[2:].replace("/", " ").replace("_", " ") for name in class_folders(source / "data" / "images" / "train")
+    ]
+
+
+# --- the others ------------------------------------------------------------------------------------------------------
+
+
+def flickr8k(source: Path, _: Path) -> Splits:
+    """The official splits; every image with its five captions."""
+    texts, captions = source / "Flicker8k_text", dict[str, list[str]]()
+    for line in (texts / "Flickr8k.token.txt").read_text(encoding="utf-8").splitlines():
+        place, caption = line.split("\t", 1)
+        captions.setdefault(place.partition("#")[0], []).append(caption.removesuffix(" .").strip())
+    found = {}
+    for split, official in {"train": "train", "validation": "dev", "test": "test"}.items():
+        names = (texts / f"Flickr_8k.{official}Images.txt").read_text(encoding="utf-8").split()
+        short = [name for name in names if len(captions.get(name, ())) != CAPTIONS]
+        if short:
+            raise DataError(f"{source}: {short[:3]} do not have five captions; check the repository out again")
+        found[split] = [(small(source / "Flicker8k_Dataset" / name), captions[name]) for name in names]
+    return found
+
+
+def imagenet_samples(source: Path, _: Path) -> Splits:
+    """One image a class of ImageNet-1K, in the order of their WordNet numbers, which begin the names of files."""
+    files = sorted(source.glob("n*_*.JPEG"))
+    if len(files) != IMAGENET_CLASSES:
+        raise DataError(f"{source} has {len(files)} images; there must be one of each of {IMAGENET_CLASSES} classes")
+    return {"train": [(small(path), label) for label, path in enumerate(files)]}
+
+
+def nips2017(source: Path, _: Path) -> Splits:
+    """Photographs with labels of ImageNet-1K, counted from one."""
+    with (source / "dataset" / "images.csv").open(encoding="utf-8", newline="") as file:
+        listed = [(row["ImageId"], int(row["TrueLabel"]) - 1) for row in csv.DictReader(file)]
+    return {"train": [(small(source / "dataset" / "images" / f"{name}.png"), label) for name, label in listed]}
+
+
+def cifar100(source: Path, folder: Path) -> Splits:
+    """Training images that the splits of the folder do not have, at most a hundred of a class in each of two more.
+
+    The set has images twice, some of them in its test set: a class has a few images less than five hundred.
+    """
+    known = {hashlib.sha256(pixels).digest() for pixels in _pixels_of(folder)}
+    names, each = cifar100_names(source), len(CIFAR100_SPLITS) * CIFAR100_EACH
+    found: dict[str, list[Row]] = {split: [] for split in CIFAR100_SPLITS}
+    for label, name in enumerate(names):
+        content = (source / "cifar-100-binary" / "split train bins" / f"{name}-{label}-train.bin").read_bytes()
+        images = np.frombuffer(content, np.uint8).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)  # [500, 32, 32, 3]
+        new = [one for one in images if hashlib.sha256(one.tobytes()).digest() not in known]
+        for place, one in enumerate(new[:each]):
+            content_of = io.BytesIO()
+            Image.fromarray(one).save(content_of, "WEBP", lossless=True)
+            found[CIFAR100_SPLITS[place // CIFAR100_EACH]].append((content_of.getvalue(), label))
+    return found
+
+
+def cifar100_names(source: Path) -> list[str]:
+    """The fine classes."""
+    return (source / "cifar-100-binary" / "fine_label_names.txt").read_text(encoding="utf-8").split()
+
+
+def _pixels_of(folder: Path) -> Iterator[bytes]:
+    """The images of the splits of CIFAR-100 that are there."""
+    for split in CIFAR100_OTHERS:
+        path = folder / f"{split}.parquet"
+        if not path.is_file():
+            raise DataError(f"{path} is missing; the new splits hold what {', '.join(CIFAR100_OTHERS)} do not")
+        for cell in pq.read_table(path, columns=["image"]).column("image").to_pylist():
+            yield np.asarray(Image.open(io.BytesIO(cell["bytes"])).convert("RGB")).tobytes()
+
+
+def _folder_names(folder: str) -> Callable[[Path], list[str]]:
+    return lambda source: class_folders(source / folder)
+
+
+def _imagenet(_: Path) -> Sequence[str]:
+    return imagenet_names()
+
+
+SETS: Mapping[str, PublicSet] = {
+    "flickr8k": PublicSet("tnagire1/flickr8k_dataset", flickr8k, None),
+    "imagenet_samples": PublicSet("EliSchwartz/imagenet-sample-images", imagenet_samples, _imagenet),
+    "nips2017": PublicSet("ZhengyuZhao/Targeted-Tansfer", nips2017, _imagenet),
+    "miniplaces": PublicSet(
+        "retocali/6.819-Miniplaces_Challenge", of_folders("train", 60, "data/images/train"), place_names
+    ),
+    "cars": PublicSet("cyizhuo/Stanford_Cars_dataset", of_folders("test", 10, "test"), _folder_names("test")),
+    "cub200": PublicSet("cyizhuo/CUB-200-2011-dataset", of_folders("test", 10, "test"), cub_names),
+    "flowers102": PublicSet(
+        "josedab/udacity-ai-flower-image-classification",
+        of_folders("test", 20, "flowers/test", "flowers/valid"),
+        flower_names,
+    ),
+    "cifar100_full": PublicSet("Taragon123/Taragon123.github.io", cifar100, cifar100_names),
+}

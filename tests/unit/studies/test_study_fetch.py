@@ -1,0 +1,143 @@
+"""Checkouts of public repositories become data sets of the studies."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from hydra_ensembles.data import load
+from hydra_ensembles.errors import ConfigError, DataError
+from studies.__main__ import app
+from studies.fetch import CIFAR100_EACH, CIFAR100_OTHERS, as_table, cifar100_names, prepare
+
+
+def photograph(path: Path, size: tuple[int, int] = (200, 150), shade: int = 90) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, (shade, 20, 200)).save(path)
+
+
+def cars(source: Path) -> None:
+    for name in ("Audi TT", "BMW X3"):
+        for number in range(12):
+            photograph(source / "test" / name / f"{number:03}.jpg", shade=number * 20)
+    (source / "test" / "Audi TT" / "notes.txt").write_text("no image")
+
+
+def birds(source: Path) -> None:
+    for number, name in enumerate(("001.Black_footed_Albatross", "002.Crow")):
+        photograph(source / "test" / name / "a.jpg", shade=100 * number)
+
+
+def flowers(source: Path) -> None:
+    for folder in ("test", "valid"):
+        for number in ("1", "2", "10"):
+            photograph(source / "flowers" / folder / number / f"{folder}.jpg", shade=20 * int(number))
+    names = {"1": "pink primrose", "2": "pocket orchid", "10": "globe thistle"}
+    (source / "cat_to_name.json").write_text(json.dumps(names))
+
+
+def places(source: Path) -> None:
+    for name in ("a/abbey", "a/apartment_building/outdoor"):
+        photograph(source / "data" / "images" / "train" / name / "1.jpg")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "split", "names", "counts"),
+    [
+        ("cars", cars, "test", ("Audi TT", "BMW X3"), [10, 10]),
+        ("cub200", birds, "test", ("Black footed Albatross", "Crow"), [1, 1]),
+        ("flowers102", flowers, "test", ("pink primrose", "pocket orchid", "globe thistle"), [2, 2, 2]),
+        ("miniplaces", places, "train", ("abbey", "apartment building outdoor"), [1, 1]),
+    ],
+)
+def test_folders_of_classes_become_small_images_with_names(
+    name: str, make: Callable[[Path], None], split: str, names: tuple[str, ...], counts: list[int], tmp_path: Path
+) -> None:
+    make(tmp_path / "source")
+    found = CliRunner().invoke(app, ["prepare", name, str(tmp_path / "source"), str(tmp_path / "data")])
+    assert found.exit_code == 0, found.output
+    data = load(tmp_path / "data" / "images" / name, split)
+    assert data.class_names == names
+    assert np.bincount(data.labels).tolist() == counts
+    assert data[0][0].size == (171, 128)
+
+
+def test_a_label_stays_with_its_pictures(tmp_path: Path) -> None:
+    flowers(tmp_path)
+    data = load(prepare("flowers102", tmp_path, tmp_path / "data")[0])
+    reds = {data.class_names[label]: round(float(np.asarray(image)[..., 0].mean()), -1) for image, label in data}
+    assert reds == {"pink primrose": 20, "pocket orchid": 40, "globe thistle": 200}
+
+
+def test_small_images_are_not_enlarged(tmp_path: Path) -> None:
+    photograph(tmp_path / "test" / "One" / "a.png", (60, 40))
+    assert load(prepare("cars", tmp_path, tmp_path / "data")[0])[0][0].size == (60, 40)
+
+
+def flickr8k(source: Path, captions: int = 5) -> None:
+    texts, lines = source / "Flicker8k_text", []
+    texts.mkdir(parents=True)
+    for split in ("train", "dev", "test"):
+        photograph(source / "Flicker8k_Dataset" / f"{split}.jpg", (128, 256))
+        lines += [f"{split}.jpg#{number}\tA {split} dog , number {number} ." for number in range(captions)]
+        (texts / f"Flickr_8k.{split}Images.txt").write_text(f"{split}.jpg\n")
+    (texts / "Flickr8k.token.txt").write_text("\n".join(lines))
+
+
+def test_flickr8k_keeps_its_splits_and_five_captions(tmp_path: Path) -> None:
+    flickr8k(tmp_path)
+    written = prepare("flickr8k", tmp_path, tmp_path / "data")
+    assert [path.stem for path in written] == ["train", "validation", "test"]
+    rows = pq.read_table(written[1]).to_pylist()
+    assert rows[0]["captions"] == [f"A dev dog , number {number}" for number in range(5)]
+    assert Image.open(io.BytesIO(rows[0]["image"]["bytes"])).size == (128, 256)
+
+
+def webp(pixels: np.ndarray) -> bytes:
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, "WEBP", lossless=True)
+    return content.getvalue()
+
+
+def test_new_images_of_cifar100_are_not_in_the_other_splits(tmp_path: Path) -> None:
+    draws, folder = np.random.default_rng(0), tmp_path / "data" / "images" / "cifar100_full"
+    bins = tmp_path / "cifar-100-binary" / "split train bins"
+    bins.mkdir(parents=True)
+    (bins.parent / "fine_label_names.txt").write_text("apple\nbear\n")
+    all_images = draws.integers(0, 256, (2, 2 * CIFAR100_EACH + 4, 32, 32, 3), dtype=np.uint8)
+    for label, name in enumerate(cifar100_names(tmp_path)):
+        (bins / f"{name}-{label}-train.bin").write_bytes(all_images[label].transpose(0, 3, 1, 2).tobytes())
+    folder.mkdir(parents=True)
+    for place, split in enumerate(CIFAR100_OTHERS):
+        rows = [(webp(all_images[label, place]), label) for label in range(2)]
+        pq.write_table(as_table(rows, cifar100_names(tmp_path), split), folder / f"{split}.parquet")
+    written = prepare("cifar100_full", tmp_path, tmp_path / "data")
+    assert [path.stem for path in written] == ["train-3", "train-4"]
+    found = [(np.asarray(image), label) for path in written for image, label in load(path)]
+    for label in range(2):
+        own = np.stack([pixels for pixels, one in found if one == label])
+        assert np.array_equal(own, all_images[label, len(CIFAR100_OTHERS) :])
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "error", "token"),
+    [
+        ("food", cars, ConfigError, "food"),
+        ("cars", lambda _: None, DataError, "Stanford_Cars"),
+        ("cub200", lambda source: (source / "test").mkdir(parents=True), DataError, "cub200"),
+        ("flickr8k", lambda source: flickr8k(source, captions=4), DataError, "five captions"),
+        ("imagenet_samples", cars, DataError, "1000"),
+    ],
+)
+def test_what_is_no_checkout_is_refused(
+    name: str, make: Callable[[Path], None], error: type[Exception], token: str, tmp_path: Path
+) -> None:
+    make(tmp_path / "source")
+    with pytest.raises(error, match=token):
+        prepare(name, tmp_path / "source", tmp_path / "data")
