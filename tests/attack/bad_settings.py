@@ -92,6 +92,7 @@ def _recipe(add: Add) -> None:
         "evaluate_every": whole(1, none=True),
         "gradient_accumulation": whole(1),
         "seed": whole(0),
+        "order_seed": whole(0, none=True),
         "batch_size": whole(1, none=True),
         "optimizer": nothing,
         "schedule": nothing,

@@ -20,7 +20,7 @@ from ..heads.ranking import Head
 from ..model.config import EncoderConfig, PatchStemConfig
 from ..model.ensemble import Ensemble
 from ..model.layers import Attention, Block, Context, read_tokens
-from .scores import IntArray, SampleGroup, Samples, parts, to_device
+from .scores import Distance, IntArray, SampleGroup, Samples, parts, to_device
 
 Work = Counter[str]  # "layer_evaluations", blocks run on one sample; "multiply_adds", of the products really needed
 Record = Callable[[IntArray, IntArray, Tensor], None]  # takes logits [P, C] of pairs of candidate and sample number
@@ -33,8 +33,9 @@ _ROWS = 1 << 14  # samples whose logits are held at once
 class WorkingModel:
     """A private copy of a model with one member that can be entered at any block and loses heads for good."""
 
-    def __init__(self, model: Ensemble, off: Sequence[Head], work: Work) -> None:
+    def __init__(self, model: Ensemble, off: Sequence[Head], work: Work, distance: Distance | None = None) -> None:
         self.ensemble, self.work = working_copy(model, None, None), work  # counts every block that is run
+        self.distance = distance
         self.kept = [list(layer) for layer in model.heads[0]]  # original indices of the heads left, by layer
         self.blocks, self.layers = cast(Sequence[Block], self.ensemble.encoder.layers), model.num_layers
         self._last_read = model.readout.tokens_read()
@@ -75,8 +76,9 @@ class WorkingModel:
         return self.ensemble.readout.pool(x, key_mask, ids)[0]
 
     def classify(self, features: Tensor) -> Tensor:
-        """From pooled features to logits `[B, C]`."""
-        return self.ensemble.readout.classify(features[None])[0]
+        """From pooled features to logits `[B, C]`, by distance `[B, C + 1]`."""
+        logits = self.ensemble.readout.classify(features[None])[0]
+        return logits if self.distance is None else self.distance.answers(features, logits)
 
     def drop(self, head: Head) -> None:
         """Take a head out: its rows leave the projections, and later passes cost less."""

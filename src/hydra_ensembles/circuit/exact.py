@@ -12,7 +12,7 @@ from ..heads.masking import masked
 from ..heads.ranking import Head
 from ..model.ensemble import Ensemble
 from .cache import CachedTower, Work, forward_cost
-from .scores import NO_HEAD, Answers, IntArray, Objective, Result, Samples, parts
+from .scores import NO_HEAD, Answers, Distance, IntArray, Objective, Result, Samples, parts
 
 Tell = Callable[[int], None]  # takes the number of candidates of this rank that are decided so far in a step
 
@@ -33,6 +33,7 @@ class Naive:
     batch_size: int
     off: Sequence[Head]  # removed so far
     tell: Tell = field(default=silent, kw_only=True)
+    distance: Distance | None = field(default=None, kw_only=True)
 
     @property
     def result(self) -> Result:
@@ -59,17 +60,29 @@ class Naive:
 
     def logits(self, off: Sequence[Head]) -> Iterator[tuple[IntArray, Tensor]]:
         """Logits `[B, C]` without some heads for all samples in batches, with their numbers."""
-        return run_without(self.model, off, self.samples, self.batch_size, self.work)
+        return run_without(self.model, off, self.samples, self.batch_size, self.work, self.distance)
 
 
 def run_without(
-    model: Ensemble, off: Sequence[Head], samples: Samples, batch_size: int, work: Work
+    model: Ensemble,
+    off: Sequence[Head],
+    samples: Samples,
+    batch_size: int,
+    work: Work,
+    distance: Distance | None = None,
 ) -> Iterator[tuple[IntArray, Tensor]]:
-    """Logits `[B, C]` of a whole model without some heads for all samples in batches, with their numbers."""
+    """Logits `[B, C]` of a whole model without some heads for all samples in batches, with their numbers.
+
+    Of a model without a classifier, embeddings; by distance, `[B, C + 1]`.
+    """
     with masked(model, [Head(head.layer, head.head) for head in off]):
         for group in samples.groups:
             for rows in parts(len(group), batch_size):
-                yield group.numbers[rows], model(*group.take(rows))[0]  # [1, B, C] -> [B, C]
+                if distance is None:
+                    yield group.numbers[rows], model(*group.take(rows))[0]  # [1, B, C] -> [B, C]
+                else:
+                    features, logits = model.features_and_logits(*group.take(rows))
+                    yield group.numbers[rows], distance.answers(features[0], logits[0])
     work["layer_evaluations"] += len(samples.labels) * model.num_layers
     work["multiply_adds"] += forward_cost(model, samples)
 

@@ -28,7 +28,7 @@ from ..schema import from_plain, to_plain
 from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_batch_size, forward_cost
 from .exact import Exact, Naive
 from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
-from .scores import Method, Objective, Result, Samples, Score, Ties, read_samples
+from .scores import Distance, Method, Objective, OODScore, Result, Samples, Score, Ties, read_samples
 from .screened import AFRESH, Screened
 from .timing import MINUTES, CandidateBar, in_words, say, seconds_of, speed_of
 
@@ -44,6 +44,7 @@ def extract_circuit(
     budget: int,
     method: Method = "auto",
     ties: Ties = "likelihood",
+    ood_score: OODScore = "msp",
     max_accuracy_loss: float | None = None,
     layers: Iterable[int] | None = None,
     removed: Iterable[HeadLike] = (),
@@ -90,6 +91,9 @@ def extract_circuit(
         ties: Between heads that leave the same S, the one with the larger summed log-likelihood of the labels of the
             ID samples goes, rounded to 1e-6 (`"likelihood"`); then, or at once (`"order"`, as in the paper), the first
             (layer, head).
+        ood_score: What tells ID from OOD samples: the maximum softmax probability, or a distance of features that was
+            fitted to the ensemble (`fit_familiarity`), such as `"mahalanobis"`; its statistics stay those of the whole
+            model. A distance has no `"screened"`.
         max_accuracy_loss: Share of its accuracy on the ID samples that the model may lose in all: from 90 %, 0.02
             allows 88.2 %. A head that would cost more stays; where only such are left, the ranking ends there, with a
             warning and fewer heads than the budget. None for no limit, as in the paper.
@@ -140,6 +144,16 @@ def extract_circuit(
     with_text = "text" in {*chosen, *(head.tower for head in off)}  # heads of the text tower are off, or may be
     if method == "screened" and with_text:
         raise ConfigError('method="screened" is for one tower; use method="exact", or towers=("image",)')
+    if ood_score != "msp":
+        known = None if isinstance(ensemble, DualEncoder) else ensemble.metadata.familiarity
+        if known is None or ood_score not in known.settings.scores:
+            have = [] if known is None else list(known.settings.scores)
+            raise ConfigError(
+                f"ood_score must be 'msp' or a score of features that the ensemble was fitted to give, {have}; got "
+                f"{ood_score!r}: fit_familiarity(ensemble, id_batches, {ood_score!r}) gives an ensemble that has it"
+            )
+        if method == "screened":
+            raise ConfigError(f'method="screened" is for ood_score="msp", got {ood_score!r}; use method="exact"')
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" compares ID with OOD samples; give ood_batches, or use score="acc"')
 
@@ -160,6 +174,10 @@ def extract_circuit(
         settings["ties"] = ties
     if max_accuracy_loss is not None:
         settings["max_accuracy_loss"] = max_accuracy_loss = float(max_accuracy_loss)
+    distance = None
+    if isinstance(ensemble, Ensemble) and ood_score != "msp" and score != "acc":
+        distance = Distance(ensemble, ood_score, dtype, place)
+        settings["ood_score"] = [ood_score, distance.fingerprint.hexdigest()]
     with all_ranks(place) as ranks:
         dual = ensemble if isinstance(ensemble, DualEncoder) else None
         model = ensemble if isinstance(ensemble, Ensemble) else clip.zero_shot(ensemble, names, sentences, False)
@@ -177,7 +195,10 @@ def extract_circuit(
             model=model,
             texts=read_texts(dual, names, sentences, dtype, place) if dual and with_text else None,
             samples=samples,
-            objective=Objective(score, samples.id_count, tuple(samples.ood_sources.values()), ties),
+            objective=Objective(
+                score, samples.id_count, tuple(samples.ood_sources.values()), ties, by_distance=distance is not None
+            ),
+            distance=distance,
             ranks=ranks,
             batch_size=batch_size or fitting_batch_size(model, samples),
             max_memory=room,
@@ -196,6 +217,7 @@ def extract_circuit(
             run.take_steps(record, path if ranks.rank == 0 else None, progress)
     more = {"seed": seed, "device": place.type, "layers": numbered, "dtype": str(dtype), "asked": method, "ties": ties}
     prompted = {"towers": chosen, "classes": len(names), "templates": sentences} if names else {}
+    more |= {} if distance is None else {"ood_score": ood_score}
     return run.ranking(record, {**more, **prompted})
 
 
@@ -251,6 +273,7 @@ class Extraction:
     ranks: Ranks
     batch_size: int
     max_memory: int | None
+    distance: Distance | None = None  # what ID and OOD samples are told apart by, if not by confidence
     work: Work = field(default_factory=Work)  # what was run so far, on this rank
 
     @property
@@ -270,7 +293,8 @@ class Extraction:
             except HydraError as error:
                 problem = error
         kept = self.ranks.gather(kept, problem)[0]
-        slow = self.texts is None and self._seconds(self.candidates)["exact"] > MINUTES
+        estimated = self.texts is None and self.distance is None
+        slow = estimated and self._seconds(self.candidates)["exact"] > MINUTES
         self.method = cast(Method, kept) if kept in get_args(Method) else "screened" if slow else "exact"
 
     def _seconds(self, left: Sequence[Head]) -> dict[Method, float]:
@@ -359,7 +383,7 @@ class Extraction:
         left = [head for head in self.candidates if head not in done[:skipped]]
         if self.method == "naive":
             common = self.model, self.samples, self.objective, self.ranks, self.work, self.batch_size, off
-            return Naive(*common) if self.texts is None else JointNaive(*common, self.texts)
+            return Naive(*common, distance=self.distance) if self.texts is None else JointNaive(*common, self.texts)
         if self.texts is not None:  # a quarter of the memory is for the prompts
             tower, prompts = self.texts.tower, self.texts.prompts
             words = self._cached(tower, prompts, of_tower(left, text=True), of_tower(off, text=True), 0.25)
@@ -381,7 +405,8 @@ class Extraction:
     ) -> CachedTower:
         """A copy of its own without some heads, and a share of the memory for its activations."""
         room = default_max_memory(model.device) if self.max_memory is None else self.max_memory
-        own, working, carry = self.ranks.share(left), WorkingModel(model, off, self.work), self.method == "exact"
+        working = WorkingModel(model, off, self.work, self.distance)
+        own, carry = self.ranks.share(left), self.method == "exact"
         return CachedTower(working, samples, left, own, self.batch_size, int(share * room), carry)
 
     def ranking(self, journal: "Journal", provenance: Mapping[str, Any]) -> HeadRanking:

@@ -4,6 +4,8 @@ E is the number of ID samples answered wrongly. D is twice the number of pairs o
 OOD sample is the more confident one, plus the pairs that tie. Of several OOD sources, each of n_s samples, every D_s
 counts L / n_s times, L being the least common multiple of all n_s: 1 - D / (2 · n · L · sources) is then the mean of
 their AUROCs. Integers compare exactly, and a bound on one holds.
+
+Confidence is the probability of the answer, or how near the features of a sample lie to those of familiar data.
 """
 
 import math
@@ -22,11 +24,13 @@ from ..batches import Batches, Sources, begin_epoch, borrowed, iterate, named_so
 from ..errors import DataError
 from ..heads.members import Score as Score
 from ..heads.ranking import DataFingerprint, Head
+from ..metrics.distance import FamiliarityName, ready, unfamiliarity
 from ..model.ensemble import Ensemble
 from ..overlap import Keys, require_unlike, sample_keys
 
 Method = Literal["auto", "naive", "exact", "screened"]
 Ties = Literal["likelihood", "order"]
+OODScore = Literal["msp", FamiliarityName]
 
 IntArray = npt.NDArray[np.int64]
 Inputs = tuple[Tensor, Tensor | None, Tensor | None]  # images or token ids, attention mask, token types
@@ -155,9 +159,12 @@ def judge(logits: Tensor, labels: Tensor, step: float) -> tuple[Tensor, Tensor, 
     precise = logits.double()
     largest = precise.amax(-1, keepdim=True)
     answer = (precise >= largest - step / 256).int().argmax(-1)  # the first of those that tie
-    odds = log_odds(precise, answer).clamp(-_LARGEST_LOG_ODDS, _LARGEST_LOG_ODDS)
-    confidence = (odds / step).round().nan_to_num().long()
-    return answer != labels, confidence, precise.isfinite().all(-1)
+    return answer != labels, in_steps(log_odds(precise, answer), step), precise.isfinite().all(-1)
+
+
+def in_steps(confidence: Tensor, step: float) -> Tensor:
+    """A confidence `[B]` in float64 on the grid, int64."""
+    return (confidence.clamp(-_LARGEST_LOG_ODDS, _LARGEST_LOG_ODDS) / step).round().nan_to_num().long()
 
 
 def log_odds(logits: Tensor, classes: Tensor) -> Tensor:
@@ -165,6 +172,25 @@ def log_odds(logits: Tensor, classes: Tensor) -> Tensor:
     chosen = classes[..., None]
     others = logits.scatter(-1, chosen, -torch.inf).logsumexp(-1)
     return logits.gather(-1, chosen)[..., 0] - others
+
+
+class Distance:
+    """A fitted score of features that circuits are judged by: as the whole model has it, whatever is pruned."""
+
+    def __init__(self, model: Ensemble, name: FamiliarityName, dtype: torch.dtype, device: torch.device) -> None:
+        known, self.name = model.metadata.familiarity, name
+        assert known is not None
+        self.neighbours, precise = known.settings.neighbours, torch.promote_types(dtype, torch.float32)
+        own = {key.rpartition(".")[2]: one for key, one in known.state.items() if key.rpartition(".")[0] == name}
+        self.fingerprint = DataFingerprint()
+        for key in sorted(own):
+            self.fingerprint.update({key: own[key]}, None)
+        self.statistics = ready({key: one.to(device, precise) for key, one in own.items()})
+
+    def answers(self, features: Tensor, logits: Tensor) -> Tensor:
+        """Logits `[B, C]` and behind them the distance of features `[B, …]`, as `[B, C + 1]`."""
+        given = features.flatten(1)[None], logits[None]
+        return torch.cat([logits, unfamiliarity(self.name, self.statistics, *given, self.neighbours)[0, :, None]], 1)
 
 
 def losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -206,6 +232,7 @@ class Objective:
     ood_sizes: tuple[int, ...] = ()  # samples of each OOD source; none for `acc`
     ties: Ties = "order"
     most_errors: int | None = None  # a model with more of them is out of the question; set before the first choice
+    by_distance: bool = False  # whether confidence is what `Distance.answers` puts behind the logits
 
     def __post_init__(self) -> None:
         """How often the pairs of each source count, and the OOD samples that all sources together stand for."""
@@ -296,10 +323,15 @@ class Answers:
             self.loss.zero_()
 
     def record(self, models: IntArray, numbers: IntArray, logits: Tensor) -> None:
-        """Take in logits `[P, C]` of pairs of model and sample."""
+        """Take in logits `[P, C]` of pairs of model and sample, by distance `[P, C + 1]`."""
         where = to_device(models, logits.device), to_device(numbers, logits.device)
-        labels = self.samples.labels[where[1]]
-        self.wrong[where], self.confidence[where], self.finite[where] = judge(logits, labels, self.step)
+        labels, distances = self.samples.labels[where[1]], None
+        if self.objective.by_distance:
+            logits, distances = logits[:, :-1], logits[:, -1].double()
+        self.wrong[where], confidence, finite = judge(logits, labels, self.step)
+        if distances is not None:
+            confidence, finite = in_steps(-distances, self.step), finite & distances.isfinite()
+        self.confidence[where], self.finite[where] = confidence, finite
         if self.loss is not None:
             self.loss[where] = losses(logits, labels)
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -194,6 +195,14 @@ def overlap(first: HeadRanking, second: HeadRanking, count: int) -> float:
     """Share of heads that two rankings have in common among the first `count` of each, at least one."""
     one, other = (set(ranking.first(require_whole("count", count, 1))) for ranking in (first, second))
     return len(one & other) / count
+
+
+def stability(rankings: Sequence[HeadRanking], count: int) -> float:
+    """Mean overlap of all pairs of rankings among the first `count` heads of each; chance gives count / candidates."""
+    pairs = list(combinations(rankings, 2))
+    if not pairs:
+        raise HeadError(f"stability compares rankings with each other; give at least two, got {len(rankings)}")
+    return sum(overlap(first, second, count) for first, second in pairs) / len(pairs)
 
 
 def jensen_shannon(first: HeadRanking, second: HeadRanking, count: int) -> float:

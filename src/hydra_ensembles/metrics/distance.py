@@ -50,7 +50,7 @@ def ready(statistics: Statistics) -> Statistics:
 def unfamiliarity(
     name: FittedName, statistics: Statistics, features: Tensor, logits: Tensor, neighbours: int = 1
 ) -> Tensor:
-    """The score of each member for each sample, `[M, B]`, in float32.
+    """The score of each member for each sample, `[M, B]`, in the type of the statistics: float32 as they are fitted.
 
     * `mahalanobis`: squared Mahalanobis distance to the nearest class mean, under one covariance for all classes; with
       `++` of features of length one; `relative_` less the distance to the mean of all classes under that of all data.
@@ -66,17 +66,18 @@ def unfamiliarity(
         logits: `[M, B, C]`, for `vim` and the scores of zero-shot models.
         neighbours: Of `knn`, which neighbour counts.
     """
-    x = prepared(name, features.float())
+    dtype = next(iter(statistics.values())).dtype
+    x, logits = prepared(name, features.to(dtype)), logits.to(dtype)
     if name == "vilu":
-        return -log_odds(statistics, _embedded(statistics, x), logits.float().softmax(dim=-1))
+        return -log_odds(statistics, _embedded(statistics, x), logits.softmax(dim=-1))
     if name == "neglabel":
         words = statistics["words"]  # [M, G, W, e], with the logit scale in it
         others = torch.einsum("mbe,mgwe->mbgw", _embedded(statistics, x), words).logsumexp(dim=-1)  # [M, B, G]
         others = others + statistics["offset"][:, None, None]
-        return (others - logits.float().logsumexp(dim=-1, keepdim=True)).sigmoid().mean(dim=-1)
+        return (others - logits.logsumexp(dim=-1, keepdim=True)).sigmoid().mean(dim=-1)
     if name == "vim":
         outside = (x - statistics["origin"][:, None]) @ statistics["residual"]  # [M, B, d - principal]
-        return statistics["weight"][:, None] * outside.norm(dim=-1) - logits.float().logsumexp(dim=-1)
+        return statistics["weight"][:, None] * outside.norm(dim=-1) - logits.logsumexp(dim=-1)
     if name == "knn":
         bank = statistics["bank"]  # [M, N, d]
         place = (x @ bank.mT).topk(neighbours, dim=-1).indices[..., -1]  # [M, B]

@@ -425,7 +425,8 @@ class Run(Generic[BatchT]):
     def __init__(self, learner: Learner[BatchT], job: Job, rate: float, runtime: Runtime) -> None:
         self.learner, self.job, self.recipe, self.rate, self.runtime = learner, job, job.recipe, rate, runtime
         self.folder = None if job.folder is None else _place(job.folder, rate)
-        self.seed = derive_seed(job.recipe.seed, "member", job.index)
+        self.seed, given = derive_seed(job.recipe.seed, "member", job.index), job.recipe.order_seed
+        self.order = self.seed if given is None else derive_seed(given, "order")
         self.total, self.warmup = job.recipe.plan(length_of(job.train))
         self.best_weights: dict[str, Tensor] = {}
         self.saved, self.pause = monotonic(), EARLY  # when a checkpoint was last written, and how long until the next
@@ -455,7 +456,7 @@ class Run(Generic[BatchT]):
             disable=not self.job.progress or self.runtime.ranks.rank > 0,
         ) as bar:
             while not self._done():
-                with epoch_of(self.job.train, self.state.position.epoch, self.seed, self.runtime.device):
+                with epoch_of(self.job.train, self.state.position.epoch, self.order, self.runtime.device):
                     self._run_epoch(bar)
         weights = self.best_weights or self.learner.weights()
         self.state = replace(self.state, finished=True, files={}, checksums={})

@@ -78,6 +78,8 @@ class Recipe:
         precision: `"bf16"` and `"fp16"` compute in mixed precision; the weights stay in float32.
         gradient_accumulation: Batches per update.
         seed: Of the order of the data, random augmentation and dropout.
+        order_seed: Of the order of the data and their augmentation alone, then the same for every member, while
+            `seed` still decides about dropout; None leaves both to `seed`.
         batch_size: Samples per update that the recipe is meant for; batches come from the caller's loader.
         rand_augment: Augmentation that the recipe is meant for; likewise.
         ours: Names of the settings whose value the paper does not state.
@@ -108,6 +110,7 @@ class Recipe:
     precision: Precision = "float32"
     gradient_accumulation: int = 1
     seed: int = 0
+    order_seed: int | None = field(default=None, metadata=ADDED_LATER)
     batch_size: int | None = None
     rand_augment: RandAugment | None = None
     ours: tuple[str, ...] = ()
@@ -136,7 +139,7 @@ class Recipe:
         ranges: dict[str, tuple[float, float]] = {
             **dict.fromkeys(("learning_rate", "grid", "classifier_rate", "clip_norm"), positive),
             **dict.fromkeys(("momentum", "betas", "min_delta", "label_smoothing", "dropout"), share),
-            **dict.fromkeys(("weight_decay", "seed"), (0, math.inf)),
+            **dict.fromkeys(("weight_decay", "seed", "order_seed"), (0, math.inf)),
             "floor": (0.0, math.nextafter(1.0, 2.0)),
             "warmup": (0, math.inf) if isinstance(self.warmup, int) else share,
             **dict.fromkeys(("steps", "epochs", "patience", "evaluate_every", "batch_size"), (1, math.inf)),

@@ -1,6 +1,8 @@
 """The naive method against a reference of its own, and the exact method against the naive one, to the last integer."""
 
 import warnings
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -12,7 +14,9 @@ from torch import Tensor
 
 from circuit_models import SCORES, Problem, evidence, random_problem, searches
 from hydra_ensembles.circuit.scores import Score, Ties
-from hydra_ensembles.errors import HeadError, HydraWarning
+from hydra_ensembles.errors import CheckpointError, ConfigError, HeadError, HydraWarning
+from hydra_ensembles.familiarity import fit_familiarity
+from hydra_ensembles.heads.masking import masked
 from hydra_ensembles.heads.ranking import HeadRanking
 from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from hydra_ensembles.model.ensemble import Ensemble
@@ -275,3 +279,64 @@ def test_in_single_precision_choices_are_within_rounding(learned: Problem, score
         for search in (naive, exact):
             search.remove(chosen)
         heads.remove(chosen)
+
+
+# --- circuits by a distance of features --------------------------------------------------------------------
+
+
+def with_distance(problem: Problem, name: str = "mahalanobis") -> Problem:
+    """The same problem with a model that knows how far features are from familiar ones."""
+    model = random_problem(seed=11, id_sizes=(40, 40, 40)).id_batches if problem.model.kind == "image" else None
+    batches = model or random_problem("text-post-norm", seed=11, id_sizes=(40, 40, 40)).id_batches
+    return replace(problem, model=fit_familiarity(problem.model, batches, ("knn", name), held_out=0.0))
+
+
+@pytest.mark.parametrize(
+    ("shape", "score", "name"),
+    [("image-cls", "ood", "mahalanobis"), ("image-cls", "avg", "vim"), ("text-post-norm", "avg", "mahalanobis")],
+)
+def test_by_distance_naive_choices_are_those_of_plain_scores(shape: str, score: Score, name: Any) -> None:
+    problem = with_distance(random_problem(shape, id_sizes=(6, 5), ood_sizes=(5, 2)), name)
+    found = problem.extract(method="naive", score=score, budget=2, ood_score=name)
+
+    def plain(removed: list[tuple[int, int]]) -> float:
+        """What scikit-learn says of the distances that predictions give."""
+        with masked(problem.model, removed):
+            inside, outside = (
+                torch.cat([problem.model.predict(inputs).score(name) for inputs, _ in some])
+                for some in (problem.id_batches, problem.ood_batches)
+            )
+            right = torch.cat([problem.model.predict(inputs).label == y for inputs, y in problem.id_batches])
+        auroc = float(roc_auc_score([0] * len(inside) + [1] * len(outside), torch.cat([inside, outside]).numpy()))
+        return auroc if score == "ood" else (auroc + float(right.double().mean())) / 2
+
+    assert found.provenance["start"] == pytest.approx(plain([]), abs=1e-6)
+    best = max(plain([(layer, head)]) for layer in range(LAYERS) for head in range(HEADS))
+    assert found.scores[0] == pytest.approx(best, abs=1e-6)
+    assert found.scores[1] == pytest.approx(plain([head[:2] for head in found.heads]), abs=1e-6)
+    assert found.provenance["ood_score"] == name
+
+
+@pytest.mark.parametrize(
+    ("shape", "score"), [("image-cls", "ood"), ("image-mean-layerscale", "avg"), ("text-post-norm", "ood")]
+)
+def test_by_distance_exact_is_naive_down_to_the_last_head(shape: str, score: Score) -> None:
+    problem = with_distance(random_problem(shape, id_sizes=(3, 2), ood_sizes=(3,), ties=True))
+    found = assert_same_choices(problem, score=score, budget=LAYERS * HEADS, ood_score="mahalanobis")
+    by_confidence = problem.extract(method="exact", score=score, budget=LAYERS * HEADS)
+    assert found.heads != by_confidence.heads
+    assert "ood_score" not in by_confidence.provenance
+
+
+def test_a_distance_that_was_not_fitted_or_is_only_estimated_is_refused(tmp_path: Path) -> None:
+    problem = random_problem()
+    with pytest.raises(ConfigError, match="fit_familiarity"):
+        problem.extract(budget=1, ood_score="mahalanobis")
+    with pytest.raises(ConfigError, match="vim"):
+        with_distance(problem).extract(budget=1, ood_score="vim")
+    with pytest.raises(ConfigError, match="screened"):
+        with_distance(problem).extract(budget=1, ood_score="mahalanobis", method="screened")
+    journal = tmp_path / "journal.json"
+    with_distance(problem).extract(budget=1, ood_score="mahalanobis", journal=journal)
+    with pytest.raises(CheckpointError, match="ood_score"):  # the journal of another circuit
+        with_distance(problem).extract(budget=2, journal=journal)

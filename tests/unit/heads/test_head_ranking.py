@@ -18,6 +18,7 @@ from hydra_ensembles.heads.ranking import (
     jensen_shannon,
     model_fingerprint,
     overlap,
+    stability,
 )
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.schema import to_plain
@@ -80,6 +81,13 @@ def test_overlap() -> None:
     found = [overlap(first, second, count) for count in (1, 2, 3, 4)]
     assert found == pytest.approx([0.0, 0.5, 2 / 3, 0.5])  # another tower is another head
     assert overlap(first, first, 4) == 1.0
+
+
+def test_stability_is_the_mean_overlap_of_all_pairs() -> None:
+    rankings = [ranking((0, 0), (1, 1)), ranking((1, 1), (0, 0)), ranking((0, 0), (2, 2))]
+    assert stability(rankings, 2) == pytest.approx((1.0 + 0.5 + 0.5) / 3)
+    with pytest.raises(HeadError, match="at least two"):
+        stability(rankings[:1], 2)
 
 
 def test_divergence() -> None:

@@ -209,3 +209,20 @@ def test_a_loss_that_is_not_finite_names_the_step_and_the_batches():
         train(tiny(), data)
     with pytest.raises(DataError, match=r"at step 1 \(batch 2, 3 of epoch 0"):
         train(tiny(), data, replace(RECIPE, gradient_accumulation=2))
+
+
+def test_the_order_of_the_data_and_the_dropout_have_seeds_of_their_own():
+    """Which batches come when depends on one, what is dropped on the other; both are the same for equal seeds."""
+    loader = DataLoader(TensorDataset(*samples(24)), batch_size=8, shuffle=True)
+    fixed = replace(RECIPE, dropout=0.3, order_seed=5)
+    first = train(tiny(), loader, fixed)
+    assert same(first, train(tiny(), loader, fixed))
+    assert not same(first, train(tiny(), loader, replace(fixed, seed=1)))  # other dropout
+    assert not same(first, train(tiny(), loader, replace(fixed, order_seed=6)))  # another order
+    calm = replace(fixed, dropout=0.0)
+    assert same(train(tiny(), loader, calm), train(tiny(), loader, replace(calm, seed=1)))
+    second = train(tiny(), loader, replace(calm, order_seed=6))
+    assert not same(train(tiny(), loader, calm), second)
+    assert same(train(tiny(), loader, calm, index=0), train(tiny(), loader, calm, index=1))  # one order for all members
+    free = replace(calm, order_seed=None)
+    assert not same(train(tiny(), loader, free, index=0), train(tiny(), loader, free, index=1))

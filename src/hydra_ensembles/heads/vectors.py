@@ -1,0 +1,86 @@
+"""What single heads say: the vector each of them gives for an input, and how far ID and OOD data lie apart in it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..arguments import checked
+from ..batches import Batches, iterate
+from ..errors import ConfigError, DataError
+from ..model.clip import require_ensemble
+from ..model.ensemble import Ensemble
+from ..model.layers import Block, dropping
+from .masking import attention_of, existing_heads
+from .ranking import Head
+
+SHRINKAGE = 1e-6  # of the mean variance, added to every direction, so that a covariance can be inverted
+
+
+@checked
+def head_vectors(ensemble: Ensemble, batches: Batches, layers: Iterable[int] | None = None) -> dict[Head, Tensor]:
+    """What each head gives for each input, `[N, d_k]` in float32 on the CPU, before the output projection.
+
+    It is the vector of the class token, or of models without one the mean over all tokens but padding.
+
+    Args:
+        ensemble: A model with one member; heads that were pruned are not there.
+        batches: Inputs; labels are not read.
+        layers: Layers whose heads are wanted; None for the last one.
+    """
+    require_ensemble(ensemble, "head_vectors")
+    if ensemble.num_members != 1:
+        raise ConfigError(f"head_vectors takes one model, got {ensemble.num_members} members; give ensemble.member(i)")
+    heads = existing_heads(ensemble.config, (ensemble.num_layers - 1,) if layers is None else layers)
+    has_class_token = ensemble.config.readout.pool in ("cls", "distilled", "cls_mean")
+    found: dict[Head, list[Tensor]] = {head: [] for head in heads}
+    by_layer = {layer: [head for head in heads if head.layer == layer] for layer in {head.layer for head in heads}}
+    with dropping(False), torch.no_grad():
+        for inputs, _ in iterate(batches, "batches", labelled=False):
+            x, context = ensemble.embed(*ensemble.unpack(ensemble.prepare(inputs)))  # [1, B, T, d]
+            for layer in range(max(by_layer, default=-1) + 1):
+                block = cast(Block, ensemble.encoder.layers[layer])
+                if layer in by_layer:
+                    z = attention_of(ensemble, layer).mix(block.attention_input(x), context)  # [B, T, H, d_k]
+                    read = z[:, 0] if has_class_token else _mean_token(z, context.key_mask)  # [B, H, d_k]
+                    for head, vectors in zip(by_layer[layer], read.float().cpu().unbind(1), strict=True):
+                        found[head].append(vectors)
+                x = block(x, context)
+    return {head: torch.cat(parts) for head, parts in found.items()}
+
+
+def _mean_token(z: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Mean over tokens of `[B, T, H, d_k]`, padding left out."""
+    if key_mask is None:
+        return z.mean(1)
+    weight = key_mask[:, :, None, None].to(z.dtype)
+    return (z * weight).sum(1) / weight.sum(1)
+
+
+@dataclass(frozen=True)
+class CentroidDistance:
+    """How far the means of ID and OOD vectors lie apart: as they are, and in the covariance of the ID vectors."""
+
+    euclidean: float
+    mahalanobis: float
+
+
+@checked
+def centroid_distance(inside: Tensor, outside: Tensor) -> CentroidDistance:
+    """Distance between the mean of ID vectors `[N, d]` and that of OOD vectors `[K, d]`; computed in float64."""
+    for name, vectors in (("inside", inside), ("outside", outside)):
+        if vectors.dim() != 2 or not len(vectors) or not bool(vectors.isfinite().all()):
+            raise DataError(f"{name} must be vectors [N, d], finite, at least one; got {list(vectors.shape)}")
+    if len(inside) < 2 or inside.shape[1] != outside.shape[1]:
+        raise DataError(
+            f"got ID vectors {list(inside.shape)} and OOD vectors {list(outside.shape)}; give at least two ID vectors "
+            "(for their covariance), and as many numbers in either"
+        )
+    own = inside.double()
+    gap = outside.double().mean(0) - own.mean(0)  # [d]
+    covariance = torch.atleast_2d(own.T.cov())
+    covariance.diagonal().add_(SHRINKAGE * covariance.diagonal().mean().clamp(min=1e-300))
+    squared = gap @ torch.linalg.lstsq(covariance, gap[:, None], driver="gelsd").solution[:, 0]
+    return CentroidDistance(float(gap.norm()), float(squared.clamp(min=0).sqrt()))

@@ -1,0 +1,86 @@
+"""Vectors of heads against a forward pass by hand; distances of centroids against scipy."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.spatial.distance import mahalanobis
+from torch.nn import functional as F
+
+from circuit_models import random_problem
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.heads.masking import attention_of
+from hydra_ensembles.heads.ranking import Head
+from hydra_ensembles.heads.vectors import centroid_distance, head_vectors
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.prune import prune
+
+
+@pytest.mark.parametrize("shape", ["image-cls", "text-post-norm"])
+def test_vectors_sum_up_to_the_attention_of_the_class_token(shape: str) -> None:
+    """Projected and summed, they are what the attention sublayer adds to the tokens that are read."""
+    problem = random_problem(shape)
+    model, layer = problem.model, 1
+    seen: list[torch.Tensor] = []
+    handle = attention_of(model, layer).register_forward_hook(lambda _, __, output: seen.append(output[0, :, 0]))
+    for inputs, _ in problem.id_batches:
+        model(model.prepare(inputs))
+    handle.remove()
+    found = head_vectors(model, problem.id_batches, [layer])
+    attention = attention_of(model, layer)
+    summed = sum(found[Head(layer, head)] @ attention.out[head].float() for head in range(model.num_heads))
+    summed = summed if attention.out_bias is None else summed + attention.out_bias[0].float()
+    summed = summed if attention.scale is None else summed * attention.scale[0].float()
+    torch.testing.assert_close(summed, torch.cat(seen).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_class_token_padding_does_not_count() -> None:
+    problem = random_problem("text-mean-post-norm")
+    inputs, labels = problem.id_batches[0]
+    longer = {key: F.pad(one, (0, 1), value=1 if key == "input_ids" else 0) for key, one in inputs.items()}
+    one, other = (head_vectors(problem.model, [(each, labels)]) for each in (inputs, longer))
+    for head, vectors in one.items():
+        torch.testing.assert_close(vectors, other[head], rtol=1e-4, atol=1e-5)
+
+
+def test_heads_that_are_pruned_are_not_there_and_layers_are_as_asked() -> None:
+    problem = random_problem()
+    last = problem.model.num_layers - 1
+    pruned = prune(problem.model, [(last, 0), (0, 1)])
+    assert set(head_vectors(pruned, problem.id_batches)) == {Head(last, head) for head in (1, 2, 3)}
+    both = head_vectors(pruned, problem.id_batches, [0, last])
+    assert {head.layer for head in both} == {0, last}
+    assert Head(0, 1) not in both
+    assert both[Head(0, 0)].shape == (11, problem.model.config.encoder.head_dim)
+
+
+def test_several_members_and_empty_data_are_refused() -> None:
+    problem = random_problem()
+    with pytest.raises(ConfigError, match="member"):
+        head_vectors(Ensemble.stack([problem.model, problem.model]), problem.id_batches)
+    with pytest.raises(DataError, match="no batches"):
+        head_vectors(problem.model, [])
+
+
+def test_distances_are_those_of_scipy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inside, outside = (torch.randn(40, 5, generator=generator) * torch.arange(1, 6) + shift for shift in (0.0, 2.0))
+    found = centroid_distance(inside, outside)
+    gap = outside.double().mean(0) - inside.double().mean(0)
+    assert found.euclidean == pytest.approx(float(gap.norm()))
+    inverse = np.linalg.inv(np.cov(inside.double().numpy().T))
+    expected = mahalanobis(inside.double().mean(0).numpy(), outside.double().mean(0).numpy(), inverse)
+    assert found.mahalanobis == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside"),
+    [(torch.zeros(1, 3), torch.zeros(2, 3)), (torch.zeros(4, 3), torch.zeros(2, 2)), (torch.zeros(3), torch.zeros(3))],
+)
+def test_vectors_that_have_no_distance_are_refused(inside: torch.Tensor, outside: torch.Tensor) -> None:
+    with pytest.raises(DataError, match="vectors"):
+        centroid_distance(inside, outside)
+
+
+def test_a_feature_that_never_varies_leaves_a_number() -> None:
+    inside = torch.cat([torch.randn(20, 2, generator=torch.Generator().manual_seed(1)), torch.ones(20, 1)], 1)
+    assert np.isfinite(centroid_distance(inside, inside + 1).mahalanobis)
