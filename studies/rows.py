@@ -65,6 +65,8 @@ def branches(seed: Seed, setting: Setting) -> he.Ensemble:
             he.prune(model, seed.circuit(score, count, layers).first(count))
             for model, score in zip(models, CIRCUIT_ORDER, strict=True)
         ]
+    if not trunk:
+        return he.fuse(models, mlp=setting["mlp"], stem="separate")
     return he.fuse(models, mlp=setting["mlp"], average=trunk)
 
 
