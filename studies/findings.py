@@ -1,0 +1,280 @@
+"""What the documents show of the studies of classifiers, made from their stored columns alone."""
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from hydra_ensembles.errors import DataError
+from hydra_ensembles.files import read_object
+
+from .classifiers import FORMAT
+from .evidence import Array, read_columns
+from .measures import Difference, Number, numbers, plain_numbers
+from .paper import paper_numbers
+from .rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, SINGLE, SOUP, TUNED
+
+MAIN = {
+    "accuracy": "accuracy ↑",
+    "calibrated.nll": "NLL ↓",
+    "calibrated.brier": "Brier ↓",
+    "calibrated.ece": "ECE ↓",
+    "aurc": "AURC ↓",
+    "near.auroc": "near ↑",
+    "far.auroc": "far ↑",
+    "entropy:all.auroc": "entropy ↑",
+    "mahalanobis:all.auroc": "Mahalanobis ↑",
+}
+LOWER = ("nll", "brier", "ece", "aurc", "fpr95")  # is better
+PLAIN = ("nll", "brier")  # not in per cent
+PAPER = ("accuracy", "nll", "ece", "near.auroc", "far.auroc", "all.auroc")
+FILE = Path(__file__).parent / "paper" / "classifier_claims.csv"
+
+
+class Study:
+    """The stored results of a study of classifiers."""
+
+    def __init__(self, name: str, results: Path) -> None:
+        self.name, self.folder = name, results / name
+        self.facts = read_object(self.folder / "study.json")
+        if self.facts.get("format") != FORMAT:
+            raise DataError(f"{self.folder} has the format {self.facts.get('format')!r}; this version reads {FORMAT!r}")
+        self._numbers: dict[tuple[str, int], dict[str, Number]] = {}
+
+    @cached_property
+    def _columns(self) -> dict[int, dict[str, Array]]:
+        return {int(seed): read_columns(self.folder / f"seed-{seed}.npz") for seed in self.facts["runs"]}
+
+    def seeds(self, row: str) -> list[int]:
+        """Seeds of a row."""
+        return [int(seed) for seed, run in self.facts["runs"].items() if row in run["report"]]
+
+    @cached_property
+    def rows(self) -> list[str]:
+        """Rows that any seed has, in the order of the tables."""
+        return [row for row in self.facts["trainings"] if self.seeds(row)]
+
+    def columns(self, row: str, seed: int) -> dict[str, Array]:
+        """Columns of a row, by `set|column`."""
+        prefix = f"{row}|"
+        return {key.removeprefix(prefix): one for key, one in self._columns[seed].items() if key.startswith(prefix)}
+
+    def numbers(self, row: str, seed: int) -> dict[str, Number]:
+        """Numbers with influences."""
+        if (row, seed) not in self._numbers:
+            found = numbers(self.columns(row, seed), self.facts["inside"], self.facts["groups"])
+            self._numbers[row, seed] = found
+        return self._numbers[row, seed]
+
+    def plain(self, row: str) -> list[dict[str, float]]:
+        """All numbers, seed by seed."""
+        facts = self.facts
+        return [plain_numbers(self.columns(row, seed), facts["inside"], facts["groups"]) for seed in self.seeds(row)]
+
+    def mean(self, row: str, key: str) -> float | None:
+        """The mean of a number over the seeds of a row; None where it has none."""
+        found = [self.numbers(row, seed).get(key) for seed in self.seeds(row)]
+        values = [one.value for one in found if one is not None]
+        return mean(values) if values else None
+
+    def difference(self, first: str, second: str, key: str) -> Difference | None:
+        """First less second over the seeds that both have; None where there is nothing to compare."""
+        common = [seed for seed in self.seeds(first) if seed in self.seeds(second)]
+        pairs = [(self.numbers(first, seed).get(key), self.numbers(second, seed).get(key)) for seed in common]
+        ours, theirs = (
+            ([one for one in side if one is not None] for side in zip(*pairs, strict=True)) if pairs else ([], [])
+        )
+        return Difference.of(ours, theirs) if ours and len(ours) == len(theirs) else None
+
+    def cost(self, row: str) -> Mapping[str, Any]:
+        """What was measured of a row's price."""
+        return (self.facts["costs"] or {"rows": {}})["rows"].get(row, {})
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], note: str = "", left: int = 1) -> str:
+    """A table, so many columns of it to the left and the others to the right; and a note below."""
+    rule = "|".join(["---"] * left + ["---:"] * (len(head) - left))
+    table = [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(line)} |" for line in lines)]
+    return "\n".join([*table, "", note] if note else table)
+
+
+def printed(value: float | None, key: str, sign: str = "") -> str:
+    """A number as tables show it."""
+    if value is None:
+        return "–"
+    return f"{value:{sign}.3f}" if key.rpartition(".")[2] in PLAIN else f"{100 * value:{sign}.2f}"
+
+
+def told(found: Difference, key: str) -> str:
+    """A difference with its interval."""
+    return f"{printed(found.value, key, '+')} ± {printed(found.half_width, key)}"
+
+
+def marked(study: Study, row: str, key: str) -> str:
+    """A mean; bold where it is better than Single's beyond chance, in italics where it is worse."""
+    text, found = printed(study.mean(row, key), key), study.difference(row, SINGLE, key)
+    if row == SINGLE or found is None or not found.certain:
+        return text
+    better = (found.value < 0) == (key.rpartition(".")[2] in LOWER)
+    return f"**{text}**" if better else f"*{text}*"
+
+
+def main_table(study: Study) -> str:
+    """Every row of a study."""
+    lines = []
+    for row in study.rows:
+        cost, trained = study.cost(row), study.facts["trainings"][row]
+        false = [one["far.fpr95"] for one in study.plain(row) if "far.fpr95" in one]
+        price = [
+            f"{cost['latency_ratio']:.2f}x" if cost else "–",
+            memory(cost),
+            f"{trained:g}",
+            str(len(study.seeds(row))),
+        ]
+        cells = [marked(study, row, key) for key in MAIN]
+        lines.append([row, *cells, printed(mean(false), "fpr95") if false else "–", *price])
+    head = ["row", *MAIN.values(), "far FPR95 ↓", "cost", "memory", "trainings", "seeds"]
+    costs = study.facts["costs"]
+    where = f"a batch of {costs['batch']} on an {costs['device']}, bfloat16" if costs else "not measured"
+    note = (
+        "Means over seeds, in per cent but for NLL and Brier score; **better** and *worse* than Single beyond chance (95 % "
+        "intervals over seeds and test samples, paired). NLL, Brier score and ECE after calibration on held-out data. OOD "
+        "AUROC by the largest probability, near and far; by entropy and Mahalanobis distance, mean over all sets. FPR95 of "
+        f"sets of 1,000 samples or more. Cost and memory: {where}; trainings: of a whole model, Single's among them. "
+        f"From `results/studies/{study.name}/`."
+    )
+    return markdown(head, lines, note)
+
+
+def memory(cost: Mapping[str, Any]) -> str:
+    """Peak memory."""
+    found = cost.get("peak_memory_bytes")
+    return f"{found / 2**20:.0f} MiB" if found else "–"
+
+
+def sets_table(study: Study) -> str:
+    """AUROC by the largest probability of every OOD set."""
+    sets = [(group, name) for group, names in study.facts["groups"].items() for name in names]
+    lines = [[row, *(marked(study, row, f"ood.{name}.auroc") for _, name in sets)] for row in study.rows]
+    return markdown(["row", *(f"{name} ({group})" for group, name in sets)], lines)
+
+
+def shift_table(study: Study) -> str:
+    """Tables 13 and 14: accuracy, Brier score and NLL by severity, mean over fifteen corruptions and the seeds."""
+    lines = []
+    for row in study.rows:
+        runs = [run["shift"][row] for run in study.facts["runs"].values() if row in run["shift"]]
+        if runs:
+            cells = []
+            for severity in range(1, 6):
+                own = [one for run in runs for one in run if one["severity"] == severity]
+                cells.append(
+                    " / ".join(printed(mean(one[key] for one in own), key) for key in ("accuracy", "brier", "nll"))
+                )
+            lines.append([row, *cells, str(len(runs))])
+    if not lines:
+        return "*Not run.*"
+    settings = study.facts["recipe"]["shift"]
+    note = (
+        f"Accuracy / Brier score / NLL before calibration of {settings['images']} test images under each of the fifteen "
+        f"corruptions of ImageNet-C. From `results/studies/{study.name}/study.json`."
+    )
+    return markdown(["row", *(f"severity {one}" for one in range(1, 6)), "seeds"], lines, note)
+
+
+def contrast_table(study: Study) -> str:
+    """What the parts of the method bring: paired differences that decide the story."""
+    pairs = [
+        (HYDRA, SINGLE),
+        (HYDRA, DEEP),
+        (HYDRA, SOUP),
+        (HYDRA, "Single, trained as long"),
+        (TUNED, HYDRA),
+        ("Branches, heads pruned", HYDRA),
+        (HYDRA_CIRC, SINGLE),
+        (HYDRA_CIRC, DEEP),
+        (HYDRA_CIRC, "Single, D.2, nothing pruned"),
+        (HYDRA_CIRC, "Random heads"),
+        (HYDRA_CIRC, HYDRA_TAYLOR),
+        ("Hydra (Circ) and the whole model", HYDRA_CIRC),
+        ("Deep Ensembles, MLPs averaged", DEEP),
+    ]
+    keys = ["accuracy", "calibrated.nll", "aurc", "near.auroc", "far.auroc", "mahalanobis:all.auroc"]
+    lines = []
+    for first, second in pairs:
+        found = [study.difference(first, second, key) for key in keys]
+        if any(one is not None for one in found):
+            cells = [
+                "–" if one is None else f"**{text}**" if one.certain else text
+                for one, key in zip(found, keys, strict=True)
+                for text in ["" if one is None else told(one, key)]
+            ]
+            lines.append([first, second, *cells, str(max(one.seeds for one in found if one is not None))])
+    head = ["row", "less", *(MAIN[key] for key in keys), "seeds"]
+    return markdown(
+        head, lines, "Paired differences ± half a 95 % interval over seeds and test samples; bold without zero.", 2
+    )
+
+
+def claims(study: Study) -> list[dict[str, Any]]:
+    """What the paper claims of a task like this one, each with its margin: reproduced, not reproduced, or a tie."""
+    task = study.facts["recipe"]["tasks"][study.name]["paper"]
+    paper, found = paper_numbers("classifier", task), []
+    with FILE.open(encoding="utf-8", newline="") as file:
+        listed = [one for one in csv.DictReader(file) if task in one["tasks"].split(";")]
+    for one in listed:
+        first, second, metric = one["first"], one["second"], one["metric"]
+        theirs = [paper.get(row, {}).get(metric) for row in (first, second)]
+        difference = study.difference(first, second, metric)
+        verdict = "not testable" if difference is None else judged(difference, one["is"], float(one["margin"]))
+        printed_ = None if None in theirs else theirs[0] - theirs[1]  # type: ignore[operator]
+        found.append({**one, "paper": printed_, "ours": difference, "verdict": verdict})
+    return found
+
+
+def judged(found: Difference, claimed: str, margin: float) -> str:
+    """Whether an interval lies on the claimed side of the margin, on the other, or on both."""
+    sign = -1.0 if claimed == "not higher" else 1.0
+    low, high = sorted((sign * (found.value - found.half_width), sign * (found.value + found.half_width)))
+    edge = 0.0 if claimed == "higher" else -margin
+    return "reproduced" if low > edge else "not reproduced" if high < edge else "tie"
+
+
+def claims_table(study: Study) -> str:
+    """The claims, the paper's difference beside ours."""
+    lines = []
+    for one in claims(study):
+        ours, metric = one["ours"], one["metric"]
+        theirs = "–" if one["paper"] is None else printed(one["paper"], metric, "+")
+        lines.append(
+            [f"{one['first']} {one['claim']}", theirs, "–" if ours is None else told(ours, metric), one["verdict"]]
+        )
+    task = study.facts["recipe"]["tasks"][study.name]["paper"]
+    return markdown(["claim", f"paper, {task}", "here", "verdict"], lines)
+
+
+def choices_table(study: Study) -> str:
+    """What half B said of every setting that was compared, and what was taken."""
+    lines = []
+    for row, choice in study.facts["choices"].items():
+        for one in choice["measured"]:
+            taken = "taken" if one["setting"] == choice["setting"] else ""
+            setting = ", ".join(f"{key} {value}" for key, value in one["setting"].items())
+            cells = [printed(one[key], key) for key in ("accuracy", "calibrated.nll", "all.auroc")]
+            lines.append([row, setting, *cells, taken])
+    return markdown(["row", "setting", "accuracy", "NLL", "AUROC, held-out sets", ""], lines, left=2)
+
+
+def foretold(study: Study) -> tuple[float, int] | None:
+    """How what held-out data said of the rows that were measured there goes with what the test said: rank correlation."""
+    from scipy.stats import spearmanr
+
+    said, came = [], []
+    for row, choice in study.facts["choices"].items():
+        if row in study.rows:
+            taken = next(one for one in choice["measured"] if one["setting"] == choice["setting"])
+            said.append(taken["calibrated.nll"])
+            came.append(study.mean(row, "calibrated.nll"))
+    return (float(spearmanr(said, came).statistic), len(said)) if len(said) > 2 else None
