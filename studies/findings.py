@@ -82,11 +82,9 @@ class Study:
     def difference(self, first: str, second: str, key: str) -> Difference | None:
         """First less second over the seeds that both have; None where there is nothing to compare."""
         common = [seed for seed in self.seeds(first) if seed in self.seeds(second)]
-        pairs = [(self.numbers(first, seed).get(key), self.numbers(second, seed).get(key)) for seed in common]
-        ours, theirs = (
-            ([one for one in side if one is not None] for side in zip(*pairs, strict=True)) if pairs else ([], [])
-        )
-        return Difference.of(ours, theirs) if ours and len(ours) == len(theirs) else None
+        both = [(self.numbers(first, seed), self.numbers(second, seed)) for seed in common]
+        pairs = [(ours[key], theirs[key]) for ours, theirs in both if key in ours and key in theirs]
+        return Difference.of([ours for ours, _ in pairs], [theirs for _, theirs in pairs]) if pairs else None
 
     def cost(self, row: str) -> Mapping[str, Any]:
         """What was measured of a row's price."""
@@ -139,11 +137,11 @@ def main_table(study: Study) -> str:
     costs = study.facts["costs"]
     where = f"a batch of {costs['batch']} on an {costs['device']}, bfloat16" if costs else "not measured"
     note = (
-        "Means over seeds, in per cent but for NLL and Brier score; **better** and *worse* than Single beyond chance (95 % "
-        "intervals over seeds and test samples, paired). NLL, Brier score and ECE after calibration on held-out data. OOD "
-        "AUROC by the largest probability, near and far; by entropy and Mahalanobis distance, mean over all sets. FPR95 of "
-        f"sets of 1,000 samples or more. Cost and memory: {where}; trainings: of a whole model, Single's among them. "
-        f"From `results/studies/{study.name}/`."
+        "Means over seeds, in per cent but for NLL and Brier score; **better** and *worse* than Single beyond chance "
+        "(95 % intervals over seeds and test samples, paired). NLL, Brier score and ECE after calibration on held-out "
+        "data. OOD AUROC by the largest probability, near and far; by entropy and Mahalanobis distance, mean over all "
+        f"sets. FPR95 of sets of 1,000 samples or more. Cost and memory: {where}; trainings: of a whole model, "
+        f"Single's among them. From `results/studies/{study.name}/`."
     )
     return markdown(head, lines, note)
 
@@ -178,8 +176,8 @@ def shift_table(study: Study) -> str:
         return "*Not run.*"
     settings = study.facts["recipe"]["shift"]
     note = (
-        f"Accuracy / Brier score / NLL before calibration of {settings['images']} test images under each of the fifteen "
-        f"corruptions of ImageNet-C. From `results/studies/{study.name}/study.json`."
+        f"Accuracy / Brier score / NLL before calibration of {settings['images']} test images under each of the "
+        f"fifteen corruptions of ImageNet-C. From `results/studies/{study.name}/study.json`."
     )
     return markdown(["row", *(f"severity {one}" for one in range(1, 6)), "seeds"], lines, note)
 
@@ -268,7 +266,7 @@ def choices_table(study: Study) -> str:
 
 
 def foretold(study: Study) -> tuple[float, int] | None:
-    """How what held-out data said of the rows that were measured there goes with what the test said: rank correlation."""
+    """Rank correlation of the NLL that held-out data gave the chosen settings with that of the test, and of how many."""
     from scipy.stats import spearmanr
 
     said, came = [], []
