@@ -16,16 +16,17 @@ from hydra_ensembles.files import read_json, write_json
 from hydra_ensembles.model.cost import measure_costs
 from hydra_ensembles.schema import to_plain
 
+from .columns import Array, read_columns, write_columns
 from .engine import device_name
-from .evidence import Array, Judged, read_columns, stored, under_shift, write_columns
+from .evidence import Judged, stored, under_shift
 from .measures import plain_numbers
 from .rows import MC_DROPOUT, SINGLE, rows_of
 from .samples import SampleBatches
-from .seed import CHOICES, Seed, slug
+from .seed import CHOICES, Seed, alone, slug
 from .task import Stage, Task
 
 FORMAT = "hydra_ensembles.study 3"
-COSTS = "costs.json"
+COSTS, SHIFTED = "costs.json", "shifted.npz"
 
 
 def choose(seed: Seed, name: str) -> None:
@@ -57,7 +58,14 @@ def shift(seed: Seed, name: str) -> None:
     """Ask a row's model about corrupted test images."""
     place, task = seed.folder / "shift" / f"{slug(name)}.json", seed.task
     if "corruptions" in task.plain and seed.number in task.settings["shift"]["seeds"] and not place.exists():
-        write_json(place, under_shift(Judged(task, rows_of(task)[name].model(seed, name))))
+        write_json(place, under_shift(Judged(task, rows_of(task)[name].model(seed, name)), seed.study / SHIFTED))
+
+
+def corrupt(seed: Seed, _: str) -> None:
+    """Corrupt the test images that all rows are asked about."""
+    with alone(seed.study / SHIFTED):
+        if not (seed.study / SHIFTED).exists():
+            seed.task.corrupt(seed.study / SHIFTED)
 
 
 def train(seed: Seed, name: str) -> None:
@@ -74,6 +82,7 @@ def option(seed: Seed, name: str) -> None:
 
 STEPS: Mapping[str, Callable[[Seed, str], None]] = {
     "train": train,
+    "corrupt": corrupt,
     "option": option,
     "choose": choose,
     "report": report,
@@ -90,6 +99,8 @@ def jobs_of(task: Task, stage: str, rows: Sequence[str], seeds: Sequence[int]) -
         case "train":
             members = range(task.settings["members"])
             return [(stage, seed, str(index)) for index in members for seed in dict.fromkeys((first, *seeds))]
+        case "corrupt":
+            return [(stage, first, "")] if "corruptions" in task.plain else []
         case "option":
             options = {row: known[row].options(task) for row in rows}
             return [(stage, first, f"{row}#{place}") for row, found in options.items() for place in range(len(found))]

@@ -6,13 +6,10 @@ probability), `entropy`, `mutual_information` and, where features have a distanc
 are in float16, whose rounding is relative: doubt instead of confidence, so that answers that are nearly sure differ.
 """
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,14 +17,13 @@ import hydra_ensembles as he
 from hydra_ensembles import Prediction
 from hydra_ensembles.batches import move
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.files import write_atomically
 from hydra_ensembles.metrics import brier_per_sample, nll_per_sample
 from hydra_ensembles.prediction import AnyScore
 
+from .columns import Array
 from .samples import Samples
 from .task import Task
 
-Array = npt.NDArray[Any]
 SCORES: tuple[AnyScore, ...] = ("msp", "entropy", "mutual_information", "mahalanobis")
 LARGEST = 60000.0  # of float16
 
@@ -81,26 +77,10 @@ def stored(columns: Mapping[str, Tensor]) -> dict[str, Array]:
     }
 
 
-def read_columns(path: Path) -> dict[str, Array]:
-    """All columns of a file; none where there is no file."""
-    if not path.exists():
-        return {}
-    with np.load(path, allow_pickle=False) as file:
-        return {key: file[key] for key in file.files}
-
-
-def write_columns(path: Path, columns: Mapping[str, Array]) -> None:
-    """A file of columns, in one piece; the same columns give the same bytes."""
-    content = io.BytesIO()
-    np.savez_compressed(content, **columns)  # type: ignore[arg-type]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, content.getvalue())
-
-
-def under_shift(judge: Judged) -> list[dict[str, Any]]:
-    """Accuracy, Brier score and NLL on corrupted test images, by corruption and severity."""
+def under_shift(judge: Judged, place: Path) -> list[dict[str, Any]]:
+    """Accuracy, Brier score and NLL on corrupted test images of a file, by corruption and severity."""
     rows, keys = [], {"accuracy": "correct", "brier": "brier", "nll": "nll"}
-    for (name, severity), samples in judge.task.shifted().items():
+    for name, severity, samples in judge.task.shifted(place):
         found = judge.columns(samples, labelled=True)
         means = {key: float(found[column].double().mean()) for key, column in keys.items()}
         rows.append({"corruption": name, "severity": severity, **means})

@@ -7,11 +7,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from scipy.stats import spearmanr
+
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_object
 
 from .classifiers import FORMAT
-from .evidence import Array, read_columns
+from .columns import Array, read_columns
 from .measures import Difference, Number, numbers, plain_numbers
 from .paper import paper_numbers
 from .rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, SINGLE, SOUP, TUNED
@@ -266,9 +268,7 @@ def choices_table(study: Study) -> str:
 
 
 def foretold(study: Study) -> tuple[float, int] | None:
-    """Rank correlation of the NLL that held-out data gave the chosen settings with that of the test, and of how many."""
-    from scipy.stats import spearmanr
-
+    """Rank correlation of the NLL of chosen settings on held-out data with that on the test, and of how many."""
     said, came = [], []
     for row, choice in study.facts["choices"].items():
         if row in study.rows:

@@ -1,6 +1,6 @@
 """A task of the studies of classifiers: its data on a device, by what they are for, and its pretrained model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.schema import from_plain
 from hydra_ensembles.training.recipe import Recipe
 
+from .columns import read_columns, write_columns
 from .samples import Augment, ImageSamples, Prepared, SampleBatches, Samples
 from .sets import SPLIT_SEED, DataFolder, at_most, class_halves, given, halves, suite
 from .weights import SCRATCH, pretrained, small_vit, tokenizer
@@ -111,13 +112,24 @@ class Task:
             groups = {"far": [_held_out(one) for one in self.plain["held_out"]]}
         return {key: {one.name: self._once(one) for one in refs} for key, refs in groups.items()}
 
-    def shifted(self) -> dict[tuple[str, int], Samples]:
-        """Some of the test images under every corruption, by its name and severity; none of a task of texts."""
-        if "corruptions" not in self.plain:
-            return {}
+    def corrupt(self, place: Path) -> None:
+        """Write some of the test images `[N, h, w, 3]` under every corruption, by its name and severity."""
         images = at_most(self.source.images(self.suite.id), self.settings["shift"]["images"])
-        made = ((name, level) for name in CORRUPTIONS for level in SEVERITIES)
-        return {key: self.samples(corrupted(images, *key, parameters=self.plain["corruptions"])) for key in made}
+        made = {"labels": images.labels}
+        for name in CORRUPTIONS:
+            for level in SEVERITIES:
+                changed = corrupted(images, name, level, parameters=self.plain["corruptions"])
+                made[f"{name} {level}"] = np.stack([np.asarray(image) for image, _ in changed])
+        write_columns(place, made)
+
+    def shifted(self, place: Path) -> Iterator[tuple[str, int, Samples]]:
+        """What `corrupt` wrote: corruption, severity, and the images."""
+        stored = read_columns(place)
+        labels = torch.from_numpy(stored.pop("labels"))
+        for key, pixels in stored.items():
+            name, _, level = key.rpartition(" ")
+            images = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().to(self.device)
+            yield name, int(level), ImageSamples(images, labels, self.plain["input_size"])
 
     def _once(self, reference: SetRef) -> Samples:
         if reference.name not in self._read:
