@@ -59,6 +59,7 @@ from .model.contents import (
     Record,
     first_line,
     part_of,
+    renewed,
     require_fit,
     require_one_dtype,
     text_preprocessing,
@@ -266,7 +267,7 @@ class Stored:
                 raise CheckpointError(f"it holds {len(names)} tensors, the configuration needs at least {at_least}")
             slices = {name: file.get_slice(name) for name in names}
             stored = {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
-            require_fit(stored, build)
+            shapes = require_fit(stored, build)
             if self.record.complete:
                 require_one_dtype({name: dtype for name, (_, dtype) in stored.items()})
             # after the cheap checks: it reads the whole file
@@ -275,7 +276,8 @@ class Stored:
             for name, (_, found) in stored.items():
                 wide[part_of(name)] = torch.promote_types(wide.get(part_of(name), DTYPES[found]), DTYPES[found])
             wanted = {part: torch.float32 if part == FAMILIARITY else dtype or one for part, one in wide.items()}
-            return {name: file.get_tensor(name).to(device=place, dtype=wanted[part_of(name)]) for name in names}
+            read = {name: file.get_tensor(name).to(device=place, dtype=wanted[part_of(name)]) for name in names}
+            return renewed(read, shapes)
 
     def tokenizer(self) -> str:
         """The text of `tokenizer.json`."""

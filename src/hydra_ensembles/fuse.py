@@ -19,6 +19,7 @@ from .model.ensemble import Ensemble, singles
 from .model.layers import GroupedLinear
 from .model.members import (
     common_layers,
+    copies_of,
     join_states,
     listed,
     member_config,
@@ -56,7 +57,8 @@ def fuse(
             `"separate"` keeps one each.
         mlp: `"mean"` averages weights and biases of the MLPs over the members, `"separate"` keeps them.
         norms: The same for all norms of the encoder, the final one included.
-        readout: The same for pooler and classifier.
+        readout: The same for pooler and classifier. An attention that pools the tokens is averaged where all members
+            keep the same heads of it.
         trunk: At most so many of the equal first layers are stored once; None: all of them. Members that are equal
             now and shall part in training need a limit.
         average: The stem and the first so many layers become the mean of the members' and are stored once. For several
@@ -121,7 +123,7 @@ def soup(models: Iterable[nn.Module]) -> Ensemble:
 def _fuse_ensembles(members: Sequence[Ensemble], how: How, limit: int | None, average: int = 0) -> Ensemble:
     states, heads, metadata = singles(members)
     if average:
-        states = _with_mean_trunk(states, heads, average)
+        states = _with_mean_trunk(states, heads, average, members[0].num_layers)
     differing = unequal(states)
     stem = next((name for name in differing if place_of(name)[0] == "stem"), None)
     if how["stem"] == "shared" and stem is not None:
@@ -130,24 +132,26 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: How, limit: int | None, av
     config = replace(member_config(members[0].config, 0), heads=heads)
     if len(states) > 1:
         shared = {group: fusion != "separate" for group, fusion in how.items()}
-        common = common_layers(heads, differing)
+        common = common_layers(heads, differing, config.encoder.layers)
         trunk = common if limit is None else min(common, limit)
         config = replace(config, sharing=Sharing(**shared), trunk=trunk)
     joined = join_states(config, states)
     for name in joined:
         group, layer = place_of(name)
         in_trunk = layer is not None and layer < config.trunk
-        if how.get(group) == "mean" and not in_trunk:
-            joined[name] = _mean(torch.cat([state[name] for state in states]))  # [M, …]
+        if how.get(group) == "mean" and not in_trunk and copies_of(config, name) == 1:
+            joined[name] = _mean(torch.stack([state[name] for state in states]))[0]
     settings = ", ".join(f"{group} {fusion}" for group, fusion in how.items())
     line = f"fused {len(states)} members: {settings}, trunk of {config.trunk} layers"
     return Ensemble.from_state(config, joined, metadata.after(line))
 
 
-def _with_mean_trunk(states: Sequence[Mapping[str, Tensor]], heads: KeptHeads, layers: int) -> list[dict[str, Tensor]]:
-    """States whose stem and first layers are the mean of all."""
-    if layers > len(heads[0]):
-        raise ConfigError(f"average is {layers}, but the members have {len(heads[0])} layers")
+def _with_mean_trunk(
+    states: Sequence[Mapping[str, Tensor]], heads: KeptHeads, layers: int, most: int
+) -> list[dict[str, Tensor]]:
+    """States whose stem and first layers, of `most` that there are, are the mean of all."""
+    if layers > most:
+        raise ConfigError(f"average is {layers}, but the members have {most} layers")
     parted = [layer for layer in range(layers) if len({kept[layer] for kept in heads}) > 1]
     if parted:
         raise ConfigError(f"members lost different heads in layer {parted[0]}, which average={layers} would join")

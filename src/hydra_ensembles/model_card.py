@@ -98,18 +98,20 @@ def _facts(config: EnsembleConfig, metadata: Metadata, state: State) -> str:
 
 def _heads(config: EnsembleConfig) -> str:
     """Which attention heads each member keeps and which were removed, a row per layer."""
-    total, layers = config.encoder.heads, config.encoder.layers
-    kept = sum(len(heads) for member in config.heads for heads in member)
-    if kept == total * layers * config.members:
-        return f"Nothing was pruned: every member keeps all {total} heads of every layer."
+    counts = config.head_counts
+    total, kept = sum(counts) * config.members, sum(len(heads) for member in config.heads for heads in member)
+    if kept == total:
+        return f"Nothing was pruned: every member keeps all {counts[0]} heads of every layer."
     rows = [["layer", *(f"member {member}" for member in range(config.members))]]
 
-    def cell(heads: Sequence[int]) -> str:
-        removed = ", ".join(str(head) for head in range(total) if head not in heads)
+    def cell(heads: Sequence[int], count: int) -> str:
+        removed = ", ".join(str(head) for head in range(count) if head not in heads)
         return f"{len(heads)} (without {removed})" if removed else str(len(heads))
 
-    rows += [[str(layer), *map(cell, members)] for layer, members in enumerate(zip(*config.heads, strict=True))]
-    return f"{kept} of {total * layers * config.members} heads are kept, of {total} per layer:\n\n{_table(*rows)}"
+    names = [*map(str, range(config.encoder.layers)), "pooling"]
+    for name, count, members in zip(names, counts, zip(*config.heads, strict=True), strict=False):
+        rows.append([name, *(cell(heads, count) for heads in members)])
+    return f"{kept} of {total} heads are kept, of {counts[0]} per layer:\n\n{_table(*rows)}"
 
 
 def _calibration(metadata: Metadata) -> str:

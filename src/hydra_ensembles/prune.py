@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import torch
 
+from ._utils import warn
 from .arguments import checked
 from .errors import HeadError
 from .heads.masking import Model, tower_of, towers_of
 from .heads.ranking import Head, HeadLike, as_heads
 from .model.clip import DualEncoder, require_model
 from .model.ensemble import Ensemble
-from .model.members import has_head_axis, place_of
+from .model.members import head_axis
 
 
 @checked
@@ -19,7 +20,8 @@ def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
     """A new ensemble, or dual encoder, without the given heads; the input is untouched.
 
     The bias of the output projection stays, also in a layer that loses its last head. Heads keep the indices they
-    had in the original model, so pruning in two steps and pruning at once name the same heads.
+    had in the original model, so pruning in two steps and pruning at once name the same heads. Those of an attention
+    that pools the tokens (SigLIP) are heads of layer `num_layers`; without any, every input gets the same answer.
 
     Args:
         ensemble: An ensemble or a dual encoder with one member. Prune members before fusing them;
@@ -35,7 +37,7 @@ def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
         advice = "prune each member (model.member(i)) and fuse them again"
         raise HeadError(f"prune takes a model with one member, this one has {ensemble.num_members}; {advice}")
     gone = as_heads(heads)
-    kept = {name: [list(layer) for layer in tower.heads[0]] for name, tower in towers_of(ensemble).items()}
+    kept = {name: [list(layer) for layer in tower.config.heads[0]] for name, tower in towers_of(ensemble).items()}
     for head in gone:
         tower_of(ensemble, head)  # refuses a tower that there is not
         left = kept[head.tower]
@@ -55,11 +57,13 @@ def _keep(ensemble: Ensemble, kept: Sequence[Sequence[int]], gone: Sequence[Head
     """A copy with these heads of every layer, which notes the ones that are gone."""
     state = {}
     for name, tensor in ensemble.state_dict().items():
-        _, layer = place_of(name)
-        if layer is not None and has_head_axis(name):
-            rows = [row for row, head in enumerate(ensemble.heads[0][layer]) if head in kept[layer]]
+        layer = head_axis(ensemble.config, name)
+        if layer is not None:
+            rows = [row for row, head in enumerate(ensemble.config.heads[0][layer]) if head in kept[layer]]
             tensor = tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)]
         state[name] = tensor
+    if any(head.layer == ensemble.num_layers for head in gone) and not kept[ensemble.num_layers]:
+        warn("the attention that pools the tokens has lost its last head: every input gets the same answer now")
     metadata = ensemble.metadata
     if gone:
         metadata = metadata.after(f"pruned {len(gone)} heads: {' '.join(str(head) for head in gone)}")

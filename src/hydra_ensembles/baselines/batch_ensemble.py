@@ -14,7 +14,7 @@ from ..batches import Batches
 from ..errors import ConfigError
 from ..model.config import Sharing
 from ..model.ensemble import Ensemble
-from ..model.members import place_of
+from ..model.members import copies_of, place_of
 from ..schema import require_types, to_plain
 from ..training.finetune import CLASSIFIERS, train_parametrised
 from ..training.loop import Job
@@ -135,7 +135,7 @@ class Scaled(Parametrised):
 
         for name, parameter in ensemble.named_parameters():
             group, layer = place_of(name)
-            if ensemble.config.copies(group, layer) == 1 or (name.endswith("bias") and group != "norms"):
+            if copies_of(ensemble.config, name) == 1 or (name.endswith("bias") and group != "norms"):
                 continue
             key, one = name.replace(".", "/"), parameter[: len(parameter) // members].detach().clone()
             self.shared[key] = nn.Parameter(one, requires_grad=parameter.requires_grad)

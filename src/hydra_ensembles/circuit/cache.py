@@ -19,7 +19,8 @@ from ..heads.masking import working_copy
 from ..heads.ranking import Head
 from ..model.config import EncoderConfig, PatchStemConfig
 from ..model.ensemble import Ensemble
-from ..model.layers import Attention, Block, Context, read_tokens
+from ..model.layers import Attention, Block, Context, Read, asked_by, read_tokens
+from ..model.stem_readout import MapPool, Readout
 from .scores import Distance, IntArray, SampleGroup, Samples, parts, to_device
 
 Work = Counter[str]  # "layer_evaluations", blocks run on one sample; "multiply_adds", of the products really needed
@@ -36,9 +37,15 @@ class WorkingModel:
     def __init__(self, model: Ensemble, off: Sequence[Head], work: Work, distance: Distance | None = None) -> None:
         self.ensemble, self.work = working_copy(model, None, None), work  # counts every block that is run
         self.distance = distance
-        self.kept = [list(layer) for layer in model.heads[0]]  # original indices of the heads left, by layer
-        self.blocks, self.layers = cast(Sequence[Block], self.ensemble.encoder.layers), model.num_layers
-        self._last_read = model.readout.tokens_read()
+        self.kept = [list(layer) for layer in model.config.heads[0]]  # original indices of the heads left, by layer
+        encoder, readout = model.config.encoder, self.ensemble.readout
+        self.blocks: list[Block | PoolingBlock] = [cast(Block, block) for block in self.ensemble.encoder.layers]
+        self.sizes = [encoder] * len(self.blocks)
+        if readout.map is not None and (sizes := model.config.pooling) is not None:
+            self.blocks.append(PoolingBlock(readout, readout.map))
+            self.sizes.append(sizes)
+        self.layers = len(self.blocks)
+        self._last_read = readout.tokens_read()
         for head in off:
             self.drop(head)
 
@@ -51,7 +58,7 @@ class WorkingModel:
         z = self._mix(layer, x, context)  # [B, T', H, d_k]
         if gates is not None:
             z = z * gates[:, None, :, None].to(z.dtype)
-        return self._finish(layer, self._needed(layer, x), self.blocks[layer].attention.project(z, 1))
+        return self._finish(layer, self._asking(layer, x), self.blocks[layer].attention.project(z, 1))
 
     def block_without(
         self, layer: int, x: Tensor, context: Context, rows: Tensor, heads: Sequence[tuple[int, slice]]
@@ -69,11 +76,12 @@ class WorkingModel:
         for head, runs in heads:
             position = self.kept[layer].index(head)
             attended[runs] -= z[:, :, position].index_select(0, rows[runs]) @ attention.out[position]
-        return self._finish(layer, self._needed(layer, x).index_select(1, rows), attended[None])
+        return self._finish(layer, self._asking(layer, x).index_select(1, rows), attended[None])
 
     def pool(self, x: Tensor, key_mask: Tensor | None, ids: Tensor | None) -> Tensor:
-        """Pooled features `[B, d]` from the tokens after the last block (`[B, 2, d]` where two tokens are read)."""
-        return self.ensemble.readout.pool(x, key_mask, ids)[0]
+        """Pooled features `[B, d]` from what the last block gives (`[B, 2, d]` where two tokens are read)."""
+        readout = self.ensemble.readout
+        return (readout.pool(x, key_mask, ids) if readout.map is None else readout.after_pool(x[:, :, 0]))[0]
 
     def classify(self, features: Tensor) -> Tensor:
         """From pooled features to logits `[B, C]`, by distance `[B, C + 1]`."""
@@ -93,21 +101,23 @@ class WorkingModel:
                 setattr(attention, name, nn.Parameter(left, requires_grad=False))
         attention.sizes = (len(kept),)
 
-    def _read(self, layer: int) -> slice | None:
-        """The tokens whose output is needed; None for all, as everywhere below the last block."""
+    def _read(self, layer: int, x: Tensor) -> Read:
+        """The tokens whose output is needed of `[1, B, T, d]`; None for all, as everywhere below the last block."""
+        block = self.blocks[layer]
+        if isinstance(block, PoolingBlock):
+            return block.query(x)
         return self._last_read if layer == self.layers - 1 else None
 
-    def _needed(self, layer: int, x: Tensor) -> Tensor:
-        read = self._read(layer)
-        return x if read is None else x[:, :, read]  # [1, B, T', d]
+    def _asking(self, layer: int, x: Tensor) -> Tensor:
+        return asked_by(x, self._read(layer, x))  # [1, B, T', d]
 
     def _mix(self, layer: int, x: Tensor, context: Context) -> Tensor:
         """Outputs of the single heads of a block, `[B, T', H, d_k]`."""
         block = self.blocks[layer]
         x = block.attention_input(x)
         if self._has_few_queries(layer):
-            return few_queries(block.attention, x[0], context.key_mask, self._needed(layer, x)[0])
-        return block.attention.mix(x, context, self._read(layer))
+            return few_queries(block.attention, x[0], context.key_mask, self._asking(layer, x)[0])
+        return block.attention.mix(x, context, self._read(layer, x))
 
     def _finish(self, layer: int, residual: Tensor, attended: Tensor) -> Tensor:
         scale = self.blocks[layer].attention.scale
@@ -117,17 +127,39 @@ class WorkingModel:
         """Whether the block has queries of one or two tokens that see all keys, and keys linear in its input."""
         attention = self.blocks[layer].attention
         linear = attention.key_norm is None and attention.turn is None and bool(self.kept[layer])
-        return linear and not attention.causal and attention.window is None and self._read(layer) is not None
+        few = isinstance(self.blocks[layer], PoolingBlock) or (layer == self.layers - 1 and self._last_read is not None)
+        return few and linear and not attention.causal and attention.window is None
 
     def _count(self, layer: int, tokens: int, inputs: int, outputs: int, heads_off: int = 0) -> None:
         """Count a block with attention for `inputs` samples and an MLP for `outputs`."""
-        encoder, queries = self.ensemble.config.encoder, read_tokens(tokens, self._read(layer))
+        encoder, queries = self.sizes[layer], tokens
+        if layer == self.layers - 1:
+            queries = read_tokens(tokens, self._last_read) if self.ensemble.readout.map is None else 1
         few = self._has_few_queries(layer)
         products = inputs * attention_cost(encoder, len(self.kept[layer]), tokens, queries, few)
         products += outputs * mlp_cost(encoder, queries)
         products += heads_off * queries * encoder.head_dim * encoder.width  # the output projection of one head each
         self.work["layer_evaluations"] += outputs + (inputs if heads_off else 0)
         self.work["multiply_adds"] += products
+
+
+class PoolingBlock:
+    """The attention that pools the tokens, with what is before and after it, as a block: the last one, of one token."""
+
+    def __init__(self, readout: Readout, pooling: MapPool) -> None:
+        self._readout, self._pooling, self.attention = readout, pooling, pooling.attention
+
+    def query(self, x: Tensor) -> Tensor:
+        """What asks, for each of the samples of `[1, B, T, d]`: `[1, B, 1, d]`."""
+        return self._pooling.query_token[:, None].expand(-1, x.shape[1], -1, -1)
+
+    def attention_input(self, x: Tensor) -> Tensor:
+        """What the attention sees of the tokens after the last block."""
+        return self._readout.before_pool(x)[:, :, self._readout.prefix :]
+
+    def finish(self, asking: Tensor, attended: Tensor) -> Tensor:
+        """Everything after the attention; what asks has no residual."""
+        return self._pooling.finish(attended)
 
 
 def few_queries(attention: Attention, x: Tensor, key_mask: Tensor | None, asking: Tensor) -> Tensor:
@@ -171,10 +203,12 @@ def forward_cost(model: Ensemble, samples: Samples) -> int:
 
 def sample_cost(model: Ensemble, group: SampleGroup) -> int:
     """Multiply-adds of all blocks for one sample of a group."""
-    encoder, tokens = model.config.encoder, tokens_of(model, group)
-    queries = [tokens] * (model.num_layers - 1) + [read_tokens(tokens, model.readout.tokens_read())]
-    pairs = zip(model.heads[0], queries, strict=True)
-    return sum(attention_cost(encoder, len(kept), tokens, count) + mlp_cost(encoder, count) for kept, count in pairs)
+    config, tokens = model.config, tokens_of(model, group)
+    layers = [(config.encoder, tokens)] * (model.num_layers - 1)  # sizes, and the tokens that ask
+    layers.append((config.encoder, read_tokens(tokens, model.readout.tokens_read())))
+    layers += [] if config.pooling is None else [(config.pooling, 1)]
+    pairs = zip(config.heads[0], layers, strict=True)
+    return sum(attention_cost(one, len(kept), tokens, count) + mlp_cost(one, count) for kept, (one, count) in pairs)
 
 
 def tokens_of(model: Ensemble, group: SampleGroup) -> int:

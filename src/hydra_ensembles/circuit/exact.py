@@ -83,7 +83,7 @@ def run_without(
                 else:
                     features, logits = model.features_and_logits(*group.take(rows))
                     yield group.numbers[rows], distance.answers(features[0], logits[0])
-    work["layer_evaluations"] += len(samples.labels) * model.num_layers
+    work["layer_evaluations"] += len(samples.labels) * len(model.config.head_counts)
     work["multiply_adds"] += forward_cost(model, samples)
 
 

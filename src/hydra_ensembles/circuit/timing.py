@@ -40,7 +40,7 @@ def seconds_of(
     above = 0.0  # multiply-adds of the blocks from that of each candidate on
     for head in left:
         place = -1 if head.tower == "text" else 0
-        above += costs[place] * (1 - head.layer / towers[place][0].num_layers)
+        above += costs[place] * (1 - head.layer / len(towers[place][0].config.head_counts))
     passes = sum(len(left) - step for step in range(steps))  # of one candidate each
     each = above / len(left) * passes
     follows_ties = objective.score == "acc" and objective.ties == "likelihood"

@@ -253,10 +253,12 @@ def _described(title: str, ensemble: Ensemble) -> str:
         *(("metric", f"{name} = {value:.4g}") for name, value in facts["metrics"].items()),
         *(("" if index else "history", line) for index, line in enumerate(facts["history"])),
     ]
-    kept = sum(len(layer) for member in ensemble.heads for layer in member)
-    heads = f"heads kept: {kept} of {facts['members'] * encoder.layers * encoder.heads} ({KEPT} kept, {PRUNED} pruned)"
+    config = ensemble.config
+    kept, total = sum(len(layer) for member in config.heads for layer in member), sum(config.head_counts)
+    heads = f"heads kept: {kept} of {facts['members'] * total} ({KEPT} kept, {PRUNED} pruned)"
+    heads += "" if config.pooling is None else "; the last row is the attention that pools"
     lines = (f"  {name:<14} {value}" for name, value in rows)
-    return "\n".join([title, *lines, "", heads, *_head_map(ensemble.heads, encoder.heads)])
+    return "\n".join([title, *lines, "", heads, *_head_map(config.heads, config.head_counts)])
 
 
 def preprocessing_of(ensemble: Ensemble) -> str:
@@ -276,12 +278,12 @@ def _value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _head_map(heads: Sequence[Sequence[Sequence[int]]], per_layer: int) -> list[str]:
-    """Which heads each member keeps, of `[member][layer]` indices: a row a layer, a block a member."""
-    column = max(per_layer, len(f"member {len(heads) - 1}")) + 2
+def _head_map(heads: Sequence[Sequence[Sequence[int]]], counts: Sequence[int]) -> list[str]:
+    """Which heads of so many each member keeps, of `[member][layer]` indices: a row a layer, a block a member."""
+    column = max(*counts, len(f"member {len(heads) - 1}")) + 2
     lines = ["layer  " + "".join(f"member {member}".ljust(column) for member in range(len(heads)))]
     for layer, members in enumerate(zip(*heads, strict=True)):
-        cells = ("".join(KEPT if head in kept else PRUNED for head in range(per_layer)) for kept in members)
+        cells = ("".join(KEPT if head in kept else PRUNED for head in range(counts[layer])) for kept in members)
         lines.append(f"{layer:>5}  {''.join(cell.ljust(column) for cell in cells)}")
     return [line.rstrip() for line in lines]
 

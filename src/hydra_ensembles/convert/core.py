@@ -56,14 +56,18 @@ def joined(*names: str) -> Source:
 Order = Callable[[int], list[int]]  # of a head with so many numbers: the order in which they are read
 
 
-def attention(out: str, *qkv: str, order: Order | None = None) -> Weights:
+POOLING = "readout.map.attention."
+
+
+def attention(out: str, *qkv: str, order: Order | None = None, place: str = "encoder.layers.{i}.attention.") -> Weights:
     """The attention of a layer, in the layout of `torch.nn.Linear`.
 
     Args:
         out: The output projection, `[d, H·d_k]`: a head is a block of columns.
-        qkv: Query, key and value, each with its heads in order: three names, or one for a tensor that holds one after
-            the other, `[3·H·d_k, d]`. `*` stands for "weight" and "bias".
+        qkv: Query, key and value, each with its heads in order, in three tensors or fewer that hold one after the
+            other, `[3·H·d_k, d]`. `*` stands for "weight" and "bias".
         order: How the numbers of queries and keys lie in a head, where pairs that rotate together are not halves.
+        place: Whose attention it is: that of the blocks, or the one that pools (`POOLING`).
     """
 
     def read_out(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
@@ -71,19 +75,20 @@ def attention(out: str, *qkv: str, order: Order | None = None) -> Weights:
 
     weights, biases = (tuple(name.replace("*", leaf) for name in qkv) for leaf in ("weight", "bias"))
     return {
-        "encoder.layers.{i}.attention.qkv": into_heads(*weights, order=order),
-        "encoder.layers.{i}.attention.qkv_bias": into_heads(*biases, order=order),
-        "encoder.layers.{i}.attention.out": Source((f"{out}.weight",), read_out),
-        "encoder.layers.{i}.attention.out_bias": f"{out}.bias",
+        f"{place}qkv": into_heads(*weights, order=order),
+        f"{place}qkv_bias": into_heads(*biases, order=order),
+        f"{place}out": Source((f"{out}.weight",), read_out),
+        f"{place}out_bias": f"{out}.bias",
     }
 
 
 def into_heads(*names: str, order: Order | None = None) -> Source:
-    """Queries, keys and values of all heads, or biases of queries and values alone: one name each, or one for all."""
+    """Queries, keys and values of all heads, or biases of queries and values alone, in one tensor or in several."""
 
     def read(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
         count, rest = shape[1], (shape[0], *shape[2:])
-        parts = [part.reshape(rest) for part in (tensors[0].chunk(count) if len(tensors) == 1 else tensors)]
+        whole = len(tensors) == count
+        parts = [part.reshape(rest) for part in (tensors if whole else torch.cat(list(tensors)).chunk(count))]
         if order is not None:  # the value, which is the last, is not rotated
             parts[:-1] = [part[:, order(shape[2])] for part in parts[:-1]]
         return torch.stack(parts, dim=1)  # [H, P, d_k, …]

@@ -1,21 +1,18 @@
-"""SigLIP and SigLIP 2 of transformers: classifier, both towers alone, and the dual encoder with its sigmoid's bias.
-
-The heads of the attention that pools an image are part of the readout: they are kept whole, and never pruned.
-"""
+"""SigLIP and SigLIP 2 of transformers: classifier, both towers alone, and the dual encoder with its sigmoid's bias."""
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..model.config import EnsembleConfig, ReadoutConfig, TextStemConfig, all_heads
 from .clip import HF_LAYERS, DualArchitecture
 from .core import (
+    POOLING,
     Architecture,
     Inputs,
-    Source,
     Weights,
     activation_of,
+    attention,
     below,
     either,
     number_of_classes,
@@ -28,11 +25,6 @@ _MODULE = "transformers.models.siglip.modeling_siglip.Siglip"
 _IMAGE, _TEXT = "transformers SigLIP image tower", "transformers SigLIP text tower"
 
 
-def _third(name: str, *parts: int) -> Source:
-    """Some of query, key and value out of a tensor that holds one after the other."""
-    return Source((name,), lambda tensors, shape: torch.cat([tensors[0].chunk(3)[part] for part in parts]))
-
-
 _IMAGE_TOWER: Weights = {
     "stem.patch": "embeddings.patch_embedding.weight",
     "stem.patch_bias": "embeddings.patch_embedding.bias",
@@ -40,9 +32,7 @@ _IMAGE_TOWER: Weights = {
     **HF_LAYERS,
     "readout.norm": "post_layernorm",
     "readout.map.query_token": "head.probe",
-    **{f"readout.map.query.{leaf}": _third(f"head.attention.in_proj_{leaf}", 0) for leaf in ("weight", "bias")},
-    **{f"readout.map.key_value.{leaf}": _third(f"head.attention.in_proj_{leaf}", 1, 2) for leaf in ("weight", "bias")},
-    "readout.map.out": "head.attention.out_proj",
+    **attention("head.attention.out_proj", "head.attention.in_proj_*", place=POOLING),
     "readout.map.norm": "head.layernorm",
     "readout.map.up": "head.mlp.fc1",
     "readout.map.down": "head.mlp.fc2",

@@ -16,6 +16,7 @@ from ..model.config import (
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing, Interpolation
 from .core import (
+    POOLING,
     Architecture,
     Source,
     Weights,
@@ -65,9 +66,7 @@ _WEIGHTS: Weights = {
     **_LAYERS,
     "readout.norm": ("norm", "fc_norm"),
     "readout.map.query_token": "attn_pool.latent",
-    "readout.map.query": "attn_pool.q",
-    "readout.map.key_value": "attn_pool.kv",
-    "readout.map.out": "attn_pool.proj",
+    **attention("attn_pool.proj", "attn_pool.q.*", "attn_pool.kv.*", place=POOLING),
     "readout.map.norm": "attn_pool.norm",
     "readout.map.up": "attn_pool.mlp.fc1",
     "readout.map.down": "attn_pool.mlp.fc2",

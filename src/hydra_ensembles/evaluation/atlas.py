@@ -316,7 +316,7 @@ def effects_of(
     config, effects = sweep.ensemble.config, []
     for head, quality, left in zip(sweep.heads, without, right[1:], strict=True):
         keepers = tuple(m for m, kept in enumerate(config.heads) if head.head in kept[head.layer])
-        shared = config.members > 1 and config.copies("attention", head.layer) == 1
+        shared = config.members > 1 and config.attention_copies(head.layer) == 1
         lost, gained = int((right[0] & ~left).sum()), int((~right[0] & left).sum())
         effects.append(HeadEffect(head.layer, head.head, keepers, shared, quality, lost, gained))
     return whole, effects
@@ -326,7 +326,8 @@ def heads_of(ensemble: Ensemble, layers: Sequence[int] | None) -> list[Head]:
     """The heads that some member keeps in some layers (None: in all), first layer first."""
     found = []
     for layer in checked_layers(ensemble.config, layers):
-        found += [Head(layer, head) for head in sorted({head for kept in ensemble.heads for head in kept[layer]})]
+        there = {head for kept in ensemble.config.heads for head in kept[layer]}
+        found += [Head(layer, head) for head in sorted(there)]
     if not found:
         raise ConfigError("there is no head left in these layers that could be switched off; give other layers")
     return found
@@ -409,15 +410,16 @@ class Sweep:
         copy, arguments = self.copy, self.copy.unpack(inputs)
         blocks, read = list(copy.encoder.layers), copy.readout.tokens_read()
         x, context = copy.embed(*arguments)
-        levels = [x]  # what enters each block, [N, B, T, d]
+        levels = [x]  # what enters each block, and then the readout, [N, B, T, d]
         for block in blocks[:-1]:
             levels.append(block(levels[-1], context))
+        levels.append(blocks[-1](levels[-1], context, read))
 
         def predicted(layer: int) -> Prediction:
             x = levels[layer]
-            for block in blocks[layer:-1]:
-                x = block(x, context)
-            pooled = copy.readout.pool(blocks[-1](x, context, read), context.key_mask, arguments[0])
+            for block in blocks[layer:]:
+                x = block(x, context, read if block is blocks[-1] else None)
+            pooled = copy.readout.pool(x, context.key_mask, arguments[0])
             logits = copy.readout.classify(pooled)  # [N, B, C]
             logits = logits.expand(copy.num_members, *logits.shape[1:])
             fitted, scores = self.measure.familiarity, None
@@ -427,7 +429,7 @@ class Sweep:
             return self.measure.predict(logits, scores)
 
         step = len(arguments[0]) / self.blocks  # of the bar, which counts inputs
-        yield predicted(len(blocks) - 1)
+        yield predicted(len(blocks))
         bar.update(step * len(blocks))
         for head in self.heads:
             with masked(copy, [head]):

@@ -28,7 +28,7 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
 from ..optimize.runner import OptimizedEnsemble
 from ..prediction import AnyScore
-from ..schema import from_plain, to_plain
+from ..schema import ADDED_LATER, from_plain, to_plain
 
 OodGroup = Literal["near", "far", "apart", "ungrouped"]
 
@@ -130,13 +130,15 @@ class ModelInfo:
     source: str = ""
     history: tuple[str, ...] = ()
     calibration: Calibration | None = None
+    pooling_heads: int = field(default=0, metadata=ADDED_LATER)
 
     @property
     def heads_label(self) -> str | None:
         """Heads kept per layer as the paper writes them: `12`, or `8x3` for three members of eight each."""
         if self.heads is None:
             return None
-        kept = [len(layer) for member in self.heads for layer in member]
+        blocks = len(self.heads[0]) - bool(self.pooling_heads)
+        kept = [len(layer) for member in self.heads for layer in member[:blocks]]
         text = f"{round(sum(kept) / len(kept), 1):g}"
         return text if len(self.heads) == 1 else f"{text}x{len(self.heads)}"
 

@@ -91,7 +91,9 @@ def off_and_left(
 
 
 def attention_of(ensemble: Ensemble, layer: int) -> Attention:
-    """The attention sublayer of a layer."""
+    """The attention sublayer of a layer; after the last block, the one that pools the tokens."""
+    if layer == ensemble.num_layers and ensemble.readout.map is not None:
+        return ensemble.readout.map.attention
     return cast(Attention, ensemble.encoder.layers[layer].attention)
 
 
@@ -109,9 +111,10 @@ def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> 
     """
     if member is not None and not 0 <= member < config.members:
         raise ConfigError(f"member {member} does not exist: there are {config.members}, counted from 0")
-    if not 0 <= head.layer < config.encoder.layers:
-        raise HeadError(f"head {head} does not exist: the layers are 0 to {config.encoder.layers - 1}")
-    copies = config.copies("attention", head.layer)
+    counts = config.head_counts
+    if not 0 <= head.layer < len(counts):
+        raise HeadError(f"head {head} does not exist: the layers are 0 to {len(counts) - 1}")
+    copies = config.attention_copies(head.layer)
     if member is not None and copies < config.members:
         raise HeadError(f"all members share layer {head.layer} with head {head}; leave `member` out")
     rows, start = [], 0
@@ -121,7 +124,7 @@ def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> 
             rows.append(start + kept.index(head.head))
         start += len(kept)
     if not rows:
-        problem = "was pruned" if 0 <= head.head < config.encoder.heads else "does not exist"
+        problem = "was pruned" if 0 <= head.head < counts[head.layer] else "does not exist"
         members = range(config.members) if member is None else (member,)
         left = "; ".join(f"member {index}: {list(config.heads[index][head.layer])}" for index in members)
         raise HeadError(f"head {head} {problem}. Heads in layer {head.layer} of {left}")
@@ -138,7 +141,7 @@ def existing_heads(
 
 def checked_layers(config: EnsembleConfig, layers: Iterable[int] | None) -> tuple[int, ...]:
     """Layer numbers in ascending order, each of which exists; None stands for all of them."""
-    count = config.encoder.layers
+    count = len(config.head_counts)
     if layers is None:
         return tuple(range(count))
     chosen = tuple(layers)

@@ -56,7 +56,8 @@ def taylor(
             memory, except by a global ranking on all batches.
         budget: Heads to remove, in addition to those in `removed`.
         scope: Whether heads are compared within their layer or across layers.
-        layers: Layers whose heads may be removed; None for all of them.
+        layers: Layers whose heads may be removed; None for all of them, of which an attention that pools the tokens
+            (layer `num_layers`) is one where heads are compared across layers.
         removed: Heads that are already off; they are no candidates.
         seed: Draws the calibration batches: this is how the members of a Taylor ensemble come to differ.
         calibration_batches: How many batches to draw. None uses all: then the seed changes nothing.
@@ -78,7 +79,8 @@ def taylor(
         raise ConfigError("taylor needs a loss, but this ensemble has no classifier (num_classes is 0)")
     if scope not in get_args(Scope):
         raise ConfigError(f"scope must be one of {list(get_args(Scope))}, got {scope!r}")
-    chosen_layers = checked_layers(ensemble.config, layers)
+    blocks = range(ensemble.num_layers) if scope == "layer" else None  # as many heads in each
+    chosen_layers = checked_layers(ensemble.config, blocks if layers is None else layers)
     off, candidates = off_and_left(ensemble, [TOWER], chosen_layers, removed)
     steps = _steps(candidates, chosen_layers, budget, scope)
     count = None if calibration_batches is None else require_whole("calibration_batches", calibration_batches, 1)

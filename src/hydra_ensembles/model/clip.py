@@ -20,7 +20,7 @@ from .contents import DUAL_ENCODER, ENSEMBLE, Contents, dual_encoder_contents, r
 from .cost import Description
 from .ensemble import Ensemble, Saved, built_around, copied
 from .layers import Droppable, GroupedLinear, dropping
-from .members import member_index, place_of
+from .members import copies_of, head_axis, member_index, place_of
 from .metadata import PROJECTION, TOWER, Metadata, TextSettings, TextSide, odd_names, text_state
 from .stem_readout import Projections, compose, linear, projection_config, projection_from
 
@@ -354,7 +354,10 @@ def zero_shot(
         state |= {_PROJECTION + name: tensor.to(dual.dtype) for name, tensor in projection.state_dict().items()}
     state |= {name: tensor.to(dual.device, dual.dtype) for name, tensor in classes.items()}
     for name in [name for name in state if place_of(name)[0] == "readout"]:
-        state[name] = state[name].expand(config.copies("readout"), *state[name].shape[1:])
+        by_heads = head_axis(config, name) is not None
+        copies = copies_of(dual.image.config, name) if by_heads else len(state[name])
+        times = copies_of(config, name) // copies
+        state[name] = state[name].repeat(times, *[1] * (state[name].dim() - 1))
     images, texts = dual.image.metadata.history, dual.text.metadata.history
     history = (*images, *(f"text tower: {line}" for line in texts if line not in images))
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in side.state.items() if keep_text}

@@ -240,8 +240,9 @@ class ReadoutConfig(Checked):
     """Tokens into logits: final norm, pooling, an optional hidden layer (a pooler), a classifier.
 
     Without classes the ensemble answers with its pooled features. `map` pooling (SigLIP) attends from one learned query
-    over all tokens; its heads are part of the readout and are not pruned. `last` is the last token of a text, `final`
-    the one at its last place, padding or not. With `pool_prefix`, mean and map take the tokens before the patches in.
+    over all tokens; for whoever prunes, this attention is one more layer after those of the encoder. `last` is the last
+    token of a text, `final` the one at its last place, padding or not. With `pool_prefix`, mean and map take the tokens
+    before the patches in.
     `hidden_norm` is a norm after the hidden layer. `cosine` makes the classifier one of class embeddings (zero-shot
     classification).
     """
@@ -285,7 +286,8 @@ class Sharing:
     """Which parameter groups the members share (stored once) and which are per member (stored M times).
 
     LayerScale and a norm inside a sublayer belong to the group of the sublayer, the final norm to *norms*, a pooler to
-    *readout*, the norm of an embedding to *stem*.
+    *readout*, the norm of an embedding to *stem*. So does an attention that pools to *readout*; each member has its own
+    where members keep different heads of it.
     """
 
     stem: bool = False
@@ -299,7 +301,8 @@ class Sharing:
 class EnsembleConfig:
     """One ensemble: its transformer, its members, what they share and which heads they keep.
 
-    The first `trunk` layers are stored once for all members, whatever `sharing` says.
+    The first `trunk` layers are stored once for all members, whatever `sharing` says. Where an attention pools the
+    tokens, its heads come last in `heads`, as those of one layer more; all of them, where only the encoder's are given.
     """
 
     stem: PatchStemConfig | TextStemConfig
@@ -312,16 +315,19 @@ class EnsembleConfig:
     def __post_init__(self) -> None:
         require_number("members", self.members, 1, MAX_COPIES + 1)
         require_number("trunk", self.trunk, 0, self.encoder.layers + 1)
+        blocks, counts = self.encoder.layers, self.head_counts
         for member, layers in enumerate(self.heads):
-            if len(layers) != self.encoder.layers:
-                raise ConfigError(f"heads[{member}] lists {len(layers)} layers, the encoder has {self.encoder.layers}")
+            if len(layers) not in (blocks, len(counts)):
+                raise ConfigError(f"heads[{member}] lists {len(layers)} layers, the encoder has {blocks}")
             for layer, kept in enumerate(layers):
-                place, first = f"heads[{member}][{layer}] is {list(kept)}", self.heads[0][layer]
-                if list(kept) != sorted(set(kept)) or any(not 0 <= head < self.encoder.heads for head in kept):
-                    accepted = f"distinct heads below {self.encoder.heads} in ascending order"
+                place, first = f"heads[{member}][{layer}] is {list(kept)}", self.heads[0][layer : layer + 1]
+                if list(kept) != sorted(set(kept)) or any(not 0 <= head < counts[layer] for head in kept):
+                    accepted = f"distinct heads below {counts[layer]} in ascending order"
                     raise ConfigError(f"{place}; it must list {accepted}")
-                if (layer < self.trunk or self.sharing.attention) and kept != first:
+                if (layer < self.trunk or (self.sharing.attention and layer < blocks)) and (kept,) != first:
                     raise ConfigError(f"{place} and member 0 keeps {list(first)}, but members share this attention")
+        every = tuple(layers + tuple(tuple(range(count)) for count in counts[len(layers) :]) for layers in self.heads)
+        object.__setattr__(self, "heads", every)
         self._check_ends()
 
     def _check_ends(self) -> None:
@@ -354,10 +360,31 @@ class EnsembleConfig:
         """What goes in."""
         return "text" if isinstance(self.stem, TextStemConfig) else "image"
 
+    @property
+    def head_counts(self) -> tuple[int, ...]:
+        """Heads of each layer before pruning; an attention that pools comes after the blocks, if there is one."""
+        pooling = (self.readout.map_heads,) if self.readout.pool == "map" else ()
+        return (self.encoder.heads,) * self.encoder.layers + pooling
+
+    @property
+    def pooling(self) -> EncoderConfig | None:
+        """The attention that pools, with the MLP behind it, as what they are: a layer of their own sizes."""
+        if self.readout.pool != "map":
+            return None
+        heads, width = self.readout.map_heads, self.encoder.width
+        sizes = (width, 1, heads, width // heads, self.readout.map_mlp_width)
+        return EncoderConfig(*sizes, activation=self.readout.map_activation, norm_eps=self.readout.norm_eps)
+
     def copies(self, group: Group, layer: int | None = None) -> int:
         """How many times a group's parameters are stored: 1 when shared (or in the trunk), else M."""
         in_trunk = layer is not None and layer < self.trunk
         return 1 if in_trunk or getattr(self.sharing, group) else self.members
+
+    def attention_copies(self, layer: int) -> int:
+        """How many times the attention of a layer is stored, be it that of a block or the one that pools."""
+        if layer < self.encoder.layers:
+            return self.copies("attention", layer)
+        return self.copies("readout") if len({kept[layer] for kept in self.heads}) == 1 else self.members
 
     def differences(self, other: "EnsembleConfig") -> list[str]:
         """Architecture fields in which two ensembles differ, as readable lines; head lists do not count."""

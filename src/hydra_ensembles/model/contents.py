@@ -1,6 +1,6 @@
 """What a saved model holds: configuration, metadata and tensors as plain data, each held against the others."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -177,13 +177,22 @@ def _check_text_side(config: EnsembleConfig, texts: TextSettings) -> None:
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def require_fit(stored: Mapping[str, tuple[tuple[int, ...], str]], build: Callable[[], nn.Module]) -> None:
-    """Hold names, shapes and types of tensors against the model that `build` makes, without allocating any of it."""
+def require_fit(
+    stored: Mapping[str, tuple[tuple[int, ...], str]], build: Callable[[], nn.Module]
+) -> dict[str, tuple[int, ...]]:
+    """Hold names, shapes and types of tensors against the model that `build` makes, without allocating any of it.
+
+    Returns:
+        The names and shapes that the model has. In a file of before, those of an attention that pools are other ones.
+    """
     try:
         with torch.device("meta"):
             expected = {name: tuple(tensor.shape) for name, tensor in build().state_dict().items()}
     except (RuntimeError, OverflowError, TypeError) as error:  # sizes whose product no tensor can have
         raise CheckpointError(f"its configuration describes an impossible model: {first_line(error)}") from error
+    shapes = expected
+    for place in _old_poolings(stored):
+        expected = _old_shapes(expected, place)
     problems = [f"lacks {name!r}" for name in sorted(expected.keys() - stored.keys())]
     problems += [f"has the unknown {name!r}" for name in sorted(stored.keys() - expected.keys())]
     for name in sorted(expected.keys() & stored.keys()):
@@ -195,6 +204,45 @@ def require_fit(stored: Mapping[str, tuple[tuple[int, ...], str]], build: Callab
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(f"it does not fit its configuration: it {'; it '.join(problems[:5])}{more}")
+    return shapes
+
+
+def renewed(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Tensors by the names and in the shapes of today: an attention that pools was once stored as whole matrices."""
+    found = dict(tensors)
+    for place in _old_poolings(tensors):
+        old = {name: found.pop(f"{place}{name}") for name in _OLD_POOLING}
+        for leaf, name in (("weight", "qkv"), ("bias", "qkv_bias")):
+            heads, parts, *rest = shapes[f"{place}attention.{name}"]  # [K, 3, d_k, …]
+            three = torch.cat([old[f"query.{leaf}"], old[f"key_value.{leaf}"]], dim=1)  # [G, 3·d, …]
+            split = three.reshape(len(three), parts, -1, *rest).transpose(1, 2)  # [G, h, 3, d_k, …]
+            found[f"{place}attention.{name}"] = split.reshape(heads, parts, *rest)
+        out = old["out.weight"].transpose(1, 2)  # [G, h·d_k, d]
+        found[f"{place}attention.out"] = out.reshape(shapes[f"{place}attention.out"])
+        found[f"{place}attention.out_bias"] = old["out.bias"]
+    return {name: found[name] for name in shapes}
+
+
+_OLD_POOLING = tuple(f"{part}.{leaf}" for part in ("query", "key_value", "out") for leaf in ("weight", "bias"))
+
+
+def _old_poolings(names: Iterable[str]) -> list[str]:
+    """Where poolings lie that are stored in the way of before."""
+    return [name.removesuffix("query.weight") for name in names if name.endswith("readout.map.query.weight")]
+
+
+def _old_shapes(shapes: Mapping[str, tuple[int, ...]], place: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes with those of before for the attention of a pooling."""
+    attention = f"{place}attention."
+    heads, _, head_dim, width = shapes.get(f"{attention}qkv", (0, 0, 0, 0))
+    copies = shapes.get(f"{attention}out_bias", (0, 0))[0]
+    if not width or heads * head_dim != copies * width:  # no pooling, or one that has lost heads: never stored so
+        return dict(shapes)
+    rows = {"query": width, "key_value": 2 * width, "out": width}
+    old: dict[str, tuple[int, ...]]
+    old = {f"{place}{part}.weight": (copies, size, width) for part, size in rows.items()}
+    old |= {f"{place}{part}.bias": (copies, size) for part, size in rows.items()}
+    return {**{name: shape for name, shape in shapes.items() if not name.startswith(attention)}, **old}
 
 
 def part_of(name: str) -> str:

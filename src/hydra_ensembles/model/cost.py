@@ -29,6 +29,7 @@ class Description:
             convolution; biases, norms, softmax and activations are not counted.
         heads: Original indices of the heads kept, `[member][layer]`.
         heads_per_layer: Heads per layer before pruning.
+        pooling_heads: Those of the attention that pools the tokens, which is the last of `heads`; 0 without one.
     """
 
     parameters: int
@@ -36,6 +37,7 @@ class Description:
     tokens: int
     heads: KeptHeads
     heads_per_layer: int
+    pooling_heads: int = 0
 
     def __str__(self) -> str:
         lines = [
@@ -46,13 +48,17 @@ class Description:
         ]
         for layer, kept in enumerate(zip(*self.heads, strict=True)):
             lines.append(f"{layer:>5}" + "".join(f"{len(heads):>10}" for heads in kept))
+        if self.pooling_heads:
+            lines[-1] += f"  (of {self.pooling_heads}: the attention that pools)"
         return "\n".join(lines)
 
 
 def describe(config: EnsembleConfig, parameters: int) -> Description:
     """Describe an ensemble of this configuration that stores `parameters` parameters."""
     tokens = config.stem.max_tokens
-    return Description(parameters, multiply_adds(config, tokens), tokens, config.heads, config.encoder.heads)
+    counts, pooling = config.head_counts, config.pooling
+    costs = parameters, multiply_adds(config, tokens), tokens
+    return Description(*costs, config.heads, counts[0], 0 if pooling is None else pooling.heads)
 
 
 def multiply_adds(config: EnsembleConfig, tokens: int) -> int:
@@ -77,21 +83,23 @@ def multiply_adds(config: EnsembleConfig, tokens: int) -> int:
         total += heads * encoder.head_dim * (4 * tokens * width + 2 * tokens * tokens)
         branches = max(copies, config.copies("norms", layer), config.copies("mlp", layer))
         total += branches * mlp
-    return total + max(branches, config.copies("readout")) * _readout(config, tokens)
+    if (pooling := config.pooling) is not None:
+        branches = max(branches, config.copies("readout"), config.attention_copies(encoder.layers))
+        heads = sum(len(config.heads[member][-1]) for member in range(branches))
+        total += heads * pooling.head_dim * (2 * width + 2 * tokens * width + 2 * tokens)
+        total += branches * 2 * width * pooling.mlp_width
+    return total + max(branches, config.copies("readout")) * _readout(config)
 
 
-def _readout(config: EnsembleConfig, tokens: int) -> int:
-    """Multiply-adds of pooling and classifier for one member."""
+def _readout(config: EnsembleConfig) -> int:
+    """Multiply-adds of hidden layer and classifier for one member."""
     readout, width = config.readout, config.encoder.width
     features = 2 * width if readout.pool == "cls_mean" else width
     total = features * features if readout.hidden else 0
     if readout.cosine is not None and readout.cosine.width is not None:
         total += features * readout.cosine.width
         features = readout.cosine.width
-    total += features * readout.num_classes * (2 if readout.pool == "distilled" else 1)
-    if readout.pool == "map":
-        total += width * width * (2 + 2 * tokens) + 2 * tokens * width + 2 * width * readout.map_mlp_width
-    return total
+    return total + features * readout.num_classes * (2 if readout.pool == "distilled" else 1)
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,8 @@ class Ensemble(Saved, Droppable):
         num_classes: Number of classes; 0 when there is no classifier.
         num_layers: Number of transformer blocks.
         num_heads: Heads per layer before pruning.
-        heads: Original indices of the heads kept, `heads[member][layer]`.
+        heads: Original indices of the heads kept in the blocks, `heads[member][layer]`; `config.heads` has behind them
+            those of an attention that pools the tokens, which is layer `num_layers` for whoever prunes.
     """
 
     _kind = ENSEMBLE
@@ -132,7 +133,8 @@ class Ensemble(Saved, Droppable):
         super().__init__()
         self.config, self.metadata = config, Metadata() if metadata is None else metadata
         self.kind, self.num_members, self.num_classes = config.kind, config.members, config.readout.num_classes
-        self.num_layers, self.num_heads, self.heads = config.encoder.layers, config.encoder.heads, config.heads
+        self.num_layers, self.num_heads = config.encoder.layers, config.encoder.heads
+        self.heads: KeptHeads = tuple(kept[: self.num_layers] for kept in config.heads)
         width, copies = config.encoder.width, config.copies("stem")
         self.stem: PatchStem | TextStem
         if isinstance(config.stem, PatchStemConfig):
@@ -384,7 +386,7 @@ class Ensemble(Saved, Droppable):
     def __repr__(self) -> str:
         config, encoder = self.config, self.config.encoder
         kept = sum(len(heads) for member in config.heads for heads in member)
-        total = encoder.layers * encoder.heads * config.members
+        total = sum(config.head_counts) * config.members
         shared = [group for group in GROUPS if getattr(config.sharing, group)]
         return (
             f"Ensemble({self.kind}, members={config.members}, layers={encoder.layers}, width={encoder.width}, "
@@ -404,4 +406,4 @@ def singles(ensembles: Sequence[Ensemble]) -> tuple[list[dict[str, Tensor]], Kep
     states = [member_state(one.config, one.state_dict(), index) for one, index in members]
     require_same_dtype_and_device(states)
     metadata = common_metadata([member_metadata(one.metadata, index, one.num_members) for one, index in members])
-    return states, tuple(one.heads[index] for one, index in members), metadata
+    return states, tuple(one.config.heads[index] for one, index in members), metadata

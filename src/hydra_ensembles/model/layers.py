@@ -38,6 +38,10 @@ class Context(NamedTuple):
         return self if self.key_mask is None else self._replace(key_mask=self.key_mask[:count])
 
 
+Read = slice | Tensor | None
+"""Which tokens ask in an attention: all, those at some places, or others `[N, B, T', d]` that are no keys."""
+
+
 class Encoder(nn.Module):
     """All blocks, first to last. Members that agree in the first layers run them once."""
 
@@ -158,8 +162,8 @@ class Attention(nn.Module):
             return bias
         return torch.stack([bias[:, 0], torch.zeros_like(bias[:, 0]), bias[:, 1]], dim=1)
 
-    def forward(self, x: Tensor, context: Context, read: slice | None = None) -> Tensor:
-        """Attend within normalised activations `[N, B, T, d]`; arguments as in `Encoder.forward`.
+    def forward(self, x: Tensor, context: Context, read: Read = None) -> Tensor:
+        """Attend within normalised activations `[N, B, T, d]`; `read` says which tokens ask.
 
         Returns:
             `[max(N, G), B, T', d]`, LayerScale and dropout applied, residual not added.
@@ -169,7 +173,7 @@ class Attention(nn.Module):
             y = y * self.scale[:, None, None, :]
         return self.out_dropout(y)
 
-    def mix(self, x: Tensor, context: Context, read: slice | None = None) -> Tensor:
+    def mix(self, x: Tensor, context: Context, read: Read = None) -> Tensor:
         """Outputs of the single heads, before the output projection.
 
         Returns:
@@ -177,7 +181,9 @@ class Attention(nn.Module):
             batch, or share one copy while their inputs differ, stay apart: `[N·B, T', heads, d_k]`.
         """
         if x.shape[0] > 1 and not self.even:  # inputs of their own, different numbers of heads: one after another
-            return torch.cat([self._attend(one[None], context, read, copy) for copy, one in enumerate(x)], dim=2)
+            asking = [read[copy][None] if isinstance(read, Tensor) else read for copy in range(len(x))]
+            parts = enumerate(zip(x, asking, strict=True))
+            return torch.cat([self._attend(one[None], context, ask, copy) for copy, (one, ask) in parts], dim=2)
         z = self._attend(x, context, read)
         return z if self.distinct is None else z.index_select(2, self.distinct)
 
@@ -196,7 +202,7 @@ class Attention(nn.Module):
             y = torch.stack([part.flatten(2) @ heads.flatten(0, 1) if len(heads) else none for part, heads in parts])
         return y if self.out_bias is None else y + self.out_bias[:, None, None, :]
 
-    def _attend(self, x: Tensor, context: Context, read: slice | None, copy: int | None = None) -> Tensor:
+    def _attend(self, x: Tensor, context: Context, read: Read, copy: int | None = None) -> Tensor:
         """Attention of all heads, or of those of one copy, each of which sees `x`, or its copy's part of `x`."""
         start, stop = (0, self.qkv.shape[0]) if copy is None else head_ranges(self.sizes)[copy]
         if start == stop:  # no head is left: nothing to attend with
@@ -204,12 +210,13 @@ class Attention(nn.Module):
         if read is None:
             q, k, v = self._into_heads(x, start, stop, slice(0, 3)).unbind(3)  # each [R, T, H, d_k]
         else:
-            q = self._into_heads(x[:, :, read], start, stop, slice(0, 1))[:, :, :, 0]
+            q = self._into_heads(asked_by(x, read), start, stop, slice(0, 1))[:, :, :, 0]
             k, v = self._into_heads(x, start, stop, slice(1, 3)).unbind(3)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm.of_heads(q, self.sizes, copy), self.key_norm.of_heads(k, self.sizes, copy)
         if self.turn is not None:
-            q, k = turned(q, context.turns[self.turn], read), turned(k, context.turns[self.turn])
+            places = read if isinstance(read, slice) else None
+            q, k = turned(q, context.turns[self.turn], places), turned(k, context.turns[self.turn])
         by = self.dropout > 0.0 and drops(self)
         mask = seen_keys(context.key_mask, k.shape[1], self.window, read, k.device)
         return attend(q, k, v, mask, x.shape[0], self.causal, self.dropout, by)
@@ -240,7 +247,7 @@ def into_heads(x: Tensor, weight: Tensor, bias: Tensor | None, members: int) -> 
 
 
 def seen_keys(
-    key_mask: Tensor | None, tokens: int, window: int | None, read: slice | None, device: torch.device
+    key_mask: Tensor | None, tokens: int, window: int | None, read: Read, device: torch.device
 ) -> Tensor | None:
     """Which keys are seen: `[B, 1, T]` by all queries, `[T', T]` or `[B, T', T]` in a window; None where all are.
 
@@ -250,7 +257,7 @@ def seen_keys(
     if window is None or not (torch.compiler.is_exporting() or tokens > window + 1):  # exported code serves any length
         return mask
     at = torch.arange(tokens, device=device)
-    distance = ((at if read is None else at[read])[:, None] - at).abs()  # [T', T]
+    distance = ((at[read] if isinstance(read, slice) else at)[:, None] - at).abs()  # [T', T]
     near = distance <= window
     return near if mask is None else (mask & near) | (distance == 0)
 
@@ -319,9 +326,18 @@ def head_ranges(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def read_tokens(tokens: int, read: slice | None) -> int:
-    """How many of the tokens are read, from the first on; in a traced graph they may be any number."""
+def read_tokens(tokens: int, read: Read) -> int:
+    """How many tokens ask, from the first on or others; in a traced graph they may be any number."""
+    if isinstance(read, Tensor):
+        return read.shape[2]
     return tokens if read is None else min(read.stop, tokens)
+
+
+def asked_by(x: Tensor, read: Read) -> Tensor:
+    """The tokens that ask, `[N, B, T', d]`, where `x` has all that answer."""
+    if isinstance(read, Tensor):
+        return read
+    return x if read is None else x[:, :, read]
 
 
 class MLP(nn.Module):

@@ -27,9 +27,19 @@ def place_of(parameter: str) -> tuple[Group, int | None]:
     return "stem", None
 
 
-def has_head_axis(parameter: str) -> bool:
-    """Whether the first axis of a parameter counts heads rather than copies."""
-    return parameter.endswith(HEAD_AXIS)
+def head_axis(config: EnsembleConfig, parameter: str) -> int | None:
+    """The layer whose heads the first axis of a parameter counts; None where it counts copies."""
+    if not parameter.endswith(HEAD_AXIS):
+        return None
+    layer = place_of(parameter)[1]
+    return config.encoder.layers if layer is None else layer
+
+
+def copies_of(config: EnsembleConfig, parameter: str) -> int:
+    """How many times a parameter is stored: once, or once for each member."""
+    if parameter.startswith("readout.map.attention."):
+        return config.attention_copies(config.encoder.layers)
+    return config.copies(*place_of(parameter))
 
 
 def member_config(config: EnsembleConfig, member: int) -> EnsembleConfig:
@@ -41,10 +51,10 @@ def member_state(config: EnsembleConfig, state: Mapping[str, Tensor], member: in
     """Views of the parameters that one member uses, shaped as in an ensemble with one member."""
     single: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        group, layer = place_of(name)
-        if config.copies(group, layer) == 1:
+        layer = head_axis(config, name)
+        if copies_of(config, name) == 1:
             single[name] = tensor
-        elif has_head_axis(name) and layer is not None:
+        elif layer is not None:
             start = sum(len(heads[layer]) for heads in config.heads[:member])
             single[name] = tensor[start : start + len(config.heads[member][layer])]
         else:
@@ -55,16 +65,16 @@ def member_state(config: EnsembleConfig, state: Mapping[str, Tensor], member: in
 def join_states(config: EnsembleConfig, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Parameters of an ensemble whose members have the given states; the first one's where they are stored once."""
     return {
-        name: tensor if config.copies(*place_of(name)) == 1 else torch.cat([state[name] for state in states])
+        name: tensor if copies_of(config, name) == 1 else torch.cat([state[name] for state in states])
         for name, tensor in states[0].items()
     }
 
 
-def common_layers(heads: KeptHeads, differing: Sequence[str]) -> int:
-    """How many layers at the start are equal in all members, which have these heads and differ in these parameters."""
+def common_layers(heads: KeptHeads, differing: Sequence[str], layers: int) -> int:
+    """How many of the blocks come before any in which members, with these heads, differ by these parameters."""
     apart = [layer for layer, kept in enumerate(zip(*heads, strict=True)) if len(set(kept)) > 1]
     apart += [layer for name in differing if (layer := place_of(name)[1]) is not None]
-    return min(apart, default=len(heads[0]))
+    return min([*apart, layers])
 
 
 def join_equal(
@@ -73,8 +83,9 @@ def join_equal(
     """Members, each given by itself, in one configuration that stores once whatever is equal; all equal become one."""
     heads = tuple(config.heads[0] for config in configs)
     differing = unequal(states)
-    groups, trunk = {place_of(name)[0] for name in differing}, common_layers(heads, differing)
-    if not groups and trunk == configs[0].encoder.layers:
+    layers = configs[0].encoder.layers
+    groups, trunk = {place_of(name)[0] for name in differing}, common_layers(heads, differing, layers)
+    if not groups and trunk == layers:
         return configs[0], dict(states[0])
     sharing = Sharing(**{group: group not in groups for group in GROUPS if group != "attention"})
     config = replace(configs[0], heads=heads, sharing=sharing, trunk=trunk)

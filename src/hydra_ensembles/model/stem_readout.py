@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .config import EnsembleConfig, PatchStemConfig, ProjectionConfig, Resample, TextStemConfig
-from .layers import ACTIVATIONS, Dropout, GroupedLinear, GroupedNorm, attend, empty
+from .config import EncoderConfig, EnsembleConfig, PatchStemConfig, ProjectionConfig, Resample, TextStemConfig
+from .layers import ACTIVATIONS, Attention, Context, Dropout, GroupedLinear, GroupedNorm, empty
 
 
 class PatchStem(nn.Module):
@@ -125,7 +125,7 @@ class Readout(nn.Module):
         before = config.stem.prefix_tokens if isinstance(config.stem, PatchStemConfig) else 0
         self.prefix = 0 if readout.pool_prefix else before  # tokens that pooling leaves out
         self.norm = None if readout.norm == "none" else GroupedNorm(norms, width, readout.norm_eps, kind)
-        self.map = MapPool(config, copies) if readout.pool == "map" else None
+        self.map = None if config.pooling is None else MapPool(config, config.pooling)
         self.features = features = 2 * width if readout.pool == "cls_mean" else width
         self.hidden = GroupedLinear(copies, features, features, readout.hidden_bias) if readout.hidden else None
         self.hidden_norm = GroupedNorm(copies, features, readout.norm_eps, kind) if readout.hidden_norm else None
@@ -152,12 +152,15 @@ class Readout(nn.Module):
 
     def pool(self, x: Tensor, key_mask: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
         """Pooled features `[N, B, d]`; `[N, B, 2, d]` where class and distillation token are read apart."""
-        if self.norm is not None and self.config.norm == "tokens":
-            x = self.norm(x)
-        x = self._pool_tokens(x, key_mask, ids)
-        if self.norm is not None and self.config.norm == "pooled":
-            x = self.norm(x)
-        return x
+        return self.after_pool(self._pool_tokens(self.before_pool(x), key_mask, ids))
+
+    def before_pool(self, x: Tensor) -> Tensor:
+        """The tokens that are pooled, normed where that is done before: `[N, B, T, d]`."""
+        return self.norm(x) if self.norm is not None and self.config.norm == "tokens" else x
+
+    def after_pool(self, pooled: Tensor) -> Tensor:
+        """Pooled tokens, normed where that is done after."""
+        return self.norm(pooled) if self.norm is not None and self.config.norm == "pooled" else pooled
 
     def classify(self, pooled: Tensor) -> Tensor:
         """Hidden layer and classifier on pooled features, `[N, B, d]` to `[N', B, C]`."""
@@ -188,7 +191,7 @@ class Readout(nn.Module):
         if pool == "distilled":
             return x[:, :, :2]
         if pool == "map" and self.map is not None:
-            return self.map(x[:, :, self.prefix :])
+            return self.map(x[:, :, self.prefix :])[:, :, 0]
         if pool == "mean" and key_mask is not None:
             weight = key_mask[None, :, :, None].to(x.dtype)  # [1, B, T, 1]
             return (x * weight).sum(2) / weight.sum(2)
@@ -212,30 +215,26 @@ class Readout(nn.Module):
 class MapPool(nn.Module):
     """Attention pooling with one learned query, then an MLP with its residual (SigLIP's pooling head)."""
 
-    def __init__(self, config: EnsembleConfig, copies: int) -> None:
+    def __init__(self, config: EnsembleConfig, sizes: EncoderConfig) -> None:
         super().__init__()
-        width, readout = config.encoder.width, config.readout
-        self.heads = readout.map_heads
-        self.activation = ACTIVATIONS[readout.map_activation]
+        layer, width, copies = config.encoder.layers, sizes.width, config.copies("readout")
+        kept = tuple(len(config.heads[member][layer]) for member in range(config.attention_copies(layer)))
+        self.activation = ACTIVATIONS[sizes.activation]
         self.query_token = empty(copies, 1, width)
-        self.query = GroupedLinear(copies, width, width)
-        self.key_value = GroupedLinear(copies, width, 2 * width)
-        self.out = GroupedLinear(copies, width, width)
-        self.norm = GroupedNorm(copies, width, readout.norm_eps)
-        self.up = GroupedLinear(copies, width, readout.map_mlp_width)
-        self.down = GroupedLinear(copies, readout.map_mlp_width, width)
+        self.attention = Attention(sizes, kept)
+        self.norm = GroupedNorm(copies, width, sizes.norm_eps)
+        self.up = GroupedLinear(copies, width, sizes.mlp_width)
+        self.down = GroupedLinear(copies, sizes.mlp_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `[N, B, T, d]` to `[N', B, d]`."""
-        q = self.query(self.query_token[:, None])  # [G, 1, 1, d]
-        k, v = self.key_value(x).chunk(2, dim=-1)  # [N', B, T, d]
-        members = max(len(q), len(k))
-        q, k, v = (part.expand(members, k.shape[1], -1, -1) for part in (q, k, v))
-        q, k, v = (part.flatten(0, 1).unflatten(2, (self.heads, -1)) for part in (q, k, v))
-        z = attend(q, k, v, None, members, causal=False)  # [N'·B, 1, heads, d_k]
-        y = self.out(z.flatten(2).unflatten(0, (members, -1)))  # [N', B, 1, d]
-        y = y + self.down(self.activation(self.up(self.norm(y))))
-        return y[:, :, 0]
+        """Map normed tokens `[N, B, T, d]` to `[N', B, 1, d]`."""
+        query = self.query_token[:, None]  # [G, 1, 1, d]
+        x = x.expand(max(len(x), len(query)), *x.shape[1:])
+        return self.finish(self.attention(x, Context(), query.expand(*x.shape[:2], -1, -1)))
+
+    def finish(self, attended: Tensor) -> Tensor:
+        """Everything after the attention, `[N, B, 1, d]`."""
+        return attended + self.down(self.activation(self.up(self.norm(attended))))
 
 
 class Projections(nn.Module):

@@ -17,6 +17,8 @@ from ..model.layers import (
     Context,
     GroupedLinear,
     GroupedNorm,
+    Read,
+    asked_by,
     attend,
     head_ranges,
     into_heads,
@@ -45,6 +47,9 @@ def frozen(ensemble: Ensemble, dtype: torch.dtype) -> Ensemble:
     for index, block in enumerate(blocks(result)):
         one_input = inputs[index] == 1 or len(block.attention.sizes) == 1
         replace_part(block, "attention", FrozenAttention(block.attention, one_input, reads_few and index == last))
+    if (pooling := result.readout.map) is not None:
+        one_input = inputs[-1] == 1 or len(pooling.attention.sizes) == 1
+        replace_part(pooling, "attention", FrozenAttention(pooling.attention, one_input, reads_few=True))
     if (rotary := result.encoder.rotary) is not None:
         size = result.stem.config.grid if isinstance(result.stem, PatchStem) else (result.stem.config.max_tokens,)
         replace_part(result.encoder, "rotary", FrozenRotary(rotary, size, next(result.parameters())))
@@ -73,8 +78,8 @@ class FrozenAttention(nn.Module):
     Attributes:
         one_input: Whether all heads see one input, or there is one copy of them: then a plain product with all of
             them does, whatever the plan.
-        into: Input projections: one with query, key and value; or, in a block that computes few of its tokens,
-            one with the query and one with key and value, each contiguous.
+        into: Input projections: one with query, key and value; or, where few tokens ask, one with the query and one
+            with key and value, each contiguous.
         head_ends: `[M]` of int32, where each member's heads end on the axis of all heads; for the plan `"grouped"`.
     """
 
@@ -106,7 +111,7 @@ class FrozenAttention(nn.Module):
             self.out = _padded_heads(self.out, self.sizes)
             self.sizes = (max(self.sizes),) * len(self.sizes)
 
-    def forward(self, x: Tensor, context: Context, read: slice | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Context, read: Read = None) -> Tensor:
         """Attend within `[N, B, T, d]` as `Attention` does, to `[max(N, G), B, T', d]`."""
         if not sum(self.sizes):
             return self._with_bias(x.new_zeros(*x.shape[:2], read_tokens(x.shape[2], read), self.out.shape[2]))
@@ -116,48 +121,47 @@ class FrozenAttention(nn.Module):
             return self._one_after_another(x, context, read)
         copies, ends = len(self.sizes), self.head_ends
         if ends is not None:
-            parts = self._parts(x, read, lambda into, one: into.grouped(one, ends))
+            parts = self._parts(x, asked_by(x, read), lambda into, one: into.grouped(one, ends))
             return self._out_of_members(self._attend(parts, context, read, 1))
-        parts = self._parts(x, read, lambda into, one: into.batched(one, copies))
+        parts = self._parts(x, asked_by(x, read), lambda into, one: into.batched(one, copies))
         z = self._attend(parts, context, read, copies)  # [M·B, T', h, d_k]
         return self._with_bias(out_of_heads(z, self.out, copies))
 
-    def _all_at_once(self, x: Tensor, context: Context, read: slice | None) -> Tensor:
+    def _all_at_once(self, x: Tensor, context: Context, read: Read) -> Tensor:
         """One product with all heads."""
-        parts = self._parts(x.flatten(0, 1), read, IntoHeads.plain)
+        parts = self._parts(x.flatten(0, 1), asked_by(x, read).flatten(0, 1), IntoHeads.plain)
         z = self._attend(parts, context, read, x.shape[0])  # [N·B, T', H, d_k]
         if len(self.sizes) == 1:
             return self._out_of_copy(0, z).unflatten(0, (x.shape[0], -1))  # [N, B, T', d]
         return self._out_of_members(z if self.distinct is None else z.index_select(2, self.distinct))
 
-    def _one_after_another(self, x: Tensor, context: Context, read: slice | None) -> Tensor:
+    def _one_after_another(self, x: Tensor, context: Context, read: Read) -> Tensor:
         """Member by member, from the input of the sublayer to its output."""
-        results = []
+        results, asking = [], asked_by(x, read)
         for member, (start, stop) in enumerate(head_ranges(self.sizes)):
             if start == stop:  # nothing to attend with
                 z = x.new_zeros(x.shape[1], read_tokens(x.shape[2], read), 0, self.out.shape[1])
             else:
-                parts = self._parts(x[member], read, partial(IntoHeads.plain, start=start, stop=stop))
+                parts = self._parts(x[member], asking[member], partial(IntoHeads.plain, start=start, stop=stop))
                 z = self._attend(parts, context, read, 1, member)  # [B, T', h, d_k]
             results.append(self._out_of_copy(member, z))
         return torch.stack(results)  # [M, B, T', d]
 
-    def _parts(self, x: Tensor, read: slice | None, product: "Callable[[IntoHeads, Tensor], Parts]") -> Parts:
-        """Query, key and value, each `[R, T, H, d_k]`, the query for the tokens to be read alone."""
+    def _parts(self, x: Tensor, asking: Tensor, product: "Callable[[IntoHeads, Tensor], Parts]") -> Parts:
+        """Query, key and value, each `[R, T, H, d_k]`, the query for the tokens that ask alone."""
         projections = [cast(IntoHeads, one) for one in self.into]
         if len(projections) == 1:
             return product(projections[0], x)
-        return product(projections[0], x if read is None else x[..., read, :]) + product(projections[1], x)
+        return product(projections[0], asking) + product(projections[1], x)
 
-    def _attend(
-        self, parts: Parts, context: Context, read: slice | None, repeats: int, member: int | None = None
-    ) -> Tensor:
+    def _attend(self, parts: Parts, context: Context, read: Read, repeats: int, member: int | None = None) -> Tensor:
         """Attention of query, key and value, of all heads or those of one member, to `[R, T', H, d_k]`."""
         q, k, v = parts
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm.of_heads(q, self.sizes, member), self.key_norm.of_heads(k, self.sizes, member)
         if self.turn is not None:
-            q, k = turned(q, context.turns[self.turn], read), turned(k, context.turns[self.turn])
+            places = read if isinstance(read, slice) else None
+            q, k = turned(q, context.turns[self.turn], places), turned(k, context.turns[self.turn])
         mask = seen_keys(context.key_mask, k.shape[1], self.window, read, k.device)
         return attend(q, k, v, mask, repeats, self.causal)
 
@@ -225,7 +229,7 @@ class IntoHeads(nn.Module):
         """`[M, B, T, d]`, each member's part by its own heads, all heads side by side in the result."""
         heads, count, head_dim, width = self.weight.shape
         columns = self.weight.reshape(-1, width).t()  # [d, K·P·d_k]
-        y = F.grouped_mm(x.flatten(1, 2), columns, offs=head_ends * (count * head_dim))  # [B·T, K·P·d_k]
+        y = F.grouped_mm(x.flatten(1, 2).contiguous(), columns, offs=head_ends * (count * head_dim))  # [B·T, K·P·d_k]
         parts = y.reshape(x.shape[1], x.shape[2], heads, count, head_dim).unbind(3)  # each [B, T, K, d_k]
         if self.bias is None:
             return parts
@@ -293,6 +297,8 @@ def simplified(ensemble: Ensemble) -> Ensemble:
             _fold_norms(block)
         _fold_scales(block.attention, block.mlp)
         _fold_biases(block.attention)
+    if (pooling := result.readout.map) is not None:
+        _fold_biases(pooling.attention)
     _compute_common_heads_once(result)
     return result
 
@@ -306,11 +312,11 @@ def branching_layer(ensemble: Ensemble) -> int:
     """The first layer in which activations differ between members; the number of layers if none does."""
     inputs = attention_inputs(ensemble)
     branches = (index for index, block in enumerate(blocks(ensemble)) if max(inputs[index], _copies(block)) > 1)
-    return next(branches, len(inputs))
+    return next(branches, ensemble.num_layers)
 
 
 def attention_inputs(ensemble: Ensemble) -> list[int]:
-    """How many different inputs the attention of each layer sees: 1, or one for each member."""
+    """How many different inputs the attention of each layer sees, one that pools among them: 1, or one per member."""
     members = next(ensemble.stem.parameters()).shape[0]
     counts = []
     for block in blocks(ensemble):
@@ -318,6 +324,11 @@ def attention_inputs(ensemble: Ensemble) -> list[int]:
             members = max(members, block.norm1.weight.shape[0])
         counts.append(members)
         members = max(members, _copies(block))
+    readout = ensemble.readout
+    if readout.map is not None:
+        normed = readout.norm is not None and readout.config.norm == "tokens"
+        norms = len(readout.norm.weight) if readout.norm is not None and normed else 1
+        counts.append(max(members, norms, len(readout.map.query_token)))
     return counts
 
 
@@ -335,6 +346,7 @@ def _merge_equal_copies(ensemble: Ensemble) -> None:
             _merge((module, "weight"), (module, "bias"))
         elif isinstance(module, MapPool):
             _merge((module, "query_token"))
+            _merge_attention(module.attention)
         elif isinstance(module, Block):
             _merge((module.mlp, "scale"))
             _merge_attention(module.attention)

@@ -116,7 +116,7 @@ def with_upper_layers(start: StartingModel, pretrained: nn.Module, trunk: int) -
     if start.dual is not None or not isinstance(found, Ensemble) or found.num_members != 1:
         raise ConfigError(f"pretrained goes with a classifier and is one model, got {type(found).__name__}")
     base = start.base
-    if (found.config.stem, found.config.encoder, found.heads) != (base.config.stem, base.config.encoder, base.heads):
+    if any(getattr(found.config, part) != getattr(base.config, part) for part in ("stem", "encoder", "heads")):
         differing = "; ".join(base.config.differences(found.config)[:5]) or "their heads"
         raise ConfigError(f"pretrained must be the model before its fine-tuning, but it differs in {differing}")
     state, upper = dict(base.state_dict()), found.state_dict()
@@ -381,7 +381,7 @@ class HydraConfig:
         ours, layers = self.prune is None and start.dual is None, start.base.num_layers
         usual = min(round(TRUNK * layers), layers - 1) if ours or self.average_trunk else 0
         shared = usual if self.shared_layers is None else self.shared_layers
-        prune, free = self.prune, range(min(shared, layers - 1), layers)
+        prune, free = self.prune, range(min(shared, layers - 1), self._last(start))
         if prune is None and self.pruned_members:
             above = start.heads(None if start.dual is not None else free)
             prune = max(1, min(round(PRUNED * start.heads(None)), math.floor(PRUNED_ABOVE * above)))
@@ -415,7 +415,12 @@ class HydraConfig:
 
     def layers(self, start: StartingModel) -> range | None:
         """Layers in which members may differ; None for all of both towers."""
-        return None if start.dual is not None else range(self.trunk, start.base.num_layers)
+        return None if start.dual is not None else range(self.trunk, self._last(start))
+
+    def _last(self, start: StartingModel) -> int:
+        """Where layers to prune end: with the blocks for as many heads of each, else with an attention that pools."""
+        per_layer = self.strategy == "taylor" and self.taylor_scope == "layer"
+        return start.base.num_layers if per_layer else len(start.base.config.head_counts)
 
     def training_recipe(self, start: StartingModel) -> Recipe | None:
         """The recipe as members follow it: apart, they leave the trunk; from equal starts, they get classifiers."""

@@ -125,6 +125,7 @@ def write_atlas(path: str | Path, atlas: Atlas, *, title: str | None = None) -> 
         most={name: max((abs(cost[name]) for cost in costs), default=0.0) for name in atlas.whole.numbers},
         place={(one.layer, one.head): index for index, one in enumerate(atlas.heads)},
         layers=len(kept[0]),
+        columns=max(atlas.model.heads_per_layer or 0, atlas.model.pooling_heads),
         colours=[figures.colour(member) for member in range(atlas.model.members)],
         pictures={
             index for index, one in enumerate(atlas.inputs) if one.kind == "image" and _PICTURE.fullmatch(one.content)
@@ -208,16 +209,17 @@ def _detection(runs: Mapping[str, Evaluation], name: str) -> dict[str, Any]:
 
 def _head_map(run: Evaluation) -> dict[str, Any] | None:
     """Which members keep which head, `[layer][head]`; heads are given as `[member][layer]`."""
-    heads, per_layer = run.model.heads, run.model.heads_per_layer
+    heads, per_layer, pooling = run.model.heads, run.model.heads_per_layer, run.model.pooling_heads
     if heads is None or per_layer is None:
         return None
+    counts = [per_layer] * (len(heads[0]) - bool(pooling)) + ([pooling] if pooling else [])
     cells = [
-        [[member for member, kept in enumerate(heads) if head in kept[layer]] for head in range(per_layer)]
-        for layer in range(len(heads[0]))
+        [[member for member, kept in enumerate(heads) if head in kept[layer]] for head in range(count)]
+        for layer, count in enumerate(counts)
     ]
     return {
         "cells": cells,
         "kept": [(figures.colour(member), sum(map(len, kept))) for member, kept in enumerate(heads)],
-        "total": len(cells) * per_layer,
+        "total": sum(counts),
         "common": sum(len(keepers) == len(heads) for row in cells for keepers in row),
     }

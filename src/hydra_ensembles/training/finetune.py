@@ -62,7 +62,8 @@ class EnsembleLearner(Learner[Batch]):
         super().__init__(self.model, recipe, runtime, rates, () if own is None else own.spared)
         self.parallel: nn.Module = self.model
         if runtime.ranks.size > 1:
-            headless = any(not any(heads) for heads in zip(*start.heads, strict=True))  # its norm gets no gradient
+            layers = zip(*start.config.heads, strict=True)
+            headless = any(not any(heads) for heads in layers)  # its norm, or its query, gets no gradient
             places = [runtime.device] if runtime.device.type == "cuda" else None
             self.parallel = DistributedDataParallel(self.model, places, find_unused_parameters=headless)
         self.parallel.train()

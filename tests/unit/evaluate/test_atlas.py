@@ -61,16 +61,19 @@ def of_images() -> Atlas:
     return atlas(model, *sets(model), name="three", inputs=3, progress=False)
 
 
-@pytest.mark.parametrize("shape", ["image-cls", "text-post-norm", "image-rotary"])
-def test_the_numbers_are_those_of_the_masked_ensemble(shape):
+@pytest.mark.parametrize("shape", ["image-cls", "text-post-norm", "image-rotary", "image-map-rms"])
+def test_the_numbers_are_those_of_the_masked_ensemble(shape, tmp_path):
     model = hydra(shape)
     data, ood = sets(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = atlas(model, data, ood, score="entropy", progress=False)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert [(one.layer, one.head) for one in found.heads] == [
-        (layer, head) for layer in range(3) for head in range(4) if (layer, head) != (1, 3)
-    ]
+    counts = model.config.head_counts  # an attention that pools is layer 3, with two heads
+    places = [(layer, head) for layer, count in enumerate(counts) for head in range(count) if (layer, head) != (1, 3)]
+    assert [(one.layer, one.head) for one in found.heads] == places
+    text = write_atlas(tmp_path / "atlas.html", found).read_text()
+    assert all(text.count(f'href="#head-{layer}-{head}"') == 1 for layer, head in places)
+    assert ("attention that pools" in text) == (len(counts) == 4)
     for one in found.heads:
         with he.masked(model, [(one.layer, one.head)]):
             same = he.evaluate(model, data, ood, score="entropy", progress=False).numbers()

@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import ConfigError, DataError, HeadError
+from hydra_ensembles.heads.masking import attention_of
 from hydra_ensembles.heads.ranking import data_fingerprint, model_fingerprint
 from hydra_ensembles.heads.taylor import taylor
 from hydra_ensembles.model.ensemble import Ensemble
@@ -44,9 +45,9 @@ def slow_scores(
     F.cross_entropy(left(inputs)[0], labels).backward()
     scores = {}
     for layer in layers:
-        weight = left.encoder.layers[layer].attention.qkv
+        weight = attention_of(left, layer).qkv
         sensitivity = (weight.detach() * weight.grad).abs()  # [H, 3, d_k, d]
-        for row, head in enumerate(left.heads[0][layer]):
+        for row, head in enumerate(left.config.heads[0][layer]):
             scores[layer, head] = sum(float(sensitivity[row, part].mean()) for part in range(3)) / 3
     return scores
 
@@ -60,8 +61,9 @@ class TestScores:
     def test_global(self, shape: str) -> None:
         ensemble, batches = model_and_batches((5, 1, 3), shape=shape)  # unequal: batch means have another mean
         ranking = taylor(ensemble, batches, budget=3, scope="global")
-        expected = slow_scores(ensemble, *joined(batches), list(range(LAYERS)), set())
-        order = lowest(expected, LAYERS * HEADS)
+        counts = ensemble.config.head_counts  # those of an attention that pools among them
+        expected = slow_scores(ensemble, *joined(batches), list(range(len(counts))), set())
+        order = lowest(expected, sum(counts))
         assert [head[:2] for head in ranking.heads] == order
         assert ranking.scores == pytest.approx([expected[head] for head in order], rel=1e-9)
         assert list(ranking.scores) == sorted(ranking.scores)

@@ -1,0 +1,155 @@
+"""The heads of an attention that pools the tokens (SigLIP, PE): what holds for the heads of blocks holds for them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import hydra_ensembles as he
+from architectures import VISION_CASES, ArchitectureCase
+from architectures_clip import DUAL_CASES, TOWER_VARIANTS
+from checkpoint_models import same_bits
+from circuit_models import Problem, evidence
+from contract.models import base, dual, variants
+from contract.test_circuits import varied
+from hydra_ensembles.errors import HeadError
+from hydra_ensembles.heads.members import random_members
+from zero_shot_models import NAMES, tokenizer_for
+
+NAMED = ("timm-siglip", "timm-pe-core", "transformers-clip-siglip-image")
+CASES = [case for case in (*VISION_CASES, *TOWER_VARIANTS) if case.name in NAMED]
+LAST = 2  # after two blocks
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+# even, uneven with a pooling of one head, and members that differ nowhere else
+CHOICES = [
+    [[(0, 0), (LAST, 1)], [(1, 1), (LAST, 0)], [(0, 3), (LAST, 1)]],
+    [[(LAST, 0)], [(1, 0), (1, 1)], [(0, 1), (0, 2)]],
+    [[(0, 1), (LAST, 0)], [(0, 1), (LAST, 1)], [(0, 1)]],
+]
+
+
+def close(actual: Tensor, expected: Tensor) -> bool:
+    return bool((actual - expected).abs().max() <= 1e-5 * expected.abs().max())
+
+
+def test_there_are_cases() -> None:
+    assert [case.name for case in CASES] == list(NAMED)
+
+
+@every_case
+@torch.no_grad()
+def test_pruned_equals_masked_and_heads_keep_their_numbers(case: ArchitectureCase) -> None:
+    whole, inputs = base(case), case.inputs()
+    before, count = whole(inputs), whole.config.readout.map_heads
+    for heads in ([(LAST, 0)], [(0, 2), (LAST, 1)]):
+        pruned = he.prune(whole, heads)
+        with he.masked(whole, heads):
+            expected = whole(inputs)
+        assert close(pruned(inputs), expected)
+        assert not close(expected, before)
+    assert torch.equal(whole(inputs), before)
+    assert pruned.config.heads[0][LAST] == tuple(head for head in range(count) if head != 1)
+    assert pruned.heads == tuple(kept[:LAST] for kept in pruned.config.heads)
+    assert f"(of {count}: the attention that pools)" in str(pruned.describe())
+    assert pruned.describe().multiply_adds < he.prune(whole, [(0, 2)]).describe().multiply_adds
+    for wrong in ((LAST, count), (LAST + 1, 0), (LAST, 1)):
+        with pytest.raises(HeadError, match="not in this model"):
+            he.prune(pruned, [wrong])
+    with pytest.warns(he.HydraWarning, match="same answer"):
+        emptied = he.prune(whole, [(LAST, head) for head in range(count)])(inputs)
+    assert close(emptied[:, :1].expand_as(emptied), emptied)
+
+
+@every_case
+@torch.no_grad()
+@pytest.mark.parametrize("choice", CHOICES, ids=["even", "uneven", "pooling-alone"])
+def test_fused_equals_members_by_every_plan_and_after_loading(
+    case: ArchitectureCase, choice: list[list[tuple[int, int]]], tmp_path: Path
+) -> None:
+    inputs = case.inputs()
+    members = [he.prune(base(case), heads) for heads in choice]
+    expected = torch.cat([member(inputs) for member in members])
+    for settings in ({}, {"norms": "mean", "readout": "mean"}, {"stem": "separate", "mlp": "separate"}):
+        fused = he.fuse(members, **settings)  # type: ignore[arg-type]
+        assert close(fused(inputs), expected)
+        for plan in ("batched", "loop", "grouped"):
+            assert close(fused.optimize(plans=[plan])(inputs), expected)
+        for index, member in enumerate(members):
+            assert fused.member(index).config.heads == member.config.heads
+    assert he.fuse(members).config.trunk == (LAST if choice is CHOICES[2] else 0)
+    fused.save_pretrained(tmp_path)
+    loaded = he.Ensemble.from_pretrained(tmp_path)
+    assert loaded.config == fused.config
+    assert same_bits(loaded(inputs), fused(inputs))
+
+
+@every_case
+@torch.no_grad()
+def test_members_that_differ_everywhere_keep_their_poolings(case: ArchitectureCase) -> None:
+    inputs = case.inputs()
+    for choice in CHOICES:
+        members = [he.prune(one, heads) for one, heads in zip(variants(case), choice, strict=True)]
+        expected = torch.cat([member(inputs) for member in members])
+        stacked = he.Ensemble.stack(members)
+        assert close(stacked(inputs), expected)
+        for plan in ("batched", "loop", "grouped"):
+            assert close(stacked.optimize(plans=[plan])(inputs), expected)
+    same = [he.prune(one, [(LAST, 0)]) for one in variants(case)]
+    mean = he.fuse(same, stem="mean", readout="mean").readout.map
+    assert mean is not None
+    stored = torch.stack([one.state_dict()["readout.map.attention.out"] for one in same]).mean(0)
+    assert torch.allclose(mean.attention.out, stored, atol=1e-7)
+
+
+@every_case
+def test_exact_circuits_are_the_naive_ones_and_taylor_ranks_them(case: ArchitectureCase) -> None:
+    model = base(case)
+    if not model.num_classes:
+        model = he.convert(case.build(), num_labels=5)
+    labels = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
+    inside, outside = (varied(case.inputs(), count, seed=count) for count in (8, 6))
+    problem = Problem(model, [(inside, labels)], [outside])  # type: ignore[arg-type,list-item]
+    budget = model.config.readout.map_heads - 1
+    for layers, count in ((None, 2), ([LAST], budget), ([1, LAST], 2)):
+        naive, exact = (problem.extract(method=how, budget=count, layers=layers) for how in ("naive", "exact"))
+        assert evidence(exact) == evidence(naive)
+        assert layers != [LAST] or {head.layer for head in exact.heads} == {LAST}
+    assert {head.layer for head in problem.extract(method="screened", budget=budget, layers=[LAST]).heads} == {LAST}
+    options = {"budget": 4, "scope": "global"}
+    every = he.taylor(model, [(inside, labels)], **options)  # type: ignore[arg-type,list-item]
+    assert len(every.heads) == sum(model.config.head_counts)
+    assert he.taylor(model, [(inside, labels)], budget=4).provenance["layers"] == [0, 1]  # type: ignore[list-item]
+    drawn = {head for member in random_members(model, 5, 8) for head in member}
+    assert {head.layer for head in drawn} == {0, 1, LAST}
+
+
+@torch.no_grad()
+def test_a_dual_encoder_and_its_zero_shot_classifier_lose_them() -> None:
+    case = next(case for case in DUAL_CASES if case.name == "open_clip-timm-siglip")
+    both, pixels, texts = dual(case), case.pixels(), case.texts()
+    heads = [(LAST, 1, "image"), (LAST, 2, "image"), (0, 0, "text")]
+    pruned = he.prune(both, heads)
+    with he.masked(both, heads):
+        expected = both(pixels, texts)
+    assert close(pruned(pixels, texts), expected)
+    members = [he.prune(both, [(LAST, head, "image"), (1, head, "text")]) for head in range(3)]
+    fused = he.fuse(members)
+    assert close(fused(pixels, texts), torch.cat([member(pixels, texts) for member in members]))
+    reading = he.convert(case.build(), processor=tokenizer_for(case))
+    texts_alone = he.fuse([he.prune(reading, [(1, head, "text")]) for head in range(2)])  # one image tower for all
+    apart = he.fuse([he.prune(reading, [(LAST, head, "image")]) for head in range(2)])
+    for model in (texts_alone, apart):
+        expected = torch.cat([he.zero_shot(model.member(index), NAMES)(pixels) for index in range(2)])
+        assert close(he.zero_shot(model, NAMES)(pixels), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["separate", "shared"])
+def test_files_that_store_a_pooling_as_whole_matrices_answer_as_before(kind: str) -> None:
+    folder = Path(__file__).parent / "pooled_before"
+    ensemble = he.Ensemble.from_pretrained(folder / kind)
+    expected = torch.tensor(json.loads((folder / "answers.json").read_text())[kind])
+    assert torch.allclose(ensemble(torch.linspace(-1, 1, 48).reshape(2, 3, 2, 4)), expected, atol=1e-6)
+    assert ensemble.config.heads == (((0,), (0, 1, 2)), ((0, 1), (0, 1, 2)))
