@@ -156,7 +156,8 @@ class Task:
         """How the paper trains what is pruned (D.2), in the steps that the study has; the rate is to be given."""
         plain = {key: value for key, value in self.plain["recovery"].items() if key not in ("preset", "prune")}
         named = {"grid": ()} if "learning_rate" in changes else {}
-        found = Recipe.preset(self.plain["recovery"]["preset"], precision="bf16", **plain, **named, **changes)
+        changed = {"precision": "bf16", **plain, **named, **changes}
+        found = Recipe.preset(self.plain["recovery"]["preset"], **changed)
         return self._here(replace(found, patience=None, evaluate_every=None))
 
     def _here(self, training: Recipe) -> Recipe:

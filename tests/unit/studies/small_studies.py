@@ -21,6 +21,7 @@ from studies.classifier import ClassifierData, ClassifierRun
 from studies.dual import DualModels, DualRun
 from studies.recipe import ClassifierRecipe, DualRecipe, load_recipe
 from studies.sets import DataFolder, SharedSets, overlapping
+from studies.task import Task, recipe
 from zero_shot_models import WORDS, word_tokenizer
 
 CPU = torch.device("cpu")
@@ -63,6 +64,26 @@ class SmallFolder(DataFolder):
         self.opened.append(f"{reference.source}/{reference.split}")
         labels = np.arange(60) % 3
         return ImageDataset(Pictures(labels, zlib.crc32(reference.name.encode())), labels, CLASSES, reference.name)
+
+
+class SmallTask(Task):
+    """A task of the recipe on a handful of pictures, with one epoch and a ViT of width 24."""
+
+    def __init__(self, name: str) -> None:
+        settings = recipe()
+        plain: dict[str, Any] = settings["tasks"][name]
+        plain.pop("train", None)
+        plain["training"] = {"learning_rate": 1e-3, "epochs": 1, "batch_size": 16}
+        plain["recovery"] |= {"prune": 2, "steps": 2, "warmup": 1, "batch_size": 16}
+        plain["input_size"], settings["circuits"] = 14, 12
+        super().__init__(name, settings, SmallFolder(), CPU)
+        self.kind = "image"
+
+    def start(self) -> he.Ensemble:
+        encoder = EncoderConfig(width=24, layers=6, heads=6, head_dim=4, mlp_width=24)
+        stem = PatchStemConfig(patch_size=(7, 7), grid=(2, 2))
+        config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=3), all_heads(encoder))
+        return noisy(config, metadata=Metadata(labels=("one", "two", "three")))
 
 
 class ManyClasses(SmallFolder):

@@ -1,17 +1,13 @@
 """Rows of the studies of classifiers on small models: each is really trained, chosen, and answers."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from small_studies import CPU, SmallFolder
+from small_studies import CPU, SmallFolder, SmallTask
 
 import hydra_ensembles as he
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
-from hydra_ensembles.model.metadata import Metadata
-from random_ensembles import noisy
 from studies import baseline_rows
 from studies.baseline_rows import BASELINES, LORA, MIMO, OBA, PACKED
 from studies.classifiers import choose, report
@@ -21,26 +17,6 @@ from studies.seed import Seed, slug
 from studies.task import Task, recipe
 
 IMAGES, SCRATCH, TEXTS = "vision-cifar100", "vision-eurosat-scratch", "text-sst2"
-
-
-class SmallTask(Task):
-    """A task of the recipe on a handful of pictures, with one epoch and a ViT of width 24."""
-
-    def __init__(self, name: str) -> None:
-        settings = recipe()
-        plain: dict[str, Any] = settings["tasks"][name]
-        plain.pop("train", None)
-        plain["training"] = {"learning_rate": 1e-3, "epochs": 1, "batch_size": 16}
-        plain["recovery"] |= {"prune": 2, "steps": 2, "warmup": 1, "batch_size": 16}
-        plain["input_size"], settings["circuits"] = 14, 12
-        super().__init__(name, settings, SmallFolder(), CPU)
-        self.kind = "image"
-
-    def start(self) -> he.Ensemble:
-        encoder = EncoderConfig(width=24, layers=6, heads=6, head_dim=4, mlp_width=24)
-        stem = PatchStemConfig(patch_size=(7, 7), grid=(2, 2))
-        config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=3), all_heads(encoder))
-        return noisy(config, metadata=Metadata(labels=("one", "two", "three")))
 
 
 @pytest.fixture(scope="module")
