@@ -1,10 +1,11 @@
-"""What inference costs: single models, Deep Ensembles, MC Dropout and Hydra Ensembles, all treated alike.
+"""What inference costs: single models, Deep Ensembles, other baselines and Hydra Ensembles, all treated alike.
 
     python benchmarks/inference.py --output results/inference.json
     python benchmarks/inference.py --batches 1 4 32 128 512 --modes graphed compiled eager graphed-eager
     python benchmarks/inference.py --shape vit-s16 --dtype float32 --batches 8 --modes eager --device cpu --threads 2
     python benchmarks/inference.py --members 1 2 3 5 8 --modes graphed-eager --batches 4 128
     python benchmarks/inference.py --shape clip-b32 --modes graphed-eager --batches 4 128   # zero-shot classifiers
+    python benchmarks/inference.py --shape dinov2-s --contenders lora batch-ensemble batch-ensemble-last mimo packed
     python benchmarks/inference.py --against FOLDER --contenders hydra-k0 hydra-k8 hydra-k10   # and another checkout
     python benchmarks/inference.py --conversion --device cpu --threads 1 --output results/conversion.json
 
@@ -30,7 +31,18 @@ from typing import Any
 
 import torch
 from common import checkouts, hardware, serve, store, synchronize, take_turns, versions
-from inference_models import NAMES, ONE_MEMBER, SHAPES, ZERO_SHOT, Call, Contender, Inputs, Workshop, ZeroShotWorkshop
+from inference_models import (
+    NAMES,
+    ONE_MEMBER,
+    SHAPES,
+    ZERO_SHOT,
+    Call,
+    Contender,
+    Inputs,
+    Workshop,
+    ZeroShotWorkshop,
+    names_of,
+)
 from torch import Tensor
 
 import hydra_ensembles as he
@@ -218,14 +230,14 @@ class Benchmark:
 
     def run(self) -> None:
         """Measure what is asked for and not there yet."""
-        print(f"{'contender':<18}{'M':>2} {'mode':<13}{'batch':>5} {'plan':<8}{'ms':>9}{'x single':>9}{'limit':>7}")
+        print(f"{'contender':<20}{'M':>2} {'mode':<13}{'batch':>5} {'plan':<8}{'ms':>9}{'x single':>9}{'limit':>7}")
         for cell in cells(self.options):
             pair = None
             for mode in self.options.modes:
                 about = (hardware(self.options.device), self.options.shape, self.options.dtype, mode, *cell)
                 if about in self.rows and not self.options.again:
                     continue
-                heading = f"{cell[1]:<18}{cell[2]:>2} {mode:<13}{cell[0]:>5}"
+                heading = f"{cell[1]:<20}{cell[2]:>2} {mode:<13}{cell[0]:>5}"
                 try:
                     start = time.perf_counter()
                     pair = pair or self.pair(*cell)
@@ -393,7 +405,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.modes = options.modes or (["graphed"] if on_gpu else ["eager"])
     if not on_gpu and any(mode.startswith("graphed") for mode in options.modes):
         parser.error(f"CUDA graphs need a GPU, the device is {options.device}")
-    names = ZERO_SHOT if SHAPES[options.shape].classes else NAMES
+    names = names_of(SHAPES[options.shape])
     unknown = sorted(set(options.contenders or ()) - set(names))
     if unknown:
         parser.error(f"the shape {options.shape} has no contenders {unknown}; it has {list(names)}")

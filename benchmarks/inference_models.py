@@ -1,8 +1,8 @@
 """The models that `inference.py` measures: a user's own model, and what can be made of it to get an ensemble.
 
 All weights are random: time does not depend on them. Members are made to differ wherever fine-tuning would make them
-differ, so that nothing can be shared by accident. Only public names of the library are used (but to count arithmetic),
-so that the same script can run another checkout of it.
+differ, so that nothing can be shared by accident. Only public names of the library are used (but to count arithmetic,
+and for what baselines leave after training), so that the same script can run another checkout of it.
 """
 
 import copy
@@ -28,6 +28,11 @@ LABELS = {
     "ours": "our single (M = 1)",
     "pruned": "pruned, a third of the heads",
     "mc-dropout": "MC Dropout, M passes",
+    "lora": "LoRA-Ensemble, merged",
+    "batch-ensemble": "BatchEnsemble, all layers",
+    "batch-ensemble-last": "BatchEnsemble, the last quarter of the layers",
+    "mimo": "MIMO, kernels summed",
+    "packed": "Packed-Ensemble, alpha 2",
     "deep-in-turn": "Deep Ensemble, in turn",
     "deep-vmap": "Deep Ensemble, torch.func",
     "deep-stacked": "Deep Ensemble, stacked (ours)",
@@ -37,6 +42,7 @@ LABELS = {
 }
 ZERO_SHOT = ("single", "ours", "deep-in-turn", "hydra-joint")
 NAMES = tuple(name for name in LABELS if name != "hydra-joint")
+OF_IMAGES = ("mimo",)
 ONE_MEMBER = ("single", "ours", "pruned")
 NOISE = 0.02  # what fine-tuning does, coarse enough to survive bfloat16
 DROPOUT = 0.1
@@ -90,6 +96,13 @@ def _clip(image: dict[str, Any], text: dict[str, Any], width: int) -> nn.Module:
 def _tower(layers: int, width: int, heads: int, mlp: int, **more: int) -> dict[str, Any]:
     sizes = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads, "intermediate_size": mlp}
     return {"hidden_act": "gelu", **sizes, **more}
+
+
+def names_of(shape: Shape) -> tuple[str, ...]:
+    """The contenders of a shape."""
+    if shape.classes:
+        return ZERO_SHOT
+    return tuple(name for name in NAMES if shape.pixels or name not in OF_IMAGES)
 
 
 _TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 12, "num_heads": 6, "num_classes": 5}
@@ -222,10 +235,28 @@ class Workshop:
             return he.prune(self.base, self._heads("even", 0, 0))
         if name == "deep-stacked":
             return he.Ensemble.stack([self._tuned(self.base.member(0), 0, member) for member in range(members)])
+        if not name.startswith("hydra-"):
+            return self._baseline(name, members)
         trunk = int(name.removeprefix("hydra-k")) if name != "hydra-uneven" else 0
         kind = "uneven" if name == "hydra-uneven" else "even"
         pruned = [he.prune(self.base, self._heads(kind, trunk, member)) for member in range(members)]
         return he.fuse([self._tuned(one, trunk, member) for member, one in enumerate(pruned)])
+
+    def _baseline(self, name: str, members: int) -> he.Ensemble:
+        """What the training of a baseline leaves: members share what it does not train apart."""
+        from hydra_ensembles import baselines
+        from hydra_ensembles.baselines.start import fresh, joined
+        from hydra_ensembles.model.config import Sharing
+
+        if name == "packed":
+            model = fresh(baselines.Packed(members).narrow(self.base.config), self.seed, self.base.metadata)
+            return model.to(self.device)
+        layers = self.base.num_layers
+        trunk = layers - layers // 4 if name == "batch-ensemble-last" else 0
+        apart = {"lora": ("attention",), "mimo": ()}.get(name, ("attention", "mlp"))
+        groups = ("stem", "attention", "mlp", "norms")
+        sharing = Sharing(**{group: group not in apart for group in groups})  # each has its classifier
+        return cast(he.Ensemble, self._noisy(joined([self.base] * members, sharing, trunk), "baseline"))
 
     def _mc_dropout(self, passes: int) -> Contender:
         model = he.mc_dropout(self.base.member(0).to(self.dtype), DROPOUT, passes).model  # drops in every mode
@@ -277,10 +308,10 @@ def arithmetic(ensemble: he.Ensemble, tokens: int, shortcut: bool = True) -> int
     if read is None or not shortcut:
         return total
     left_out = tokens - len(range(*read.indices(tokens)))
-    copies = config.copies("attention", encoder.layers - 1)
-    heads = sum(len(config.heads[member][-1]) for member in range(copies))
+    inside = [config.copies(group, layer) for group in ("attention", "mlp", "norms") for layer in range(encoder.layers)]
+    branches = max(config.copies("stem"), *inside)
+    heads = sum(len(config.heads[member][-1]) for member in range(branches))
     total -= heads * left_out * encoder.head_dim * (2 * encoder.width + 2 * tokens)
-    branches = config.members if config.trunk < encoder.layers else config.copies("stem")
     return total - branches * left_out * encoder.width * encoder.mlp_width * (3 if encoder.gated else 2)
 
 

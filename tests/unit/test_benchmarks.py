@@ -43,7 +43,7 @@ TINY = ["--dtype", "float32", "--device", "cpu", "--modes", "eager", "--repeats"
 @pytest.mark.parametrize("shape", ["tiny", "tiny-clip"])
 def test_every_contender_answers_as_it_should(shape: str, tmp_path: Path) -> None:
     path = tmp_path / "inference.json"
-    names = inference_models.ZERO_SHOT if shape == "tiny-clip" else inference_models.NAMES
+    names = inference_models.names_of(inference_models.SHAPES[shape])
     some = [name for name in names if name not in ("hydra-k4", "hydra-k6", "hydra-k10")]  # made as `hydra-k8` is
     options = [*TINY, "--shape", shape, "--output", str(path), "--contenders", *some]
     inference.main(options)
@@ -62,6 +62,29 @@ def test_every_contender_answers_as_it_should(shape: str, tmp_path: Path) -> Non
     before = path.read_text()
     inference.main(options)
     assert path.read_text() == before  # rows that are there are not measured again
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "least", "most"),
+    [
+        ("tiny", "mimo", 0.9, 1.0),  # one model, but for the classifiers and the shortcut of the last block
+        ("tiny", "packed", 1.0, 1.5),  # three of two thirds of the width
+        ("tiny", "batch-ensemble-last", 1.3, 1.5),
+        ("tiny", "lora", 2.5, 3.0),
+        ("tiny", "batch-ensemble", 2.5, 3.0),
+        ("tiny-bert", "lora", 2.5, 3.0),
+    ],
+)
+def test_a_baseline_does_the_arithmetic_of_what_members_have_apart(
+    shape: str, name: str, least: float, most: float
+) -> None:
+    workshop = inference_models.Workshop(inference_models.SHAPES[shape], torch.float32, "cpu", 0)
+    model = workshop.ensemble(name, 3)
+    assert least < workshop._done(model) / workshop.single_multiply_adds() <= most
+    inputs = workshop.shape.inputs(2, torch.Generator().manual_seed(0))
+    logits = model(*inputs.values())
+    assert not torch.allclose(logits[0], logits[1], atol=1e-4)
+    assert "mimo" not in inference_models.names_of(inference_models.SHAPES["tiny-bert"])
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from ..model.layers import Droppable, GroupedLinear, dropping
 from ..model.metadata import PROJECTION, TextSide
 from ..prediction import Prediction
 from ..schema import require_types
-from ..training.text import read_pairs
+from ..training.text import features_of, read_pairs
 from .start import joined
 
 _ROWS = 1024  # samples whose similarities to all others are computed at once
@@ -75,7 +75,8 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
 
     Args:
         dual: A dual encoder with one member and two projections; it is not changed.
-        pairs: Batches `(images, texts)`, as for `tune_text`; read once, their embeddings are kept.
+        pairs: Batches `(images, texts)`, as for `tune_text`, features in the place of images too; read once, their
+            embeddings are kept.
         settings: How much the pairs count, and the prior.
     """
     projections = _projections(dual)
@@ -386,9 +387,8 @@ def _inputs_of_projections(dual: DualEncoder, pairs: Batches) -> tuple[Tensor, T
     def embedded() -> Iterator[tuple[Tensor, Tensor]]:
         for index, raw in enumerate(pairs):
             images, texts, _ = read_pairs(raw, "pairs", index)
-            sides = (dual.image, dual.image.prepare(images)), (dual.text, dual.text.prepare(texts))
-            one, two = (embed(tower, None, inputs, normalize=False)[0] for tower, inputs in sides)
-            yield one, two
+            text = embed(dual.text, None, dual.text.prepare(texts), normalize=False)[0]
+            yield features_of(dual.image, images, f"batch {index} of pairs"), text
 
     with torch.no_grad(), dropping(False):
         parts = [(one.double().cpu(), two.double().cpu()) for one, two in embedded()]

@@ -37,13 +37,13 @@ def image_features(dual: DualEncoder, batches: Batches) -> Tensor:
     Batches are what `encode_image` takes, without texts and labels; the tower runs in evaluation mode.
     """
     with dropping(False):
-        parts = [_features(dual.image, images, f"batch {index}") for index, images in enumerate(batches)]
+        parts = [features_of(dual.image, images, f"batch {index}") for index, images in enumerate(batches)]
     if not parts:
         raise DataError("there are no batches to compute image features of; check the data")
     return torch.cat(parts)
 
 
-def _features(tower: Ensemble, images: Any, where: str) -> Tensor:
+def features_of(tower: Ensemble, images: Any, where: str) -> Tensor:
     """Features `[B, d]` of what a tower takes, or the features themselves where they were computed before."""
     if not (isinstance(images, Tensor) and images.dim() == 2):
         return cast(Tensor, tower(tower.prepare(images)))[0]  # [1, B, d] to [B, d]
@@ -190,7 +190,7 @@ class TextLearner(Learner[Pairs]):
     def _inputs(self, batch: Pairs, where: str) -> tuple[Tensor, Inputs]:
         """Features of the images `[B, d]`, and prepared texts."""
         with torch.no_grad(), self.autocast():
-            return _features(self.model.image, batch[0], where), self.model.text.prepare(batch[1])
+            return features_of(self.model.image, batch[0], where), self.model.text.prepare(batch[1])
 
     def _embed(self, images: Tensor, texts: Inputs, seed: int) -> Embeddings:
         projections, dtype = self.model.projections, self.model.dtype

@@ -19,6 +19,7 @@ from hydra_ensembles.baselines.bayes_vlm import (
 )
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.model.clip import DualEncoder, Projections
+from hydra_ensembles.training.text import image_features
 from unit.training.training_cases import NAMES, pair_samples, pairs, tiny_dual
 
 IMAGES = pair_samples(5, seed=7)[0].double()
@@ -194,6 +195,16 @@ def test_the_closed_form_predicts_and_is_evaluated():
     result = he.evaluate(found, [(images.double(), labels)])
     expected = (found(images.double())[0].argmax(-1) == labels).double().mean().item()
     assert result.id.accuracy == pytest.approx(expected)
+
+
+def test_features_that_were_computed_before_stand_for_images():
+    model, data = dual(), double_pairs()
+    cached = [(image_features(model, [images]), texts) for images, texts, _ in data]
+    one, two = bayes_vlm(model, data), bayes_vlm(model, cached)
+    torch.testing.assert_close(two.image.outputs, one.image.outputs)
+    torch.testing.assert_close(two.text.inputs, one.text.inputs)
+    with pytest.raises(DataError, match="shape"):
+        bayes_vlm(model, [(features[:, :3], texts) for features, texts in cached])
 
 
 def test_published_factors_are_read(tmp_path):
