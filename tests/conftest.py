@@ -1,5 +1,6 @@
 """What all tests have in common."""
 
+import gc
 import os
 import signal
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 # A shell without job control starts `make test &` with SIGINT ignored, which Python, and every child, inherits.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.fsync = lambda handle: None  # no test takes the power away; the tests of files and saves count and refuse the calls
+gc.set_threshold(20_000, 50, 50)  # what is imported is much and stays: it is seldom worth a walk
 
 
 TOGETHER = ("contract", "circuit", "cli", "studies")  # folders whose files share what takes long to make

@@ -125,6 +125,11 @@ def dual() -> he.DualEncoder:
     return he.DualEncoder(*towers, he.Projections.fresh(*(output_width(one.config) for one in towers), 4)).eval()
 
 
+@cache
+def small_atlas() -> he.Atlas:
+    return he.atlas(MODEL, data(1), layers=[0], inputs=0, progress=False)
+
+
 def entered(**given: Any) -> None:
     with he.masked(**given):
         pass
@@ -347,11 +352,7 @@ CALLS: dict[str, Call] = {
     ),
     "write_atlas": (
         he.write_atlas,
-        lambda: {
-            "path": "atlas.html",
-            "atlas": he.atlas(MODEL, data(1), layers=[0], inputs=0, progress=False),
-            "title": "t",
-        },
+        lambda: {"path": "atlas.html", "atlas": small_atlas(), "title": "t"},
     ),
     "write_report": (
         he.write_report,

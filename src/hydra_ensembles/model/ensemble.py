@@ -147,11 +147,11 @@ class Ensemble(Saved, Droppable):
 
     def reset_parameters(self) -> None:
         """Fresh weights: norms and LayerScale are ones, biases zeros, all else a narrow normal distribution."""
+        if next(self.parameters()).is_meta:  # nothing to fill; drawing numbers for it would still take time
+            return
         norms = {id(m.weight) for m in self.modules() if isinstance(m, GroupedNorm)}
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                if parameter.is_meta:  # nothing to fill; drawing numbers for it would still take time
-                    continue
                 leaf = name.rpartition(".")[2]
                 if id(parameter) in norms or leaf == "scale":
                     parameter.fill_(1.0)

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ Plan = Literal["batched", "loop", "grouped"]
 """How members with inputs of their own are run: in one batched product, for which they are padded to the widest; one
 after another; or in one grouped product whatever their sizes. The result is the same."""
 
+Module = TypeVar("Module", bound=nn.Module)
 Parts = tuple[Tensor, ...]  # those of query, key and value that were asked for, each [R, T, H, d_k]
 
 
@@ -61,9 +62,7 @@ def frozen(ensemble: Ensemble, dtype: torch.dtype) -> Ensemble:
 @torch.no_grad()
 def with_plan(ensemble: Ensemble, plan: Plan) -> Ensemble:
     """A frozen ensemble that runs by this plan, around the same weights; `"batched"` may pad some of them."""
-    shared = [ensemble.metadata, *ensemble.parameters(), *ensemble.buffers()]
-    memo: dict[int, Any] = {id(one): one for one in shared}
-    result = copy.deepcopy(ensemble, memo)
+    result = _twin(ensemble, {}, share=True)
     for module in result.modules():
         if isinstance(module, FrozenAttention):
             module.use_plan(plan)
@@ -285,8 +284,7 @@ def simplified(ensemble: Ensemble) -> Ensemble:
 
     Weights of half precision come back in float32, where folding does not lose digits; the caller converts.
     """
-    memo = {id(ensemble.metadata): ensemble.metadata}  # never changed, and may hold text towers: not copied
-    result = copy.deepcopy(ensemble, memo).eval().requires_grad_(False)
+    result = _twin(ensemble, {}, share=False).eval()
     _merge_equal_copies(result)
     if result.dtype in (torch.bfloat16, torch.float16):
         result.to(torch.float32)
@@ -300,6 +298,32 @@ def simplified(ensemble: Ensemble) -> Ensemble:
     if (pooling := result.readout.map) is not None:
         _fold_biases(pooling.attention)
     _compute_common_heads_once(result)
+    return result
+
+
+def _twin(module: Module, known: dict[int, Any], share: bool) -> Module:
+    """The same modules around the same tensors, or around copies of them; settings and metadata are shared.
+
+    `copy.deepcopy` would copy those too, and spend most of its time on the dictionaries of hooks.
+    """
+
+    def made(part: nn.Module | Tensor) -> nn.Module | Tensor:
+        if isinstance(part, nn.Module):
+            return _twin(part, known, share)
+        if share:
+            return part
+        return fixed(part.detach().clone()) if isinstance(part, nn.Parameter) else part.clone()
+
+    def once(part: nn.Module | Tensor | None) -> Any:  # what stands in two places stays one
+        if part is not None and id(part) not in known:
+            known[id(part)] = made(part)
+        return known.get(id(part))
+
+    result = copy.copy(module)
+    for name, value in vars(result).items():
+        if isinstance(value, dict):
+            inner = name in ("_modules", "_parameters", "_buffers")
+            vars(result)[name] = {key: once(part) for key, part in value.items()} if inner else value.copy()
     return result
 
 

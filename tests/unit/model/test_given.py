@@ -110,7 +110,8 @@ def test_the_keywords_of_a_tokenizer_and_of_an_image_processor() -> None:
     text, image = model(members=2), model(IMAGE, members=2)
     assert torch.equal(text(**BATCH), text(IDS, MASK, SEGMENTS))
     assert torch.equal(image(pixel_values=PIXELS, labels=None), image(PIXELS))
-    assert torch.equal(image.optimize()(pixel_values=PIXELS), image.optimize()(PIXELS))
+    fast = image.optimize(plans=["batched"])  # which plan is faster depends on the clock
+    assert torch.equal(fast(pixel_values=PIXELS), fast(PIXELS))
     for arguments in ({"pixel_value": PIXELS}, {}, {"input_ids": IDS, "output_attentions": True}):
         with pytest.raises(DataError, match="pixel_values"):
             image(**arguments)
