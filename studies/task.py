@@ -26,7 +26,6 @@ from .weights import SCRATCH, pretrained, small_vit, tokenizer
 
 RECIPE = Path(__file__).parent / "recipes" / "classifiers.yaml"
 BATCH = {"image": 500, "text": 250}
-FAMILIAR = 12_000  # training samples, at most, that familiarity is fitted on
 Stage = Literal["held_out", "report"]
 
 
@@ -133,7 +132,8 @@ class Task:
 
     def _once(self, reference: SetRef) -> Samples:
         if reference.name not in self._read:
-            self._read[reference.name] = self.samples(self.source.load(reference))
+            most = None if reference == self.suite.id else self.settings["most"]
+            self._read[reference.name] = self.samples(at_most(self.source.load(reference), most))
         return self._read[reference.name]
 
     def batches(self, samples: Samples) -> SampleBatches:
@@ -142,7 +142,7 @@ class Task:
 
     def familiar(self) -> SampleBatches:
         """Training samples that familiarity is fitted on."""
-        return self.batches(Drawn(self.train, FAMILIAR))
+        return self.batches(Drawn(self.train, self.settings["familiar"]))
 
     def lessons(self, training: Recipe) -> SampleBatches:
         """Batches to train on by a recipe, with its augmentation."""
