@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -10,19 +11,14 @@ from pathlib import Path
 
 import pytest
 
+import hydra_ensembles as package
+
 ROOT = Path(__file__).resolve().parents[2]
-PUBLIC = (
-    "hydra_ensembles",
-    "hydra_ensembles.baselines",
-    "hydra_ensembles.data",
-    "hydra_ensembles.demo",
-    "hydra_ensembles.evaluation",
-    "hydra_ensembles.heads",
-    "hydra_ensembles.metrics",
-    "hydra_ensembles.optimize",
-    "hydra_ensembles.pipeline",
-    "hydra_ensembles.report",
-)
+PUBLIC = [  # every package that says what of it is public
+    name
+    for name in ("hydra_ensembles", *(f"hydra_ensembles.{one.name}" for one in pkgutil.iter_modules(package.__path__)))
+    if hasattr(importlib.import_module(name), "__all__")
+]
 
 
 @pytest.fixture(scope="module")

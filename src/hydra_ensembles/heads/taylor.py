@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from .._utils import require_device, torch_seeded
 from ..arguments import checked, require_whole
-from ..batches import Batches, Inputs, begin_epoch, borrowed, read_batch, require_labels
+from ..batches import Batches, Inputs, begin_epoch, borrowed, length_of, read_batch, require_labels
 from ..errors import ConfigError, DataError, HeadError
 from ..model.clip import require_ensemble
 from ..model.ensemble import Ensemble
@@ -91,8 +91,12 @@ def taylor(
         data = CalibrationBatches(batches, count, seed, ensemble.num_classes)
         samples = list(data) if len(steps) > 1 else data
         masks.enter_context(masked(model, off))
-        for heads, taken in tqdm(steps, desc=f"taylor/{scope}", unit="pass", disable=not progress):
-            lowest = sorted(zip(head_importance(model, samples, heads), heads, strict=True))[:taken]  # ties: first head
+        each = len(samples) if isinstance(samples, list) else count or length_of(batches)
+        whole = None if each is None else len(steps) * each
+        bar = masks.enter_context(tqdm(total=whole, desc=f"taylor/{scope}", unit="batch", disable=not progress))
+        for heads, taken in steps:
+            scores = head_importance(model, _counted(samples, bar), heads)
+            lowest = sorted(zip(scores, heads, strict=True))[:taken]  # ties: first head
             order += lowest
             if len(steps) > 1:
                 masks.enter_context(masked(model, [head for _, head in lowest]))
@@ -158,6 +162,13 @@ def gradients_of_mean_loss(model: Ensemble, batches: LabelledBatches, weights: S
             total += part
         samples += len(labels)
     return [total / samples for total in totals]
+
+
+def _counted(batches: LabelledBatches, bar: Any) -> Iterator[tuple[int, Inputs, Tensor]]:
+    """The same batches; the bar moves when the next one is asked for."""
+    for one in batches:
+        yield one
+        bar.update()
 
 
 def _steps(candidates: list[Head], layers: Sequence[int], budget: int, scope: Scope) -> list[tuple[list[Head], int]]:

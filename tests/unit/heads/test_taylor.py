@@ -324,3 +324,10 @@ def test_models_that_cannot_be_ranked() -> None:
         ensemble.encoder.layers[0].attention.qkv[0, 0] = torch.nan
     with pytest.raises(DataError, match="nan"):
         taylor(ensemble, batches, budget=3)
+
+
+@pytest.mark.parametrize(("scope", "passes"), [("global", 1), ("layer", LAYERS)])
+def test_the_bar_moves_with_every_batch(scope: Any, passes: int, capsys: pytest.CaptureFixture[str]) -> None:
+    ensemble, batches = model_and_batches()
+    taylor(ensemble, batches, budget=LAYERS, scope=scope, progress=True)
+    assert f"{passes * len(batches)}/{passes * len(batches)} " in capsys.readouterr().err
