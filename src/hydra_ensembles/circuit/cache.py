@@ -147,15 +147,12 @@ class PoolingBlock:
     """The attention that pools the tokens, with what is before and after it, as a block: the last one, of one token."""
 
     def __init__(self, readout: Readout, pooling: MapPool) -> None:
-        self._readout, self._pooling, self.attention = readout, pooling, pooling.attention
-
-    def query(self, x: Tensor) -> Tensor:
-        """What asks, for each of the samples of `[1, B, T, d]`: `[1, B, 1, d]`."""
-        return self._pooling.query_token[:, None].expand(-1, x.shape[1], -1, -1)
+        self._readout, self._pooling = readout, pooling
+        self.attention, self.query = pooling.attention, pooling.query
 
     def attention_input(self, x: Tensor) -> Tensor:
         """What the attention sees of the tokens after the last block."""
-        return self._readout.before_pool(x)[:, :, self._readout.prefix :]
+        return self._readout.before_pool(x)
 
     def finish(self, asking: Tensor, attended: Tensor) -> Tensor:
         """Everything after the attention; what asks has no residual."""
@@ -345,7 +342,9 @@ class BaseActivations:
         ids, mask, _ = group.inputs
         self.model, self.device = model, embedded.device
         self.levels: dict[int, Tensor] = {0: embedded}
-        self._context = batches[0][1]._replace(key_mask=None if mask is None else mask.bool())  # [g, T]
+        self._context = batches[0][1]
+        if mask is not None:
+            self._context = self._context._replace(key_mask=mask.bool(), local=None)  # [g, T]
         self._ids = ids if ensemble.kind == "text" else None  # [g, T]
 
     def __len__(self) -> int:
@@ -363,7 +362,7 @@ class BaseActivations:
     def context(self, rows: Tensor) -> Context:
         """What attention has to know of some samples; but for the key mask, the same of all."""
         mask = self._context.key_mask
-        return self._context if mask is None else self._context._replace(key_mask=mask.index_select(0, rows))
+        return self._context if mask is None else self._context.of(mask.index_select(0, rows))
 
     def token_ids(self, rows: Tensor) -> Tensor | None:
         """Token ids of some samples of a text model, `[S, T]`."""

@@ -12,7 +12,7 @@ from ..batches import Batches, iterate
 from ..errors import ConfigError, DataError
 from ..model.clip import require_ensemble
 from ..model.ensemble import Ensemble
-from ..model.layers import Block, dropping
+from ..model.layers import Block, Context, dropping
 from .masking import attention_of, existing_heads
 from .ranking import Head
 
@@ -40,7 +40,7 @@ def head_vectors(ensemble: Ensemble, batches: Batches, layers: Iterable[int] | N
     with dropping(False), torch.no_grad():
         for inputs, _ in iterate(batches, "batches", labelled=False):
             x, context = ensemble.embed(*ensemble.unpack(ensemble.prepare(inputs)))  # [1, B, T, d]
-            for layer in range(max(by_layer, default=-1) + 1):
+            for layer in range(min(max(by_layer, default=-1) + 1, ensemble.num_layers)):
                 block = cast(Block, ensemble.encoder.layers[layer])
                 if layer in by_layer:
                     z = attention_of(ensemble, layer).mix(block.attention_input(x), context)  # [B, T, H, d_k]
@@ -48,6 +48,11 @@ def head_vectors(ensemble: Ensemble, batches: Batches, layers: Iterable[int] | N
                     for head, vectors in zip(by_layer[layer], read.float().cpu().unbind(1), strict=True):
                         found[head].append(vectors)
                 x = block(x, context)
+            if (pooling := ensemble.readout.map) is not None and ensemble.num_layers in by_layer:
+                tokens = ensemble.readout.before_pool(x)
+                read = pooling.attention.mix(tokens, Context(), pooling.query(tokens))[:, 0]  # [B, H, d_k]
+                for head, vectors in zip(by_layer[ensemble.num_layers], read.float().cpu().unbind(1), strict=True):
+                    found[head].append(vectors)
     return {head: torch.cat(parts) for head, parts in found.items()}
 
 

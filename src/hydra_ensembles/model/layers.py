@@ -28,14 +28,36 @@ class Context(NamedTuple):
     Attributes:
         key_mask: `[B, T]`, true where a token may be attended to; None when all may.
         turns: Rotations by the places of the tokens, one for each base of a model with rotary positions.
+        near: `[T, T]`, true where tokens see each other in local attention; None where they see all, or have none.
+        local: What tokens see in local attention, padding left out: `[T, T]` or `[B, T, T]`.
     """
 
     key_mask: Tensor | None = None
     turns: tuple[Turn, ...] = ()
+    near: Tensor | None = None
+    local: Tensor | None = None
+
+    def of(self, key_mask: Tensor | None) -> "Context":
+        """That of samples with this key mask.
+
+        A token always sees itself, also one of padding that is far from all others: its attention stays a number.
+        """
+        if key_mask is None or self.near is None:
+            return self._replace(key_mask=key_mask, local=self.near)
+        itself = torch.eye(self.near.shape[0], dtype=torch.bool, device=key_mask.device)
+        return self._replace(key_mask=key_mask, local=(key_mask[:, None] & self.near) | itself)
 
     def first(self, count: int) -> "Context":
         """That of the first samples alone."""
-        return self if self.key_mask is None else self._replace(key_mask=self.key_mask[:count])
+        if self.key_mask is None:
+            return self
+        return self._replace(key_mask=self.key_mask[:count], local=None if self.local is None else self.local[:count])
+
+    def seen(self, local: bool, read: "Read") -> Tensor | None:
+        """Which keys are seen: `[B, 1, T]` by all that ask, `[T', T]` or `[B, T', T]` locally; None where all are."""
+        if not local or self.local is None:
+            return None if self.key_mask is None else self.key_mask[:, None]
+        return self.local[..., read, :] if isinstance(read, slice) else self.local
 
 
 Read = slice | Tensor | None
@@ -47,14 +69,15 @@ class Encoder(nn.Module):
 
     def __init__(self, config: EnsembleConfig) -> None:
         super().__init__()
+        self.window = config.encoder.window
         self.rotary = None if config.encoder.rotary is None else Rotary(config)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.encoder.layers))
 
     def context(self, key_mask: Tensor | None, size: tuple[int, ...], like: Tensor) -> Context:
         """What attention has to know of texts of `(tokens,)`, or of images of `(rows, columns)` patches."""
-        if self.rotary is None:
-            return Context(key_mask)
-        return Context(key_mask, self.rotary(size, like, drops(self) is True))  # a generator drops, but moves nothing
+        near = near_tokens(like.shape[2], self.window, like.device)
+        turns = () if self.rotary is None else self.rotary(size, like, drops(self) is True)  # a generator moves nothing
+        return Context(None, turns, near).of(key_mask)
 
     def forward(self, x: Tensor, context: Context, read: slice | None = None) -> Tensor:
         """Map `[N, B, T, d]` to `[N', B, T', d]`.
@@ -218,7 +241,7 @@ class Attention(nn.Module):
             places = read if isinstance(read, slice) else None
             q, k = turned(q, context.turns[self.turn], places), turned(k, context.turns[self.turn])
         by = self.dropout > 0.0 and drops(self)
-        mask = seen_keys(context.key_mask, k.shape[1], self.window, read, k.device)
+        mask = context.seen(self.window is not None, read)
         return attend(q, k, v, mask, x.shape[0], self.causal, self.dropout, by)
 
     def _into_heads(self, x: Tensor, start: int, stop: int, parts: slice) -> Tensor:
@@ -246,20 +269,12 @@ def into_heads(x: Tensor, weight: Tensor, bias: Tensor | None, members: int) -> 
     return y.reshape(x.shape[0] * x.shape[1], x.shape[2], heads // members, parts, head_dim)
 
 
-def seen_keys(
-    key_mask: Tensor | None, tokens: int, window: int | None, read: Read, device: torch.device
-) -> Tensor | None:
-    """Which keys are seen: `[B, 1, T]` by all queries, `[T', T]` or `[B, T', T]` in a window; None where all are.
-
-    A token always sees itself, also one of padding that is far from all others: its attention stays a number.
-    """
-    mask = None if key_mask is None else key_mask[:, None]  # [B, 1, T]
+def near_tokens(tokens: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Which of so many tokens lie at most a window apart, `[T, T]`; None where all do."""
     if window is None or not (torch.compiler.is_exporting() or tokens > window + 1):  # exported code serves any length
-        return mask
+        return None
     at = torch.arange(tokens, device=device)
-    distance = ((at[read] if isinstance(read, slice) else at)[:, None] - at).abs()  # [T', T]
-    near = distance <= window
-    return near if mask is None else (mask & near) | (distance == 0)
+    return (at[:, None] - at).abs() <= window
 
 
 def attend(
@@ -275,8 +290,8 @@ def attend(
     """Attention of every head; the one place where it is computed, and where a backend is chosen.
 
     Query `[R, T', H, d_k]`, key and value `[R, T, H, d_k]` give `[R, T', H, d_k]`, where R = repeats · B. The mask, as
-    `seen_keys` gives it, is true where a key is seen; `dropout` is the rate at which attention weights are dropped, and
-    `by` is as `drops` gives it.
+    `Context.seen` gives it, is true where a key is seen; `dropout` is the rate at which attention weights are dropped,
+    and `by` is as `drops` gives it.
     """
     if mask is not None and mask.dim() == 3:
         mask = (mask.repeat(repeats, 1, 1) if repeats > 1 else mask)[:, None]  # [R, 1, 1 or T', T]

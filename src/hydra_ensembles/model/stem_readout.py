@@ -155,8 +155,9 @@ class Readout(nn.Module):
         return self.after_pool(self._pool_tokens(self.before_pool(x), key_mask, ids))
 
     def before_pool(self, x: Tensor) -> Tensor:
-        """The tokens that are pooled, normed where that is done before: `[N, B, T, d]`."""
-        return self.norm(x) if self.norm is not None and self.config.norm == "tokens" else x
+        """The tokens `[N, B, T, d]` normed, where that is done before; for an attention, those that it pools alone."""
+        x = self.norm(x) if self.norm is not None and self.config.norm == "tokens" else x
+        return x if self.map is None else x[:, :, self.prefix :]
 
     def after_pool(self, pooled: Tensor) -> Tensor:
         """Pooled tokens, normed where that is done after."""
@@ -191,7 +192,7 @@ class Readout(nn.Module):
         if pool == "distilled":
             return x[:, :, :2]
         if pool == "map" and self.map is not None:
-            return self.map(x[:, :, self.prefix :])[:, :, 0]
+            return self.map(x)[:, :, 0]
         if pool == "mean" and key_mask is not None:
             weight = key_mask[None, :, :, None].to(x.dtype)  # [1, B, T, 1]
             return (x * weight).sum(2) / weight.sum(2)
@@ -228,9 +229,12 @@ class MapPool(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map normed tokens `[N, B, T, d]` to `[N', B, 1, d]`."""
-        query = self.query_token[:, None]  # [G, 1, 1, d]
-        x = x.expand(max(len(x), len(query)), *x.shape[1:])
-        return self.finish(self.attention(x, Context(), query.expand(*x.shape[:2], -1, -1)))
+        x = x.expand(max(len(x), len(self.query_token)), *x.shape[1:])
+        return self.finish(self.attention(x, Context(), self.query(x)))
+
+    def query(self, x: Tensor) -> Tensor:
+        """What asks, for each member and sample of `[N, B, T, d]`: `[N, B, 1, d]`."""
+        return self.query_token[:, None].expand(*x.shape[:2], -1, -1)
 
     def finish(self, attended: Tensor) -> Tensor:
         """Everything after the attention, `[N, B, 1, d]`."""

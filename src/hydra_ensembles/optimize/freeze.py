@@ -24,7 +24,6 @@ from ..model.layers import (
     into_heads,
     out_of_heads,
     read_tokens,
-    seen_keys,
 )
 from ..model.members import HEAD_AXIS
 from ..model.rotary import FrozenRotary, turned
@@ -161,7 +160,7 @@ class FrozenAttention(nn.Module):
         if self.turn is not None:
             places = read if isinstance(read, slice) else None
             q, k = turned(q, context.turns[self.turn], places), turned(k, context.turns[self.turn])
-        mask = seen_keys(context.key_mask, k.shape[1], self.window, read, k.device)
+        mask = context.seen(self.window is not None, read)
         return attend(q, k, v, mask, repeats, self.causal)
 
     def _out_of_members(self, z: Tensor) -> Tensor:

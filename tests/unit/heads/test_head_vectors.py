@@ -15,11 +15,11 @@ from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.prune import prune
 
 
-@pytest.mark.parametrize("shape", ["image-cls", "text-post-norm"])
-def test_vectors_sum_up_to_the_attention_of_the_class_token(shape: str) -> None:
+@pytest.mark.parametrize(("shape", "layer"), [("image-cls", 1), ("text-post-norm", 1), ("image-map-rms", 3)])
+def test_vectors_sum_up_to_the_attention_of_the_class_token_or_of_the_query(shape: str, layer: int) -> None:
     """Projected and summed, they are what the attention sublayer adds to the tokens that are read."""
     problem = random_problem(shape)
-    model, layer = problem.model, 1
+    model = problem.model
     seen: list[torch.Tensor] = []
     handle = attention_of(model, layer).register_forward_hook(lambda _, __, output: seen.append(output[0, :, 0]))
     for inputs, _ in problem.id_batches:
@@ -27,7 +27,9 @@ def test_vectors_sum_up_to_the_attention_of_the_class_token(shape: str) -> None:
     handle.remove()
     found = head_vectors(model, problem.id_batches, [layer])
     attention = attention_of(model, layer)
-    summed = sum(found[Head(layer, head)] @ attention.out[head].float() for head in range(model.num_heads))
+    summed = sum(
+        found[Head(layer, head)] @ attention.out[head].float() for head in range(model.config.head_counts[layer])
+    )
     summed = summed if attention.out_bias is None else summed + attention.out_bias[0].float()
     summed = summed if attention.scale is None else summed * attention.scale[0].float()
     torch.testing.assert_close(summed, torch.cat(seen).float(), rtol=1e-4, atol=1e-5)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.model.config import EnsembleConfig, RotaryConfig
-from hydra_ensembles.model.layers import Attention, Context, attend, seen_keys
+from hydra_ensembles.model.layers import Attention, Context, attend, near_tokens
 from hydra_ensembles.model.rotary import FrozenRotary, Rotary, turned
 from random_ensembles import ALL_SHAPES, encoder, random_batches, random_ensemble
 
@@ -84,14 +84,24 @@ def test_tables_give_what_is_computed_also_for_other_sizes() -> None:
 def test_a_window_hides_what_is_farther_away(masked: bool, read: slice | None) -> None:
     mask = torch.tensor([[True] * 7, [True] * 3 + [False] * 4]) if masked else None
     q, k, v = torch.randn(3, 2, 7, 3, 4, dtype=torch.float64).unbind()
-    found = attend(q if read is None else q[:, read], k, v, seen_keys(mask, 7, 2, read, q.device), 1, causal=False)
+    seen = Context(near=near_tokens(7, 2, q.device)).of(mask).seen(True, read)
+    found = attend(q if read is None else q[:, read], k, v, seen, 1, causal=False)
     for sample in range(2):
         for token in range(found.shape[1]):
             may = [mask is None or bool(mask[sample, at]) or at == token for at in range(7)]
-            seen = [at for at in range(7) if abs(at - token) <= 2 and may[at]]
-            weights = torch.einsum("hd,khd->hk", q[sample, token], k[sample, seen]) / 2
-            expected = torch.einsum("hk,khd->hd", weights.softmax(-1), v[sample, seen])
+            there = [at for at in range(7) if abs(at - token) <= 2 and may[at]]
+            weights = torch.einsum("hd,khd->hk", q[sample, token], k[sample, there]) / 2
+            expected = torch.einsum("hk,khd->hd", weights.softmax(-1), v[sample, there])
             assert torch.allclose(found[sample, token], expected)
+
+
+def test_what_local_layers_see_is_worked_out_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_ensemble("text-rotary-local")
+    (inputs, _), *_ = random_batches(model, (3,))
+    calls: list[Context] = []
+    monkeypatch.setattr(Context, "of", lambda self, mask, of=Context.of: calls.append(self) or of(self, mask))
+    model(inputs)
+    assert (len(calls), sum(model.config.encoder.local)) == (1, 2)
 
 
 def test_padding_far_from_all_words_stays_a_number_and_changes_no_answer() -> None:
