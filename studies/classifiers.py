@@ -38,7 +38,7 @@ def choose(seed: Seed, name: str) -> None:
     measured: list[dict[str, Any]] = []
     for setting in options:
         columns = all_columns(Judged(task, row.make(seed, setting)), "held_out")
-        found = plain_numbers(columns, task.suite.id.name, groups(task, "held_out"))
+        found = plain_numbers(columns, task.suite.id.name, task.groups("held_out"))
         measured.append({"setting": dict(setting), **found})
     best = min(measured, key=lambda one: one["calibrated.nll"])
     write_json(place, {"row": name, "seed": seed.number, "setting": best["setting"], "measured": measured})
@@ -122,11 +122,6 @@ def all_columns(judge: Judged, stage: Stage) -> dict[str, Array]:
     return found
 
 
-def groups(task: Task, stage: Stage) -> dict[str, list[str]]:
-    """Names of the OOD sets of a stage, by group."""
-    return {key: list(sets) for key, sets in task.outside(stage).items()}
-
-
 def sizes(model: Any) -> dict[str, Any]:
     """What is known of a model's size."""
     if not isinstance(model, he.Ensemble):
@@ -171,7 +166,7 @@ def collect(task: Task, output: Path, results: Path) -> None:
         "study": task.name,
         "recipe": {**task.settings, "tasks": {task.name: task.plain}},
         "inside": task.suite.id.name,
-        "groups": groups(task, "report"),
+        "groups": task.groups("report"),
         "trainings": {name: row.trainings for name, row in rows_of(task).items()},
         "choices": {one["row"]: one for one in map(read_json, sorted((study / CHOICES).glob("*.json")))},
         "costs": read_json(study / COSTS) if (study / COSTS).exists() else None,

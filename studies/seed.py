@@ -29,7 +29,7 @@ from .weights import fresh_classifier, redrawn
 
 CHOICES = "choices"  # of a task: what half B chose for a row, before a test set was opened
 SPARE = 3  # heads that a circuit names beyond those that go, for members that would be alike
-CIRCUIT_MEMORY = 8e9  # bytes, so that several processes fit on a GPU
+CIRCUIT_MEMORY = 4e9  # bytes, so that several processes fit on a GPU
 Heads = Literal["circuits", "taylor", "random"]
 Setting = Mapping[str, Any]
 

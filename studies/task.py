@@ -106,10 +106,16 @@ class Task:
 
     def outside(self, stage: Stage) -> dict[str, dict[str, Samples]]:
         """OOD sets of a stage, by group."""
-        groups: dict[str, Sequence[SetRef]] = {"near": self.suite.near, "far": self.suite.far}
+        return {key: {one.name: self._once(one) for one in refs} for key, refs in self._foreign(stage).items()}
+
+    def groups(self, stage: Stage) -> dict[str, list[str]]:
+        """Names of the OOD sets of a stage, by group."""
+        return {key: [one.name for one in refs] for key, refs in self._foreign(stage).items()}
+
+    def _foreign(self, stage: Stage) -> dict[str, Sequence[SetRef]]:
         if stage == "held_out":
-            groups = {"far": [_held_out(one) for one in self.plain["held_out"]]}
-        return {key: {one.name: self._once(one) for one in refs} for key, refs in groups.items()}
+            return {"far": [_held_out(one) for one in self.plain["held_out"]]}
+        return {"near": self.suite.near, "far": self.suite.far}
 
     def corrupt(self, place: Path) -> None:
         """Write some of the test images `[N, h, w, 3]` under every corruption, by its name and severity."""

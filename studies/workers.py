@@ -2,8 +2,9 @@
 
 import multiprocessing
 import time
+import traceback
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,14 +40,16 @@ class Workers:
             self.pool.shutdown(wait=kind is None, cancel_futures=True)
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Do all jobs; the first that fails ends the run."""
+        """Do all jobs; one that fails ends the run when the others are done, so that their work is not lost."""
         if self.pool is None:
             for job in jobs:
                 _do(job)
             return
         found: list[Future[None]] = [self.pool.submit(_do, job) for job in jobs]
-        done, _ = wait(found, return_when=FIRST_EXCEPTION)
-        for one in done:
+        for one in as_completed(found):
+            if one.exception() is not None:
+                traceback.print_exception(one.exception())
+        for one in found:
             one.result()
 
 
