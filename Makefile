@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo serve-demo test slow attack notebooks docs commands lint format clean
+.PHONY: demo serve-demo test slow attack notebooks docs commands lint release format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -46,6 +46,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Builds sdist and wheel of the last commit, and tries the wheel in empty environments, with no extra and with each.
+release:
+	$(PYTHON) .ci/release.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
