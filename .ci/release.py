@@ -91,7 +91,7 @@ def look_at(sdist: Path, wheel: Path) -> tuple[str, list[str]]:
         *(["the demo has no data"] if not data else []),
         *(
             ["extras are not those of pyproject.toml"]
-            if set(extras or ()) != set(project["optional-dependencies"])
+            if set(extras or ()) != {name.replace("_", "-") for name in project["optional-dependencies"]}
             else []
         ),
         *(
@@ -126,7 +126,10 @@ def main() -> None:
             below, what = (None, str(wheel)) if extra == "none" else (folder / "none", f"{wheel}[{extra}]")
             python = environment(folder / extra, below)
             run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", what, at=empty)
-            print(f"{extra:<14}{run(python, '-W', 'ignore', smoke, extra, version, at=empty).strip()}", flush=True)
+            print(
+                f"{extra:<14}{run(python, '-W', 'ignore', smoke, extra.replace('-', '_'), version, at=empty).strip()}",
+                flush=True,
+            )
             if extra != "none":
                 shutil.rmtree(folder / extra)
         (ROOT / "dist").mkdir(exist_ok=True)
