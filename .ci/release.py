@@ -125,11 +125,11 @@ def main() -> None:
         for extra in dict.fromkeys(("none", *wanted)):
             below, what = (None, str(wheel)) if extra == "none" else (folder / "none", f"{wheel}[{extra}]")
             python = environment(folder / extra, below)
-            run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", what, at=empty)
-            print(
-                f"{extra:<14}{run(python, '-W', 'ignore', smoke, extra.replace('-', '_'), version, at=empty).strip()}",
-                flush=True,
-            )
+            pip = (python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt")
+            run(*pip, "--no-deps", "--ignore-installed", wheel, at=empty)  # its command is for this Python
+            run(*pip, what, at=empty)
+            said = run(python, "-W", "ignore", smoke, extra.replace("-", "_"), version, at=empty)
+            print(f"{extra:<14}{said.strip()}", flush=True)
             if extra != "none":
                 shutil.rmtree(folder / extra)
         (ROOT / "dist").mkdir(exist_ok=True)
