@@ -77,6 +77,15 @@ def calibrate(
         familiarity: The score that says how familiar an input is. Where it is not fitted yet, a random half of the
             samples fits it, and the other half sets its threshold. `"auto"` takes what was fitted, else `mahalanobis`
             where there are samples enough (the history says so if not); None sets no such threshold.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> calibrated = he.calibrate(base, batches, share=0.9, familiarity=None)
+        >>> calibrated.predict(torch.rand(3, 3, 64, 64)).accept.shape
+        torch.Size([3])
     """
     require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "calibrate")  # compiled ones are let through
     _require_members_for(score, ensemble.num_members)
@@ -193,6 +202,13 @@ def fit_calibration(
         score: Uncertainty score that the threshold is on.
         per_member: Whether each member gets a temperature of its own before the mean; labels may change.
         temperature: Whether to fit a temperature at all.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> logits, labels = torch.randn(3, 100, 5), torch.arange(100) % 5  # [members, samples, classes]
+        >>> fit = he.fit_calibration(logits, labels, share=0.9)
+        >>> fit.samples, fit.accepted >= 0.9
+        (100, True)
     """
     check_share(share)
     member_logits = scale_logits(member_logits).detach()

@@ -74,6 +74,7 @@ MAX_CONFIG, MAX_TOKENIZER = 4 << 20, 64 << 20  # bytes
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 GIT_LFS_POINTER = b"version https://git-lfs"
+HUB = "hub:"  # before the name of a model or a data set that is there
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -205,16 +206,19 @@ def push_checkpoint(
 def locate(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
     """The folder a checkpoint lies in: `source` itself, or the hub's cache after downloading its files.
 
-    A folder that exists wins. Otherwise a string like `owner/name` is a hub id.
+    A folder that exists wins. Otherwise a string like `owner/name` is a hub id; `hub:owner/name`, as the command line
+    has it, is one in any case.
     """
     folder = Path(source).expanduser()
+    if isinstance(source, str) and source.startswith(HUB):
+        source, folder = source.removeprefix(HUB), Path(source)
     if folder.is_dir():
         if revision is not None:
             raise CheckpointError(f"revision is {revision!r}, but {source} is a folder; revisions belong to hub ids")
         return folder
     if isinstance(source, Path) or not HUB_ID.fullmatch(source):
         what = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{source} {what}; give the folder that save_pretrained wrote, or a hub id 'owner/name'")
+        raise CheckpointError(f"{source} {what}; give the folder that save_pretrained wrote, or 'hub:owner/name'")
     files = [CONFIG, WEIGHTS, TOKENIZER, CARD]
     try:
         return Path(huggingface_hub.snapshot_download(source, revision=revision, token=token, allow_patterns=files))

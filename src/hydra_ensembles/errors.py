@@ -5,11 +5,28 @@ All are also a `ValueError`; the message says what was received, what is accepte
 
 
 class HydraError(ValueError):
-    """Base class of the errors raised by `hydra_ensembles`."""
+    """Base class of the errors raised by `hydra_ensembles`.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> try:
+        ...     he.prune(base, [(99, 0)])
+        ... except he.HydraError as error:
+        ...     print(type(error).__name__, isinstance(error, ValueError))
+        HeadError True
+    """
 
 
 class HydraWarning(UserWarning):
-    """Something that is done as asked, though it is hardly meant."""
+    """Something that is done as asked, though it is hardly meant.
+
+    Examples:
+        >>> import warnings, hydra_ensembles as he
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", he.HydraWarning)  # stop instead of going on
+    """
 
 
 class ConfigError(HydraError):

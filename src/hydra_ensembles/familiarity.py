@@ -86,6 +86,17 @@ def fit_familiarity(
 
     Raises:
         DataError: A class has no samples, there are too few for a covariance, or features are not finite.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.data import batches, subset
+        >>> from hydra_ensembles.demo import load_backbone, load_sample
+        >>> base, sample = load_backbone(), load_sample()
+        >>> familiar = batches(subset(sample.circuit_id, 56, seed=0), base.metadata.preprocessing, 28)
+        >>> known = he.fit_familiarity(base, familiar, "knn")
+        >>> answer = known.predict([image for image, _ in (sample.test[0], sample.far["FashionMNIST"][0])])
+        >>> bool(answer.score("knn")[1] > answer.score("knn")[0])  # clothes are further off than fields
+        True
     """
     require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "fit_familiarity")
     wanted = (score,) if isinstance(score, str) else tuple(score)

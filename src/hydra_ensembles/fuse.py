@@ -67,6 +67,14 @@ def fuse(
     Raises:
         ConfigError: Members of different architectures, dtypes, devices or class names, unequal stems with
             `stem="shared"`, or layers to average that lost different heads.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> hydra = he.fuse([he.prune(base, [(5, head)]) for head in range(3)])
+        >>> hydra.num_members, hydra.config.trunk  # five layers are the same in all members and run once
+        (3, 5)
     """
     given: list[Ensemble | DualEncoder] = [*listed(members, "fuse")]
     for member in given:
@@ -107,6 +115,16 @@ def soup(models: Iterable[nn.Module]) -> Ensemble:
 
     Raises:
         ConfigError: Models of different architectures, heads, dtypes, devices or class names.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> recipe = he.Recipe(learning_rate=1e-4, steps=1)
+        >>> tuned = [he.finetune(base, batches, recipe, index=index, progress=False) for index in range(2)]
+        >>> he.soup(tuned).num_members
+        1
     """
     given = [one if isinstance(one, Ensemble) else convert(one) for one in listed(models, "soup")]
     for one in given:

@@ -62,6 +62,15 @@ class Prediction:
         temperature: What `probs` is calibrated by: one number after the mean, or one for each member before it.
         reference: Held-out scores that p-values are made from, or None.
         unfamiliarity: Scores of features, where the ensemble was fitted to give some (`fit_familiarity`), or None.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> logits = torch.tensor([[[4.0, 0.0], [4.0, 0.0]], [[4.0, 0.0], [0.0, 4.0]]])  # [members, samples, classes]
+        >>> answer = he.Prediction.from_logits(logits)
+        >>> answer.disagreement.tolist()  # they agree on the first sample
+        [0.0, 1.0]
+        >>> bool(answer.epistemic[1] > answer.epistemic[0])
+        True
     """
 
     member_logits: Tensor

@@ -34,6 +34,13 @@ class ImagePreprocessing:
     it and ignores the aspect ratio; then the centre is cropped to `size`. Fractions of a pixel are cut off, as
     the libraries do that the numbers come from. Where the crop cannot be centred to the pixel, its corner is
     rounded half to even (`"round"`: torchvision, timm, open_clip) or down (`"floor"`: transformers).
+
+    Examples:
+        >>> import hydra_ensembles as he
+        >>> from PIL import Image
+        >>> prepare = he.ImagePreprocessing(size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, crop_fraction=0.9)
+        >>> prepare([Image.new("RGB", (64, 48))]).shape
+        torch.Size([1, 3, 32, 32])
     """
 
     kind: ClassVar[str] = "image"
@@ -105,6 +112,15 @@ class TextPreprocessing:
 
     `tokenizer` is the content of a `tokenizer.json`. It is saved as a file of its own, not in the config.
     `cleaning` is what CLIP's tokenizers do to a string before; see `clean_text`.
+
+    Examples:
+        >>> import hydra_ensembles as he
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> words = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "good": 2, "film": 3}, unk_token="[UNK]"))
+        >>> words.pre_tokenizer = pre_tokenizers.Whitespace()
+        >>> prepare = he.TextPreprocessing(max_length=8, tokenizer=words.to_str())
+        >>> prepare(["good film", "film"])["input_ids"].tolist()
+        [[2, 3], [3, 0]]
     """
 
     kind: ClassVar[str] = "text"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 
 from hydra_ensembles import metrics
 from hydra_ensembles.metrics.distance import FamiliarityName, LearnedName
@@ -12,7 +13,8 @@ from hydra_ensembles.prediction import ScoreName
 from hydra_ensembles.report import COLUMNS, DIVERSITY
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"), *ROOT.glob("notebooks/*.ipynb")]
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("notebooks/*.ipynb")]
+SETTINGS = [ROOT / "CITATION.cff", ROOT / ".pre-commit-config.yaml", *(ROOT / ".github").rglob("*.yml")]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 
 
@@ -45,3 +47,14 @@ def test_every_number_has_a_line_in_the_glossary() -> None:
     }
     untold = {"top_label", "roc_curve", "label_scores", "conformal_threshold"}  # steps on the way to a number
     assert shown | scores | (plain - untold) <= said
+
+
+def test_files_for_the_git_host_are_whole_and_ci_runs_what_anyone_runs() -> None:
+    read = {path.name: yaml.safe_load(path.read_text()) for path in SETTINGS}
+    steps = read["ci.yml"]["jobs"]["suite"]["steps"]
+    assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
+    assert read["CITATION.cff"]["preferred-citation"]["identifiers"][0]["value"] == "arXiv:2510.18358"
+    for form in ("bug.yml", "idea.yml", "model.yml"):
+        assert {"name", "description", "body"} <= read[form].keys()
+    tools = [hook["entry"].split()[0] for hook in read[".pre-commit-config.yaml"]["repos"][0]["hooks"]]
+    assert set(tools) == {".venv/bin/ruff", ".venv/bin/mypy"}

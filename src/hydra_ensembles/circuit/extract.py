@@ -123,6 +123,17 @@ def extract_circuit(
         HydraError: A model, setting, layer or head that does not fit, a budget larger than the number of candidates,
             data that is missing, empty, of a single class or not finite, or a journal of another run, that was
             changed, or that another process writes.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> foreign = [(torch.randn(7, 3, 64, 64),)]
+        >>> ranking = he.extract_circuit(base, batches, foreign, score="avg", budget=2, layers=[5], progress=False)
+        >>> [head.layer for head in ranking.first(2)], ranking.score
+        ([5, 5], 'avg')
+        >>> member = he.prune(base, ranking.first(2))
     """
     clip.require_model(ensemble, "extract_circuit")
     names, sentences = _checked_classes(ensemble, class_names, templates)

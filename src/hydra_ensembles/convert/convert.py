@@ -82,6 +82,14 @@ def convert(
         ConversionError: The architecture, or this variant of it, is not supported: forward hooks, replaced methods
             and parts, blocks that differ, several labels per input, and weights that are not finite among others; or
             the answers differ, and then it names the first layer where they part.
+
+    Examples:
+        >>> import timm, torch, hydra_ensembles as he
+        >>> model = timm.create_model("test_vit", num_classes=3).eval()  # with pretrained=True, or your own weights
+        >>> base = he.convert(model, labels=["forest", "river", "road"])
+        >>> images = torch.rand(2, 3, 160, 160)
+        >>> torch.allclose(base(images)[0], model(images), atol=1e-5)
+        True
     """
     given, model = model, _unwrapped(model)
     if declaration is not None:

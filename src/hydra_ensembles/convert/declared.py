@@ -87,6 +87,24 @@ class Declaration:
             or token ids, and with mask and segments where its `forward` has arguments of these names.
         masked: Whether a text model knows which tokens are padding; if not said, it does where `answer` is given or
             its `forward` is told. One that does not attends to padding, and so does what it is converted into.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from torch import nn
+        >>> class Mine(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.patchify, self.head = nn.Conv2d(3, 32, 8, 8), nn.Linear(32, 5)
+        ...         self.pos = nn.Parameter(torch.randn(1, 16, 32))
+        ...         layer = nn.TransformerEncoderLayer(32, 4, 64, activation="gelu", batch_first=True)
+        ...         self.encoder = nn.TransformerEncoder(layer, 2)
+        ...     def forward(self, images):
+        ...         x = self.patchify(images).flatten(2).transpose(1, 2) + self.pos
+        ...         return self.head(self.encoder(x).mean(dim=1))
+        >>> names = {"patch": "patchify", "position": "pos", "encoder": "encoder", "classifier": "head"}
+        >>> declaration = he.Declaration(names, pool="mean", image_size=32)
+        >>> he.convert(Mine().eval(), declaration=declaration)(torch.rand(2, 3, 32, 32)).shape
+        torch.Size([1, 2, 5])
     """
 
     names: Mapping[Part, Place]

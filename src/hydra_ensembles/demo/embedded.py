@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..data.dataset import ImageDataset, Rows, decode_image
+from ..errors import StorageError
 from ..model.ensemble import Ensemble
 from .gains import Answers
 
@@ -55,12 +56,12 @@ class DemoSample:
 
 def load_backbone(dtype: torch.dtype = torch.float32) -> Ensemble:
     """The embedded vision transformer (6 layers of 6 heads, 64×64 images, 7 EuroSAT classes); float16 on disk."""
-    return Ensemble.from_pretrained(BACKBONE, dtype=dtype)
+    return Ensemble.from_pretrained(_there(BACKBONE), dtype=dtype)
 
 
 def load_sample() -> DemoSample:
     """The embedded images; see the data card beside them for where they come from and what they are for."""
-    sets = read_images(SAMPLE)
+    sets = read_images(_there(SAMPLE))
     near, far = ({name: sets.pop(name) for name in names} for names in (NEAR, FAR))
     return DemoSample(**sets, near=near, far=far)
 
@@ -71,7 +72,7 @@ def load_answers() -> dict[str, list[dict[str, Answers]]]:
     The backbones were trained as the embedded one was, from other seeds.
     """
     models: dict[str, dict[str, dict[str, Tensor]]] = {}
-    for key, tensor in sorted(load_file(ANSWERS).items()):
+    for key, tensor in sorted(load_file(_there(ANSWERS)).items()):
         model, name, what = key.split("/")  # "Single 1/test/logits"
         models.setdefault(model, {}).setdefault(name, {})[what] = tensor.float()
     found: dict[str, list[dict[str, Answers]]] = {}
@@ -79,6 +80,16 @@ def load_answers() -> dict[str, list[dict[str, Answers]]]:
         answers = {name: Answers(one["logits"], one["unfamiliar"]) for name, one in sets.items()}
         found.setdefault(model.rpartition(" ")[0], []).append(answers)
     return found
+
+
+def _there(path: Path) -> Path:
+    """A part of the demo's data, which a wheel and a clone have; whoever packs the library anew may leave it out."""
+    if path.exists():
+        return path
+    raise StorageError(
+        f"the demo's {path.name} is not installed ({path.parent} lacks it); install the wheel of hydra-ensembles anew "
+        "(pip install --force-reinstall --no-deps), or run `make demo` in a clone of the repository"
+    )
 
 
 def read_images(path: Path) -> dict[str, ImageDataset]:

@@ -128,6 +128,16 @@ class Atlas:
         whole: The ensemble with all its heads.
         heads: First layer first.
         inputs: Those that `HeadEffect.changed` points to.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> found = he.atlas(base, batches, layers=[4, 5], inputs=0, progress=False)
+        >>> costs = {(one.layer, one.head): found.cost(one)["log_likelihood"] for one in found.heads}
+        >>> len(costs), sorted(found.cost(found.heads[0]))
+        (12, ['accuracy', 'log_likelihood'])
     """
 
     name: str
@@ -223,6 +233,17 @@ def atlas(
         ConfigError: The model is no ensemble with a classifier, or a setting is out of range.
         DataError: A set is empty, does not fit the model, or is given twice.
         HeadError: There is no such layer.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> foreign = {"noise": [(torch.randn(7, 3, 64, 64),)]}
+        >>> found = he.atlas(base, batches, foreign, layers=[5], inputs=1, progress=False)
+        >>> found.save("atlas.json")
+        >>> len(he.Atlas.load("atlas.json").heads), sorted(found.whole.numbers)
+        (6, ['accuracy', 'auroc', 'log_likelihood'])
     """
     require_ensemble(ensemble, "atlas")
     if not ensemble.num_classes:

@@ -332,6 +332,17 @@ class Evaluation:
         gallery: The inputs the model was most and least sure about; empty unless asked for.
         logits: The member logits; None unless asked for. They are saved as a file of their own.
         logits_digest: The digest of that file; None where there is none.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> found = he.evaluate(base, batches, {"noise": [(torch.randn(7, 3, 64, 64),)]}, progress=False)
+        >>> found.save("base.json")
+        >>> again = he.Evaluation.load("base.json")
+        >>> again.numbers() == found.numbers(), again.samples
+        (True, {'id': 14, 'ood.noise': 7})
     """
 
     name: str

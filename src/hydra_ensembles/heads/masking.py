@@ -42,6 +42,17 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
 
     Raises:
         HeadError: A head does not exist, or was pruned; nothing has been changed then.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> images = torch.rand(2, 3, 64, 64)
+        >>> with he.masked(base, [(5, 0), (5, 1)]):
+        ...     without = base(images)
+        >>> pruned = he.prune(base, [(5, 0), (5, 1)])
+        >>> torch.equal(without, base(images)), torch.allclose(without, pruned(images), atol=1e-4)
+        (False, True)
     """
     require_model(ensemble, "masked")
     saved: list[tuple[Attention, int, Tensor]] = []

@@ -23,7 +23,15 @@ from ..schema import from_plain, short, to_plain
 
 
 class Head(NamedTuple):
-    """One attention head: layer and original index, counted from 0, and the tower it belongs to."""
+    """One attention head: layer and original index, counted from 0, and the tower it belongs to.
+
+    Examples:
+        >>> import hydra_ensembles as he
+        >>> he.Head(layer=11, head=3)
+        Head(layer=11, head=3, tower='main')
+        >>> he.Head(11, 3) == (11, 3, "main")
+        True
+    """
 
     layer: int
     head: int
@@ -129,6 +137,18 @@ class HeadRanking:
         score: What was scored: `"acc"`, `"ood"`, `"avg"`, or `"taylor"`.
         provenance: Data sizes, seed, model fingerprint, counters, whatever tells two runs apart.
         only: When set, `first` takes this number only (per-layer Taylor: fewer would not prune the layers evenly).
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> ranking = he.taylor(base, batches, budget=6, scope="global")
+        >>> ranking.method, len(ranking.first(6))
+        ('taylor/global', 6)
+        >>> ranking.save("ranking.json")
+        >>> he.HeadRanking.load("ranking.json") == ranking
+        True
     """
 
     heads: tuple[Head, ...]

@@ -39,6 +39,16 @@ class DualEncoder(Saved, Droppable):
         config: What it is made of.
         num_members: Number of members, M.
         embedding_width: Width of the common embedding, e.
+
+    Examples:
+        `dual` is a CLIP of transformers or open_clip, made one of ours by `convert(model, processor=...)`:
+
+        >>> import torch
+        >>> images, texts = torch.rand(2, 3, 32, 32), ["a photo of a cat", "a photo of a dog", "a red bus"]
+        >>> dual(images, texts).shape  # a logit for each image and text, of every member
+        torch.Size([1, 2, 3])
+        >>> dual.encode_text(texts).shape == (1, 3, dual.embedding_width)
+        True
     """
 
     _kind = DUAL_ENCODER
@@ -187,7 +197,27 @@ def load(
     """The saved model in a folder or on the hub, ready to answer: an `Ensemble` or a `DualEncoder`.
 
     `he.load("my-hydra").predict(inputs)` gives answers and `he.load("my-hydra")(inputs)` member logits, of tensors, and
-    of texts and pictures where the preprocessing was saved. Arguments are those of `Ensemble.from_pretrained`.
+    of texts and pictures where the preprocessing was saved.
+
+    Args:
+        source: The folder that `save_pretrained` wrote, or a name on the hub, `owner/name` or `hub:owner/name`.
+        revision: Branch, tag or commit of the hub.
+        device: Where the weights go; None is the CPU.
+        dtype: Floating type of the weights; None is that of the file.
+        token: For private models of the hub.
+
+    Raises:
+        CheckpointError: There is no such model, or its files are damaged or do not fit together.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> base.save_pretrained("my-model")
+        >>> again = he.load("my-model")  # a folder, or "hub:owner/name"
+        >>> images = torch.rand(2, 3, 64, 64)
+        >>> torch.equal(again(images), base(images))
+        True
     """
     kinds: dict[str, Any] = {ENSEMBLE: Ensemble, DUAL_ENCODER: DualEncoder}
 
@@ -339,6 +369,14 @@ def zero_shot(
     Raises:
         HydraError: Names or templates that are missing, empty or listed twice, classes that become the same tokens, a
             dual encoder without tokenizer, or an image tower that has no single feature vector.
+
+    Examples:
+        `dual` is a CLIP of transformers or open_clip, made one of ours by `convert(model, processor=...)`:
+
+        >>> import torch, hydra_ensembles as he
+        >>> classifier = he.zero_shot(dual, ["cat", "dog", "red bus"], "a photo of the {label}")
+        >>> classifier.predict(torch.rand(2, 3, 32, 32)).class_names
+        ('cat', 'dog', 'red bus')
     """
     if not isinstance(dual, DualEncoder):
         raise ConfigError(f"zero_shot takes a DualEncoder, got {type(dual).__name__}; convert a CLIP model")
@@ -375,6 +413,14 @@ def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Template
         ensemble: Made by `zero_shot` with `keep_text`, perhaps pruned, fused, saved and loaded since.
         class_names: The new classes.
         templates: The new templates; None for those it was made with.
+
+    Examples:
+        `dual` is a CLIP of transformers or open_clip, made one of ours by `convert(model, processor=...)`:
+
+        >>> import hydra_ensembles as he
+        >>> classifier = he.zero_shot(dual, ["cat", "dog"])
+        >>> he.retarget(classifier, ["house", "boat", "green tree"]).num_classes
+        3
     """
     require_ensemble(ensemble, "retarget")
     side = ensemble.metadata.text_side

@@ -60,6 +60,11 @@ class RotaryConfig(Checked):
         shift: In training, rows and columns that run from -1 to 1 are moved by up to so much, each by its own.
         jitter: In training, rows and columns are stretched or shrunk by up to this factor, each by its own.
         rescale: In training, both are stretched or shrunk by up to this factor.
+
+    Examples:
+        >>> import hydra_ensembles as he
+        >>> he.RotaryConfig(base=10_000.0).local_base is None  # for `Declaration(rotary=...)` of an image model
+        True
     """
 
     base: Base

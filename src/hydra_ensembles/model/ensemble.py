@@ -125,6 +125,20 @@ class Ensemble(Saved, Droppable):
         num_heads: Heads per layer before pruning.
         heads: Original indices of the heads kept in the blocks, `heads[member][layer]`; `config.heads` has behind them
             those of an attention that pools the tokens, which is layer `num_layers` for whoever prunes.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> hydra = he.fuse([he.prune(base, [(5, 0)]), he.prune(base, [(5, 1)])])
+        >>> hydra(torch.rand(4, 3, 64, 64)).shape  # member logits
+        torch.Size([2, 4, 7])
+        >>> answer = hydra.predict(torch.rand(4, 3, 64, 64))
+        >>> answer.probs.shape, answer.epistemic.shape
+        (torch.Size([4, 7]), torch.Size([4]))
+        >>> hydra.save_pretrained("my-hydra")
+        >>> he.Ensemble.from_pretrained("my-hydra").num_members
+        2
     """
 
     _kind = ENSEMBLE

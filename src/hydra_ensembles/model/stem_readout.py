@@ -242,7 +242,16 @@ class MapPool(nn.Module):
 
 
 class Projections(nn.Module):
-    """One linear map per tower; None where a tower's features are the embedding already."""
+    """One linear map per tower; None where a tower's features are the embedding already.
+
+    Examples:
+        Of a `dual` encoder, taken apart and put together again:
+
+        >>> import hydra_ensembles as he
+        >>> both = he.Projections(dual.projections.image, dual.projections.text)
+        >>> he.DualEncoder(dual.image, dual.text, both).embedding_width == dual.embedding_width
+        True
+    """
 
     def __init__(self, image: GroupedLinear | None = None, text: GroupedLinear | None = None) -> None:
         super().__init__()

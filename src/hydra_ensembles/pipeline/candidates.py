@@ -122,6 +122,17 @@ def search(
     Raises:
         HydraError: Model, candidates and data do not go together, no candidate is within the price, or `output` holds
             something else; found before any long work.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> batches = [(torch.rand(28, 3, 64, 64), torch.arange(28) % 7) for _ in range(2)]  # or a DataLoader
+        >>> foreign = [(torch.randn(7, 3, 64, 64),) for _ in range(2)]
+        >>> settings = {"id": batches, "ood": foreign, "cost": 3.0, "price": "multiply_adds", "progress": False}
+        >>> plan = he.search(base, candidates=[{"strategy": "random", "prune": 2}], dry_run=True, **settings)
+        >>> [row.state for row in plan.rows]  # nothing is built yet; leave dry_run out, and plan.ensemble is the choice
+        ['planned', 'planned']
     """
     settings = _Settings(cost, first, tolerance, price, batch_size, familiarity, seed)
     if launched():

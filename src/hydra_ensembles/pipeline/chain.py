@@ -85,9 +85,26 @@ def build(
         pretrained: The model before its fine-tuning: members start from its layers above the trunk.
         preprocessing: What differs from the preprocessing that is known of the model, as in `convert`.
 
+    Returns:
+        The fused ensemble, calibrated where there are data for it, in evaluation mode, ready to `predict`.
+
     Raises:
         HydraError: Config, model and data do not go together, which is found before any long work as far as
             possible; `output` holds another build, or a product that this one did not make, or is in use.
+
+    Examples:
+        Your own model (of timm, transformers, ...) goes in place of `base`, and a `DataLoader` in that of `batches`:
+
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> config = he.HydraConfig(members=3, prune=2, strategy="random", accepted_share=0.8)  # "circuit" needs ood=
+        >>> hydra = he.build(base, config, id=batches, output="run", progress=False)
+        >>> answer = hydra.predict(torch.rand(5, 3, 64, 64))
+        >>> hydra.num_members, answer.accept.shape  # where it is False, `answer.reason` says why
+        (3, torch.Size([5]))
+        >>> hydra.save_pretrained("my-hydra")
     """
     if not isinstance(config, HydraConfig):
         raise ConfigError(f"config must be a HydraConfig, got {type(config).__name__}")

@@ -57,6 +57,16 @@ class SearchResult:
         front: Names of the candidates that none beats at their price or below, cheapest first: by `nll`, and by
             `auroc`, the mean of the scores.
         ensemble: The choice, calibrated, ready to answer; None for a plan, or where the result was read from a file.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> batches = [(torch.rand(28, 3, 64, 64), torch.arange(28) % 7) for _ in range(2)]  # or a DataLoader
+        >>> foreign = [(torch.randn(7, 3, 64, 64),) for _ in range(2)]
+        >>> plan = he.search(base, id=batches, ood=foreign, price="multiply_adds", dry_run=True, progress=False)
+        >>> plan.rows[0].price, plan.choice == "", len(plan.table().rows) == len(plan.rows)
+        (1.0, True, True)
     """
 
     rows: tuple[SearchRow, ...]

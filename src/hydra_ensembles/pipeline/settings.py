@@ -299,6 +299,13 @@ class HydraConfig:
         familiarity: Score of features that says how familiar an input is, fitted on the half that ranks heads; see
             `calibrate`.
         seed: Draws halves, batches and members. Fine-tuning has the seed of its recipe.
+
+    Examples:
+        >>> import hydra_ensembles as he
+        >>> config = he.HydraConfig(members=3, prune=24, strategy="taylor")
+        >>> config.members, config.whole
+        (3, False)
+        >>> together = he.HydraConfig(training="together", recipe=he.Recipe.preset("hydra"), whole=True)
     """
 
     prune: int | None = None

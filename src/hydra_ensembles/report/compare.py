@@ -165,6 +165,20 @@ def compare(
     Raises:
         DataError: There is nothing to compare, or the evaluations are not of the same data.
         ConfigError: They use different scores or conventions.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> methods = {"whole": base, "pruned": he.prune(base, [(5, 0), (5, 1)])}
+        >>> found = {name: he.evaluate(model, batches, progress=False) for name, model in methods.items()}
+        >>> table = he.compare(found)
+        >>> [row.name for row in table.rows]
+        ['whole', 'pruned']
+        >>> from hydra_ensembles.report import to_markdown
+        >>> "| whole |" in to_markdown(table)
+        True
     """
     methods = group_runs(evaluations)
     notes = _describe(methods, allow_mismatch)

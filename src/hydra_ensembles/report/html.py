@@ -68,6 +68,15 @@ def write_report(
     Raises:
         ConfigError: `focus` or `baseline` is not among the methods.
         DataError: The evaluations do not compare.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> found = he.evaluate(base, batches, name="Single", progress=False)
+        >>> he.write_report("report.html", [found], title="Mine").name
+        'report.html'
     """
     methods = group_runs(evaluations)
     for what, name in (("focus", focus), ("baseline", baseline)):
@@ -112,6 +121,20 @@ def write_atlas(path: str | Path, atlas: Atlas, *, title: str | None = None) -> 
 
     The page loads nothing. Its one script, known by its digest, is for keys and for showing one head at a time;
     without, links lead to the heads, and the map changes between what it shows all the same.
+
+    Args:
+        path: Where to.
+        atlas: What `atlas` found, or `Atlas.load` has read.
+        title: Heading of the page.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> found = he.atlas(base, batches, layers=[5], inputs=0, progress=False)
+        >>> he.write_atlas("atlas.html", found).name
+        'atlas.html'
     """
     kept: Sequence[Any] = atlas.model.heads or ((),)
     costs = [atlas.cost(one) for one in atlas.heads]

@@ -71,6 +71,15 @@ def export(
 
     Raises:
         ConversionError: The ensemble cannot be traced, or the file answers differently.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from transformers import ViTConfig, ViTForImageClassification
+        >>> small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        >>> base = he.convert(ViTForImageClassification(ViTConfig(**small, image_size=32)).eval())
+        >>> path = he.export(base, "model.pt2")
+        >>> torch.export.load(path).module()(pixel_values=torch.rand(2, 3, 32, 32))["label"].shape
+        torch.Size([2])
     """
     path = Path(path).expanduser()
     format = _format(path, format)

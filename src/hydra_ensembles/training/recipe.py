@@ -83,6 +83,14 @@ class Recipe:
         batch_size: Samples per update that the recipe is meant for; batches come from the caller's loader.
         rand_augment: Augmentation that the recipe is meant for; likewise.
         ours: Names of the settings whose value the paper does not state.
+
+    Examples:
+        >>> import hydra_ensembles as he
+        >>> recipe = he.Recipe(learning_rate=1e-4, epochs=3, warmup=0.1, train_groups=("attention", "readout"))
+        >>> recipe.plan(batches=100)  # updates in all, and of the warm-up
+        (300, 30)
+        >>> he.Recipe.preset("sst2", seed=1).seed
+        1
     """
 
     optimizer: OptimizerName = "adamw"

@@ -283,6 +283,16 @@ def tune_text(
         ConfigError: More than one member, or a recipe that does not fit.
         DataError: Batches that cannot be used, or a loss that is not finite; the last checkpoint stays.
         CheckpointError: A checkpoint in `output` that belongs to another recipe, model or data.
+
+    Examples:
+        `dual` is a CLIP of transformers or open_clip, made one of ours by `convert(model, processor=...)`:
+
+        >>> import torch, hydra_ensembles as he
+        >>> pairs = [(torch.rand(4, 3, 32, 32), ["a cat", "a dog", "a red bus", "a tree"], torch.arange(4))]
+        >>> tuned = he.tune_text(dual, pairs, he.Recipe(learning_rate=1e-3, steps=2), progress=False)
+        >>> images = torch.rand(2, 3, 32, 32)
+        >>> torch.equal(tuned.encode_image(images), dual.encode_image(images))  # the image tower is locked
+        True
     """
     if not isinstance(dual, DualEncoder):
         raise ConfigError(f"tune_text takes a DualEncoder, got a {type(dual).__name__}; finetune takes an Ensemble")

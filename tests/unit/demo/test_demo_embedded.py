@@ -6,12 +6,14 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import hydra_ensembles as he
-from hydra_ensembles.demo import load_answers, load_backbone, load_sample
+from hydra_ensembles.demo import embedded, load_answers, load_backbone, load_sample
 from hydra_ensembles.demo.embedded import ANSWERS, BACKBONE, SAMPLE
 from hydra_ensembles.demo.run import SEEN
+from hydra_ensembles.errors import StorageError
 
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = {
@@ -79,3 +81,10 @@ def test_the_backbone_knows_its_classes_and_the_stored_answers_fit_the_sets() ->
         assert (sets["test"].logits[0].argmax(1) == labels).double().mean() > 0.95  # in the order of the images
     first, second = (sets["test"].logits for sets in answers["Single"])
     assert not torch.allclose(first, second, atol=0.5)
+
+
+def test_a_package_without_the_data_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, load in {"BACKBONE": load_backbone, "SAMPLE": load_sample, "ANSWERS": load_answers}.items():
+        monkeypatch.setattr(embedded, name, tmp_path / name)
+        with pytest.raises(StorageError, match="make demo"):
+            load()

@@ -1,0 +1,51 @@
+"""Every public name: its types and its docstring are complete, and the example in it runs as it stands."""
+
+import doctest
+import functools
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hydra_ensembles as he
+from architectures_clip import DUAL_CASES
+from zero_shot_models import dual_of
+
+NAMES = [name for name in he.__all__ if name != "__version__"]
+
+
+@functools.cache
+def dual() -> he.DualEncoder:
+    """What examples call `dual`; others make everything they use."""
+    return dual_of(DUAL_CASES[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    documented = inspect.getdoc(getattr(he, name)) or ""
+    given = {"dual": dual()} if re.search(r"\bdual\b", documented.partition("Examples:")[2]) else {}
+    example = doctest.DocTestParser().get_doctest(documented, given, name, None, None)
+    assert len(example.examples) > 1, "an example, which begins with the import"
+    said: list[str] = []
+    assert not doctest.DocTestRunner(verbose=False).run(example, out=said.append).failed, "".join(said)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_types_and_docstring_are_complete(name: str) -> None:
+    thing: Any = getattr(he, name)
+    if isinstance(thing, type):
+        methods = [one for key, one in vars(thing).items() if not key.startswith("_") and callable(one)]
+        assert all(inspect.getdoc(one) for one in methods)
+        functions = [inspect.unwrap(one) for one in methods if inspect.isfunction(one)]
+    else:
+        functions = [inspect.unwrap(thing)]
+        described = re.findall(r"^    (\w+):", (inspect.getdoc(thing) or "").partition("Args:\n")[2], re.MULTILINE)
+        assert [key for key in inspect.signature(thing).parameters if key not in described] == []
+    for function in functions:
+        signature = inspect.signature(function)
+        untyped = [key for key, one in signature.parameters.items() if one.annotation is one.empty and key != "self"]
+        assert not untyped, function
+        assert signature.return_annotation is not signature.empty, function
