@@ -16,9 +16,8 @@ import textwrap
 import inference_report
 from circuit import circuit_table
 from circuit_draws import draws_table
-from common import RESULTS, ROOT, load, table
+from common import FIGURES, RESULTS, ROOT, load, table
 from fusion import fusion_table
-from proposition1 import proposition_table
 from serve import serve_table
 from tower_scores import tower_table
 
@@ -27,6 +26,7 @@ from hydra_ensembles.convert.convert import supported
 from hydra_ensembles.demo import Gains
 from hydra_ensembles.report import to_markdown
 from hydra_ensembles.schema import from_plain
+from studies.analyses.registry import blocks
 from studies.price import DEEP, HYDRA, LONGER, NUMBERS, SINGLE, SOUP, price_table
 from studies.tables import study_blocks
 
@@ -38,7 +38,6 @@ def tables() -> dict[str, str]:
         "scaling": circuit_table("circuit_scaling.json"),
         "circuit_draws": draws_table(),
         "fusion": fusion_table(),
-        "proposition1": proposition_table(),
         "tower_scores": tower_table(load("zero_shot_tower_scores.json")),
         "demo": demo_table(),
         "attack": attack_table(),
@@ -50,6 +49,7 @@ def tables() -> dict[str, str]:
         "takes": takes_table(),
         **inference_report.tables(),
         **study_blocks(RESULTS / "studies"),
+        **blocks(RESULTS / "analyses", FIGURES),
     }
 
 

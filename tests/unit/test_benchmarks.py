@@ -25,7 +25,6 @@ import fusion  # noqa: E402
 import inference  # noqa: E402
 import inference_models  # noqa: E402
 import inference_report  # noqa: E402
-import proposition1  # noqa: E402
 import serve  # noqa: E402
 import tables  # noqa: E402
 import tower_scores  # noqa: E402
@@ -111,8 +110,7 @@ def test_figures_are_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch, tmp
     inference_report.main()
     names = {path.name for path in (ROOT / "docs" / "figures").glob("inference_*.svg")}
     assert {path.name for path in tmp_path.iterdir()} == names
-    for script in (proposition1, tower_scores):
-        script.draw(common.load(script.RESULT))
+    tower_scores.draw(common.load(tower_scores.RESULT))
 
 
 def test_tables_of_the_documents_are_those_of_the_results() -> None:
@@ -173,49 +171,6 @@ def test_every_way_to_fuse(tmp_path: Path) -> None:
     rows = json.loads(output.read_text())["rows"]
     assert [row["method"] for row in rows] == ["single", *(f"member {s}" for s in fusion.SCORES), *["hydra"] * 8]
     assert rows[4]["parameters"] < rows[-1]["parameters"] < 3 * rows[0]["parameters"]
-
-
-# --- Proposition 1 ---------------------------------------------------------------------------------------------------
-
-HEADS = [he.Head(0, 1), he.Head(1, 0), he.Head(1, 3)]
-
-
-def test_gates_are_pruning_and_what_the_expansion_leaves_is_of_third_order() -> None:
-    model: he.Ensemble = he.convert(timm_model("vit_base_patch16_224")).double()
-    with torch.no_grad():
-        for layer in model.encoder.layers:
-            layer.attention.out.mul_(3)  # let the heads matter
-    images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    batches = list(zip(images.split(4), torch.tensor([0, 1, 2, 3, 4, 0]).split(4), strict=True))
-    expansion, step = proposition1.expand(model, batches), proposition1.pruning_step(model, HEADS)
-
-    def loss(share: float) -> float:
-        return proposition1.measure(model, proposition1.gates_after(model, step, share), batches)["loss"]
-
-    def left(share: float) -> float:
-        second = share * expansion.gradient @ step + share**2 * expansion.second_order(step)
-        return abs(loss(share) - expansion.value - second.item())
-
-    with torch.no_grad():
-        pruned = torch.cat([he.prune(model, HEADS)(images)[0] for images, _ in batches])
-    assert loss(1.0) == pytest.approx(F.cross_entropy(pruned, torch.tensor([0, 1, 2, 3, 4, 0])).item(), rel=1e-10)
-    assert expansion.value == pytest.approx(loss(0.0), rel=1e-12)
-    assert left(0.1) > 1e-10  # there is something left to measure
-    assert left(0.1) / left(0.05) == pytest.approx(8.0, rel=0.25)  # halving the step leaves an eighth
-
-
-@pytest.mark.slow
-def test_proposition1_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proposition1, "SEVERITIES", (0, proposition1.EXPANDED))
-    monkeypatch.setattr(proposition1, "DRAWS", 50)
-    hessian = torch.randn(36, 36, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    expansion = proposition1.Expansion(1.0, hessian[0], hessian + hessian.T)  # the true one is checked above
-    monkeypatch.setattr(proposition1, "expand", lambda model, batches: expansion)
-    path, options = tmp_path / "proposition1.json", ["--images", "4", "--ranking-images", "8"]
-    proposition1.main([*options, "--draws", "1", "--prune", "1", "--output", str(path)])
-    found = json.loads(path.read_text())
-    assert found["sets"].keys() >= {"Taylor", "CircAcc", "CircAvg", "random 0"}
-    assert all(len(one["heads"]) == 1 for one in found["sets"].values())
 
 
 # --- scores of both towers -------------------------------------------------------------------------------------------

@@ -258,13 +258,13 @@ def test_the_command_makes_the_same_tables_again(
     results = request.getfixturevalue(kind).results
     results.save(tmp_path)
     options = [results.name, "--results", str(tmp_path)]
-    made = CliRunner().invoke(app, ["analyse", *options])
+    made = CliRunner().invoke(app, ["remake", *options])
     assert made.exit_code == 0, made.exception
     assert made.stdout.strip() == written(results.facts).strip()
     path = tmp_path / f"{results.name}.json"
     whole = path.read_text()
     path.write_text(json.dumps({**json.loads(whole), "claims": []}))
-    assert CliRunner().invoke(app, ["analyse", *options, "--store"]).exit_code == 0
+    assert CliRunner().invoke(app, ["remake", *options, "--store"]).exit_code == 0
     assert path.read_text() == whole
     assert HYDRA in CliRunner().invoke(app, ["paper", *options]).stdout
     for table in TABLES[results.facts["kind"]].values():
@@ -298,7 +298,7 @@ def test_numbers_that_do_not_belong_to_the_columns_are_refused(classifiers: Fini
 @pytest.mark.parametrize(
     ("arguments", "token"),
     [
-        (["analyse", "imagenet"], "imagenet"),
+        (["remake", "imagenet"], "imagenet"),
         (["run", CLASSIFIERS[0], "--stages", "dream"], "dream"),
         (["run", CLASSIFIERS[0], "--seeds", "0;1"], "0;1"),
         (["run", CLASSIFIERS[0], "--seeds", "9"], "9"),

@@ -1,0 +1,204 @@
+"""What all analyses share: numbers of a model on the reported sets, trainings in few steps, tables with the paper's."""
+
+import csv
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, cast
+
+import numpy as np
+import yaml
+
+import hydra_ensembles as he
+from hydra_ensembles import Recipe
+
+from ..evidence import Array, Judged, stored
+from ..measures import plain_numbers
+from ..paper import FOLDER, SHARES
+from ..samples import SampleBatches, Samples
+from ..seed import Seed
+from ..task import Drawn, Task
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "analyses.yaml"
+CLASSIFICATION = {"accuracy": "Acc ↑", "brier": "Brier ↓", "nll": "NLL ↓", "ece": "ECE ↓", "aece": "aECE ↓"}
+DETECTION = {"auroc": "AUROC ↑", "fpr95": "FPR95 ↓", "aupr": "AUPR ↑"}
+ALL = {f"all.{key}": head for key, head in DETECTION.items()}
+NEAR_AND_FAR = {f"{group}.{key}": f"{group} {head}" for group in ("near", "far") for key, head in DETECTION.items()}
+OPEN = "–"  # a number that is not there
+
+Found = Mapping[str, Any]
+"""What an analysis found: `task`, `seeds` (what `run` gave, by seed), and how it was made."""
+Columns = Mapping[str, str]
+"""Names of numbers, and what stands above them."""
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """One analysis: how it runs on a seed, and what is shown of it."""
+
+    title: str
+    run: Callable[[Seed], dict[str, Any]] | None  # None where it is made of stored studies
+    table: Callable[[Found], str]
+    figure: Callable[[Found], Any] | None = None
+    kinds: Sequence[str] = ("image", "text")  # of tasks that it runs on
+    read: Callable[[Path, str], dict[str, Any]] | None = None  # from the folder of stored studies, and a task
+
+
+@cache
+def settings() -> dict[str, Any]:
+    """The settings of the analyses."""
+    return cast(dict[str, Any], yaml.safe_load(RECIPE.read_text(encoding="utf-8")))
+
+
+def asked(task: Task, name: str) -> Any:
+    """A setting of the analyses, as the task has it."""
+    return task.settings["analyses"][name]
+
+
+# --- models and numbers ----------------------------------------------------------------------------------------------
+
+
+def measured(seed: Seed, model: he.Ensemble, familiar: bool = False) -> dict[str, float]:
+    """Every number of a model on the sets that are reported, with the disagreement of its members."""
+    task = seed.task
+    judge, inside, limit = Judged(task, model, familiar), task.suite.id.name, asked(task, "samples")
+    groups = {key: list(sets) for key, sets in task.outside("report").items()}
+    columns: dict[str, Array] = {}
+    disagreement: dict[str, float] = {}
+    sets = {inside: task.inside("report")} | {k: v for one in task.outside("report").values() for k, v in one.items()}
+    for name, samples in sets.items():
+        some = Drawn(samples, limit)
+        said = judge.answers(some)
+        made = stored(judge.columns_of(said, some.labels if name == inside else None))
+        columns |= {f"{name}|{key}": one for key, one in made.items()}
+        disagreement[name] = float(said.disagreement.double().mean())
+    found = plain_numbers(columns, inside, groups)
+    found["disagreement"] = disagreement.pop(inside)
+    return {key: float(value) for key, value in found.items()} | {"all.disagreement": mean(disagreement.values())}
+
+
+def heads_of(model: he.Ensemble) -> int:
+    """How many heads a model of one member has."""
+    return sum(len(layer) for layer in model.heads[0])
+
+
+def counted(model: he.Ensemble, share: float) -> int:
+    """A share of the heads of a model, at least one."""
+    return max(1, round(share * heads_of(model)))
+
+
+def few_steps(task: Task, **changes: Any) -> Recipe:
+    """D.2 in the few steps of an analysis; in a trial in fewer still."""
+    plain = dict(asked(task, "training"))
+    rate = plain.pop("rates")[task.name]
+    plain |= {"learning_rate": rate, **changes}
+    if task.share < 1:
+        plain["steps"] = max(2, round(task.share * plain["steps"]))
+    return task.recovery(**plain)
+
+
+def side_by_side(seed: Seed, name: str, members: Callable[[], Sequence[he.Ensemble]]) -> list[he.Ensemble]:
+    """Members trained by D.2 on the same batches, in one pass: each gets the gradient it would get by itself."""
+    training = few_steps(seed.task, seed=seed.derived(name))
+    trained = seed.trained(f"{name}-{training.steps}", lambda: he.Ensemble.stack(members()), training)
+    return [trained.member(index) for index in range(trained.num_members)]
+
+
+def drawn_batches(task: Task, samples: Samples, count: int) -> SampleBatches:
+    """Batches of at most so many samples."""
+    return task.batches(Drawn(samples, count))
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def paper_lines() -> Sequence[Mapping[str, str]]:
+    """The paper's numbers about its analyses, line by line, as it prints them."""
+    with (FOLDER / "analyses.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def paper(table: str, task: str) -> dict[str, dict[str, str]]:
+    """What the paper prints in a table about a task: rows of numbers by name."""
+    found: dict[str, dict[str, str]] = {}
+    for line in paper_lines():
+        if (line["table"], line["task"]) == (table, task):
+            found.setdefault(line["row"], {})[line["column"]] = line["value"]
+    return found
+
+
+def by_seed(found: Found, *path: str) -> list[Any]:
+    """What every seed has at a place."""
+    values = []
+    for one in found["seeds"].values():
+        for key in path:
+            one = one.get(key) if isinstance(one, Mapping) else None
+        values.append(one)
+    return values
+
+
+def printed(value: float, column: str) -> str:
+    """A number as tables show it: shares in percent."""
+    return f"{100 * value:.2f}" if column.rpartition(".")[2] in SHARES else f"{value:.3f}"
+
+
+def cell(values: Sequence[Any], column: str, form: Callable[[float, str], str] = printed) -> str:
+    """The mean over seeds, with its standard deviation where there are several."""
+    known = [float(one) for one in values if one is not None]
+    if not known:
+        return OPEN
+    spread = f" ± {form(stdev(known), column)}" if len(known) > 1 else ""
+    return f"{form(mean(known), column)}{spread}"
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], note: str = "", left: int = 1) -> str:
+    """A table, so many columns of it to the left and the others to the right; and a note below."""
+    rule = "|".join(["---"] * left + ["---:"] * (len(head) - left))
+    table = [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(line)} |" for line in lines)]
+    return "\n".join([*table, "", note] if note else table)
+
+
+def rows_table(found: Found, columns: Columns, table: str, task: str, first: str = "Method", note: str = "") -> str:
+    """`rows` of every seed, and the paper's numbers of the same name in italics below each."""
+    printed_there, lines = paper(table, task), []
+    for row in by_seed(found, "rows")[0]:
+        cells = [cell(by_seed(found, "rows", row, column), column) for column in columns]
+        lines.append([row, *cells])
+        if row in printed_there:
+            there = printed_there[row]
+            lines.append(["*paper*", *(f"*{there[one]}*" if one in there else "" for one in columns)])
+    return markdown([first, *columns.values()], lines, " ".join(filter(None, [note, about(found)])))
+
+
+def about(found: Found) -> str:
+    """How an analysis was made, in one line."""
+    seeds, whole = ", ".join(found["seeds"]), found.get("share", 1.0)
+    trial = "" if whole == 1 else f" A trial with {100 * whole:g} % of the data."
+    several = "Mean ± standard deviation over seeds" if len(found["seeds"]) > 1 else "Seed"
+    taken = f", {found['seconds']:.0f} s" if found["seconds"] else ""
+    return f"{several} {seeds}; {found['device']}{taken}.{trial}"
+
+
+def paper_task(found: Found) -> str:
+    """The task of the paper that the task of an analysis stands for."""
+    return str(found["stands_for"])
+
+
+def pyplot() -> Any:
+    """matplotlib, set up for drawings that are the same on every run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    chosen: Any = {"svg.hashsalt": "hydra_ensembles", "svg.fonttype": "none", "font.size": 9}
+    matplotlib.rcParams.update({**chosen, "axes.spines.top": False, "axes.spines.right": False})
+    return pyplot
+
+
+def rounded(values: Any, digits: int = 5) -> Any:
+    """Numbers in lists, short enough for a file."""
+    return np.round(np.asarray(values, dtype=np.float64), digits).tolist()

@@ -1,0 +1,386 @@
+"""Proposition 1 of the paper on real models (B.1): does pruning hurt more on noisy data, and do its conditions hold?
+
+Gradient and Hessian in the gates of all heads are computed on clean test samples and on the same samples with noise:
+images with one of the fifteen corruptions each, in turn, texts with some of their tokens replaced. From them follow the
+conditions of the proposition and the change of the loss gap to second order for any set of heads, which is held against
+the change measured by pruning: for sets that rankings choose, for random ones, and for random ones that meet the
+conditions, at a tenth of the step and at the whole step. Heads are ranked on other samples. In the weights of the
+attention the same terms are computed along the steps of the rankings, and the diagonals of the Hessians.
+
+`--task demo` is the embedded model; ten minutes on a core.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import hydra_ensembles as he
+from hydra_ensembles import data
+from hydra_ensembles.batches import move, read_batch
+from hydra_ensembles.data.corruptions import CORRUPTIONS, corrupted
+from hydra_ensembles.demo.embedded import load_backbone, load_sample
+
+from ..seed import Seed
+from ..sets import at_most
+from ..task import Drawn, Task
+from .common import Analysis, Found, asked, markdown, paper, pyplot
+from .gates import Batches, Expansion, expand, gates_after, measure, pruning_step, weight_terms
+
+DRAWS = 10_000
+DEMO: Mapping[str, Any] = {
+    "prune": 9,
+    "images": 120,
+    "ranking": 48,
+    "severity": 3,
+    "severities": (0, 1, 2, 3, 4, 5),
+    "random": 12,
+    "probes": 8,
+}
+COLOURS = {
+    "whole": "#4d4d4d",
+    "Taylor": "#b2182b",
+    "CircAcc": "#d6904a",
+    "CircAvg": "#2166ac",
+    "random": "#9aa3ae",
+    "meeting": "#35978f",
+}
+DRAWN = {"random": "random heads", "meeting": "meets the conditions"}
+PAPER_TASKS = ("CIFAR-100", "ImageNet-1K")
+
+Named = Mapping[str, Tensor]  # steps in the gates, by who chose the heads
+
+
+def run(seed: Seed) -> dict[str, Any]:
+    """The whole experiment for a task."""
+    task, base, count = seed.task, seed.base, seed.prune
+    chosen = asked(task, "noise")
+    by_severity = {0: clean(task), chosen["severity"]: noisy(task, seed.number)}
+    ranked = {
+        "Taylor": seed.taylor().first(count),
+        "CircAcc": seed.circuit("acc").first(count),
+        "CircAvg": seed.circuit("avg").first(count),
+    }
+    named = {name: pruning_step(base, heads) for name, heads in ranked.items()}
+    kind = "corrupted at severity 3" if task.kind == "image" else f"{chosen['replaced']:.0%} of the tokens replaced"
+    return {"noise": kind, **experiment(base, by_severity, named, count, chosen, seed.number)}
+
+
+def demo() -> dict[str, Any]:
+    """The whole experiment for the embedded model."""
+    model, sample = load_backbone(), load_sample().sets
+    test = data.subset(sample["test"], DEMO["images"], seed=0, stratified=True)
+    by_severity = {one: pictures(test, model, one, 0) for one in DEMO["severities"]}
+    preprocess: Any = model.metadata.preprocessing
+    known, unknown = (
+        data.batches(data.subset(sample[name], DEMO["ranking"], seed=0), preprocess, batch_size=64)
+        for name in ("circuit_id", "circuit_ood")
+    )
+    how: dict[str, Any] = {"method": "exact", "ties": "order", "budget": DEMO["prune"]}
+    ranked = {
+        "Taylor": he.taylor(model, known, budget=DEMO["prune"], scope="global"),
+        "CircAcc": he.extract_circuit(model, known, score="acc", **how),
+        "CircAvg": he.extract_circuit(model, known, unknown, score="avg", **how),
+    }
+    named = {name: pruning_step(model, one.first(DEMO["prune"])) for name, one in ranked.items()}
+    found = experiment(model, by_severity, named, DEMO["prune"], DEMO, 0)
+    return {"noise": "corrupted at severity 3 (one of the 15 corruptions each)", **found}
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+
+def clean(task: Task) -> Batches:
+    """Test samples as they are, in the order of `noisy`."""
+    chosen = asked(task, "noise")
+    if task.kind == "text":
+        return placed(task, Drawn(task.inside("report"), chosen["images"]), chosen["batch"])
+    return placed(task, task.samples(*_in_turn(task, 0)), chosen["batch"])
+
+
+def noisy(task: Task, seed: int) -> Batches:
+    """The same samples with noise."""
+    chosen = asked(task, "noise")
+    if task.kind == "image":
+        return placed(task, task.samples(*_in_turn(task, chosen["severity"])), chosen["batch"])
+    draws = torch.Generator().manual_seed(seed)
+    return [({**one, "input_ids": replaced(one, chosen["replaced"], draws)}, y) for one, y in clean(task)]
+
+
+def _in_turn(task: Task, severity: int) -> list[Any]:
+    """Every fifteenth image with the same corruption, those of one corruption together; 0 leaves them alone."""
+    images = at_most(task.source.images(task.suite.id), asked(task, "noise")["images"])
+    parts = [images.select(np.arange(first, len(images), len(CORRUPTIONS))) for first in range(len(CORRUPTIONS))]
+    if not severity:
+        return [part for part in parts if len(part)]
+    how = {"parameters": task.plain["corruptions"]}
+    made = zip(parts, CORRUPTIONS, strict=True)
+    return [corrupted(part, name, severity, **how) for part, name in made if len(part)]
+
+
+def placed(task: Task, samples: Any, size: int) -> Batches:
+    """Samples in batches on the device of the task."""
+    rows = torch.arange(len(samples)).split(size)
+    read = (read_batch(samples.batch(some, False)) for some in rows)
+    return [(move(inputs, task.device, torch.float32), _labels(y).to(task.device)) for inputs, y in read]
+
+
+def _labels(labels: Tensor | None) -> Tensor:
+    assert labels is not None
+    return labels
+
+
+def replaced(inputs: Mapping[str, Tensor], share: float, draws: torch.Generator) -> Tensor:
+    """Token ids `[B, T]`, some of them those of other places of the batch; the first and the last token stay."""
+    ids, mask = inputs["input_ids"].cpu(), inputs["attention_mask"].cpu().bool()
+    inner = mask & mask.roll(-1, 1)  # not the last token; where a row is full, it is one less
+    inner[:, 0] = inner[:, -1] = False
+    chosen = inner & (torch.rand(ids.shape, generator=draws) < share)
+    words = ids[inner]
+    found = ids.clone()
+    found[chosen] = words[torch.randint(len(words), (int(chosen.sum()),), generator=draws)]
+    return found.to(inputs["input_ids"].device)
+
+
+def pictures(dataset: Any, model: he.Ensemble, severity: int, seed: int) -> Batches:
+    """All images in batches, the n-th with the n-th of the fifteen corruptions; severity 0 leaves them alone."""
+    shown = [dataset[index][0] for index in range(len(dataset))]
+    if severity:
+        shown = [
+            data.corrupt(picture, name, severity, seed=seed + index, parameters="tinyimagenet")
+            for index, (picture, name) in enumerate(zip(shown, cycle(CORRUPTIONS), strict=False))
+        ]
+    inputs: Any = model.prepare(shown)
+    labels = torch.tensor([int(label) for label in dataset.labels])
+    return list(zip(inputs.split(40), labels.split(40), strict=True))
+
+
+# --- the experiment --------------------------------------------------------------------------------------------------
+
+
+def experiment(
+    model: he.Ensemble,
+    by_severity: Mapping[int, Batches],
+    named: Named,
+    prune: int,
+    chosen: Mapping[str, Any],
+    seed: int,
+) -> dict[str, Any]:
+    """Everything about a model without `prune` heads on clean samples (severity 0) and on those of other severities."""
+    batches = {"clean": by_severity[0], "noisy": by_severity[chosen["severity"]]}
+    with precise_products():
+        expansions = {name: expand(model, some) for name, some in batches.items()}
+        steps = random_steps(model, prune, seed)
+        facts, meeting = conditions(expansions["clean"], expansions["noisy"], steps)
+        tried = dict(named) | {f"random {row}": steps[row] for row in range(chosen["random"])}
+        tried |= {f"meeting {row}": steps[row] for row in meeting.nonzero()[: chosen["random"], 0].tolist()}
+        curves = {
+            name: [measure(model, gates_after(model, step), some) for some in by_severity.values()]
+            for name, step in {"whole": torch.zeros_like(steps[0]), **named}.items()
+        }
+        sets = {name: measured(model, step, batches, expansions) for name, step in tried.items()}
+        weights = in_weights(model, batches, named, chosen["probes"])
+    return {
+        "heads": model.num_layers * model.num_heads,
+        "classes": model.num_classes,
+        "prune": prune,
+        "samples": sum(len(labels) for _, labels in batches["clean"]),
+        "severity": chosen["severity"],
+        "severities": list(by_severity),
+        "clean_loss": expansions["clean"].value,
+        "noisy_loss": expansions["noisy"].value,
+        "conditions": facts,
+        "sets": sets,
+        "weights": weights,
+        "by_severity": curves,
+    }
+
+
+@contextmanager
+def precise_products() -> Iterator[None]:
+    """Products in float32 as they are: signs of small differences are asked for."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def in_weights(model: he.Ensemble, batches: Mapping[str, Batches], named: Named, probes: int) -> dict[str, Any]:
+    """The terms of the proposition in the weights of the attention, and the diagonals of the Hessians."""
+    clean, noisy = (weight_terms(model, batches[name], named, probes) for name in ("clean", "noisy"))
+    difference = noisy.traces - clean.traces  # [L, H]
+    along = {
+        name: {
+            "clean_first_order": clean.first[name],
+            "noisy_first_order": noisy.first[name],
+            "clean_second_order": clean.second[name],
+            "noisy_second_order": noisy.second[name],
+        }
+        for name in named
+    }
+    return {
+        "weights": clean.weights,
+        "clean_trace": clean.traces.sum().item(),
+        "noisy_trace": noisy.traces.sum().item(),
+        "mean_of_diagonal_difference": difference.sum().item() / clean.weights,
+        "heads_with_more_curvature": int((difference > 0).sum()),
+        "sets": along,
+    }
+
+
+def random_steps(model: he.Ensemble, prune: int, seed: int) -> Tensor:
+    """Steps `[DRAWS, L·H]` that take random heads out."""
+    generator, heads = torch.Generator().manual_seed(seed), model.num_layers * model.num_heads
+    drawn = torch.stack([torch.randperm(heads, generator=generator)[:prune] for _ in range(DRAWS)])
+    return torch.zeros(DRAWS, heads, dtype=torch.float64).scatter(1, drawn, -1.0)
+
+
+def conditions(clean: Expansion, noisy: Expansion, steps: Tensor) -> tuple[dict[str, Any], Tensor]:
+    """What the proposition assumes, over all directions and over random steps; which steps `[DRAWS]` meet it."""
+    aligned = steps @ noisy.gradient >= 0
+    curved = noisy.second_order(steps) > clean.second_order(steps)
+    shares = {"aligned": aligned, "curved": curved, "both": aligned & curved}
+    facts = {
+        "eigenvalues_of_hessian_difference": torch.linalg.eigvalsh(noisy.hessian - clean.hessian).tolist(),
+        "diagonal_of_hessian_difference": (noisy.hessian - clean.hessian).diagonal().tolist(),
+        "clean_gradient_norm": clean.gradient.norm().item(),
+        "noisy_gradient_norm": noisy.gradient.norm().item(),
+        "random_sets": len(steps),
+        **{f"share_{name}": one.double().mean().item() for name, one in shares.items()},
+    }
+    return facts, aligned & curved
+
+
+def measured(
+    model: he.Ensemble, step: Tensor, batches: Mapping[str, Batches], expansions: Mapping[str, Expansion]
+) -> dict[str, Any]:
+    """One set of heads: terms of the expansion, and what a tenth of the step and the whole of it do to both losses."""
+    terms: dict[str, Any] = {f"{name}_first_order": (one.gradient @ step).item() for name, one in expansions.items()}
+    terms |= {f"{name}_second_order": one.second_order(step).item() for name, one in expansions.items()}
+    first, second = (terms[f"noisy_{order}"] - terms[f"clean_{order}"] for order in ("first_order", "second_order"))
+    gap = expansions["noisy"].value - expansions["clean"].value
+    for name, share in {"tenth": 0.1, "whole": 1.0}.items():
+        gates = gates_after(model, step, share)
+        losses = {f"{kind}_loss": measure(model, gates, some)["loss"] for kind, some in batches.items()}
+        change = losses["noisy_loss"] - losses["clean_loss"] - gap
+        expected = share * first + share**2 * second
+        terms[name] = {**losses, "gap_change": change, "gap_change_second_order": expected}
+    return {"heads": [[*divmod(index, model.num_heads)] for index in step.nonzero()[:, 0].tolist()], **terms}
+
+
+# --- figure and table ------------------------------------------------------------------------------------------------
+
+
+def kind_of(name: str) -> str:
+    """A set that a ranking chose has its name, others are `random`, or `meeting` the conditions."""
+    return name.split(" ")[0]
+
+
+def figure(found: Found) -> Any:
+    """Three panels: loss by severity, predicted against measured widening, spectrum of the Hessian difference."""
+    own = next(iter(found["seeds"].values()))
+    drawing, (losses, widening, spectrum) = pyplot().subplots(1, 3, figsize=(10.5, 3.2))
+    for name, curve in own["by_severity"].items():
+        label = f"{name} model" if name == "whole" else f"without {own['prune']} heads, {name}"
+        heights = [point["loss"] for point in curve]
+        losses.plot(own["severities"], heights, "o-", color=COLOURS[name], label=label, markersize=3.5)
+    losses.set(xlabel="severity of the noise (0: clean)", ylabel="cross-entropy", title="Loss")
+    losses.legend(frameon=False, fontsize=8)
+    seen: set[str] = set()
+    for name, one in own["sets"].items():
+        kind, whole = kind_of(name), one["whole"]
+        label = "_" if kind in seen else DRAWN.get(kind, kind)  # matplotlib leaves labels with _ out of the legend
+        place, size = (whole["gap_change_second_order"], whole["gap_change"]), 4 if kind in DRAWN else 6
+        widening.plot(*place, "o", color=COLOURS[kind], label=label, markersize=size)
+        seen.add(kind)
+    for line in (widening.axhline, widening.axvline):
+        line(0, color=COLOURS["random"], linewidth=0.8)
+    widening.set(xlabel="to second order", ylabel="measured", title="Change of the loss gap by pruning")
+    widening.legend(frameon=False, fontsize=7.5, loc="lower right")
+    values = own["conditions"]["eigenvalues_of_hessian_difference"]
+    colours = [COLOURS["Taylor"] if value < 0 else COLOURS["CircAvg"] for value in values]
+    spectrum.bar(range(1, len(values) + 1), values, color=colours)
+    spectrum.axhline(0, color=COLOURS["whole"], linewidth=0.8)
+    spectrum.set(xlabel="eigenvalue, smallest first", title="Hessian, noisy minus clean")
+    drawing.tight_layout()
+    return drawing
+
+
+def table(found: Found) -> str:
+    """The sets that rankings chose, the random ones summed up, and how the data were made; of the first seed."""
+    seed, own = next(iter(found["seeds"].items()))
+    sets, facts, whole = own["sets"], own["conditions"], own["by_severity"]["whole"]
+    gap = own["noisy_loss"] - own["clean_loss"]
+    rows = [["none", f"{own['clean_loss']:.3f}", f"{own['noisy_loss']:.3f}", f"{gap:.3f}", *[""] * 5]]
+    for name, one in sets.items():
+        if kind_of(name) not in DRAWN:
+            after, curvature = one["whole"], one["noisy_second_order"] - one["clean_second_order"]
+            losses = (after["clean_loss"], after["noisy_loss"], after["noisy_loss"] - after["clean_loss"])
+            changes = [after["gap_change"], after["gap_change_second_order"], one["noisy_first_order"], curvature]
+            cells = [*(f"{loss:.3f}" for loss in losses), *(f"{change:+.3f}" for change in changes)]
+            first = own["weights"]["sets"][name]["noisy_first_order"] if "weights" in own else None
+            rows.append([f"{own['prune']}, {name}", *cells, "" if first is None else f"{first:+.3f}"])
+    header = ["heads pruned", "clean loss", "noisy loss", "gap", "change of the gap", "to second order",
+              "noisy gradient · step", "curvature difference", "noisy gradient · step, in weights"]  # fmt: skip
+
+    def grew(kind: str, step: str) -> str:
+        of_kind = [one[step]["gap_change"] > 0 for name, one in sets.items() if kind_of(name) == kind]
+        return f"{sum(of_kind)} of {len(of_kind)}"
+
+    aligned, curved, both = (f"{facts[f'share_{name}']:.1%}" for name in ("aligned", "curved", "both"))
+    positive = [
+        sum(value > 0 for value in facts[f"{name}_of_hessian_difference"]) for name in ("eigenvalues", "diagonal")
+    ]
+    diagonal = sum(facts["diagonal_of_hessian_difference"]) / own["heads"]
+    once = {json.dumps(one["heads"]): one["whole"] for one in sets.values()}.values()  # a random set may also meet them
+    signs = [(one["gap_change"] > 0) == (one["gap_change_second_order"] > 0) for one in once]
+    clean, noisy = whole[0], whole[own["severities"].index(own["severity"])]
+    lines = [
+        f"- Condition 1: the gradient in the gates has norm {facts['clean_gradient_norm']:.3f} on clean samples, "
+        f"{facts['noisy_gradient_norm']:.3f} on noisy ones.",
+        f"- Condition 2: of {facts['random_sets']:,} random sets, {aligned} do not point down the noisy loss. The "
+        f"paper's Taylor step: {printed_there('gradient')}.",
+        f"- Condition 3: {positive[0]} of {own['heads']} eigenvalues of the difference of the Hessians are positive, "
+        f"and {positive[1]} of the numbers on its diagonal, whose mean is {diagonal:+.4f} (the paper's, in weights: "
+        f"{printed_there('diagonal')}). Along the step itself, {curved} of the random sets have more curvature on "
+        f"noisy samples; with condition 2, {both}.",
+        *in_words_of_weights(own),
+        f"- The gap grew for {grew('random', 'whole')} random sets.",
+        f"- Of sets that meet conditions 2 and 3 along the step, it grew for {grew('meeting', 'tenth')} after a tenth "
+        f"of the step, and for {grew('meeting', 'whole')} after the whole step.",
+        f"- For {sum(signs)} of all {len(signs)} sets the second-order estimate has the sign of the change.",
+        f"- The whole model is right on {clean['accuracy']:.1%} of the clean samples with a mean confidence of "
+        f"{clean['confidence']:.1%}, and on {noisy['accuracy']:.1%} of the noisy ones with {noisy['confidence']:.1%}.",
+    ]
+    about = (
+        f"{own['samples']} test samples, clean and {own['noise']}; {own['heads']} heads; seed {seed}; {found['device']}"
+    )
+    return "\n".join([markdown(header, rows), "", *lines, "", f"{about}."])
+
+
+def printed_there(what: str) -> str:
+    """What the paper found for its two tasks."""
+    return " and ".join(f"{paper('B.1', task)['Taylor'][what]} on {task}" for task in PAPER_TASKS)
+
+
+def in_words_of_weights(own: Found) -> list[str]:
+    """The difference of the Hessian's diagonals in weights."""
+    if "weights" not in own:
+        return []
+    found = own["weights"]
+    return [
+        f"- In the {found['weights']:,} weights of the attention the diagonals of the Hessians sum up to "
+        f"{found['clean_trace']:.1f} on clean samples and {found['noisy_trace']:.1f} on noisy ones (mean of the "
+        f"difference {found['mean_of_diagonal_difference']:+.2e}); {found['heads_with_more_curvature']} of "
+        f"{own['heads']} heads have more on noisy ones."
+    ]
+
+
+ANALYSIS = Analysis("Conditions of Proposition 1 (B.1)", run, table, figure)

@@ -1,0 +1,167 @@
+"""Every analysis by name: run on seeds, kept as `NAME-TASK.json`, and shown as a table and a figure."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hydra_ensembles as he
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.files import read_json, write_json
+
+from ..engine import device_name
+from ..seed import Seed
+from ..task import recipe
+from . import distance, diversity, members, noise, overlap, seeds, separation, shares, untrained
+from .common import Analysis, Found, pyplot, settings
+
+FORMAT = "hydra_ensembles.analysis 1"
+DEMO = "demo"  # the embedded model, for `noise`
+ANALYSES: Mapping[str, Analysis] = {
+    "untrained": untrained.ANALYSIS,
+    "noise": noise.ANALYSIS,
+    "separation": separation.ANALYSIS,
+    "overlap": overlap.OVERLAP,
+    "shares": shares.ANALYSIS,
+    "diversity": diversity.ANALYSIS,
+    "members": members.ANALYSIS,
+    "seeds": seeds.SEEDS,
+    "towers": seeds.TOWERS,
+    "stability": overlap.STABILITY,
+    "distance": distance.ANALYSIS,
+}
+"""In the order of the paper; the last two are not in it."""
+
+
+def chosen(names: str) -> dict[str, Analysis]:
+    """Analyses by their names, with commas between."""
+    wanted = names.split(",")
+    unknown = [name for name in wanted if name not in ANALYSES]
+    if unknown:
+        raise ConfigError(f"there are no analyses {unknown}; choose from {', '.join(ANALYSES)}, with commas between")
+    return {name: ANALYSES[name] for name in wanted}
+
+
+def with_analyses() -> dict[str, Any]:
+    """The settings of the studies of classifiers, with those of the analyses among them."""
+    return {**recipe(), "analyses": settings()}
+
+
+def analysed(name: str, seeds: Sequence[Seed]) -> dict[str, Any]:
+    """What an analysis finds on some seeds of a task; a seed that is in the run folder already is read."""
+    analysis, task = ANALYSES[name], seeds[0].task
+    if analysis.run is None or task.kind not in analysis.kinds:
+        raise ConfigError(f"{name} does not run on {task.name}; it is for {_where(analysis)}")
+    found = {str(seed.number): _of_seed(name, analysis, seed) for seed in seeds}
+    return {
+        **_about(name, task.name),
+        "share": task.share,
+        "settings": task.settings["analyses"],
+        "device": device_name(task.device),
+        "seconds": sum(one["seconds"] for one in found.values()),
+        "seeds": {number: one["found"] for number, one in found.items()},
+    }
+
+
+def _of_seed(name: str, analysis: Analysis, seed: Seed) -> Any:
+    place = seed.folder / "analyses" / f"{name}.json"
+    if not place.exists():
+        assert analysis.run is not None
+        begun = time.monotonic()
+        found = analysis.run(seed)
+        taken = time.monotonic() - begun
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_json(place, {"found": found, "seconds": round(taken, 1)})
+        print(f"{seed.task.name} seed {seed.number}: {name} {taken:.0f} s", flush=True)
+    return read_json(place)
+
+
+def read_stored(name: str, task: str, studies: Path) -> dict[str, Any]:
+    """What an analysis takes from the results of studies."""
+    analysis = ANALYSES[name]
+    if analysis.read is None:
+        raise ConfigError(f"{name} does not read stored studies; it runs on {_where(analysis)}")
+    return {**_about(name, task), "seconds": 0.0, **analysis.read(studies, task)}
+
+
+def of_demo(name: str) -> dict[str, Any]:
+    """The analysis of the embedded model."""
+    if ANALYSES[name] is not noise.ANALYSIS:
+        raise ConfigError(f"the task {DEMO} is for noise, got {name!r}")
+    begun = time.monotonic()
+    found = noise.demo()
+    taken, place = round(time.monotonic() - begun, 1), device_name(torch.device("cpu"))
+    return {**_about(name, DEMO), "device": place, "seconds": taken, "seeds": {"0": found}}
+
+
+def _about(name: str, task: str) -> dict[str, Any]:
+    known: Any = recipe()["tasks"].get(task, {})
+    versions = {"torch": torch.__version__, "hydra_ensembles": he.__version__}
+    facts = {"format": FORMAT, "analysis": name, "task": task, "stands_for": known.get("paper", "")}
+    return {**facts, "versions": versions}
+
+
+def _where(analysis: Analysis) -> str:
+    if analysis.run is None:
+        return "the results of studies"
+    return f"tasks of {' and '.join(f'{kind}s' for kind in analysis.kinds)}"
+
+
+# --- files, tables, figures ------------------------------------------------------------------------------------------
+
+
+def store(found: Found, results: Path) -> Path:
+    """Write what an analysis found."""
+    results.mkdir(parents=True, exist_ok=True)
+    place = results / f"{found['analysis']}-{found['task']}.json"
+    write_json(place, dict(found))
+    return place
+
+
+def load(name: str, task: str, results: Path) -> dict[str, Any]:
+    """Read what an analysis found."""
+    place = results / f"{name}-{task}.json"
+    if not place.exists():
+        raise DataError(f"{place} does not exist; {command(name, task)} makes it")
+    found: dict[str, Any] = read_json(place)
+    return found
+
+
+def command(name: str, task: str) -> str:
+    """What runs an analysis."""
+    return f"`python -m studies analyse {name} --task {task}`"
+
+
+def draw(found: Found, folder: Path) -> Path | None:
+    """Write the figure of an analysis as SVG, where it has one."""
+    make = ANALYSES[found["analysis"]].figure
+    if make is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    drawing, place = make(found), folder / figure_name(found["analysis"], found["task"])
+    drawing.savefig(place, metadata={"Date": None}, bbox_inches="tight", facecolor="white")
+    pyplot().close(drawing)
+    return place
+
+
+def figure_name(name: str, task: str) -> str:
+    """The file of a figure."""
+    return f"analysis_{name}_{task}.svg"
+
+
+def blocks(results: Path, figures: Path) -> dict[str, str]:
+    """What documents show of every analysis and task, by `analysis_NAME_TASK`; without results, how to get some."""
+    made = {}
+    for name, analysis in ANALYSES.items():
+        for task in (*recipe()["tasks"], DEMO, seeds.ZERO_SHOT):
+            key = f"analysis_{name}_{task}"
+            if not (results / f"{name}-{task}.json").exists():
+                made[key] = f"No results yet; {command(name, task)} makes them."
+                continue
+            parts = [analysis.table(load(name, task, results)), f"From `results/analyses/{name}-{task}.json`."]
+            if (figures / figure_name(name, task)).exists():
+                parts.insert(0, f"![{analysis.title}](figures/{figure_name(name, task)})")
+            made[key] = "\n\n".join(parts)
+    return made

@@ -1,0 +1,100 @@
+"""What studies have stored, in the form of the paper's tables: eight seeds (Table 12), and E.3.2 (Tables 27 and 28)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra_ensembles.errors import DataError
+from hydra_ensembles.files import read_json
+
+from ..evidence import read_columns
+from ..measures import plain_numbers
+from ..paper import paper_rows
+from ..rows import DEEP, HYDRA, HYDRA_CIRC, SINGLE
+from .common import (
+    ALL,
+    CLASSIFICATION,
+    Analysis,
+    Found,
+    about,
+    by_seed,
+    cell,
+    markdown,
+    paper_task,
+    printed,
+    rows_table,
+)
+
+ROWS = (SINGLE, DEEP, HYDRA_CIRC, HYDRA)
+VISION = {
+    "Hydra (Circ)": "both towers pruned",
+    "Hydra (Circ), six more heads pruned": "both towers, six more heads",
+    "Hydra (Circ), image tower only": "image tower",
+    "Hydra (Circ), image tower only, text fine-tuned": "image tower, text fine-tuned",
+}
+ZERO_SHOT = "zero-shot"
+FOUND = {"accuracy": "Acc ↑", "nll": "NLL ↓", "ece": "ECE ↓"}
+
+
+def read_seeds(studies: Path, task: str) -> dict[str, Any]:
+    """Numbers of every seed of a study that is stored."""
+    place = studies / task
+    if not (place / "study.json").exists():
+        raise DataError(f"{place} has no stored study; `python -m studies classify {task}` makes one")
+    facts, seeds = read_json(place / "study.json"), dict[str, Any]()
+    for number in facts["runs"]:
+        columns = read_columns(place / f"seed-{number}.npz")
+        rows = {}
+        for row in ROWS:
+            own = {key.removeprefix(f"{row}|"): one for key, one in columns.items() if key.startswith(f"{row}|")}
+            if own:
+                rows[row] = plain_numbers(own, facts["inside"], facts["groups"])
+        if rows:
+            seeds[number] = {"rows": rows}
+    return {"seeds": seeds, "device": facts["device"]}
+
+
+def seeds_table(found: Found) -> str:
+    """Table 12."""
+    columns = {**CLASSIFICATION, **{key: f"all {head}" for key, head in ALL.items()}}
+    note = "The paper: eight seeds, of Hydra (Circ) alone."
+    return rows_table(found, columns, "12", paper_task(found), note=note)
+
+
+def read_towers(studies: Path, task: str) -> dict[str, Any]:
+    """The rows of a zero-shot study that prune one tower or both, by seed."""
+    place = studies / f"{task}.json"
+    if not place.exists():
+        raise DataError(f"{place} does not exist; `python -m studies run {task}` makes it")
+    facts = read_json(place)
+    rows = {row: facts["rows"][row] for row in VISION if row in facts["rows"]}
+    seeds = {
+        str(number): {"rows": {row: {key: values[index] for key, values in one.items()} for row, one in rows.items()}}
+        for index, number in enumerate(facts["seeds"])
+    }
+    return {"seeds": seeds, "device": facts["device"], "detections": facts["detections"], "tasks": list(facts["tasks"])}
+
+
+def towers_table(found: Found) -> str:
+    """Tables 27 and 28: means over unseen tasks, and OOD detection for every ID task."""
+    there: Mapping[str, Mapping[str, float]] = paper_rows("dual", ZERO_SHOT, found["tasks"], found["detections"])
+    columns = {f"unseen.{key}": head for key, head in FOUND.items()}
+    for task in found["detections"]:
+        columns |= {f"{task}.{group}.auroc": f"{task}: {group} AUROC ↑" for group in ("near", "far", "all")}
+    lines = []
+    for row, title in VISION.items():
+        if not by_seed(found, "rows", row)[0]:
+            continue
+        lines.append([title, *(cell(by_seed(found, "rows", row, one), one, _shown) for one in columns)])
+        known = there.get(row, {})
+        lines.append(["*paper*", *(f"*{_shown(known[one], one)}*" if one in known else "" for one in columns)])
+    note = f"Zero-shot Hydra (Circ), means over unseen tasks. {about(found)}"
+    return markdown(["pruned", *columns.values()], lines, note)
+
+
+def _shown(value: float, column: str) -> str:
+    return f"{100 * value:.2f}" if column.endswith("ece") else printed(value, column)
+
+
+SEEDS = Analysis("Over seeds (Table 12)", None, seeds_table, read=read_seeds)
+TOWERS = Analysis("One tower or both, zero-shot (E.3.2)", None, towers_table, read=read_towers)

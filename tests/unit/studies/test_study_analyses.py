@@ -1,0 +1,343 @@
+"""Every analysis runs on a small task, says what plain computation says, and is shown beside the paper's numbers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_studies import CPU, SmallFolder
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+import hydra_ensembles as he
+from architectures import timm_model
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.heads import Head
+from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from hydra_ensembles.model.metadata import Metadata
+from random_ensembles import noisy
+from studies.__main__ import app
+from studies.analyses import common, distance, diversity, members, noise, overlap, registry, seeds, separation, shares
+from studies.analyses.gates import expand, gates_after, measure, pruning_step, weight_terms
+from studies.analyses.registry import ANALYSES
+from studies.evidence import write_columns
+from studies.seed import Seed
+from studies.task import Task
+
+HEADS = [Head(0, 1), Head(1, 0), Head(1, 3)]
+TASK = "vision-cifar100"
+LAYERS, EACH = 3, 4  # heads of a layer
+
+
+class SmallTask(Task):
+    """A ViT of width 16 where the pretrained model would be."""
+
+    def start(self) -> he.Ensemble:
+        encoder = EncoderConfig(width=16, layers=LAYERS, heads=EACH, head_dim=4, mlp_width=16)
+        classes = ("one", "two", "three")
+        stem = PatchStemConfig(patch_size=(7, 7), grid=(2, 2))
+        config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=3), all_heads(encoder))
+        return noisy(config, metadata=Metadata(labels=classes))
+
+
+def small_settings() -> dict[str, Any]:
+    """The real settings, in counts that take seconds."""
+    plain = json.loads(json.dumps(registry.with_analyses()))
+    plain |= {"circuits": 12, "taylor_batches": 1}
+    plain["tasks"][TASK] |= {"input_size": 14, "train": ["train-0"]}
+    plain["tasks"][TASK]["training"] |= {"epochs": 1, "batch_size": 20}
+    plain["tasks"][TASK]["recovery"] |= {"prune": 3, "batch_size": 20, "last_blocks": 2}
+    plain["analyses"] |= {
+        "training": {"steps": 2, "warmup": 0, "rates": {TASK: 0.01}},
+        "noise": {**plain["analyses"]["noise"], "images": 30, "batch": 15, "probes": 2, "random": 2},
+        "separation": {"samples": 40, "heads": 2, "points": 5},
+        "overlap": {"draws": 50},
+        "shares": [0.25, 0.5],
+        "diversity": {"steps": 2, "dropout": 0.1, "prune": 0.33333, "pool": 0.69444},
+        "members": {"counts": [1, 2, 4], "pool": 0.69444, "batches": [2]},
+        "stability": {"sizes": [10, 20, 1000], "draws": 2, "score": "avg"},
+    }
+    return plain
+
+
+@pytest.fixture(scope="module")
+def seed(tmp_path_factory: pytest.TempPathFactory) -> Seed:
+    """A seed whose models are made once for all tests here."""
+    return Seed(SmallTask(TASK, small_settings(), SmallFolder(), CPU), 0, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(autouse=True)
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "DRAWS", 50)
+
+
+RUN = [name for name, one in ANALYSES.items() if one.run is not None]
+LONG = ("stability", "distance")  # circuits over and over
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow) if one in LONG else one for one in RUN])
+def test_every_analysis_runs_and_is_stored_and_shown(name: str, seed: Seed, tmp_path: Path) -> None:
+    found = registry.analysed(name, [seed])
+    place = registry.store(found, tmp_path)
+    assert place.name == f"{name}-{TASK}.json"
+    again = registry.load(name, TASK, tmp_path)
+    assert again == json.loads(json.dumps(found))
+    shown = ANALYSES[name].table(again)
+    assert "| " in shown
+    assert shown in registry.blocks(tmp_path, tmp_path)[f"analysis_{name}_{TASK}"]
+    drawn = registry.draw(again, tmp_path)
+    assert (drawn is None) == (ANALYSES[name].figure is None)
+    if drawn is not None:
+        assert f"figures/{drawn.name}" in registry.blocks(tmp_path, tmp_path)[f"analysis_{name}_{TASK}"]
+    assert registry.analysed(name, [seed])["seeds"] == again["seeds"]  # read, not made again
+
+
+def test_numbers_are_those_of_the_model(seed: Seed) -> None:
+    """Accuracy and disagreement against plain computation on the whole test set."""
+    task, model = seed.task, he.Ensemble.stack(seed.singles)
+    found = common.measured(seed, model)
+    inputs, labels = task.inside("report").batch(torch.arange(60), False)
+    with torch.no_grad():
+        probs = model(inputs).softmax(-1)
+    assert found["accuracy"] == pytest.approx((probs.mean(0).argmax(-1) == labels).double().mean().item())
+    answers = probs.argmax(-1)
+    pairs = [(answers[i] != answers[j]).double().mean().item() for i, j in ((0, 1), (0, 2), (1, 2))]
+    assert found["disagreement"] == pytest.approx(sum(pairs) / 3, abs=1e-6)
+    assert {"all.auroc", "near.aupr", "all.mutual_information", "all.disagreement"} <= set(found)
+
+
+def test_members_that_differ_in_nothing_agree(seed: Seed) -> None:
+    """Of the sources of diversity, the free ones alone make members differ."""
+    rows = registry.analysed("diversity", [seed])["seeds"]["0"]["rows"]
+    assert rows["free: nothing"]["all.mutual_information"] == pytest.approx(0.0, abs=1e-6)
+    assert rows["free: nothing"]["accuracy"] == pytest.approx(rows["one member"]["accuracy"])
+    for title in ("heads", "order", "noise", "heads, order and noise"):
+        assert rows[f"free: {title}"]["all.mutual_information"] > 1e-7
+    made = {path.name for path in (seed.folder / "models").iterdir() if path.name.startswith("diversity-")}
+    assert len(made) == 1 + 2 * len(diversity.VARIANTS)  # each once: the first member is the same in all variants
+
+
+def test_side_by_side_is_one_by_one(seed: Seed) -> None:
+    """Members trained on the same batches in one pass are what each of them would be by itself."""
+    task, base = seed.task, seed.base
+    pruned = [he.prune(base, [(0, 1)]), he.prune(base, [(1, 0), (2, 2)])]
+    together = common.side_by_side(seed, "check", lambda: pruned)
+    recipe = common.few_steps(task, seed=seed.derived("check"))
+    for start, one in zip(pruned, together, strict=True):
+        alone = he.finetune(start, task.lessons(recipe), recipe, progress=False)
+        for name, tensor in alone.state_dict().items():
+            torch.testing.assert_close(one.state_dict()[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_heads_are_removed_in_the_papers_shares(seed: Seed) -> None:
+    chosen = shares.chosen_heads(seed)
+    total = LAYERS * EACH
+    assert {int(name.partition("|")[2]) for name in chosen} == {total // 4, total // 2}
+    assert all(len(heads) == int(name.partition("|")[2]) for name, heads in chosen.items())
+    by_layer = np.bincount([head.layer for head in chosen[f"Taylor|{total // 2}"]])
+    assert by_layer.tolist() == [EACH // 2] * LAYERS  # Taylor takes as many from every layer
+
+
+def test_distances_of_heads_know_how_far_sets_are_apart(seed: Seed) -> None:
+    found = registry.analysed("separation", [seed])["seeds"]["0"]
+    assert set(found["rows"]) == {"cifar10", "dtd10", "miniplaces", "mnist", "svhn"}
+    generator = torch.Generator().manual_seed(0)
+    inside = {head: torch.randn(50, 4, generator=generator) for head in HEADS}
+    near, far = ({head: one + gap for head, one in inside.items()} for gap in (0.5, 2.0))
+    one, other = (separation.distances(inside, some, HEADS) for some in (near, far))
+    assert one["euclidean"] == pytest.approx(1.0)
+    assert other["euclidean"] == pytest.approx(4.0)
+    assert other["mahalanobis"] == pytest.approx(4 * one["mahalanobis"])
+    assert separation.distances(inside, far, []) is None
+    points = torch.randn(200, 3, generator=generator) * torch.tensor([5.0, 0.1, 2.0])
+    assert separation.principal(points).abs().argmax(0).tolist() == [0, 2]
+
+
+def test_chance_overlap_is_the_share_of_heads(seed: Seed) -> None:
+    found = registry.analysed("overlap", [seed])["seeds"]["0"]
+    assert found["chance"]["overlap"] == pytest.approx(found["prune"] / found["heads"], abs=0.06)
+    assert overlap.CIRCUIT + ", " + overlap.GLOBAL in found["pairs"]
+
+
+@pytest.mark.slow
+def test_stability_leaves_out_draws_that_would_be_nearly_all_data(seed: Seed) -> None:
+    found = registry.analysed("stability", [seed])["seeds"]["0"]
+    assert set(found["rows"]) == {"10", "20"}
+    assert all(len(row["removed"]) == 2 for row in found["rows"].values())
+
+
+def test_more_members_cost_more(seed: Seed) -> None:
+    rows = registry.analysed("members", [seed])["seeds"]["0"]["rows"]
+    assert [name for name in rows if name.startswith("Hydra")] == [f"Hydra (Circ), {count}" for count in (1, 2, 4)]
+    assert rows["Hydra (Circ), 4"]["milliseconds.2"] > 0
+    assert "Hydra (Circ), 3" in common.paper("10", "ImageNet-1K")
+    assert members.ANALYSIS.kinds == ("image",)
+
+
+@pytest.mark.slow
+def test_circuits_by_distance_have_a_row_each(seed: Seed) -> None:
+    found = registry.analysed("distance", [seed])["seeds"]["0"]
+    assert set(found["rows"]) == {
+        "Single",
+        *(f"{one}{by}" for one in ("CircOOD", "CircAvg") for by in ("", " by distance")),
+    }
+    assert all("mahalanobis:all.auroc" in row for row in found["rows"].values())
+    assert distance.BY_DISTANCE in distance.table({**registry.analysed("distance", [seed])})
+
+
+# --- losses in gates and weights --------------------------------------------------------------------------------------
+
+
+def gated_problem() -> tuple[he.Ensemble, list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
+    model: he.Ensemble = he.convert(timm_model("vit_base_patch16_224")).double()
+    with torch.no_grad():
+        for layer in model.encoder.layers:
+            layer.attention.out.mul_(3)  # let the heads matter
+    images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    labels = torch.tensor([0, 1, 2, 3, 4, 0])
+    return model, list(zip(images.split(4), labels.split(4), strict=True)), labels
+
+
+def test_gates_are_pruning_and_what_the_expansion_leaves_is_of_third_order() -> None:
+    model, batches, labels = gated_problem()
+    expansion, step = expand(model, batches), pruning_step(model, HEADS)
+
+    def loss(share: float) -> float:
+        return measure(model, gates_after(model, step, share), batches)["loss"]
+
+    def left(share: float) -> float:
+        second = share * expansion.gradient @ step + share**2 * expansion.second_order(step)
+        return abs(loss(share) - expansion.value - second.item())
+
+    with torch.no_grad():
+        pruned = torch.cat([he.prune(model, HEADS)(images)[0] for images, _ in batches])
+    assert loss(1.0) == pytest.approx(F.cross_entropy(pruned, labels).item(), rel=1e-10)
+    assert expansion.value == pytest.approx(loss(0.0), rel=1e-12)
+    assert left(0.1) > 1e-10  # there is something left to measure
+    assert left(0.1) / left(0.05) == pytest.approx(8.0, rel=0.25)  # halving the step leaves an eighth
+
+
+def test_terms_in_weights_are_derivatives_along_the_step() -> None:
+    """Gradient and curvature along the step that takes all weights of heads to zero, against finite differences."""
+    model, batches, labels = gated_problem()
+    found = weight_terms(model, batches, {"some": pruning_step(model, HEADS)}, probes=1)
+
+    def loss(share: float) -> float:
+        moved = he.Ensemble.from_state(model.config, model.state_dict())
+        with torch.no_grad():
+            for head in HEADS:
+                attention = moved.encoder.layers[head.layer].attention
+                for weight in (attention.qkv, attention.qkv_bias, attention.out):
+                    weight[head.head] *= 1 - share
+            return F.cross_entropy(torch.cat([moved(images)[0] for images, _ in batches]), labels).item()
+
+    h = 1e-3
+    assert found.first["some"] == pytest.approx((loss(h) - loss(-h)) / (2 * h), rel=1e-4)
+    assert found.second["some"] == pytest.approx((loss(h) - 2 * loss(0.0) + loss(-h)) / (2 * h * h), rel=1e-3)
+
+
+def test_traces_of_heads_are_those_of_the_hessian() -> None:
+    """Against the Hessian itself, of a model with one head of width one."""
+    encoder = EncoderConfig(width=2, layers=1, heads=1, head_dim=1, mlp_width=2, qkv_bias=False)
+    stem = PatchStemConfig(patch_size=(2, 2), grid=(1, 1))
+    config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=2), all_heads(encoder))
+    model = noisy(config, noise=1.0).double()
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(5, 3, 2, 2, dtype=torch.float64, generator=generator)
+    labels = torch.tensor([0, 1, 0, 1, 1])
+    found = weight_terms(model, [(images, labels)], {}, probes=400)
+    names = [f"encoder.layers.0.attention.{part}" for part in ("qkv", "out")]
+    parts = [model.get_parameter(name).detach() for name in names]
+
+    def loss(*values: torch.Tensor) -> torch.Tensor:
+        given = dict(zip(names, values, strict=True))
+        return F.cross_entropy(torch.func.functional_call(model, given, (images,))[0], labels)
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        blocks = torch.autograd.functional.hessian(loss, tuple(parts))
+    traces = [blocks[i][i].reshape(one.numel(), one.numel()).trace() for i, one in enumerate(parts)]
+    scale = sum(blocks[i][j].square().sum() for i in (0, 1) for j in (0, 1)).sqrt().item()
+    assert found.weights == 8
+    assert found.traces.item() == pytest.approx(sum(traces).item(), abs=0.2 * scale)
+
+
+def test_replaced_tokens_leave_the_ends_and_the_padding_alone() -> None:
+    ids = torch.arange(40).reshape(4, 10)
+    mask = (torch.arange(10)[None] < torch.tensor([10, 8, 5, 3])[:, None]).long()
+    found = noise.replaced({"input_ids": ids, "attention_mask": mask}, 1.0, torch.Generator().manual_seed(0))
+    same = found == ids
+    assert same[:, 0].all()
+    assert same[mask == 0].all()
+    assert all(bool(same[row, length - 1]) for row, length in enumerate((10, 8, 5, 3)))
+    assert not same.all()
+    assert set(found[~same].tolist()) <= set(ids[mask == 1].tolist())
+
+
+# --- stored studies, refusals, the command ----------------------------------------------------------------------------
+
+
+def test_seeds_are_read_from_a_stored_study(tmp_path: Path) -> None:
+    draws, place = np.random.default_rng(0), tmp_path / TASK
+    place.mkdir()
+    facts = {"runs": {"0": {}, "1": {}}, "inside": "in", "groups": {"near": ["out"]}, "device": "a device"}
+    (place / "study.json").write_text(json.dumps(facts))
+    right = []
+    for number in (0, 1):
+        columns: dict[str, Any] = {}
+        for name in ("in", "out"):
+            for column in ("msp", "entropy", "mutual_information", "mahalanobis"):
+                columns[f"Single|{name}|{column}"] = draws.random(30).astype(np.float16)
+        columns["Single|in|correct"] = draws.random(30) < 0.8
+        right.append(columns["Single|in|correct"].mean())
+        for column in ("doubt", "nll", "brier", "calibrated.doubt", "calibrated.nll", "calibrated.brier"):
+            columns[f"Single|in|{column}"] = draws.random(30).astype(np.float16)
+        write_columns(place / f"seed-{number}.npz", columns)
+    found = registry.read_stored("seeds", TASK, tmp_path)
+    assert [one["rows"]["Single"]["accuracy"] for one in found["seeds"].values()] == pytest.approx(right)
+    shown = seeds.seeds_table(found)
+    assert f"{100 * np.mean(right):.2f} ± {100 * np.std(right, ddof=1):.2f}" in shown
+    assert "*92.15*" in shown
+    with pytest.raises(DataError, match="classify"):
+        registry.read_stored("seeds", "text-sst2", tmp_path)
+
+
+def test_the_stored_zero_shot_study_has_the_rows_of_e32() -> None:
+    found = registry.read_stored("towers", "zero-shot", Path(__file__).parents[3] / "results" / "studies")
+    shown = seeds.towers_table(found)
+    assert "image tower, text fine-tuned" in shown
+    assert "*72.92*" in shown  # the paper's
+
+
+def test_what_does_not_run_is_refused(seed: Seed, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nonsense"):
+        registry.chosen("untrained,nonsense")
+    with pytest.raises(ConfigError, match="results of studies"):
+        registry.analysed("seeds", [seed])
+    with pytest.raises(ConfigError, match="stored"):
+        registry.read_stored("shares", TASK, tmp_path)
+    with pytest.raises(ConfigError, match="noise"):
+        registry.of_demo("shares")
+    with pytest.raises(DataError, match="analyse"):
+        registry.load("shares", TASK, tmp_path)
+    assert "analyse" in registry.blocks(tmp_path, tmp_path)[f"analysis_shares_{TASK}"]
+
+
+def test_the_command_makes_tables_and_figures_again_from_results(seed: Seed, tmp_path: Path) -> None:
+    registry.store(registry.analysed("shares", [seed]), tmp_path)
+    options = ["--task", TASK, "--results", str(tmp_path), "--from-results", "--figures", str(tmp_path / "drawn")]
+    made = CliRunner().invoke(app, ["analyse", "shares", *options])
+    assert made.exit_code == 0, made.output
+    assert "heads removed" in made.output
+    assert (tmp_path / "drawn" / f"analysis_shares_{TASK}.svg").exists()
+    wrong = CliRunner().invoke(app, ["analyse", "shares", "--task", "nowhere", "--results", str(tmp_path)])
+    assert isinstance(wrong.exception, ConfigError)
+
+
+def test_the_papers_numbers_belong_to_rows_that_there_are() -> None:
+    """A row of the paper that no analysis shows would be a number nobody sees."""
+    known = {"4", "5", "6", "8", "9", "10", "12", "B.1", "B.2.2"}
+    assert {line["table"] for line in common.paper_lines()} == known
+    variants = {f"free: {title}" for title in diversity.VARIANTS}
+    assert set(common.paper("9", "ImageNet-1K")) <= {"Deep Ensembles", *variants}
