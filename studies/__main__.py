@@ -163,7 +163,7 @@ def classify(
     settings, place = recipe(), torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if name not in settings["tasks"]:
         raise ConfigError(f"there is no study {name!r}; choose one of {', '.join(settings['tasks'])}")
-    task = Task(name, settings, DataFolder(data, cifar), place, share)
+    task = Task(name, settings, DataFolder(data, cifar), place, share, output / "decoded")
     known, wanted = rows_of(task), rows.split(";") if rows else list(rows_of(task))
     if not set(wanted) <= set(known):
         raise ConfigError(f"there are no rows {sorted(set(wanted) - set(known))} of {name}; it has {list(known)}")

@@ -21,8 +21,8 @@ from .engine import device_name
 from .evidence import Judged, stored, under_shift
 from .measures import plain_numbers
 from .rows import MC_DROPOUT, SINGLE, rows_of
-from .samples import SampleBatches
-from .seed import CHOICES, Seed, alone, slug
+from .samples import SampleBatches, alone
+from .seed import CHOICES, Seed, slug
 from .task import Stage, Task
 
 FORMAT = "hydra_ensembles.study 3"

@@ -1,10 +1,17 @@
 """Samples of a set as a model takes them, in batches that can be read again and again; on a device where they fit."""
 
+import fcntl
+import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -61,12 +68,24 @@ class ImageSamples(Samples):
         self.pixels, self.labels, self.size = pixels, labels, size
 
     @classmethod
-    def read(cls, dataset: ImageDataset, size: int, device: torch.device) -> "ImageSamples":
-        """Decode a data set; where its images differ in size, all take that of the first."""
-        first = dataset[0][0].size
-        arrays = [np.asarray(image if image.size == first else image.resize(first)) for image, _ in dataset]
-        pixels = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous()
-        return cls(pixels.to(device), torch.from_numpy(dataset.labels.copy()), size)
+    def read(cls, dataset: ImageDataset, size: int, device: torch.device, cache: Path | None = None) -> "ImageSamples":
+        """Decode a data set; where its images differ in size, all take that of the first.
+
+        What is decoded stays in the folder `cache`, for processes that read the same; one of them decodes.
+        """
+        if cache is None:
+            pixels = decoded(dataset)
+        else:
+            ends = [np.asarray(dataset[row][0]).tobytes() for row in (0, len(dataset) - 1)]
+            told = [dataset.name.encode(), dataset.rows.tobytes(), dataset.labels.tobytes(), *ends]
+            place = cache / f"{hashlib.sha256(b'|'.join(told)).hexdigest()[:24]}.npy"
+            with alone(place):
+                if not place.exists():
+                    np.save(place.with_suffix(".part.npy"), decoded(dataset))
+                    place.with_suffix(".part.npy").rename(place)
+            pixels = np.load(place)
+        images = torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2).contiguous()
+        return cls(images, torch.from_numpy(dataset.labels.copy()), size)
 
     def batch(self, rows: Tensor, augment: Augment) -> tuple[Tensor, Tensor]:
         """Inputs `[B, 3, size, size]` on the device and labels `[B]` on the CPU."""
@@ -74,6 +93,27 @@ class ImageSamples(Samples):
         pixels = (randomly_changed(taken, augment) if isinstance(augment, RandAugment) else taken).float() / 255
         sized = augmented(pixels, self.size) if augment else resized(pixels, self.size)
         return normalised(sized), self.labels[rows]
+
+
+def decoded(dataset: ImageDataset) -> npt.NDArray[np.uint8]:
+    """All images `[N, h, w, 3]`, decoded by several threads."""
+    first = dataset[0][0].size
+
+    def pixels(row: int) -> npt.NDArray[np.uint8]:
+        image = dataset[row][0]
+        return np.asarray(image if image.size == first else image.resize(first))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return np.stack(list(pool.map(pixels, range(len(dataset)))))
+
+
+@contextmanager
+def alone(place: Path) -> Iterator[None]:
+    """Work on what is to be at a place, while other processes that want it wait."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.with_name(f".{place.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def randomly_changed(pixels: Tensor, settings: RandAugment) -> Tensor:

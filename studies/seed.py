@@ -1,10 +1,8 @@
 """One seed of a study of classifiers: its models, made once and kept in its folder."""
 
-import fcntl
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +21,7 @@ from hydra_ensembles.heads.members import (
 )
 
 from .recipe import derived_seed
-from .samples import SampleBatches
+from .samples import SampleBatches, alone
 from .task import Task
 from .weights import fresh_classifier, redrawn
 
@@ -37,15 +35,6 @@ Setting = Mapping[str, Any]
 def slug(row: str) -> str:
     """The name of a row in file names."""
     return re.sub(r"[^a-z0-9]+", "-", row.lower()).strip("-")
-
-
-@contextmanager
-def alone(place: Path) -> Iterator[None]:
-    """Work on what is to be at a place, while other processes that want it wait."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with place.with_name(f".{place.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 class Seed:

@@ -40,13 +40,22 @@ def seeds_of(task: "Task") -> list[int]:
 
 
 class Task:
-    """The data of a task, each set read when it is first asked for; `share` of every set, for a trial."""
+    """The data of a task, each set read when it is first asked for; `share` of every set, for a trial.
+
+    Decoded images stay in the folder `cache`, where one is given.
+    """
 
     def __init__(
-        self, name: str, settings: Mapping[str, Any], source: DataFolder, device: torch.device, share: float = 1.0
+        self,
+        name: str,
+        settings: Mapping[str, Any],
+        source: DataFolder,
+        device: torch.device,
+        share: float = 1.0,
+        cache: Path | None = None,
     ) -> None:
         self.name, self.settings, self.plain = name, settings, settings["tasks"][name]
-        self.source, self.device, self.share = source, device, share
+        self.source, self.device, self.share, self.cache = source, device, share, cache
         self.suite = suite(self.plain["suite"])
         self.kind = "text" if self.plain["backbone"] == "all_minilm_l6_v2" else "image"
         self.scratch = self.plain["backbone"] == SCRATCH
@@ -58,7 +67,7 @@ class Task:
         images = [one for one in parts if isinstance(one, ImageDataset)]
         if not images:
             return Prepared(parts[0], tokenizer(self.source.root, self.plain["input_size"]))
-        read = [ImageSamples.read(one, self.plain["input_size"], self.device) for one in images]
+        read = [ImageSamples.read(one, self.plain["input_size"], self.device, self.cache) for one in images]
         pixels, labels = torch.cat([one.pixels for one in read]), torch.cat([one.labels for one in read])
         return ImageSamples(pixels, labels, read[0].size)
 

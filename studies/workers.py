@@ -23,7 +23,7 @@ class Workers:
 
     def __init__(self, task: Task, output: Path, count: int) -> None:
         self.count = count
-        given = (task.name, task.settings, task.source, task.device, task.share)
+        given = (task.name, task.settings, task.source, task.device, task.share, task.cache)
         _begin(task, output)
         context = multiprocessing.get_context("spawn")
         self.pool = (
