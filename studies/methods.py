@@ -6,7 +6,6 @@ serves several methods is trained and run once.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.fuse import Fusion
@@ -132,56 +131,3 @@ def all_methods(recipe: ClassifierRecipe, decision: Decision) -> dict[str, Units
         HYDRA: decision.hydra.members.units(decision.hydra.mlp, recipe.members),
         HYDRA_TRUNK: decision.trunk.members.units(decision.trunk.mlp, recipe.members),
     }
-
-
-# --- dual encoders ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Family:
-    """Members of dual encoders that belong together: how their heads are chosen, and what is trained after pruning.
-
-    Circuits are those of both towers; `more` loses more heads by them, `image` goes by circuits of the image tower.
-    """
-
-    name: str  # in files
-    heads: Literal["none", "taylor", "circuits", "more", "image", "random"]
-    members: int = 3
-    tuned: bool = False  # text sides are trained
-
-    @property
-    def units(self) -> Units:
-        """The units of its members."""
-        return tuple(f"{self.name}/{index}" for index in range(self.members))
-
-
-ONE, ONE_TAYLOR = Family("single", "none", members=1), Family("taylor", "taylor", members=1)
-BOTH, MORE, IMAGE = Family("both", "circuits"), Family("more", "more"), Family("image", "image")
-RANDOM = Family("random", "random")
-IMAGE_TUNED, BOTH_TUNED = Family("image-tuned", "image", tuned=True), Family("both-tuned", "circuits", tuned=True)
-FAMILIES = {one.name: one for one in (ONE, ONE_TAYLOR, BOTH, MORE, IMAGE, RANDOM, IMAGE_TUNED, BOTH_TUNED)}
-DUAL_METHODS: Mapping[str, Units] = {
-    SINGLE: ONE.units,
-    TEMPERATURE: ONE.units,
-    TAYLOR: ONE_TAYLOR.units,
-    CIRC_AVG: BOTH.units[:1],
-    HYDRA_RANDOM: RANDOM.units,
-    HYDRA: BOTH.units,
-    HYDRA_TEMPERATURE: BOTH.units,
-    "Hydra (Circ), six more heads pruned": MORE.units,
-    "Hydra (Circ), image tower only": IMAGE.units,
-    "Hydra (Circ), image tower only, text fine-tuned": IMAGE_TUNED.units,
-    "Hydra (Circ), text fine-tuned": BOTH_TUNED.units,
-}
-"""Every row of a zero-shot study, in the order of the tables."""
-
-
-def family_of(unit: str) -> tuple[Family, int]:
-    """The family of a unit of dual encoders, and which of its members it is."""
-    name, _, index = unit.partition("/")
-    return FAMILIES[name], int(index)
-
-
-def dual_methods(trains_text: bool) -> dict[str, Units]:
-    """The rows of a zero-shot study; without those whose text sides are trained where there is nothing to train on."""
-    return {name: units for name, units in DUAL_METHODS.items() if trains_text or not family_of(units[0])[0].tuned}

@@ -190,10 +190,23 @@ class ClassifierRecipe:
 
 
 @dataclass(frozen=True)
+class PairSet:
+    """A set that a dual encoder learns from, by captions or by the names of its classes."""
+
+    source: str
+    share: float  # of a batch, over that of all sets
+    split: str = "train"
+    rows: tuple[int, int] | None = None
+    captions: bool = False
+    names: str | None = None  # the set by whose rule names become readable; None: its own
+
+
+@dataclass(frozen=True)
 class DualCounts:
     """How many samples each part of a zero-shot study reads; None for all there are."""
 
-    pairs: int | None  # images whose pairs with captions train the dual encoder and tune text sides
+    pairs: int | None  # images whose pairs with texts train the dual encoder
+    tuned_pairs: int | None  # images whose pairs with texts tune the text sides of pruned members
     circuits: int  # ID and OOD images, each, that circuits of both towers are extracted on
     image_circuits: int  # ID images of CIFAR-100 that circuits of the image tower alone read as well
     calibration: int  # ID images that temperatures are fitted on
@@ -208,13 +221,14 @@ class DualRecipe:
     """One zero-shot study."""
 
     KIND: ClassVar[str] = "dual"
-    STAGES: ClassVar[tuple[str, ...]] = ("dual", "rank", "tune", "evaluate", "cost")
+    STAGES: ClassVar[tuple[str, ...]] = ("train", "rank", "fix", "report", "cost", "store")
 
     name: str
     suite: Literal["shared", "paper"]  # images of the shared folder, or the paper's
     input_size: int
     seeds: tuple[int, ...]  # a seed is a training of the dual encoder and everything after it
     counts: DualCounts
+    pairs: tuple[PairSet, ...]  # what the dual encoder learns from
     prune: int  # heads of both towers that each member loses
     more: int  # further heads in the row with more heads pruned
     image_prune: int  # heads that each member loses where the image tower alone is pruned
@@ -231,7 +245,10 @@ class DualRecipe:
         pruned = min(self.prune, self.more, self.image_prune, self.taylor_prune)
         _require(
             (pruned >= 1, "prune, more, image_prune and taylor_prune are each at least one head"),
-            (self.model or self.dual, "the recipe names no model and no training `dual` that would make one"),
+            (
+                self.model or (self.dual and self.pairs),
+                "the recipe names no model, and no `dual` and `pairs` to train one",
+            ),
         )
 
     @property
@@ -245,7 +262,7 @@ class DualRecipe:
             self,
             seeds=self.seeds[:1],
             input_size=TINY_SIZES["image"] if self.suite == "shared" else self.input_size,
-            counts=DualCounts(24, 6, 6, calibration=8, taylor_batches=1, test=12, detection=6, classes=6),
+            counts=DualCounts(24, 24, 6, 6, calibration=8, taylor_batches=1, test=12, detection=6, classes=6),
             prune=2,
             more=1,
             image_prune=2,

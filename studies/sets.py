@@ -2,8 +2,7 @@
 
 Of the shared folder, a zero-shot study cuts TinyImageNet's validation set in two as the other studies do: half A ranks
 heads, half B fits temperatures. Of CIFAR-10's test set, images 0 to 4,999 are OOD data of circuits and the others are
-reported. CIFAR-100 has only five images of a class there; two of them serve circuits of the image tower alone, three
-are reported, by every method.
+reported. Circuits of the image tower alone read training images of CIFAR-100 as well; its test set is reported.
 
 The paper's zero-shot sets (C.3, Tables 24 to 26) lie in one folder: an OpenOOD 1.5 data folder (`benchmark_imglist/`,
 `images_classic/`, `images_largescale/`), and beside its folders what torchvision makes of the other sets. SUN397 comes
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow.parquet as pq
 import yaml
 from PIL import Image
 from torch.utils.data import ConcatDataset
@@ -41,10 +41,9 @@ NPM_FILES = tuple(f"data_batch_{number}.png" for number in range(1, 6))
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 IMAGENET, CIFAR100 = "imagenet", "cifar100"
-SHARED_CIFAR100 = "images/cifar100"
-RANKING_SHARE = 0.4  # of the shared CIFAR-100: two of the five images of each class
-SEEN = ("tinyimagenet", "cifar10")  # the sets whose classes the dual encoder of the shared folder was trained on
+SEEN = ("tinyimagenet", "cifar10")  # the tasks with whose training images the dual encoder of the shared folder learned
 IMAGENET_CLASSES = 1000
+_KINDS = {"cub200": "bird", "flowers102": "flower", "cars": "car"}  # that names of classes do not say
 _TOLD_APART = {744: "projectile", 837: "dark sunglasses"}  # else "missile" and "sunglasses" again
 
 
@@ -83,7 +82,7 @@ def _suite(name: str, plain: Mapping[str, Any]) -> Suite:
 
 
 def _reference(plain: Mapping[str, Any]) -> SetRef:
-    data = plain["source"].rpartition("/")[2]
+    data = plain["source"].rpartition("/")[2].removesuffix("_full")
     without = overlapping(plain["without"], data) if "without" in plain else ()
     rows = tuple(plain["rows"]) if "rows" in plain else None
     return SetRef(plain.get("name", data), plain["source"], plain.get("split", "test"), rows=rows, without=without)
@@ -105,6 +104,13 @@ class DataFolder:
     def images(self, reference: SetRef) -> ImageDataset:
         """A set of a suite that must hold images."""
         return as_images(self.load(reference))
+
+    def captions(self, source: str, split: str) -> list[list[str]]:
+        """The captions of every image of a set that people described."""
+        found: list[list[str]] = pq.read_table(self.root / "data" / source / f"{split}.parquet", columns=["captions"])[
+            "captions"
+        ].to_pylist()
+        return found
 
     def cifar_folder(self) -> Path:
         """The folder of the CIFAR-10 training images."""
@@ -190,7 +196,8 @@ def _readable(data: str, name: str) -> str:
     words = words.replace("_", " ").strip()
     if data == "pets":
         return f"{words} {'cat' if name in read_yaml('class_names')['cats'] else 'dog'}"
-    return f"{words} texture" if data.startswith("dtd") else words
+    kind = "texture" if data.startswith("dtd") else _KINDS.get(data)
+    return f"{words} {kind}" if kind else words
 
 
 # --- the images of a zero-shot study ----------------------------------------------------------------------------------
@@ -230,7 +237,7 @@ class DualSets(ABC):
 
     @abstractmethod
     def load(self, reference: SetRef) -> ImageDataset:
-        """A set of a suite; of a set that circuits read, the images that they do not."""
+        """A set of a suite."""
 
     @abstractmethod
     def names(self, task: str, images: ImageDataset) -> tuple[str, ...]:
@@ -283,10 +290,7 @@ class SharedSets(DualSets):
         self.source = source
 
     def load(self, reference: SetRef) -> ImageDataset:
-        if reference.source != SHARED_CIFAR100:
-            return self.source.images(reference)
-        images = self._cifar100[1]
-        return without_classes(images, reference.without) if reference.without else images
+        return self.source.images(reference)
 
     def names(self, task: str, images: ImageDataset) -> tuple[str, ...]:
         return label_names(task, images.class_names)
@@ -296,19 +300,12 @@ class SharedSets(DualSets):
         return self.fewer(self._halves[0], "tinyimagenet"), self.source.images(self.main.circuit_ood)
 
     def second(self) -> tuple[ImageDataset, None]:
-        """Two images of each class of CIFAR-100 that TinyImageNet does not have, 124."""
-        return without_classes(self._cifar100[0], _shared_classes()), None
+        """Training images of the classes of CIFAR-100 that TinyImageNet does not have."""
+        return without_classes(self.load(given(suite(CIFAR100), "validation")), _shared_classes()), None
 
     def calibration(self) -> NamedImages:
         """Half B of TinyImageNet's validation set."""
         return self.fewer(self._halves[1], "tinyimagenet", self.counts.calibration)
-
-    @cached_property
-    def _cifar100(self) -> tuple[ImageDataset, ImageDataset]:
-        """What circuits of the image tower may read, and what is reported."""
-        whole = self.source.images(self.suites[CIFAR100].id)
-        ranking, reported = split(whole, RANKING_SHARE, SPLIT_SEED, stratified=True)
-        return ranking, reported
 
     @cached_property
     def _halves(self) -> tuple[ImageDataset, ImageDataset]:

@@ -18,9 +18,9 @@ from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchSte
 from hydra_ensembles.model.metadata import Metadata
 from random_ensembles import noisy
 from studies.classifier import ClassifierData, ClassifierRun
-from studies.dual import DualModels, DualRun
+from studies.dual import DualSeed, DualTask
 from studies.recipe import ClassifierRecipe, DualRecipe, load_recipe
-from studies.sets import DataFolder, SharedSets, overlapping
+from studies.sets import DataFolder, overlapping
 from studies.task import Task, recipe
 from zero_shot_models import WORDS, word_tokenizer
 
@@ -91,13 +91,16 @@ class ManyClasses(SmallFolder):
 
     def load(self, reference: SetRef) -> ImageDataset:
         self.opened.append(f"{reference.source}/{reference.split}")
-        name = reference.source.rpartition("/")[2]
+        name = reference.source.rpartition("/")[2].removesuffix("_full")
         start = {"tinyimagenet": 0, "cifar100": 22}.get(name, 30 + zlib.crc32(name.encode()) % 10)
         names = (*_NAMES[start : start + (8 if name == "pets" else 22)], *OVERLAPPING.get(name, ()))
         labels = np.arange(IMAGES_A_CLASS * len(names)) % len(names)
         pictures = Pictures(labels % 4, zlib.crc32(f"{name} {reference.split} {reference.rows}".encode()))
         data = ImageDataset(pictures, labels, names, reference.name)
         return without_classes(data, reference.without) if reference.without else data
+
+    def captions(self, source: str, split: str) -> list[list[str]]:
+        return [[f"a {one}", f"the photo of {one}"] for one in _NAMES * 3]
 
 
 class SmallData(ClassifierData):
@@ -110,7 +113,7 @@ class SmallData(ClassifierData):
         return noisy(config, metadata=Metadata(labels=self.classes))
 
 
-class SmallDual(DualModels):
+class SmallDual(DualTask):
     """A random CLIP where the pretrained towers would be."""
 
     def untrained(self, seed: int) -> he.DualEncoder:
@@ -144,6 +147,5 @@ def dual_recipe(**changes: Any) -> DualRecipe:
     return replace(recipe, **{"input_size": 32, "taylor_prune": 2, "seeds": (0,), "counts": counts, **changes})
 
 
-def dual_run(output: Path, recipe: DualRecipe | None = None, source: DataFolder | None = None) -> DualRun:
-    recipe, source = recipe or dual_recipe(), source or ManyClasses()
-    return DualRun(recipe, 0, SmallDual(recipe, source, CPU), SharedSets(source, recipe.counts), output)
+def dual_seed(output: Path, recipe: DualRecipe | None = None, source: DataFolder | None = None) -> DualSeed:
+    return DualSeed(SmallDual(recipe or dual_recipe(), source or ManyClasses(), CPU), 0, output)

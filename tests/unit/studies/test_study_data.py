@@ -116,10 +116,10 @@ def test_zero_shot_circuits_see_both_tasks_once_and_nothing_reported() -> None:
     assert np.array_equal(inside.images.labels[:12], part.labels)
     assert inside.images.labels[12:].min() >= len(first.names)
     assert np.array_equal(np.asarray(inside.images[0][0]), np.asarray(part[0][0]))
-    ranking, reported = sets._cifar100
-    assert not set(ranking.rows.tolist()) & set(reported.rows.tolist())
-    near = sets.load(sets.main.near[0])
-    assert set(near.rows.tolist()) <= set(reported.rows.tolist())
+    reported = {(one.source, one.split) for one in (*sets.main.tasks, *sets.main.near, *sets.suites["cifar100"].near)}
+    assert ("images/cifar100_full", "test") in reported
+    assert ("images/cifar100_full", "train-2") not in reported  # what circuits of the image tower read
+    assert sets.main.near[0].without == overlapping("cifar100, tinyimagenet", "cifar100")
     ranks, calibrates = sets._halves
     assert not set(ranks.rows.tolist()) & set(calibrates.rows.tolist())
     assert set(sets.calibration().images.rows.tolist()) <= set(calibrates.rows.tolist())

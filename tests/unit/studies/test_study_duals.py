@@ -1,18 +1,22 @@
 """All stages of the zero-shot study on a small model, its captions and trainings, and dual encoders of a user's own."""
 
-from dataclasses import replace
+import ast
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import small_clip
 import torch
-from finished_studies import Finished
 from PIL import Image
-from small_studies import CPU, ManyClasses, dual_recipe, dual_run
+from small_studies import CPU, ManyClasses, SmallDual, dual_recipe, dual_seed
 
 import hydra_ensembles as he
-from hydra_ensembles import ImagePreprocessing, Recipe
+import studies
+from hydra_ensembles import ImagePreprocessing, Prediction, Recipe
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.model.config import (
     EncoderConfig,
@@ -24,91 +28,138 @@ from hydra_ensembles.model.config import (
 )
 from hydra_ensembles.model.metadata import Metadata
 from pictures import picture
-from studies.dual import (
-    CIFAR_TRAIN,
-    DualModels,
-    TrainImages,
-    caption_templates,
-    joined_classes,
-    train_dual,
-    train_pairs,
-    view_features,
-)
-from studies.engine import open_test_sets, run_stages
-from studies.methods import BOTH, CALIBRATED, DUAL_METHODS, FAMILIES, HYDRA, IMAGE, IMAGE_TUNED, all_units
-from studies.results import HELD_OUT
+from studies import duals
+from studies.captions import Pairs, TrainImages, caption_templates, pair_labels, train_dual, view_features
+from studies.columns import Array, read_columns
+from studies.dual import BOTH, FAMILIES, IMAGE, IMAGE_TUNED, DualRow, DualTask
+from studies.duals import HYDRA, ROWS, SINGLE
+from studies.recipe import DualRecipe, PairSet
 from studies.samples import MEAN, STD, ImageSamples, Prepared, SampleBatches
 from studies.sets import DataFolder
 from studies.weights import dual_of, load_dual, mean_pooled
 from zero_shot_models import word_tokenizer
 
-REPORTED_ONLY = {f"images/{name}/test" for name in ("caltech101", "pets", "mnist", "eurosat", "dtd10", "tinyimagenet")}
+UNSEEN = ["cifar100", "caltech101", "pets", "dtd10", "scene15", "eurosat", "cars", "cub200", "flowers102"]
+REPORTED_ONLY = {f"images/{name}/test" for name in (*UNSEEN[1:], "cifar100_full", "mnist", "tinyimagenet")}
 SIZE = 14
 
 
-def test_every_method_is_evaluated_on_every_set(duals: Finished) -> None:
-    facts = duals.results.facts
-    assert facts["methods"] == {name: list(units) for name, units in DUAL_METHODS.items()}
-    assert list(facts["units"]) == all_units(DUAL_METHODS)
-    tasks = facts["tasks"]
-    assert list(tasks) == [
-        *("cifar100", "caltech101", "pets", "dtd10", "scene15", "eurosat", "cifar10", "tinyimagenet")
-    ]
-    assert [name for name, one in tasks.items() if one["domain"] == "seen"] == ["cifar10", "tinyimagenet"]
-    assert facts["detections"] == ["tinyimagenet", "cifar100"]
-    assert list(tasks["tinyimagenet"]["near"]) == ["cifar100", "caltech101"]
-    assert list(tasks["cifar100"]["near"]) == ["cifar10", "tinyimagenet"]
-    assert set(facts["temperatures"]["0"]) == set(CALIBRATED)
-    arrays = duals.results.arrays
-    assert "0/pets/pets/logits" in arrays  # few classes
-    assert arrays["0/tinyimagenet/tinyimagenet/top_probabilities"].shape == (len(DUAL_METHODS), 25, 10)
-    assert f"0/tinyimagenet/{HELD_OUT}/msp" in arrays
+@dataclass(frozen=True)
+class Finished:
+    """Folder and results of a study of which every stage has run, sets opened before `report` and in all."""
+
+    output: Path
+    facts: Mapping[str, Any]
+    columns: Mapping[str, Array]
+    before: frozenset[str]
+    after: frozenset[str]
 
 
-def test_test_sets_ask_for_what_was_fixed(duals: Finished, tmp_path: Path) -> None:
-    assert not duals.before & REPORTED_ONLY
-    assert duals.after >= REPORTED_ONLY
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    output, source = tmp_path_factory.mktemp("duals"), ManyClasses()
+    task = SmallDual(dual_recipe(), source, CPU)
+    duals.run(task, output, output / "results", ["train", "rank", "fix"], [0], list(ROWS))
+    before = frozenset(source.opened)
+    duals.run(task, output, output / "results", DualRecipe.STAGES, [0], list(ROWS))
+    folder = output / "results" / "zero-shot"
+    facts = json.loads((folder / "study.json").read_text())
+    return Finished(output, facts, read_columns(folder / "seed-0.npz"), before, frozenset(source.opened))
+
+
+def test_every_row_is_asked_about_every_set(finished: Finished) -> None:
+    facts, columns = finished.facts, finished.columns
+    assert list(facts["tasks"]) == [*UNSEEN, "cifar10", "tinyimagenet"]
+    assert [name for name, one in facts["tasks"].items() if one["domain"] == "seen"] == ["cifar10", "tinyimagenet"]
+    outside = {name: one["outside"] for name, one in facts["tasks"].items() if "outside" in one}
+    assert {name: list(one["near"]) for name, one in outside.items()} == {
+        "tinyimagenet": ["cifar100", "caltech101"],
+        "cifar100": ["cifar10", "tinyimagenet"],
+    }
+    places = [(task, task, one["samples"]) for task, one in facts["tasks"].items()]
+    places += [(task, name, n) for task, one in outside.items() for sets in one.values() for name, n in sets.items()]
+    assert list(facts["runs"]["0"]["report"]) == list(facts["trainings"]) == list(ROWS)
+    for row in ROWS:
+        assert all(columns[f"{row}|{task}|{name}|msp"].shape == (count,) for task, name, count in places)
+        assert all(columns[f"{row}|{task}|{task}|calibrated.nll"].dtype == np.float16 for task in facts["tasks"])
+    assert set(facts["costs"]["rows"]) == {name for name, row in ROWS.items() if not row.calibrated}
+
+
+def test_a_temperature_changes_no_label_and_is_the_one_that_was_fixed(finished: Finished) -> None:
+    columns, place = finished.columns, "tinyimagenet|tinyimagenet"
+    for plain, row in ((SINGLE, "Temperature Scaling"), (HYDRA, f"{HYDRA} + Temperature Scaling")):
+        assert np.array_equal(columns[f"{row}|{place}|correct"], columns[f"{plain}|{place}|correct"])
+        assert np.array_equal(columns[f"{row}|{place}|nll"], columns[f"{plain}|{place}|calibrated.nll"])
+        fixed = finished.facts["runs"]["0"]["temperatures"]
+        assert fixed[row] == fixed[plain] != 1.0
+
+
+def test_test_sets_are_opened_after_all_is_fixed(finished: Finished, tmp_path: Path) -> None:
+    assert not finished.before & REPORTED_ONLY
+    assert finished.after >= REPORTED_ONLY
     source = ManyClasses()
-    with pytest.raises(DataError, match="tune"):
-        run_stages([dual_run(tmp_path, source=source)], ["evaluate"])
-    fixed = dual_run(duals.output).record()
-    with pytest.raises(DataError, match="before any test set is opened"):
-        open_test_sets(dual_run(tmp_path, source=source), replace(fixed, recipe="another"))
+    with pytest.raises(DataError, match="fix"):
+        duals.report(dual_seed(tmp_path, source=source), HYDRA)
     assert not source.opened
+    readers = {
+        f"{path.stem}.{function.name}"
+        for path in (Path(studies.__file__).parent / f"{name}.py" for name in ("dual", "duals", "captions"))
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and node.attr in ("near", "far", "test_sets")
+    }
+    assert readers == {"dual.test_sets", "duals.report", "duals.collect"}
 
 
-def test_members_lose_heads_of_the_right_towers(duals: Finished) -> None:
-    run = dual_run(duals.output)
-    for family in FAMILIES.values():
-        heads = run.heads(family)
+def test_a_folder_of_another_recipe_is_refused(finished: Finished) -> None:
+    with pytest.raises(DataError, match="another recipe"):
+        dual_seed(finished.output, recipe=dual_recipe(views=2))
+
+
+def test_members_lose_heads_of_the_right_towers(finished: Finished) -> None:
+    seed = dual_seed(finished.output)
+    for family in FAMILIES:
+        heads = seed.heads(family)
         assert len(heads) == len({frozenset(one) for one in heads}) == family.members
-    assert {head.tower for one in run.heads(IMAGE) for head in one} == {"image"}
-    assert all(len(one) == run.recipe.prune for one in run.heads(BOTH))
-    locked, tuned = run.member(IMAGE, 1), run.member(IMAGE_TUNED, 1)
+    assert {head.tower for one in seed.heads(IMAGE) for head in one} == {"image"}
+    assert all(len(one) == seed.recipe.prune for one in seed.heads(BOTH))
+    assert finished.facts["runs"]["0"]["heads"]["both"] == [[str(head) for head in one] for one in seed.heads(BOTH)]
+    locked, tuned = seed.member(IMAGE, 1), seed.member(IMAGE_TUNED, 1)
     for name, tensor in locked.image.state_dict().items():
         assert torch.equal(tensor, tuned.image.state_dict()[name])
     texts = tuned.text.state_dict()
     assert any(not torch.equal(tensor, texts[name]) for name, tensor in locked.text.state_dict().items())
 
 
-def test_members_in_turn_are_the_fused_ensemble(duals: Finished) -> None:
-    """What is stored member by member is what the one ensemble answers whose cost is measured."""
-    run = dual_run(duals.output)
-    fused = run.whole_model(HYDRA, BOTH.units)
-    assert fused.num_members == 3
-    assert fused.config.sharing.mlp
-    expected = torch.cat([fused(batch) for batch, _ in SampleBatches(run.held_out[0].samples, 4)], dim=1)
-    found = run.half_b(*BOTH.units)[f"tinyimagenet/{HELD_OUT}"]
-    torch.testing.assert_close(found, expected.detach(), atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize("name", [SINGLE, HYDRA, "Hydra (Circ), image tower only, text fine-tuned"])
+def test_members_in_turn_are_the_one_model_whose_cost_is_measured(finished: Finished, name: str) -> None:
+    seed, row = dual_seed(finished.output), ROWS[name]
+    held = seed.task.held_out
+    seed.logits(IMAGE, 0, held)  # whose image tower others share
+    whole = row.whole(seed, held.classes)
+    if row.family is not None and row.family.members == 3:
+        assert whole.num_members == 3
+        assert whole.config.sharing.mlp
+    expected = torch.cat([whole(batch) for batch, _ in SampleBatches(held.samples, 4)], dim=1)
+    torch.testing.assert_close(row.asked(seed, held).member_logits, expected.detach(), atol=1e-4, rtol=1e-4)
 
 
-def test_a_second_run_makes_nothing_again(duals: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_may_be_whatever_answers_for_class_names(finished: Finished) -> None:
+    seed = dual_seed(finished.output)
+    row = DualRow(model=lambda one, names: he.zero_shot(one.dual, names))
+    expected = ROWS[SINGLE].asked(seed, seed.task.held_out)
+    found = row.asked(seed, seed.task.held_out)
+    assert isinstance(found, Prediction)
+    torch.testing.assert_close(found.member_logits, expected.member_logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_second_run_makes_nothing_again(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
     source = ManyClasses()
-    run_stages([dual_run(duals.output, source=source)])
+    task, stages = SmallDual(dual_recipe(), source, CPU), ["train", "rank", "report"]
+    duals.run(task, finished.output, finished.output / "results", stages, [0], list(ROWS))
     assert capsys.readouterr().out == ""
     assert source.opened == []
-    saved = he.DualEncoder.from_pretrained(duals.output / "zero-shot" / "seed-0" / "dual")  # for others to use
-    assert torch.equal(saved.logit_scale, dual_run(duals.output).dual.logit_scale)
 
 
 # --- captions and training ---------------------------------------------------------------------------------
@@ -139,41 +190,80 @@ def small_dual(seed: int = 0) -> he.DualEncoder:
     return dual_of(image, mean_pooled(text), seed)
 
 
-def images(names: tuple[str, ...], count: int = 24, side: int = 8, seed: int = 0) -> TrainImages:
+def images(names: tuple[str, ...], count: int = 24, side: int = 8, seed: int = 0, share: float = 1.0) -> TrainImages:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % len(names)
     pixels = torch.randint(0, 90, (count, 3, side, side), generator=generator)
     pixels[torch.arange(count), labels % 3] += 120
-    return TrainImages(ImageSamples(pixels.to(torch.uint8), labels, SIZE), names)
+    return TrainImages(ImageSamples(pixels.to(torch.uint8), labels, SIZE), names, share=share)
 
 
-def test_pairs_are_training_images_with_fresh_captions() -> None:
-    assert (CIFAR_TRAIN.split, CIFAR_TRAIN.rows) == ("train", (0, 10_000))  # the last 5,000 of 50,000 validate
-    names, labels = joined_classes([images(("cat", "dog", "bus"), 6), images(("boat", "dog"), 4)])
-    assert names == ("cat", "dog", "bus", "boat")  # the same name is the same class
-    assert labels.tolist() == [0, 1, 2, 0, 1, 2, 3, 1, 3, 1]
-    pairs = train_pairs(small_dual(), [images(("cat", "dog", "bus"))], batch_size=8)
+def pairs_of(dual: he.DualEncoder, data: list[TrainImages], batch_size: int, views: int = 2) -> Pairs:
+    return Pairs(data, [view_features(dual, one.samples, views) for one in data], batch_size)
+
+
+def described(count: int) -> TrainImages:
+    plain = images(("one",), count, seed=3)
+    return TrainImages(plain.samples, captions=[[f"number {row}", f"the {row}"] for row in range(count)], share=2.0)
+
+
+def test_the_same_name_is_the_same_class_and_an_image_with_captions_its_own() -> None:
+    sets = [images(("cat", "dog", "bus"), 6), described(2), images(("boat", "dog"), 4), described(3)]
+    assert [one.tolist() for one in pair_labels(sets)] == [[0, 1, 2, 0, 1, 2], [4, 5], [3, 1, 3, 1], [6, 7, 8]]
+
+
+def test_pairs_are_training_images_with_fresh_texts() -> None:
+    data = [images(("cat", "dog", "bus")), described(20)]
+    pairs = pairs_of(small_dual(), data, batch_size=12)
     torch.manual_seed(0)
     first, second = list(pairs), list(pairs)
-    assert len(first) == len(pairs) == 3
-    assert torch.cat([batch[2] for batch in first]).bincount().tolist() == [8, 8, 8]
-    for _, texts, classes in first:
-        assert all(("cat", "dog", "bus")[label] in text for text, label in zip(texts, classes.tolist(), strict=True))
+    assert len(first) == len(pairs) == 44 // 12
+    for features, texts, labels in first:
+        assert [len(features), len(texts), len(labels)] == [12] * 3
+        assert int((labels < 3).sum()) == 4  # the shares are one and two
+        assert len(set(labels[4:].tolist())) == 8
+        for text, label in zip(texts, labels.tolist(), strict=True):
+            known = ("cat", "dog", "bus")[label] if label < 3 else str(label - 3)
+            assert known in text
     assert [batch[1] for batch in first] != [batch[1] for batch in second]
     torch.manual_seed(3)
-    drawn = pairs.captions(torch.zeros(1000, dtype=torch.long))
+    drawn = data[0].texts(torch.zeros(1000, dtype=torch.long))
     assert len(set(drawn)) == len(caption_templates()) >= 40
     assert "A photo of a cat." in drawn
 
 
-def test_views_are_the_image_and_its_mirrored_middle() -> None:
+def test_features_belong_to_their_images() -> None:
+    dual, data = small_dual(), [images(("cat", "dog", "bus"), 6)]
+    pairs = pairs_of(dual, data, batch_size=4)
+    for features, _, labels in pairs:
+        for one, label in zip(features, labels.tolist(), strict=True):
+            gaps = (pairs.features[0] - one).abs().amax(-1)  # [views, N]
+            assert int(data[0].samples.labels[int(gaps.amin(0).argmin())]) == label
+
+
+def test_the_training_sets_are_read_with_their_texts() -> None:
+    task = SmallDual(dual_recipe(), ManyClasses(), CPU)
+    assert [bool(one.captions) for one in task.images] == [one.captions for one in task.recipe.pairs]
+    assert [one.share for one in task.images] == [one.share for one in task.recipe.pairs]
+    first = task.images[0]
+    assert len(first.captions) == len(first.samples) == 24 // len(task.recipe.pairs)
+    reported = {(one.source, one.split) for one in task.sets.main.tasks}
+    assert not reported & {(one.source, one.split) for one in task.recipe.pairs}
+    with pytest.raises(ConfigError, match="pairs"):
+        dual_recipe(pairs=())
+    assert PairSet("images/x", 0.5).split == "train"
+
+
+def test_views_are_the_image_its_mirrored_middle_and_each_of_both() -> None:
     dual, samples = small_dual(), images(("cat", "dog"), 6, side=20).samples  # whose middle, 17, cannot be centred
-    features = view_features(dual, samples, 2)
-    assert features.shape == (2, 6, 24)
+    features = view_features(dual, samples, 4)
+    assert features.shape == (4, 6, 24)
     plain = torch.cat([dual.image(inputs)[0] for inputs, _ in SampleBatches(samples, 4)])
     torch.testing.assert_close(features[0], plain, rtol=1e-4, atol=1e-5)
-    middle = ImageSamples(samples.pixels[..., 1:18, 1:18].flip(-1), samples.labels, SIZE)
-    torch.testing.assert_close(features[1], view_features(dual, middle, 1)[0])
+    middle = samples.pixels[..., 1:18, 1:18]
+    for view, pixels in ((1, middle.flip(-1)), (2, samples.pixels.flip(-1)), (3, middle)):
+        alone = view_features(dual, ImageSamples(pixels, samples.labels, SIZE), 1)[0]
+        torch.testing.assert_close(features[view], alone)
 
 
 def test_the_towers_before_training() -> None:
@@ -192,8 +282,9 @@ def test_a_trained_dual_goes_all_the_way(tmp_path: Path) -> None:
     """Trained, asked, pruned, tuned again, fused, saved and loaded."""
     names = ("cat", "dog", "bus", "boat")
     recipe = Recipe(learning_rate=0.01, epochs=6, warmup=2, batch_size=12, weight_decay=0.1, precision="bf16")
-    start, data = small_dual(), [images(names, 48), images(("dog", "tree"), 12, side=6, seed=4)]
-    dual = train_dual(start, recipe, data, train_image_projection=True, projection_rate=2.0, output=tmp_path / "run")
+    start, data = small_dual(), [images(names, 48, share=3.0), images(("dog", "tree"), 12, side=6, seed=4)]
+    rates = {"train_image_projection": True, "projection_rate": 2.0}
+    dual = train_dual(start, recipe, pairs_of(start, data, 12), **rates)
     image = start.image.state_dict()
     assert all(torch.equal(tensor, image[name]) for name, tensor in dual.image.state_dict().items())
     assert not torch.equal(dual.projections.image.weight, start.projections.image.weight)
@@ -201,10 +292,8 @@ def test_a_trained_dual_goes_all_the_way(tmp_path: Path) -> None:
     right = torch.cat([zero(inputs)[0].argmax(1) for inputs, _ in batches]) == data[0].samples.labels
     assert right.double().mean() > 0.4  # chance is a quarter
     tune = Recipe(learning_rate=1e-3, steps=2, batch_size=12, train_groups=("attention", "mlp", "norms", "readout"))
-    members = [
-        train_dual(he.prune(dual, heads), tune, data)
-        for heads in ([(0, 1, "image")], [(0, 0, "image"), (1, 2, "text")])
-    ]
+    pruned = [he.prune(dual, heads) for heads in ([(0, 1, "image")], [(0, 0, "image"), (1, 2, "text")])]
+    members = [train_dual(one, tune, pairs_of(one, data, 12, views=1)) for one in pruned]
     assert torch.equal(members[0].projections.image.weight, dual.projections.image.weight)
     fused = he.fuse(members)
     fused.save_pretrained(tmp_path / "dual")
@@ -228,19 +317,19 @@ def answer(dual: he.DualEncoder, names: list[str], pictures: list[Image.Image]) 
 def test_a_model_of_open_clip_answers_as_there(tmp_path: Path) -> None:
     source, model = small_clip.small_open_clip(tmp_path)
     recipe = dual_recipe(model=source, suite="paper")
-    models = DualModels(recipe, DataFolder(tmp_path), CPU)
-    dual = models.trained(0, None)
-    assert models.trained(1, None) is dual  # seeds change nothing in it
+    models = DualTask(recipe, DataFolder(tmp_path), CPU)
+    dual = models.trained(0)
+    assert models.trained(1) is dual  # seeds change nothing in it
     assert source in models.about()["description"]
     with pytest.raises(ConfigError, match="cannot be trained"):
-        models.tuned(dual, 0, None)
+        models.tuned(dual, 0)
     pictures = [picture(number).resize((40, 36)) for number in range(2)]
     transform = small_clip.open_clip.image_transform(small_clip.IMAGE_SIZE, is_train=False)
     pixels = torch.stack([transform(picture) for picture in pictures])
     tokens = small_clip.open_clip.tokenize(["A photo of a cat.", "A photo of a dog."], context_length=16)
     expected = model.get_logits(pixels, tokens)[0]
     assert torch.allclose(answer(dual, ["cat", "dog"], pictures)[0], expected, atol=1e-4)
-    samples = Prepared(ManyClasses().images(CIFAR_TRAIN).select(range(3)), dual.image.prepare)
+    samples = Prepared(ManyClasses().images(models.sets.main.id).select(range(3)), dual.image.prepare)
     assert [tuple(inputs.shape) for inputs, _ in SampleBatches(samples, 2)] == [(2, 3, 32, 32), (1, 3, 32, 32)]
 
 

@@ -13,14 +13,22 @@ from small_studies import CPU
 
 from hydra_ensembles.errors import DataError
 from pictures import picture
-from studies.__main__ import seed_runs
-from studies.recipe import DualCounts, load_recipe
+from studies.dual import DualTask
+from studies.recipe import DualCounts, DualRecipe, load_recipe
 from studies.samples import SampleBatches
 from studies.sets import DataFolder, NamedImages, PaperSets
 
 NINE = ["imagenet", "cifar100", "cifar10", "food101", "sun397", "pets", "dtd", "eurosat", "caltech101"]
 COUNTS = DualCounts(
-    None, circuits=10, image_circuits=10, calibration=10, taylor_batches=1, test=None, detection=None, classes=None
+    None,
+    None,
+    circuits=10,
+    image_circuits=10,
+    calibration=10,
+    taylor_batches=1,
+    test=None,
+    detection=None,
+    classes=None,
 )
 
 
@@ -100,8 +108,8 @@ def test_names_by_position_need_every_folder_of_imagenet(tmp_path: Path) -> None
 def test_a_study_on_the_papers_sets_opens_them_all(root: Path, tmp_path: Path) -> None:
     source, _ = small_clip.small_open_clip(tmp_path / "clip")
     recipe = load_recipe("zero-shot", tiny=True, suite="paper", model=source)
-    (run,) = seed_runs(recipe, DataFolder(root), tmp_path / "runs", CPU)
-    found = run.test_sets()
+    assert isinstance(recipe, DualRecipe)
+    found = DualTask(recipe, DataFolder(root), CPU).test_sets
     assert [one.name for one in found if one.group == "id"] == NINE
     assert {(one.task, one.name) for one in found if one.group in ("near", "far")} == {
         *(("imagenet", name) for name in ("ssb_hard", "ninco", "inaturalist", "textures")),

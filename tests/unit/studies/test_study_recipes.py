@@ -10,8 +10,9 @@ from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.heads.ranking import Head, HeadRanking
 from hydra_ensembles.schema import from_plain
 from studies.classifier import candidates, decide
-from studies.engine import distinct
-from studies.methods import DUAL_METHODS, HYDRA, HYDRA_TRUNK, MC_DROPOUT, dual_methods, fixed_methods, rate_name
+from studies.dual import distinct
+from studies.duals import ROWS, rows_of
+from studies.methods import HYDRA, HYDRA_TRUNK, MC_DROPOUT, fixed_methods, rate_name
 from studies.recipe import CLASSIFIERS, ClassifierRecipe, DualRecipe, MemberSet, load_recipe
 
 RECIPE = classifier_recipe()
@@ -36,7 +37,7 @@ def test_a_given_model_has_no_rows_of_trained_text_sides() -> None:
     own = load_recipe("zero-shot", suite="paper", model="folder", tiny=True)
     assert isinstance(own, DualRecipe)
     assert (own.model, own.counts.classes, own.trains_text) == ("folder", 6, False)
-    tuned = [name for name in DUAL_METHODS if name not in dual_methods(own.trains_text)]
+    tuned = [name for name in ROWS if name not in rows_of(own)]
     assert tuned
     assert all("text fine-tuned" in name for name in tuned)
 

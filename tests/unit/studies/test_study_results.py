@@ -17,7 +17,7 @@ from hydra_ensembles import Prediction
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.metrics import bootstrap_ood
 from studies.__main__ import app
-from studies.methods import DEEP, DUAL_METHODS, HYDRA, HYDRA_PAPER, HYDRA_TRUNK, SINGLE, TEMPERATURE
+from studies.methods import DEEP, HYDRA, HYDRA_PAPER, HYDRA_TRUNK, SINGLE, TEMPERATURE
 from studies.numbers import (
     LEVEL,
     UNSEEN,
@@ -147,6 +147,15 @@ def test_claims_and_contrasts_of_classifiers(classifiers: Finished) -> None:
             assert low <= high
 
 
+DUAL_METHODS = {
+    SINGLE: ["single/0"],
+    TEMPERATURE: ["single/0"],
+    "Taylor": ["taylor/0"],
+    "CircAvg": ["both/0"],
+    HYDRA: ["both/0", "both/1", "both/2"],
+}
+
+
 def made_up(strength: dict[str, float], hopeless: tuple[str, ...] = ()) -> Results:
     """Logits of twelve classes that point to the label, by so much for each unit; on `hopeless` tasks nowhere."""
     units = list(dict.fromkeys(unit for found in DUAL_METHODS.values() for unit in found))
@@ -250,7 +259,7 @@ def test_zero_shot_rows_of_the_paper_give_their_own_mean() -> None:
 # --- tables, command, documents ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [pytest.param("classifiers", marks=pytest.mark.slow), "duals"])
+@pytest.mark.parametrize("kind", [pytest.param("classifiers", marks=pytest.mark.slow)])
 def test_the_command_makes_the_same_tables_again(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,12 +311,14 @@ def test_numbers_that_do_not_belong_to_the_columns_are_refused(classifiers: Fini
         (["run", CLASSIFIERS[0], "--stages", "dream"], "dream"),
         (["run", CLASSIFIERS[0], "--seeds", "0;1"], "0;1"),
         (["run", CLASSIFIERS[0], "--seeds", "9"], "9"),
-        (["run", "text-sst2", "--model", "x"], "zero-shot"),
-        (["run", "zero-shot", "--suite", "none"], "none"),
+        (["run", "zero-shot"], "zero-shot"),
+        (["zero-shot", "--suite", "none"], "none"),
+        (["zero-shot", "--rows", "best"], "best"),
+        (["zero-shot", "--stages", "dream"], "dream"),
         (["paper", "text-sst2", "--results", "nowhere"], "nowhere"),
     ],
 )
 def test_what_the_command_cannot_do_is_named(arguments: list[str], token: str, tmp_path: Path) -> None:
-    if arguments[0] == "run":
+    if arguments[0] in ("run", "zero-shot"):
         arguments = [*arguments, "--output", str(tmp_path)]
     assert token in str(CliRunner().invoke(app, arguments).exception)

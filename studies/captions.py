@@ -1,0 +1,147 @@
+"""Pairs of images and texts that a dual encoder learns from: captions that people wrote, and sentences of class names.
+
+The image tower is locked, so its features are computed once; texts are drawn anew for every batch. Of every set a fixed
+share of each batch is taken: many names with few images teach more than few names with many.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydra_ensembles import DualEncoder, Recipe, tune_text
+from hydra_ensembles.data.suites import SetRef
+from hydra_ensembles.model.clip import LABEL
+from hydra_ensembles.training.text import image_features
+
+from .recipe import PairSet
+from .samples import ImageSamples, normalised, resized
+from .sets import DataFolder, at_most, label_names, read_yaml
+
+FEATURE_BATCH = 512
+MIDDLE = 0.85  # of the side: a view of the middle
+VIEWS = ((False, False), (True, True), (False, True), (True, False))  # of an image: its middle, mirrored
+
+
+@dataclass(frozen=True, eq=False)
+class TrainImages:
+    """Images of one set with the names of their classes, in the order of the labels, or with captions of each."""
+
+    samples: ImageSamples
+    names: tuple[str, ...] = ()
+    captions: Sequence[Sequence[str]] = ()
+    share: float = 1.0  # of a batch, over that of all sets
+
+    def texts(self, rows: Tensor) -> list[str]:
+        """A text for every row: any caption, or any sentence with any name of the class; by torch's CPU generator."""
+        choices = torch.rand(2, len(rows)).tolist()
+        if self.captions:
+            return [_any(self.captions[row], choice) for row, choice in zip(rows.tolist(), choices[0], strict=True)]
+        sentences, further = caption_templates(), read_yaml("captions")["other_names"]
+        found = []
+        for label, first, second in zip(self.samples.labels[rows].tolist(), *choices, strict=True):
+            name = self.names[label]
+            found.append(_any(sentences, first).replace(LABEL, _any((name, *further.get(name, ())), second)))
+        return found
+
+
+def _any(options: Sequence[str], choice: float) -> str:
+    return options[int(choice * len(options))]
+
+
+def caption_templates() -> tuple[str, ...]:
+    """Sentences for training; the first one is what the study asks by."""
+    return tuple(read_yaml("captions")["templates"])
+
+
+def read_train_images(
+    source: DataFolder, sets: Sequence[PairSet], input_size: int, device: torch.device, limit: int | None = None
+) -> tuple[TrainImages, ...]:
+    """The images of some sets; with `limit`, so many of all together."""
+    found = []
+    for one in sets:
+        name = one.source.rpartition("/")[2]
+        reference = SetRef(
+            name, one.source, one.split, rows=one.rows, labels="optional" if one.captions else "required"
+        )
+        images = at_most(source.images(reference), None if limit is None else max(2, limit // len(sets)))
+        samples = ImageSamples.read(images, input_size, device)
+        if one.captions:
+            captions = source.captions(one.source, one.split)
+            texts: dict[str, Any] = {"captions": [captions[row] for row in images.rows]}
+        else:
+            texts = {"names": label_names(one.names or name, images.class_names)}
+        found.append(TrainImages(samples, share=one.share, **texts))
+    return tuple(found)
+
+
+def pair_labels(images: Sequence[TrainImages]) -> list[Tensor]:
+    """Labels of every set among those of all: the same name is the same class, an image with captions is its own."""
+    names = list(dict.fromkeys(name for one in images for name in one.names))
+    numbers = {name: number for number, name in enumerate(names)}
+    starts = accumulate((len(one.captions) for one in images), initial=len(names))
+    return [
+        torch.arange(len(one.samples)) + start
+        if one.captions
+        else torch.tensor([numbers[name] for name in one.names])[one.samples.labels]
+        for one, start in zip(images, starts, strict=False)
+    ]
+
+
+class Pairs:
+    """Batches of image features with fresh texts, drawn from torch's CPU generator.
+
+    Takes features `[views, N, d]` of every set. A batch has its share of every set, no image twice; where a set has
+    fewer images, the batch is smaller.
+    """
+
+    def __init__(self, images: Sequence[TrainImages], features: Sequence[Tensor], batch_size: int) -> None:
+        self.images, self.features, self.labels = images, features, pair_labels(images)
+        self.batch_size, total = batch_size, sum(one.share for one in images)
+        self.counts = [max(1, round(batch_size * one.share / total)) for one in images]
+
+    def __len__(self) -> int:
+        return max(sum(len(one.samples) for one in self.images) // self.batch_size, 1)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, list[str], Tensor]]:
+        """Features `[B, d]` of one view of each image, texts, and labels `[B]`."""
+        for _ in range(len(self)):
+            parts = [self._drawn(place) for place in range(len(self.images))]
+            features, texts, labels = zip(*parts, strict=True)
+            yield torch.cat(features), [text for some in texts for text in some], torch.cat(labels)
+
+    def _drawn(self, place: int) -> tuple[Tensor, list[str], Tensor]:
+        images, features = self.images[place], self.features[place]
+        rows = torch.randperm(len(images.samples))[: self.counts[place]]
+        views = torch.randint(len(features), rows.shape)
+        device = features.device
+        return features[views.to(device), rows.to(device)], images.texts(rows), self.labels[place][rows]
+
+
+def view_features(dual: DualEncoder, samples: ImageSamples, views: int) -> Tensor:
+    """Features `[views, N, d]` of images: as they are, their mirrored middle, mirrored, their middle."""
+
+    def inputs(middle: bool, mirrored: bool) -> Iterator[Tensor]:
+        for pixels in samples.pixels.split(FEATURE_BATCH):
+            images = _middle(pixels) if middle else pixels
+            yield normalised(resized((images.flip(-1) if mirrored else images).float() / 255, samples.size))
+
+    return torch.stack([image_features(dual, inputs(*view)) for view in VIEWS[:views]])
+
+
+def _middle(images: Tensor) -> Tensor:
+    """The middle of images `[B, 3, h, w]`."""
+    height, width = images.shape[-2:]
+    tall, wide = round(height * MIDDLE), round(width * MIDDLE)
+    top, left = (height - tall) // 2, (width - wide) // 2
+    return images[..., top : top + tall, left : left + wide]
+
+
+def train_dual(dual: DualEncoder, recipe: Recipe, pairs: Pairs, **options: Any) -> DualEncoder:
+    """Tune the text side of a dual encoder on pairs; options are those of `tune_text`, whose image tower is locked."""
+    if dual.device.type != "cuda":
+        recipe = replace(recipe, precision="float32")
+    return tune_text(dual, pairs, recipe, progress=False, **options)
