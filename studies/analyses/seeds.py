@@ -7,7 +7,7 @@ from typing import Any
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json
 
-from ..evidence import read_columns
+from ..columns import read_columns
 from ..measures import plain_numbers
 from ..paper import paper_rows
 from ..rows import DEEP, HYDRA, HYDRA_CIRC, SINGLE
