@@ -14,7 +14,8 @@ import yaml
 import hydra_ensembles as he
 from hydra_ensembles import Recipe
 
-from ..evidence import Array, Judged, stored
+from ..columns import Array
+from ..evidence import Judged, stored
 from ..measures import plain_numbers
 from ..paper import FOLDER, SHARES
 from ..samples import SampleBatches, Samples
