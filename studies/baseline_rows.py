@@ -16,7 +16,8 @@ from .seed import Seed, Setting, slug
 from .task import Task
 
 LORA, BATCH_ENSEMBLE, MIMO, PACKED = "LoRA-Ensemble", "BatchEnsemble", "MIMO", "Packed-Ensembles"
-OBA, LAPLACE, SNAPSHOT, CLASSIFIERS = "OBA", "Laplace (last layer)", "Snapshot", "Deep Ensembles (classifiers)"
+OBA, LAPLACE, SNAPSHOT, SWAG = "OBA", "Laplace (last layer)", "Snapshot", "SWAG"
+CLASSIFIERS = "Deep Ensembles (classifiers)"
 LAPLACE_MEMBERS = 20  # classifiers that are drawn, at the price of one model
 OBA_STEPS, OBA_BATCHES = 8, 16  # the public code has 49 and 200: 77 times as much
 
@@ -155,6 +156,18 @@ def snapshots(seed: Seed, setting: Setting) -> he.Ensemble:
     )
 
 
+def around_the_end(seed: Seed, setting: Setting) -> he.Ensemble:
+    """Single trains on at a constant rate, as long as it has; members are drawn around the points it visits."""
+    task, settings = seed.task, baselines.SWAG(seed.members)
+    steps = max(1, task.plain["training"]["epochs"] * len(task.lessons(task.training())) // settings.points)
+    constant = {"epochs": None, "steps": steps, "schedule": "constant", "warmup": 0}
+    training = sped_up(task, rate_of(setting), seed=seed.derived("swag"), **constant)
+    return seed.kept(
+        named(SWAG, setting),
+        lambda: baselines.swag(seed.base, task.lessons(training), training, settings, progress=False),
+    )
+
+
 def classifiers(seed: Seed, setting: Setting) -> he.Ensemble:
     """Classifiers trained apart on Single, which is frozen: the paper's D for texts."""
     task = seed.task
@@ -176,6 +189,7 @@ BASELINES: Mapping[str, Row] = {
     OBA: Row(apoptosis, 3, like="CircAvg", kinds=("image",)),
     LAPLACE: Row(last_layer, 1, laplace_settings, kinds=EVERY),
     SNAPSHOT: Row(snapshots, 1, rates(1, 3, 10), kinds=EVERY),
+    SWAG: Row(around_the_end, 2, rates(0.3, 1, 3), kinds=EVERY),
     CLASSIFIERS: Row(classifiers, 2, rates(1, 10, 100), kinds=EVERY),
 }
 """In the order of the tables."""

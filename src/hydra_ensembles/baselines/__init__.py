@@ -10,6 +10,7 @@ from .mimo import MIMO, mimo
 from .neg_label import NegLabel, neg_label
 from .oba import OBA, oba
 from .packed import Packed, packed_ensemble
+from .swag import SWAG, swag
 from .vilu import ViLU, vilu
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "NegLabel",
     "OBA",
     "Packed",
+    "SWAG",
     "ViLU",
     "batch_ensemble",
     "bayes_vlm",
@@ -33,5 +35,6 @@ __all__ = [
     "oba",
     "packed_ensemble",
     "published_bayes_vlm",
+    "swag",
     "vilu",
 ]

@@ -7,11 +7,10 @@ import torch
 
 from ..arguments import checked, require_whole
 from ..batches import Batches
-from ..model.config import GROUPS, Sharing
 from ..model.ensemble import Ensemble
 from ..training.finetune import finetune
 from ..training.recipe import Recipe
-from .start import joined, require_single
+from .start import joined, require_single, trained_apart
 
 
 @checked
@@ -67,6 +66,4 @@ def deep_ensemble(
                 checkpoint_every=checkpoint_every,
             )
         )
-    above = recipe.last_blocks is not None  # then the stem does not train either
-    shared = {group: group not in recipe.train_groups or (above and group == "stem") for group in GROUPS}
-    return joined(found, Sharing(**shared), 0 if recipe.last_blocks is None else model.num_layers - recipe.last_blocks)
+    return joined(found, *trained_apart(model, recipe))

@@ -9,10 +9,11 @@ from torch import Tensor
 from .._utils import torch_seeded
 from ..errors import ConfigError
 from ..model.clip import require_ensemble
-from ..model.config import EnsembleConfig, Sharing
+from ..model.config import GROUPS, EnsembleConfig, Sharing
 from ..model.ensemble import Ensemble, singles
 from ..model.members import join_states
 from ..model.metadata import Metadata
+from ..training.recipe import Recipe
 
 
 def require_single(model: object, caller: str) -> None:
@@ -31,6 +32,13 @@ def joined(members: Sequence[Ensemble], sharing: Sharing, trunk: int = 0) -> Ens
     states, heads, metadata = singles(members)
     config = replace(members[0].config, heads=heads, sharing=sharing, trunk=trunk)
     return Ensemble.from_state(config, join_states(config, states), metadata)
+
+
+def trained_apart(model: Ensemble, recipe: Recipe) -> tuple[Sharing, int]:
+    """What members of which each was trained by a recipe have in common, and how many layers before all else."""
+    above = recipe.last_blocks is not None  # then the stem does not train either
+    shared = {group: group not in recipe.train_groups or (above and group == "stem") for group in GROUPS}
+    return Sharing(**shared), 0 if recipe.last_blocks is None else model.num_layers - recipe.last_blocks
 
 
 def fresh(config: EnsembleConfig, seed: int, metadata: Metadata) -> Ensemble:

@@ -17,6 +17,7 @@ METHODS = {
     "lora": (baselines.lora_ensemble, baselines.LoRA(members=2, rank=2, training="together")),
     "batch": (baselines.batch_ensemble, baselines.BatchEnsemble(members=2)),
     "deep": (baselines.deep_ensemble, 2),
+    "swag": (baselines.swag, baselines.SWAG(2, points=2, rank=2)),
     "mimo": (baselines.mimo, baselines.MIMO(members=2, batch_repeat=1)),
     "oba": (baselines.oba, baselines.OBA(keep=0.9, steps=1, batches=1)),
 }

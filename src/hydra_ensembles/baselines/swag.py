@@ -1,0 +1,135 @@
+"""SWAG: members drawn from the normal distribution of the weights that a training visits when it is nearly done."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .._utils import derive_seed
+from ..arguments import checked, require_number, require_whole
+from ..batches import Batches
+from ..errors import ConfigError
+from ..model.ensemble import Ensemble
+from ..schema import require_types
+from ..training.finetune import finetune
+from ..training.recipe import Recipe
+from .start import joined, require_single, trained_apart
+
+
+@dataclass(frozen=True)
+class SWAG:
+    """How many points are visited, and what is drawn around their mean.
+
+    Attributes:
+        members: Models to draw.
+        points: Points of the training that are collected; the recipe leads from one to the next.
+        rank: How many of the last points give the directions in which weights move together.
+        scale: Of the covariance; 1 as published: half of the diagonal and half of the low-rank part.
+    """
+
+    members: int = 3
+    points: int = 10
+    rank: int = 10
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_types(self)
+        require_whole("SWAG.members", self.members, 1)
+        require_whole("SWAG.points", self.points, 2)
+        require_whole("SWAG.rank", self.rank, 2)
+        require_number("SWAG.scale", self.scale, 0.0, math.inf)
+        if self.rank > self.points:
+            raise ConfigError(f"SWAG.rank is {self.rank}, but {self.points} points are collected; lower it")
+
+
+@checked
+@torch.inference_mode(False)
+@torch.enable_grad()
+def swag(
+    model: Ensemble,
+    train: Batches,
+    recipe: Recipe,
+    settings: SWAG = SWAG(),  # noqa: B008 (frozen)
+    *,
+    output: str | Path | None = None,
+    progress: bool = True,
+    device: torch.device | str | None = None,
+    checkpoint_every: int = 500,
+) -> Ensemble:
+    """Members around the mean of the points that a trained model visits when it trains on at a constant rate.
+
+    Each stretch between two points is a fine-tuning of its own, whose optimizer starts anew. What the recipe does not
+    train is the same in all members and stored once, as in `deep_ensemble`.
+
+    Args:
+        model: A classifier with one member, trained; it is not changed.
+        train: Batches with labels that can be read again and again.
+        recipe: How to train from one point to the next; `schedule="constant"`, tens of steps or a part of an epoch.
+        settings: How many points and members.
+        output: Folder for checkpoints; a run that was killed goes on from there.
+        progress: Whether to show a progress bar.
+        device: Where to train; None stays on the model's device.
+        checkpoint_every: Updates between checkpoints.
+    """
+    require_single(model, "swag")
+    sharing, trunk = trained_apart(model, recipe)
+    point, visited = model, Visited(settings.rank)
+    for index in range(settings.points):
+        point = finetune(
+            point,
+            train,
+            recipe if index == 0 else replace(recipe, reinit_classifier=None),
+            output=output,
+            progress=progress,
+            device=device,
+            index=index,
+            checkpoint_every=checkpoint_every,
+        )
+        visited.add(point.state_dict())
+    line = f"drawn by SWAG around the mean of {settings.points} points, rank {settings.rank}, scale {settings.scale:g}"
+    drawn = torch.Generator().manual_seed(derive_seed(recipe.seed, "swag"))
+    members = [
+        Ensemble.from_state(point.config, visited.draw(settings.scale, drawn), point.metadata.after(line))
+        for _ in range(settings.members)
+    ]
+    return joined(members, sharing, trunk).to(point.device)
+
+
+class Visited:
+    """Mean and variance of weights that were visited, and how the last of them lay to the mean of their time."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.count = rank, 0
+        self.mean: dict[str, Tensor] = {}  # float64, on the CPU, as are sums of squares
+        self.squares: dict[str, Tensor] = {}
+        self.deviations: list[dict[str, Tensor]] = []
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def add(self, state: Mapping[str, Tensor]) -> None:
+        """Visit one more point."""
+        self.count += 1
+        found: dict[str, Tensor] = {}
+        for name, tensor in state.items():
+            value = tensor.detach().double().cpu()
+            before = self.mean.get(name, torch.zeros_like(value))
+            self.mean[name] = before + (value - before) / self.count
+            self.dtypes[name], found[name] = tensor.dtype, (value - self.mean[name]).float()
+            squares = self.squares.get(name, torch.zeros_like(value))
+            self.squares[name] = squares + (value - before) * (value - self.mean[name])
+        self.deviations = [*self.deviations, found][-self.rank :]
+
+    def draw(self, scale: float, generator: torch.Generator) -> dict[str, Tensor]:
+        """Weights from the normal distribution whose covariance is half diagonal, half of the last deviations."""
+        along = torch.randn(len(self.deviations), generator=generator, dtype=torch.float64)
+        along *= math.sqrt(scale / (2 * (len(self.deviations) - 1)))
+        found: dict[str, Tensor] = {}
+        for name, mean in self.mean.items():
+            noise = torch.randn(mean.shape, generator=generator, dtype=torch.float64)
+            value = mean + noise * (scale / 2 * self.squares[name] / self.count).sqrt()
+            for weight, one in zip(along.tolist(), self.deviations, strict=True):
+                value += weight * one[name]
+            found[name] = value.to(self.dtypes[name])
+        return found
