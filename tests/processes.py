@@ -29,8 +29,8 @@ def run_script(script: Path, *arguments: object) -> subprocess.CompletedProcess[
     )
 
 
-def in_a_child(work: Callable[[], object]) -> int:
-    """Exit status of a copy of this process that does some work; 0 if it gets to the end, and nothing is tidied up."""
+def _started(work: Callable[[], object]) -> int:
+    """Number of a copy of this process that does some work; it ends with 0 if it gets to the end."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # other threads are copied without what they hold
         child = os.fork()
@@ -41,11 +41,20 @@ def in_a_child(work: Callable[[], object]) -> int:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
+    return child
+
+
+def _status(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def launch(script: Path, *arguments: object, processes: int = 2) -> list[tuple[int, str]]:
-    """What torchrun does: exit statuses and what was printed. The parent keeps the store, so no port is guessed."""
+def in_a_child(work: Callable[[], object]) -> int:
+    """Exit status of a copy of this process that does some work; nothing is tidied up."""
+    return _status(_started(work))
+
+
+def launch(work: Callable[[], object], processes: int = 2) -> list[int]:
+    """Exit statuses of copies of this process that torchrun might have started; the store's port is not guessed."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -55,22 +64,13 @@ def launch(script: Path, *arguments: object, processes: int = 2) -> list[tuple[i
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
     }
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(script), *map(str, arguments)],
-            env=environment(**common, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(processes)
-    ]
-    try:
-        printed = [process.communicate(timeout=LIMIT)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    return [(process.returncode, output) for process, output in zip(running, printed, strict=True)]
+
+    def one(rank: int) -> None:
+        os.environ.update(common, RANK=str(rank), LOCAL_RANK=str(rank))
+        torch.set_num_threads(1)
+        work()
+
+    return [_status(child) for child in [_started(lambda rank=rank: one(rank)) for rank in range(processes)]]
 
 
 def watch_replacements(act: Callable[[Path], None]) -> Callable[..., None]:

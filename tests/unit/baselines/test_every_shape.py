@@ -9,7 +9,7 @@ from baseline_cases import QUICK, single, some
 import hydra_ensembles as he
 from hydra_ensembles import baselines
 from hydra_ensembles.errors import ConfigError
-from random_ensembles import ALL_SHAPES
+from random_ensembles import ALL_SHAPES, SHAPES
 from unit.training.training_cases import NAMES, pair_samples, tiny_dual
 
 ONE = replace(QUICK, steps=1)
@@ -29,7 +29,9 @@ def assert_runs(found, inputs):
     torch.testing.assert_close(found.optimize(compile=False)(inputs), logits)
 
 
-@pytest.mark.parametrize("shape", ALL_SHAPES)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(one, marks=[pytest.mark.slow] * (one not in SHAPES)) for one in ALL_SHAPES]
+)
 def test_every_shape(shape):
     base = single(shape)
     data = some(base, (4,))

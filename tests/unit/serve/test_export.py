@@ -96,9 +96,8 @@ def test_the_file_answers_as_the_ensemble_without_this_library(name: str, format
         assert stored == {key: value for key, value in about.items() if key not in ("sha256", "compared")}
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(one, marks=[pytest.mark.slow] * (one.name != "transformers-modernbert")) for one in ALL_CASES]
-)
+@pytest.mark.slow  # tests/unit/model/test_rotary.py has the one that differs: windows of any text, in one program
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_every_architecture_takes_any_number_of_samples_and_tokens(case, tmp_path: Path, monkeypatch) -> None:
     """The graph itself, not read back from a file; `export` compares it at several sizes."""
     one = he.Ensemble.stack(variants(case)[:2])

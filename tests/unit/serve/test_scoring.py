@@ -399,10 +399,10 @@ def test_the_output_may_lie_in_the_archive(tmp_path: Path) -> None:
 
 # where a process may end: the call, counted from 1, of a function, before it does anything
 POINTS: list[tuple[str, int]] = [
-    *(("replace", count) for count in range(1, 13)),  # of every file: identity, shards, what cannot be read
-    *(("prepare", count) for count in (1, 4)),
-    *(("answer", count) for count in (1, 3, 6)),
-    *(("parquet", count) for count in (2, 5)),
+    *(("replace", count) for count in (1, 2, 3, 5, 11, 12)),  # of files: identity, shards, what cannot be read
+    *(("answer", count) for count in (1, 6)),
+    ("prepare", 4),
+    ("parquet", 5),
     ("summary", 1),
 ]
 
@@ -434,7 +434,6 @@ def test_a_kill_loses_no_row_and_doubles_none(tmp_path: Path) -> None:
     scorer = Scorer(served("text"), keep=["id"], wide=True)
     wanted = score(source, tmp_path / "undisturbed", scorer=scorer)
     rows, unreadable = written(tmp_path / "undisturbed")
-    assert len(POINTS) == 20
     for point, count in POINTS:
         output = tmp_path / f"{point}-{count}"
 

@@ -33,7 +33,7 @@ from hydra_ensembles.training.finetune import EnsembleLearner, finetune
 from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe
 from hydra_ensembles.training.text import TextLearner, tune_text
-from processes import run_script
+from processes import in_a_child
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, epochs=4, schedule="constant")
 PLAIN = Recipe(optimizer="sgd", learning_rate=0.05, steps=6, schedule="linear")
@@ -200,16 +200,25 @@ def test_a_generator_of_the_loader_is_seeded_also_behind_a_wrapper():
 # --- resuming --------------------------------------------------------------------------------------------------------
 
 
+class Deadly(Stopping):
+    """Ends the process without a chance to tidy up."""
+
+    def __iter__(self):
+        try:
+            yield from super().__iter__()
+        except KeyboardInterrupt:
+            os._exit(9)
+
+
 def hard_run(folder, source=None):
-    """The training that is killed; also run by `killed_training.py`."""
+    """The training that is killed."""
     source = Stopping(shuffled(count=40)) if source is None else source
     return train(source, HARD, shuffled(count=16, seed=9), output=folder, checkpoint_every=2, index=1)
 
 
 def test_a_killed_process_is_resumed(tmp_path):
     """Ended in the middle of the second epoch at the second learning rate, and started again."""
-    ended = run_script(Path(__file__).with_name("killed_training.py"), tmp_path, 18)
-    assert ended.returncode == 9, ended.stderr
+    assert in_a_child(lambda: hard_run(tmp_path, Deadly(shuffled(count=40), 18))) == 9
     assert journal(tmp_path, "0.001", 1)["finished"]
     assert not journal(tmp_path, "0.01", 1)["finished"]
     expected, resumed = hard_run(None), hard_run(tmp_path)

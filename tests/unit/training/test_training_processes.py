@@ -1,21 +1,58 @@
 """Several processes train as one with larger batches."""
 
+import os
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from parallel_training import LOW_RANK, RECIPE, TEXT
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from training_cases import batches, pairs, shuffled, tiny, tiny_dual
 
 from hydra_ensembles._distributed import Ranks
-from hydra_ensembles.baselines.lora import lora_ensemble
+from hydra_ensembles.baselines.lora import LoRA, lora_ensemble
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.training.finetune import finetune
 from hydra_ensembles.training.loop import EveryNth, Runtime
+from hydra_ensembles.training.recipe import Recipe
 from hydra_ensembles.training.text import tune_text
 from processes import launch
+
+TEXT = Recipe(
+    optimizer="sgd", learning_rate=0.05, epochs=2, schedule="constant", gradient_accumulation=2, clip_norm=1.0
+)
+RECIPE = replace(TEXT, epochs=None, steps=3, evaluate_every=2)
+LOW_RANK = LoRA(members=2, rank=2, training="together")
+
+
+def uneven(labelled: bool = True):
+    """Batches of 6, 6, 7 and 5 pairs: what two processes read differs in size, and perhaps in having labels."""
+    images, texts, labels = pairs(24, 24, dtype=torch.float64)[0]
+    cuts = enumerate(pairwise((0, 6, 12, 19, 24)))
+    return [(images[a:b], texts[a:b], labels[a:b] if labelled or not number % 2 else None) for number, (a, b) in cuts]
+
+
+def tune(labelled: bool = True):
+    dual = tiny_dual(dtype=torch.float64)
+    return tune_text(dual, uneven(labelled), TEXT, train_image_projection=True, device="cpu", progress=False)
+
+
+def train_all(folder: Path) -> None:
+    """The work of one of the processes."""
+    rank = os.environ["RANK"]
+    for name, source in (("list", batches(32, 4)), ("loader", shuffled(32, 4))):
+        trained = finetune(tiny(), source, RECIPE, batches(20, 7), output=folder / name, device="cpu", progress=False)
+        save_file(trained.state_dict(), folder / f"{name}-{rank}.safetensors")
+        (folder / f"{name}-{rank}.txt").write_text(repr(dict(trained.metadata.metrics)))
+    apart = lora_ensemble(tiny(), batches(32, 4), RECIPE, LOW_RANK, device="cpu", progress=False)
+    save_file(apart.state_dict(), folder / f"lora-{rank}.safetensors")
+    save_file(tune().state_dict(), folder / f"text-{rank}.safetensors")
+    try:
+        tune(labelled=False)
+    except DataError as error:
+        (folder / f"refused-{rank}.txt").write_text(str(error))
 
 
 def test_every_nth_batch_is_shared_out_evenly():
@@ -45,8 +82,7 @@ def test_ranks_load_only_their_own_batches_of_a_loader():
 def folder(tmp_path_factory):
     """What two processes left, each with the same tensors and the same measures."""
     folder = tmp_path_factory.mktemp("parallel")
-    for status, output in launch(Path(__file__).with_name("parallel_training.py"), folder):
-        assert status == 0, output
+    assert launch(lambda: train_all(folder)) == [0, 0]
     return folder
 
 
