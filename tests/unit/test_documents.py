@@ -1,6 +1,7 @@
 """Links of documents lead somewhere, no number is without its line; tables and code are tested with benchmarks."""
 
 import re
+import runpy
 from pathlib import Path
 from typing import get_args
 
@@ -36,6 +37,15 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_pictures_say_what_they_show(path: Path) -> None:
     pages = [path] if path.is_file() else sorted(path.rglob("*.md"))
     assert not [page.name for page in pages if "![](" in page.read_text()]
+
+
+def test_the_figures_of_concepts_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "figures.py"))
+    monkeypatch.setitem(script["Drawing"].save.__globals__, "FIGURES", tmp_path)
+    for name in ("members", "trunk", "circuits", "calibration", "two_reasons"):
+        script[name]()
+        drawn, kept = ((folder / f"concept_{name}.svg").read_text() for folder in (tmp_path, ROOT / "docs" / "figures"))
+        assert drawn == kept if name != "two_reasons" else drawn.count("<circle") == kept.count("<circle")  # rounding
 
 
 def test_every_number_has_a_line_in_the_glossary() -> None:

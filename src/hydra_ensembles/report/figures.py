@@ -142,7 +142,8 @@ def draw_fronts(prices: Mapping[str, float], fronts: Sequence[Front], *, chosen:
     )
     for name, colour_ in _LIGHT.items():
         drawn = drawn.replace(f"var(--{name})", colour_)
-    return drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    head, drawing = drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).split(">", 1)
+    return f'{head}><rect width="100%" height="100%" fill="#ffffff" />{drawing}'  # it may be shown on a dark page
 
 
 def _figure(width: float, height: float) -> Any:
@@ -183,11 +184,17 @@ def _svg(figure: Any, label: str) -> str:
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
     root = ElementTree.fromstring(buffer.getvalue())
+    shapes = {element.get("id"): element.get("d", "") for element in root.iter() if element.get("d")}
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
         element.attrib.pop("id", None)
-    for definitions in root.findall("defs"):
-        root.remove(definitions)
+        if element.tag == "use":  # a marker: its shape stands where it is used
+            place, style = f"translate({element.attrib['x']} {element.attrib['y']})", element.get("style", "")
+            shape = next(value for name, value in element.items() if name.endswith("href")).removeprefix("#")
+            element.tag, element.attrib = "path", {"d": shapes[shape], "transform": place, "style": style}
+    for parent in list(root.iter()):
+        for definitions in parent.findall("defs"):
+            parent.remove(definitions)
     root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img"}
     text = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", ElementTree.tostring(root, "unicode"))
     for name, ink in _INK.items():

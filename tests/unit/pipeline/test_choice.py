@@ -106,6 +106,9 @@ def test_the_figure_is_a_file_of_its_own() -> None:
     texts = {"".join(one.itertext()).strip() for one in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {"better <&>", YOURS, "NLL"} <= texts
     assert "var(--" not in found.figure()
+    points = [one for one in root.iter("{http://www.w3.org/2000/svg}path") if "translate" in one.get("transform", "")]
+    assert len(points) == 2 * len(found.rows)  # each candidate in both plots
+    assert not list(root.iter("{http://www.w3.org/2000/svg}use"))  # nothing refers to what is not there
 
 
 def test_a_figure_alone_has_the_colours_of_the_page() -> None:
