@@ -4,9 +4,10 @@ The image tower is locked, so its features are computed once; texts are drawn an
 share of each batch is taken: many names with few images teach more than few names with many.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from statistics import mean
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from hydra_ensembles import DualEncoder, Recipe, tune_text
 from hydra_ensembles.data.suites import SetRef
-from hydra_ensembles.model.clip import LABEL
+from hydra_ensembles.model.clip import DEFAULT_TEMPLATES, LABEL, class_embeddings
 from hydra_ensembles.training.text import image_features
 
 from .recipe import PairSet
@@ -22,6 +23,7 @@ from .samples import ImageSamples, normalised, resized
 from .sets import DataFolder, at_most, label_names, read_yaml
 
 FEATURE_BATCH = 512
+HELD_EVERY = 5  # of all names, one is held out where it is chosen how to learn
 MIDDLE = 0.85  # of the side: a view of the middle
 VIEWS = ((False, False), (True, True), (False, True), (True, False))  # of an image: its middle, mirrored
 
@@ -64,16 +66,14 @@ def read_train_images(
     found = []
     for one in sets:
         name = one.source.rpartition("/")[2]
-        reference = SetRef(
-            name, one.source, one.split, rows=one.rows, labels="optional" if one.captions else "required"
-        )
+        reference = SetRef(name, one.source, one.split, labels="optional" if one.captions else "required")
         images = at_most(source.images(reference), None if limit is None else max(2, limit // len(sets)))
         samples = ImageSamples.read(images, input_size, device)
         if one.captions:
             captions = source.captions(one.source, one.split)
             texts: dict[str, Any] = {"captions": [captions[row] for row in images.rows]}
         else:
-            texts = {"names": label_names(one.names or name, images.class_names)}
+            texts = {"names": label_names(name, images.class_names)}
         found.append(TrainImages(samples, share=one.share, **texts))
     return tuple(found)
 
@@ -119,6 +119,45 @@ class Pairs:
         views = torch.randint(len(features), rows.shape)
         device = features.device
         return features[views.to(device), rows.to(device)], images.texts(rows), self.labels[place][rows]
+
+
+# --- names that choose how a dual encoder learns ---------------------------------------------------------------------
+
+
+def cut_by_names(
+    images: Sequence[TrainImages], features: Sequence[Tensor]
+) -> tuple[list[TrainImages], list[Tensor], dict[str, list[Tensor]]]:
+    """Images and features without those of every fifth name, and by such a name the features `[N, d]` of its images."""
+    there = [one.names[label] for one in images if one.names for label in one.samples.labels.unique().tolist()]
+    held: dict[str, list[Tensor]] = {name: [] for name in list(dict.fromkeys(there))[::HELD_EVERY]}
+    kept, kept_features = [], []
+    for one, views in zip(images, features, strict=True):
+        own = torch.tensor([name in held for name in one.names], dtype=torch.bool)
+        out = own[one.samples.labels] if one.names else torch.zeros(len(one.samples), dtype=torch.bool)
+        for label in one.samples.labels[out].unique().tolist():
+            rows = (one.samples.labels == label).to(views.device)
+            held[one.names[label]].append(views[0, rows])
+        pixels, rows = one.samples.pixels, ~out
+        samples = ImageSamples(pixels[rows.to(pixels.device)], one.samples.labels[rows], one.samples.size)
+        captions = [one.captions[row] for row in rows.nonzero().flatten().tolist()] if one.captions else ()
+        kept.append(replace(one, samples=samples, captions=captions))
+        kept_features.append(views[:, rows.to(views.device)])
+    return kept, kept_features, held
+
+
+@torch.no_grad()
+def accuracy_by_names(dual: DualEncoder, held: Mapping[str, Sequence[Tensor]]) -> float:
+    """How often images of names are given their own among these names, mean over names."""
+    texts = class_embeddings(dual.text, dual.projections.text, tuple(held), DEFAULT_TEMPLATES)[0]  # [C, e]
+    projection, right = dual.projections.image, []
+    for place, parts in enumerate(held.values()):
+        features = torch.cat(list(parts))[None]  # [1, N, d]
+        images = features if projection is None else projection(features)
+        right.append(float(((images[0] @ texts.T).argmax(-1) == place).double().mean()))
+    return mean(right)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
 
 
 def view_features(dual: DualEncoder, samples: ImageSamples, views: int) -> Tensor:

@@ -20,10 +20,19 @@ from hydra_ensembles.files import read_json, write_json
 from hydra_ensembles.heads.members import CIRCUIT_ORDER, Members, Score, random_members
 from hydra_ensembles.heads.ranking import Head
 from hydra_ensembles.model.clip import DEFAULT_TEMPLATES, Tower, class_embeddings
-from hydra_ensembles.schema import to_plain
+from hydra_ensembles.schema import from_plain, to_plain
 
-from .captions import FEATURE_BATCH, Pairs, TrainImages, read_train_images, train_dual, view_features
-from .recipe import DualRecipe, derived_seed, digest_of
+from .captions import (
+    FEATURE_BATCH,
+    Pairs,
+    TrainImages,
+    accuracy_by_names,
+    cut_by_names,
+    read_train_images,
+    train_dual,
+    view_features,
+)
+from .recipe import DualChoice, DualRecipe, derived_seed, digest_of
 from .samples import ImageSamples, Prepared, SampleBatches, Samples
 from .sets import SEEN, CircuitImages, DataFolder, PaperSets, SharedSets, at_most, read_yaml
 from .weights import load_dual, untrained_dual
@@ -31,6 +40,7 @@ from .weights import load_dual, untrained_dual
 BATCH, CIRCUIT_BATCH = 500, 100
 SPARE = 2  # heads ranked beyond those pruned, for circuits that would otherwise be equal
 TOWERS: Mapping[str, tuple[Tower, ...]] = {"image+text": ("image", "text"), "image": ("image",)}
+CHOICE = "choice.json"  # of a study: how its dual encoder learns
 OWN_NAME = "DINOv2 ViT-S/14 + MiniLM-L6"
 Group = Literal["id", "near", "far"]
 Made = TypeVar("Made")
@@ -140,15 +150,30 @@ class DualTask:
         """Both towers before training, and the projections this seed draws."""
         return untrained_dual(self.source.root, self.recipe.input_size, seed)
 
-    def trained(self, seed: int) -> DualEncoder:
-        """The model of one seed."""
-        if self.recipe.model is not None:
+    def trained(self, seed: int, choice: DualChoice | None) -> DualEncoder:
+        """The model of one seed, trained by a choice of the recipe."""
+        if self.recipe.model is not None or choice is None:
             return self.given
+        return self._trained(seed, choice, self.images, self.features)
+
+    def _trained(
+        self, seed: int, choice: DualChoice, images: Sequence[TrainImages], features: Sequence[Tensor]
+    ) -> DualEncoder:
         assert self.recipe.dual is not None  # the recipe has seen to it
-        training = replace(self.recipe.dual, seed=derived_seed(seed, "dual"))
-        pairs = Pairs(self.images, self.features, training.batch_size or FEATURE_BATCH)
-        rates: dict[str, Any] = {"train_image_projection": True, "projection_rate": self.recipe.projection_rate}
+        changes = {"steps": choice.steps, "learning_rate": choice.learning_rate, "seed": derived_seed(seed, "dual")}
+        training = replace(self.recipe.dual, **changes)
+        pairs = Pairs(images, features, training.batch_size or FEATURE_BATCH)
+        rates: dict[str, Any] = {"train_image_projection": True, "projection_rate": choice.projection_rate}
         return train_dual(self.untrained(seed).to(self.device), training, pairs, **rates)
+
+    def measured(self, seed: int) -> list[dict[str, Any]]:
+        """The accuracy on held-out names that every choice leads to."""
+        images, features, held = cut_by_names(self.images, self.features)
+        found = []
+        for choice in self.recipe.choices:
+            dual = self._trained(seed, choice, images, features)
+            found.append({**to_plain(choice), "accuracy": accuracy_by_names(dual, held), "names": len(held)})
+        return found
 
     def tuned(self, member: DualEncoder, seed: int) -> DualEncoder:
         """A pruned member whose text side met the pruned image tower."""
@@ -288,7 +313,17 @@ class DualSeed:
     @property
     def dual(self) -> DualEncoder:
         """The model of this seed, one member, all heads."""
-        return self.kept("dual", lambda: self.task.trained(self.number))
+        return self.kept("dual", lambda: self.task.trained(self.number, self.choice))
+
+    @property
+    def choice(self) -> DualChoice | None:
+        """How the model learns: as held-out names chose, where the recipe has several choices."""
+        choices, place = self.recipe.choices, self.study / CHOICE
+        if self.recipe.model is not None or len(choices) < 2:
+            return choices[0] if choices else None
+        if not place.exists():
+            raise DataError(f"{place} is missing: how to learn is not chosen yet; run the stage `choose`")
+        return from_plain(DualChoice, read_json(place)["choice"], str(place))
 
     def pairs(self, dual: DualEncoder, batch_size: int = FEATURE_BATCH) -> Pairs:
         """Pairs that the model was trained on, in batches, with features of a dual encoder."""

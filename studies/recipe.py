@@ -196,9 +196,16 @@ class PairSet:
     source: str
     share: float  # of a batch, over that of all sets
     split: str = "train"
-    rows: tuple[int, int] | None = None
     captions: bool = False
-    names: str | None = None  # the set by whose rule names become readable; None: its own
+
+
+@dataclass(frozen=True)
+class DualChoice:
+    """How long and how fast a dual encoder learns: names that it does not learn from choose among several."""
+
+    steps: int
+    learning_rate: float
+    projection_rate: float  # of projections and scale, over that of the text tower
 
 
 @dataclass(frozen=True)
@@ -221,7 +228,7 @@ class DualRecipe:
     """One zero-shot study."""
 
     KIND: ClassVar[str] = "dual"
-    STAGES: ClassVar[tuple[str, ...]] = ("train", "rank", "fix", "report", "cost", "store")
+    STAGES: ClassVar[tuple[str, ...]] = ("choose", "train", "rank", "fix", "report", "cost", "store")
 
     name: str
     suite: Literal["shared", "paper"]  # images of the shared folder, or the paper's
@@ -234,9 +241,9 @@ class DualRecipe:
     image_prune: int  # heads that each member loses where the image tower alone is pruned
     taylor_prune: int  # heads that the Taylor ranking takes out of the image tower, as many in every layer
     dual: Recipe | None  # training of the dual encoder; None where a trained one is given
+    choices: tuple[DualChoice, ...]  # of its steps and rates; the first where held-out names have not chosen
     tune: Recipe | None  # training of the text side of a pruned member; None for no such rows
     views: int  # of each training image, whose features are computed
-    projection_rate: float  # learning rate of projections and scale over that of the text tower, in `dual`
     least_over_chance: float  # tasks where the single model is below so many times chance leave the means
     cost_batch: int  # images a batch when latency is measured
     model: str | None = None  # of the user's own, as `load_dual` takes it; None for the one that the study trains
@@ -267,6 +274,7 @@ class DualRecipe:
             more=1,
             image_prune=2,
             dual=self.dual and _shorter(self.dual, steps=2, batch=8),
+            choices=tuple(replace(one, steps=place + 1) for place, one in enumerate(self.choices[:2])),
             tune=self.tune and _shorter(self.tune, steps=2, batch=8),
             cost_batch=2,
         )

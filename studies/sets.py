@@ -41,7 +41,7 @@ NPM_FILES = tuple(f"data_batch_{number}.png" for number in range(1, 6))
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 IMAGENET, CIFAR100 = "imagenet", "cifar100"
-SEEN = ("tinyimagenet", "cifar10")  # the tasks with whose training images the dual encoder of the shared folder learned
+SEEN = ("tinyimagenet",)  # the task with whose training images the dual encoder of the shared folder learned
 IMAGENET_CLASSES = 1000
 _KINDS = {"cub200": "bird", "flowers102": "flower", "cars": "car"}  # that names of classes do not say
 _TOLD_APART = {744: "projectile", 837: "dark sunglasses"}  # else "missile" and "sunglasses" again

@@ -107,9 +107,14 @@ def with_trunk(model: Ensemble, trunk: Ensemble, layers: int) -> Ensemble:
 
 
 def untrained_dual(root: Path, input_size: int, seed: int) -> DualEncoder:
-    """DINOv2 beside MiniLM, and projections that still have to be trained; the seed decides the image projection."""
+    """DINOv2 beside MiniLM, and projections that still have to be trained; the seed decides the image projection.
+
+    Images are read by the class token and the mean of all others, side by side.
+    """
     squashed = ImagePreprocessing((input_size, input_size), MEAN, STD, resize_mode="squash")
-    image: Ensemble = convert(dinov2(root, input_size), processor=squashed)
+    whole: Ensemble = convert(dinov2(root, input_size), processor=squashed)
+    config = replace(whole.config, readout=replace(whole.config.readout, pool="cls_mean"))
+    image = Ensemble.from_state(config, whole.state_dict(), whole.metadata)
     text: Ensemble = convert(minilm(root), processor=tokenizer(root, CAPTION_TOKENS))
     return dual_of(image, mean_pooled(text), seed)
 

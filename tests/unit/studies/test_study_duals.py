@@ -29,7 +29,16 @@ from hydra_ensembles.model.config import (
 from hydra_ensembles.model.metadata import Metadata
 from pictures import picture
 from studies import duals
-from studies.captions import Pairs, TrainImages, caption_templates, pair_labels, train_dual, view_features
+from studies.captions import (
+    Pairs,
+    TrainImages,
+    accuracy_by_names,
+    caption_templates,
+    cut_by_names,
+    pair_labels,
+    train_dual,
+    view_features,
+)
 from studies.columns import Array, read_columns
 from studies.dual import BOTH, FAMILIES, IMAGE, IMAGE_TUNED, DualRow, DualTask
 from studies.duals import HYDRA, ROWS, SINGLE
@@ -39,8 +48,8 @@ from studies.sets import DataFolder
 from studies.weights import dual_of, load_dual, mean_pooled
 from zero_shot_models import word_tokenizer
 
-UNSEEN = ["cifar100", "caltech101", "pets", "dtd10", "scene15", "eurosat", "cars", "cub200", "flowers102"]
-REPORTED_ONLY = {f"images/{name}/test" for name in (*UNSEEN[1:], "cifar100_full", "mnist", "tinyimagenet")}
+UNSEEN = ["cifar100", "caltech101", "pets", "dtd10", "scene15", "eurosat", "cars", "cub200", "flowers102", "cifar10"]
+REPORTED_ONLY = {f"images/{name}/test" for name in (*UNSEEN[1:-1], "cifar100_full", "mnist", "tinyimagenet")}
 SIZE = 14
 
 
@@ -59,7 +68,7 @@ class Finished:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     output, source = tmp_path_factory.mktemp("duals"), ManyClasses()
     task = SmallDual(dual_recipe(), source, CPU)
-    duals.run(task, output, output / "results", ["train", "rank", "fix"], [0], list(ROWS))
+    duals.run(task, output, output / "results", ["choose", "train", "rank", "fix"], [0], list(ROWS))
     before = frozenset(source.opened)
     duals.run(task, output, output / "results", DualRecipe.STAGES, [0], list(ROWS))
     folder = output / "results" / "zero-shot"
@@ -69,8 +78,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 def test_every_row_is_asked_about_every_set(finished: Finished) -> None:
     facts, columns = finished.facts, finished.columns
-    assert list(facts["tasks"]) == [*UNSEEN, "cifar10", "tinyimagenet"]
-    assert [name for name, one in facts["tasks"].items() if one["domain"] == "seen"] == ["cifar10", "tinyimagenet"]
+    assert list(facts["tasks"]) == [*UNSEEN, "tinyimagenet"]
+    assert [name for name, one in facts["tasks"].items() if one["domain"] == "seen"] == ["tinyimagenet"]
     outside = {name: one["outside"] for name, one in facts["tasks"].items() if "outside" in one}
     assert {name: list(one["near"]) for name, one in outside.items()} == {
         "tinyimagenet": ["cifar100", "caltech101"],
@@ -110,6 +119,17 @@ def test_test_sets_are_opened_after_all_is_fixed(finished: Finished, tmp_path: P
         if isinstance(node, ast.Attribute) and node.attr in ("near", "far", "test_sets")
     }
     assert readers == {"dual.test_sets", "duals.report", "duals.collect"}
+
+
+def test_held_out_names_choose_how_to_learn(finished: Finished, tmp_path: Path) -> None:
+    """The choice that is written is the best of all that were measured, and the one that training takes."""
+    found, seed = finished.facts["choice"], dual_seed(finished.output)
+    assert [one["steps"] for one in found["measured"]] == [one.steps for one in seed.recipe.choices]
+    best = max(found["measured"], key=lambda one: one["accuracy"])
+    assert found["choice"]["steps"] == best["steps"]
+    assert seed.choice in seed.recipe.choices
+    with pytest.raises(DataError, match="choose"):
+        dual_seed(tmp_path).dual.eval()
 
 
 def test_a_folder_of_another_recipe_is_refused(finished: Finished) -> None:
@@ -156,7 +176,7 @@ def test_a_row_may_be_whatever_answers_for_class_names(finished: Finished) -> No
 
 def test_a_second_run_makes_nothing_again(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
     source = ManyClasses()
-    task, stages = SmallDual(dual_recipe(), source, CPU), ["train", "rank", "report"]
+    task, stages = SmallDual(dual_recipe(), source, CPU), ["choose", "train", "rank", "report"]
     duals.run(task, finished.output, finished.output / "results", stages, [0], list(ROWS))
     assert capsys.readouterr().out == ""
     assert source.opened == []
@@ -241,6 +261,22 @@ def test_features_belong_to_their_images() -> None:
             assert int(data[0].samples.labels[int(gaps.amin(0).argmin())]) == label
 
 
+def test_held_out_names_are_every_fifth_and_nothing_of_them_is_learnt() -> None:
+    names, dual = ("cat", "dog", "bus", "boat", "tree"), small_dual()
+    data = [images(names, 20), described(4), images(("house", "cat"), 6, seed=5)]
+    features = [view_features(dual, one.samples, 2) for one in data]
+    kept, views, held = cut_by_names(data, features)
+    assert list(held) == ["cat", "house"]  # the first and the sixth of all names
+    assert [len(part) for part in held["cat"]] == [4, 3]  # of both sets
+    assert torch.equal(held["cat"][0], features[0][0, data[0].samples.labels == 0])
+    learnt = {one.names[label] for one in kept if one.names for label in one.samples.labels.tolist()}
+    assert learnt == {*names, "house"} - set(held)
+    assert [len(one.samples) for one in kept] == [view.shape[1] for view in views]
+    assert kept[1].captions == data[1].captions
+    drawn = {text for _, texts, _ in Pairs(kept, views, 12) for text in texts}
+    assert not any("cat" in text for text in drawn)
+
+
 def test_the_training_sets_are_read_with_their_texts() -> None:
     task = SmallDual(dual_recipe(), ManyClasses(), CPU)
     assert [bool(one.captions) for one in task.images] == [one.captions for one in task.recipe.pairs]
@@ -291,6 +327,9 @@ def test_a_trained_dual_goes_all_the_way(tmp_path: Path) -> None:
     batches, zero = list(SampleBatches(data[0].samples, 12)), he.zero_shot(dual, names)
     right = torch.cat([zero(inputs)[0].argmax(1) for inputs, _ in batches]) == data[0].samples.labels
     assert right.double().mean() > 0.4  # chance is a quarter
+    found = view_features(dual, data[0].samples, 1)[0]
+    held = {name: [found[data[0].samples.labels == label]] for label, name in enumerate(names)}
+    assert accuracy_by_names(dual, held) == pytest.approx(float(right.double().mean()))  # twelve images of each
     tune = Recipe(learning_rate=1e-3, steps=2, batch_size=12, train_groups=("attention", "mlp", "norms", "readout"))
     pruned = [he.prune(dual, heads) for heads in ([(0, 1, "image")], [(0, 0, "image"), (1, 2, "text")])]
     members = [train_dual(one, tune, pairs_of(one, data, 12, views=1)) for one in pruned]
@@ -318,8 +357,8 @@ def test_a_model_of_open_clip_answers_as_there(tmp_path: Path) -> None:
     source, model = small_clip.small_open_clip(tmp_path)
     recipe = dual_recipe(model=source, suite="paper")
     models = DualTask(recipe, DataFolder(tmp_path), CPU)
-    dual = models.trained(0)
-    assert models.trained(1) is dual  # seeds change nothing in it
+    dual = models.trained(0, None)
+    assert models.trained(1, None) is dual  # seeds change nothing in it
     assert source in models.about()["description"]
     with pytest.raises(ConfigError, match="cannot be trained"):
         models.tuned(dual, 0)
