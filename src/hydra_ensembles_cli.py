@@ -10,12 +10,15 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 TYPES: dict[str, Any] = {"bool": bool, "float": float, "int": int, "path": Path, "str": str}
+
+NEAR = 0.7  # of difflib's measure, which is 1 for what is the same
 
 
 def main() -> None:
@@ -47,6 +50,20 @@ def read_table() -> dict[str, Any] | None:
 def make_app(table: dict[str, Any], ask: Callable[[str], None]) -> Any:
     """A command line that has the commands of a table, and instead of running one calls `ask` with its name."""
     import typer
+    from typer.core import TyperCommand
+
+    class Command(TyperCommand):
+        """A command that offers, in place of an option that it does not have, those that are nearly the same."""
+
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            try:
+                return super().parse_args(ctx, args)
+            except Exception as error:
+                offered = {name.lstrip("-"): name for name in getattr(error, "possibilities", None) or ()}
+                if offered:
+                    near = get_close_matches(error.option_name.lstrip("-"), offered, cutoff=NEAR)  # type: ignore[attr-defined]
+                    error.possibilities = [offered[name] for name in near]  # type: ignore[attr-defined]
+                raise
 
     def print_version(wanted: bool) -> None:
         if wanted:
@@ -61,7 +78,7 @@ def make_app(table: dict[str, Any], ask: Callable[[str], None]) -> Any:
     )
     app.callback()(_stub(table["root"], lambda: None, {"version": print_version}))
     for one in table["commands"]:
-        app.command()(_stub(one, partial(ask, one["name"])))
+        app.command(cls=Command)(_stub(one, partial(ask, one["name"])))
     return app
 
 

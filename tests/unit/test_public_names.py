@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hydra_ensembles as he
-from architectures_clip import DUAL_CASES
-from zero_shot_models import dual_of
+from hydra_ensembles.model.config import (
+    EncoderConfig,
+    EnsembleConfig,
+    PatchStemConfig,
+    ReadoutConfig,
+    TextStemConfig,
+    all_heads,
+)
+from hydra_ensembles.model.metadata import Metadata
+from zero_shot_models import word_tokenizer
 
 NAMES = [name for name in he.__all__ if name != "__version__"]
 
@@ -19,7 +28,14 @@ NAMES = [name for name in he.__all__ if name != "__version__"]
 @functools.cache
 def dual() -> he.DualEncoder:
     """What examples call `dual`; others make everything they use."""
-    return dual_of(DUAL_CASES[0])
+    encoder = EncoderConfig(width=24, layers=2, heads=4, head_dim=6, mlp_width=32)
+    text = EnsembleConfig(
+        TextStemConfig(60, 12, 24), encoder, ReadoutConfig(pool="mean", norm="none"), all_heads(encoder)
+    )
+    image = EnsembleConfig(PatchStemConfig((32, 32), (16, 16)), encoder, ReadoutConfig(), all_heads(encoder))
+    tokenizer = Metadata(preprocessing=word_tokenizer(mask=True))
+    torch.manual_seed(0)
+    return he.DualEncoder(he.Ensemble(image), he.Ensemble(text, tokenizer), he.Projections.fresh(24, 24, 24)).eval()
 
 
 @pytest.mark.parametrize("name", NAMES)

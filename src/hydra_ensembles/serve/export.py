@@ -73,10 +73,9 @@ def export(
         ConversionError: The ensemble cannot be traced, or the file answers differently.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from transformers import ViTConfig, ViTForImageClassification
-        >>> small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-        >>> base = he.convert(ViTForImageClassification(ViTConfig(**small, image_size=32)).eval())
+        >>> import timm, torch, hydra_ensembles as he
+        >>> model = timm.create_model("test_vit", img_size=32, depth=1, num_classes=3).eval()
+        >>> base = he.convert(model)
         >>> path = he.export(base, "model.pt2")
         >>> torch.export.load(path).module()(pixel_values=torch.rand(2, 3, 32, 32))["label"].shape
         torch.Size([2])
