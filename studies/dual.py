@@ -90,6 +90,7 @@ class DualRow:
     model: Callable[["DualSeed", Sequence[str]], Any] | None = None
     calibrated: bool = False  # it answers with its temperature
     trainings: float = 1  # of a text side, Single's too
+    learns: bool = False  # from pairs of the study
 
     def asked(self, seed: "DualSeed", one: ZeroSet) -> Prediction:
         """What it says about a set, without a temperature."""

@@ -22,6 +22,7 @@ from hydra_ensembles.heads.members import CIRCUIT_ORDER
 from hydra_ensembles.model.cost import measure_costs
 from hydra_ensembles.schema import to_plain
 
+from . import dual_rows
 from .classifiers import COSTS, FORMAT, sizes
 from .columns import Array, read_columns, write_columns
 from .dual import (
@@ -51,6 +52,7 @@ FIXED = "fixed.json"
 ROWS: Mapping[str, DualRow] = {
     SINGLE: DualRow(ONE),
     "Temperature Scaling": DualRow(ONE, calibrated=True),
+    **dual_rows.ROWS,
     "Taylor": DualRow(ONE_TAYLOR),
     "CircAvg": DualRow(BOTH, first=True),
     "Random heads": DualRow(RANDOM),
@@ -65,8 +67,9 @@ ROWS: Mapping[str, DualRow] = {
 
 
 def rows_of(recipe: DualRecipe) -> dict[str, DualRow]:
-    """The rows of a study; without those whose text sides are trained where there is nothing to train on."""
-    return {name: row for name, row in ROWS.items() if recipe.trains_text or not (row.family and row.family.tuned)}
+    """The rows of a study; without those that learn where there is nothing to learn from."""
+    learning = {name for name, row in ROWS.items() if row.learns or (row.family and row.family.tuned)}
+    return {name: row for name, row in ROWS.items() if recipe.trains_text or name not in learning}
 
 
 def run(

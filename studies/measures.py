@@ -24,7 +24,8 @@ Groups = Mapping[str, Sequence[str]]  # names of OOD sets by `near` and `far`
 
 BINS = 15
 LEVEL = 0.95
-SCORES = {"": "msp", "entropy:": "entropy", "mahalanobis:": "mahalanobis", "mutual_information:": "mutual_information"}
+NAMED = ("entropy", "mahalanobis", "mutual_information", "vilu", "neglabel")  # scores of a row, where it has them
+SCORES = {"": "msp", **{f"{name}:": name for name in NAMED}}
 FEWEST = 1000  # samples of a set whose false positives are counted at 95 % of them
 
 

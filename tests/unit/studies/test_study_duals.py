@@ -28,7 +28,7 @@ from hydra_ensembles.model.config import (
 )
 from hydra_ensembles.model.metadata import Metadata
 from pictures import picture
-from studies import duals
+from studies import dual_rows, duals
 from studies.captions import (
     Pairs,
     TrainImages,
@@ -68,7 +68,9 @@ class Finished:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     output, source = tmp_path_factory.mktemp("duals"), ManyClasses()
     task = SmallDual(dual_recipe(), source, CPU)
-    duals.run(task, output, output / "results", ["choose", "train", "rank", "fix"], [0], list(ROWS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dual_rows, "EPOCHS", 2)  # of ViLU
+        duals.run(task, output, output / "results", ["choose", "train", "rank", "fix"], [0], list(ROWS))
     before = frozenset(source.opened)
     duals.run(task, output, output / "results", DualRecipe.STAGES, [0], list(ROWS))
     folder = output / "results" / "zero-shot"

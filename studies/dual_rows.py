@@ -1,0 +1,124 @@
+"""Rows of the zero-shot study that others propose: BayesVLM, ViLU and NegLabel of the dual encoder of a seed.
+
+BayesVLM and ViLU learn from data that trained the dual encoder too, where their authors have a model that saw neither.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.nn import functional as F
+
+import hydra_ensembles as he
+from hydra_ensembles import TextPreprocessing, baselines
+from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.familiarity import with_score
+from hydra_ensembles.files import write_json
+from hydra_ensembles.metrics import nll
+from hydra_ensembles.model.metadata import Familiarity
+
+from .dual import BATCH, DualRow, DualSeed
+from .recipe import derived_seed
+from .samples import SampleBatches
+from .sets import NamedImages
+
+BAYES_VLM, VILU, NEG_LABEL = "BayesVLM", "ViLU", "NegLabel"
+PSEUDO_COUNTS = (1.0, 10.0, 100.0)  # 10 is the authors'
+EPOCHS = 100  # of ViLU; held-out images choose the best one
+GROUPS, WORDS_A_GROUP = 100, 10  # of NegLabel: so many groups, or fewer where words are few
+SHORTEST = 3  # letters of a word
+
+
+def bayes_vlm(seed: DualSeed, names: Sequence[str]) -> Any:
+    """The closed form, with the pseudo-count that gives the smallest NLL on held-out images."""
+    held = seed.task.held_out
+
+    def loss(posterior: Any) -> float:
+        said = DualRow(model=lambda _, names: posterior.probit(names)).asked(seed, held)
+        return nll(said.probs, held.samples.labels.to(said.probs.device))
+
+    def chosen() -> Any:
+        pairs = list(seed.pairs(seed.dual))  # texts are drawn: the same for all settings
+        found = {one: baselines.bayes_vlm(seed.dual, pairs, baselines.BayesVLM(one)) for one in PSEUDO_COUNTS}
+        measured = [{"pseudo_count": one, "nll": loss(posterior)} for one, posterior in found.items()]
+        best = min(measured, key=lambda one: one["nll"])["pseudo_count"]
+        write_json(seed.folder / "choices" / "bayesvlm.json", {"pseudo_count": best, "measured": measured})
+        return found[best]
+
+    return seed.once((BAYES_VLM, tuple(names)), lambda: seed.once(BAYES_VLM, chosen).probit(names))
+
+
+def vilu(seed: DualSeed, names: Sequence[str]) -> he.Ensemble:
+    """Single with the score `vilu`: its network learns on training images of the main task, for any classes."""
+    trained = seed.once(VILU, lambda: _trained_vilu(seed))
+    return seed.once((VILU, tuple(names)), lambda: for_classes(trained, he.zero_shot(seed.dual, names)))
+
+
+def _trained_vilu(seed: DualSeed) -> he.Ensemble:
+    place = seed.folder / "models" / "vilu"
+    if not place.exists():
+        named, held = main_images(seed), seed.task.held_out
+        model = he.zero_shot(seed.dual, named.names, keep_text=False)
+        train = SampleBatches(seed.task.samples(named.images), BATCH)
+        validation = SampleBatches(held.samples, BATCH) if held.classes == named.names else None
+        recipe = baselines.ViLU.recipe(EPOCHS, seed=derived_seed(seed.number, "vilu"))
+        settings = baselines.ViLU(batch_size=512)  # as the authors have it for ImageNet
+        baselines.vilu(model, train, recipe, settings, validation, progress=False).save_pretrained(place)
+    return he.Ensemble.from_pretrained(place).to(seed.device)
+
+
+def main_images(seed: DualSeed) -> NamedImages:
+    """Training images of the main task, which the dual encoder learned from."""
+    sets, counts = seed.task.sets, seed.recipe.counts
+    main = sets.main.id
+    own = [one for one in seed.recipe.pairs if one.source == main.source]
+    if not own:
+        raise ConfigError(f"ViLU learns on labelled images of {main.name}, but the pairs of the recipe have none")
+    return sets.fewer(sets.load(replace(main, split=own[0].split)), main.name, counts.pairs)
+
+
+def for_classes(trained: he.Ensemble, other: he.Ensemble) -> he.Ensemble:
+    """A zero-shot classifier of the same model for other classes, with the score `vilu` that was trained.
+
+    The network sees embeddings, not classes, so that it goes with any.
+    """
+    known = trained.metadata.familiarity
+    assert known is not None  # vilu made it
+    rows = F.normalize(other.state_dict()["readout.class_embeddings.weight"].float(), dim=-1)  # [G, C, e]
+    texts = rows.expand(other.num_members, -1, -1).contiguous().cpu()
+    return with_score(
+        other, Familiarity(known.settings, {**known.state, "vilu.texts": texts}), "ViLU for other classes"
+    )
+
+
+def neg_label(seed: DualSeed, names: Sequence[str]) -> he.Ensemble:
+    """Single with the score `neglabel`, whose words are those of the tokenizer's vocabulary."""
+
+    def make() -> he.Ensemble:
+        words = vocabulary(seed.dual)
+        usual = baselines.NegLabel()
+        groups = max(1, min(GROUPS, int(len(words) * usual.share) // WORDS_A_GROUP))
+        return baselines.neg_label(he.zero_shot(seed.dual, names), words, settings=baselines.NegLabel(groups=groups))
+
+    return seed.once((NEG_LABEL, tuple(names)), make)
+
+
+def vocabulary(dual: he.DualEncoder) -> list[str]:
+    """Whole words that the tokenizer of the text tower knows, in their order; WordNet's are not at hand."""
+    from tokenizers import Tokenizer
+
+    prepare = dual.text.metadata.preprocessing
+    if not isinstance(prepare, TextPreprocessing) or not prepare.tokenizer:
+        raise ConfigError("NegLabel takes words of the tokenizer, but the text tower of this model has none")
+    known = Tokenizer.from_str(prepare.tokenizer).get_vocab()
+    whole = any(token.endswith("</w>") for token in known)  # of CLIP's: only there does a word end
+    found = [token.removesuffix("</w>") for token in sorted(known) if token.endswith("</w>") or not whole]
+    return [word for word in found if word.isascii() and word.isalpha() and len(word) >= SHORTEST]
+
+
+ROWS: Mapping[str, DualRow] = {
+    BAYES_VLM: DualRow(model=bayes_vlm, learns=True),
+    VILU: DualRow(model=vilu, learns=True),
+    NEG_LABEL: DualRow(model=neg_label),
+}
+"""In the order of the tables."""
