@@ -22,7 +22,7 @@ from studies.samples import SampleBatches
 
 @pytest.fixture(scope="module")
 def seed(tmp_path_factory: pytest.TempPathFactory) -> DualSeed:
-    return dual_seed(tmp_path_factory.mktemp("rows"))
+    return dual_seed(tmp_path_factory.mktemp("rows"), dual_recipe(choices=dual_recipe().choices[:1]))
 
 
 def images_of(seed: DualSeed) -> Any:
