@@ -310,7 +310,7 @@ def arithmetic(ensemble: he.Ensemble, tokens: int, shortcut: bool = True) -> int
     left_out = tokens - len(range(*read.indices(tokens)))
     inside = [config.copies(group, layer) for group in ("attention", "mlp", "norms") for layer in range(encoder.layers)]
     branches = max(config.copies("stem"), *inside)
-    heads = sum(len(config.heads[member][-1]) for member in range(branches))
+    heads = sum(len(config.heads[member][encoder.layers - 1]) for member in range(branches))
     total -= heads * left_out * encoder.head_dim * (2 * encoder.width + 2 * tokens)
     return total - branches * left_out * encoder.width * encoder.mlp_width * (3 if encoder.gated else 2)
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import torch
 
-from ._utils import warn
 from .arguments import checked
 from .errors import HeadError
 from .heads.masking import Model, tower_of, towers_of
@@ -21,7 +20,7 @@ def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
 
     The bias of the output projection stays, also in a layer that loses its last head. Heads keep the indices they
     had in the original model, so pruning in two steps and pruning at once name the same heads. Those of an attention
-    that pools the tokens (SigLIP) are heads of layer `num_layers`; without any, every input gets the same answer.
+    that pools the tokens (SigLIP) are heads of layer `num_layers`; one of them stays, or nothing would be read.
 
     Args:
         ensemble: An ensemble or a dual encoder with one member. Prune members before fusing them;
@@ -30,7 +29,7 @@ def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
             `Head(layer, head, "image")` or `(layer, head, "text")`.
 
     Raises:
-        HeadError: A head does not exist, was pruned before, or is listed twice.
+        HeadError: A head does not exist, was pruned before, is listed twice, or is the last that pools the tokens.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -47,12 +46,14 @@ def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
     gone = as_heads(heads)
     kept = {name: [list(layer) for layer in tower.config.heads[0]] for name, tower in towers_of(ensemble).items()}
     for head in gone:
-        tower_of(ensemble, head)  # refuses a tower that there is not
+        tower = tower_of(ensemble, head)
         left = kept[head.tower]
         if not 0 <= head.layer < len(left) or head.head not in left[head.layer]:
             there = f"{left[head.layer]} in its layer" if 0 <= head.layer < len(left) else f"{len(left)} layers"
             raise HeadError(f"head {head} is not in this model; it has {there}")
         left[head.layer].remove(head.head)
+        if not left[head.layer] and head.layer == tower.num_layers:
+            raise HeadError(f"head {head} is the last that pools the tokens: without it every input gets one answer")
     lost = {name: [head for head in gone if head.tower == name] for name in kept}
     towers = {name: _keep(tower, kept[name], lost[name]) for name, tower in towers_of(ensemble).items()}
     if isinstance(ensemble, Ensemble):
@@ -70,8 +71,6 @@ def _keep(ensemble: Ensemble, kept: Sequence[Sequence[int]], gone: Sequence[Head
             rows = [row for row, head in enumerate(ensemble.config.heads[0][layer]) if head in kept[layer]]
             tensor = tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)]
         state[name] = tensor
-    if any(head.layer == ensemble.num_layers for head in gone) and not kept[ensemble.num_layers]:
-        warn("the attention that pools the tokens has lost its last head: every input gets the same answer now")
     metadata = ensemble.metadata
     if gone:
         metadata = metadata.after(f"pruned {len(gone)} heads: {' '.join(str(head) for head in gone)}")

@@ -57,9 +57,8 @@ def test_pruned_equals_masked_and_heads_keep_their_numbers(case: ArchitectureCas
     for wrong in ((LAST, count), (LAST + 1, 0), (LAST, 1)):
         with pytest.raises(HeadError, match="not in this model"):
             he.prune(pruned, [wrong])
-    with pytest.warns(he.HydraWarning, match="same answer"):
-        emptied = he.prune(whole, [(LAST, head) for head in range(count)])(inputs)
-    assert close(emptied[:, :1].expand_as(emptied), emptied)
+    with pytest.raises(HeadError, match="last that pools"):
+        he.prune(pruned, [(LAST, head) for head in range(count) if head != 1])
 
 
 @every_case
@@ -119,10 +118,17 @@ def test_exact_circuits_are_the_naive_ones_and_taylor_ranks_them(case: Architect
     assert {head.layer for head in problem.extract(method="screened", budget=budget, layers=[LAST]).heads} == {LAST}
     options = {"budget": 4, "scope": "global"}
     every = he.taylor(model, [(inside, labels)], **options)  # type: ignore[arg-type,list-item]
-    assert len(every.heads) == sum(model.config.head_counts)
+    assert len(every.heads) == sum(model.config.head_counts) - 1  # the best of those that pool stays
+    assert sum(head.layer == LAST for head in every.heads) == budget
     assert he.taylor(model, [(inside, labels)], budget=4).provenance["layers"] == [0, 1]  # type: ignore[list-item]
-    drawn = {head for member in random_members(model, 5, 8) for head in member}
-    assert {head.layer for head in drawn} == {0, 1, LAST}
+    drawn = random_members(model, 5, 20)
+    assert {head.layer for member in drawn for head in member} == {0, 1, LAST}
+    assert all(sum(head.layer == LAST for head in member) <= budget for member in drawn)
+    for method in ("exact", "naive"):
+        with pytest.raises(HeadError, match="budget"):
+            problem.extract(method=method, budget=budget + 1, layers=[LAST])
+        everything = problem.extract(method=method, budget=sum(model.config.head_counts) - 1)
+        assert sum(head.layer == LAST for head in everything.heads) == budget
 
 
 @torch.no_grad()

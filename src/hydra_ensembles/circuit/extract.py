@@ -19,7 +19,7 @@ from ..arguments import checked, require_whole
 from ..batches import Batches, Sources
 from ..errors import CheckpointError, ConfigError, DataError, HydraError
 from ..files import read_sealed, resumable, write_sealed
-from ..heads.masking import TOWER, checked_layers, off_and_left, towers_of, working_copy
+from ..heads.masking import TOWER, checked_layers, may_go, most_to_go, off_and_left, towers_of, working_copy
 from ..heads.ranking import Head, HeadLike, HeadRanking, model_fingerprint, require_budget
 from ..model import clip
 from ..model.clip import DualEncoder
@@ -139,7 +139,7 @@ def extract_circuit(
     names, sentences = _checked_classes(ensemble, class_names, templates)
     chosen, numbered = _checked_places(ensemble, towers, layers)
     off, candidates = off_and_left(ensemble, chosen, numbered, removed)
-    require_budget(budget, len(candidates))
+    require_budget(budget, most_to_go(ensemble, candidates))
     for name, value, accepted in (("score", score, Score), ("method", method, Method), ("ties", ties, Ties)):
         if value not in get_args(accepted):
             raise ConfigError(f"{name} must be one of {list(get_args(accepted))}, got {value!r}")
@@ -351,13 +351,14 @@ class Extraction:
         search.tell = shown.tell
         with closing(shown.bar):
             for index in range(len(done), self.budget):
-                choice, excess = self._choice(search, left), None
+                free = may_go(self.model, left)
+                choice, excess = self._choice(search, free), None
                 if choice.over:
                     self._warn_of_end(journal)
                     return
                 if isinstance(search, Screened) and index in self.audited:
                     measured = search.exact.choose([choice.head])
-                    excess = measured.value - search.exact.choose(left, known=measured).value
+                    excess = measured.value - search.exact.choose(free, known=measured).value
                 search.remove(choice.head)
                 left.remove(choice.head)
                 if isinstance(search, Screened):  # it chose by estimates; what is left says what it is
@@ -406,7 +407,7 @@ class Extraction:
             return exact
         search = Screened(exact, self.screen_size, skipped)
         for head in done[skipped:]:
-            search.choose(left)  # to remember what was measured
+            search.choose(may_go(self.model, left))  # to remember what was measured
             search.remove(head)
             left.remove(head)
         return search

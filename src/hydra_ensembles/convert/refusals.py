@@ -79,10 +79,16 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "beit data2vec_vision data2vec-vision modeling_data2vec_vision vision_transformer_relpos vit_relpos "
-        "vit_srelpos mpnet xlnet funnel",
-        "a transformer with a relative position bias",
-        "a bias for each pair of positions is added to the attention scores, which has no canonical form",
-        f"{_PLAIN_VIT}; for text {_PLAIN_BERT}",
+        "vit_srelpos",
+        "an image model with a relative position bias",
+        "each head adds a bias of its own for every pair of positions to its scores, and attention here adds none",
+        _PLAIN_VIT,
+    ),
+    Refusal(
+        "mpnet xlnet funnel",
+        "a text model with a relative position bias",
+        "each head adds a bias of its own for every pair of positions to its scores, and attention here adds none",
+        f"{_PLAIN_BERT}; for sentences a MiniLM, GTE or Nomic BERT of sentence-transformers with num_labels=...",
     ),
     Refusal(
         "longformer led big_bird bigbird reformer nystromformer yoso fnet squeezebert canine convbert mobilebert",

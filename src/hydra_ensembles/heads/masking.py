@@ -3,7 +3,7 @@
 Heads are always addressed by the index they had before any pruning; where one lies in the weights is found out here.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
@@ -99,6 +99,25 @@ def off_and_left(
     chosen = None if layers is None else tuple(layers)
     existing = (head for name in towers for head in existing_heads(parts[name].config, chosen, tower=name))
     return off, [head for head in existing if head not in off]
+
+
+def pooling_of(model: Ensemble | DualEncoder, heads: Iterable[Head]) -> list[Head]:
+    """Of some heads, those of an attention that pools the tokens, which keeps one: without any, nothing is read."""
+    tower = model.image if isinstance(model, DualEncoder) else model
+    if tower.config.pooling is None:
+        return []
+    return [head for head in heads if head.layer == tower.num_layers and head.tower != "text"]
+
+
+def may_go(model: Ensemble | DualEncoder, left: Sequence[Head]) -> list[Head]:
+    """Of the heads that are left in some layers, those of which the next one may go."""
+    last = pooling_of(model, left)
+    return [head for head in left if last != [head]]
+
+
+def most_to_go(model: Ensemble | DualEncoder, left: Sequence[Head]) -> int:
+    """How many of the heads that are left in some layers may go in all."""
+    return len(left) - bool(pooling_of(model, left))
 
 
 def attention_of(ensemble: Ensemble, layer: int) -> Attention:

@@ -14,7 +14,7 @@ from ..arguments import require_whole
 from ..errors import ConfigError, HeadError, SameMembersError
 from ..model.clip import DualEncoder
 from ..model.ensemble import Ensemble
-from .masking import off_and_left, towers_of
+from .masking import off_and_left, pooling_of, towers_of
 from .ranking import Head, HeadRanking
 
 Members = tuple[tuple[Head, ...], ...]
@@ -116,21 +116,30 @@ def random_members(
     if model.num_members != 1:
         raise ConfigError(f"random_members takes one model, got {model.num_members} members; give model.member(i)")
     _, heads = off_and_left(model, towers_of(model), layers)
-    return tuple(_draw_distinct(heads, prune, members, seed, "layers"))
+    return tuple(_draw_distinct(heads, prune, members, seed, "layers", whole=pooling_of(model, heads)))
 
 
 def _draw_distinct(
-    heads: Sequence[Head], prune: int, count: int, seed: int, setting: str, taken: Sequence[tuple[Head, ...]] = ()
+    heads: Sequence[Head],
+    prune: int,
+    count: int,
+    seed: int,
+    setting: str,
+    taken: Sequence[tuple[Head, ...]] = (),
+    whole: Sequence[Head] = (),
 ) -> list[tuple[Head, ...]]:
     """Draw `count` different subsets of `prune` heads, none of them in `taken`; a repeated draw is made again.
 
-    Each subset keeps the order of `heads`. `setting` is the argument that decides how many heads there are.
+    Each subset keeps the order of `heads`. `setting` is the argument that decides how many heads there are, `whole` are
+    heads that no subset has all of.
     """
     require_whole("seed", seed, 0)
     if prune > len(heads):
         raise HeadError(f"prune is {prune}, but there are {len(heads)} heads to draw from; enlarge `{setting}`")
     seen = {frozenset(subset) for subset in taken}
     possible = math.comb(len(heads), prune) - sum(subset <= set(heads) for subset in seen)
+    if 0 < len(whole) <= prune:
+        possible -= math.comb(len(heads) - len(whole), prune - len(whole))
     if possible < count:
         raise SameMembersError(
             f"prune={prune} out of {len(heads)} heads leaves {possible} different choices for {count} more members; "
@@ -141,7 +150,7 @@ def _draw_distinct(
     while len(drawn) < count:
         order = np.argsort(generator.random(len(heads)), kind="stable")[:prune]
         subset = tuple(heads[index] for index in np.sort(order))
-        if frozenset(subset) not in seen:
+        if frozenset(subset) not in seen and not (whole and set(whole) <= set(subset)):
             seen.add(frozenset(subset))
             drawn.append(subset)
     return drawn

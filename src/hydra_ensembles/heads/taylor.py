@@ -19,7 +19,17 @@ from ..batches import Batches, Inputs, begin_epoch, borrowed, length_of, read_ba
 from ..errors import ConfigError, DataError, HeadError
 from ..model.clip import require_ensemble
 from ..model.ensemble import Ensemble
-from .masking import TOWER, attention_of, checked_layers, head_rows, masked, off_and_left, working_copy
+from .masking import (
+    TOWER,
+    attention_of,
+    checked_layers,
+    head_rows,
+    masked,
+    may_go,
+    most_to_go,
+    off_and_left,
+    working_copy,
+)
 from .ranking import DataFingerprint, Head, HeadLike, HeadRanking, model_fingerprint, require_budget
 
 Scope = Literal["layer", "global"]
@@ -46,7 +56,7 @@ def taylor(
 
     `scope="layer"` takes the same number of heads from every layer: layers first to last, the lowest scores of a layer
     go, and the gradients are computed anew before the next layer; `first` of such a ranking accepts `budget` only.
-    `scope="global"` compares the heads of all layers after a single gradient pass and ranks every one of them.
+    `scope="global"` compares the heads of all layers after a single gradient pass and ranks every one that may go.
 
     Dropout is off. The ensemble is left alone: weights, gradients, flags and training mode.
 
@@ -91,7 +101,7 @@ def taylor(
     blocks = range(ensemble.num_layers) if scope == "layer" else None  # as many heads in each
     chosen_layers = checked_layers(ensemble.config, blocks if layers is None else layers)
     off, candidates = off_and_left(ensemble, [TOWER], chosen_layers, removed)
-    steps = _steps(candidates, chosen_layers, budget, scope)
+    steps = _steps(ensemble, candidates, chosen_layers, budget, scope)
     count = None if calibration_batches is None else require_whole("calibration_batches", calibration_batches, 1)
     seed = require_whole("seed", seed, 0)
     order: list[tuple[float, Head]] = []
@@ -109,6 +119,8 @@ def taylor(
             order += lowest
             if len(steps) > 1:
                 masks.enter_context(masked(model, [head for _, head in lowest]))
+    if scope == "global":  # an attention that pools keeps the last of its heads
+        order = [one for at, one in enumerate(order) if one[1] in may_go(ensemble, [head for _, head in order[at:]])]
     return HeadRanking(
         heads=tuple(head for _, head in order),
         scores=tuple(score for score, _ in order),
@@ -180,9 +192,11 @@ def _counted(batches: LabelledBatches, bar: Any) -> Iterator[tuple[int, Inputs, 
         bar.update()
 
 
-def _steps(candidates: list[Head], layers: Sequence[int], budget: int, scope: Scope) -> list[tuple[list[Head], int]]:
+def _steps(
+    model: Ensemble, candidates: list[Head], layers: Sequence[int], budget: int, scope: Scope
+) -> list[tuple[list[Head], int]]:
     """One entry for each gradient pass: the heads it scores, and how many of them it ranks."""
-    require_budget(budget, len(candidates))
+    require_budget(budget, most_to_go(model, candidates))
     if scope == "global":
         return [(candidates, len(candidates))]
     if budget % len(layers):
@@ -190,8 +204,8 @@ def _steps(candidates: list[Head], layers: Sequence[int], budget: int, scope: Sc
     each, steps = budget // len(layers), []
     for layer in layers:
         heads = [head for head in candidates if head.layer == layer]
-        if len(heads) < each:
-            raise HeadError(f"budget {budget} takes {each} heads a layer, but layer {layer} has only {len(heads)} left")
+        if (most := most_to_go(model, heads)) < each:
+            raise HeadError(f"budget {budget} takes {each} heads a layer, but layer {layer} can lose only {most}")
         steps.append((heads, each))
     return steps
 

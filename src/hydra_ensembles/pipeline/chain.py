@@ -373,7 +373,7 @@ class Chain:
             "samples": self.data.samples(),
             "members": [
                 {"origin": origin, "pruned": [str(head) for head in lost], "heads_kept": [len(layer) for layer in kept]}
-                for (origin, lost), kept in zip(self.choices, final.heads, strict=True)
+                for (origin, lost), kept in zip(self.choices, final.config.heads, strict=True)
             ],
             "trunk": final.config.trunk,
             "parameters": counts.parameters,

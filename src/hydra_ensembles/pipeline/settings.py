@@ -33,7 +33,7 @@ from ..convert.processors import with_preprocessing
 from ..data.synthetic import synthetic_ood
 from ..errors import ConfigError, DataError
 from ..fuse import Fusion, StemFusion
-from ..heads.masking import existing_heads, towers_of
+from ..heads.masking import existing_heads, most_to_go, towers_of
 from ..heads.members import CIRCUIT_ORDER
 from ..heads.ranking import Head, data_fingerprint
 from ..heads.taylor import Scope
@@ -72,8 +72,10 @@ class StartingModel:
         return self.base if self.dual is None else self.dual
 
     def heads(self, layers: Iterable[int] | None) -> int:
-        """Number of heads in these layers."""
-        return sum(len(existing_heads(tower.config, layers)) for tower in towers_of(self.ranked).values())
+        """Number of heads in these layers that a member may lose."""
+        towers = towers_of(self.ranked).items()
+        heads = [head for name, tower in towers for head in existing_heads(tower.config, layers, tower=name)]
+        return most_to_go(self.ranked, heads)
 
     def pruned(self, heads: Sequence[Head]) -> Ensemble:
         """A member without these heads."""

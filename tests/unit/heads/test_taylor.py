@@ -64,6 +64,8 @@ class TestScores:
         counts = ensemble.config.head_counts  # those of an attention that pools among them
         expected = slow_scores(ensemble, *joined(batches), list(range(len(counts))), set())
         order = lowest(expected, sum(counts))
+        stays = [head for head in order if head[0] == LAYERS][-1:]  # the best of those that pool, if there are any
+        order = [head for head in order if head not in stays]
         assert [head[:2] for head in ranking.heads] == order
         assert ranking.scores == pytest.approx([expected[head] for head in order], rel=1e-9)
         assert list(ranking.scores) == sorted(ranking.scores)
@@ -276,7 +278,7 @@ def test_dropout_is_off() -> None:
         ({"budget": 13}, HeadError, "12 heads"),
         ({"budget": 4}, HeadError, "evenly"),
         ({"budget": 8, "layers": [0, 1], "removed": [(1, 0)]}, HeadError, "7 heads"),
-        ({"budget": 6, "layers": [0, 1], "removed": [(1, 0), (1, 1)]}, HeadError, "layer 1 has only 2"),
+        ({"budget": 6, "layers": [0, 1], "removed": [(1, 0), (1, 1)]}, HeadError, "layer 1 can lose only 2"),
         ({"layers": [3]}, HeadError, "layers"),
         ({"removed": [(0, 7)]}, HeadError, r"0\.7"),
         ({"scope": "block"}, ConfigError, "scope"),
