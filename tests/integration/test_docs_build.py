@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import hydra_ensembles as package
+from chromium import find_chromium
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = [  # every package that says what of it is public
@@ -78,3 +79,27 @@ def test_scripts_and_notebooks_come_along(site: Path) -> None:
     page = (site / "how-to" / "abstain.html").read_text()
     assert 'href="../examples/abstain.py"' in page
     assert (site / "examples" / "abstain.py").read_text() == (ROOT / "examples" / "abstain.py").read_text()
+
+
+OVERFLOWS = """(() => {
+  const scrolls = (one) => ["auto", "scroll", "hidden"].includes(getComputedStyle(one).overflowX);
+  const clipped = (one) => one.tagName !== "BODY" && (scrolls(one) || clipped(one.parentElement));
+  const wide = [...document.querySelectorAll("article *")].filter((one) => {
+    const box = one.getBoundingClientRect();
+    return box.width > 0 && box.right > innerWidth + 1 && !clipped(one.parentElement);
+  });
+  const broken = [...document.images].filter((one) => one.complete && one.naturalWidth === 0);
+  return [...wide.map((one) => one.outerHTML.slice(0, 80)), ...broken.map((one) => one.src)];
+})()"""
+
+
+@pytest.mark.slow  # a hundred pages in a browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_pages_fit_a_phone_and_a_desk(site: Path, width: int) -> None:
+    with find_chromium().tab() as tab:
+        for page in sorted(site.rglob("*.html")):
+            if page.name != "404.html":  # its addresses are those of a server
+                tab.open(page.as_uri(), width)
+                assert tab.run("document.documentElement.scrollWidth") <= width, page.name
+                assert tab.run(OVERFLOWS) == [], page.name
+        assert not tab.complaints

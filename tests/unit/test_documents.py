@@ -1,13 +1,19 @@
 """Links of documents lead somewhere, no number is without its line; tables and code are tested with benchmarks."""
 
+import ast
+import inspect
+import operator
 import re
 import runpy
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import yaml
 
+import hydra_ensembles as he
 from hydra_ensembles import metrics
 from hydra_ensembles.metrics.distance import FamiliarityName, LearnedName
 from hydra_ensembles.prediction import ScoreName
@@ -31,6 +37,26 @@ def test_links_lead_somewhere(path: Path) -> None:
         found = path.parent / target if target else path
         assert found.exists(), target
         assert not place or place.startswith("hydra_ensembles") or place in anchors(found), f"{target}#{place}"
+
+
+def calls(code: str) -> Iterator[tuple[Any, list[str]]]:
+    """What of ours a piece of code calls, `he.…`, `data.…` or `baselines.…`, and the keywords it gives."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Call):
+            named = ast.unparse(node.func)
+            if re.match(r"(he|data|baselines)\.[\w.]+$", named):
+                called = operator.attrgetter(named.removeprefix("he."))(he)
+                yield called, [one.arg for one in node.keywords if one.arg is not None]
+
+
+@pytest.mark.parametrize("path", [one for one in sorted(DOCUMENTS) if one.suffix == ".md"], ids=lambda path: path.name)
+def test_code_calls_what_there_is(path: Path) -> None:
+    """By names that exist, with keywords that exist; that it runs is tested where it is a whole."""
+    for block in re.findall(r"^ *```python\n(.*?)^ *```", path.read_text(), re.DOTALL | re.MULTILINE):
+        for called, keywords in calls(textwrap.dedent(block)):
+            known = inspect.signature(called).parameters
+            free = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
+            assert free or set(keywords) <= set(known), f"{called.__qualname__}: {keywords}"
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "docs"], ids=lambda path: path.name)
