@@ -25,6 +25,7 @@ Groups = Mapping[str, Sequence[str]]  # names of OOD sets by `near` and `far`
 BINS = 15
 LEVEL = 0.95
 NAMED = ("entropy", "mahalanobis", "mutual_information", "vilu", "neglabel")  # scores of a row, where it has them
+CONFIDENT = "vilu"  # the score that is minus the log-odds of being right, a confidence of its own
 SCORES = {"": "msp", **{f"{name}:": name for name in NAMED}}
 FEWEST = 1000  # samples of a set whose false positives are counted at 95 % of them
 
@@ -91,6 +92,9 @@ def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:
         found |= {f"{prefix}{key}": _mean(own[f"{prefix}{key}"], inside) for key in ("nll", "brier")}
         found[f"{prefix}ece"] = _ece(1.0 - own[f"{prefix}doubt"], own["correct"], inside)
     found["aurc"] = _aurc(own["msp"], 1.0 - own["correct"], inside)
+    if CONFIDENT in own:
+        found[f"{CONFIDENT}:ece"] = _ece(1.0 / (1.0 + np.exp(own[CONFIDENT])), own["correct"], inside)
+        found[f"{CONFIDENT}:aurc"] = _aurc(own[CONFIDENT], 1.0 - own["correct"], inside)
     for prefix, score in SCORES.items():
         if score not in own:
             continue

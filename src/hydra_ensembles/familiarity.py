@@ -144,6 +144,7 @@ def with_score(ensemble: Ensemble, found: Familiarity, line: str) -> Ensemble:
             embedding=new.embedding,
             hidden=new.hidden or old.hidden,
             words=new.words if any(new.words) else old.words,
+            projected=(new if "vilu" in new.scores else old).projected,
             threshold=None,
             reference=None,
         )

@@ -33,10 +33,13 @@ class ViLU:
     Attributes:
         hidden: Widths of its layers but the last.
         batch_size: Samples in a batch of cached embeddings.
+        projections: Whether maps of image and classes inside the attention over classes train too, from the identity
+            on. In the public code they may after some updates; its ImageNet script leaves them as they are.
     """
 
     hidden: tuple[int, ...] = (512, 256, 128)
     batch_size: int = 128
+    projections: bool = False
 
     def __post_init__(self) -> None:
         require_types(self)
@@ -69,8 +72,7 @@ def vilu(
     """A copy of a zero-shot ensemble with the score `vilu`: `p.score("vilu")`, saved with the model.
 
     Images are embedded once, and the network learns on the embeddings; the model itself is not changed, nor are its
-    answers. The score is minus the log-odds of being right, so `sigmoid(-score)` is a confidence. As in the public
-    ImageNet script, projections inside the attention over classes stay the identity.
+    answers. The score is minus the log-odds of being right, so `sigmoid(-score)` is a confidence.
 
     Args:
         ensemble: Made by `he.zero_shot`; every member gets a network of its own.
@@ -105,7 +107,10 @@ def vilu(
         marks=tuple(marks),
         embedding=statistics["shift"].shape[1],
         hidden=settings.hidden,
+        projected=settings.projections,
     )
+    if settings.projections:
+        statistics["scale"] = scale_of(rows)
     state = {**statistics, **result.weights}
     tensors = {f"vilu.{name}": one.float().cpu().contiguous() for name, one in state.items()}
     return with_score(ensemble, Familiarity(found, tensors), f"ViLU: {result.described(recipe, 'a network')}")
@@ -135,12 +140,17 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
         if runtime.ranks.size > 1:
             raise ConfigError(f"vilu trains a small network; start it in one process instead of {runtime.ranks.size}")
         self.rows = rows.to(runtime.device)  # [M, C, e]
-        self.texts, (members, _, width) = F.normalize(self.rows, dim=-1), rows.shape
+        self.fixed, (members, _, width) = (
+            {"texts": F.normalize(self.rows, dim=-1), "scale": scale_of(self.rows)},
+            rows.shape,
+        )
         self.model, drawn = nn.ParameterDict(), torch.Generator().manual_seed(derive_seed(recipe.seed, "vilu"))
         for layer, (inputs, outputs) in enumerate(pairwise((3 * width, *settings.hidden, 1))):
             for name, shape in ((f"weight{layer}", (outputs, inputs)), (f"bias{layer}", (outputs,))):
                 values = (2 * torch.rand(members, *shape, generator=drawn) - 1) * inputs**-0.5  # as of nn.Linear
                 self.model[name] = nn.Parameter(values.to(runtime.device))
+        for name in ("image_map", "text_map") if settings.projections else ():
+            self.model[name] = nn.Parameter(torch.eye(width, device=runtime.device).repeat(members, 1, 1))
         super().__init__(self.model, recipe, runtime, {})
 
     def read(self, raw: Any, index: int) -> tuple[Tensor, ...]:
@@ -152,7 +162,7 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
         embedded, right = (one.to(self.runtime.device).transpose(0, 1) for one in batch)
         probs = (embedded @ self.rows.mT).softmax(dim=-1)  # [M, B, C]; a bias of all logits would change nothing
         with self.autocast():
-            found = log_odds({"texts": self.texts, **self.model}, embedded, probs)
+            found = log_odds({**self.fixed, **self.model}, embedded, probs)
         return found.float(), right
 
     def backward(self, group: list[tuple[Tensor, ...]], seed: int) -> Tensor:
@@ -177,6 +187,11 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
             loss += float(F.binary_cross_entropy_with_logits(found, right.float(), reduction="sum"))
             count += right.numel()
         return known / count, loss / count
+
+
+def scale_of(rows: Tensor) -> Tensor:
+    """The logit scale `[M]` in class embeddings `[M, C, e]`, which all have one length."""
+    return rows.norm(dim=-1).mean(dim=-1)
 
 
 def mistakes_weigh(right: Tensor) -> Tensor:

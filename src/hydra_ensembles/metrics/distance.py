@@ -109,9 +109,15 @@ def log_odds(statistics: Statistics, embedded: Tensor, probs: Tensor) -> Tensor:
     """What the network of `vilu` gives, `[M, B]`, for embeddings of images `[M, B, e]` and probabilities `[M, B, C]`.
 
     It sees the image, the classes' embeddings `[M, C, e]` in the proportion of their probabilities, and the first's.
+    Where image and classes have maps of their own `[M, e, e]`, proportions and embeddings are those of what is mapped.
     """
-    texts = statistics["texts"]
-    x = torch.cat([embedded, probs @ texts, _picked(texts, probs.argmax(dim=-1))], dim=-1)  # [M, B, 3e]
+    texts = seen = statistics["texts"]
+    shares = probs
+    if "text_map" in statistics:
+        seen = texts @ statistics["text_map"].mT
+        alike = embedded @ statistics["image_map"].mT @ seen.mT  # [M, B, C]
+        shares = (statistics["scale"][:, None, None] * alike).softmax(dim=-1)
+    x = torch.cat([embedded, shares @ seen, _picked(texts, probs.argmax(dim=-1))], dim=-1)  # [M, B, 3e]
     last = sum(name.startswith("weight") for name in statistics) - 1
     for layer in range(last + 1):
         x = torch.baddbmm(statistics[f"bias{layer}"][:, None], x, statistics[f"weight{layer}"].mT)

@@ -96,6 +96,7 @@ class FamiliaritySettings:
         embedding: Of `vilu` and `neglabel`: width of the common embedding of images and texts.
         hidden: Of `vilu`: widths of the layers of its network but the last.
         words: Of `neglabel`: groups of words, and words in a group.
+        projected: Of `vilu`: whether its attention over classes has projections of its own.
     """
 
     scores: tuple[FittedName, ...]
@@ -111,6 +112,7 @@ class FamiliaritySettings:
     embedding: int = field(default=0, metadata=ADDED_LATER)
     hidden: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     words: tuple[int, int] = field(default=(0, 0), metadata=ADDED_LATER)
+    projected: bool = field(default=False, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         check_share(self.accepted_share, "accepted_share")
@@ -143,6 +145,9 @@ class FamiliaritySettings:
                 own |= {"words": (members, *self.words, self.embedding), "offset": (members,)}
             elif score == "vilu":
                 own["texts"] = (members, classes, self.embedding)
+                if self.projected:
+                    map_ = (members, self.embedding, self.embedding)
+                    own |= {"image_map": map_, "text_map": map_, "scale": (members,)}
                 for layer, (inputs, outputs) in enumerate(pairwise((3 * self.embedding, *self.hidden, 1))):
                     own |= {f"weight{layer}": (members, outputs, inputs), f"bias{layer}": (members, outputs)}
             found |= {f"{score}.{name}": shape for name, shape in own.items()}

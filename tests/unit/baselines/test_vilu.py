@@ -58,6 +58,31 @@ def test_the_score_is_what_the_published_network_computes():
     torch.testing.assert_close(prediction.member_logits, ensemble.predict(images).member_logits)  # answers stay
 
 
+def test_maps_of_image_and_classes_train_from_the_identity_on(tmp_path):
+    ensemble, images = zero_shot(members=2), pair_samples(5, seed=3)[0]
+    mapped, start = ViLU(hidden=(8, 4), batch_size=8, projections=True), Recipe(learning_rate=1e-12, epochs=1)
+    plain = fitted(ensemble, start).predict(images).score("vilu")
+    torch.testing.assert_close(fitted(ensemble, start, mapped).predict(images).score("vilu"), plain)
+    found = fitted(ensemble, settings=mapped)
+    state = {key.removeprefix("vilu."): one for key, one in found.metadata.familiarity.state.items()}
+    alone = found.member(1)
+    v = alone.readout.embedding(alone.features(images))[0]
+    t = F.normalize(alone.readout.class_embeddings.weight[0], dim=-1)
+    scale = alone.readout.class_embeddings.weight[0].norm(dim=-1).mean()
+    probs, keys = (scale * v @ t.T).softmax(-1), t @ state["text_map"][1].T
+    shares = (scale * (v @ state["image_map"][1].T) @ keys.T).softmax(-1)  # as the public code has it
+    x = torch.cat([v, shares @ keys, t[probs.argmax(-1)]], dim=1)
+    for layer in range(3):
+        x = F.linear(x if layer == 0 else x.relu(), state[f"weight{layer}"][1], state[f"bias{layer}"][1])
+    torch.testing.assert_close(found.predict(images).unfamiliarity.members[0, 1], -x[:, 0], atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(state["image_map"][1], torch.eye(len(keys.T)), atol=1e-6)
+    found.save_pretrained(tmp_path / "saved")
+    again = he.Ensemble.from_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(again.predict(images).score("vilu"), found.predict(images).score("vilu"))
+    third = neg_label(again, [f"{one} tree" for one in ("cat", "red", "the")], settings=NegLabel(share=1.0, groups=1))
+    torch.testing.assert_close(third.predict(images).score("vilu"), found.predict(images).score("vilu"))
+
+
 def test_the_loss_is_the_published_one():
     right = torch.tensor([[True, True, True, False], [True, False, False, False], [True, True, True, True]])
     weight = mistakes_weigh(right)

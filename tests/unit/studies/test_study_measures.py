@@ -55,6 +55,17 @@ def test_numbers_are_those_of_other_code() -> None:
     assert ours["far.fpr95"] == pytest.approx((ours["ood.grey.fpr95"] + ours["ood.noise.fpr95"]) / 2)
 
 
+def test_a_score_that_is_a_confidence_has_a_calibration_of_its_own() -> None:
+    found = columns(1)
+    own = np.log(found["own|doubt"] / (1 - found["own|doubt"]))  # minus the log-odds of being right
+    outside = {f"{name}|vilu": found[f"{name}|msp"] for name in ("like", "grey", "noise")}
+    ours = numbers({**found, "own|vilu": own, **outside}, "own", GROUPS)
+    assert ours["vilu:ece"].value == pytest.approx(ours["ece"].value)
+    assert ours["vilu:aurc"].value == pytest.approx(ours["aurc"].value)
+    assert "vilu:near.auroc" in ours
+    assert "vilu:ece" not in numbers(found, "own", GROUPS)
+
+
 def test_influences_have_the_deviation_that_a_bootstrap_finds() -> None:
     """Of the paired difference of two models on the same samples."""
     one, other = columns(1, 0.08), columns(2)
