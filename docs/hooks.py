@@ -32,6 +32,7 @@ def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
                 parts.append(f"![what the cell draws]({name})")
             elif text := "".join(output.get("text", shown.get("text/plain", ""))).rstrip():
                 parts.append(f"```text\n{text}\n```")
+    parts.append(f"To run it yourself: [{path.name}]({path.name}).")
     return "\n\n".join(parts), pictures
 
 
@@ -40,7 +41,8 @@ def on_files(files: Files, config: Any) -> Files:
     made: dict[str, str | bytes] = {f"examples/{path.name}": path.read_bytes() for path in ROOT.glob("examples/*.py")}
     for path in ROOT.glob("notebooks/*.ipynb"):
         page, pictures = notebook_page(path)
-        made |= {f"notebooks/{path.stem}.md": page, **{f"notebooks/{name}": one for name, one in pictures.items()}}
+        files_of = {f"{path.stem}.md": page, path.name: path.read_bytes(), **pictures}
+        made |= {f"notebooks/{name}": one for name, one in files_of.items()}
     for name, content in made.items():
         files.append(File.generated(config, name, content=content, inclusion=InclusionLevel.INCLUDED))
     return files
