@@ -51,7 +51,8 @@ def report(seed: Seed, name: str) -> None:
         model = rows_of(task)[name].model(seed, name)
         judge = Judged(task, model)
         write_columns(place.with_suffix(".npz"), all_columns(judge, "report"))
-        write_json(place, {"row": name, "temperature": list(judge.calibration.temperature), **sizes(model)})
+        where = {"device": device_name(task.device), "torch": str(torch.__version__), "version": he.__version__}
+        write_json(place, {"row": name, "temperature": list(judge.calibration.temperature), **sizes(model), **where})
 
 
 def shift(seed: Seed, name: str) -> None:
@@ -171,7 +172,5 @@ def collect(task: Task, output: Path, results: Path) -> None:
         "choices": {one["row"]: one for one in map(read_json, sorted((study / CHOICES).glob("*.json")))},
         "costs": read_json(study / COSTS) if (study / COSTS).exists() else None,
         "runs": runs,
-        "device": device_name(task.device),
-        "versions": {"torch": torch.__version__, "hydra_ensembles": he.__version__},
     }
     write_json(results / task.name / "study.json", facts)

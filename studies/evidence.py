@@ -2,8 +2,9 @@
 
 A file `seed-N.npz` has, by `row|set|column` and one number a sample: the OOD scores `msp` (one minus the largest mean
 probability), `entropy`, `mutual_information` and, where features have a distance, `mahalanobis`; of the test set
-`correct`, and `doubt` (one minus confidence), `nll` and `brier` before and (`calibrated.…`) after calibration. Numbers
-are in float16, whose rounding is relative: doubt instead of confidence, so that answers that are nearly sure differ.
+`correct`, `nll` and `brier` before and (`calibrated.…`) after calibration, and `calibrated.doubt`, one minus confidence
+(before calibration that is `msp`). Numbers are in float16, whose rounding is relative: doubt instead of confidence, so
+that answers that are nearly sure differ.
 """
 
 from collections.abc import Mapping
@@ -66,16 +67,15 @@ def columns_of(said: Prediction, after: Prediction | None = None, labels: Tensor
     if labels is not None and after is not None:
         found |= {"correct": said.label == labels, **judged(said, labels)}
         found |= {f"calibrated.{name}": one for name, one in judged(after, labels).items()}
+        found["calibrated.doubt"] = after.probs.scatter(-1, after.label[:, None], 0.0).sum(dim=-1)
     if not all(bool(one.isfinite().all()) for one in found.values()):
         raise DataError("a model answered with numbers that are not finite; its training diverged: lower the rate")
     return found
 
 
 def judged(said: Prediction, labels: Tensor) -> dict[str, Tensor]:
-    """How right and how sure answers are."""
-    rest = said.probs.scatter(-1, said.label[:, None], 0.0).sum(dim=-1)
-    nll, brier = nll_per_sample(said.probs, labels), brier_per_sample(said.probs, labels)
-    return {"doubt": rest, "nll": nll, "brier": brier}
+    """How likely the labels are to answers."""
+    return {"nll": nll_per_sample(said.probs, labels), "brier": brier_per_sample(said.probs, labels)}
 
 
 def stored(columns: Mapping[str, Tensor]) -> dict[str, Array]:

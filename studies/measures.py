@@ -23,6 +23,7 @@ Columns = Mapping[str, npt.NDArray[Any]]  # by `set|column`
 Groups = Mapping[str, Sequence[str]]  # names of OOD sets by `near` and `far`
 
 BINS = 15
+DOUBT = {"": "msp", "calibrated.": "calibrated.doubt"}  # one minus confidence
 LEVEL = 0.95
 NAMED = ("entropy", "mahalanobis", "mutual_information", "vilu", "neglabel")  # scores of a row, where it has them
 CONFIDENT = "vilu"  # the score that is minus the log-odds of being right, a confidence of its own
@@ -90,7 +91,7 @@ def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:
     found = {"accuracy": _mean(own["correct"], inside)}
     for prefix in ("", "calibrated."):
         found |= {f"{prefix}{key}": _mean(own[f"{prefix}{key}"], inside) for key in ("nll", "brier")}
-        found[f"{prefix}ece"] = _ece(1.0 - own[f"{prefix}doubt"], own["correct"], inside)
+        found[f"{prefix}ece"] = _ece(1.0 - own[DOUBT[prefix]], own["correct"], inside)
     found["aurc"] = _aurc(own["msp"], 1.0 - own["correct"], inside)
     if CONFIDENT in own:
         found[f"{CONFIDENT}:ece"] = _ece(1.0 / (1.0 + np.exp(own[CONFIDENT])), own["correct"], inside)
@@ -114,7 +115,7 @@ def plain_numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, fl
     found = {key: one.value for key, one in numbers(columns, inside, groups).items()}
     right = torch.from_numpy(columns[f"{inside}|correct"])
     for prefix in ("", "calibrated."):
-        sure = 1.0 - torch.from_numpy(columns[f"{inside}|{prefix}doubt"].astype(np.float64))
+        sure = 1.0 - torch.from_numpy(columns[f"{inside}|{DOUBT[prefix]}"].astype(np.float64))
         found[f"{prefix}aece"] = adaptive_ece_of_confidence(sure, right)
     own, spread = _tensor(columns, inside, "msp"), f"{inside}|mutual_information"
     found["mutual_information"] = float(columns[spread].astype(np.float64).mean())

@@ -291,7 +291,7 @@ def test_seeds_are_read_from_a_stored_study(tmp_path: Path) -> None:
                 columns[f"Single|{name}|{column}"] = draws.random(30).astype(np.float16)
         columns["Single|in|correct"] = draws.random(30) < 0.8
         right.append(columns["Single|in|correct"].mean())
-        for column in ("doubt", "nll", "brier", "calibrated.doubt", "calibrated.nll", "calibrated.brier"):
+        for column in ("nll", "brier", "calibrated.doubt", "calibrated.nll", "calibrated.brier"):
             columns[f"Single|in|{column}"] = draws.random(30).astype(np.float16)
         write_columns(place / f"seed-{number}.npz", columns)
     found = registry.read_stored("seeds", TASK, tmp_path)

@@ -37,7 +37,7 @@ def columns(seed: int, edge: float = 0.0, count: int = 1200) -> dict[str, npt.ND
 def test_numbers_are_those_of_other_code() -> None:
     found, own = columns(1), "own"
     ours = plain_numbers(found, own, GROUPS)
-    right, doubt = torch.from_numpy(found["own|correct"]), torch.from_numpy(found["own|doubt"])
+    right, doubt = torch.from_numpy(found["own|correct"]), torch.from_numpy(found["own|msp"])
     assert ours["ece"] == pytest.approx(ece_of_confidence(1 - doubt, right), abs=1e-9)
     assert ours["aurc"] == pytest.approx(aurc(doubt, ~right), abs=1e-9)
     for prefix, score in {"": "msp", "mahalanobis:": "mahalanobis"}.items():
