@@ -19,6 +19,7 @@ LORA, BATCH_ENSEMBLE, MIMO, PACKED = "LoRA-Ensemble", "BatchEnsemble", "MIMO", "
 OBA, LAPLACE, SNAPSHOT, SWAG = "OBA", "Laplace (last layer)", "Snapshot", "SWAG"
 CLASSIFIERS = "Deep Ensembles (classifiers)"
 LAPLACE_MEMBERS = 20  # classifiers that are drawn, at the price of one model
+POINTS = 10  # that SWAG visits
 OBA_STEPS, OBA_BATCHES = 8, 16  # the public code has 49 and 200: 77 times as much
 
 
@@ -157,7 +158,7 @@ def snapshots(seed: Seed, setting: Setting) -> he.Ensemble:
 
 def around_the_end(seed: Seed, setting: Setting) -> he.Ensemble:
     """Single trains on at a constant rate, as long as it has; members are drawn around the points it visits."""
-    task, settings = seed.task, baselines.SWAG(seed.members)
+    task, settings = seed.task, baselines.SWAG(seed.members, POINTS, POINTS)
     steps = max(1, task.plain["training"]["epochs"] * len(task.lessons(task.training())) // settings.points)
     constant = {"epochs": None, "steps": steps, "schedule": "constant", "warmup": 0}
     training = sped_up(task, rate_of(setting), seed=seed.derived("swag"), **constant)
