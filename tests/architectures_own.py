@@ -20,8 +20,11 @@ WIDTH, HEADS, CLASSES = 32, 4, 5
 class EncoderViT(nn.Module):
     """Around an `nn.TransformerEncoder`."""
 
-    def __init__(self, norm_first: bool = True, activation: str = "gelu", batch_first: bool = True) -> None:
+    def __init__(
+        self, norm_first: bool = True, activation: str = "gelu", batch_first: bool = True, mean: bool = False
+    ) -> None:
         super().__init__()
+        self.mean = mean
         self.patchify = nn.Conv2d(3, WIDTH, 8, 8)
         self.cls = nn.Parameter(torch.zeros(1, 1, WIDTH))
         self.pos = nn.Parameter(torch.zeros(1, 17, WIDTH))
@@ -37,7 +40,7 @@ class EncoderViT(nn.Module):
         x = self.patchify(images).flatten(2).transpose(1, 2)
         x = torch.cat([self.cls.expand(len(x), -1, -1), x], dim=1) + self.pos
         x = self.encoder(x) if self.batch_first else self.encoder(x.transpose(0, 1)).transpose(0, 1)
-        return self.head(x[:, 0])
+        return self.head(x.mean(1) if self.mean else x[:, 0])  # the mean takes the class token in
 
 
 class EncoderText(nn.Module):

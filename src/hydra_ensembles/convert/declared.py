@@ -1,7 +1,7 @@
 """Architectures of one's own, declared: where the parts of a model lie, and what its tensors do not tell."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -67,6 +67,7 @@ class Declaration:
         activation: Of the MLP, `"gelu"` if not said; of a `block` or `encoder` it is read.
         pool: What is classified: the first token (`"cls"`), the mean of the patches or tokens (`"mean"`), both
             (`"cls_mean"`), or the last token (`"last"`).
+        pool_prefix: Whether the mean takes in class token and registers, too.
         norm_after_pool: Whether `norm` comes after the pooling, not before.
         norm_kind: `"layer"` or `"rms"`, for norms that are not of `torch.nn`.
         norm_eps: Of the norms of a block, where these are not of `torch.nn`.
@@ -114,6 +115,7 @@ class Declaration:
     norm_first: bool | None = None
     activation: Activation | None = None
     pool: Pool = "cls"
+    pool_prefix: bool = field(default=False, kw_only=True)
     norm_after_pool: bool = False
     norm_kind: NormKind = "layer"
     norm_eps: float | None = None

@@ -117,7 +117,8 @@ def _changes(declaration: Declaration, model: nn.Module) -> Iterator[dict[str, A
     inner, text = config.encoder.heads * config.encoder.head_dim, config.kind == "text"
     yield {"norm_first": not config.encoder.norm_first}
     yield from ({"activation": one} for one in get_args(Activation))
-    yield from ({"pool": one, "norm_after_pool": after} for one in _pools(text, True) for after in (False, True))
+    usual = {"pool_prefix": False} if declaration.pool_prefix else {}
+    yield from ({**usual, **one, "norm_after_pool": after} for one in _pools(text, True) for after in (False, True))
     yield from ({"head_layout": " ".join(order)} for order in permutations(("qkv", "h", "d")))
     yield from ({"heads": heads} for heads in range(1, min(inner, 64) + 1) if inner % heads == 0)
     yield from ({"attention_scale": scale} for scale in (config.encoder.width**-0.5, 1.0, None))
@@ -148,16 +149,18 @@ def _candidates(model: nn.Module) -> Iterator[Declaration]:
         scales = (1.0, math.sqrt(frame.width)) if text else (1.0,)
         hidden = get_args(HiddenActivation) if "pooler" in names else ("tanh",)
         for pool, after, scale, activation in product(pools, (False, True), scales, hidden):
-            if after and (pool == "cls" or pool == "last"):
+            if after and pool["pool"] in ("cls", "last"):
                 continue  # the norm of one token is the same before and after
-            choice = {"pool": pool, "norm_after_pool": after, "embedding_scale": scale, "pooler_activation": activation}
+            choice = {**pool, "norm_after_pool": after, "embedding_scale": scale, "pooler_activation": activation}
             yield Declaration({**frame.names, **names}, **choice, **settings)
 
 
-def _pools(text: bool, class_token: bool) -> tuple[Pool, ...]:
-    if text:
-        return ("mean", "cls", "last")
-    return ("cls", "mean", "cls_mean") if class_token else ("mean",)
+def _pools(text: bool, class_token: bool) -> list[dict[str, Any]]:
+    """Settings of the pooling to try."""
+    of_images: tuple[Pool, ...] = ("cls", "mean", "cls_mean") if class_token else ("mean",)
+    pools: tuple[Pool, ...] = ("mean", "cls", "last") if text else of_images
+    found: list[dict[str, Any]] = [{"pool": pool} for pool in pools]
+    return found if text or not class_token else [*found, {"pool": "mean", "pool_prefix": True}]
 
 
 def _frame(model: nn.Module) -> _Frame | None:

@@ -489,6 +489,7 @@ class _Reading:
             raise refuse(self.frame.name, f"{what}, and the norm behind the blocks is always of their kind")
         return ReadoutConfig(
             pool=self.declared.pool,
+            pool_prefix=self.declared.pool_prefix,
             num_classes=classes,
             norm="none" if "norm" not in self.names else "pooled" if self.declared.norm_after_pool else "tokens",
             norm_eps=eps,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,6 +42,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], he.Declaration | None, Any]] = {
     "encoder-post-relu-found": (lambda: own(EncoderViT, norm_first=False, activation="relu"), None, IMAGES),
     "encoder-sequence-first": (lambda: own(EncoderViT, batch_first=False), ENCODER_VIT, IMAGES),
     "encoder-sequence-first-found": (lambda: own(EncoderViT, batch_first=False), None, IMAGES),
+    "encoder-mean-of-all": (
+        lambda: own(EncoderViT, mean=True),
+        replace(ENCODER_VIT, pool="mean", pool_prefix=True),
+        IMAGES,
+    ),
+    "encoder-mean-of-all-found": (lambda: own(EncoderViT, mean=True), None, IMAGES),
     "text": (lambda: own(EncoderText), ENCODER_TEXT, TEXTS),
     "text-found": (lambda: own(EncoderText), None, TEXTS),
     "multihead-found": (lambda: own(MultiheadViT), None, IMAGES),
@@ -112,6 +119,7 @@ def test_all_that_does_not_fit_is_said_at_once_with_the_nearest_name() -> None:
         ({"norm_first": True}, "norm_first=False"),
         ({"activation": None}, "'relu'"),
         ({"pool": "mean"}, "'cls'"),
+        ({"pool": "mean", "pool_prefix": True}, "'cls', pool_prefix=False|pool_prefix=False, pool='cls'"),
     ],
 )
 def test_a_wrong_setting_is_found_out_and_the_right_one_named(settings: dict[str, Any], agrees: str) -> None:
