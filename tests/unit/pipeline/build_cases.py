@@ -20,7 +20,7 @@ from random_ensembles import noisy
 
 CLASSES = 3
 LAYERS, HEADS = 3, 4
-TEXT_BATCHES = ((6, 7), (4, 4), (5, 9), (4, 6), (3, 5), (6, 8))  # samples and tokens of each
+TEXT_BATCHES = ((10, 7), (9, 9), (9, 5))  # samples and tokens of each
 
 
 def _random(config: EnsembleConfig, seed: int, labels: tuple[str, ...]) -> he.Ensemble:
@@ -75,7 +75,7 @@ def text_batches(seed: int = 1) -> list[dict[str, Tensor]]:
 
 def sets(**changes: Any) -> dict[str, Any]:
     """The data arguments of `build`."""
-    usual = {"train": batches(40, seed=1), "id": batches(32, seed=2), "ood": batches(16, seed=3, shift=1.5)}
+    usual = {"train": batches(40), "id": batches(32, 16, seed=2), "ood": batches(16, 16, seed=3, shift=1.5)}
     return {**usual, "progress": False, **changes}
 
 

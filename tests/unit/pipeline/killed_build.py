@@ -20,9 +20,9 @@ CONFIG = he.HydraConfig(
 
 def run(folder: Path | None) -> he.Ensemble:
     """The build that all tests of resuming interrupt; its loaders shuffle."""
-    ood = batches(8, seed=3, shift=1.5)
+    ood = batches(8, 8, seed=3, shift=1.5)
     return he.build(
-        image_model(), CONFIG, train=shuffled(12), id=shuffled(16, seed=2), ood=ood, output=folder, progress=False
+        image_model(), CONFIG, train=shuffled(12), id=shuffled(16, 8, seed=2), ood=ood, output=folder, progress=False
     )
 
 

@@ -145,7 +145,7 @@ def test_a_killed_process_is_resumed(tmp_path: Path, expected: he.Ensemble) -> N
 
 
 def test_the_folder_of_another_build_is_refused(folder: Path) -> None:
-    usual = {"train": shuffled(12), "id": shuffled(16, seed=2), "ood": batches(8, seed=3, shift=1.5)}
+    usual = {"train": shuffled(12), "id": shuffled(16, 8, seed=2), "ood": batches(8, 8, seed=3, shift=1.5)}
     longer = dataclasses.replace(CONFIG, recipe=recipe(steps=9, evaluate_every=2))
     changes: list[tuple[dict[str, Any], str]] = [
         ({"config": dataclasses.replace(CONFIG, prune=3)}, r"config\.prune was 2 and is 3"),

@@ -26,8 +26,8 @@ DEEPER = {**TOGETHER, "shared_layers": 1}
 BRANCHES = {"shared_layers": 2, "strategy": "branches", "training": "together"}
 SETS: dict[str, Any] = {
     "train": batches(12, seed=1),
-    "id": batches(248, size=31, seed=2),
-    "ood": batches(48, size=16, seed=3, shift=1.5),
+    "id": batches(248, size=124, seed=2),
+    "ood": batches(48, size=24, seed=3, shift=1.5),
 }
 STEPS = 10  # of a training; the first comparison comes after one of them
 
@@ -193,7 +193,7 @@ def test_soup_and_deep_ensemble_of_given_models() -> None:
 
 
 def test_several_ood_sources_are_cut_in_two_each() -> None:
-    several = {"near": SETS["ood"], "far": batches(24, size=8, seed=8, shift=4.0)}
+    several = {"near": SETS["ood"], "far": batches(24, size=24, seed=8, shift=4.0)}
     circuit = {"prune": 1, "shared_layers": 2, "members": 1, "method": "naive"}
     assert run(candidates=[circuit], ood=several).samples == {"ID": 124, "ood['near']": 24, "ood['far']": 12}
 
@@ -262,7 +262,7 @@ def test_a_folder_is_for_one_search_and_one_worker(finished, tmp_path) -> None:
     with pytest.raises(CheckpointError, match="tolerance"):
         run(folder, tolerance=0.1)
     with pytest.raises(CheckpointError, match="judges"):
-        run(folder, id=batches(248, size=31, seed=9))
+        run(folder, id=batches(248, size=124, seed=9))
     with locked(folder, "run"), pytest.raises(StorageError, match="another"):
         run(folder)
     (folder / "search.json").write_text("{}")
