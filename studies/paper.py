@@ -3,7 +3,8 @@
 `classifiers.csv`: Tables 1, 2 and 15 to 17 (M = 3, maximum softmax probability); near and far of BatchEnsemble and LoRA
 Ensembles on ImageNet-1K are those of Tables 21 and 22, for Table 15 mixes them up. `zero_shot.csv`: Tables 3 and 24 to
 28 (OpenCLIP ViT-B/32), `average` is the mean over its nine data sets; `zero_shot_tasks.csv` and `zero_shot_sets.csv`:
-set by set, without rows that do not give their own mean. `claims.csv`: every comparison it makes.
+set by set, without rows that do not give their own mean. `analyses.csv`: Tables 4 to 6 and 8 to 12, B.1 and B.2.2; near
+and far of Single on SST-2 are those of Table 17, for Table 4 prints averages. `claims.csv`: every comparison it makes.
 """
 
 import csv

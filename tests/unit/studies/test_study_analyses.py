@@ -1,6 +1,7 @@
 """Every analysis runs on a small task, says what plain computation says, and is shown beside the paper's numbers."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +342,18 @@ def test_the_papers_numbers_belong_to_rows_that_there_are() -> None:
     assert {line["table"] for line in common.paper_lines()} == known
     variants = {f"free: {title}" for title in diversity.VARIANTS}
     assert set(common.paper("9", "ImageNet-1K")) <= {"Deep Ensembles", *variants}
+
+
+def test_the_paper_map_calls_done_what_has_results() -> None:
+    """A row that names an analysis and no other command is done where results of it are stored, else it says so."""
+    root = Path(__file__).parents[3]
+    rows = [line.strip("|").split(" | ") for line in (root / "docs" / "paper_map.md").read_text().splitlines()]
+    seen = set()
+    for item, _, command, status in (row for row in rows if len(row) == 4):
+        named = set(re.findall(r"`analyse (\w+)", command))
+        assert named <= set(ANALYSES), item
+        seen |= named
+        missing = [name for name in named if not list((root / "results" / "analyses").glob(f"{name}-*.json"))]
+        if missing:
+            assert "ready" in status, f"{item.strip()}: {missing} have no results, but the status is {status.strip()!r}"
+    assert seen == set(ANALYSES)  # each has a row
