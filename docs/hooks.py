@@ -41,8 +41,8 @@ def on_files(files: Files, config: Any) -> Files:
     made: dict[str, str | bytes] = {f"examples/{path.name}": path.read_bytes() for path in ROOT.glob("examples/*.py")}
     for path in ROOT.glob("notebooks/*.ipynb"):
         page, pictures = notebook_page(path)
-        files_of = {f"{path.stem}.md": page, path.name: path.read_bytes(), **pictures}
-        made |= {f"notebooks/{name}": one for name, one in files_of.items()}
+        made |= {f"notebooks/{path.stem}.md": page, f"notebooks/{path.name}": path.read_bytes()}
+        made |= {f"notebooks/{name}": picture for name, picture in pictures.items()}
     for name, content in made.items():
         files.append(File.generated(config, name, content=content, inclusion=InclusionLevel.INCLUDED))
     return files

@@ -30,7 +30,8 @@ def executed(path: Path) -> Any:
 
 def main() -> None:
     """Execute those that are named, or all."""
-    for path in map(Path, sys.argv[1:] or sorted(FOLDER.glob("*.ipynb"))):
+    named = [Path(one) for one in sys.argv[1:]]
+    for path in named or sorted(FOLDER.glob("*.ipynb")):
         nbformat.write(executed(path), path)
 
 
