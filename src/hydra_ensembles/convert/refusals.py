@@ -33,7 +33,8 @@ _ENCODER = "its encoder with a fresh classifier, he.convert(model.base_model, nu
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "swin maxvit maxxvit coatnet pvt hiera mvit twins nest levit focalnet efficientformer efficientvit mobilevit "
-        "segformer coat cvt davit edgenext fastvit gcvit poolformer metaformer pit tiny_vit nextvit dinat nat glpn",
+        "segformer coat cvt davit edgenext fastvit gcvit poolformer metaformer pit tiny_vit nextvit dinat nat glpn "
+        "donut donut-swin swiftformer",
         "a hierarchical network",
         "tokens are merged and the width changes from stage to stage, so its heads are not those of one encoder",
         _PLAIN_VIT,
@@ -41,7 +42,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "convnext dinov3_convnext resnet resnext resnest "
         "res2net seresnet wide_resnet efficientnet regnet mobilenet mobileone densenet "
-        "vgg inception xception nfnet repvgg convmixer squeezenet shufflenet alexnet googlenet mnasnet hgnet ghostnet",
+        "vgg inception xception nfnet repvgg convmixer squeezenet shufflenet alexnet googlenet mnasnet hgnet ghostnet "
+        "bit pp_lcnet textnet",
         "a convolutional network",
         "it has no attention heads, of which different ones could be pruned",
         _PLAIN_VIT,
@@ -91,13 +93,14 @@ REFUSALS: tuple[Refusal, ...] = (
         f"{_PLAIN_BERT}; for sentences a MiniLM, GTE or Nomic BERT of sentence-transformers with num_labels=...",
     ),
     Refusal(
-        "longformer led big_bird bigbird reformer nystromformer yoso fnet squeezebert canine convbert mobilebert",
+        "longformer led big_bird bigbird reformer nystromformer yoso fnet squeezebert canine convbert mobilebert mra "
+        "perceiver",
         "a transformer with attention of its own",
         "tokens do not attend to all others through whole heads of queries, keys and values",
         _PLAIN_BERT,
     ),
     Refusal(
-        "t5 mt5 umt5 longt5 bart mbart plbart pegasus marian fsmt prophetnet whisper speech_to_text",
+        "t5 mt5 umt5 longt5 t5gemma bart mbart plbart pegasus marian mvp fsmt prophetnet whisper speech_to_text",
         "an encoder and a decoder",
         "the decoder attends to the encoder, and the answer is read off the decoder",
         _PLAIN_BERT,
@@ -105,11 +108,25 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "gpt openai llama mistral mixtral ministral qwen gemma phi opt bloom falcon olmo mpt stablelm xglm codegen "
-        "ctrl mamba rwkv deepseek cohere granite smollm",
+        "ctrl mamba rwkv deepseek cohere granite smollm arcee biogpt diffllama doge exaone glm helium hunyuan imagegpt "
+        "jamba jetmoe minicpm minimax modernbert_decoder modernbert-decoder nemotron persimmon phimoe seed_oss "
+        "starcoder zamba",
         "a decoder",
         "it was trained to continue texts: attention sees what came before only, with norms and positions of its own",
         _PLAIN_BERT,
         text=True,
+    ),
+    Refusal(
+        "layoutlm layoutlmv2 layoutlmv3 lilt luke markuplm tapas",
+        "a model that reads more than words",
+        "it is given boxes, entities or tables beside the text, and models here read images or texts",
+        _PLAIN_BERT,
+    ),
+    Refusal(
+        "timm_wrapper",
+        "a wrapper around a model of timm",
+        "what it holds is known by its own class",
+        "the model inside, he.convert(model.timm_model); on the command line timm:NAME, or the hub id that timm loads",
     ),
     Refusal(
         "wav2vec2 hubert wavlm unispeech audio_spectrogram data2vec_audio modeling_data2vec_audio clap",

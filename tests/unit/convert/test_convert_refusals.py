@@ -106,6 +106,11 @@ def test_nothing_that_is_supported_has_a_row() -> None:
         ("transformers.models.data2vec.modeling_data2vec_vision.Data2VecVisionModel", "relative position bias"),
         ("transformers.models.data2vec.modeling_data2vec_audio.Data2VecAudioModel", "sound"),
         ("transformers.models.data2vec.modeling_data2vec_text.Data2VecTextModel", None),
+        ("transformers.models.glm4.modeling_glm4.Glm4ForSequenceClassification", "decoder"),
+        ("modernbert-decoder", "decoder"),
+        ("transformers.models.layoutlmv3.modeling_layoutlmv3.LayoutLMv3ForSequenceClassification", "more than words"),
+        ("transformers.models.timm_wrapper.modeling_timm_wrapper.TimmWrapperForImageClassification", "of timm"),
+        ("transformers.models.bit.modeling_bit.BitForImageClassification", "convolutional"),
         ("optimal.Net", None),
     ],
 )
