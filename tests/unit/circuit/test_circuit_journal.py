@@ -61,8 +61,9 @@ def test_interrupted_anywhere(
     options = {"budget": budget, "method": method, "screen_size": 3}
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "add", add_until(after, stop))
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as stopped:
             problem.extract(journal=path, **options)
+    assert any(str(path) in note for note in stopped.value.__notes__)  # the end of the traceback
     assert steps_in(path) == after
     resumed, expected = problem.extract(journal=path, **options), problem.extract(**options)
     assert evidence(resumed) == evidence(expected)
