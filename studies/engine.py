@@ -26,7 +26,7 @@ from hydra_ensembles.run_folder import RunFolder, read_finished
 from hydra_ensembles.schema import from_plain, to_plain
 
 from .methods import CALIBRATED, SINGLE, Units, all_units
-from .recipe import StudyRecipe, digest_of
+from .recipe import ClassifierRecipe, digest_of
 from .results import FORMAT, HELD_OUT, Array, Results, read_arrays, stored_columns, write_arrays
 from .samples import SampleBatches, Samples
 
@@ -59,7 +59,7 @@ class SeedRun(ABC):
     RECORD: ClassVar[type[Any]]  # what is sealed before test sets are opened
     RECORD_STAGE: ClassVar[str]  # the stage that seals it
 
-    def __init__(self, recipe: StudyRecipe, seed: int, output: Path, device: torch.device) -> None:
+    def __init__(self, recipe: ClassifierRecipe, seed: int, output: Path, device: torch.device) -> None:
         self.seed, self.device, self.study = seed, device, output / recipe.name
         self.digest, self.cost_batch = digest_of(recipe), recipe.cost_batch
         self.kind, self.known = recipe.KIND, recipe.STAGES
@@ -313,7 +313,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
 
 
-def collect(recipe: StudyRecipe, output: Path) -> Results:
+def collect(recipe: ClassifierRecipe, output: Path) -> Results:
     """The seeds of a run folder as one study, still without tables; all must be finished, with the same facts."""
     folders = {seed: output / recipe.name / f"seed-{seed}" for seed in recipe.seeds}
     found: dict[int, Any] = {}

@@ -90,6 +90,8 @@ def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:
     own = {column: one.astype(np.float64) for column, one in here.items()}
     found = {"accuracy": _mean(own["correct"], inside)}
     for prefix in ("", "calibrated."):
+        if f"{prefix}nll" not in own:  # results of before have no rows after calibration
+            continue
         found |= {f"{prefix}{key}": _mean(own[f"{prefix}{key}"], inside) for key in ("nll", "brier")}
         found[f"{prefix}ece"] = _ece(1.0 - own[DOUBT[prefix]], own["correct"], inside)
     found["aurc"] = _aurc(own["msp"], 1.0 - own["correct"], inside)
@@ -105,7 +107,7 @@ def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:
             for name in names
         }
         found |= {f"{prefix}ood.{name}.auroc": one for name, one in sets.items()}
-        for group, names in {**groups, "all": list(sets)}.items():
+        for group, names in {**groups, "all": list(sets)}.items() if sets else ():
             found[f"{prefix}{group}.auroc"] = Number.mean([sets[name] for name in names])
     return found
 
@@ -115,6 +117,8 @@ def plain_numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, fl
     found = {key: one.value for key, one in numbers(columns, inside, groups).items()}
     right = torch.from_numpy(columns[f"{inside}|correct"])
     for prefix in ("", "calibrated."):
+        if f"{inside}|{DOUBT[prefix]}" not in columns:
+            continue
         sure = 1.0 - torch.from_numpy(columns[f"{inside}|{DOUBT[prefix]}"].astype(np.float64))
         found[f"{prefix}aece"] = adaptive_ece_of_confidence(sure, right)
     own, spread = _tensor(columns, inside, "msp"), f"{inside}|mutual_information"

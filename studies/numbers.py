@@ -15,7 +15,7 @@ from hydra_ensembles.metrics.bootstrap import ood_replicates
 from hydra_ensembles.prediction import ScoreName
 
 from .methods import DEEP, DEEP_CLASSIFIERS, HYDRA, HYDRA_PAPER, HYDRA_TRUNK, SINGLE
-from .paper import AVERAGE, STANDS_FOR, claimed, paper_numbers
+from .paper import STANDS_FOR, claimed, paper_numbers
 from .results import Columns, Results
 
 Rows = dict[str, dict[str, list[float]]]  # method -> metric -> one number a seed
@@ -25,7 +25,6 @@ Claim = dict[str, Any]  # one comparison: methods and metric, the paper's differ
 CLASSIFICATION = ("accuracy", "brier", "nll", "ece", "aece")
 DETECTION: Mapping[OodMetric, Callable[[Tensor, Tensor], float]] = {"auroc": auroc, "fpr95": fpr95, "aupr": aupr}
 GROUPS = ("near", "far", "all")
-UNSEEN, EACH_ID_TASK = "unseen tasks", "each ID task"
 DIGITS = 6
 RESAMPLES, LEVEL = 300, 0.95
 SAME = 2e-4  # numbers made again may differ by this: logits of few classes are stored in float16
@@ -33,16 +32,10 @@ SAME_FPR95 = 2e-3  # it jumps by all ID samples that lie between two OOD samples
 
 
 def tables_of(results: Results, resamples: int | None = None) -> dict[str, Any]:
-    """Rows, claims, and contrasts (of classifiers) or the tasks left out of means (of dual encoders), as plain data."""
+    """Rows, claims and contrasts, as plain data."""
     replicates = Replicates(results, RESAMPLES if resamples is None else resamples)
-    rows = all_rows(results)
-    if results.classifies:
-        claims = all_claims(results, replicates)
-        return {"rows": rows, "claims": claims, "contrasts": contrasts(results, replicates)}
-    counted = counted_tasks(results, rows)
-    left_out = [task for task in results.tasks() if not any(task in one for one in counted.values())]
-    claims = all_claims(results, replicates, counted.get("unseen", []))
-    return {"rows": rows, "left_out": left_out, "claims": claims}
+    claims = all_claims(results, replicates)
+    return {"rows": all_rows(results), "claims": claims, "contrasts": contrasts(results, replicates)}
 
 
 def require_same(results: Results, made: Mapping[str, Any]) -> None:
@@ -50,7 +43,7 @@ def require_same(results: Results, made: Mapping[str, Any]) -> None:
     stored = results.facts
     gap = max(largest_gap(made[key], stored.get(key, {})) for key in ("rows", "contrasts") if key in made)
     verdicts = [[one["verdict"] for one in claims] for claims in (made["claims"], stored["claims"])]
-    if gap > 1 or verdicts[0] != verdicts[1] or made.get("left_out") != stored.get("left_out"):
+    if gap > 1 or verdicts[0] != verdicts[1]:
         raise DataError(
             f"the tables of {results.name} come out different from its stored columns (by up to {gap:.2g} times what "
             "rounding explains); its files do not belong together, or metrics changed: `analyse --store` stores them"
@@ -76,22 +69,13 @@ def largest_gap(first: Rows, second: Mapping[str, Mapping[str, Sequence[float]]]
 def all_rows(results: Results) -> Rows:
     """Every number, method by method and seed by seed.
 
-    Of classifiers: `accuracy` and its like, `calibrated.ece`, `all.auroc`, `ood.SET.auroc`, and with the method's own
-    score `chosen.…`. Of dual encoders: `task.TASK.accuracy`, `TASK.all.auroc`, `TASK.SET.auroc`, and means over the
-    tasks of a domain that count, `unseen.accuracy`.
+    They are `accuracy` and its like, `calibrated.ece`, `all.auroc`, `ood.SET.auroc`; with the own score, `chosen.…`.
     """
     rows: Rows = {}
-    make = _classifier_numbers if results.classifies else _dual_numbers
     for method in results.methods:
         for seed in results.seeds:
-            for metric, value in make(results, method, seed).items():
+            for metric, value in _classifier_numbers(results, method, seed).items():
                 rows.setdefault(method, {}).setdefault(metric, []).append(round(value, DIGITS))
-    if not results.classifies:
-        for domain, tasks in counted_tasks(results, rows).items():
-            for row in rows.values():
-                for metric in CLASSIFICATION:
-                    values = zip(*(row[f"task.{task}.{metric}"] for task in tasks), strict=True)
-                    row[f"{domain}.{metric}"] = [round(statistics.mean(one), DIGITS) for one in values]
     return rows
 
 
@@ -109,17 +93,6 @@ def _classifier_numbers(results: Results, method: str, seed: int) -> dict[str, f
             found[f"{prefix}{'' if place.partition('.')[0] in GROUPS else 'ood.'}{place}"] = value
     numbers = classification(inside, "calibrated.")
     return found | {f"calibrated.{name}": numbers[name] for name in CLASSIFICATION if name != "accuracy"}
-
-
-def _dual_numbers(results: Results, method: str, seed: int) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for task in results.tasks():
-        numbers = classification(results.columns(method, seed, task, task))
-        found |= {f"task.{task}.{name}": value for name, value in numbers.items()}
-    for task in results.detections():
-        numbers = detection(results, method, seed, task, "msp")
-        found |= {f"{task}.{place}": value for place, value in numbers.items()}
-    return found
 
 
 def mean_of(column: Tensor) -> float:
@@ -149,18 +122,6 @@ def detection(results: Results, method: str, seed: int, task: str, score: ScoreN
         for key in DETECTION
     }
     return found | means
-
-
-def counted_tasks(results: Results, rows: Rows) -> dict[str, list[str]]:
-    """The tasks of each domain that count in its mean, by the rule of the recipe; no domain without such tasks."""
-    least = float(results.facts["recipe"]["least_over_chance"])
-
-    def counts(task: str) -> bool:
-        right = statistics.mean(rows[SINGLE][f"task.{task}.accuracy"])
-        return bool(right >= least / results.facts["tasks"][task]["classes"])
-
-    found = {domain: [task for task in results.tasks(domain) if counts(task)] for domain in ("unseen", "seen")}
-    return {domain: tasks for domain, tasks in found.items() if tasks}
 
 
 # --- differences and their intervals ---------------------------------------------------------------------------------
@@ -206,50 +167,36 @@ class Replicates:
         return measured(*needed), np.array([measured(*(column[rows] for column in needed)) for rows in draws])
 
     def _detected(self, metric: str, method: str, seed: int, task: str, score: ScoreName) -> tuple[float, Floats]:
-        """A metric of OOD detection, mean over the sets of a group.
-
-        Of classifiers every set is drawn by itself, of dual encoders all sets of a group together: as the stored
-        intervals of either kind were made.
-        """
+        """A metric of OOD detection, mean over the sets of a group, every set drawn by itself."""
         group, _, name = metric.rpartition(".")
         inside, *outside = (
             self.results.columns(method, seed, task, one)[score] for one in (task, *self.results.outside(task, group))
         )
         chosen: OodMetric = name  # type: ignore[assignment]
-        together = [[one] for one in outside] if self.results.classifies else [outside]
-        parts = [ood_replicates(chosen, inside, one, resamples=self.resamples) for one in together]
+        parts = [ood_replicates(chosen, inside, [one], resamples=self.resamples) for one in outside]
         return float(np.mean([value for value, _ in parts])), np.mean([drawn for _, drawn in parts], axis=0)
 
 
-def all_claims(results: Results, replicates: Replicates, unseen: Sequence[str] = ()) -> list[Claim]:
+def all_claims(results: Results, replicates: Replicates) -> list[Claim]:
     """Every comparison that the paper makes, with its difference, ours with an interval, and whether the signs agree.
 
-    Of classifiers in the paper's setting (its score), and of Hydra as chosen on half B too (each method's own score);
-    of dual encoders over unseen tasks and for each ID task. What is not there is not testable.
+    In the paper's setting (its score), and of Hydra as chosen on half B too (each method's own score). What is not
+    there is not testable.
     """
-    kind, found = results.facts["kind"], []
-    if results.classifies:
-        scopes = [("", "", results.tasks(), STANDS_FOR[results.name])]
-    else:
-        there = [task for task in results.detections() if task in STANDS_FOR]
-        scopes = [(UNSEEN, UNSEEN, list(unseen), AVERAGE)]
-        scopes += [(EACH_ID_TASK, task, [task], STANDS_FOR[task]) for task in there]
-    for listed, scope, tasks, column in scopes:
-        numbers = paper_numbers(kind, column)
-        for metric, first, second in claimed(kind, listed):
-            if column == "SST-2" and second == DEEP:  # what the paper calls Deep Ensembles there
-                second = DEEP_CLASSIFIERS
-            paper = numbers[first][metric] - numbers[second][metric]
-            both = results.classifies and first == HYDRA
-            for setting in ("paper", "chosen") if both else ("paper",):
-                ours = HYDRA_PAPER if both and setting == "paper" else first
-                where = {"setting": setting} if results.classifies else {"scope": scope}
-                value, low, high, sign = None, None, None, "not testable"
-                if tasks and {ours, second} <= set(results.methods):
-                    value, low, high = replicates.difference(metric, ours, second, tasks, setting == "chosen")
-                    sign = verdict(paper, low, high)
-                names = {**where, "metric": metric, "first": ours, "second": second}
-                found.append({**names, "paper": paper, "ours": value, "low": low, "high": high, "verdict": sign})
+    found, column = list[Claim](), STANDS_FOR[results.name]
+    numbers = paper_numbers("classifier", column)
+    for metric, first, second in claimed("classifier", ""):
+        if column == "SST-2" and second == DEEP:  # what the paper calls Deep Ensembles there
+            second = DEEP_CLASSIFIERS
+        paper = numbers[first][metric] - numbers[second][metric]
+        for setting in ("paper", "chosen") if first == HYDRA else ("paper",):
+            ours = HYDRA_PAPER if first == HYDRA and setting == "paper" else first
+            value, low, high, sign = None, None, None, "not testable"
+            if {ours, second} <= set(results.methods):
+                value, low, high = replicates.difference(metric, ours, second, results.tasks(), setting == "chosen")
+                sign = verdict(paper, low, high)
+            names = {"setting": setting, "metric": metric, "first": ours, "second": second}
+            found.append({**names, "paper": paper, "ours": value, "low": low, "high": high, "verdict": sign})
     return found
 
 

@@ -52,23 +52,21 @@ def paper_numbers(kind: str, task: str) -> dict[str, dict[str, float]]:
     }
 
 
-def paper_rows(kind: str, study: str, tasks: Sequence[str], detections: Sequence[str]) -> Mapping[str, Numbers]:
-    """Everything that the paper says of a study's methods, under the keys that our rows have."""
-    if kind == "classifier":
-        return paper_numbers(kind, STANDS_FOR[study])
+def zero_shot_numbers(tasks: Sequence[str], detections: Sequence[str]) -> Mapping[str, Numbers]:
+    """Everything that the paper says of the rows of a zero-shot study, under the keys that ours have."""
     found: dict[str, dict[str, float]] = {}
     stands_for = {task: STANDS_FOR[task] for task in detections if task in STANDS_FOR}
     for prefix, name in {"unseen": AVERAGE, **stands_for}.items():
-        for method, numbers in paper_numbers(kind, name).items():
+        for method, numbers in paper_numbers("dual", name).items():
             found.setdefault(method, {}).update({f"{prefix}.{key}": value for key, value in numbers.items()})
     for row in read_csv("zero_shot_tasks"):
         metric, whole = row["metric"], 100 if row["metric"] in FILES["dual"][1] else 1
-        there = {f"task.{task}.{metric}": row.get(COLUMN.get(task, task)) for task in tasks}
+        there = {f"{task}.{metric}": row.get(COLUMN.get(task, task)) for task in tasks}
         found.setdefault(row["method"], {}).update({key: float(cell) / whole for key, cell in there.items() if cell})
     for row in read_csv("zero_shot_sets"):
         for task in (task for task, name in stands_for.items() if name == row["task"]):
             own = found.setdefault(row["method"], {})
-            own.update({f"{task}.{row['set']}.{key}": float(row[key]) / 100 for key in ("auroc", "fpr95", "aupr")})
+            own.update({f"{task}.ood.{row['set']}.{key}": float(row[key]) / 100 for key in ("auroc", "fpr95", "aupr")})
     return found
 
 

@@ -18,7 +18,6 @@ from hydra_ensembles.training.recipe import Recipe
 FOLDER = Path(__file__).parent / "recipes"
 CLASSIFIERS = ("vision-cifar10", "vision-tinyimagenet", "text-sst2")
 ZERO_SHOT = "zero-shot"
-STUDIES = (*CLASSIFIERS, ZERO_SHOT)
 SUITES = {"shared": ZERO_SHOT, "paper": "zero-shot-paper"}  # of the zero-shot study, and their recipes
 
 Backbone = Literal["dinov2_vits14", "all_minilm_l6_v2"]
@@ -280,9 +279,6 @@ class DualRecipe:
         )
 
 
-StudyRecipe = ClassifierRecipe | DualRecipe
-
-
 def _shorter(training: Recipe, steps: int, batch: int) -> Recipe:
     usual: dict[str, Any] = {"epochs": None, "warmup": 0, "patience": None, "evaluate_every": None, "grid": ()}
     return replace(training, steps=steps, batch_size=batch, **usual)
@@ -293,21 +289,24 @@ def _fewer(members: MemberSet) -> MemberSet:
     return replace(members, prune=prune, pool=None if members.pool is None else 2 * prune)
 
 
-def load_recipe(name: str, tiny: bool = False, suite: str | None = None, model: str | None = None) -> StudyRecipe:
-    """The recipe of one of `STUDIES`; `tiny` has the same stages in counts that a CPU does in a minute.
-
-    Of the zero-shot study, `suite` is one of `SUITES` (None for `shared`) and `model` one of the user's own.
-    """
-    _require(
-        (name in STUDIES, f"no study {name!r}; choose one of {', '.join(STUDIES)}"),
-        (name == ZERO_SHOT or not (model or suite), f"model and suite belong to {ZERO_SHOT!r}, not to {name!r}"),
-        (suite in (None, *SUITES), f"no suite {suite!r} for the zero-shot study; choose one of {', '.join(SUITES)}"),
-    )
-    file = f"{SUITES[suite or 'shared'] if name == ZERO_SHOT else name}.yaml"
-    plain = yaml.safe_load((FOLDER / file).read_text(encoding="utf-8")) | ({"model": model} if model else {})
-    kind: type[StudyRecipe] = DualRecipe if name == ZERO_SHOT else ClassifierRecipe
-    recipe = from_plain(kind, plain, file)
+def load_recipe(name: str, tiny: bool = False) -> ClassifierRecipe:
+    """The recipe of one of `CLASSIFIERS`; `tiny` has the same stages in counts that a CPU does in a minute."""
+    _require((name in CLASSIFIERS, f"no study {name!r}; choose one of {', '.join(CLASSIFIERS)}"))
+    recipe = from_plain(ClassifierRecipe, _read(name), name)
     return recipe.tiny() if tiny else recipe
+
+
+def load_dual_recipe(tiny: bool = False, suite: str | None = None, model: str | None = None) -> DualRecipe:
+    """The recipe of the zero-shot study: on one of `SUITES` (None for `shared`), maybe of a model of the user's own."""
+    _require((suite in (None, *SUITES), f"no suite {suite!r}; choose one of {', '.join(SUITES)}"))
+    name = SUITES[suite or "shared"]
+    recipe = from_plain(DualRecipe, _read(name) | ({"model": model} if model else {}), name)
+    return recipe.tiny() if tiny else recipe
+
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    return found
 
 
 def digest_of(plain: Any) -> str:

@@ -5,18 +5,16 @@ The paper's numbers stand in italics below ours.
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import torch
 
 from hydra_ensembles.files import read_json
 
-from .methods import DEEP, HYDRA, HYDRA_TEMPERATURE, HYDRA_TRUNK, SINGLE, TEMPERATURE
-from .paper import Numbers, paper_rows, read_csv
-from .recipe import CLASSIFIERS, STUDIES, ZERO_SHOT
+from .methods import DEEP, HYDRA, HYDRA_TRUNK, SINGLE
+from .paper import STANDS_FOR, Numbers, paper_numbers, read_csv
+from .recipe import CLASSIFIERS
 from .results import Results
 from .sets import read_yaml
 
@@ -37,8 +35,6 @@ GROUPS = ("near", "far", "all")
 OPEN = "–"  # a number that is not there
 SUMMARY = (SINGLE, DEEP, HYDRA, HYDRA_TRUNK)
 SETTINGS = {"paper": "as in the paper", "chosen": "chosen on half B"}
-RELIABILITY = "study_zero_shot_reliability.svg"
-BINS = 15  # of confidence
 MARKS = {SINGLE: "s", DEEP: "D", HYDRA: "*", HYDRA_TRUNK: "P"}  # the four to look at; others are dots
 COLOURS = {SINGLE: "black", DEEP: "tab:blue", HYDRA: "tab:red", HYDRA_TRUNK: "tab:orange"}
 
@@ -89,7 +85,7 @@ def ratio(facts: Facts, method: str) -> str:
 
 def of_paper(facts: Facts) -> Mapping[str, Numbers]:
     """The paper's numbers by method, under the keys of our rows."""
-    return paper_rows(facts["kind"], facts["study"], list(facts["tasks"]), facts.get("detections", ()))
+    return paper_numbers("classifier", STANDS_FOR[facts["study"]])
 
 
 def paper_line(numbers: Numbers, keys: Iterable[str], after: int = 0) -> list[list[str]]:
@@ -102,33 +98,26 @@ def paper_line(numbers: Numbers, keys: Iterable[str], after: int = 0) -> list[li
 
 
 def main_table(facts: Facts) -> str:
-    """Tables 1 to 3 of the paper: every method, mean ± sd over seeds."""
-    dual, paper = facts["kind"] == "dual", of_paper(facts)
-    task, scope = (f"{facts['detections'][0]}.", "unseen.") if dual else ("", "")
-    keys = {f"{scope}{metric}": head for metric, head in CLASSIFICATION.items()}
-    keys |= {f"{task}all.{metric}": head for metric, head in DETECTION.items()}
-    keys |= {f"{task}{group}.auroc": f"{group} AUROC ↑" for group in ("near", "far")}
-    if not dual:
-        keys["chosen.all.auroc"] = "AUROC ↑ (own score)"
+    """Tables 1 and 2 of the paper: every method, mean ± sd over seeds."""
+    paper = of_paper(facts)
+    keys = dict(CLASSIFICATION)
+    keys |= {f"all.{metric}": head for metric, head in DETECTION.items()}
+    keys |= {f"{group}.auroc": f"{group} AUROC ↑" for group in ("near", "far")}
+    keys["chosen.all.auroc"] = "AUROC ↑ (own score)"
     lines = []
     for method, row in facts["rows"].items():
         cells = [shown(row[key], key) if key in row else OPEN for key in keys]
-        own = [] if dual else [facts["scores"][method].replace("_", " ")]
-        lines += [[method, *cells, *own, ratio(facts, method)], *paper_line(paper.get(method, {}), keys, len(own) + 1)]
-    head = ["Method", *keys.values(), *([] if dual else ["own score"]), "cost"]
-    return markdown(head, lines, _how(facts))
+        own = facts["scores"][method].replace("_", " ")
+        lines += [[method, *cells, own, ratio(facts, method)], *paper_line(paper.get(method, {}), keys, 2)]
+    return markdown(["Method", *keys.values(), "own score", "cost"], lines, _how(facts))
 
 
-def sets_table(facts: Facts, position: int = 0) -> str:
-    """Tables 15 to 17, 25 and 26: every OOD set of one ID task by itself, and their means."""
-    tasks = list(facts.get("detections", facts["tasks"]))
-    if position >= len(tasks):
-        return "*This study has no further ID task.*"
-    task, dual, paper = tasks[position], facts["kind"] == "dual", of_paper(facts)
-    groups = {group: facts["tasks"][task].get(group, {}) for group in ("near", "far", "apart")}
+def sets_table(facts: Facts) -> str:
+    """Tables 15 to 17: every OOD set by itself, and their means."""
+    task, paper = next(iter(facts["tasks"].values())), of_paper(facts)
+    groups = {group: task.get(group, {}) for group in ("near", "far", "apart")}
     sets = {name: f"{name} ({group}, {count})" for group, found in groups.items() for name, count in found.items()}
-    places = {f"{task}.{name}" if dual else f"ood.{name}": head for name, head in sets.items()}
-    places |= {f"{task}.{group}" if dual else group: group for group in GROUPS}
+    places = {f"ood.{name}": head for name, head in sets.items()} | {group: group for group in GROUPS}
     lines = []
     for method, row in facts["rows"].items():
         theirs = paper.get(method, {})
@@ -153,28 +142,11 @@ def calibration_table(facts: Facts) -> str:
     return markdown(head, lines)
 
 
-def tasks_table(facts: Facts) -> str:
-    """Table 24 of the paper: every metric on every task."""
-    tasks, paper = facts["tasks"], of_paper(facts)
-    names = [f"{name} ({one['domain']}, {one['samples']})" for name, one in tasks.items()]
-    lines = [["", "chance", *(printed(1 / one["classes"], "accuracy") for one in tasks.values()), "", ""]]
-    for metric, head in CLASSIFICATION.items():
-        keys = [*(f"task.{name}.{metric}" for name in tasks), f"unseen.{metric}", f"seen.{metric}"]
-        for method, row in facts["rows"].items():
-            ours = [mean(row[key], key) if key in row else OPEN for key in keys]
-            lines += [[head, *line] for line in ([method, *ours], *paper_line(paper.get(method, {}), keys))]
-    note = (
-        f"Mean over seeds {facts['seeds']}. {_left_out(facts)} The paper's columns: IN-1K for tinyimagenet, SUN397 for "
-        "scene15, DTD for dtd10; its mean is over nine sets."
-    )
-    return markdown(["metric", "Method", *names, "mean unseen", "mean seen"], lines, note, left=2)
-
-
 def claims_table(facts: Facts) -> str:
     """The sign of every comparison the paper makes."""
     lines = []
     for one in facts["claims"]:
-        metric, where = one["metric"], one["scope"] if "scope" in one else SETTINGS[one["setting"]]
+        metric, where = one["metric"], SETTINGS[one["setting"]]
         ours = [OPEN, OPEN]
         if one["ours"] is not None:
             ours = [printed(one["ours"], metric, "+"), interval(one["low"], one["high"], metric)]
@@ -201,45 +173,25 @@ def contrasts_table(facts: Facts) -> str:
 
 def _how(facts: Facts) -> str:
     """How the numbers of the main table were made."""
-    texts, kind = read_yaml("texts"), facts["kind"]
-    more: dict[str, Any] = {"cost": "" if facts["costs"] is None else texts["cost"].format_map(facts["costs"])}
-    if kind == "classifier":
-        more["tests"] = next(iter(facts["tasks"].values()))["samples"]
-    else:
-        circuits, counts = next(iter(facts["circuits"].values())), facts["recipe"]["counts"]
-        more |= {"both": circuits["avg image+text"], "image": circuits["avg image"], "left_out": _left_out(facts)}
-        more |= {name: "all" if counts[name] is None else f"{counts[name]:,}" for name in ("test", "detection")}
-    return str(texts[kind].format_map({**facts, **more}))
+    texts = read_yaml("texts")
+    more = {"cost": "" if facts["costs"] is None else texts["cost"].format_map(facts["costs"])}
+    more["tests"] = next(iter(facts["tasks"].values()))["samples"]
+    return str(texts["classifier"].format_map({**facts, **more}))
 
 
-def _left_out(facts: Facts) -> str:
-    rule = f"Tasks where Single is below {facts['recipe']['least_over_chance']:g} times chance leave the means"
-    return f"{rule}: {', '.join(facts['left_out']) or 'none does'}."
-
-
-TABLES: Mapping[str, Mapping[str, Table]] = {
-    "classifier": {
-        "main": main_table,
-        "claims": claims_table,
-        "contrasts": contrasts_table,
-        "sets": sets_table,
-        "calibration": calibration_table,
-    },
-    "dual": {
-        "main": main_table,
-        "claims": claims_table,
-        "tasks": tasks_table,
-        "first": sets_table,
-        "second": partial(sets_table, position=1),
-    },
+TABLES: Mapping[str, Table] = {
+    "main": main_table,
+    "claims": claims_table,
+    "contrasts": contrasts_table,
+    "sets": sets_table,
+    "calibration": calibration_table,
 }
-"""Every table by kind of study and by its name in docs/results.md."""
+"""Every table by its name in docs/results.md."""
 
 
 def written(facts: Facts) -> str:
     """All tables of a study, one below the other."""
-    tables = TABLES[facts["kind"]]
-    return "\n\n".join(f"### {facts['study']}: {name}\n\n{table(facts)}" for name, table in tables.items())
+    return "\n\n".join(f"### {facts['study']}: {name}\n\n{table(facts)}" for name, table in TABLES.items())
 
 
 def paper_table(facts: Facts) -> str:
@@ -279,16 +231,14 @@ def summary_table(studies: Sequence[Facts]) -> str:
 
 def study_blocks(folder: Path = RESULTS) -> dict[str, str]:
     """Every block by name: `study_<task>_<table>`, `study_<task>_plot`, `study_summary`, …."""
-    found = {study: read(folder, study) for study in STUDIES}
+    found = {study: read(folder, study) for study in CLASSIFIERS}
     blocks = {
         "study_not_testable": not_testable_table("classifier"),
-        "study_zero_shot_not_testable": not_testable_table("dual"),
-        "study_zero_shot_reliability": f"![Confidence against accuracy on unseen tasks](figures/{RELIABILITY})",
         "study_summary": summary_table([facts for facts in map(found.get, CLASSIFIERS) if facts]),
     }
     for study, facts in found.items():
         task, missing = task_of(study), f"*Not measured yet: `python -m studies run {study}`.*"
-        for name, table in TABLES["dual" if study == ZERO_SHOT else "classifier"].items():
+        for name, table in TABLES.items():
             blocks[f"study_{task}_{name}"] = missing if facts is None else table(facts)
         text = "OOD AUROC of every method against its latency, over that of one model"
         blocks[f"study_{task}_plot"] = f"![{text}](figures/study_{task}.svg)"
@@ -297,7 +247,7 @@ def study_blocks(folder: Path = RESULTS) -> dict[str, str]:
 
 def task_of(study: str) -> str:
     """The short name of a study's task."""
-    return "zero_shot" if study == ZERO_SHOT else study.rpartition("-")[2]
+    return study.rpartition("-")[2]
 
 
 def read(folder: Path, study: str) -> Facts | None:
@@ -310,19 +260,12 @@ def read(folder: Path, study: str) -> Facts | None:
 
 
 def draw_figures(results: Results, folder: Path = FIGURES) -> list[Path]:
-    """The figures of a study: OOD AUROC against cost where that was measured, and reliability of dual encoders."""
-    facts, drawn = results.facts, []
+    """The figure of a study, OOD AUROC against cost, where that was measured."""
     folder.mkdir(parents=True, exist_ok=True)
-    if facts["costs"] is not None:
-        metric, axis = "chosen.all.auroc", "OOD AUROC (%), mean over sets, score chosen on half B"
-        if not results.classifies:
-            task = results.detections()[0]
-            metric, axis = f"{task}.all.auroc", f"OOD AUROC (%), {task} as ID, mean over sets"
-        drawn.append(_draw_costs(facts, folder / f"study_{task_of(results.name)}.svg", metric, axis))
-    unseen = [] if results.classifies else [one for one in results.tasks("unseen") if one not in facts["left_out"]]
-    if unseen:
-        drawn.append(_draw_reliability(results, unseen, folder / RELIABILITY))
-    return drawn
+    if results.facts["costs"] is None:
+        return []
+    metric, axis = "chosen.all.auroc", "OOD AUROC (%), mean over sets, score chosen on half B"
+    return [_draw_costs(results.facts, folder / f"study_{task_of(results.name)}.svg", metric, axis)]
 
 
 def _draw_costs(facts: Facts, path: Path, metric: str, axis: str) -> Path:
@@ -338,22 +281,6 @@ def _draw_costs(facts: Facts, path: Path, metric: str, axis: str) -> Path:
         axes.errorbar(*place, yerr=spread, fmt=mark, color=colour, markersize=size, capsize=2, label=name)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=7, frameon=False)
     axes.set_title(f"{facts['study']}: {facts['costs']['device']}, {facts['costs']['dtype']}")
-    return _saved(canvas, path)
-
-
-def _draw_reliability(results: Results, tasks: Sequence[str], path: Path) -> Path:
-    """Accuracy in bins of confidence, all unseen tasks that count and all seeds together."""
-    canvas, axes = _axes(4.6, 4.2, "confidence", "accuracy")
-    axes.plot([0, 1], [0, 1], color="0.6", linewidth=1)
-    for method in (SINGLE, TEMPERATURE, HYDRA, HYDRA_TEMPERATURE):
-        found = [results.columns(method, seed, task, task) for task in tasks for seed in results.seeds]
-        confidence, correct = (torch.cat([one[key] for one in found]).double() for key in ("confidence", "correct"))
-        bins = (confidence * BINS).long().clamp_max(BINS - 1)
-        counts = bins.bincount(minlength=BINS)
-        there = counts > 0
-        points = [bins.bincount(column, BINS)[there] / counts[there] for column in (confidence, correct)]
-        axes.plot(*points, marker=".", label=method)
-    axes.legend(fontsize=7, frameon=False)
     return _saved(canvas, path)
 
 

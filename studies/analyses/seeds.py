@@ -8,8 +8,9 @@ from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json
 
 from ..columns import read_columns
+from ..dual_findings import DualStudy
 from ..measures import plain_numbers
-from ..paper import paper_rows
+from ..paper import zero_shot_numbers
 from ..rows import DEEP, HYDRA, HYDRA_CIRC, SINGLE
 from .common import (
     ALL,
@@ -63,21 +64,25 @@ def seeds_table(found: Found) -> str:
 
 def read_towers(studies: Path, task: str) -> dict[str, Any]:
     """The rows of a zero-shot study that prune one tower or both, by seed."""
-    place = studies / f"{task}.json"
-    if not place.exists():
-        raise DataError(f"{place} does not exist; `python -m studies run {task}` makes it")
-    facts = read_json(place)
-    rows = {row: facts["rows"][row] for row in VISION if row in facts["rows"]}
+    study = DualStudy(task, studies)
+    rows = [row for row in VISION if row in study.rows]
     seeds = {
-        str(number): {"rows": {row: {key: values[index] for key, values in one.items()} for row, one in rows.items()}}
-        for index, number in enumerate(facts["seeds"])
+        number: {
+            "rows": {
+                row: {key: one.value for key, one in study.numbers(row, int(number)).items()}
+                for row in rows
+                if int(number) in study.seeds(row)
+            }
+        }
+        for number in study.facts["runs"]
     }
-    return {"seeds": seeds, "device": facts["device"], "detections": facts["detections"], "tasks": list(facts["tasks"])}
+    facts = study.facts
+    return {"seeds": seeds, "device": facts["device"], "detections": study.detections, "tasks": list(facts["tasks"])}
 
 
 def towers_table(found: Found) -> str:
     """Tables 27 and 28: means over unseen tasks, and OOD detection for every ID task."""
-    there: Mapping[str, Mapping[str, float]] = paper_rows("dual", ZERO_SHOT, found["tasks"], found["detections"])
+    there: Mapping[str, Mapping[str, float]] = zero_shot_numbers(found["tasks"], found["detections"])
     columns = {f"unseen.{key}": head for key, head in FOUND.items()}
     for task in found["detections"]:
         columns |= {f"{task}.{group}.auroc": f"{task}: {group} AUROC ↑" for group in ("near", "far", "all")}

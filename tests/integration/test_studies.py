@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from hydra_ensembles.errors import DataError
 from shared_paths import shared
 from studies.__main__ import app
-from studies.recipe import CLASSIFIERS, STUDIES, ZERO_SHOT, DualRecipe, load_recipe
+from studies.recipe import CLASSIFIERS, load_dual_recipe, load_recipe
 from studies.results import Results
 from studies.sets import DataFolder, SharedSets, overlapping, suite
 from studies.tables import RESULTS
@@ -45,7 +45,7 @@ def test_a_tiny_run_on_the_real_model_and_data(name: str, data: Path, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", CLASSIFIERS)
 def test_published_tables_follow_from_the_published_columns(name: str) -> None:
     """Every row, contrast and verdict in `results/studies` is made again; one that comes out different raises."""
     made = CliRunner().invoke(app, ["remake", name, "--results", str(RESULTS)])
@@ -65,8 +65,7 @@ def test_text_backbones_of_the_real_model(data: Path, tmp_path: Path) -> None:
 
 def test_real_images_of_the_zero_shot_study(data: Path) -> None:
     """Every class of every task has its own name; test rows of CIFAR-10 are the second half."""
-    recipe = load_recipe(ZERO_SHOT)
-    assert isinstance(recipe, DualRecipe)
+    recipe = load_dual_recipe()
     sets = SharedSets(DataFolder(data), recipe.counts)
     prepared = ("images/cars", "images/cub200", "images/flowers102")  # by `python -m studies prepare`
     listed = [one for one in (*sets.main.tasks, sets.main.id) if one.source not in prepared]

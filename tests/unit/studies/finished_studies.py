@@ -8,7 +8,7 @@ from small_studies import SmallFolder
 
 from studies.engine import SeedRun, collect, run_stages
 from studies.numbers import tables_of
-from studies.recipe import StudyRecipe
+from studies.recipe import ClassifierRecipe
 from studies.results import Results
 
 
@@ -27,7 +27,7 @@ def with_tables(results: Results) -> Results:
     return Results({**results.facts, **tables_of(results, resamples=20)}, results.arrays)
 
 
-def finished(runs: Sequence[SeedRun], recipe: StudyRecipe, source: SmallFolder, output: Path) -> Finished:
+def finished(runs: Sequence[SeedRun], recipe: ClassifierRecipe, source: SmallFolder, output: Path) -> Finished:
     run_stages(runs, recipe.STAGES[: recipe.STAGES.index("evaluate")])
     before = frozenset(source.opened)
     run_stages(runs, ["evaluate", "cost"])

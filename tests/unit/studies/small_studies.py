@@ -19,7 +19,7 @@ from hydra_ensembles.model.metadata import Metadata
 from random_ensembles import noisy
 from studies.classifier import ClassifierData, ClassifierRun
 from studies.dual import DualSeed, DualTask
-from studies.recipe import ClassifierRecipe, DualRecipe, load_recipe
+from studies.recipe import ClassifierRecipe, DualRecipe, load_dual_recipe, load_recipe
 from studies.sets import DataFolder, overlapping
 from studies.task import Task, recipe
 from zero_shot_models import WORDS, word_tokenizer
@@ -141,8 +141,7 @@ def classifier_runs(
 
 
 def dual_recipe(**changes: Any) -> DualRecipe:
-    recipe = load_recipe("zero-shot", tiny=True)
-    assert isinstance(recipe, DualRecipe)
+    recipe = load_dual_recipe(tiny=True)
     counts = replace(recipe.counts, circuits=20, image_circuits=10, calibration=16, test=25, detection=12, classes=22)
     return replace(recipe, **{"input_size": 32, "taylor_prune": 2, "seeds": (0,), "counts": counts, **changes})
 

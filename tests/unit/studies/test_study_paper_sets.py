@@ -14,7 +14,7 @@ from small_studies import CPU
 from hydra_ensembles.errors import DataError
 from pictures import picture
 from studies.dual import DualTask
-from studies.recipe import DualCounts, DualRecipe, load_recipe
+from studies.recipe import DualCounts, load_dual_recipe
 from studies.samples import SampleBatches
 from studies.sets import DataFolder, NamedImages, PaperSets
 
@@ -107,8 +107,7 @@ def test_names_by_position_need_every_folder_of_imagenet(tmp_path: Path) -> None
 
 def test_a_study_on_the_papers_sets_opens_them_all(root: Path, tmp_path: Path) -> None:
     source, _ = small_clip.small_open_clip(tmp_path / "clip")
-    recipe = load_recipe("zero-shot", tiny=True, suite="paper", model=source)
-    assert isinstance(recipe, DualRecipe)
+    recipe = load_dual_recipe(tiny=True, suite="paper", model=source)
     found = DualTask(recipe, DataFolder(root), CPU).test_sets
     assert [one.name for one in found if one.group == "id"] == NINE
     assert {(one.task, one.name) for one in found if one.group in ("near", "far")} == {

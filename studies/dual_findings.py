@@ -1,0 +1,237 @@
+"""What the documents show of the zero-shot study, made from its stored columns alone."""
+
+import csv
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from .findings import Study, judged, markdown, marked, printed, told
+from .measures import Number, numbers, plain_numbers
+from .paper import read_csv, zero_shot_numbers
+from .recipe import ZERO_SHOT
+from .rows import SINGLE
+
+CLASSIFICATION = {
+    "accuracy": "accuracy ↑",
+    "nll": "NLL ↓",
+    "brier": "Brier ↓",
+    "ece": "ECE ↓",
+    "calibrated.ece": "ECE, own temperature ↓",
+    "aurc": "AURC ↓",
+}
+CLAIMS = Path(__file__).parent / "paper" / "zero_shot_claims.csv"
+UNSEEN = "unseen"
+OWN = ("vilu", "neg_label")  # scores that rows bring
+
+
+class DualStudy(Study):
+    """The stored results of a zero-shot study: numbers of a task are `TASK.accuracy`, means `unseen.accuracy`."""
+
+    def numbers(self, row: str, seed: int) -> dict[str, Number]:
+        if (row, seed) not in self._numbers:
+            found: dict[str, Number] = {}
+            for task in self.facts["tasks"]:
+                own = numbers(self.task_columns(row, seed, task), task, self.groups(task))
+                found |= {f"{task}.{key}": one for key, one in own.items()}
+                if self.groups(task):
+                    learned = [own[key] for score in OWN if (key := f"{score}:all.auroc") in own]
+                    found[f"{task}.own.auroc"] = learned[0] if learned else own["all.auroc"]
+            self._numbers[row, seed] = found
+            if self.counted:
+                for key in CLASSIFICATION:
+                    parts = [found[f"{task}.{key}"] for task in self.counted if f"{task}.{key}" in found]
+                    if len(parts) == len(self.counted):
+                        found[f"{UNSEEN}.{key}"] = Number.mean(parts)
+        return self._numbers[row, seed]
+
+    def task_columns(self, row: str, seed: int, task: str) -> dict[str, Any]:
+        """Columns of a row about the sets of a task, by `set|column`."""
+        prefix = f"{task}|"
+        columns = self.columns(row, seed)
+        return {key.removeprefix(prefix): one for key, one in columns.items() if key.startswith(prefix)}
+
+    def groups(self, task: str) -> dict[str, list[str]]:
+        """Names of the OOD sets of a task, by group."""
+        return {group: list(sets) for group, sets in self.facts["tasks"][task].get("outside", {}).items()}
+
+    @property
+    def detections(self) -> list[str]:
+        """Tasks that are held against OOD sets; the main one first."""
+        return sorted((task for task in self.facts["tasks"] if self.groups(task)), key=lambda task: task == "cifar100")
+
+    @cached_property
+    def counted(self) -> list[str]:
+        """Unseen tasks that count in means: those where Single is so many times better than chance, by the recipe."""
+        least, tasks = float(self.facts["recipe"]["least_over_chance"]), self.facts["tasks"]
+        found = []
+        for task, one in tasks.items():
+            right = [self.columns(SINGLE, seed)[f"{task}|{task}|correct"].mean() for seed in self.seeds(SINGLE)]
+            if one["domain"] == UNSEEN and mean(map(float, right)) >= least / one["classes"]:
+                found.append(task)
+        return found
+
+    @property
+    def left_out(self) -> list[str]:
+        """Unseen tasks that do not count."""
+        tasks = self.facts["tasks"]
+        return [task for task, one in tasks.items() if one["domain"] == UNSEEN and task not in self.counted]
+
+    def paper(self) -> Mapping[str, Mapping[str, float]]:
+        """The paper's numbers by row, under the keys of ours."""
+        return zero_shot_numbers(list(self.facts["tasks"]), self.detections)
+
+
+def main_table(study: DualStudy) -> str:
+    """Table 3: unseen tasks, and OOD sets of both ID tasks."""
+    keys = {f"{UNSEEN}.{key}": head for key, head in CLASSIFICATION.items()} if study.counted else {}
+    for task in study.detections:
+        keys |= {f"{task}.{group}.auroc": f"{task} {group} ↑" for group in study.groups(task)}
+        keys[f"{task}.own.auroc"] = f"{task} all, own score ↑"
+    lines, paper = [], study.paper()
+    for row in study.rows:
+        cost = study.cost(row)
+        price = f"{cost['latency_ratio']:.2f}x" if cost else "–"
+        lines.append([row, *(marked(study, row, key) for key in keys), price])
+        lines += _of_paper(paper.get(row, {}), keys, 1)
+    facts, first = study.facts, next(iter(study.facts["runs"].values()))
+    circuits = first["circuits"]
+    both, image = circuits["avg image+text"], circuits["avg image"]
+    ranked = [f"{one['id_samples']} + {one['ood_samples']} images, {one['pruned']} heads" for one in (both, image)]
+    note = (
+        f"**{facts['model']['name']}.** {facts['model']['description']}\n\n"
+        f"Means over {len(facts['runs'])} seeds, in per cent but for NLL and Brier score; **better** and *worse* than "
+        "Single beyond chance (95 % intervals over seeds and test samples, paired); the paper's numbers in italics "
+        f"below. Classification: mean over {', '.join(study.counted) or 'no task'}. {left_out(study)} OOD: AUROC by "
+        "the largest probability, mean over the near and the far sets of an ID task; over all by the own score, which "
+        "ViLU and NegLabel bring. Circuits of both towers: "
+        f"{ranked[0]}; of the image tower alone: {ranked[1]}. Temperatures on {first['samples']} images. "
+        f"{facts['device']}, torch {facts['versions']['torch']}. From `results/studies/{study.name}/`."
+    )
+    return markdown(["row", *keys.values(), "cost"], lines, note)
+
+
+def left_out(study: DualStudy) -> str:
+    """The rule by which tasks leave the means, and which do."""
+    least = study.facts["recipe"]["least_over_chance"]
+    return f"Tasks where Single is below {least:g} times chance leave the means: {', '.join(study.left_out) or 'none'}."
+
+
+def _of_paper(own: Mapping[str, float], keys: Iterable[str], after: int) -> list[list[str]]:
+    """The paper's line with so many empty cells at its end; none where it gives none of these numbers."""
+    cells = [f"*{printed(own[key], key)}*" if key in own else "" for key in keys]
+    return [["*paper*", *cells, *[""] * after]] if any(cells) else []
+
+
+def tasks_table(study: DualStudy, key: str = "accuracy") -> str:
+    """Table 24: a number of every task."""
+    tasks, paper = study.facts["tasks"], study.paper()
+    keys = [*(f"{task}.{key}" for task in tasks), *([f"{UNSEEN}.{key}"] if study.counted else [])]
+    lines = [["*chance*", *(f"*{printed(1 / one['classes'], 'accuracy')}*" for one in tasks.values())]]
+    lines = [[*lines[0], *[""] * (len(keys) - len(tasks))]] if key == "accuracy" else []
+    for row in study.rows:
+        lines.append([row, *(marked(study, row, one) for one in keys)])
+        lines += _of_paper(paper.get(row, {}), keys, 0)
+    heads = [f"{task} ({one['domain']}, {one['samples']})" for task, one in tasks.items()]
+    note = "The paper's columns: ImageNet-1K for tinyimagenet, SUN397 for scene15, DTD for dtd10."
+    return markdown([CLASSIFICATION[key], *heads, *(["mean"] if study.counted else [])], lines, note)
+
+
+def sets_table(study: DualStudy) -> str:
+    """Tables 25 and 26: every OOD set of every ID task by itself, AUROC and FPR95 by the largest probability."""
+    places = [
+        (task, group, name)
+        for task in study.detections
+        for group, names in study.groups(task).items()
+        for name in names
+    ]
+    lines = []
+    for row in study.rows:
+        plain = [
+            {
+                f"{task}.{key}": value
+                for task in study.detections
+                for key, value in plain_numbers(study.task_columns(row, seed, task), task, study.groups(task)).items()
+            }
+            for seed in study.seeds(row)
+        ]
+        cells = []
+        for task, _, name in places:
+            false = [one[key] for one in plain if (key := f"{task}.ood.{name}.fpr95") in one]
+            auroc = marked(study, row, f"{task}.ood.{name}.auroc")
+            cells.append(f"{auroc} / {printed(mean(false), 'fpr95')}" if false else auroc)
+        lines.append([row, *cells])
+    heads = [f"{task}: {name} ({group})" for task, group, name in places]
+    return markdown(["row", *heads], lines, "AUROC / FPR95; the latter of sets of 1,000 images or more.")
+
+
+def claims(study: DualStudy) -> list[dict[str, Any]]:
+    """What the paper claims, each with its margin: reproduced, not reproduced, or a tie."""
+    paper, found = study.paper(), []
+    with CLAIMS.open(encoding="utf-8", newline="") as file:
+        listed = list(csv.DictReader(file))
+    for one in listed:
+        scopes = study.detections if one["scope"] == "each ID task" else [UNSEEN]
+        for scope in scopes:
+            key, first, second = f"{scope}.{one['metric']}", one["first"], one["second"]
+            theirs = [paper.get(row, {}).get(key) for row in (first, second)]
+            ours = study.difference(first, second, key) if {first, second} <= set(study.rows) else None
+            verdict = "not testable" if ours is None else judged(ours, one["is"], float(one["margin"]))
+            gap = None if None in theirs else theirs[0] - theirs[1]  # type: ignore[operator]
+            found.append({**one, "scope": scope, "paper": gap, "ours": ours, "verdict": verdict})
+    return found
+
+
+def claims_table(study: DualStudy) -> str:
+    """The claims, the paper's difference beside ours."""
+    lines = []
+    for one in claims(study):
+        metric, ours = one["metric"], one["ours"]
+        theirs = "–" if one["paper"] is None else printed(one["paper"], metric, "+")
+        here = "–" if ours is None else told(ours, metric)
+        lines.append([one["scope"], f"{one['first']} {one['claim']}", theirs, here, one["verdict"]])
+    return markdown(["where", "claim", "paper", "here", "verdict"], lines, left=2)
+
+
+def choices_table(study: DualStudy) -> str:
+    """What held-out names said of every way to learn, and what was taken."""
+    found = study.facts["choice"]
+    if found is None:
+        return "*Nothing was chosen.*"
+    lines = []
+    for one in found["measured"]:
+        taken = "taken" if all(one[key] == value for key, value in found["choice"].items()) else ""
+        cells = [f"{one[key]:g}" for key in ("steps", "learning_rate", "projection_rate")]
+        lines.append([*cells, printed(one["accuracy"], "accuracy"), taken])
+    head = ["steps", "rate of the text tower", "projections, over it", "accuracy on held-out names", ""]
+    return markdown(head, lines, f"{found['measured'][0]['names']} names of which no image was learnt from.", left=0)
+
+
+def not_testable_table(_: DualStudy) -> str:
+    """Claims that these data and models cannot test."""
+    found = [[row["claim"], row["why"]] for row in read_csv("not_testable") if row["kind"] == "dual"]
+    return markdown(["claim", "why it is not testable here"], found, left=2)
+
+
+TABLES: Mapping[str, Callable[[DualStudy], str]] = {
+    "main": main_table,
+    "tasks": tasks_table,
+    "ece": lambda study: tasks_table(study, "ece"),
+    "sets": sets_table,
+    "claims": claims_table,
+    "choices": choices_table,
+    "not_testable": not_testable_table,
+}
+"""Every table by its name in the documents."""
+
+
+def written(study: DualStudy) -> str:
+    """All tables, one below the other."""
+    return "\n\n".join(f"### {study.name}: {name}\n\n{table(study)}" for name, table in TABLES.items())
+
+
+def blocks(results: Path) -> dict[str, str]:
+    """Every table of the stored study by the name of its block, `study_zero_shot_main` and so on."""
+    study = DualStudy(ZERO_SHOT, results)
+    return {f"study_zero_shot_{name}": table(study) for name, table in TABLES.items()}
