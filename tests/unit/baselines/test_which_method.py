@@ -41,6 +41,7 @@ CONFIGS = {
     "MIMO": members(LAST),
     "Packed": Packed().narrow(VIT),
     "OBA": VIT,
+    "SWAG": members(Sharing()),
     "last-layer Laplace": members(LAST, count=20),
 }
 
