@@ -59,7 +59,16 @@ EXPECTED = {  # what each one prints, the folder it leaves a model in, and optio
 
 
 # README.md, docs/cli.md and the commands of the same names take the same steps, and are tested every day
-SLOW = ("abstain.py", "head_atlas.py", "hf_bert.py", "run_exported.py", "search.py", "timm_vit.py", "which_method.py")
+SLOW = (
+    "abstain.py",
+    "choose_members.py",
+    "head_atlas.py",
+    "hf_bert.py",
+    "run_exported.py",
+    "search.py",
+    "timm_vit.py",
+    "which_method.py",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in EXPECTED])

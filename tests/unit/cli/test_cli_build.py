@@ -80,7 +80,7 @@ def test_a_build_of_texts(text_folder):
 
 
 def test_several_ood_sources_or_none(world, tmp_path):
-    model, flags = vit_flags(world / "mine.safetensors"), ["--id", world / "val", "--members", 2, "--prune", 3, "-q"]
+    model, flags = vit_flags(world / "mine.safetensors"), ["--id", world / "val", "--members", 2, "--prune", 2, "-q"]
     sources = ["--ood", f"lines={world / 'stripes'}", "--ood", f"more={world / 'test'}"]
     succeed("build", *model, *flags, *sources, "--output", tmp_path / "several")
     ranking = json.loads((tmp_path / "several" / "rankings" / "avg.json").read_text())["provenance"]
@@ -169,7 +169,7 @@ def test_an_interrupted_build_goes_on_and_ends_with_the_same_bits(run_folder, wo
             raise KeyboardInterrupt
         replace(source, target, **options)
 
-    sets = ["--id", world / "val", "--ood", world / "stripes", "--prune", 4]
+    sets = ["--id", world / "val", "--ood", world / "stripes", "--prune", 4, "--method", "naive"]
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", interrupted)
         result = run("build", *vit_flags(world / "mine.safetensors"), *sets, "-o", folder, "-q")

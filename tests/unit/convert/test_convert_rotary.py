@@ -9,7 +9,6 @@ import hydra_ensembles as he
 from architectures import VISION_VARIANTS, ArchitectureCase, images, timm_model
 from architectures_transformers import DINOV3, MODERNBERT, TEXT, VARIANTS, token_batch, transformers_model
 from hydra_ensembles.errors import ConversionError
-from hydra_ensembles.heads.masking import attention_of
 from hydra_ensembles.model.layers import dropping
 
 CASES = [*VISION_VARIANTS, *VARIANTS]
@@ -68,7 +67,7 @@ def test_a_window_is_seen_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wider(*given: Any) -> he.Ensemble:
         ensemble = from_state(*given)
-        attention_of(ensemble, 1).window = 3
+        ensemble.encoder.window = 3
         return ensemble
 
     monkeypatch.setattr(he.Ensemble, "from_state", staticmethod(wider))
