@@ -149,6 +149,18 @@ def test_info_of_models_that_are_not_ours(world, tmp_path):
     assert "is a dual encoder" in fail("bench", tmp_path / "clip")
 
 
+def test_info_shows_an_attention_that_pools(tmp_path):
+    from architectures import timm_model
+
+    he.prune(he.convert(timm_model("vit_base_patch16_siglip_224")), [(0, 1), (2, 3)]).save_pretrained(tmp_path)
+    out = succeed("info", tmp_path)
+    assert "heads kept: 10 of 12" in out
+    assert "the last row is the attention that pools" in out
+    rows = [line.split() for line in out.splitlines() if KEPT in line and "kept" not in line]
+    assert rows == [["0", KEPT + PRUNED + 2 * KEPT], ["1", 4 * KEPT], ["2", 3 * KEPT + PRUNED]]
+    assert "| pooling | 3 (without 3) |" in (tmp_path / "README.md").read_text()
+
+
 def test_bench_beside_baselines(run_folder, text_folder, tmp_path):
     out = succeed("bench", run_folder, "--batch", "1,2", "--baseline", "single", "--baseline", "deep",
                   "--optimize", "--repeats", 1, "-o", tmp_path / "costs.json")  # fmt: skip
