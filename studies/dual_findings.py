@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, get_args
+
+from hydra_ensembles.metrics.distance import LearnedName
 
 from .findings import Study, judged, markdown, marked, printed, told
 from .measures import Number, numbers, plain_numbers
@@ -23,7 +25,7 @@ CLASSIFICATION = {
 }
 CLAIMS = Path(__file__).parent / "paper" / "zero_shot_claims.csv"
 UNSEEN = "unseen"
-OWN = ("vilu", "neg_label")  # scores that rows bring
+OWN = get_args(LearnedName)  # scores that rows bring
 
 
 class DualStudy(Study):

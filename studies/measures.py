@@ -8,7 +8,7 @@ over seeds, before their variance is taken: that is what pairs them.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from scipy.stats import norm
 from scipy.stats import t as student
 
 from hydra_ensembles.metrics import adaptive_ece_of_confidence, aupr, aurc, fpr95
+from hydra_ensembles.metrics.distance import LearnedName
 
 Floats = npt.NDArray[np.float64]
 Columns = Mapping[str, npt.NDArray[Any]]  # by `set|column`
@@ -25,7 +26,7 @@ Groups = Mapping[str, Sequence[str]]  # names of OOD sets by `near` and `far`
 BINS = 15
 DOUBT = {"": "msp", "calibrated.": "calibrated.doubt"}  # one minus confidence
 LEVEL = 0.95
-NAMED = ("entropy", "mahalanobis", "mutual_information", "vilu", "neglabel")  # scores of a row, where it has them
+NAMED = ("entropy", "mahalanobis", "mutual_information", *get_args(LearnedName))  # scores of a row, where it has them
 CONFIDENT = "vilu"  # the score that is minus the log-odds of being right, a confidence of its own
 SCORES = {"": "msp", **{f"{name}:": name for name in NAMED}}
 FEWEST = 1000  # samples of a set whose false positives are counted at 95 % of them

@@ -10,7 +10,7 @@ from sklearn.metrics import roc_auc_score
 from typer.testing import CliRunner
 
 from studies.__main__ import app
-from studies.columns import write_columns
+from studies.columns import read_columns, write_columns
 from studies.dual_findings import TABLES, DualStudy, blocks, claims
 from studies.duals import HYDRA, SINGLE
 from studies.findings import judged
@@ -85,6 +85,20 @@ def test_numbers_are_those_of_another_library(tmp_path: Path) -> None:
         assert found[f"cifar100.ood.{name}.auroc"].value == pytest.approx(aurocs[name])
     assert found["cifar100.far.auroc"].value == pytest.approx((aurocs["b"] + aurocs["c"]) / 2)
     assert not [key for key in found if key.startswith("pets") and "auroc" in key]
+
+
+@pytest.mark.parametrize("score", ["vilu", "neglabel"])
+def test_a_row_that_brings_a_score_is_judged_by_it(tmp_path: Path, score: str) -> None:
+    study = made_up(tmp_path, {})
+    place = study.folder / "seed-0.npz"
+    columns = read_columns(place)
+    for name, sign in {"cifar100": -1.0, **dict.fromkeys("abc", 1.0)}.items():  # it knows all of them apart
+        columns[f"{SINGLE}|cifar100|{name}|{score}"] = sign + 0 * columns[f"{SINGLE}|cifar100|{name}|msp"]
+    write_columns(place, columns)
+    again = DualStudy("zero-shot", tmp_path)
+    found, other = again.numbers(SINGLE, 0), again.numbers(HYDRA, 0)
+    assert found["cifar100.own.auroc"].value == 1.0 > found["cifar100.all.auroc"].value
+    assert other["cifar100.own.auroc"].value == other["cifar100.all.auroc"].value
 
 
 def test_tasks_near_chance_leave_the_means_by_rule(tmp_path: Path) -> None:
