@@ -13,6 +13,7 @@ import yaml
 
 import hydra_ensembles as he
 from hydra_ensembles import Recipe
+from hydra_ensembles.errors import ConfigError
 
 from ..columns import Array
 from ..evidence import Judged, stored
@@ -93,8 +94,11 @@ def counted(model: he.Ensemble, share: float) -> int:
 def few_steps(task: Task, **changes: Any) -> Recipe:
     """D.2 in the few steps of an analysis; in a trial in fewer still."""
     plain = dict(asked(task, "training"))
-    rate = plain.pop("rates")[task.name]
-    plain |= {"learning_rate": rate, **changes}
+    rates = plain.pop("rates")
+    if task.name not in rates:
+        known = ", ".join(rates)
+        raise ConfigError(f"no rate of D.2 is chosen for {task.name} ({known} have one); put what half B chose there")
+    plain |= {"learning_rate": rates[task.name], **changes}
     if task.share < 1:
         plain["steps"] = max(2, round(task.share * plain["steps"]))
     return task.recovery(**plain)

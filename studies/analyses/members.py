@@ -1,4 +1,7 @@
-"""What more members bring and cost (B.6, Table 10), and what averaging their MLPs loses (B.7, Table 11)."""
+"""What more members bring and cost (B.6, Table 10), and what averaging their MLPs loses (B.7, Table 11).
+
+Times mean something only where nothing else runs on the device.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -52,7 +52,8 @@ def read_seeds(studies: Path, task: str) -> dict[str, Any]:
                 rows[row] = plain_numbers(own, facts["inside"], facts["groups"])
         if rows:
             seeds[number] = {"rows": rows}
-    return {"seeds": seeds, "device": facts["device"]}
+    made_on = {one["device"] for run in facts["runs"].values() for one in run["report"].values()}
+    return {"seeds": seeds, "device": ", ".join(sorted(made_on))}
 
 
 def seeds_table(found: Found) -> str:

@@ -282,7 +282,8 @@ def test_replaced_tokens_leave_the_ends_and_the_padding_alone() -> None:
 def test_seeds_are_read_from_a_stored_study(tmp_path: Path) -> None:
     draws, place = np.random.default_rng(0), tmp_path / TASK
     place.mkdir()
-    facts = {"runs": {"0": {}, "1": {}}, "inside": "in", "groups": {"near": ["out"]}, "device": "a device"}
+    made = {"report": {"Single": {"device": "a device"}}}
+    facts = {"runs": {"0": made, "1": made}, "inside": "in", "groups": {"near": ["out"]}}
     (place / "study.json").write_text(json.dumps(facts))
     right = []
     for number in (0, 1):
@@ -342,6 +343,24 @@ def test_the_papers_numbers_belong_to_rows_that_there_are() -> None:
     assert {line["table"] for line in common.paper_lines()} == known
     variants = {f"free: {title}" for title in diversity.VARIANTS}
     assert set(common.paper("9", "ImageNet-1K")) <= {"Deep Ensembles", *variants}
+
+
+def test_trainings_have_the_rates_that_half_b_chose() -> None:
+    """A rate that nobody validated wrecks members without a word: those of the stored studies, or none."""
+    root, known = Path(__file__).parents[3], common.settings()["training"]["rates"]
+    for name, rate in known.items():
+        stored = root / "results" / "studies" / name / "study.json"
+        if stored.exists():
+            choices = json.loads(stored.read_text())["choices"]
+            assert rate == choices["CircAvg"]["setting"]["rate"]
+            assert common.settings()["diversity"]["dropout"] == choices["MC Dropout"]["setting"]["rate"]
+    assert (root / "results" / "studies" / TASK / "study.json").exists()
+
+
+def test_a_task_without_a_rate_trains_nothing() -> None:
+    other = Task("vision-cifar10", {**small_settings(), "members": 3}, SmallFolder(), CPU)
+    with pytest.raises(ConfigError, match="half B"):
+        common.few_steps(other)
 
 
 def test_the_paper_map_calls_done_what_has_results() -> None:
