@@ -161,8 +161,8 @@ class DualTask:
         self, seed: int, choice: DualChoice, images: Sequence[TrainImages], features: Sequence[Tensor]
     ) -> DualEncoder:
         assert self.recipe.dual is not None  # the recipe has seen to it
-        changes = {"steps": choice.steps, "learning_rate": choice.learning_rate, "seed": derived_seed(seed, "dual")}
-        training = replace(self.recipe.dual, **changes)
+        rate, number = choice.learning_rate, derived_seed(seed, "dual")
+        training = replace(self.recipe.dual, steps=choice.steps, learning_rate=rate, seed=number)
         pairs = Pairs(images, features, training.batch_size or FEATURE_BATCH)
         rates: dict[str, Any] = {"train_image_projection": True, "projection_rate": choice.projection_rate}
         return train_dual(self.untrained(seed).to(self.device), training, pairs, **rates)

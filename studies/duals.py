@@ -29,7 +29,6 @@ from .dual import (
     BOTH,
     BOTH_TUNED,
     CHOICE,
-    FAMILIES,
     IMAGE,
     IMAGE_TUNED,
     MORE,
@@ -93,7 +92,7 @@ def run(
                 case "rank":
                     rank(seed)
                 case "fix":
-                    fix(seed)
+                    fix(seed, rows)
                 case "report":
                     for row in rows:
                         report(seed, row)
@@ -119,25 +118,21 @@ def rank(seed: DualSeed) -> None:
     seed.taylor()
 
 
-def fix(seed: DualSeed) -> None:
-    """Make every member, fit the temperatures of all rows, and write down what rows are; no test set is open.
+def fix(seed: DualSeed, names: Sequence[str]) -> None:
+    """Make the members of rows, fit their temperatures, and write down what they are; no test set is open.
 
-    Rows that came later are added; what is written stays.
+    Rows that come later are added; what is written stays.
     """
-    place, held = seed.folder / FIXED, seed.task.held_out
-    known = read_json(place) if place.exists() else {"heads": {}, "temperatures": {}}
-    for name, row in rows_of(seed.recipe).items():
-        if name not in known["temperatures"]:
-            logits = row.asked(seed, held).member_logits
-            fit = fit_calibration(logits, held.samples.labels.to(logits.device))
-            known["temperatures"][name] = fit.calibration.temperature[0]
-    used = {row.family for row in rows_of(seed.recipe).values()}
-    known["heads"] = {
-        family.name: [[str(head) for head in member] for member in seed.heads(family)]
-        for family in FAMILIES
-        if family in used and not family.tuned
-    }
-    known["samples"] = len(held.samples)
+    place, held, rows = seed.folder / FIXED, seed.task.held_out, rows_of(seed.recipe)
+    known: dict[str, Any] = {"heads": {}, "temperatures": {}, "samples": len(held.samples)}
+    known = read_json(place) if place.exists() else known
+    for name in (one for one in names if one not in known["temperatures"]):
+        logits = rows[name].asked(seed, held).member_logits
+        fit = fit_calibration(logits, held.samples.labels.to(logits.device))
+        known["temperatures"][name] = fit.calibration.temperature[0]
+        family = rows[name].family
+        if family is not None and not family.tuned:
+            known["heads"][family.name] = [[str(head) for head in member] for member in seed.heads(family)]
     write_json(place, known)
 
 

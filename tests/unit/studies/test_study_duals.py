@@ -2,6 +2,7 @@
 
 import ast
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +122,22 @@ def test_test_sets_are_opened_after_all_is_fixed(finished: Finished, tmp_path: P
         if isinstance(node, ast.Attribute) and node.attr in ("near", "far", "test_sets")
     }
     assert readers == {"dual.test_sets", "duals.report", "duals.collect"}
+
+
+def test_rows_that_come_later_are_added_to_what_is_fixed(finished: Finished, tmp_path: Path) -> None:
+    shutil.copytree(finished.output / "zero-shot" / "seed-0", tmp_path / "zero-shot" / "seed-0")
+    seed, place = dual_seed(tmp_path), tmp_path / "zero-shot" / "seed-0" / duals.FIXED
+    whole = json.loads(place.read_text())
+    place.unlink()
+    duals.fix(seed, [SINGLE])
+    first = json.loads(place.read_text())
+    assert (list(first["temperatures"]), list(first["heads"])) == ([SINGLE], ["single"])
+    changed = {**first, "temperatures": {SINGLE: 7.0}}
+    place.write_text(json.dumps(changed))
+    duals.fix(seed, [SINGLE, HYDRA])
+    found = json.loads(place.read_text())
+    assert found["temperatures"] == {SINGLE: 7.0, HYDRA: whole["temperatures"][HYDRA]}
+    assert found["heads"] == {name: whole["heads"][name] for name in ("single", "both")}
 
 
 def test_held_out_names_choose_how_to_learn(finished: Finished, tmp_path: Path) -> None:
