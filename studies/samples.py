@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,11 @@ ALIKE = 8  # images of a batch that RandAugment changes alike
 
 Augment = bool | RandAugment
 """Whether samples are augmented; by RandAugment before all else, where that is what it says."""
+
+
+def device_name(device: torch.device) -> str:
+    """What a reader calls the machine's accelerator."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
 
 
 class Samples(ABC):

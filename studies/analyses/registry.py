@@ -11,7 +11,7 @@ import hydra_ensembles as he
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.files import read_json, write_json
 
-from ..engine import device_name
+from ..samples import device_name
 from ..seed import Seed
 from ..task import recipe
 from . import distance, diversity, members, noise, overlap, seeds, separation, shares, untrained

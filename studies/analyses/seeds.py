@@ -41,7 +41,7 @@ def read_seeds(studies: Path, task: str) -> dict[str, Any]:
     """Numbers of every seed of a study that is stored."""
     place = studies / task
     if not (place / "study.json").exists():
-        raise DataError(f"{place} has no stored study; `python -m studies classify {task}` makes one")
+        raise DataError(f"{place} has no stored study; `python -m studies run {task}` makes one")
     facts, seeds = read_json(place / "study.json"), dict[str, Any]()
     for number in facts["runs"]:
         columns = read_columns(place / f"seed-{number}.npz")

@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from hydra_ensembles.errors import DataError
 from shared_paths import shared
 from studies.__main__ import app
-from studies.recipe import CLASSIFIERS, load_dual_recipe, load_recipe
-from studies.results import Results
-from studies.sets import DataFolder, SharedSets, overlapping, suite
-from studies.tables import RESULTS
+from studies.recipe import load_dual_recipe
+from studies.sets import DataFolder, SharedSets, overlapping
 
 
 @pytest.fixture
@@ -22,45 +19,27 @@ def data() -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CLASSIFIERS)
-def test_a_tiny_run_on_the_real_model_and_data(name: str, data: Path, tmp_path: Path) -> None:
-    if name == "vision-cifar10":
-        try:
-            DataFolder(data).cifar_folder()
-        except DataError as error:
-            pytest.skip(str(error))
+@pytest.mark.parametrize("name", ["vision-tinyimagenet", "text-sst2"])
+def test_a_small_share_of_a_study_on_the_real_model_and_data(name: str, data: Path, tmp_path: Path) -> None:
+    """Real tokens or images, real weights, three fine-tunings that differ, columns, tables."""
     places = ["--results", str(tmp_path / "results")]
-    options = ["--data", str(data), "--output", str(tmp_path / "runs"), "--tiny", "--device", "cpu", *places]
+    some = ["--share", "0.002", "--seeds", "0", "--rows", "Single;Soup;Hydra", "--stages", "train,report,store"]
+    options = ["--data", str(data), "--output", str(tmp_path / "runs"), "--device", "cpu", *some, *places]
     ran = CliRunner().invoke(app, ["run", name, *options])
     assert ran.exit_code == 0, ran.exception
-    made = CliRunner().invoke(app, ["remake", name, *places])
+    made = CliRunner().invoke(app, ["tables", name, *places])
     assert made.exit_code == 0, made.exception
-    assert made.stdout in ran.stdout
-    results = Results.load(name, tmp_path / "results")
-    sets = suite(load_recipe(name).suite)
-    assert results.tasks() == [sets.id.name]
-    assert results.outside(sets.id.name, "near", "far", "apart") == [
-        one.name for one in (*sets.near, *sets.far, *sets.apart)
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CLASSIFIERS)
-def test_published_tables_follow_from_the_published_columns(name: str) -> None:
-    """Every row, contrast and verdict in `results/studies` is made again; one that comes out different raises."""
-    made = CliRunner().invoke(app, ["remake", name, "--results", str(RESULTS)])
-    assert made.exit_code == 0, made.exception
-    assert f"### {name}: main" in made.stdout
-
-
-def test_text_backbones_of_the_real_model(data: Path, tmp_path: Path) -> None:
-    """The fast part of a run: real tokens, real weights, three fine-tunings that differ."""
-    options = ["--data", str(data), "--output", str(tmp_path), "--tiny", "--device", "cpu", "--stages", "backbones"]
-    ran = CliRunner().invoke(app, ["run", "text-sst2", *options])
-    assert ran.exit_code == 0, ran.exception
-    files = sorted((tmp_path / "text-sst2" / "seed-0" / "backbones").glob("*/model.safetensors"))
-    assert [file.parent.name for file in files] == ["0", "1", "2"]
+    assert "| Hydra |" in made.stdout
+    files = sorted((tmp_path / "runs" / name / "seed-0" / "models").glob("single-*/model.safetensors"))
     assert len({hash(file.read_bytes()) for file in files}) == 3
+
+
+def test_published_tables_are_made_of_the_published_columns() -> None:
+    made = CliRunner().invoke(app, ["tables", "vision-cifar100"])
+    assert made.exit_code == 0, made.exception
+    page = (Path(__file__).parents[2] / "docs" / "study_cifar100.md").read_text(encoding="utf-8")
+    main = made.stdout.partition(": main\n\n")[2].partition("\n\n")[0]
+    assert main in page
 
 
 def test_real_images_of_the_zero_shot_study(data: Path) -> None:

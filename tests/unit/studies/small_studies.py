@@ -17,9 +17,8 @@ from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from hydra_ensembles.model.metadata import Metadata
 from random_ensembles import noisy
-from studies.classifier import ClassifierData, ClassifierRun
 from studies.dual import DualSeed, DualTask
-from studies.recipe import ClassifierRecipe, DualRecipe, load_dual_recipe, load_recipe
+from studies.recipe import DualRecipe, load_dual_recipe
 from studies.sets import DataFolder, overlapping
 from studies.task import Task, recipe
 from zero_shot_models import WORDS, word_tokenizer
@@ -103,16 +102,6 @@ class ManyClasses(SmallFolder):
         return [[f"a {one}", f"the photo of {one}"] for one in _NAMES * 3]
 
 
-class SmallData(ClassifierData):
-    """A ViT of width 24 where the pretrained model would be."""
-
-    def pretrained(self) -> he.Ensemble:
-        encoder = EncoderConfig(width=24, layers=LAYERS, heads=6, head_dim=4, mlp_width=24)
-        stem = PatchStemConfig(patch_size=(7, 7), grid=(self.recipe.input_size // 7,) * 2)
-        config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=len(self.classes)), all_heads(encoder))
-        return noisy(config, metadata=Metadata(labels=self.classes))
-
-
 class SmallDual(DualTask):
     """A random CLIP where the pretrained towers would be."""
 
@@ -120,24 +109,6 @@ class SmallDual(DualTask):
         dual = he.convert(transformers_clip({}, {}), processor=word_tokenizer(pad=1, mask=True))
         assert isinstance(dual, he.DualEncoder)
         return dual
-
-
-def classifier_recipe(**changes: Any) -> ClassifierRecipe:
-    recipe = load_recipe("vision-cifar10", tiny=True)
-    assert isinstance(recipe, ClassifierRecipe)
-    counts = replace(recipe.counts, train=24, member_train=20, circuits=12, choose=20, test=18)
-    trunk = (replace(recipe.explore_trunk[0], trunk=LAYERS - 1),)
-    small = replace(recipe, input_size=14, seeds=(0, 1), counts=counts, explore_trunk=trunk, ood_halves="images")
-    small = replace(small, controls=recipe.controls[1:])
-    return replace(small, **changes)
-
-
-def classifier_runs(
-    output: Path, recipe: ClassifierRecipe | None = None, source: DataFolder | None = None
-) -> list[ClassifierRun]:
-    recipe = recipe or classifier_recipe()
-    data = SmallData(recipe, source or SmallFolder(), CPU)
-    return [ClassifierRun(recipe, seed, data, output) for seed in recipe.seeds]
 
 
 def dual_recipe(**changes: Any) -> DualRecipe:

@@ -301,7 +301,7 @@ def test_seeds_are_read_from_a_stored_study(tmp_path: Path) -> None:
     shown = seeds.seeds_table(found)
     assert f"{100 * np.mean(right):.2f} ± {100 * np.std(right, ddof=1):.2f}" in shown
     assert "*92.15*" in shown
-    with pytest.raises(DataError, match="classify"):
+    with pytest.raises(DataError, match="studies run"):
         registry.read_stored("seeds", "text-sst2", tmp_path)
 
 

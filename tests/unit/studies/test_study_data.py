@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import DataError
-from studies.recipe import CLASSIFIERS, load_recipe
 from studies.samples import MEAN, STD, ImageSamples, SampleBatches
 from studies.sets import (
     NPM_LABELS,
@@ -28,6 +27,7 @@ from studies.sets import (
     overlapping,
     suite,
 )
+from studies.task import recipe
 
 
 @pytest.fixture
@@ -36,9 +36,9 @@ def pictures() -> ImageDataset:
     return ImageDataset(Pictures(labels, 0), labels, CLASSES, "pictures")
 
 
-@pytest.mark.parametrize("name", CLASSIFIERS)
+@pytest.mark.parametrize("name", recipe()["tasks"])
 def test_no_reported_set_chooses_anything(name: str) -> None:
-    sets = suite(load_recipe(name).suite)
+    sets = suite(recipe()["tasks"][name]["suite"])
     assert sets.train is not None
     assert sets.validation is not None
     read_before = {one.part for one in (sets.train, sets.validation, sets.circuit_ood)}

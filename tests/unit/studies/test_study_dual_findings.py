@@ -13,9 +13,8 @@ from studies.__main__ import app
 from studies.columns import read_columns, write_columns
 from studies.dual_findings import TABLES, DualStudy, blocks, claims
 from studies.duals import HYDRA, SINGLE
-from studies.findings import judged
+from studies.findings import RESULTS, judged
 from studies.measures import Difference
-from studies.tables import RESULTS
 
 OUTSIDE = {"near": {"a": 900}, "far": {"b": 1100, "c": 900}}
 ROWS = (SINGLE, "Temperature Scaling", "Taylor", HYDRA)
