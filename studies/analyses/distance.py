@@ -7,7 +7,7 @@ import hydra_ensembles as he
 from hydra_ensembles import HeadRanking
 from hydra_ensembles.heads.members import Score
 
-from ..seed import Seed
+from ..seed import CIRCUIT_MEMORY, Seed
 from .common import Analysis, Found, by_seed, measured, rows_table
 
 SCORES: Mapping[Score, str] = {"ood": "CircOOD", "avg": "CircAvg"}
@@ -28,7 +28,7 @@ def run(seed: Seed) -> dict[str, Any]:
 
         def extract(score: Any = score) -> HeadRanking:
             sides = task.batches(task.ranking), task.batches(task.foreign)
-            how: dict[str, Any] = {"score": score, "budget": count, "progress": False}
+            how: dict[str, Any] = {"score": score, "budget": count, "max_memory": CIRCUIT_MEMORY, "progress": False}
             return he.extract_circuit(knows, *sides, ood_score="mahalanobis", **how)
 
         chosen = {title: seed.circuit(score), f"{title} {BY_DISTANCE}": seed.ranked(f"{score}-{count}-far", extract)}

@@ -13,7 +13,7 @@ from hydra_ensembles.heads import jensen_shannon, overlap, stability
 from hydra_ensembles.heads.masking import existing_heads
 
 from ..samples import SampleBatches
-from ..seed import Seed
+from ..seed import CIRCUIT_MEMORY, Seed
 from ..sets import given
 from .common import Analysis, Found, about, asked, by_seed, cell, heads_of, markdown, paper, paper_task
 
@@ -98,6 +98,7 @@ def run_stability(seed: Seed) -> dict[str, Any]:
                 other = task.samples(subset(outside, foreign, draw))
                 sides = task.batches(some), task.batches(other)
                 how: dict[str, Any] = {"score": chosen["score"], "budget": count, "method": "exact", "progress": False}
+                how["max_memory"] = CIRCUIT_MEMORY
                 return he.extract_circuit(base, *sides, **how)
 
             name = f"draw-{chosen['score']}-{count}-{size}-{draw}"
