@@ -54,7 +54,7 @@ def by_hand(base, scaled, member, inputs):
         hidden = act(linear(x, place + "up.weight", state[place + "up.weight"][0], place + "up.bias"))
         return linear(hidden, place + "down.weight", state[place + "down.weight"][0], place + "down.bias")
 
-    x, (key_mask, _) = base.embed(*base.unpack(inputs))
+    x, (key_mask, *_) = base.embed(*base.unpack(inputs))
     x = x[0]
     for layer in range(config.encoder.layers):
         place = f"encoder.layers.{layer}."
