@@ -160,16 +160,19 @@ class OwnBert(nn.Module):
 class RopeBlock(nn.Module):
     """RMSNorm before, rotary positions, SwiGLU, no bias."""
 
-    def __init__(self, neighbours: bool) -> None:
+    def __init__(self, neighbours: bool, normed: bool) -> None:
         super().__init__()
+        self.precise, self.activation = False, F.silu  # angles in float64 or not
+        if normed:
+            self.qn, self.kn = (nn.RMSNorm(WIDTH // HEADS, eps=1e-6) for _ in range(2))
         self.neighbours, self.n1, self.n2 = neighbours, nn.RMSNorm(WIDTH, eps=1e-6), nn.RMSNorm(WIDTH, eps=1e-6)
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
         self.w1, self.w3 = nn.Linear(WIDTH, 48, bias=False), nn.Linear(WIDTH, 48, bias=False)
         self.w2 = nn.Linear(48, WIDTH, bias=False)
 
     def rotated(self, x: Tensor) -> Tensor:
-        pairs = x.shape[-1] // 2
-        angles = torch.arange(x.shape[2])[:, None] / 10000 ** (torch.arange(pairs) / pairs)
+        pairs, kind = x.shape[-1] // 2, torch.float64 if self.precise else torch.float32
+        angles = torch.arange(x.shape[2], dtype=kind)[:, None] / 10000 ** (torch.arange(pairs, dtype=kind) / pairs)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         x1, x2 = (x[..., ::2], x[..., 1::2]) if self.neighbours else x.chunk(2, dim=-1)
         turned = x1 * cos - x2 * sin, x2 * cos + x1 * sin
@@ -178,18 +181,21 @@ class RopeBlock(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.n1(x)
         q, k, v = (part(y).unflatten(2, (HEADS, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        if hasattr(self, "qn"):
+            q, k = self.qn(q), self.kn(k)
         y = F.scaled_dot_product_attention(self.rotated(q), self.rotated(k), v, mask[:, None, None])
         x = x + self.o(y.transpose(1, 2).flatten(2))
         y = self.n2(x)
-        return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
+        return x + self.w2(self.activation(self.w1(y)) * self.w3(y))
 
 
 class RopeBert(nn.Module):
     """As people write them now; the mean of the tokens is read."""
 
-    def __init__(self, neighbours: bool = False) -> None:
+    def __init__(self, neighbours: bool = False, normed: bool = False) -> None:
         super().__init__()
-        self.words, self.layers = nn.Embedding(60, WIDTH), nn.ModuleList(RopeBlock(neighbours) for _ in range(2))
+        self.words = nn.Embedding(60, WIDTH)
+        self.layers = nn.ModuleList(RopeBlock(neighbours, normed) for _ in range(2))
         self.last_norm, self.head = nn.RMSNorm(WIDTH, eps=1e-6), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

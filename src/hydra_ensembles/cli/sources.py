@@ -204,6 +204,11 @@ def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> 
         if refusal(kind, *names) is not None:
             raise ConversionError(f"{source}: {explained(what, kind, *names)}")
         way = "fine-tune it as one first: transformers.AutoModelFor…Classification.from_pretrained(…, num_labels=…)"
+        if bare and not _may_classify(transformers, kind):
+            way = (
+                "a fresh classifier on it, he.convert(model, num_labels=…) in Python, trained by he.finetune; every "
+                "command takes the folder that save_pretrained writes of it"
+            )
         if not bare:
             way = "a model for the classification of images or of sequences, fine-tuned on the same data"
         raise ConversionError(in_lines(f"{source} is a {what}", "it has no trained classifier", way))
@@ -224,6 +229,13 @@ def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> 
         processor = None  # without files, transformers makes a tokenizer that knows no word
     converted: Ensemble = convert(model, processor=processor)
     return converted
+
+
+def _may_classify(transformers: Any, kind: str) -> bool:
+    """Whether transformers has a classifier for a type of models; of DINOv3 and ViT-MAE it has none."""
+    auto = transformers.models.auto.modeling_auto
+    tasks = ("IMAGE", "SEQUENCE")
+    return any(kind in getattr(auto, f"MODEL_FOR_{task}_CLASSIFICATION_MAPPING_NAMES") for task in tasks)
 
 
 def _require_no_code(source: str, folder: Path) -> None:

@@ -25,7 +25,7 @@ from .clip import DualArchitecture
 from .core import Architecture, qualified_name, require_finite, require_fit, translate
 from .declared import Declaration
 from .guess import beginning, guessed, require_proof
-from .probe import require_same_answers
+from .probe import require_same_answers, same_when_padded_left
 from .processors import amended, is_for_images, size_of_images, with_processor
 from .reading import read_declaration, with_size
 from .refusals import explained, in_lines, refusal
@@ -124,6 +124,13 @@ def convert(
         require_proof(declaration, model, num_labels, metadata)
     elif probe:
         require_same_answers(architecture, model, ensemble, fresh)
+    if probe and not architecture.classes and not same_when_padded_left(architecture, model, ensemble, fresh):
+        warnings.warn(
+            f"{architecture.name}: the answers agree on texts with padding behind them, but not on texts with padding "
+            "before them, where the model counts tokens in a way of its own: pad on the right (padding_side='right')",
+            HydraWarning,
+            stacklevel=3,
+        )
     return ensemble
 
 

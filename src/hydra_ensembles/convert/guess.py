@@ -16,7 +16,7 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 from .core import ACTIVATIONS, translate
 from .declared import Declaration, Part, Place
-from .probe import NoAnswerError, OtherSizeError, require_same_answers
+from .probe import NoAnswerError, OtherSizeError, OwnIdError, require_every_id, require_same_answers
 from .reading import read_declaration, unknown_arguments, with_size
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
@@ -39,6 +39,8 @@ def guessed(model: nn.Module, num_labels: int | None, size: tuple[int, int] | No
             if found is None:
                 raise ConversionError(f"{error}; begin with names={dict(one.names)}") from error
             return found
+        except OwnIdError as error:
+            raise OwnIdError(f"{error}; begin with names={dict(one.names)}") from error
         except HydraError:
             continue
         return one
@@ -65,7 +67,7 @@ def require_proof(declaration: Declaration, model: nn.Module, num_labels: int | 
     copies = _copies(model)
     try:
         _require_agreement(declaration, copies, num_labels, metadata)
-    except NoAnswerError:
+    except (NoAnswerError, OwnIdError):
         raise
     except ConversionError as error:
         other = isinstance(error, OtherSizeError)
@@ -92,8 +94,10 @@ def _require_agreement(
         architecture = read_declaration(declaration, model)
         config = architecture.config(model, num_labels)
         state, fresh = translate(architecture, model, config, may_be_fresh=num_labels is not None)
+        ensemble = Ensemble.from_state(config, state, metadata)
         try:
-            require_same_answers(architecture, model, Ensemble.from_state(config, state, metadata), fresh)
+            require_same_answers(architecture, model, ensemble, fresh)
+            require_every_id(architecture, model, ensemble, fresh)
             return
         except NoAnswerError:
             if model is copies[-1]:

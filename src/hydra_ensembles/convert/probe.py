@@ -21,6 +21,9 @@ from .core import Architecture, Inputs, block_name
 _TEXTS, _TOKENS = 2, 32
 _FEW = 16  # tokens of an image that the blocks are first compared on: class token, registers, some patches
 _FITTED = 1e-5  # positions are fitted to another size in float32, whatever the type
+_ID_TOKENS, _AT_ONCE = 128, 2048  # of the texts that have every id once: tokens of one, and of those of one batch
+_NEAR = 8  # tokens of a text in which one id is tried
+_ANGLES = 32  # how many times further than by the rounding of our angles answers may lie apart by that of others
 # How far answers may lie apart, in parts of the largest of them: what the same sum in another order makes of them.
 _ALLOWED = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
@@ -31,6 +34,10 @@ class NoAnswerError(ConversionError):
 
 class OtherSizeError(ConversionError):
     """The answers agree on images of the model's own size, and differ on larger ones."""
+
+
+class OwnIdError(ConversionError):
+    """The answers agree, but for texts with a token that the model does not take for one."""
 
 
 def require_same_answers(
@@ -51,19 +58,11 @@ def require_same_answers(
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         return  # without values there are no answers
-    allowed = _allowed(ensemble)
-
-    def original(inputs: Inputs) -> Tensor:
-        return _answer(architecture, model, inputs, fresh)
-
-    def converted(inputs: Inputs) -> Tensor:
-        if not fresh:
-            return ensemble(inputs)[0] if projection is None else projection(ensemble(inputs))[0]
-        features = ensemble.features(inputs)[0]  # [B, d]; of class and distillation token [B, 2, d]
-        return features.mean(1) if ensemble.config.readout.pool == "distilled" else features
-
+    original = partial(_answer, architecture, model, fresh=fresh)
+    converted = partial(_converted, ensemble, fresh=fresh, projection=projection)
     with _as_it_answers(model, ensemble.device):
         for inputs in _batches(architecture, model, ensemble):
+            allowed = _allowed(ensemble, converted, inputs)
             first = model.get_submodule(block_name(architecture, model, 0)), ensemble.encoder.layers[0]
             # Of a library's class it is known that all tokens are treated alike; rotations are those of all tokens.
             few = architecture.classes and ensemble.kind == "image" and ensemble.config.encoder.rotary is None
@@ -74,7 +73,87 @@ def require_same_answers(
                 place = _first_difference(architecture, model, ensemble, inputs, fresh, allowed)
                 raise _apart(architecture, "features" if fresh else "answers", inputs, difference, allowed, place)
         if not architecture.classes and isinstance(ensemble.config.stem, PatchStemConfig):
-            _require_other_size(architecture.name, original, converted, ensemble, allowed)
+            _require_other_size(architecture.name, original, converted, ensemble)
+
+
+def require_every_id(architecture: Architecture, model: nn.Module, ensemble: Ensemble, fresh: bool = False) -> None:
+    """Refuse a text model of the user's own that takes an id for something else than a token, and name the id.
+
+    Such a model finds padding, or an end, by an id that no random batch has: texts here have every id once. To be
+    called for models whose answers agree otherwise.
+    """
+    stem = ensemble.config.stem
+    if not isinstance(stem, TextStemConfig):
+        return
+    batch = next(_batches(architecture, model, ensemble))
+    known = batch["input_ids"][0]  # [T], without padding and known to agree
+    padding = torch.tensor(_paddings(model, ensemble)[:1] or [0])
+    ids = torch.randperm(stem.vocabulary, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    if architecture.masks:  # which says what is padding
+        ids = torch.cat([ids[~torch.isin(ids, padding)], known[:1].cpu()])
+    tokens = min(stem.max_tokens, _ID_TOKENS)
+    missing = -len(ids) % tokens
+    texts = torch.cat([ids, known.cpu().repeat(tokens)[:missing]]).reshape(-1, tokens).to(ensemble.device)  # [B, T]
+
+    converted = partial(_converted, ensemble, fresh=fresh)
+
+    def told(texts: Tensor) -> Inputs:
+        return {**{name: torch.ones_like(texts) for name in batch}, "input_ids": texts}
+
+    def differ(texts: Tensor) -> Tensor:
+        """Which texts are answered otherwise, `[B]`."""
+        expected = _answer(architecture, model, told(texts), fresh)
+        apart = (converted(told(texts)) - expected).abs().flatten(1).amax(1)
+        return ~(apart <= allowed * expected.abs().max())
+
+    with _as_it_answers(model, ensemble.device):
+        allowed = _allowed(ensemble, converted, told(texts[:1]))
+        for some in texts.split(max(1, _AT_ONCE // tokens)):
+            apart = differ(some)
+            if not apart.any():
+                continue
+            suspects = some[apart][0]  # [T]
+            near = known[:_NEAR].repeat(tokens, 1)  # [T, 8]: one id in each text, in the middle and at its end
+            near[:, near.shape[1] // 2] = near[:, -1] = suspects
+            alone = suspects[differ(near)].tolist()
+            raise _of_own_ids(architecture, alone, suspects.tolist())
+
+
+def _of_own_ids(architecture: Architecture, alone: Sequence[int], suspects: Sequence[int]) -> OwnIdError:
+    which = f"the id {alone[0]}" if alone else f"some of the ids {', '.join(map(str, suspects[:8]))}, …"
+    way = (
+        "say masked=True in the declaration and give the tokenizer as processor=, or the id as padding_idx of the "
+        "embedding, or let forward take an attention_mask"
+    )
+    if architecture.masks:
+        way = (
+            "give the tokenizer as processor=, or the id as padding_idx of the embedding, so that it is known for "
+            "padding, or let attention_mask alone decide"
+        )
+    return OwnIdError(
+        f"{architecture.name}: the answers differ on texts with {which}, which the model does not take for a token as "
+        f"all others, but for padding, as it seems: {way}"
+    )
+
+
+def same_when_padded_left(architecture: Architecture, model: nn.Module, ensemble: Ensemble, fresh: bool) -> bool:
+    """Whether a text model of the user's own that is told of padding agrees on texts with padding before them, too.
+
+    Where it counts positions from the first token, or looks for the last at the number of tokens, it does not.
+    """
+    if not isinstance(ensemble.config.stem, TextStemConfig) or not architecture.masks:
+        return True
+    found = dict(next(_batches(architecture, model, ensemble)))
+    places = torch.arange(found["input_ids"].shape[1], device=ensemble.device)[None]  # [1, T]
+    shift = (found["attention_mask"] == 0).sum(1, keepdim=True)  # [B, 1]
+    inputs = {name: one.gather(1, (places - shift) % places.shape[1]) for name, one in found.items()}  # padding first
+    with _as_it_answers(model, ensemble.device):
+        try:
+            expected = _answer(architecture, model, inputs, fresh)
+        except ConversionError:
+            return False  # it cannot answer, where the converted one can
+        converted = partial(_converted, ensemble, fresh=fresh)
+        return _difference(converted(inputs), expected) <= _allowed(ensemble, converted, inputs)
 
 
 def _apart(
@@ -96,7 +175,6 @@ def _require_other_size(
     original: Callable[[Inputs], Tensor],
     converted: Callable[[Inputs], Tensor],
     ensemble: Ensemble,
-    allowed: float,
 ) -> None:
     """Compare larger images too, for which positions are fitted, where the original takes any."""
     stem: Any = ensemble.config.stem
@@ -107,7 +185,7 @@ def _require_other_size(
     except ConversionError:
         return  # it has one size
     difference = _difference(converted(inputs), expected)
-    if not difference <= max(allowed, _FITTED):
+    if not difference <= max(_allowed(ensemble, converted, inputs), _FITTED):
         raise OtherSizeError(
             f"{name}: the answers agree on images of {stem.image_size[0]}x{stem.image_size[1]}, but differ by "
             f"{difference:.2g} of their size on images of {size[0]}x{size[1]}, for which positions are fitted by "
@@ -128,9 +206,7 @@ def _batches(architecture: Architecture, model: nn.Module, ensemble: Ensemble) -
         yield _images(ensemble, stem.image_size)
         return
     own = not architecture.classes
-    texts = ensemble.metadata.preprocessing
-    padding = [texts.pad_id] if own and isinstance(texts, TextPreprocessing) else []
-    padding += _padding_ids(model, stem.vocabulary) if own else []
+    padding = _paddings(model, ensemble) if own else []
     if architecture.masks:  # only CLIP has texts without a norm, where it is no model of the user's
         found = _texts(stem, ensemble.config, generator, padding, clip=not stem.norm and not own)
     else:
@@ -150,10 +226,12 @@ def _images(ensemble: Ensemble, size: tuple[int, ...]) -> Inputs:
     return {"pixel_values": torch.randn(shape, generator=generator, device="cpu").to(ensemble.device, ensemble.dtype)}
 
 
-def _padding_ids(model: nn.Module, vocabulary: int) -> list[int]:
-    """What the embeddings of words in a model take for padding."""
+def _paddings(model: nn.Module, ensemble: Ensemble) -> list[int]:
+    """What the preprocessing and the embeddings of words in a model take for padding, the likeliest first."""
+    texts, vocabulary = ensemble.metadata.preprocessing, ensemble.config.stem.vocabulary  # type: ignore[union-attr]
     tables = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.num_embeddings == vocabulary]
-    return [one.padding_idx for one in tables if one.padding_idx is not None]
+    found = [texts.pad_id] if isinstance(texts, TextPreprocessing) else []
+    return [*found, *(one.padding_idx for one in tables if one.padding_idx is not None)]
 
 
 def _whole_texts(stem: TextStemConfig, generator: torch.Generator, padding: Sequence[int]) -> Inputs:
@@ -233,18 +311,37 @@ def _answer(architecture: Architecture, model: nn.Module, inputs: Inputs, fresh:
     return answer
 
 
+def _converted(ensemble: Ensemble, inputs: Inputs, fresh: bool, projection: GroupedLinear | None = None) -> Tensor:
+    """What the converted model answers, as `_answer` has it."""
+    if not fresh:
+        return ensemble(inputs)[0] if projection is None else projection(ensemble(inputs))[0]
+    features = ensemble.features(inputs)[0]  # [B, d]; of class and distillation token [B, 2, d]
+    return features.mean(1) if ensemble.config.readout.pool == "distilled" else features
+
+
 def _shapes(inputs: Inputs) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in inputs.items()}
 
 
-def _allowed(ensemble: Ensemble) -> float:
-    dtype = ensemble.dtype
+def _allowed(ensemble: Ensemble, converted: Callable[[Inputs], Tensor], inputs: Inputs) -> float:
+    """How far the answers to a batch may lie apart.
+
+    In float64, rotary positions are the one thing that may be rounded to float32 in either model, each in its own order
+    of operations: what that does to the answers is measured.
+    """
+    dtype, rotary = ensemble.dtype, ensemble.encoder.rotary
     rounded = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32  # ten bits, as float16
     if dtype is torch.float32 and ensemble.device.type == "cuda" and rounded:
         dtype = torch.float16
-    if dtype is torch.float64 and ensemble.config.encoder.rotary is not None:
-        dtype = torch.float32  # as the angles are, everywhere
-    return _ALLOWED.get(dtype, _ALLOWED[torch.bfloat16])
+    allowed = _ALLOWED.get(dtype, _ALLOWED[torch.bfloat16])
+    if dtype is not torch.float64 or rotary is None:
+        return allowed
+    rounded_angles = converted(inputs)
+    rotary.precision = torch.float64
+    try:
+        return max(allowed, _ANGLES * _difference(converted(inputs), rounded_angles))
+    finally:
+        rotary.precision = torch.float32
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

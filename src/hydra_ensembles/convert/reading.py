@@ -286,7 +286,13 @@ class _Reading:
         bias = self._bias(path)
         gated = part == "up" and isinstance(gate, str)
         gates = (self._weight(str(gate)), self._bias(str(gate))) if gated else (None, None)
-        yield f"{canonical}.weight", copied(weight) if gates[0] is None else joined(gates[0], weight)
+        if part in ("query_norm", "key_norm"):
+            yield f"{canonical}.weight", Source((weight,), self._of_a_head)
+            if bias is not None:
+                yield f"{canonical}.bias", Source((bias,), self._of_a_head)
+                return
+        else:
+            yield f"{canonical}.weight", copied(weight) if gates[0] is None else joined(gates[0], weight)
         if bias is None:
             yield f"{canonical}.bias", Source((weight,), lambda found, shape: found[0].new_zeros(shape))
         else:
@@ -311,10 +317,16 @@ class _Reading:
         if self.declared.attention_scale is not None:  # queries have it in them
             factor = self.declared.attention_scale * shape[2] ** 0.5
             heads = torch.cat([heads[:, :1] * factor, heads[:, 1:]], dim=1)
+        return torch.cat([heads[:, :2, self._order(shape[2])], heads[:, 2:]], dim=1)  # the value is not rotated
+
+    def _of_a_head(self, found: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        return found[0][..., self._order(shape[-1])].reshape(shape)
+
+    def _order(self, head_dim: int) -> list[int]:
+        """How the numbers of queries and keys are read, so that pairs that rotate together are halves of a head."""
         if self.declared.rotary is None or self.declared.rotary_pairs == "halves":
-            return heads
-        order = [*range(0, shape[2], 2), *range(1, shape[2], 2)]  # neighbours to halves, which the value does not need
-        return torch.cat([heads[:, :2, order], heads[:, 2:]], dim=1)
+            return [*range(head_dim)]
+        return [*range(0, head_dim, 2), *range(1, head_dim, 2)]
 
     def _split(self, found: Sequence[Tensor], shape: torch.Size) -> Tensor:
         axes = self.declared.head_layout.split()

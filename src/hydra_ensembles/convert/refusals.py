@@ -87,7 +87,7 @@ REFUSALS: tuple[Refusal, ...] = (
         _PLAIN_VIT,
     ),
     Refusal(
-        "mpnet xlnet funnel",
+        "mpnet xlnet funnel *T5EncoderModel",
         "a text model with a relative position bias",
         "each head adds a bias of its own for every pair of positions to its scores, and attention here adds none",
         f"{_PLAIN_BERT}; for sentences a MiniLM, GTE or Nomic BERT of sentence-transformers with num_labels=...",
@@ -178,7 +178,7 @@ def explained(*names: str) -> str:
     row = refusal(*names)
     if row is not None:
         return in_lines(f"{names[0]} is {row.what}", row.why, row.way)
-    known = "models of timm, torchvision, transformers, open_clip and sentence-transformers that the README lists"
+    known = "models of timm, torchvision, transformers, open_clip and sentence-transformers that docs/models.md lists"
     return in_lines(
         f"{names[0]} is not a supported architecture",
         f"what a model computes is known of {known}, and of plain ones around nn.TransformerEncoder",

@@ -20,19 +20,19 @@ class Rotary(nn.Module):
         self.config, self.head_dim = rotary, config.encoder.head_dim
         self.prefix = config.stem.prefix_tokens if isinstance(config.stem, PatchStemConfig) else 0
         self.bases = (rotary.base,) if rotary.local_base is None else (rotary.base, rotary.local_base)
+        self.precision = torch.float32  # of the angles, in every model, as in the libraries that models come from
 
     def forward(self, size: tuple[int, ...], like: Tensor, moved: bool = False) -> tuple[Turn, ...]:
         """Turns of texts of `(tokens,)`, or of images of `(rows, columns)`, on the device and in the dtype of `like`.
 
-        Angles are float32 in every model, as in the libraries that models come from. With `moved`, positions are moved
-        at random, as far as the configuration says.
+        With `moved`, positions are moved at random, as far as the configuration says.
         """
         axes = [self._positions(axis, count, like.device) for axis, count in enumerate(size)]
         grid = torch.stack(torch.meshgrid(axes, indexing="ij"), dim=-1).flatten(0, -2)  # [T, 1 or 2]
         if moved:
             grid = self._moved(grid)
         pairs = self.head_dim // (2 * len(size))  # that turn by one axis
-        exponents = torch.arange(pairs, device=like.device).float() / pairs
+        exponents = torch.arange(pairs, device=like.device).to(self.precision) / pairs
         turns = []
         for base in self.bases:
             angles = (grid[:, :, None] * (1.0 / base**exponents)).flatten(1)  # [T, d_k / 2], rows first
@@ -45,7 +45,7 @@ class Rotary(nn.Module):
     def _positions(self, axis: int, count: int, device: torch.device) -> Tensor:
         """Where the tokens lie along an axis, `[count]`."""
         config = self.config
-        at = torch.arange(count, device=device).float()
+        at = torch.arange(count, device=device).to(self.precision)
         if config.centred:
             return 2 * math.pi * (2.0 * ((at + 0.5) / count) - 1.0)
         at = at + config.offset

@@ -92,7 +92,10 @@ def test_folders_that_are_no_model_or_no_classifier(tmp_path):
     for config, says in (
         ("{", "not valid JSON"),
         ("{}", "is not that of a model"),
-        (json.dumps({"model_type": "bert", "architectures": ["BertModel"]}), "no trained classifier"),
+        (json.dumps({"model_type": "bert", "architectures": ["BertModel"]}), "AutoModelFor"),
+        (json.dumps({"model_type": "vit_mae", "architectures": ["ViTMAEModel"]}), "he.convert(model, num_labels="),
+        (json.dumps({"model_type": "dinov3_vit", "architectures": ["DINOv3ViTModel"]}), "num_labels=…) in Python"),
+        (json.dumps({"model_type": "t5", "architectures": ["T5EncoderModel"]}), "relative position bias"),
         (json.dumps({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}), "could not load"),
         (json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}), "pre-training"),
         (json.dumps({"model_type": "gpt2", "architectures": ["GPT2ForSequenceClassification"]}), "a decoder"),

@@ -1,8 +1,10 @@
 """Models that nobody but their author knows: converted by a table of names, or by none, and refused in words."""
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +30,7 @@ from architectures_own import (
     RopeBert,
     own,
 )
-from hydra_ensembles.errors import ConversionError
+from hydra_ensembles.errors import ConversionError, HydraWarning
 
 IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 IDS = torch.randint(1, 60, (3, 11), generator=torch.Generator().manual_seed(2))
@@ -284,6 +286,31 @@ def test_numbers_that_rotate_together_may_be_neighbours() -> None:
         he.convert(model, declaration=ROPE_BERT)
 
 
+def test_neighbours_take_the_norms_of_queries_and_keys_along() -> None:
+    model: Any = own(RopeBert, neighbours=True, normed=True)
+    norms = {"query_norm": "layers.{i}.qn", "key_norm": "layers.{i}.kn"}
+    declaration = but(ROPE_BERT, {"rotary_pairs": "neighbours"}, **norms)
+    found = he.convert(model, declaration=declaration)(TEXTS)[0]
+    torch.testing.assert_close(found, model(**TEXTS), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("precise", [False, True])
+def test_rotations_are_compared_as_sharply_as_their_rounding_allows(precise: bool) -> None:
+    model: Any = own(RopeBert)
+    for layer in model.layers:
+        layer.precise = precise
+        layer.activation = partial(F.gelu, approximate="tanh")
+        layer.w2.weight.data.mul_(0.05)  # so that the answers differ by less than float32 may
+    right = but(ROPE_BERT, {"activation": "gelu_tanh"})
+    found, expected = he.convert(model, declaration=right)(TEXTS)[0], model(**TEXTS)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for settings, says in (({"rotary": 9990}, "differ"), ({"activation": "gelu"}, "agree with activation='gelu_tanh'")):
+        close = he.convert(model, declaration=but(right, settings), probe=False)(TEXTS)[0]
+        assert (close - expected).abs().max() < 1e-4 * close.abs().max()
+        with pytest.raises(ConversionError, match=says):
+            he.convert(model, declaration=but(right, settings))
+
+
 def test_positions_that_are_computed_are_given_as_a_tensor() -> None:
     model = own(EncoderText)
     table = model.pe
@@ -362,6 +389,46 @@ class PaddedText(EncoderText):
 def test_a_model_that_masks_ids_by_itself_is_found_out(pad: int, told: bool, declaration: he.Declaration) -> None:
     with pytest.raises(ConversionError, match="differ"):
         he.convert(own(PaddedText, pad=pad, told=told), declaration=declaration)
+
+
+class TwicePaddedText(PaddedText):
+    """Is told of padding, and looks for it all the same."""
+
+    def forward(self, ids: Tensor, src_key_padding_mask: Tensor) -> Tensor:  # type: ignore[override]
+        return EncoderText.forward(self, ids, src_key_padding_mask | (ids == self.pad))
+
+
+@pytest.mark.parametrize("kind", [PaddedText, TwicePaddedText])
+@pytest.mark.parametrize("declaration", [ENCODER_TEXT, None])
+def test_every_id_is_tried_and_the_odd_one_named(kind: type[PaddedText], declaration: he.Declaration | None) -> None:
+    with pytest.raises(ConversionError, match=r"the id 777,.*padding_idx"):
+        he.convert(own(kind, pad=777, told=False), declaration=declaration)
+    model, ids = own(TwicePaddedText, pad=777, told=True), IDS.masked_fill(~MASK, 777)  # the way that was advised
+    found = he.convert(model, declaration=declaration)(ids, attention_mask=MASK)[0]
+    torch.testing.assert_close(found, model(ids, ~MASK), rtol=0, atol=1e-5)
+
+
+class CountedText(EncoderText):
+    """Positions are those of the tokens, as RoBERTa counts them: padding before them takes none."""
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
+        places = (attention_mask.cumsum(1) - 1).clamp(min=0)  # [B, T]
+        x = self.embedding(ids).transpose(0, 1) * math.sqrt(WIDTH) + self.pe[places, 0].transpose(0, 1)
+        return self.classify(self.encoder(x, src_key_padding_mask=attention_mask == 0)[0])
+
+
+@pytest.mark.parametrize("declaration", [ENCODER_TEXT, None])
+def test_padding_on_the_left_is_warned_of_where_it_is_not_the_same(declaration: he.Declaration | None) -> None:
+    with pytest.warns(HydraWarning, match="padding_side='right'") as caught:
+        counted = he.convert(own(CountedText), declaration=declaration)
+    assert caught[0].filename == __file__
+    torch.testing.assert_close(counted(TEXTS)[0], own(CountedText)(IDS * MASK, MASK.long()), rtol=0, atol=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alike = he.convert(own(EncoderText), declaration=declaration)
+    left = {name: one.flip(1) for name, one in TEXTS.items()}
+    expected = own(EncoderText)(left["input_ids"], left["attention_mask"] == 0)
+    torch.testing.assert_close(alike(left)[0], expected, rtol=0, atol=1e-5)
 
 
 def test_the_padding_of_the_processor_is_tried_too() -> None:
