@@ -236,7 +236,9 @@ def claims(study: Study) -> list[dict[str, Any]]:
 
 
 def judged(found: Difference, claimed: str, margin: float) -> str:
-    """Whether an interval lies on the claimed side of the margin, on the other, or on both."""
+    """Whether an interval lies on the claimed side of the margin, on the other, or on both; one seed has none."""
+    if found.seeds < 2:
+        return "one seed"
     sign = -1.0 if claimed in ("lower", "not higher") else 1.0
     low, high = sorted((sign * (found.value - found.half_width), sign * (found.value + found.half_width)))
     edge = 0.0 if claimed in ("lower", "higher") else -margin

@@ -81,8 +81,8 @@ class Difference:
 
     @property
     def certain(self) -> bool:
-        """Whether the interval leaves out zero."""
-        return abs(self.value) > self.half_width
+        """Whether the interval leaves out zero; of one seed nobody knows how far seeds differ."""
+        return self.seeds > 1 and abs(self.value) > self.half_width
 
 
 def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:

@@ -22,7 +22,6 @@ class Workers:
     """Processes that share jobs. Each reads the data itself; models that two of them want are made by the first."""
 
     def __init__(self, task: Task, output: Path, count: int) -> None:
-        self.count = count
         given = (task.name, task.settings, task.source, task.device, task.share, task.cache)
         _begin(task, output)
         context = multiprocessing.get_context("spawn")

@@ -98,4 +98,5 @@ def test_intervals_have_seeds_and_samples() -> None:
     swinging = Number(1.5, {"own": np.array([1.0, -1.0] * 200)})
     alone = Difference.of([swinging], [Number(1.0, {"own": np.zeros(400)})])
     assert alone.half_width == pytest.approx(1.96 * 1.00125 / 20, rel=1e-3)
-    assert alone.certain
+    assert not alone.certain  # one seed, however small the interval
+    assert Difference.of([swinging] * 2, [Number(1.0, {"own": np.zeros(400)})] * 2).certain
