@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import hydra_ensembles as he
 from hydra_ensembles import HeadRanking, Recipe
+from hydra_ensembles._utils import require_same_run
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.files import read_json
+from hydra_ensembles.files import read_json, write_json
 from hydra_ensembles.heads.members import (
     CIRCUIT_ORDER,
     Members,
@@ -25,6 +26,7 @@ from .samples import SampleBatches, alone
 from .task import Task
 from .weights import fresh_classifier, redrawn
 
+IDENTITY = "run.json"  # of a task: what its models were made by
 CHOICES = "choices"  # of a task: what half B chose for a row, before a test set was opened
 SPARE = 3  # heads that a circuit names beyond those that go, for members that would be alike
 CIRCUIT_MEMORY = 4e9  # bytes, so that several processes fit on a GPU
@@ -44,6 +46,10 @@ class Seed:
         self.task, self.number = task, number
         self.study = output / task.name
         self.folder = self.study / f"seed-{number}"
+        with alone(self.study / IDENTITY):
+            if not (self.study / IDENTITY).exists():
+                write_json(self.study / IDENTITY, task.identity)
+        require_same_run(read_json(self.study / IDENTITY), task.identity, self.study, "the study")
 
     @property
     def members(self) -> int:

@@ -61,6 +61,13 @@ class Task:
         self.scratch = self.plain["backbone"] == SCRATCH
         self._read: dict[str, Samples] = {}
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides what its models are; what they are asked, and what rows there are, is apart."""
+        whole = ("members", "circuits", "taylor_batches", "familiar")
+        own = {key: value for key, value in self.plain.items() if key not in ("seeds", "held_out", "corruptions")}
+        return {**{key: self.settings[key] for key in whole}, "task": own, "share": self.share}
+
     def samples(self, *sets: AnyDataset) -> Samples:
         """Sets of one kind as one, the way the backbone of the task takes them."""
         parts = [one if self.share == 1 else at_most(one, max(64, round(self.share * len(one)))) for one in sets]

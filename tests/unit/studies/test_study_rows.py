@@ -7,7 +7,7 @@ import torch
 from small_studies import CPU, SmallFolder, SmallTask
 
 import hydra_ensembles as he
-from hydra_ensembles.errors import DataError
+from hydra_ensembles.errors import CheckpointError, DataError
 from studies import baseline_rows
 from studies.baseline_rows import BASELINES, LORA, MIMO, OBA, PACKED
 from studies.classifiers import choose, report
@@ -110,6 +110,16 @@ def test_a_baseline_is_chosen_on_half_b_and_reported(tmp_path: Path) -> None:
     report(seed, row)
     columns = read_columns(seed.folder / "report" / f"{slug(row)}.npz")
     assert {"cifar100|correct", "cifar100|calibrated.nll", "cifar10|msp", "svhn|mutual_information"} <= set(columns)
+
+
+def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
+    """A trial with a share of the data leaves models that no real run may take for its own."""
+    task = SmallTask(IMAGES)
+    Seed(task, 0, tmp_path)
+    Seed(task, 1, tmp_path)
+    task.share = 0.5
+    with pytest.raises(CheckpointError, match="share"):
+        Seed(task, 0, tmp_path)
 
 
 def test_a_row_with_one_setting_seals_it_for_rows_that_are_like_it() -> None:
