@@ -16,9 +16,8 @@ from hydra_ensembles.files import read_json, write_json
 from hydra_ensembles.model.cost import measure_costs
 from hydra_ensembles.schema import to_plain
 
-from .columns import Array, read_columns, write_columns
 from .evidence import Judged, stored, under_shift
-from .measures import plain_numbers
+from .measures import Array, plain_numbers, read_columns, write_columns
 from .rows import MC_DROPOUT, SINGLE, rows_of
 from .samples import SampleBatches, alone, device_name
 from .seed import CHOICES, Seed, slug

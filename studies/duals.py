@@ -24,7 +24,6 @@ from hydra_ensembles.schema import to_plain
 
 from . import dual_rows
 from .classifiers import COSTS, FORMAT, sizes
-from .columns import Array, read_columns, write_columns
 from .dual import (
     BOTH,
     BOTH_TUNED,
@@ -41,6 +40,7 @@ from .dual import (
     DualTask,
 )
 from .evidence import columns_of, stored
+from .measures import Array, read_columns, write_columns
 from .recipe import DualRecipe
 from .samples import SampleBatches, device_name
 from .seed import slug

@@ -21,7 +21,7 @@ from hydra_ensembles.errors import DataError
 from hydra_ensembles.metrics import brier_per_sample, nll_per_sample
 from hydra_ensembles.prediction import AnyScore
 
-from .columns import Array
+from .measures import Array
 from .samples import Samples
 from .task import Task
 

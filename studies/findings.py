@@ -13,8 +13,7 @@ from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_object
 
 from .classifiers import FORMAT
-from .columns import Array, read_columns
-from .measures import Difference, Number, numbers, plain_numbers
+from .measures import Array, Difference, Number, numbers, plain_numbers, read_columns
 from .paper import paper_numbers
 from .rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, SINGLE, SOUP, TUNED
 

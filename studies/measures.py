@@ -5,8 +5,10 @@ set, whose variance is that of the number. Influences of two methods on the same
 over seeds, before their variance is taken: that is what pairs them.
 """
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, get_args
 
@@ -16,9 +18,11 @@ import torch
 from scipy.stats import norm
 from scipy.stats import t as student
 
+from hydra_ensembles.files import write_atomically
 from hydra_ensembles.metrics import adaptive_ece_of_confidence, aupr, aurc, fpr95
 from hydra_ensembles.metrics.distance import LearnedName
 
+Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
 Columns = Mapping[str, npt.NDArray[Any]]  # by `set|column`
 Groups = Mapping[str, Sequence[str]]  # names of OOD sets by `near` and `far`
@@ -185,3 +189,22 @@ def _share_below(points: Floats, values: Floats) -> Floats:
     ordered = np.sort(values)
     below, upto = (np.searchsorted(ordered, points, side=side) for side in ("left", "right"))
     return np.asarray((below + upto) / (2 * len(values)), dtype=np.float64)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def read_columns(path: Path) -> dict[str, Array]:
+    """All columns of a file; none where there is no file."""
+    if not path.exists():
+        return {}
+    with np.load(path, allow_pickle=False) as file:
+        return {key: file[key] for key in file.files}
+
+
+def write_columns(path: Path, columns: Mapping[str, Array]) -> None:
+    """A file of columns, in one piece; the same columns give the same bytes."""
+    content = io.BytesIO()
+    np.savez_compressed(content, **columns)  # type: ignore[arg-type]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, content.getvalue())

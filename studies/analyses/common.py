@@ -15,9 +15,8 @@ import hydra_ensembles as he
 from hydra_ensembles import Recipe
 from hydra_ensembles.errors import ConfigError
 
-from ..columns import Array
 from ..evidence import Judged, stored
-from ..measures import plain_numbers
+from ..measures import Array, plain_numbers
 from ..paper import FOLDER, SHARES
 from ..samples import SampleBatches, Samples
 from ..seed import Seed

@@ -7,9 +7,8 @@ from typing import Any
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json
 
-from ..columns import read_columns
 from ..dual_findings import DualStudy
-from ..measures import plain_numbers
+from ..measures import plain_numbers, read_columns
 from ..paper import zero_shot_numbers
 from ..rows import DEEP, HYDRA, HYDRA_CIRC, SINGLE
 from .common import (

@@ -23,7 +23,7 @@ from studies.__main__ import app
 from studies.analyses import common, distance, diversity, members, noise, overlap, registry, seeds, separation, shares
 from studies.analyses.gates import expand, gates_after, measure, pruning_step, weight_terms
 from studies.analyses.registry import ANALYSES
-from studies.columns import write_columns
+from studies.measures import write_columns
 from studies.seed import Seed
 from studies.task import Task
 

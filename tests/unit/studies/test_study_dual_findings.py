@@ -10,11 +10,10 @@ from sklearn.metrics import roc_auc_score
 from typer.testing import CliRunner
 
 from studies.__main__ import app
-from studies.columns import read_columns, write_columns
 from studies.dual_findings import TABLES, DualStudy, blocks, claims
 from studies.duals import HYDRA, SINGLE
 from studies.findings import RESULTS, judged
-from studies.measures import Difference
+from studies.measures import Difference, read_columns, write_columns
 
 OUTSIDE = {"near": {"a": 900}, "far": {"b": 1100, "c": 900}}
 ROWS = (SINGLE, "Temperature Scaling", "Taylor", HYDRA)

@@ -40,9 +40,9 @@ from studies.captions import (
     train_dual,
     view_features,
 )
-from studies.columns import Array, read_columns
 from studies.dual import BOTH, FAMILIES, IMAGE, IMAGE_TUNED, DualRow, DualTask
 from studies.duals import HYDRA, ROWS, SINGLE
+from studies.measures import Array, read_columns
 from studies.recipe import DualRecipe, PairSet
 from studies.samples import MEAN, STD, ImageSamples, Prepared, SampleBatches
 from studies.sets import DataFolder

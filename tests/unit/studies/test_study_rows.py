@@ -11,7 +11,7 @@ from hydra_ensembles.errors import CheckpointError, DataError
 from studies import baseline_rows
 from studies.baseline_rows import BASELINES, LORA, MIMO, OBA, PACKED
 from studies.classifiers import choose, report
-from studies.columns import read_columns
+from studies.measures import read_columns
 from studies.rows import CIRC_AVG, DEEP, HYDRA, HYDRA_CIRC, MC_DROPOUT, ROWS, SINGLE, rows_of
 from studies.seed import Seed, slug
 from studies.task import Task, recipe
