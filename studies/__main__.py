@@ -10,14 +10,14 @@ import typer
 from hydra_ensembles.errors import ConfigError, HydraError
 from hydra_ensembles.files import read_object
 
-from . import classifiers, dual_findings, duals, price
+from . import classifiers, dual_findings, dual_study, price
 from .analyses import registry
 from .analyses.registry import with_analyses
-from .dual import DualTask
+from .dual_recipe import SUITES, DualRecipe, load_dual_recipe
+from .dual_seed import DualTask
 from .fetch import SETS
 from .fetch import prepare as prepare_set
-from .findings import RESULTS, Study, paper_table, written
-from .recipe import SUITES, DualRecipe, load_dual_recipe
+from .findings import RESULTS, TABLES, Study, paper_table, written
 from .rows import rows_of
 from .seed import Seed
 from .sets import DataFolder
@@ -82,7 +82,7 @@ def tables(
     """Make every table of a study of classifiers again from its stored columns, on a CPU."""
     if figures is not None:
         price.draw(read_object(results.parent / "price.json"), figures / "gain_against_price.svg")
-    print(written(Study(name, results)))
+    print(written(Study(name, results), TABLES))
 
 
 @app.command()
@@ -148,16 +148,16 @@ def zero_shot(
     """Run the zero-shot study: train a dual encoder, rank its heads, fix members, open the test sets, measure costs."""
     settings = load_dual_recipe(tiny, suite, model)
     if from_results:
-        print(dual_findings.written(dual_findings.DualStudy(settings.name, results)))
+        print(written(dual_findings.DualStudy(settings.name, results), dual_findings.TABLES))
         return
     torch.set_float32_matmul_precision("high")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     task = DualTask(settings, DataFolder(data, cifar), place)
-    known, wanted = duals.rows_of(settings), rows.split(";") if rows else list(duals.rows_of(settings))
+    known, wanted = dual_study.rows_of(settings), rows.split(";") if rows else list(dual_study.rows_of(settings))
     if not set(wanted) <= set(known):
         raise ConfigError(f"there are no rows {sorted(set(wanted) - set(known))}; the study has {list(known)}")
     numbers = [int(one) for one in seeds.split(",")] if seeds else list(settings.seeds)
-    duals.run(task, output, results, stages.split(","), numbers, wanted)
+    dual_study.run(task, output, results, stages.split(","), numbers, wanted)
 
 
 @app.command()

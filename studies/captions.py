@@ -18,7 +18,7 @@ from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.model.clip import DEFAULT_TEMPLATES, LABEL, class_embeddings
 from hydra_ensembles.training.text import image_features
 
-from .recipe import PairSet
+from .dual_recipe import PairSet
 from .samples import ImageSamples, normalised, resized
 from .sets import DataFolder, at_most, label_names, read_yaml
 

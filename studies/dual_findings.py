@@ -9,10 +9,10 @@ from typing import Any, get_args
 
 from hydra_ensembles.metrics.distance import LearnedName
 
+from .dual_recipe import ZERO_SHOT
 from .findings import Study, judged, markdown, marked, printed, told
 from .measures import Number, numbers, plain_numbers
 from .paper import read_csv, zero_shot_numbers
-from .recipe import ZERO_SHOT
 from .rows import SINGLE
 
 CLASSIFICATION = {
@@ -226,11 +226,6 @@ TABLES: Mapping[str, Callable[[DualStudy], str]] = {
     "not_testable": not_testable_table,
 }
 """Every table by its name in the documents."""
-
-
-def written(study: DualStudy) -> str:
-    """All tables, one below the other."""
-    return "\n\n".join(f"### {study.name}: {name}\n\n{table(study)}" for name, table in TABLES.items())
 
 
 def blocks(results: Path) -> dict[str, str]:

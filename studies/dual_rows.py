@@ -17,8 +17,8 @@ from hydra_ensembles.files import write_json
 from hydra_ensembles.metrics import nll
 from hydra_ensembles.model.metadata import Familiarity
 
-from .dual import BATCH, DualRow, DualSeed
-from .recipe import derived_seed
+from .dual_recipe import derived_seed
+from .dual_seed import BATCH, DualRow, DualSeed
 from .samples import SampleBatches
 from .sets import NamedImages
 

@@ -320,9 +320,9 @@ TABLES: Mapping[str, Callable[[Study], str]] = {
 }
 
 
-def written(study: Study) -> str:
+def written(study: Study, tables: Mapping[str, Callable[[Any], str]]) -> str:
     """All tables of a study, one below the other."""
-    return "\n\n".join(f"### {study.name}: {name}\n\n{table(study)}" for name, table in TABLES.items())
+    return "\n\n".join(f"### {study.name}: {name}\n\n{table(study)}" for name, table in tables.items())
 
 
 def blocks(folder: Path = RESULTS) -> dict[str, str]:

@@ -21,7 +21,7 @@ from hydra_ensembles.heads.members import (
     random_members,
 )
 
-from .recipe import derived_seed
+from .dual_recipe import derived_seed
 from .samples import SampleBatches, alone
 from .task import Task
 from .weights import fresh_classifier, redrawn

@@ -29,7 +29,7 @@ from hydra_ensembles.data import suite as library_suite
 from hydra_ensembles.data.dataset import AnyDataset, Rows, SomeDataset
 from hydra_ensembles.errors import DataError
 
-from .recipe import DualCounts
+from .dual_recipe import DualCounts
 
 FOLDER = Path(__file__).parent / "data"
 SPLIT_SEED = 0  # of every split: made once, the same for all seeds of a study

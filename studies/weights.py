@@ -18,7 +18,7 @@ from hydra_ensembles.model.config import ReadoutConfig, output_width
 from hydra_ensembles.model.members import place_of
 from hydra_ensembles.model.stem_readout import linear
 
-from .recipe import Backbone, derived_seed
+from .dual_recipe import Backbone, derived_seed
 from .samples import MEAN, STD
 
 DINOV2 = Path("weights") / "dinov2_vits14" / "model.safetensors"

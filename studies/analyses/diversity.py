@@ -10,7 +10,7 @@ import hydra_ensembles as he
 from hydra_ensembles.heads.members import sampled_members
 
 from ..seed import Seed
-from .common import ALL, CLASSIFICATION, Analysis, Found, asked, by_seed, counted, few_steps, measured, rows_table
+from .analysis import ALL, CLASSIFICATION, Analysis, Found, asked, by_seed, counted, few_steps, measured, rows_table
 
 SOURCES = ("heads", "order", "noise")
 VARIANTS = {

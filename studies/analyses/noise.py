@@ -29,7 +29,7 @@ from hydra_ensembles.demo.embedded import load_backbone, load_sample
 from ..seed import Seed
 from ..sets import at_most
 from ..task import Drawn, Task
-from .common import Analysis, Found, asked, markdown, paper, pyplot
+from .analysis import Analysis, Found, asked, markdown, paper, pyplot
 from .gates import Batches, Expansion, expand, gates_after, measure, pruning_step, weight_terms
 
 DRAWS = 10_000

@@ -14,8 +14,8 @@ from hydra_ensembles.files import read_json, write_json
 from ..samples import device_name
 from ..seed import Seed
 from ..task import recipe
-from . import distance, diversity, members, noise, overlap, seeds, separation, shares, untrained
-from .common import Analysis, Found, pyplot, settings
+from . import chosen_heads, distance_circuits, diversity, more_members, noise, seeds, separation, shares, untrained
+from .analysis import Analysis, Found, pyplot, settings
 
 FORMAT = "hydra_ensembles.analysis 1"
 DEMO = "demo"  # the embedded model, for `noise`
@@ -23,14 +23,14 @@ ANALYSES: Mapping[str, Analysis] = {
     "untrained": untrained.ANALYSIS,
     "noise": noise.ANALYSIS,
     "separation": separation.ANALYSIS,
-    "overlap": overlap.OVERLAP,
+    "overlap": chosen_heads.OVERLAP,
     "shares": shares.ANALYSIS,
     "diversity": diversity.ANALYSIS,
-    "members": members.ANALYSIS,
+    "members": more_members.ANALYSIS,
     "seeds": seeds.SEEDS,
     "towers": seeds.TOWERS,
-    "stability": overlap.STABILITY,
-    "distance": distance.ANALYSIS,
+    "stability": chosen_heads.STABILITY,
+    "distance": distance_circuits.ANALYSIS,
 }
 """In the order of the paper; the last two are not in it."""
 

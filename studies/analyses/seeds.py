@@ -11,7 +11,7 @@ from ..dual_findings import DualStudy
 from ..measures import plain_numbers, read_columns
 from ..paper import zero_shot_numbers
 from ..rows import DEEP, HYDRA, HYDRA_CIRC, SINGLE
-from .common import (
+from .analysis import (
     ALL,
     CLASSIFICATION,
     Analysis,

@@ -11,7 +11,7 @@ import hydra_ensembles as he
 from hydra_ensembles.heads import Head, centroid_distance, head_vectors
 
 from ..seed import Seed
-from .common import (
+from .analysis import (
     Analysis,
     Found,
     about,

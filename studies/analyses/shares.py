@@ -7,7 +7,7 @@ from hydra_ensembles.heads import Head
 from hydra_ensembles.heads.members import random_members
 
 from ..seed import Seed
-from .common import (
+from .analysis import (
     ALL,
     DETECTION,
     Analysis,

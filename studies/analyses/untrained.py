@@ -6,7 +6,7 @@ import hydra_ensembles as he
 from hydra_ensembles.heads.members import random_members
 
 from ..seed import Seed
-from .common import ALL, NEAR_AND_FAR, Analysis, Found, by_seed, measured, paper_task, rows_table
+from .analysis import ALL, NEAR_AND_FAR, Analysis, Found, by_seed, measured, paper_task, rows_table
 
 COLUMNS = {"accuracy": "Acc ↑", "ece": "ECE ↓", **NEAR_AND_FAR}
 

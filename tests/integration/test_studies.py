@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from shared_paths import shared
 from studies.__main__ import app
-from studies.recipe import load_dual_recipe
+from studies.dual_recipe import load_dual_recipe
 from studies.sets import DataFolder, SharedSets, overlapping
 
 

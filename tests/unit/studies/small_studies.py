@@ -17,8 +17,8 @@ from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from hydra_ensembles.model.metadata import Metadata
 from random_ensembles import noisy
-from studies.dual import DualSeed, DualTask
-from studies.recipe import DualRecipe, load_dual_recipe
+from studies.dual_recipe import DualRecipe, load_dual_recipe
+from studies.dual_seed import DualSeed, DualTask
 from studies.sets import DataFolder, overlapping
 from studies.task import Task, recipe
 from zero_shot_models import WORDS, word_tokenizer

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from studies.__main__ import app
 from studies.dual_findings import TABLES, DualStudy, blocks, claims
-from studies.duals import HYDRA, SINGLE
+from studies.dual_study import HYDRA, SINGLE
 from studies.findings import RESULTS, judged
 from studies.measures import Difference, read_columns, write_columns
 

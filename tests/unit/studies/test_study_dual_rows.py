@@ -14,9 +14,9 @@ from hydra_ensembles import baselines
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.metrics import nll
 from studies import dual_rows
-from studies.dual import DualSeed
 from studies.dual_rows import BAYES_VLM, NEG_LABEL, PSEUDO_COUNTS, VILU, for_classes, main_images, vocabulary
-from studies.duals import ROWS, rows_of
+from studies.dual_seed import DualSeed
+from studies.dual_study import ROWS, rows_of
 from studies.samples import SampleBatches
 
 

@@ -13,8 +13,8 @@ from small_studies import CPU
 
 from hydra_ensembles.errors import DataError
 from pictures import picture
-from studies.dual import DualTask
-from studies.recipe import DualCounts, load_dual_recipe
+from studies.dual_recipe import DualCounts, load_dual_recipe
+from studies.dual_seed import DualTask
 from studies.samples import SampleBatches
 from studies.sets import DataFolder, NamedImages, PaperSets
 

@@ -7,9 +7,9 @@ import pytest
 
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.heads.ranking import Head, HeadRanking
-from studies.dual import distinct
-from studies.duals import ROWS, rows_of
-from studies.recipe import load_dual_recipe
+from studies.dual_recipe import load_dual_recipe
+from studies.dual_seed import distinct
+from studies.dual_study import ROWS, rows_of
 
 
 def test_a_given_model_has_no_rows_that_learn() -> None:

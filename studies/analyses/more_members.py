@@ -15,7 +15,7 @@ from hydra_ensembles.model.cost import measure_costs
 
 from ..samples import SampleBatches
 from ..seed import Seed
-from .common import (
+from .analysis import (
     ALL,
     CLASSIFICATION,
     Analysis,

@@ -15,7 +15,7 @@ from hydra_ensembles.heads.masking import existing_heads
 from ..samples import SampleBatches
 from ..seed import CIRCUIT_MEMORY, Seed
 from ..sets import given
-from .common import Analysis, Found, about, asked, by_seed, cell, heads_of, markdown, paper, paper_task
+from .analysis import Analysis, Found, about, asked, by_seed, cell, heads_of, markdown, paper, paper_task
 
 CIRCUIT, TAYLOR, GLOBAL = "CircAvg", "Taylor", "Taylor, all layers at once"
 

@@ -8,7 +8,7 @@ from hydra_ensembles import HeadRanking
 from hydra_ensembles.heads.members import Score
 
 from ..seed import CIRCUIT_MEMORY, Seed
-from .common import Analysis, Found, by_seed, measured, rows_table
+from .analysis import Analysis, Found, by_seed, measured, rows_table
 
 SCORES: Mapping[Score, str] = {"ood": "CircOOD", "avg": "CircAvg"}
 BY_DISTANCE = "by distance"

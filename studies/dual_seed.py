@@ -32,7 +32,7 @@ from .captions import (
     train_dual,
     view_features,
 )
-from .recipe import DualChoice, DualRecipe, derived_seed, digest_of
+from .dual_recipe import DualChoice, DualRecipe, derived_seed, digest_of
 from .samples import ImageSamples, Prepared, SampleBatches, Samples
 from .sets import SEEN, CircuitImages, DataFolder, PaperSets, SharedSets, at_most, read_yaml
 from .weights import load_dual, untrained_dual
@@ -222,7 +222,7 @@ class DualTask:
 
     @cached_property
     def test_sets(self) -> Sequence[ZeroSet]:
-        """Every set that is reported, the test set of a task before its OOD sets; only `duals.report` asks for it."""
+        """Every set that is reported, the test set of a task before its OOD sets; only `dual_study` asks."""
         sets, counts, shared = self.sets, self.recipe.counts, self.sets.name == "shared"
         found, known = list[ZeroSet](), dict[SetRef, Samples]()
         for one in (*sets.main.tasks, sets.main.id) if shared else (sets.main.id, *sets.main.tasks):

@@ -24,7 +24,8 @@ from hydra_ensembles.schema import to_plain
 
 from . import dual_rows
 from .classifiers import COSTS, FORMAT, sizes
-from .dual import (
+from .dual_recipe import DualRecipe
+from .dual_seed import (
     BOTH,
     BOTH_TUNED,
     CHOICE,
@@ -41,7 +42,6 @@ from .dual import (
 )
 from .evidence import columns_of, stored
 from .measures import Array, read_columns, write_columns
-from .recipe import DualRecipe
 from .samples import SampleBatches, device_name
 from .seed import slug
 

@@ -29,7 +29,7 @@ from hydra_ensembles.model.config import (
 )
 from hydra_ensembles.model.metadata import Metadata
 from pictures import picture
-from studies import dual_rows, duals
+from studies import dual_rows, dual_study
 from studies.captions import (
     Pairs,
     TrainImages,
@@ -40,10 +40,10 @@ from studies.captions import (
     train_dual,
     view_features,
 )
-from studies.dual import BOTH, FAMILIES, IMAGE, IMAGE_TUNED, DualRow, DualTask
-from studies.duals import HYDRA, ROWS, SINGLE
+from studies.dual_recipe import DualRecipe, PairSet
+from studies.dual_seed import BOTH, FAMILIES, IMAGE, IMAGE_TUNED, DualRow, DualTask
+from studies.dual_study import HYDRA, ROWS, SINGLE
 from studies.measures import Array, read_columns
-from studies.recipe import DualRecipe, PairSet
 from studies.samples import MEAN, STD, ImageSamples, Prepared, SampleBatches
 from studies.sets import DataFolder
 from studies.weights import dual_of, load_dual, mean_pooled
@@ -67,13 +67,13 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    output, source = tmp_path_factory.mktemp("duals"), ManyClasses()
+    output, source = tmp_path_factory.mktemp("dual_study"), ManyClasses()
     task = SmallDual(dual_recipe(), source, CPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dual_rows, "EPOCHS", 2)  # of ViLU
-        duals.run(task, output, output / "results", ["choose", "train", "rank", "fix"], [0], list(ROWS))
+        dual_study.run(task, output, output / "results", ["choose", "train", "rank", "fix"], [0], list(ROWS))
     before = frozenset(source.opened)
-    duals.run(task, output, output / "results", DualRecipe.STAGES, [0], list(ROWS))
+    dual_study.run(task, output, output / "results", DualRecipe.STAGES, [0], list(ROWS))
     folder = output / "results" / "zero-shot"
     facts = json.loads((folder / "study.json").read_text())
     return Finished(output, facts, read_columns(folder / "seed-0.npz"), before, frozenset(source.opened))
@@ -111,30 +111,30 @@ def test_test_sets_are_opened_after_all_is_fixed(finished: Finished, tmp_path: P
     assert finished.after >= REPORTED_ONLY
     source = ManyClasses()
     with pytest.raises(DataError, match="fix"):
-        duals.report(dual_seed(tmp_path, source=source), HYDRA)
+        dual_study.report(dual_seed(tmp_path, source=source), HYDRA)
     assert not source.opened
     readers = {
         f"{path.stem}.{function.name}"
-        for path in (Path(studies.__file__).parent / f"{name}.py" for name in ("dual", "duals", "captions"))
+        for path in (Path(studies.__file__).parent / f"{name}.py" for name in ("dual_seed", "dual_study", "captions"))
         for function in ast.walk(ast.parse(path.read_text()))
         if isinstance(function, ast.FunctionDef)
         for node in ast.walk(function)
         if isinstance(node, ast.Attribute) and node.attr in ("near", "far", "test_sets")
     }
-    assert readers == {"dual.test_sets", "duals.report", "duals.collect"}
+    assert readers == {"dual_seed.test_sets", "dual_study.report", "dual_study.collect"}
 
 
 def test_rows_that_come_later_are_added_to_what_is_fixed(finished: Finished, tmp_path: Path) -> None:
     shutil.copytree(finished.output / "zero-shot" / "seed-0", tmp_path / "zero-shot" / "seed-0")
-    seed, place = dual_seed(tmp_path), tmp_path / "zero-shot" / "seed-0" / duals.FIXED
+    seed, place = dual_seed(tmp_path), tmp_path / "zero-shot" / "seed-0" / dual_study.FIXED
     whole = json.loads(place.read_text())
     place.unlink()
-    duals.fix(seed, [SINGLE])
+    dual_study.fix(seed, [SINGLE])
     first = json.loads(place.read_text())
     assert (list(first["temperatures"]), list(first["heads"])) == ([SINGLE], ["single"])
     changed = {**first, "temperatures": {SINGLE: 7.0}}
     place.write_text(json.dumps(changed))
-    duals.fix(seed, [SINGLE, HYDRA])
+    dual_study.fix(seed, [SINGLE, HYDRA])
     found = json.loads(place.read_text())
     assert found["temperatures"] == {SINGLE: 7.0, HYDRA: whole["temperatures"][HYDRA]}
     assert found["heads"] == {name: whole["heads"][name] for name in ("single", "both")}
@@ -196,7 +196,7 @@ def test_a_row_may_be_whatever_answers_for_class_names(finished: Finished) -> No
 def test_a_second_run_makes_nothing_again(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
     source = ManyClasses()
     task, stages = SmallDual(dual_recipe(), source, CPU), ["choose", "train", "rank", "report"]
-    duals.run(task, finished.output, finished.output / "results", stages, [0], list(ROWS))
+    dual_study.run(task, finished.output, finished.output / "results", stages, [0], list(ROWS))
     assert capsys.readouterr().out == ""
     assert source.opened == []
 
