@@ -20,7 +20,18 @@ from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchSte
 from hydra_ensembles.model.metadata import Metadata
 from random_ensembles import noisy
 from studies.__main__ import app
-from studies.analyses import common, distance, diversity, members, noise, overlap, registry, seeds, separation, shares
+from studies.analyses import (
+    analysis,
+    chosen_heads,
+    distance_circuits,
+    diversity,
+    more_members,
+    noise,
+    registry,
+    seeds,
+    separation,
+    shares,
+)
 from studies.analyses.gates import expand, gates_after, measure, pruning_step, weight_terms
 from studies.analyses.registry import ANALYSES
 from studies.measures import write_columns
@@ -98,7 +109,7 @@ def test_every_analysis_runs_and_is_stored_and_shown(name: str, seed: Seed, tmp_
 def test_numbers_are_those_of_the_model(seed: Seed) -> None:
     """Accuracy and disagreement against plain computation on the whole test set."""
     task, model = seed.task, he.Ensemble.stack(seed.singles)
-    found = common.measured(seed, model)
+    found = analysis.measured(seed, model)
     inputs, labels = task.inside("report").batch(torch.arange(60), False)
     with torch.no_grad():
         probs = model(inputs).softmax(-1)
@@ -124,8 +135,8 @@ def test_side_by_side_is_one_by_one(seed: Seed) -> None:
     """Members trained on the same batches in one pass are what each of them would be by itself."""
     task, base = seed.task, seed.base
     pruned = [he.prune(base, [(0, 1)]), he.prune(base, [(1, 0), (2, 2)])]
-    together = common.side_by_side(seed, "check", lambda: pruned)
-    recipe = common.few_steps(task, seed=seed.derived("check"))
+    together = analysis.side_by_side(seed, "check", lambda: pruned)
+    recipe = analysis.few_steps(task, seed=seed.derived("check"))
     for start, one in zip(pruned, together, strict=True):
         alone = he.finetune(start, task.lessons(recipe), recipe, progress=False)
         for name, tensor in alone.state_dict().items():
@@ -159,7 +170,7 @@ def test_distances_of_heads_know_how_far_sets_are_apart(seed: Seed) -> None:
 def test_chance_overlap_is_the_share_of_heads(seed: Seed) -> None:
     found = registry.analysed("overlap", [seed])["seeds"]["0"]
     assert found["chance"]["overlap"] == pytest.approx(found["prune"] / found["heads"], abs=0.06)
-    assert overlap.CIRCUIT + ", " + overlap.GLOBAL in found["pairs"]
+    assert chosen_heads.CIRCUIT + ", " + chosen_heads.GLOBAL in found["pairs"]
 
 
 @pytest.mark.slow
@@ -173,8 +184,8 @@ def test_more_members_cost_more(seed: Seed) -> None:
     rows = registry.analysed("members", [seed])["seeds"]["0"]["rows"]
     assert [name for name in rows if name.startswith("Hydra")] == [f"Hydra (Circ), {count}" for count in (1, 2, 4)]
     assert rows["Hydra (Circ), 4"]["milliseconds.2"] > 0
-    assert "Hydra (Circ), 3" in common.paper("10", "ImageNet-1K")
-    assert members.ANALYSIS.kinds == ("image",)
+    assert "Hydra (Circ), 3" in analysis.paper("10", "ImageNet-1K")
+    assert more_members.ANALYSIS.kinds == ("image",)
 
 
 @pytest.mark.slow
@@ -185,7 +196,7 @@ def test_circuits_by_distance_have_a_row_each(seed: Seed) -> None:
         *(f"{one}{by}" for one in ("CircOOD", "CircAvg") for by in ("", " by distance")),
     }
     assert all("mahalanobis:all.auroc" in row for row in found["rows"].values())
-    assert distance.BY_DISTANCE in distance.table({**registry.analysed("distance", [seed])})
+    assert distance_circuits.BY_DISTANCE in distance_circuits.table({**registry.analysed("distance", [seed])})
 
 
 # --- losses in gates and weights --------------------------------------------------------------------------------------
@@ -340,27 +351,27 @@ def test_the_command_makes_tables_and_figures_again_from_results(seed: Seed, tmp
 def test_the_papers_numbers_belong_to_rows_that_there_are() -> None:
     """A row of the paper that no analysis shows would be a number nobody sees."""
     known = {"4", "5", "6", "8", "9", "10", "12", "B.1", "B.2.2"}
-    assert {line["table"] for line in common.paper_lines()} == known
+    assert {line["table"] for line in analysis.paper_lines()} == known
     variants = {f"free: {title}" for title in diversity.VARIANTS}
-    assert set(common.paper("9", "ImageNet-1K")) <= {"Deep Ensembles", *variants}
+    assert set(analysis.paper("9", "ImageNet-1K")) <= {"Deep Ensembles", *variants}
 
 
 def test_trainings_have_the_rates_that_half_b_chose() -> None:
     """A rate that nobody validated wrecks members without a word: those of the stored studies, or none."""
-    root, known = Path(__file__).parents[3], common.settings()["training"]["rates"]
+    root, known = Path(__file__).parents[3], analysis.settings()["training"]["rates"]
     for name, rate in known.items():
         stored = root / "results" / "studies" / name / "study.json"
         if stored.exists():
             choices = json.loads(stored.read_text())["choices"]
             assert rate == choices["CircAvg"]["setting"]["rate"]
-            assert common.settings()["diversity"]["dropout"] == choices["MC Dropout"]["setting"]["rate"]
+            assert analysis.settings()["diversity"]["dropout"] == choices["MC Dropout"]["setting"]["rate"]
     assert (root / "results" / "studies" / TASK / "study.json").exists()
 
 
 def test_a_task_without_a_rate_trains_nothing() -> None:
     other = Task("vision-cifar10", {**small_settings(), "members": 3}, SmallFolder(), CPU)
     with pytest.raises(ConfigError, match="half B"):
-        common.few_steps(other)
+        analysis.few_steps(other)
 
 
 def test_the_paper_map_calls_done_what_has_results() -> None:
