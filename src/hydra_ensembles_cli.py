@@ -2,7 +2,7 @@
 
 What the commands are and take is read from a table, `hydra_ensembles/cli/commands.json`, which `make commands` derives
 from the commands themselves, and a test holds against them. Only a command that is to run loads the package. This file
-lies beside the package since whatever lies inside it loads all of it.
+lies beside the package since whatever lies inside it loads all of it; `python -m hydra_ensembles` asks it first.
 """
 
 import importlib.util
@@ -18,24 +18,30 @@ from typing import Annotated, Any
 
 TYPES: dict[str, Any] = {"bool": bool, "float": float, "int": int, "path": Path, "str": str}
 
+NAME = "hydra-ensembles"  # also where Python was told to run the package
 NEAR = 0.7  # of difflib's measure, which is 1 for what is the same
 
 
 def main() -> None:
     """Run the command line."""
+    answer()
+    from hydra_ensembles.__main__ import main as run
+
+    run()
+
+
+def answer() -> None:
+    """Answer what needs no package, and end there; return where a command is to run."""
     table = read_table()
     if table is not None:
         asked: list[str] = []
         try:
-            make_app(table, asked.append)()
+            make_app(table, asked.append)(prog_name=NAME)
         except SystemExit as end:
             if end.code or not asked:  # help was wanted, or something is wrong
                 raise
         except KeyboardInterrupt:
             sys.exit(130)
-    from hydra_ensembles.__main__ import main as run
-
-    run()
 
 
 def read_table() -> dict[str, Any] | None:

@@ -1,5 +1,12 @@
 """Uncertainty from one pretrained transformer: prune different heads, fuse the copies, predict in one pass."""
 
+import sys
+
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__:  # python -m hydra_ensembles
+    import hydra_ensembles_cli
+
+    hydra_ensembles_cli.answer()  # help, at once; what is to run goes on in __main__
+
 from ._utils import __version__
 from .baselines.mc_dropout import mc_dropout
 from .calibrate import calibrate, fit_calibration

@@ -21,7 +21,7 @@ from .errors import CheckpointError, ConfigError, HydraWarning, MissingExtraErro
 _PACKAGE = Path(__file__).parent
 _flags = threading.Lock()
 _evaluated: dict[nn.Module, tuple[int, bool]] = {}  # parts in `evaluation_mode`: how often, and their mode before
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 
 def require(module: str, extra: str) -> ModuleType:

@@ -111,4 +111,4 @@ def main() -> None:
     """Run the command line."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what fails is said once, by us
-    make_app()()
+    make_app()(prog_name="hydra-ensembles")

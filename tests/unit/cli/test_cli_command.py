@@ -1,5 +1,6 @@
 """What all commands share: options from settings, files of settings, exit codes, one line on what went wrong."""
 
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -70,6 +71,17 @@ def test_help_version_and_completion_load_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("\ncircuit\ntaylor\nsampled\nrandom\nbranches\nset()\n")
     assert "No such option: --membrs (Possible options: --members)\n" in done.stderr  # and none that is not near
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["predict", "-h"], ["bulid"]])
+def test_python_m_answers_as_the_command_does(words):
+    command, module = (
+        subprocess.run([sys.executable, "-X", "importtime", "-m", name, *words], capture_output=True, text=True)
+        for name in ("hydra_ensembles_cli", "hydra_ensembles")
+    )
+    assert (module.stdout, module.returncode) == (command.stdout, command.returncode)
+    assert not re.search(r"\| +(torch|numpy)$", module.stderr, re.MULTILINE)
+    assert ("Did you mean 'build'?\n" in module.stderr) == (words == ["bulid"])
 
 
 def test_what_is_to_run_is_run_once(monkeypatch, capsys):
