@@ -171,7 +171,7 @@ class Task:
         return SampleBatches(self.train, training.batch_size or 128, training.rand_augment or True)
 
     def training(self, **changes: Any) -> Recipe:
-        """The recipe of Single, with some settings changed; in float32 where there is no GPU."""
+        """The recipe of Single, with some settings changed; in float32 and not compiled where there is no GPU."""
         return self._here(from_plain(Recipe, {**self.plain["training"], **changes}))
 
     def recovery(self, **changes: Any) -> Recipe:
@@ -183,7 +183,7 @@ class Task:
         return self._here(replace(found, patience=None, evaluate_every=None))
 
     def _here(self, training: Recipe) -> Recipe:
-        return training if self.device.type == "cuda" else replace(training, precision="float32")
+        return training if self.device.type == "cuda" else replace(training, precision="float32", compile=False)
 
     def start(self) -> he.Ensemble:
         """The pretrained model; from scratch, one whose weights mean nothing."""

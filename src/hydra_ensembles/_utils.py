@@ -7,7 +7,7 @@ import random
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -114,6 +114,13 @@ def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
                     _evaluated[part] = inside - 1, before
                 else:
                     part.training = before
+
+
+def compiled_at_will() -> AbstractContextManager[None]:
+    """Inside, code is compiled as often as it is asked for: the compiler's own limits count for all models together."""
+    limits = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}
+    patch: AbstractContextManager[None] = torch.compiler.config.patch(limits)  # type: ignore[attr-defined]
+    return patch
 
 
 def require_same_run(theirs: Any, ours: Any, place: Path, what: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from .._utils import compiled_at_will
 from ..arguments import checked, require_whole
 from ..batches import Inputs
 from ..errors import ConfigError
@@ -29,8 +30,6 @@ REPEATS = 5  # how often each plan is run to choose between them
 Run = Callable[..., tuple[Tensor, ...]]  # member logits, and scores of features where the ensemble gives some
 Arguments = tuple[Tensor | None, ...]
 Key = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
-
-_NO_LIMITS = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}
 
 
 class OptimizedEnsemble:
@@ -228,8 +227,7 @@ class OptimizedEnsemble:
             code = torch.compile(code, fullgraph=True, dynamic=self._dynamic)
 
         def run(*arguments: Tensor | None) -> tuple[Tensor, ...]:
-            # the compiler's own limits count for all ensembles together; how often to compile is decided by the caller
-            with torch.compiler.config.patch(_NO_LIMITS) if compiled else nullcontext():  # type: ignore[attr-defined]
+            with compiled_at_will() if compiled else nullcontext():
                 found = code(*arguments)
             return (found,) if known is None else (found[1], known.scores(*found))
 

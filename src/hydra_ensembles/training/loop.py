@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from .._distributed import ALONE, Ranks, all_ranks, is_sharded, launched, local_device
-from .._utils import derive_seed, require_device, require_same_run
+from .._utils import compiled_at_will, derive_seed, require_device, require_same_run
 from ..arguments import require_whole
 from ..batches import Batches, borrowed, epoch_of, fingerprint, length_of, require_rereadable
 from ..errors import CheckpointError, ConfigError, DataError
@@ -30,6 +30,7 @@ from ..files import read_file, read_sealed, remove_leftovers, resumable, write_a
 from ..heads.ranking import model_fingerprint
 from ..model.clip import DualEncoder
 from ..model.ensemble import Ensemble
+from ..model.layers import Block
 from ..schema import ADDED_LATER, from_plain, to_plain
 from .recipe import Recipe, make_optimizer
 
@@ -109,6 +110,9 @@ class Learner(ABC, Generic[BatchT]):
         self.trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.optimizer = make_optimizer(self.trained, recipe, shares, spared)
         self.scaler = GradScaler(runtime.device.type, enabled=recipe.precision == "fp16")
+        if recipe.compile:
+            for block in (one for one in model.modules() if isinstance(one, Block)):
+                block.compile()
 
     @abstractmethod
     def read(self, raw: Any, index: int) -> BatchT:
@@ -403,7 +407,8 @@ def train_best(
         with nullcontext() if folder is None else ranks.locked(folder, "training"), resumable(folder):
             if folder is not None and ranks.rank == 0:
                 remove_leftovers(folder)
-            results = [Run(make_learner(runtime), own, rate, runtime).finish() for rate in sorted(job.recipe.rates)]
+            with compiled_at_will() if job.recipe.compile else nullcontext():
+                results = [Run(make_learner(runtime), own, rate, runtime).finish() for rate in sorted(job.recipe.rates)]
     return max(results, key=lambda result: () if result.best is None else result.best.merit)
 
 

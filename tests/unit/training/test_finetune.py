@@ -15,6 +15,7 @@ from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.model.config import GROUPS, CosineConfig, Sharing
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.members import place_of
+from hydra_ensembles.prune import prune
 from hydra_ensembles.training.finetune import EnsembleLearner, finetune
 from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe
@@ -226,3 +227,10 @@ def test_the_order_of_the_data_and_the_dropout_have_seeds_of_their_own():
     assert same(train(tiny(), loader, calm, index=0), train(tiny(), loader, calm, index=1))  # one order for all members
     free = replace(calm, order_seed=None)
     assert not same(train(tiny(), loader, free, index=0), train(tiny(), loader, free, index=1))
+
+
+@pytest.mark.slow  # the compiler takes a minute
+def test_compiled_blocks_train_like_those_that_are_not():
+    member, recipe = Ensemble.stack([prune(tiny(), [(0, 0)]), prune(tiny(1), [(1, 1)])]), replace(RECIPE, clip_norm=1.0)
+    compiled = train(member, recipe=replace(recipe, compile=True), validation=batches(seed=4))
+    assert_close(compiled, train(member, recipe=recipe, validation=batches(seed=4)), atol=1e-6, rtol=1e-5)

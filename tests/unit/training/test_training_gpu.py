@@ -7,6 +7,8 @@ import torch
 from training_cases import Stopping, batches, largest_gap, pairs, shuffled, tiny, tiny_dual
 
 from hydra_ensembles.baselines.mc_dropout import mc_dropout
+from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.prune import prune
 from hydra_ensembles.training.finetune import finetune
 from hydra_ensembles.training.recipe import Recipe
 from hydra_ensembles.training.text import image_features, tune_text
@@ -29,6 +31,19 @@ def test_a_gpu_trains_like_the_cpu(precision):
     images = torch.cat([inputs for inputs, _ in data])
     tolerance = 2e-3 if precision == "float32" else 0.15
     torch.testing.assert_close(on_gpu(images), on_cpu(images), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_compiled_blocks_train_like_those_that_are_not(precision):
+    member, data = Ensemble.stack([prune(tiny(), [(0, 0)]), prune(tiny(1), [(1, 1)])]), batches()
+    plain = dataclasses.replace(RECIPE, precision=precision)
+    made = [
+        finetune(member, data, dataclasses.replace(plain, compile=on), device="cuda", progress=False)
+        for on in (False, True)
+    ]
+    images = torch.cat([inputs for inputs, _ in data])
+    tolerance = 1e-3 if precision == "float32" else 0.1
+    torch.testing.assert_close(made[1](images), made[0](images), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("precision", ["float32", "fp16"])
