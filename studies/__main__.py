@@ -63,7 +63,7 @@ def analyse(
             if task not in known["tasks"]:
                 raise ConfigError(f"there is no task {task!r}; choose one of {', '.join(known['tasks'])}")
             if not ready:
-                whole = Task(task, known, DataFolder(data, cifar), place, share)
+                whole = Task(task, known, DataFolder(data, cifar), place, share, output / "decoded")
                 ready = [Seed(whole, number, output) for number in lots]
             found = registry.analysed(name, ready)
         if not from_results:

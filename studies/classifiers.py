@@ -7,7 +7,7 @@ and may run side by side.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,9 +18,10 @@ from hydra_ensembles.schema import to_plain
 
 from .evidence import Judged, stored, under_shift
 from .measures import Array, plain_numbers, read_columns, write_columns
-from .rows import MC_DROPOUT, SINGLE, rows_of
+from .row import rate_of
+from .rows import CIRC_AVG, MC_DROPOUT, SINGLE, rows_of
 from .samples import SampleBatches, alone, device_name
-from .seed import CHOICES, Seed, slug
+from .seed import CHOICES, Heads, Seed, slug
 from .task import Stage, Task
 
 FORMAT = "hydra_ensembles.study 3"
@@ -79,11 +80,18 @@ def option(seed: Seed, name: str) -> None:
     found.make(seed, found.options(seed.task)[int(place)])
 
 
+def recover(seed: Seed, name: str) -> None:
+    """Make one member of the paper's, at the rate that was chosen; `name` says by which heads, and which one."""
+    kind, _, index = name.partition(" ")
+    seed.recovered(cast(Heads, kind), int(index), rate_of(seed.chosen(CIRC_AVG)))
+
+
 STEPS: Mapping[str, Callable[[Seed, str], None]] = {
     "train": train,
     "corrupt": corrupt,
     "option": option,
     "choose": choose,
+    "recover": recover,
     "report": report,
     "shift": shift,
 }
@@ -96,8 +104,8 @@ def jobs_of(task: Task, stage: str, rows: Sequence[str], seeds: Sequence[int]) -
     first, known = int(task.settings["seeds"][0]), rows_of(task)
     match stage:
         case "train":
-            members = range(task.settings["members"])
-            return [(stage, seed, str(index)) for index in members for seed in dict.fromkeys((first, *seeds))]
+            singles = range(task.settings["members"])
+            return [(stage, seed, str(index)) for index in singles for seed in dict.fromkeys((first, *seeds))]
         case "corrupt":
             return [(stage, first, "")] if "corruptions" in task.plain else []
         case "option":
@@ -105,6 +113,10 @@ def jobs_of(task: Task, stage: str, rows: Sequence[str], seeds: Sequence[int]) -
             return [(stage, first, f"{row}#{place}") for row, found in options.items() for place in range(len(found))]
         case "choose":
             return [(stage, first, row) for row in rows if known[row].options(task)]
+        case "recover":
+            named = (known[row].paper or ("circuits", 0) for row in rows)
+            members = dict.fromkeys(f"{kind} {index}" for kind, count in named for index in range(count))
+            return [(stage, seed, member) for member in members for seed in seeds]
         case "report" | "shift":
             return [(stage, seed, row) for row in rows for seed in seeds]
     return []

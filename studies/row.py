@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .seed import Seed, Setting
+from .seed import Heads, Seed, Setting
 from .task import Task
 
 Model = Any
@@ -38,6 +38,7 @@ class Row:
     like: str | None = None  # the row whose setting it has
     kinds: Sequence[str] = PRETRAINED
     only: str | None = None  # the task that has it
+    paper: tuple[Heads, int] | None = None  # the heads that its members lose, where they are the paper's, and how many
 
     def options(self, task: Task) -> list[Setting]:
         """The settings to choose from; one is sealed all the same, for rows that are like this one."""
