@@ -2,7 +2,7 @@
 
     python examples/own_model.py      # offline: trains the model below on embedded images, in seconds
 
-What this library has to know of a model is where its parts are: a table of names, `DECLARATION`.
+What this library has to know of a model is where its parts are: a table of names, `OUTSIDE` and `INSIDE` its blocks.
 """
 
 import argparse
@@ -42,45 +42,30 @@ class ViT(nn.Module):
         self.patchify = nn.Conv2d(3, width, patch, patch)
         self.cls = nn.Parameter(torch.zeros(1, 1, width))
         self.pos = nn.Parameter(0.02 * torch.randn(1, 1 + (size // patch) ** 2, width))
-        self.blocks = nn.ModuleList(Block(width, heads=4) for _ in range(depth))
+        self.blocks = nn.Sequential(*(Block(width, heads=4) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images [B, 3, H, W] to logits [B, C]."""
         x = self.patchify(images).flatten(2).transpose(1, 2)
         x = torch.cat([self.cls.expand(len(x), -1, -1), x], dim=1) + self.pos
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)[:, 0])
+        return self.head(self.norm(self.blocks(x))[:, 0])
 
 
 # end: model
 # start: ensemble
-DECLARATION = he.Declaration(
-    names={
-        "patch": "patchify",
-        "class_token": "cls",
-        "position": "pos",
-        "norm1": "blocks.{i}.ln1",
-        "qkv": "blocks.{i}.qkv",
-        "out": "blocks.{i}.proj",
-        "norm2": "blocks.{i}.ln2",
-        "up": "blocks.{i}.mlp.0",
-        "down": "blocks.{i}.mlp.2",
-        "norm": "norm",
-        "classifier": "head",
-    },
-    heads=4,
-)
+OUTSIDE = {"patch": "patchify", "class_token": "cls", "position": "pos", "norm": "norm", "classifier": "head"}
+INSIDE = {"norm1": "ln1", "qkv": "qkv", "out": "proj", "norm2": "ln2", "up": "mlp.0", "down": "mlp.2"}
+BLOCKS = {part: "blocks.{i}." + name for part, name in INSIDE.items()}  # {i} is the number of the block
 PROCESSOR = he.ImagePreprocessing(size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3)  # as the model was trained
 
 
 def make_ensemble(model: nn.Module, images: data.ImageDataset, output: Path) -> he.Ensemble:
     """From a model of one's own and held-out labelled images to a fused, calibrated ensemble."""
-    base = he.convert(model, declaration=DECLARATION, processor=PROCESSOR, labels=images.class_names)
-    batches = data.batches(images, PROCESSOR, batch_size=16)
-    config = he.HydraConfig(members=3, prune=4, strategy="taylor", taylor_scope="global", calibration_batches=4)
-    hydra = he.build(base, config, id=batches, output=output / "run")
+    declaration = he.Declaration(names=OUTSIDE | BLOCKS, heads=4)
+    base = he.convert(model, declaration=declaration, processor=PROCESSOR, labels=images.class_names)
+    config = he.HydraConfig(prune=4, strategy="taylor", taylor_scope="global", calibration_batches=4)
+    hydra = he.build(base, config, id=data.batches(images, PROCESSOR, batch_size=16), output=output / "run")
     hydra.save_pretrained(output / "model")
     return hydra
 

@@ -75,6 +75,12 @@ def test_how_tos_show_the_code_of_their_examples() -> None:
             assert f"](../../examples/{script.name})" in pages, script.name
 
 
+def test_a_model_of_ones_own_is_short() -> None:
+    page = (ROOT / "docs" / "how-to" / "own_model.md").read_text()
+    code = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    assert len([line for line in code.splitlines() if line.strip()]) < 40
+
+
 def test_scripts_and_notebooks_come_along(site: Path) -> None:
     page = (site / "how-to" / "abstain.html").read_text()
     assert 'href="../examples/abstain.py"' in page

@@ -21,6 +21,8 @@ from hydra_ensembles.report import COLUMNS, DIVERSITY
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("notebooks/*.ipynb")]
+TEXTS = [path for path in DOCUMENTS if path.suffix == ".md"]
+CITING = sorted([*DOCUMENTS, *(ROOT / "results").glob("*.md")])
 SETTINGS = [ROOT / "CITATION.cff", ROOT / ".pre-commit-config.yaml", *(ROOT / ".github").rglob("*.yml")]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 
@@ -37,6 +39,19 @@ def test_links_lead_somewhere(path: Path) -> None:
         found = path.parent / target if target else path
         assert found.exists(), target
         assert not place or place.startswith("hydra_ensembles") or place in anchors(found), f"{target}#{place}"
+
+
+@pytest.mark.parametrize("path", [one for one in CITING if "`results/" in one.read_text()], ids=lambda path: path.name)
+def test_results_that_are_named_are_there(path: Path) -> None:
+    """Or the commit is named at which they are."""
+    for name, commit in re.findall(r"`(results/[\w./-]+)`( at [0-9a-f]{7})?", path.read_text()):
+        assert commit or (ROOT / name).exists(), name
+
+
+def test_every_file_of_results_is_listed_with_what_writes_it() -> None:
+    listed = (ROOT / "results" / "README.md").read_text()
+    names = {one.name if one.is_file() else f"{one.name}/" for one in (ROOT / "results").iterdir()}
+    assert not [name for name in names - {"README.md"} if f"`{name}" not in listed]
 
 
 def calls(code: str) -> Iterator[tuple[Any, list[str]]]:
@@ -83,6 +98,26 @@ def test_every_number_has_a_line_in_the_glossary() -> None:
     }
     untold = {"top_label", "roc_curve", "label_scores", "conformal_threshold"}  # steps on the way to a number
     assert shown | scores | (plain - untold) <= said
+
+
+def columns_of_generated_tables() -> set[str]:
+    """The parts of their titles: `cifar10 (near)` is a `SET (near)`, `batch 4, eager` a `batch N` and `eager`."""
+    tables = "".join(re.findall(r"<!-- table: .*?<!-- end -->", "".join(one.read_text() for one in TEXTS), re.DOTALL))
+    titles = "|".join(re.findall(r"^\|(.*)\|\n\|[-:| ]+\|$", tables, re.MULTILINE))
+    titles = re.sub(
+        r"(\w+: )?[\w-]+ \((near|far|seen|unseen)\b[^)]*\)", r"SET (\2)", re.sub(r"[↑↓*]|\(?%\)?", "", titles)
+    )
+    titles = re.sub(r"(?<![\w-])\d+(,\d+)*", "N", titles)
+    return {part.strip().lower() for part in re.split(r"\||, |: | by (?=\w)", titles) if part.strip()}
+
+
+def test_every_column_has_a_line_in_the_glossary() -> None:
+    cells = re.findall(r"^\| ([^|]+) \|", GLOSSARY, re.MULTILINE)
+    said = {name.strip("↑↓ `").lower() for cell in cells for name in re.split(r", |<br>", cell)}
+    said |= set(re.findall(r"`([\w-]+)`", GLOSSARY.lower().split("sets and models:")[1].split("\n\n")[0]))
+    found = columns_of_generated_tables()
+    assert len(found) > 80
+    assert not sorted(one for one in found if one not in said and not set(one.split()) <= said)
 
 
 def test_files_for_the_git_host_are_whole_and_ci_runs_what_anyone_runs() -> None:

@@ -33,6 +33,7 @@ from .command import Json, assign, command, did_you_mean, emit, emit_json
 from .sources import USUAL_BATCH, ModelSettings, load_classifier, load_model
 
 NUMBERS = ("confidence", "epistemic", "entropy", "disagreement")
+SHORT = {"disagreement": "disagree", "familiarity": "familiar"}  # in the head of a table
 LONGEST = 60  # characters of an input that a table shows
 KEPT, PRUNED = "■", "·"
 SHOWN = 12  # items of a list
@@ -175,11 +176,12 @@ def _written(answers: Sequence[dict[str, Any]], format: OutputFormat) -> str | T
     table = Table(box=SIMPLE, padding=(0, 1), collapse_padding=True)
     for name in ("input", "label"):
         table.add_column(name, overflow="fold")
-    for name in NUMBERS:
-        table.add_column("disagree" if name == "disagreement" else name, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+    shown = NUMBERS if answers[0]["familiarity"] is None else (*NUMBERS, "familiarity")
+    for name in shown:
+        table.add_column(SHORT.get(name, name), justify="right", no_wrap=True)
+    table.add_column("verdict")
     for one in answers:
-        numbers = (f"{one[name]:.4f}" for name in NUMBERS)
+        numbers = (f"{one[name]:.3f}" for name in shown)
         style = "yellow" if one["verdict"] == "abstain" else None
         verdict = one["verdict"] or "–" if one["reason"] is None else f"{one['verdict']}: {one['reason']}"
         table.add_row(escape(_short(one["input"])), escape(one["label"]), *numbers, verdict, style=style)
