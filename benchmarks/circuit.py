@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import checkouts, hardware, load, serve, store, synchronize, table, take_turns, versions
+from common import checkouts, serve, synchronize, take_turns
 from safetensors.torch import load_file
 from torch import Tensor
 
 import hydra_ensembles as he
+from studies.results import hardware, load, store, table, versions
 
 SCORES, METHODS = ("acc", "ood", "avg"), ("naive", "exact", "screened")
 SHAPES: dict[str, dict[str, Any]] = {

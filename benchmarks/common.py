@@ -1,12 +1,10 @@
-"""What the benchmarks share: where results lie, tables, figures, and a second checkout to compare with."""
+"""What the benchmarks share: the folder they lie in, and a second checkout to compare with."""
 
-import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,67 +15,12 @@ import hydra_ensembles
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # `studies` lies beside the benchmarks, which import it after this file
-RESULTS, FIGURES = ROOT / "results", ROOT / "docs" / "figures"
-
-
-def load(name: str) -> Any:
-    """A file under `results/`."""
-    return json.loads((RESULTS / name).read_text())
-
-
-def store(path: Path, content: Any) -> None:
-    """Write a result file in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(partial, path)
-
-
-def versions(*packages: str) -> dict[str, str]:
-    """Versions of torch, of this library, and of others that are installed."""
-    found = {"torch": str(torch.__version__), "hydra_ensembles": hydra_ensembles.__version__}
-    installed = importlib.metadata.packages_distributions()
-    return found | {package: importlib.metadata.version(package) for package in packages if package in installed}
-
-
-def hardware(device: str) -> str:
-    """What times are taken on."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name()
-    threads = torch.get_num_threads()
-    return f"CPU {platform.machine()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def synchronize(device: str | torch.device) -> None:
     """Wait for the device."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[object]], align: str = "l") -> list[str]:
-    """Lines of a Markdown table; `align` has an `l` or an `r` for each column, those it does not name are numbers."""
-    rule = "".join("|---" if side == "l" else "|---:" for side in align.ljust(len(header), "r"))
-    return [f"| {' | '.join(header)} |", rule + "|", *(f"| {' | '.join(map(str, row))} |" for row in rows)]
-
-
-def pyplot() -> Any:
-    """matplotlib, set up for drawings that are the same on every run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    settings: Any = {"svg.hashsalt": "hydra_ensembles", "svg.fonttype": "none", "font.size": 9}
-    matplotlib.rcParams.update({**settings, "axes.spines.top": False, "axes.spines.right": False})
-    return pyplot
-
-
-def save_figure(figure: Any, name: str, folder: Path = FIGURES) -> None:
-    """Write a drawing as SVG."""
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / name, metadata={"Date": None}, bbox_inches="tight", facecolor="white")
-    pyplot().close(figure)
-    print(f"wrote {folder / name}")
 
 
 # --- another checkout, side by side ----------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import checkouts, hardware, serve, store, synchronize, take_turns, versions
+from common import checkouts, serve, synchronize, take_turns
 from inference_models import (
     NAMES,
     ONE_MEMBER,
@@ -46,6 +46,7 @@ from inference_models import (
 from torch import Tensor
 
 import hydra_ensembles as he
+from studies.results import hardware, store, versions
 
 MODES = ("graphed", "compiled", "graphed-eager", "eager")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -9,8 +9,10 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
-from common import FIGURES, load, pyplot, save_figure, table
+import common  # noqa: F401 (finds `studies`)
 from inference_models import LABELS, ONE_MEMBER
+
+from studies.results import FIGURES, load, pyplot, save_figure, table
 
 ORDER = list(LABELS)
 CLIP, CLIP_CPU = "clip-b32", "clip-b32-100"  # on a CPU fewer class names: their embeddings take minutes there
@@ -285,7 +287,7 @@ def members_figure(rows: Rows) -> Any:
 def main() -> None:
     rows = measured()
     for name, draw in {"cost": cost_figure, "batches": batches_figure, "members": members_figure}.items():
-        save_figure(draw(rows), f"inference_{name}.svg", FIGURES)
+        print(f"wrote {save_figure(draw(rows), FIGURES / f'inference_{name}.svg')}")
 
 
 if __name__ == "__main__":

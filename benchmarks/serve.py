@@ -30,14 +30,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import common  # noqa: F401 (finds `studies`)
 import numpy as np
 import torch
-from common import RESULTS, hardware, load, store, table, versions
 from PIL import Image
 
 import hydra_ensembles as he
 from hydra_ensembles.demo import load_backbone, load_sample
 from hydra_ensembles.serve.outputs import columns
+from studies.results import RESULTS, hardware, load, store, table, versions
 
 RESULT = "serve.json"
 SIDE, WAIT_MS, BATCH = 256, 5.0, 16  # pixels of an upload; the server's settings

@@ -15,11 +15,7 @@ import textwrap
 
 import inference_report
 from circuit import circuit_table
-from circuit_draws import draws_table
-from common import FIGURES, RESULTS, ROOT, load, table
-from fusion import fusion_table
 from serve import serve_table
-from tower_scores import tower_table
 
 from hydra_ensembles import SearchResult
 from hydra_ensembles.convert.convert import supported
@@ -27,9 +23,13 @@ from hydra_ensembles.demo import Gains
 from hydra_ensembles.report import to_markdown
 from hydra_ensembles.schema import from_plain
 from studies.analyses.registry import blocks
+from studies.circuit_draws import draws_table
 from studies.dual_findings import blocks as dual_blocks
 from studies.findings import blocks as study_blocks
+from studies.fusing import fusion_table
 from studies.price import DEEP, HYDRA, LONGER, NUMBERS, SINGLE, SOUP, price_table
+from studies.results import FIGURES, RESULTS, ROOT, load, table
+from studies.tower_scores import tower_table
 
 
 def tables() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """What the documents show of the studies of classifiers, made from their stored columns alone."""
 
 import csv
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
@@ -15,6 +15,7 @@ from hydra_ensembles.files import read_object
 from .classifiers import FORMAT
 from .measures import Array, Difference, Number, numbers, plain_numbers, read_columns
 from .paper import paper_numbers
+from .results import markdown
 from .rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, SINGLE, SOUP, TUNED
 
 MAIN = {
@@ -91,13 +92,6 @@ class Study:
     def cost(self, row: str) -> Mapping[str, Any]:
         """What was measured of a row's price."""
         return (self.facts["costs"] or {"rows": {}})["rows"].get(row, {})
-
-
-def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], note: str = "", left: int = 1) -> str:
-    """A table, so many columns of it to the left and the others to the right; and a note below."""
-    rule = "|".join(["---"] * left + ["---:"] * (len(head) - left))
-    table = [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(line)} |" for line in lines)]
-    return "\n".join([*table, "", note] if note else table)
 
 
 def printed(value: float | None, key: str, sign: str = "") -> str:

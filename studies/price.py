@@ -8,10 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
+from .results import pyplot, save_figure
 
 SINGLE, LONGER, DEEP, SOUP, HYDRA = "Single", "Single, trained twice as long", "Deep Ensemble", "Soup", "Hydra"
 NUMBERS = {  # what is reported, by the names of an evaluation
@@ -60,8 +57,7 @@ def seeds_of(settings: Mapping[str, Any], task: str) -> int:
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
     """What each method gains over Single in OOD AUROC by the largest probability, against its price; by task."""
-    matplotlib.rcParams.update({"svg.hashsalt": "price", "svg.fonttype": "none", "font.size": 9})
-    canvas, axes = pyplot.subplots(figsize=(6.4, 3.6))
+    canvas, axes = pyplot().subplots(figsize=(6.4, 3.6))
     colours = dict(zip(found["tables"], ("tab:blue", "tab:orange", "tab:green", "tab:red"), strict=True))
     for task, rows in found["tables"].items():
         costs = found["costs"]["tasks"][task]
@@ -78,5 +74,4 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     axes.set(xlabel="price of a batch, over that of Single", ylabel="gain in OOD AUROC (points)")
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
-    canvas.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-    pyplot.close(canvas)
+    save_figure(canvas, path)

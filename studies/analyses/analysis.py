@@ -1,7 +1,6 @@
 """What all analyses share: numbers of a model on the reported sets, trainings in few steps, tables with the paper's."""
 
-import csv
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,8 @@ from hydra_ensembles.errors import ConfigError
 
 from ..evidence import Judged, stored
 from ..measures import Array, plain_numbers
-from ..paper import FOLDER, SHARES
+from ..paper import SHARES, read_csv
+from ..results import markdown
 from ..samples import SampleBatches, Samples
 from ..seed import Seed
 from ..task import Drawn, Task
@@ -118,17 +118,10 @@ def drawn_batches(task: Task, samples: Samples, count: int) -> SampleBatches:
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-@cache
-def paper_lines() -> Sequence[Mapping[str, str]]:
-    """The paper's numbers about its analyses, line by line, as it prints them."""
-    with (FOLDER / "analyses.csv").open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def paper(table: str, task: str) -> dict[str, dict[str, str]]:
     """What the paper prints in a table about a task: rows of numbers by name."""
     found: dict[str, dict[str, str]] = {}
-    for line in paper_lines():
+    for line in read_csv("analyses"):
         if (line["table"], line["task"]) == (table, task):
             found.setdefault(line["row"], {})[line["column"]] = line["value"]
     return found
@@ -158,13 +151,6 @@ def cell(values: Sequence[Any], column: str, form: Callable[[float, str], str] =
     return f"{form(mean(known), column)}{spread}"
 
 
-def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], note: str = "", left: int = 1) -> str:
-    """A table, so many columns of it to the left and the others to the right; and a note below."""
-    rule = "|".join(["---"] * left + ["---:"] * (len(head) - left))
-    table = [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(line)} |" for line in lines)]
-    return "\n".join([*table, "", note] if note else table)
-
-
 def rows_table(found: Found, columns: Columns, table: str, task: str, first: str = "Method", note: str = "") -> str:
     """`rows` of every seed, and the paper's numbers of the same name in italics below each."""
     printed_there, lines = paper(table, task), []
@@ -189,18 +175,6 @@ def about(found: Found) -> str:
 def paper_task(found: Found) -> str:
     """The task of the paper that the task of an analysis stands for."""
     return str(found["stands_for"])
-
-
-def pyplot() -> Any:
-    """matplotlib, set up for drawings that are the same on every run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    chosen: Any = {"svg.hashsalt": "hydra_ensembles", "svg.fonttype": "none", "font.size": 9}
-    matplotlib.rcParams.update({**chosen, "axes.spines.top": False, "axes.spines.right": False})
-    return pyplot
 
 
 def rounded(values: Any, digits: int = 5) -> Any:

@@ -12,10 +12,11 @@ from hydra_ensembles.data import subset
 from hydra_ensembles.heads import jensen_shannon, overlap, stability
 from hydra_ensembles.heads.masking import existing_heads
 
+from ..results import markdown
 from ..samples import SampleBatches
 from ..seed import CIRCUIT_MEMORY, Seed
 from ..sets import given
-from .analysis import Analysis, Found, about, asked, by_seed, cell, heads_of, markdown, paper, paper_task
+from .analysis import Analysis, Found, about, asked, by_seed, cell, heads_of, paper, paper_task
 
 CIRCUIT, TAYLOR, GLOBAL = "CircAvg", "Taylor", "Taylor, all layers at once"
 

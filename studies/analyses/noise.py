@@ -26,10 +26,11 @@ from hydra_ensembles.batches import move, read_batch
 from hydra_ensembles.data.corruptions import CORRUPTIONS, corrupted
 from hydra_ensembles.demo.embedded import load_backbone, load_sample
 
+from ..results import markdown, pyplot
 from ..seed import Seed
 from ..sets import at_most
 from ..task import Drawn, Task
-from .analysis import Analysis, Found, asked, markdown, paper, pyplot
+from .analysis import Analysis, Found, asked, paper
 from .gates import Batches, Expansion, expand, gates_after, measure, pruning_step, weight_terms
 
 DRAWS = 10_000

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-import hydra_ensembles as he
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.files import read_json, write_json
 
+from ..results import save_figure, versions
 from ..samples import device_name
 from ..seed import Seed
 from ..task import recipe
 from . import chosen_heads, distance_circuits, diversity, more_members, noise, seeds, separation, shares, untrained
-from .analysis import Analysis, Found, pyplot, settings
+from .analysis import Analysis, Found, settings
 
 FORMAT = "hydra_ensembles.analysis 1"
 DEMO = "demo"  # the embedded model, for `noise`
@@ -98,9 +98,8 @@ def of_demo(name: str) -> dict[str, Any]:
 
 def _about(name: str, task: str) -> dict[str, Any]:
     known: Any = recipe()["tasks"].get(task, {})
-    versions = {"torch": torch.__version__, "hydra_ensembles": he.__version__}
     facts = {"format": FORMAT, "analysis": name, "task": task, "stands_for": known.get("paper", "")}
-    return {**facts, "versions": versions}
+    return {**facts, "versions": versions()}
 
 
 def _where(analysis: Analysis) -> str:
@@ -139,11 +138,7 @@ def draw(found: Found, folder: Path) -> Path | None:
     make = ANALYSES[found["analysis"]].figure
     if make is None:
         return None
-    folder.mkdir(parents=True, exist_ok=True)
-    drawing, place = make(found), folder / figure_name(found["analysis"], found["task"])
-    drawing.savefig(place, metadata={"Date": None}, bbox_inches="tight", facecolor="white")
-    pyplot().close(drawing)
-    return place
+    return save_figure(make(found), folder / figure_name(found["analysis"], found["task"]))
 
 
 def figure_name(name: str, task: str) -> str:

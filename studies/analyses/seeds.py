@@ -10,20 +10,9 @@ from hydra_ensembles.files import read_json
 from ..dual_findings import DualStudy
 from ..measures import plain_numbers, read_columns
 from ..paper import zero_shot_numbers
+from ..results import markdown
 from ..rows import DEEP, HYDRA, HYDRA_CIRC, SINGLE
-from .analysis import (
-    ALL,
-    CLASSIFICATION,
-    Analysis,
-    Found,
-    about,
-    by_seed,
-    cell,
-    markdown,
-    paper_task,
-    printed,
-    rows_table,
-)
+from .analysis import ALL, CLASSIFICATION, Analysis, Found, about, by_seed, cell, paper_task, printed, rows_table
 
 ROWS = (SINGLE, DEEP, HYDRA_CIRC, HYDRA)
 VISION = {

@@ -10,21 +10,9 @@ from torch import Tensor
 import hydra_ensembles as he
 from hydra_ensembles.heads import Head, centroid_distance, head_vectors
 
+from ..results import markdown, pyplot
 from ..seed import Seed
-from .analysis import (
-    Analysis,
-    Found,
-    about,
-    asked,
-    by_seed,
-    cell,
-    drawn_batches,
-    heads_of,
-    markdown,
-    paper,
-    pyplot,
-    rounded,
-)
+from .analysis import Analysis, Found, about, asked, by_seed, cell, drawn_batches, heads_of, paper, rounded
 
 KINDS = {"circuit": "CircOOD", "dense": "whole model", "kept": "whole model, heads of CircOOD"}
 FAR = "mnist"  # the set of Figure 4

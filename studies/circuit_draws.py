@@ -1,6 +1,6 @@
 """How much circuits depend on the images they were found with: ties, OOD sources and a limit on accuracy, side by side.
 
-    python benchmarks/circuit_draws.py --output results/circuit_draws.json
+    python -m studies.circuit_draws --output results/circuit_draws.json
 
 On the embedded model, every variant is extracted on several draws of the images that are for ranking heads (ID images,
 and images of PermanentCrop as OOD data). Of each: how many of the removed heads two draws have in common, and accuracy
@@ -10,19 +10,20 @@ draws. Test images rank nothing. About a quarter of an hour on a core.
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from common import hardware, load, store, table, versions
 from torch import Tensor
 
 import hydra_ensembles as he
 from hydra_ensembles import data
 from hydra_ensembles.demo.embedded import FAR, NEAR, load_backbone, load_sample
 from hydra_ensembles.metrics import auroc
+
+from .results import hardware, load, store, table, versions
 
 RESULT = "circuit_draws.json"
 ONE, BOTH, MADE = "PermanentCrop", "PermanentCrop and synthetic", "synthetic"
@@ -49,12 +50,8 @@ def read(sets: Any, name: str, preprocess: Any, count: int | None = None, seed: 
 def answers(model: he.Ensemble, batches: Batches) -> tuple[Tensor, Tensor]:
     """Probabilities `[N, C]` and labels `[N]`."""
     with torch.no_grad():
-        found = [(model(part).softmax(-1)[0], labels) for images, y in batches for part, labels in split(images, y)]
-    return torch.cat([one for one, _ in found]), torch.cat([one for _, one in found])
-
-
-def split(images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(images.split(64), labels.split(64), strict=True)
+        found = [model(part).softmax(-1)[0] for images, _ in batches for part in images.split(64)]
+    return torch.cat(found), torch.cat([labels for _, labels in batches])
 
 
 def tested(model: he.Ensemble, tests: dict[str, Batches]) -> dict[str, float]:
@@ -131,6 +128,7 @@ def draws_table() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--images", type=int, default=32, help="ID images of a draw, and as many OOD images")

@@ -1,0 +1,75 @@
+"""Files under `results/`, and what documents show of them: JSON, tables, figures, and what they were made with."""
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hydra_ensembles
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, FIGURES = ROOT / "results", ROOT / "docs" / "figures"
+
+
+def load(name: str) -> Any:
+    """A file under `results/`."""
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def store(path: Path, content: Any) -> None:
+    """Write a result file in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of torch, of this library, and of others that are installed."""
+    found = {"torch": str(torch.__version__), "hydra_ensembles": hydra_ensembles.__version__}
+    installed = importlib.metadata.packages_distributions()
+    return found | {package: importlib.metadata.version(package) for package in packages if package in installed}
+
+
+def hardware(device: str) -> str:
+    """What times are taken on."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name()
+    threads = torch.get_num_threads()
+    return f"CPU {platform.machine()}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], align: str = "l") -> list[str]:
+    """Lines of a Markdown table; `align` has an `l` or an `r` for each column, those it does not name are numbers."""
+    rule = "".join("|---" if side == "l" else "|---:" for side in align.ljust(len(header), "r"))
+    return [f"| {' | '.join(header)} |", rule + "|", *(f"| {' | '.join(map(str, row))} |" for row in rows)]
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]], note: str = "", left: int = 1) -> str:
+    """A table, so many columns of it to the left and the others to the right; and a note below."""
+    return "\n".join([*table(header, rows, "l" * left), *(["", note] if note else [])])
+
+
+def pyplot() -> Any:
+    """matplotlib, set up for drawings that are the same on every run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    settings: Any = {"svg.hashsalt": "hydra_ensembles", "svg.fonttype": "none", "font.size": 9}
+    matplotlib.rcParams.update({**settings, "axes.spines.top": False, "axes.spines.right": False})
+    return pyplot
+
+
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write a drawing as SVG, and let go of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight", facecolor="white")
+    pyplot().close(figure)
+    return path

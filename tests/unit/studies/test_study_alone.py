@@ -1,0 +1,85 @@
+"""Experiments that stand alone run on a tiny shape; what they rest on is checked against plain computation."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+import hydra_ensembles as he
+from architectures import timm_model
+from architectures_clip import DUAL_CASES, DualCase
+from studies import circuit_draws, fusing, tower_scores
+from studies.results import load
+from zero_shot_models import NAMES as CLASSES
+from zero_shot_models import TEMPLATES, dual_of
+
+
+@pytest.mark.slow
+def test_circuits_over_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = [one for one in circuit_draws.VARIANTS if one[0] == "acc" or one[3]]
+    monkeypatch.setattr(circuit_draws, "VARIANTS", some)
+    sizes = ["--draws", "2", "--images", "12", "--tests", "6", "--budget", "1", "--trunk", "5"]
+    circuit_draws.main([*sizes, "--output", str(tmp_path / "draws.json")])
+    report = json.loads((tmp_path / "draws.json").read_text())
+    assert [(row["score"], row["ties"], row["max_accuracy_loss"]) for row in report["rows"]] == [
+        ("acc", "order", None),
+        ("acc", "likelihood", None),
+        ("ood", "likelihood", circuit_draws.LIMIT),
+    ]
+    for row in report["rows"]:
+        first, second = row["removed"]
+        assert row["in_common"] == float(first == second)  # of one head
+        assert len(row["far"]["draws"]) == 2
+
+
+def test_every_way_to_fuse(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = timm_model("vit_base_patch16_224", img_size=fusing.SIZE, num_classes=3)
+    he.convert(model).save_pretrained(tmp_path / "model")
+    (tmp_path / "backbone.json").write_text("{}")
+    for name in ("train", "id", "ood", "holdout_id", "holdout_ood"):
+        images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8, generator=generator)
+        save_file({"images": images, "labels": torch.arange(6) % 3}, tmp_path / f"{name}.safetensors")
+    output = tmp_path / "fusion.json"
+    few = ["--prune", "2", "--epochs", "2", "--rates", "1e-4", "--device", "cpu"]
+    fusing.main(["fuse", "--folder", str(tmp_path), "--output", str(output), *few])
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["method"] for row in rows] == ["single", *(f"member {s}" for s in fusing.SCORES), *["hydra"] * 8]
+    assert rows[4]["parameters"] < rows[-1]["parameters"] < 3 * rows[0]["parameters"]
+
+
+CASES = [case for case in DUAL_CASES if case.name in ("transformers-gelu", "open_clip-no-text-projection")]
+SIZES = [5, 1, 5]  # unequal, so that a mean of batch means would be another number
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_scores_of_both_towers_against_plain_autograd(case: DualCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    dual = dual_of(case).double()
+    generator = torch.Generator().manual_seed(4)
+    images = torch.randn(sum(SIZES), 3, 32, 32, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, len(CLASSES), (sum(SIZES),), generator=generator)
+    batches = list(zip(images.split(SIZES), labels.split(SIZES), strict=True))
+    monkeypatch.setattr(tower_scores, "PROMPTS_AT_ONCE", 2 * len(TEMPLATES))  # the classes in several parts
+    scores = tower_scores.taylor_scores(dual, CLASSES, batches, TEMPLATES)
+    texts = [dual.encode_text([one.replace("{label}", name) for name in CLASSES])[0] for one in TEMPLATES]
+    classes = F.normalize(torch.stack(texts).mean(0), dim=-1)[None]
+    F.cross_entropy(dual.logits(dual.encode_image(images), classes)[0], labels).backward()
+    for name, tower in (("image", dual.image), ("text", dual.text)):
+        expected = torch.stack([sensitivity(block.attention.qkv) for block in tower.encoder.layers])
+        assert expected.min() > 0
+        torch.testing.assert_close(scores[name], expected, rtol=1e-9, atol=0)
+
+
+def sensitivity(weight: Tensor) -> Tensor:
+    """Mean of |W · dL/dW| of each head, `[H, 3, d_k, d]` to `[H]`."""
+    assert weight.grad is not None
+    return (weight.detach() * weight.grad).abs().mean((1, 2, 3))
+
+
+def test_the_figure_of_both_towers_is_drawn_from_the_results() -> None:
+    pytest.importorskip("matplotlib")
+    assert tower_scores.draw(load(tower_scores.RESULT)).axes
