@@ -25,7 +25,8 @@ from .clip import DualArchitecture
 from .core import Architecture, qualified_name, require_finite, require_fit, translate
 from .declared import Declaration
 from .guess import beginning, guessed, require_proof
-from .probe import require_same_answers, same_when_padded_left
+from .own import same_when_padded_left
+from .probe import Both, require_same_answers
 from .processors import amended, is_for_images, size_of_images, with_processor
 from .reading import read_declaration, with_size
 from .refusals import explained, in_lines, refusal
@@ -119,19 +120,19 @@ def convert(
     )
     with _parts_as_known(architecture):
         state, fresh = translate(architecture, model, config, may_be_fresh=num_labels is not None)
-    ensemble = Ensemble.from_state(config, state, metadata)
+    both = Both(architecture, model, Ensemble.from_state(config, state, metadata), fresh)
     if probe and declaration is not None:
         require_proof(declaration, model, num_labels, metadata)
     elif probe:
-        require_same_answers(architecture, model, ensemble, fresh)
-    if probe and not architecture.classes and not same_when_padded_left(architecture, model, ensemble, fresh):
+        require_same_answers(both)
+    if probe and both.own and not same_when_padded_left(both):
         warnings.warn(
             f"{architecture.name}: the answers agree on texts with padding behind them, but not on texts with padding "
             "before them, where the model counts tokens in a way of its own: pad on the right (padding_side='right')",
             HydraWarning,
             stacklevel=3,
         )
-    return ensemble
+    return both.ensemble
 
 
 def _known(architecture: Architecture, config: EnsembleConfig, model: nn.Module, processor: Any) -> Metadata:
@@ -309,7 +310,7 @@ def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any, prob
         for (_, tower, architecture), ours, projection in zip(
             found, (image, text), (image_projection, text_projection), strict=True
         ):
-            require_same_answers(architecture, tower, ours, projection=projection)
+            require_same_answers(Both(architecture, tower, ours, projection=projection))
     return encoder
 
 

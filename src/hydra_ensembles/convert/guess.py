@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 from typing import Any, get_args
@@ -16,7 +16,8 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 from .core import ACTIVATIONS, translate
 from .declared import Declaration, Part, Place
-from .probe import NoAnswerError, OtherSizeError, OwnIdError, require_every_id, require_same_answers
+from .own import AskedIds, MixedSamplesError, OwnIdError, require_every_id, require_samples_apart
+from .probe import Both, NoAnswerError, OtherSizeError, require_same_answers
 from .reading import read_declaration, unknown_arguments, with_size
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
@@ -44,6 +45,7 @@ def guessed(model: nn.Module, num_labels: int | None, size: tuple[int, int] | No
         except HydraError:
             continue
         return one
+    _require_samples_apart(_candidates(model), model, num_labels)
     return None
 
 
@@ -70,6 +72,7 @@ def require_proof(declaration: Declaration, model: nn.Module, num_labels: int | 
     except (NoAnswerError, OwnIdError):
         raise
     except ConversionError as error:
+        _require_samples_apart((declaration,), model, num_labels)
         other = isinstance(error, OtherSizeError)
         for change in ({"resample": way} for way in get_args(Resample)) if other else _changes(declaration, model):
             if _agrees(replace(declaration, **change), copies, num_labels, metadata):
@@ -91,17 +94,36 @@ def _require_agreement(
 ) -> None:
     """Refuse a declaration by which the first of these copies that can answer answers otherwise."""
     for model in copies:
-        architecture = read_declaration(declaration, model)
-        config = architecture.config(model, num_labels)
-        state, fresh = translate(architecture, model, config, may_be_fresh=num_labels is not None)
-        ensemble = Ensemble.from_state(config, state, metadata)
+        both = _both(declaration, model, num_labels, metadata)
+        asked = AskedIds(both.architecture)
+        both = replace(both, architecture=replace(both.architecture, answer=asked))
         try:
-            require_same_answers(architecture, model, ensemble, fresh)
-            require_every_id(architecture, model, ensemble, fresh)
+            require_same_answers(both)
+            require_every_id(both, asked)
             return
         except NoAnswerError:
             if model is copies[-1]:
                 raise
+
+
+def _require_samples_apart(declarations: Iterable[Declaration], model: nn.Module, num_labels: int | None) -> None:
+    """Where nothing agrees, say that it is for want of samples that are answered one by one, if it is."""
+    for one in declarations:
+        try:
+            require_samples_apart(_both(one, model, num_labels))
+        except MixedSamplesError as error:
+            raise MixedSamplesError(f"{error}; its names={dict(one.names)}") from None
+        except HydraError:
+            continue  # it cannot be read so, or cannot answer
+        return
+
+
+def _both(declaration: Declaration, model: nn.Module, num_labels: int | None, metadata: Metadata | None = None) -> Both:
+    """The model and what it becomes by this declaration."""
+    architecture = read_declaration(declaration, model)
+    config = architecture.config(model, num_labels)
+    state, fresh = translate(architecture, model, config, may_be_fresh=num_labels is not None)
+    return Both(architecture, model, Ensemble.from_state(config, state, metadata), fresh)
 
 
 def _agrees(

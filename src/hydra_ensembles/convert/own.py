@@ -1,0 +1,249 @@
+"""What is asked of a model of one's own beside random batches: every id, samples alone, padding before texts."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import ConversionError
+from ..model.config import TextStemConfig
+from .core import Architecture, Inputs, Source
+from .probe import Both, difference
+
+_TOKENS, _AT_ONCE = 128, 2048  # of the texts that have every id once: tokens of one, and of those of one batch
+_NEAR = 8  # tokens of a text in which one id is tried
+
+
+class OwnIdError(ConversionError):
+    """The answers agree, but for texts with a token that the model does not take for one."""
+
+
+class MixedSamplesError(ConversionError):
+    """What the original says of a sample depends on the others in its batch."""
+
+
+# --- samples --------------------------------------------------------------------------------------------------------
+
+
+def require_samples_apart(both: Both) -> None:
+    """Refuse a model that answers a sample otherwise when another lies beside it, as no ensemble does."""
+    inputs = both.samples()
+    with both.answering():
+        together = both.original(inputs)
+        alone = [both.original({name: one[at : at + 1] for name, one in inputs.items()}) for at in range(len(together))]
+        apart = difference(torch.cat(alone), together)
+        if apart <= both.allowed(inputs):
+            return
+    main = next(iter(inputs))
+    raise MixedSamplesError(
+        f"{both.architecture.name}: the model answers a sample alone and the same sample in a batch of two otherwise, "
+        f"by {apart:.2g} of the size of its answers; a converted model answers every sample by itself. Look for a norm "
+        "over the batch, or for axes of batch and tokens that were taken for each other (batch_first=); if samples are "
+        "meant to be answered alone, say so in the declaration, with answer=lambda model, batch: torch.cat([model(one) "
+        f"for one in batch[{main!r}].split(1)])"
+    )
+
+
+# --- ids ------------------------------------------------------------------------------------------------------------
+
+
+class AskedIds:
+    """How a model is called, with an eye on what it asks of token ids beside the rows of its embedding.
+
+    Answers on random texts prove all that embedded tokens go through. What a model does with ids besides is seen here:
+    comparisons with an id tell some ids from others, of which one of each kind has to be tried; what else is done with
+    them tells nothing, and every id has to be.
+    """
+
+    def __init__(self, architecture: Architecture) -> None:
+        self.answer, self.words = architecture.answer, architecture.weights.get("stem.words")
+        self.questions: list[Callable[[Tensor], Tensor]] = []
+        self.unknown = False
+
+    def __call__(self, model: nn.Module, inputs: Inputs, fresh: bool) -> Tensor:
+        """What the model answers."""
+        ids = inputs.get("input_ids")
+        if ids is None:
+            return self.answer(model, inputs, fresh)
+        names = self.words.names if isinstance(self.words, Source) else ()
+        table = model.state_dict()[names[0]] if names else torch.empty(0)
+        asked = ids.as_subclass(_Ids)
+        asked.watched = self
+        with _Watch(self, ids, table):
+            return self.answer(model, {**inputs, "input_ids": asked}, fresh)
+
+    def told_apart(self, ids: Tensor) -> Tensor:
+        """Of these ids `[V]` one of each kind that the model tells from others; all of them where that is not known."""
+        if self.unknown:
+            return ids
+        answers = [question(ids).flatten().long() for question in self.questions]
+        kinds = torch.stack([torch.zeros_like(ids), *answers], dim=1).unique(dim=0, return_inverse=True)[1]  # [V]
+        order = kinds.argsort(stable=True)
+        first = torch.cat([torch.ones_like(order[:1]).bool(), kinds[order].diff() != 0])
+        return ids[order[first]]
+
+
+class _Ids(Tensor):
+    """Token ids that tell when they become a list, which no operation shows."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    watched: AskedIds
+
+    def tolist(self) -> Any:
+        self.watched.unknown = True
+        return super().tolist()
+
+
+# Operations on ids: those that leave values as they are (a view of one element, or one to be read elsewhere, may be
+# looked at by Python), those that look at the shape alone, and those that ask the same of every id.
+_MOVES = (
+    *("view", "_unsafe_view", "slice", "transpose", "t", "permute", "expand", "clone", "unsqueeze", "squeeze", "cat"),
+    *("copy_", "constant_pad_nd", "lift_fresh", "alias", "_to_copy"),
+)
+_SHAPES = (
+    *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like"),
+    *("new_zeros", "new_ones", "new_full", "new_empty"),
+)
+_QUESTIONS = ("eq", "ne", "lt", "le", "gt", "ge", "isin", "logical_not", "_to_copy")
+_LOOKUPS = ("embedding", "index", "index_select")
+
+
+class _Watch(TorchDispatchMode):
+    """Follows ids through a pass, whatever calls the operations: modules, functions, scripts."""
+
+    def __init__(self, asked: AskedIds, ids: Tensor, table: Tensor) -> None:
+        super().__init__()
+        self.asked, self.table, self.followed = asked, table, [ids]  # kept, so that their memory is no other's
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = list(_tensors([*args, *(kwargs or {}).values()]))
+        ids = [one for one in given if self._is_followed(one)]
+        if ids:
+            self._look(func.overloadpacket.__name__, partial(func, **(kwargs or {})), args, ids, result)
+        return result
+
+    def _look(self, name: str, func: Callable[..., Any], args: Any, ids: Sequence[Tensor], result: Any) -> None:
+        made = list(_tensors([result]))
+        if name in _SHAPES or (name in _LOOKUPS and _same_memory(args[0], self.table) and len(ids) == 1):
+            return
+        if name in _MOVES and all(one.dtype in (torch.int32, torch.int64) for one in made):
+            self.followed += made
+            return
+        others = [one for one in _tensors(args) if one is not ids[0]]
+        one_for_all = name == "isin" or all(one.numel() == 1 for one in others)
+        if name in _QUESTIONS and len(ids) == 1 and one_for_all and made[0].dtype is torch.bool:
+            given = [None if one is ids[0] else one.clone() if isinstance(one, Tensor) else one for one in args]
+            if name != "isin" or given[0] is None:
+                self.asked.questions.append(lambda new: func(*(new if one is None else one for one in given)))
+                return
+        self.asked.unknown = True
+
+    def _is_followed(self, tensor: Tensor) -> bool:
+        return any(_same_memory(tensor, one) for one in self.followed)
+
+
+def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
+    """All tensors among the arguments of an operation."""
+    for one in given:
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from _tensors(one)
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    if one.layout is not torch.strided or one.is_nested or not one.numel() or not other.numel():
+        return False
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def require_every_id(both: Both, asked: AskedIds) -> None:
+    """Refuse a text model that takes an id for something else than a token, and name the id.
+
+    Such a model finds padding, or an end, by an id that no random batch has. To be called for models whose answers
+    agree otherwise, with what was `asked` of ids meanwhile.
+    """
+    stem = both.ensemble.config.stem
+    if not isinstance(stem, TextStemConfig):
+        return
+    batch = both.samples()
+    known = batch["input_ids"][0]  # [T], without padding and known to agree
+    ids = torch.randperm(stem.vocabulary, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(known)
+    if both.architecture.masks:  # which says what is padding
+        padding = torch.tensor(both.paddings()[:1] or [0]).to(known)
+        ids = torch.cat([ids[~torch.isin(ids, padding)], known[:1]])
+
+    def told(texts: Tensor) -> Inputs:
+        return {**{name: torch.ones_like(texts) for name in batch}, "input_ids": texts}
+
+    def differ(texts: Tensor) -> Tensor:
+        """Which texts are answered otherwise, `[B]`."""
+        expected = both.original(told(texts))
+        apart = (both.converted(told(texts)) - expected).abs().amax(1)
+        return ~(apart <= allowed * expected.abs().max())
+
+    def odd(ids: Tensor) -> list[int]:
+        """Which ids are answered otherwise in a short text each: in the middle and at the end, or at the beginning."""
+        near = known[:_NEAR].repeat(2, len(ids), 1)  # [2, V, 8]
+        near[0, :, near.shape[2] // 2] = near[0, :, -1] = near[1, :, 0] = ids
+        found = differ(near.flatten(0, 1)).unflatten(0, (2, -1)).any(0)
+        return ids[found].tolist()
+
+    with both.answering():
+        allowed = both.allowed(told(known[None]))
+        some = asked.told_apart(ids)
+        if len(some) < len(ids):
+            found = [one for part in some.split(_TOKENS) for one in odd(part)] if len(some) > 1 else []
+            if found:
+                raise _of_own_ids(both.architecture, found, found)
+            return
+        tokens = min(stem.max_tokens, _TOKENS)
+        texts = torch.cat([ids, known.repeat(tokens)[: -len(ids) % tokens]]).reshape(-1, tokens)  # [B, T]
+        for part in texts.split(max(1, _AT_ONCE // tokens)):
+            apart = differ(part)
+            if apart.any():
+                suspects = part[apart][0]  # [T]
+                raise _of_own_ids(both.architecture, odd(suspects), suspects.tolist())
+
+
+def _of_own_ids(architecture: Architecture, alone: Sequence[int], suspects: Sequence[int]) -> OwnIdError:
+    which = f"the id {alone[0]}" if alone else f"some of the ids {', '.join(map(str, suspects[:8]))}, …"
+    way = (
+        "say masked=True in the declaration and give the tokenizer as processor=, or the id as padding_idx of the "
+        "embedding, or let forward take an attention_mask"
+    )
+    if architecture.masks:
+        way = (
+            "give the tokenizer as processor=, or the id as padding_idx of the embedding, so that it is known for "
+            "padding, or let attention_mask alone decide"
+        )
+    return OwnIdError(
+        f"{architecture.name}: the answers differ on texts with {which}, which the model does not take for a token as "
+        f"all others, but for padding, as it seems: {way}"
+    )
+
+
+# --- padding before texts -------------------------------------------------------------------------------------------
+
+
+def same_when_padded_left(both: Both) -> bool:
+    """Whether a text model that is told of padding agrees on texts with padding before them, too.
+
+    Where it counts positions from the first token, or looks for the last at the number of tokens, it does not.
+    """
+    if not isinstance(both.ensemble.config.stem, TextStemConfig) or not both.architecture.masks:
+        return True
+    found = both.samples()
+    places = torch.arange(found["input_ids"].shape[1], device=both.ensemble.device)[None]  # [1, T]
+    shift = (found["attention_mask"] == 0).sum(1, keepdim=True)  # [B, 1]
+    inputs = {name: one.gather(1, (places - shift) % places.shape[1]) for name, one in found.items()}  # padding first
+    with both.answering():
+        try:
+            expected = both.original(inputs)
+        except ConversionError:
+            return False  # it cannot answer, where the converted one can
+        return difference(both.converted(inputs), expected) <= both.allowed(inputs)

@@ -1,0 +1,191 @@
+"""What models of one's own are asked beside random batches: samples alone and together, and every id."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hydra_ensembles as he
+from architectures_own import ENCODER_TEXT, ENCODER_VIT, OWN_VIT, WIDTH, EncoderText, EncoderViT, OwnViT, own
+from hydra_ensembles.convert.core import Architecture, copied
+from hydra_ensembles.convert.own import AskedIds
+from hydra_ensembles.errors import ConversionError
+
+IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+IDS = torch.randint(1, 60, (3, 11), generator=torch.Generator().manual_seed(2))
+
+
+# --- samples alone and together ------------------------------------------------------------------------------
+
+
+class ReshapedViT(EncoderViT):
+    """Sequence first, by `reshape` where `transpose` was meant: the same for one image alone."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_first=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patchify(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls.expand(len(x), -1, -1), x], dim=1) + self.pos
+        return self.head(self.encoder(x.reshape(x.shape[1], x.shape[0], -1))[0])
+
+
+class ConfusedViT(EncoderViT):
+    """Batch first, told to an encoder that expects the sequence first: tokens attend to those of other images."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_first=False, mean=True)
+        self.batch_first = True
+
+
+class CentredViT(OwnViT):
+    """Answers are centred over the batch, where it has several samples."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        answers = super().forward(images)
+        return answers - answers.mean(0) if len(answers) > 1 else answers
+
+
+class NormedText(EncoderText):
+    """Embeddings are normalised by the statistics of the batch, in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False, track_running_stats=False)
+
+    def forward(self, ids: Tensor, src_key_padding_mask: Tensor | None = None) -> Tensor:
+        x = self.norm(self.embedding(ids).transpose(1, 2)).permute(2, 0, 1) + self.pe[: ids.shape[1]]
+        return self.classify(self.encoder(x, src_key_padding_mask=src_key_padding_mask)[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "declaration"),
+    [
+        (ReshapedViT, ENCODER_VIT),
+        (ReshapedViT, None),
+        (ConfusedViT, None),
+        (CentredViT, OWN_VIT),
+        (NormedText, ENCODER_TEXT),
+        (NormedText, None),
+    ],
+)
+def test_a_model_that_answers_samples_by_their_neighbours_is_refused(kind: Any, declaration: Any) -> None:
+    with pytest.raises(ConversionError, match=r"batch of two.*answer="):
+        he.convert(own(kind), declaration=declaration)
+
+
+@pytest.mark.parametrize(("kind", "declaration"), [(ReshapedViT, ENCODER_VIT), (CentredViT, OWN_VIT)])
+def test_samples_may_be_said_to_be_answered_alone(kind: Any, declaration: he.Declaration) -> None:
+    model = own(kind)
+    alone = replace(
+        declaration,
+        answer=lambda model, batch: torch.cat([model(one) for one in batch["pixel_values"].split(1)]),
+        image_size=32,
+    )
+    expected = torch.cat([model(one) for one in IMAGES.split(1)])
+    torch.testing.assert_close(he.convert(model, declaration=alone)(IMAGES)[0], expected, rtol=0, atol=1e-5)
+
+
+class SqueezedViT(OwnViT):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images).squeeze()
+
+
+def test_answers_without_an_axis_of_samples_are_said() -> None:
+    with pytest.raises(ConversionError, match=r"a tensor \[5\], where \[1, classes\]"):
+        he.convert(own(SqueezedViT), declaration=OWN_VIT)
+
+
+# --- what is asked of ids ------------------------------------------------------------------------------------
+
+
+class Looks(nn.Module):
+    """Looks up words, and does something with the ids besides."""
+
+    def __init__(self, besides: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.words, self.besides = nn.Embedding(50, 4), besides
+        self.special = torch.zeros(50, dtype=torch.bool)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.besides(self, ids)
+        return self.words(ids).sum((1, 2))[:, None]
+
+
+@torch.jit.script
+def _scripted(ids: Tensor) -> Tensor:
+    return ids == 7
+
+
+@pytest.mark.parametrize(
+    ("besides", "kinds"),
+    [
+        (lambda model, ids: None, 1),
+        (lambda model, ids: torch.ones_like(ids) + torch.arange(ids.shape[1]), 1),
+        (lambda model, ids: model.words(torch.cat([ids[:, :1], ids[:, 1:]], 1).t().reshape(-1).int()), 1),
+        (lambda model, ids: model.words.weight[ids], 1),
+        (lambda model, ids: ids == 7, 2),
+        (lambda model, ids: torch.tensor(7) != ids.t(), 2),
+        (lambda model, ids: (ids == 7) & (ids < 3), 3),
+        (lambda model, ids: (ids != 7).cumsum(1)[:, -1].tolist(), 2),
+        (lambda model, ids: torch.isin(ids, torch.tensor([3, 4])), 2),
+        (lambda model, ids: ids.bool(), 2),
+        (lambda model, ids: _scripted(ids), 2),
+        (lambda model, ids: ids == ids[:, :1], 50),
+        (lambda model, ids: model.special[ids], 50),
+        (lambda model, ids: ids.tolist(), 50),
+        (lambda model, ids: ids.numpy(), 50),
+        (lambda model, ids: [row.tolist() for row in ids], 50),
+        (lambda model, ids: int(ids[0, 0]), 50),
+        (lambda model, ids: ids.argmax(1), 50),
+        (lambda model, ids: ids.float() / 50, 50),
+        (lambda model, ids: nn.functional.one_hot(ids, 50), 50),
+        (lambda model, ids: ids.sub_(1).clamp_(min=0), 50),
+    ],
+)
+def test_ids_that_are_told_apart_are_known_by_what_is_asked_of_them(besides: Any, kinds: int) -> None:
+    model = Looks(besides)
+    asked = AskedIds(
+        Architecture(
+            "",
+            (),
+            lambda *given: None,  # type: ignore[arg-type,return-value]
+            {"stem.words": copied("words.weight")},
+            answer=lambda model, inputs, fresh: model(inputs["input_ids"]),
+        )
+    )
+    with torch.no_grad():
+        answer = asked(model, {"input_ids": IDS.clamp(max=49)}, False)
+        assert type(answer) is Tensor
+    found = asked.told_apart(torch.randperm(50))
+    assert len(found.unique()) == len(found) == kinds
+    assert kinds != 2 or ({7, 0, 3, 4} & set(found.tolist()))  # the one that is told from all others
+
+
+class LargeText(EncoderText):
+    """A vocabulary as large as that of BERT."""
+
+    def __init__(self, pad: int | None) -> None:
+        super().__init__()
+        self.embedding, self.pad, self.seen = nn.Embedding(30522, WIDTH), pad, 0
+
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        self.seen += ids.numel()
+        return super().forward(ids, None if self.pad is None else ids == self.pad)
+
+
+@pytest.mark.parametrize(("pad", "accepted"), [(None, True), (30000, False), (40000, True)])
+def test_a_large_vocabulary_costs_no_more_than_a_small_one(
+    pad: int | None, accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LargeText, "__deepcopy__", lambda self, memo: 1 / 0, raising=False)  # it is counted here
+    model: Any = own(LargeText, pad=pad)
+    if accepted:
+        he.convert(model, declaration=ENCODER_TEXT)
+    else:
+        with pytest.raises(ConversionError, match="the id 30000,"):
+            he.convert(model, declaration=ENCODER_TEXT)
+    assert model.seen < 1000
