@@ -1,5 +1,7 @@
 """What all analyses share: numbers of a model on the reported sets, trainings in few steps, tables with the paper's."""
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -58,6 +60,22 @@ def asked(task: Task, name: str) -> Any:
     return task.settings["analyses"][name]
 
 
+def of_task(task: Task, known: Mapping[str, Any], what: str) -> Any:
+    """What was chosen for a task; a setting that nobody validated wrecks members without a word."""
+    if task.name not in known:
+        names = ", ".join(known)
+        raise ConfigError(
+            f"no setting of {what} is chosen for {task.name} ({names} have one); put what half B chose there"
+        )
+    return known[task.name]
+
+
+def marked(task: Task, name: str) -> str:
+    """The name of what an analysis leaves in a run folder, with a mark of the settings that it was made by."""
+    said = {key: asked(task, key) for key in ("samples", "training", name) if key in task.settings["analyses"]}
+    return f"{name}-{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:8]}"
+
+
 # --- models and numbers ----------------------------------------------------------------------------------------------
 
 
@@ -93,11 +111,7 @@ def counted(model: he.Ensemble, share: float) -> int:
 def few_steps(task: Task, **changes: Any) -> Recipe:
     """D.2 in the few steps of an analysis; in a trial in fewer still."""
     plain = dict(asked(task, "training"))
-    rates = plain.pop("rates")
-    if task.name not in rates:
-        known = ", ".join(rates)
-        raise ConfigError(f"no rate of D.2 is chosen for {task.name} ({known} have one); put what half B chose there")
-    plain |= {"learning_rate": rates[task.name], **changes}
+    plain |= {"learning_rate": of_task(task, plain.pop("rates"), "D.2"), **changes}
     if task.share < 1:
         plain["steps"] = max(2, round(task.share * plain["steps"]))
     return task.recovery(**plain)
@@ -106,7 +120,7 @@ def few_steps(task: Task, **changes: Any) -> Recipe:
 def side_by_side(seed: Seed, name: str, members: Callable[[], Sequence[he.Ensemble]]) -> list[he.Ensemble]:
     """Members trained by D.2 on the same batches, in one pass: each gets the gradient it would get by itself."""
     training = few_steps(seed.task, seed=seed.derived(name))
-    trained = seed.trained(f"{name}-{training.steps}", lambda: he.Ensemble.stack(members()), training)
+    trained = seed.trained(marked(seed.task, name), lambda: he.Ensemble.stack(members()), training)
     return [trained.member(index) for index in range(trained.num_members)]
 
 

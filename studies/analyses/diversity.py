@@ -10,7 +10,20 @@ import hydra_ensembles as he
 from hydra_ensembles.heads.members import sampled_members
 
 from ..seed import Seed
-from .analysis import ALL, CLASSIFICATION, Analysis, Found, asked, by_seed, counted, few_steps, measured, rows_table
+from .analysis import (
+    ALL,
+    CLASSIFICATION,
+    Analysis,
+    Found,
+    asked,
+    by_seed,
+    counted,
+    few_steps,
+    marked,
+    measured,
+    of_task,
+    rows_table,
+)
 
 SOURCES = ("heads", "order", "noise")
 VARIANTS = {
@@ -32,20 +45,24 @@ DIVERSITY = {
 
 def run(seed: Seed) -> dict[str, Any]:
     """Numbers of ensembles whose members differ in some of the sources, beside Single and a Deep Ensemble."""
-    base, chosen = seed.base, asked(seed.task, "diversity")
-    prune, pool = counted(base, chosen["prune"]), counted(base, chosen["pool"])
+    base, asked_for = seed.base, asked(seed.task, "diversity")
+    chosen = of_task(seed.task, asked_for["tasks"], "diversity")
+    prune = counted(base, chosen["prune"])
+    pool = round(asked_for["pool"] * prune)
     heads = sampled_members(seed.circuit("avg", pool), prune, pool, seed.members, seed.number)
+
+    steps = few_steps(seed.task, steps=asked_for["steps"]).steps
 
     def member(drawn: int, order: int, noise: int, again: int = 0) -> he.Ensemble:
         """One training; `again` counts those with all seeds the same, which only the hardware tells apart."""
         training = few_steps(
             seed.task,
-            steps=chosen["steps"],
+            steps=asked_for["steps"],
             dropout=chosen["dropout"],
             seed=seed.derived("noise", noise),
             order_seed=seed.derived("order", order),
         )
-        name = f"diversity-{drawn}{order}{noise}-{again}-{training.steps}"
+        name = f"{marked(seed.task, 'diversity')}-{drawn}{order}{noise}-{again}"
         return seed.trained(name, lambda: he.prune(base, heads[drawn]), training)
 
     rows = {"Single": measured(seed, base), "one member": measured(seed, member(0, 0, 0))}
@@ -56,20 +73,20 @@ def run(seed: Seed) -> dict[str, Any]:
             drawn, order, noise = (index * one for one in free)
             parts.append(member(drawn, order, noise, again=0 if any(free) else index))
         rows[f"free: {title}"] = measured(seed, he.fuse(parts, mlp="mean"))
-    return {"prune": prune, "pool": pool, "members": seed.members, "rows": rows}
+    return {"prune": prune, "pool": pool, "members": seed.members, "steps": steps, "rows": rows}
 
 
 def table(found: Found) -> str:
     """Tables 8 and 9."""
-    prune, pool, members = (by_seed(found, key)[0] for key in ("prune", "pool", "members"))
+    prune, pool, members, steps = (by_seed(found, key)[0] for key in ("prune", "pool", "members", "steps"))
     note = (
-        f"{members} members that each lose {prune} heads out of the first {pool} of CircAvg, fused; dropout is the "
-        "noise. With nothing free, only the hardware tells trainings apart. The paper's OOD numbers with "
-        "the order free are those of its Deep Ensembles in Table 1."
+        f"{members} members that each lose {prune} heads out of the first {pool} of CircAvg, trained for {steps} steps "
+        "and fused; dropout is the noise. With nothing free, only the hardware tells trainings apart. The paper's OOD "
+        "numbers with the order free are those of its Deep Ensembles in Table 1."
     )
     columns = {**CLASSIFICATION, **{key: f"all {head}" for key, head in ALL.items()}}
     task = "ImageNet-1K"  # the only one that the paper shows
     return "\n\n".join([rows_table(found, columns, "8", task, note=note), rows_table(found, DIVERSITY, "9", task)])
 
 
-ANALYSIS = Analysis("What makes members differ (Tables 8 and 9)", run, table, kinds=("image",))
+ANALYSIS = Analysis("What makes members differ (Tables 8 and 9)", run, table)

@@ -22,7 +22,6 @@ from .analysis import (
     Found,
     asked,
     by_seed,
-    counted,
     few_steps,
     measured,
     rows_table,
@@ -35,7 +34,7 @@ APART = "MLPs apart"
 def run(seed: Seed) -> dict[str, Any]:
     """Numbers and times by the number of members, fused and not."""
     base, task, chosen = seed.base, seed.task, asked(seed.task, "members")
-    counts, pool = chosen["counts"], counted(base, chosen["pool"])
+    counts, pool = chosen["counts"], round(chosen["pool"] * seed.prune)
     rankings: dict[str, HeadRanking] = {one: seed.circuit(one) for one in CIRCUIT_ORDER}
     rankings["avg"] = seed.circuit("avg", pool)
     heads = circuit_members(rankings, seed.prune, max(counts), pool, seed.number)

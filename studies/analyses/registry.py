@@ -15,7 +15,7 @@ from ..samples import device_name
 from ..seed import Seed
 from ..task import recipe
 from . import chosen_heads, distance_circuits, diversity, more_members, noise, seeds, separation, shares, untrained
-from .analysis import Analysis, Found, settings
+from .analysis import Analysis, Found, marked, settings
 
 FORMAT = "hydra_ensembles.analysis 1"
 DEMO = "demo"  # the embedded model, for `noise`
@@ -50,7 +50,7 @@ def with_analyses() -> dict[str, Any]:
 
 
 def analysed(name: str, seeds: Sequence[Seed]) -> dict[str, Any]:
-    """What an analysis finds on some seeds of a task; a seed that is in the run folder already is read."""
+    """What an analysis finds on some seeds of a task; what the run folder has by the same settings is read."""
     analysis, task = ANALYSES[name], seeds[0].task
     if analysis.run is None or task.kind not in analysis.kinds:
         raise ConfigError(f"{name} does not run on {task.name}; it is for {_where(analysis)}")
@@ -66,7 +66,7 @@ def analysed(name: str, seeds: Sequence[Seed]) -> dict[str, Any]:
 
 
 def _of_seed(name: str, analysis: Analysis, seed: Seed) -> Any:
-    place = seed.folder / "analyses" / f"{name}.json"
+    place = seed.folder / "analyses" / f"{marked(seed.task, name)}.json"
     if not place.exists():
         assert analysis.run is not None
         begun = time.monotonic()

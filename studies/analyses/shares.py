@@ -30,17 +30,15 @@ STATES = {"untrained": "without training", "trained": "trained after (D.2)"}
 
 
 def run(seed: Seed) -> dict[str, Any]:
-    """Numbers by number of heads and by who chose them; after training too for tasks of images."""
+    """Numbers by number of heads and by who chose them, without training and after."""
     base, task = seed.base, seed.task
     removed = chosen_heads(seed)
     pruned = {name: he.prune(base, heads) for name, heads in removed.items()}
-    found: dict[str, Any] = {"heads": heads_of(base), "whole": measured(seed, base), "trained": {}}
+    found: dict[str, Any] = {"heads": heads_of(base), "whole": measured(seed, base)}
     found["untrained"] = {name: measured(seed, model) for name, model in pruned.items()}
-    if task.kind == "image":  # the recipe of texts clips gradients, which training side by side would share
-        members = side_by_side(seed, "shares", lambda: list(pruned.values()))
-        found["trained"] = {name: measured(seed, one) for name, one in zip(pruned, members, strict=True)}
-        found["steps"] = few_steps(task).steps
-    return found
+    members = side_by_side(seed, "shares", lambda: list(pruned.values()))
+    found["trained"] = {name: measured(seed, one) for name, one in zip(pruned, members, strict=True)}
+    return found | {"steps": few_steps(task).steps}
 
 
 def chosen_heads(seed: Seed) -> dict[str, tuple[Head, ...]]:

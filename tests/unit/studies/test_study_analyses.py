@@ -63,13 +63,13 @@ def small_settings() -> dict[str, Any]:
     plain["tasks"][TASK]["training"] |= {"epochs": 1, "batch_size": 20}
     plain["tasks"][TASK]["recovery"] |= {"prune": 3, "batch_size": 20, "last_blocks": 2}
     plain["analyses"] |= {
-        "training": {"steps": 2, "warmup": 0, "rates": {TASK: 0.01}},
+        "training": {**plain["analyses"]["training"], "steps": 2, "warmup": 0, "rates": {TASK: 0.01}},
         "noise": {**plain["analyses"]["noise"], "images": 30, "batch": 15, "probes": 2, "random": 2},
         "separation": {"samples": 40, "heads": 2, "points": 5},
         "overlap": {"draws": 50},
         "shares": [0.25, 0.5],
-        "diversity": {"steps": 2, "dropout": 0.1, "prune": 0.33333, "pool": 0.69444},
-        "members": {"counts": [1, 2, 4], "pool": 0.69444, "batches": [2]},
+        "diversity": {"steps": 2, "pool": 2.0, "tasks": {TASK: {"prune": 0.33333, "dropout": 0.1}}},
+        "members": {"counts": [1, 2, 4], "pool": 2.7, "batches": [2]},
         "stability": {"sizes": [10, 20, 1000], "draws": 2, "score": "avg"},
     }
     return plain
@@ -359,14 +359,25 @@ def test_the_papers_numbers_belong_to_rows_that_there_are() -> None:
 
 def test_trainings_have_the_rates_that_half_b_chose() -> None:
     """A rate that nobody validated wrecks members without a word: those of the stored studies, or none."""
-    root, known = Path(__file__).parents[3], analysis.settings()["training"]["rates"]
-    for name, rate in known.items():
+    root, known = Path(__file__).parents[3], analysis.settings()
+    for name, rate in known["training"]["rates"].items():
         stored = root / "results" / "studies" / name / "study.json"
         if stored.exists():
             choices = json.loads(stored.read_text())["choices"]
             assert rate == choices["CircAvg"]["setting"]["rate"]
-            assert analysis.settings()["diversity"]["dropout"] == choices["MC Dropout"]["setting"]["rate"]
+            if "MC Dropout" in choices:
+                assert known["diversity"]["tasks"][name]["dropout"] <= choices["MC Dropout"]["setting"]["rate"]
     assert (root / "results" / "studies" / TASK / "study.json").exists()
+
+
+def test_what_other_settings_left_in_a_run_folder_is_not_read(seed: Seed) -> None:
+    before = registry.analysed("overlap", [seed])["seeds"]["0"]
+    settings = {**small_settings(), "analyses": {**small_settings()["analyses"], "overlap": {"draws": 3}}}
+    other = Seed(SmallTask(TASK, settings, SmallFolder(), CPU), 0, seed.study.parent)
+    found = registry.analysed("overlap", [other])["seeds"]["0"]
+    assert found["chance"] != before["chance"]
+    assert found["pairs"] == before["pairs"]  # rankings do not depend on it
+    assert registry.analysed("overlap", [seed])["seeds"]["0"] == before
 
 
 def test_a_task_without_a_rate_trains_nothing() -> None:
