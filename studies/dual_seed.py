@@ -19,7 +19,7 @@ from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.files import read_json, write_json
 from hydra_ensembles.heads.members import CIRCUIT_ORDER, Members, Score, random_members
 from hydra_ensembles.heads.ranking import Head
-from hydra_ensembles.model.clip import DEFAULT_TEMPLATES, Tower, class_embeddings
+from hydra_ensembles.model.dual_encoder import DEFAULT_TEMPLATES, Tower, class_embeddings
 from hydra_ensembles.schema import from_plain, to_plain
 
 from .captions import (

@@ -15,7 +15,7 @@ from hydra_ensembles import DualEncoder, Ensemble, ImagePreprocessing, Projectio
 from hydra_ensembles.baselines.start import fresh
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.model.config import ReadoutConfig, output_width
-from hydra_ensembles.model.members import place_of
+from hydra_ensembles.model.states import place_of
 from hydra_ensembles.model.stem_readout import linear
 
 from .dual_recipe import Backbone, derived_seed

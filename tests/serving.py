@@ -14,7 +14,7 @@ from PIL import Image
 
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.serve.app import make_app
-from hydra_ensembles.serve.settings import ServeSettings
+from hydra_ensembles.serve.service import ServeSettings
 
 LIMIT = 120  # seconds, a safety net
 QUICK: dict[str, Any] = {"max_wait": 0.0, "max_batch": 4, "max_queue": 64, "warm_up": False}

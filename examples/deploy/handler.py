@@ -11,8 +11,8 @@ from typing import Any
 
 import hydra_ensembles as he
 from hydra_ensembles.errors import RequestError
+from hydra_ensembles.serve import ServeSettings
 from hydra_ensembles.serve.service import Service, text_of
-from hydra_ensembles.serve.settings import ServeSettings
 
 
 class EndpointHandler:

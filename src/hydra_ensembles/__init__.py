@@ -22,8 +22,8 @@ from .fuse import fuse, soup
 from .heads.masking import masked
 from .heads.ranking import Head, HeadRanking
 from .heads.taylor import taylor
-from .model.clip import DualEncoder, load, retarget, zero_shot
 from .model.config import RotaryConfig
+from .model.dual_encoder import DualEncoder, load, retarget, zero_shot
 from .model.ensemble import Ensemble
 from .model.stem_readout import Projections
 from .pipeline.candidates import search

@@ -18,7 +18,7 @@ from .metrics.conformal import Reference, check_share, conformal_threshold, samp
 from .metrics.distance import FamiliarityChoice, FamiliarityName
 from .metrics.inputs import check_labels, mean
 from .metrics.ood import aurc
-from .model.clip import require_ensemble
+from .model.dual_encoder import require_ensemble
 from .model.ensemble import Ensemble
 from .model.metadata import Calibration, Familiarity
 from .prediction import ScoreName, scale_logits

@@ -13,11 +13,11 @@ from .arguments import checked, require_whole
 from .convert.convert import convert
 from .errors import ConfigError
 from .heads.masking import Model
-from .model.clip import DualEncoder, require_ensemble, require_model
 from .model.config import KeptHeads, Sharing
+from .model.dual_encoder import DualEncoder, require_ensemble, require_model
 from .model.ensemble import Ensemble, singles
 from .model.layers import GroupedLinear
-from .model.members import (
+from .model.states import (
     common_layers,
     copies_of,
     join_states,

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import safetensors.torch
 
-from hydra_ensembles.circuit.extract import Journal
+from hydra_ensembles.circuit.journal import Journal
 from hydra_ensembles.errors import HydraError
 from hydra_ensembles.training.loop import Learner
 

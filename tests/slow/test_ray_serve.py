@@ -14,8 +14,7 @@ import pytest
 
 from hydra_ensembles.errors import ConfigError, DataError, RequestError
 from hydra_ensembles.serve.ray_app import ATTEMPTS, _Replicas, ray_app
-from hydra_ensembles.serve.service import Row
-from hydra_ensembles.serve.settings import API_KEY
+from hydra_ensembles.serve.service import API_KEY, Row
 from processes import environment
 from served_models import served
 from serving import LIMIT, opened, picture, settings

@@ -19,7 +19,7 @@ from architectures_clip import open_clip_model
 from checkpoint_models import ensemble, same_state, text, tiny
 from hydra_ensembles.errors import CheckpointError
 from hydra_ensembles.files import checksum, sealed
-from hydra_ensembles.model.clip import DualEncoder
+from hydra_ensembles.model.dual_encoder import DualEncoder
 from hydra_ensembles.model.ensemble import Ensemble
 
 Change = Callable[[dict[str, Any]], object]

@@ -33,7 +33,7 @@ from checkpoint_models import (
 )
 from hydra_ensembles import checkpoint
 from hydra_ensembles.errors import CheckpointError, ConfigError, HydraError, StorageError
-from hydra_ensembles.model.clip import DualEncoder
+from hydra_ensembles.model.dual_encoder import DualEncoder
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Metadata
 from hydra_ensembles.preprocessing import TextPreprocessing

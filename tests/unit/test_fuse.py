@@ -18,7 +18,7 @@ from hydra_ensembles.model.config import (
     Sharing,
     all_heads,
 )
-from hydra_ensembles.model.members import place_of
+from hydra_ensembles.model.states import place_of
 
 
 def small(seed: int = 0, **changes: int) -> he.Ensemble:

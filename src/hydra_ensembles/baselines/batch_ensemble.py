@@ -14,7 +14,7 @@ from ..batches import Batches
 from ..errors import ConfigError
 from ..model.config import Sharing
 from ..model.ensemble import Ensemble
-from ..model.members import copies_of, place_of
+from ..model.states import copies_of, place_of
 from ..schema import require_types, to_plain
 from ..training.finetune import CLASSIFIERS, train_parametrised
 from ..training.loop import Job

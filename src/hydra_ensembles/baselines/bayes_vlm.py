@@ -19,7 +19,8 @@ from .._utils import derive_seed
 from ..arguments import checked, require_number, require_whole, trusted
 from ..batches import Batches, Inputs
 from ..errors import CheckpointError, ConfigError, DataError
-from ..model.clip import (
+from ..model.config import Sharing
+from ..model.dual_encoder import (
     DEFAULT_TEMPLATES,
     DualEncoder,
     Templates,
@@ -30,7 +31,6 @@ from ..model.clip import (
     prompts_of,
     zero_shot,
 )
-from ..model.config import Sharing
 from ..model.ensemble import Ensemble
 from ..model.layers import Droppable, GroupedLinear, dropping
 from ..model.metadata import PROJECTION, TextSide

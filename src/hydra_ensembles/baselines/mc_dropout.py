@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..arguments import checked, require_number, require_whole, trusted
 from ..batches import Inputs
-from ..model.clip import require_ensemble
 from ..model.config import EnsembleConfig
+from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, built_around
 from ..model.given import Given
 from ..model.layers import Droppable, dropping

@@ -11,7 +11,7 @@ from .._utils import derive_seed
 from ..arguments import checked, require_whole
 from ..errors import ConfigError, DataError
 from ..familiarity import with_score
-from ..model.clip import Templates, checked_templates, class_embeddings, text_tower
+from ..model.dual_encoder import Templates, checked_templates, class_embeddings, text_tower
 from ..model.ensemble import Ensemble
 from ..model.metadata import Familiarity, FamiliaritySettings
 from ..schema import require_types

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..heads.ranking import model_fingerprint
 from ..model.ensemble import Ensemble
 from ..model.layers import dropping
-from ..model.members import place_of
+from ..model.states import place_of
 from ..schema import require_types, to_plain
 from ..training.finetune import train_parametrised
 from ..training.loop import (

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from .._utils import torch_seeded
 from ..errors import ConfigError
-from ..model.clip import require_ensemble
 from ..model.config import GROUPS, EnsembleConfig, Sharing
+from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, singles
-from ..model.members import join_states
 from ..model.metadata import Metadata
+from ..model.states import join_states
 from ..training.recipe import Recipe
 
 

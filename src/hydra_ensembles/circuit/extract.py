@@ -14,20 +14,28 @@ from typing import Any, cast, get_args
 import torch
 
 from .._distributed import Ranks, all_ranks, local_device
-from .._utils import require_device, require_same_run, warn
+from .._utils import require_device, warn
 from ..arguments import checked, require_whole
 from ..batches import Batches, Sources
-from ..errors import CheckpointError, ConfigError, DataError, HydraError
-from ..files import read_sealed, resumable, write_sealed
+from ..errors import ConfigError, DataError, HydraError
+from ..files import resumable
 from ..heads.masking import TOWER, checked_layers, may_go, most_to_go, off_and_left, towers_of, working_copy
 from ..heads.ranking import Head, HeadLike, HeadRanking, model_fingerprint, require_budget
-from ..model import clip
-from ..model.clip import DualEncoder
+from ..model.dual_encoder import (
+    DEFAULT_TEMPLATES,
+    DualEncoder,
+    Templates,
+    Tower,
+    checked_names,
+    checked_templates,
+    require_model,
+    zero_shot,
+)
 from ..model.ensemble import Ensemble
-from ..schema import from_plain, to_plain
 from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_batch_size, forward_cost
 from .exact import Exact, Naive
 from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
+from .journal import FORMAT, Journal, Step, read_journal, resumed
 from .scores import Distance, Method, Objective, OODScore, Result, Samples, Score, Ties, read_samples
 from .screened import AFRESH, Screened
 from .timing import MINUTES, CandidateBar, in_words, say, seconds_of, speed_of
@@ -58,8 +66,8 @@ def extract_circuit(
     audit_steps: int = 2,
     seed: int = 0,
     class_names: Sequence[str] | None = None,
-    templates: clip.Templates = clip.DEFAULT_TEMPLATES,
-    towers: Sequence[clip.Tower] = ("image", "text"),
+    templates: Templates = DEFAULT_TEMPLATES,
+    towers: Sequence[Tower] = ("image", "text"),
 ) -> HeadRanking:
     """Rank heads by switching them off one after another, each time the one whose loss hurts least.
 
@@ -135,7 +143,7 @@ def extract_circuit(
         ([5, 5], 'avg')
         >>> member = he.prune(base, ranking.first(2))
     """
-    clip.require_model(ensemble, "extract_circuit")
+    require_model(ensemble, "extract_circuit")
     names, sentences = _checked_classes(ensemble, class_names, templates)
     chosen, numbered = _checked_places(ensemble, towers, layers)
     off, candidates = off_and_left(ensemble, chosen, numbered, removed)
@@ -191,7 +199,7 @@ def extract_circuit(
         settings["ood_score"] = [ood_score, distance.fingerprint.hexdigest()]
     with all_ranks(place) as ranks:
         dual = ensemble if isinstance(ensemble, DualEncoder) else None
-        model = ensemble if isinstance(ensemble, Ensemble) else clip.zero_shot(ensemble, names, sentences, False)
+        model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, names, sentences, False)
         model = working_copy(model, dtype, place)
         samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
         run = Extraction(
@@ -233,7 +241,7 @@ def extract_circuit(
 
 
 def _checked_classes(
-    model: Ensemble | DualEncoder, class_names: Sequence[str] | None, templates: clip.Templates
+    model: Ensemble | DualEncoder, class_names: Sequence[str] | None, templates: Templates
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names and sentences of a dual encoder, none of an ensemble; refuses a model that has no answers to score."""
     if model.num_members != 1:
@@ -241,7 +249,7 @@ def _checked_classes(
     if isinstance(model, DualEncoder):
         if class_names is None:
             raise ConfigError("a dual encoder answers for classes by their names; give class_names")
-        return clip.checked_names(class_names), clip.checked_templates(templates)
+        return checked_names(class_names), checked_templates(templates)
     if class_names is not None:
         raise ConfigError("class_names are for dual encoders; an ensemble has its classes already")
     if model.num_classes < 2:
@@ -250,14 +258,14 @@ def _checked_classes(
 
 
 def _checked_places(
-    model: Ensemble | DualEncoder, towers: Sequence[clip.Tower], layers: Iterable[int] | None
+    model: Ensemble | DualEncoder, towers: Sequence[Tower], layers: Iterable[int] | None
 ) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
     """Towers and layers whose heads are candidates; the layers are None for all of several towers."""
     chosen: tuple[str, ...] = (TOWER,)
     if isinstance(model, DualEncoder):
-        chosen = tuple(tower for tower in sorted(get_args(clip.Tower)) if tower in towers)
+        chosen = tuple(tower for tower in sorted(get_args(Tower)) if tower in towers)
         if not chosen or len(chosen) < len(towers):
-            raise ConfigError(f"towers must be some of {list(get_args(clip.Tower))}, each once, got {list(towers)}")
+            raise ConfigError(f"towers must be some of {list(get_args(Tower))}, each once, got {list(towers)}")
     if len(chosen) == 1:
         return chosen, checked_layers(towers_of(model)[chosen[0]].config, layers)
     if layers is not None:
@@ -300,7 +308,7 @@ class Extraction:
         kept, problem = None, None
         if self.ranks.rank == 0 and journal is not None and journal.exists():
             try:
-                kept = _read_journal(journal).settings.get("method")
+                kept = read_journal(journal).settings.get("method")
             except HydraError as error:
                 problem = error
         kept = self.ranks.gather(kept, problem)[0]
@@ -331,7 +339,7 @@ class Extraction:
         if self.ranks.rank == 0:
             (say if progress else warn)(said)
 
-    def take_steps(self, journal: "Journal", path: Path | None, progress: bool) -> None:
+    def take_steps(self, journal: Journal, path: Path | None, progress: bool) -> None:
         """Take the greedy steps that the journal does not have yet."""
         done = journal.heads
         if len(done) >= self.budget:
@@ -375,7 +383,7 @@ class Extraction:
         choice = search.choose(left)
         return search.exact.choose(left) if choice.over and isinstance(search, Screened) else choice
 
-    def _warn_of_end(self, journal: "Journal") -> None:
+    def _warn_of_end(self, journal: Journal) -> None:
         count, most, steps = self.objective.id_count, self.objective.most_errors, len(journal.steps)
         assert journal.start is not None
         assert most is not None
@@ -421,7 +429,7 @@ class Extraction:
         own, carry = self.ranks.share(left), self.method == "exact"
         return CachedTower(working, samples, left, own, self.batch_size, int(share * room), carry)
 
-    def ranking(self, journal: "Journal", provenance: Mapping[str, Any]) -> HeadRanking:
+    def ranking(self, journal: Journal, provenance: Mapping[str, Any]) -> HeadRanking:
         """What the steps amount to; `provenance` is what else there is to say about it."""
         objective, start, steps = self.objective, journal.start, journal.steps[: self.budget]
         assert start is not None
@@ -460,76 +468,3 @@ class Extraction:
                 },
             },
         )
-
-
-# --- the journal: a run that was stopped goes on where it was ----------------------------------------------
-
-FORMAT = "hydra_ensembles circuit journal 1"
-
-
-@dataclass(frozen=True)
-class Step:
-    """One greedy step: the head removed, the integers of the model without it, and the work over all ranks.
-
-    `excess` says, of an audited step, by how many units of the integer the choice missed the best.
-    """
-
-    layer: int
-    head: int
-    errors: int
-    discordance: int
-    layer_evaluations: int
-    multiply_adds: int
-    excess: int | None = None
-    tower: str = TOWER
-
-
-@dataclass
-class Journal:
-    """The steps of a run, as they are stored; `settings` is what choices depend on besides the model and the data."""
-
-    format: str
-    model: str  # fingerprints
-    data: str
-    settings: Mapping[str, Any]
-    start: Mapping[str, int] | None = None  # `errors` and `discordance` before the first step
-    steps: tuple[Step, ...] = ()
-
-    @property
-    def heads(self) -> list[Head]:
-        """The heads removed so far."""
-        return [Head(step.layer, step.head, step.tower) for step in self.steps]
-
-    def add(self, step: Step, path: Path | None) -> None:
-        """Append a step and write the file, where there is one, anew and in one piece, with its digest."""
-        self.steps = (*self.steps, step)
-        if path is not None:
-            write_sealed(path, to_plain(self))
-
-
-def resumed(journal: Journal, path: Path | None, ranks: Ranks, candidates: Sequence[Head]) -> Journal:
-    """A journal with the steps of its file, if any, read by rank 0; all ranks stop where that is of another run."""
-    problem = None
-    if path is not None and ranks.rank == 0 and path.exists():
-        try:
-            stored = _read_journal(path)
-            wanted = {**vars(journal), "start": stored.start, "steps": stored.steps}
-            require_same_run(vars(stored), wanted, path, "the journal of a circuit")
-            if len(set(stored.heads) & set(candidates)) < len(stored.heads):  # of before: without a digest
-                raise CheckpointError(f"{path} has a head twice, or one that is no candidate; delete it to start anew")
-            journal = stored
-        except HydraError as error:
-            problem = error
-    return ranks.gather(journal, problem)[0]
-
-
-def _read_journal(path: Path) -> Journal:
-    try:
-        journal = from_plain(Journal, read_sealed(path), "journal")
-        if journal.steps and (journal.start is None or journal.start.keys() != {"errors", "discordance"}):
-            raise CheckpointError("it does not say what the model was before the first step")
-        return journal
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path} is not a journal of a circuit extraction ({error}); delete it to start anew, or give another path"
-        ) from error

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ..errors import ConfigError
 from ..heads.masking import working_copy
 from ..heads.ranking import Head
-from ..model.clip import DualEncoder, average_templates, prompts_of
+from ..model.dual_encoder import DualEncoder, average_templates, prompts_of
 from ..model.ensemble import Ensemble
 from ..model.stem_readout import compose
 from .cache import CachedTower

@@ -19,7 +19,7 @@ from ..serve.app import make_app
 from ..serve.export import Format
 from ..serve.export import export as write_export
 from ..serve.scoring import SHARD, UNREADABLE, Scorer, score_archive
-from ..serve.settings import API_KEY, ServeSettings
+from ..serve.service import API_KEY, ServeSettings
 from ..serve.telemetry import log_to_stdout
 from .command import Json, assign, command, emit_json
 from .sources import USUAL_BATCH, ModelSettings, load_classifier

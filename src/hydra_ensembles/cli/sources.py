@@ -20,7 +20,7 @@ from ..data.loading import load as load_set
 from ..data.suites import SetRef, suite
 from ..errors import CheckpointError, ConfigError, ConversionError, DataError
 from ..files import parse_json, plain_file, read_file
-from ..model.clip import DualEncoder, load
+from ..model.dual_encoder import DualEncoder, load
 from ..model.ensemble import Ensemble
 from ..preprocessing import Interpolation
 from ..run_folder import IDENTITY, RESULT

@@ -12,8 +12,8 @@ from torch import nn
 
 from ..arguments import checked
 from ..errors import ConversionError, HydraWarning
-from ..model.clip import DualEncoder
 from ..model.config import EnsembleConfig, PatchStemConfig
+from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.layers import GroupedLinear
 from ..model.metadata import Metadata, odd_names

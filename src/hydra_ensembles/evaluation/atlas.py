@@ -24,7 +24,7 @@ from ..heads.ranking import Head
 from ..metrics.inputs import mean
 from ..metrics.ood import auroc
 from ..metrics.probabilities import at_labels
-from ..model.clip import require_ensemble
+from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
 from ..overlap import Keys, require_unlike, sample_keys

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..arguments import checked
 from ..errors import ConfigError, HeadError
-from ..model.clip import DualEncoder, require_model
 from ..model.config import EnsembleConfig
+from ..model.dual_encoder import DualEncoder, require_model
 from ..model.ensemble import Ensemble
 from ..model.layers import Attention
 from .ranking import Head, HeadLike, as_heads

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arguments import require_whole
 from ..errors import ConfigError, HeadError, SameMembersError
-from ..model.clip import DualEncoder
+from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from .masking import off_and_left, pooling_of, towers_of
 from .ranking import Head, HeadRanking

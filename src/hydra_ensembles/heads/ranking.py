@@ -17,7 +17,7 @@ from ..arguments import checked, require_whole
 from ..batches import Batches, Inputs, iterate, tensor_bytes
 from ..errors import HeadError
 from ..files import read_sealed, write_sealed
-from ..model.clip import DualEncoder
+from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..schema import from_plain, short, to_plain
 

@@ -17,7 +17,7 @@ from .._utils import require_device, torch_seeded
 from ..arguments import checked, require_whole
 from ..batches import Batches, Inputs, begin_epoch, borrowed, length_of, read_batch, require_labels
 from ..errors import ConfigError, DataError, HeadError
-from ..model.clip import require_ensemble
+from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from .masking import (
     TOWER,

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..arguments import checked
 from ..batches import Batches, iterate
 from ..errors import ConfigError, DataError
-from ..model.clip import require_ensemble
+from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from ..model.layers import Block, Context, dropping
 from .masking import attention_of, existing_heads

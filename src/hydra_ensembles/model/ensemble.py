@@ -20,7 +20,8 @@ from .contents import ENSEMBLE, Contents, ensemble_contents, read_ensemble, with
 from .cost import Description, describe
 from .given import Arguments, Given, fitting_images, fitting_tokens, gathered, require_at_home, require_dense
 from .layers import Context, Droppable, Encoder, GroupedNorm, dropping
-from .members import (
+from .metadata import Calibration, Metadata, common_metadata, member_metadata
+from .states import (
     join_states,
     listed,
     member_config,
@@ -29,7 +30,6 @@ from .members import (
     require_same_architecture,
     require_same_dtype_and_device,
 )
-from .metadata import Calibration, Metadata, common_metadata, member_metadata
 from .stem_readout import PatchStem, Readout, TextStem, projection_from
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from ..prediction import Calibrates, Prediction, ScoreName, Unfamiliarity, check
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..schema import ADDED_LATER, require_types
 from .config import EnsembleConfig, ProjectionConfig
-from .members import join_equal, member_config, member_state, unequal
+from .states import join_equal, member_config, member_state, unequal
 
 Copied = TypeVar("Copied", Tensor, tuple[float, ...])  # something with one entry for all members, or one for each
 

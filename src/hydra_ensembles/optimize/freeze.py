@@ -25,8 +25,8 @@ from ..model.layers import (
     out_of_heads,
     read_tokens,
 )
-from ..model.members import HEAD_AXIS
 from ..model.rotary import FrozenRotary, turned
+from ..model.states import HEAD_AXIS
 from ..model.stem_readout import MapPool, PatchStem
 
 Plan = Literal["batched", "loop", "grouped"]

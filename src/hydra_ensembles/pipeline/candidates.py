@@ -26,8 +26,8 @@ from ..fuse import fuse, soup
 from ..heads.members import random_members
 from ..heads.ranking import data_fingerprint, model_fingerprint
 from ..metrics.distance import FamiliarityName
-from ..model.clip import DEFAULT_TEMPLATES
 from ..model.cost import measure_costs
+from ..model.dual_encoder import DEFAULT_TEMPLATES
 from ..model.ensemble import Ensemble
 from ..overlap import keys_at_hand, require_unlike, sample_keys, warn_if_shared
 from ..report.compare import to_markdown

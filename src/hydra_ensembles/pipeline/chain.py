@@ -27,7 +27,7 @@ from ..heads.members import CIRCUIT_ORDER, circuit_members, distinct_taylor, ran
 from ..heads.ranking import Head, HeadRanking, model_fingerprint
 from ..heads.taylor import taylor
 from ..metrics.distance import FamiliarityName
-from ..model.clip import DEFAULT_TEMPLATES, Templates
+from ..model.dual_encoder import DEFAULT_TEMPLATES, Templates
 from ..model.ensemble import Ensemble
 from ..run_folder import RESULT, RunFolder
 from ..schema import from_plain, to_plain

@@ -38,9 +38,9 @@ from ..heads.members import CIRCUIT_ORDER
 from ..heads.ranking import Head, data_fingerprint
 from ..heads.taylor import Scope
 from ..metrics.distance import FamiliarityChoice
-from ..model.clip import DualEncoder, Templates, checked_names, checked_templates, zero_shot
+from ..model.dual_encoder import DualEncoder, Templates, checked_names, checked_templates, zero_shot
 from ..model.ensemble import Ensemble
-from ..model.members import place_of
+from ..model.states import place_of
 from ..overlap import keys_at_hand, require_unlike, sample_keys, warn_if_shared
 from ..prune import prune
 from ..schema import ADDED_LATER, require_types

@@ -3,6 +3,6 @@
 from .app import make_app
 from .ray_app import ray_app
 from .scoring import Scorer, score_archive
-from .settings import ServeSettings
+from .service import ServeSettings
 
 __all__ = ["Scorer", "ServeSettings", "make_app", "ray_app", "score_archive"]

@@ -27,8 +27,7 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
 from . import protocol
 from .batcher import Batcher
-from .service import Answer, Row, Service, finite, require_servable, tensor_of, text_of
-from .settings import ServeSettings
+from .service import Answer, Row, ServeSettings, Service, finite, require_servable, tensor_of, text_of
 from .telemetry import Telemetry, log, log_failure
 
 if TYPE_CHECKING:

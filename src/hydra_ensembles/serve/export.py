@@ -20,8 +20,8 @@ from .._utils import __version__, require
 from ..arguments import checked, require_number
 from ..errors import ConfigError, ConversionError, DataError
 from ..files import checksum, flush, json_bytes, locked, remove, writing
-from ..model.clip import DualEncoder
 from ..model.config import PatchStemConfig
+from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.layers import dropping
 from ..preprocessing import TextPreprocessing

@@ -15,8 +15,7 @@ from ..arguments import require_whole
 from ..errors import ConfigError, RequestError
 from ..model.ensemble import Ensemble
 from .app import make_app
-from .service import Answer, Row, Service, require_servable
-from .settings import ServeSettings
+from .service import Answer, Row, ServeSettings, Service, require_servable
 
 ATTEMPTS = 5  # replicas that are asked, one after another, where each one dies
 

@@ -17,7 +17,7 @@ from .._utils import derive_seed, evaluation_mode, torch_seeded
 from ..arguments import checked
 from ..batches import Batches, Inputs, changed, iterate, read_batch, require_labels, size_of
 from ..errors import ConfigError, DataError
-from ..model.clip import require_ensemble
+from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 from ..overlap import keys_at_hand, warn_if_shared

@@ -28,7 +28,7 @@ from ..batches import Batches, borrowed, epoch_of, fingerprint, length_of, requi
 from ..errors import CheckpointError, ConfigError, DataError
 from ..files import read_file, read_sealed, remove_leftovers, resumable, write_atomically, write_sealed
 from ..heads.ranking import model_fingerprint
-from ..model.clip import DualEncoder
+from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.layers import Block
 from ..schema import ADDED_LATER, from_plain, to_plain

@@ -16,7 +16,7 @@ from ..batches import Batches, length_of
 from ..errors import ConfigError
 from ..model.config import GROUPS, EnsembleConfig, Group
 from ..model.ensemble import Ensemble
-from ..model.members import place_of
+from ..model.states import place_of
 from ..schema import ADDED_LATER, from_plain, require_types
 
 OptimizerName = Literal["sgd", "adamw"]

@@ -16,8 +16,8 @@ from .._utils import derive_seed, evaluation_mode, torch_seeded
 from ..arguments import checked
 from ..batches import Batches, Inputs, read_labels
 from ..errors import ConfigError, DataError
-from ..model.clip import DualEncoder
 from ..model.config import output_width
+from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.layers import dropping
 from .loop import Job, Learner, Runtime, train_best

@@ -12,7 +12,7 @@ from hydra_ensembles.baselines.batch_ensemble import BatchEnsemble, Scaled, batc
 from hydra_ensembles.baselines.start import joined
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.model.config import Sharing
-from hydra_ensembles.model.members import member_state
+from hydra_ensembles.model.states import member_state
 from hydra_ensembles.training.recipe import Recipe, make_optimizer
 
 SMALL = BatchEnsemble(members=2, deviation=0.3)

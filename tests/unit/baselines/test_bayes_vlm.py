@@ -18,7 +18,7 @@ from hydra_ensembles.baselines.bayes_vlm import (
     published_prior,
 )
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
-from hydra_ensembles.model.clip import DualEncoder, Projections
+from hydra_ensembles.model.dual_encoder import DualEncoder, Projections
 from hydra_ensembles.training.text import image_features
 from unit.training.training_cases import NAMES, pair_samples, pairs, tiny_dual
 

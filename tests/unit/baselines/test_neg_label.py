@@ -7,7 +7,7 @@ from torch.nn import functional as F
 import hydra_ensembles as he
 from hydra_ensembles.baselines.neg_label import NegLabel, least_alike, neg_label
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.model.clip import DualEncoder, Projections
+from hydra_ensembles.model.dual_encoder import DualEncoder, Projections
 from unit.training.training_cases import NAMES, pair_samples, tiny, tiny_dual
 
 WORDS = [f"{one} {two}" for one in ("cat", "dog", "red", "the", "photo") for two in ("tree", "bus", "of", "picture")]

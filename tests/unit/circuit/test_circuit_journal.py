@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from circuit_models import Problem, by_two_ranks, evidence, random_problem
 from hydra_ensembles.circuit import extract
-from hydra_ensembles.circuit.extract import Journal, Step
+from hydra_ensembles.circuit.journal import Journal, Step
 from hydra_ensembles.errors import CheckpointError, HydraWarning, StorageError
 from processes import in_a_child
 

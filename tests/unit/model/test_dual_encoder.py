@@ -10,7 +10,7 @@ import hydra_ensembles as he
 from architectures import images, perturbed
 from architectures_clip import DUAL_CASES, DualCase, open_clip_model
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.model.clip import DualEncoder
+from hydra_ensembles.model.dual_encoder import DualEncoder
 from hydra_ensembles.model.stem_readout import Projections
 from zero_shot_models import relative_error
 

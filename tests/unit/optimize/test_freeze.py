@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from hydra_ensembles.model.config import KeptHeads, Sharing
 from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.model.members import HEAD_AXIS
+from hydra_ensembles.model.states import HEAD_AXIS
 from hydra_ensembles.optimize.freeze import blocks, simplified
 from random_ensembles import SHAPES, random_batches, random_ensemble
 

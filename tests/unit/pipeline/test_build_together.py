@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import hydra_ensembles as he
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.model.members import member_config, member_state, place_of
+from hydra_ensembles.model.states import member_config, member_state, place_of
 
 EVERYTHING = ("stem", "attention", "mlp", "norms", "readout")
 # not AdamW: it divides by gradients, and that of a key's bias is zero but for rounding

@@ -19,8 +19,7 @@ from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.serve.app import make_app
 from hydra_ensembles.serve.batcher import Batcher
 from hydra_ensembles.serve.outputs import REASON_WORDS, columns
-from hydra_ensembles.serve.service import Service
-from hydra_ensembles.serve.settings import API_KEY, ServeSettings
+from hydra_ensembles.serve.service import API_KEY, ServeSettings, Service
 from served_models import SCORES, inputs_for, served
 from serving import LIMIT, ask, opened, picture, settings, talk
 

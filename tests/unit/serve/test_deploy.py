@@ -16,7 +16,7 @@ import yaml
 import hydra_ensembles as he
 from hydra_ensembles.errors import RequestError
 from hydra_ensembles.serve.app import make_app
-from hydra_ensembles.serve.settings import API_KEY, ServeSettings
+from hydra_ensembles.serve.service import API_KEY, ServeSettings
 from served_models import _labelled, inputs_for, served
 from serving import opened, picture, settings, talk
 

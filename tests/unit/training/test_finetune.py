@@ -14,7 +14,7 @@ from training_cases import CLASSES, LAYERS, batches, moved, same, samples, tiny,
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.model.config import GROUPS, CosineConfig, Sharing
 from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.model.members import place_of
+from hydra_ensembles.model.states import place_of
 from hydra_ensembles.prune import prune
 from hydra_ensembles.training.finetune import EnsembleLearner, finetune
 from hydra_ensembles.training.loop import Runtime

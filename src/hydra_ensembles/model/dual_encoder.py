@@ -20,8 +20,8 @@ from .contents import DUAL_ENCODER, ENSEMBLE, Contents, dual_encoder_contents, r
 from .cost import Description
 from .ensemble import Ensemble, Saved, built_around, copied
 from .layers import Droppable, GroupedLinear, dropping
-from .members import copies_of, head_axis, member_index, place_of
 from .metadata import PROJECTION, TOWER, Metadata, TextSettings, TextSide, odd_names, text_state
+from .states import copies_of, head_axis, member_index, place_of
 from .stem_readout import Projections, compose, linear, projection_config, projection_from
 
 Tower = Literal["image", "text"]

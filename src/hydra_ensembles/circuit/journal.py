@@ -1,0 +1,85 @@
+"""The journal of an extraction: a run that was stopped goes on where it was."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._distributed import Ranks
+from .._utils import require_same_run
+from ..errors import CheckpointError, HydraError
+from ..files import read_sealed, write_sealed
+from ..heads.masking import TOWER
+from ..heads.ranking import Head
+from ..schema import from_plain, to_plain
+
+FORMAT = "hydra_ensembles circuit journal 1"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One greedy step: the head removed, the integers of the model without it, and the work over all ranks.
+
+    `excess` says, of an audited step, by how many units of the integer the choice missed the best.
+    """
+
+    layer: int
+    head: int
+    errors: int
+    discordance: int
+    layer_evaluations: int
+    multiply_adds: int
+    excess: int | None = None
+    tower: str = TOWER
+
+
+@dataclass
+class Journal:
+    """The steps of a run, as they are stored; `settings` is what choices depend on besides the model and the data."""
+
+    format: str
+    model: str  # fingerprints
+    data: str
+    settings: Mapping[str, Any]
+    start: Mapping[str, int] | None = None  # `errors` and `discordance` before the first step
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def heads(self) -> list[Head]:
+        """The heads removed so far."""
+        return [Head(step.layer, step.head, step.tower) for step in self.steps]
+
+    def add(self, step: Step, path: Path | None) -> None:
+        """Append a step and write the file, where there is one, anew and in one piece, with its digest."""
+        self.steps = (*self.steps, step)
+        if path is not None:
+            write_sealed(path, to_plain(self))
+
+
+def resumed(journal: Journal, path: Path | None, ranks: Ranks, candidates: Sequence[Head]) -> Journal:
+    """A journal with the steps of its file, if any, read by rank 0; all ranks stop where that is of another run."""
+    problem = None
+    if path is not None and ranks.rank == 0 and path.exists():
+        try:
+            stored = read_journal(path)
+            wanted = {**vars(journal), "start": stored.start, "steps": stored.steps}
+            require_same_run(vars(stored), wanted, path, "the journal of a circuit")
+            if len(set(stored.heads) & set(candidates)) < len(stored.heads):  # of before: without a digest
+                raise CheckpointError(f"{path} has a head twice, or one that is no candidate; delete it to start anew")
+            journal = stored
+        except HydraError as error:
+            problem = error
+    return ranks.gather(journal, problem)[0]
+
+
+def read_journal(path: Path) -> Journal:
+    """The journal in a file; refuses what is none."""
+    try:
+        journal = from_plain(Journal, read_sealed(path), "journal")
+        if journal.steps and (journal.start is None or journal.start.keys() != {"errors", "discordance"}):
+            raise CheckpointError("it does not say what the model was before the first step")
+        return journal
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} is not a journal of a circuit extraction ({error}); delete it to start anew, or give another path"
+        ) from error
