@@ -24,6 +24,7 @@ from .altered import require_known_parts, require_unaltered
 from .clip import DualArchitecture
 from .core import Architecture, qualified_name, require_finite, require_fit, translate
 from .declared import Declaration
+from .dropout import read_dropout
 from .guess import beginning, guessed, require_proof
 from .own import same_when_padded_left
 from .probe import Both, require_same_answers
@@ -101,6 +102,7 @@ def convert(
     else:
         architecture = _find_architecture(model, num_labels, processor, preprocessing)
     require_unaltered(given, model, architecture.name)
+    probe = probe and not any(parameter.is_meta for parameter in model.parameters())  # without values, no answers
     if isinstance(architecture, DualArchitecture):
         if preprocessing is not None:
             raise ConversionError(f"{architecture.name} has two towers; say what each reads with processor=")
@@ -132,7 +134,17 @@ def convert(
             HydraWarning,
             stacklevel=3,
         )
-    return both.ensemble
+    if not probe or not both.own or (declaration is not None and declaration.dropout is not None):
+        return both.ensemble
+    trained, whole = read_dropout(both)
+    if not whole:
+        warnings.warn(
+            f"{architecture.name}: in training the model drops something at random that could not be read off it, and "
+            "the converted one does not: if it is to be trained, say dropout= in the declaration",
+            HydraWarning,
+            stacklevel=3,
+        )
+    return both.ensemble if trained == config else Ensemble.from_state(trained, state, metadata)
 
 
 def _known(architecture: Architecture, config: EnsembleConfig, model: nn.Module, processor: Any) -> Metadata:

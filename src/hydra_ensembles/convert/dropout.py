@@ -1,0 +1,139 @@
+"""The dropout of a model of one's own, read off what its modules are given; what else it drops shows in training."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._utils import torch_seeded
+from ..model.config import EnsembleConfig
+from ..model.layers import Dropout
+from .core import Inputs
+from .probe import Both, difference
+
+# Where a canonical model drops, by the end of the module's name: the part of the configuration, and its rate there.
+_SITES = {
+    "stem.dropout": ("stem", "dropout"),
+    "attention.out_dropout": ("encoder", "projection_dropout"),
+    "mlp.activation_dropout": ("encoder", "activation_dropout"),
+    "mlp.output_dropout": ("encoder", "output_dropout"),
+    "readout.dropout": ("readout", "dropout"),
+    "readout.hidden_dropout": ("readout", "hidden_dropout"),
+}
+_ATTENTION = ("encoder", "attention_dropout")
+_IN_LAYER = {"dropout": "activation_dropout", "dropout1": "projection_dropout", "dropout2": "output_dropout"}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a dropout was given, `[…, d]`, by its name, rate and input."""
+
+    name: str
+    rate: float
+    given: Tensor
+
+
+def read_dropout(both: Both) -> tuple[EnsembleConfig, bool]:
+    """The configuration with every rate that can be read, and whether in training the original drops nothing else.
+
+    A module that drops is known by its input: it is that of one of ours, in every layer. To be called for models whose
+    answers agree.
+    """
+    inputs = {name: one[:1] for name, one in both.samples().items()}  # without padding
+    with both.answering():
+        with _calls(both.model, lambda one: type(one) is nn.Dropout and one.p > 0) as theirs:
+            both.original(inputs)
+        with _calls(both.ensemble, lambda one: isinstance(one, Dropout)) as ours:
+            _forward(both, inputs)
+        config, read = _matched(both.ensemble.config, theirs, ours)
+        return config, _is_certain(both, config, read, inputs)
+
+
+@contextmanager
+def _calls(model: nn.Module, wanted: Callable[[Any], bool]) -> Iterator[list[_Call]]:
+    """What such modules of a model are given inside."""
+    found: list[_Call] = []
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda module, given: found.append(_Call(name, module.p, given[0]))
+
+    named = model.named_modules()
+    handles = [module.register_forward_pre_hook(hook(name)) for name, module in named if wanted(module)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _forward(both: Both, inputs: Inputs) -> None:
+    """All tokens through all blocks, as the original has them; the last block needs few."""
+    ensemble = both.ensemble
+    arguments = ensemble.unpack(dict(inputs), None, None)
+    x, context = ensemble.embed(*arguments)
+    for block in ensemble.encoder.layers:
+        x = block(x, context)
+    ensemble.readout(x, context.key_mask, arguments[0])
+
+
+def _matched(config: EnsembleConfig, theirs: Sequence[_Call], ours: Sequence[_Call]) -> tuple[EnsembleConfig, set[str]]:
+    """The configuration with the rates that were read, and the names of the modules that it stands for."""
+    places: dict[tuple[str, str], list[list[_Call]]] = defaultdict(list)  # of each layer, what drops there
+    for one in ours:
+        site = next(site for end, site in _SITES.items() if one.name.endswith(end))
+        places[site].append([call for call in theirs if _same(one.given, call.given)])
+    weights = [one for one in theirs if _is_attention(one.given, config)]
+    if len(weights) == config.encoder.layers:
+        places[_ATTENTION] = [[one] for one in weights]
+    explained: list[_Call] = []
+    for (part, rate), calls in places.items():
+        rates = {tuple(call.rate for call in one) for one in calls}
+        if len(rates) == 1 and len(next(iter(rates))) == 1:  # one module in every layer, at one rate
+            config = replace(config, **{part: replace(getattr(config, part), **{rate: calls[0][0].rate})})
+            explained += [one[0] for one in calls]
+    unexplained = {call.name for call in theirs if not any(call is one for one in explained)}
+    return config, {call.name for call in explained} - unexplained
+
+
+def _same(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether tokens or features of one sample are the same, in whatever order their axes of length one are."""
+    if ours.numel() != theirs.numel() or ours.shape[-1] != theirs.shape[-1]:
+        return False
+    return difference(ours.flatten(), theirs.flatten()) <= 1e-3  # of numbers that are as different as any
+
+
+def _is_attention(given: Tensor, config: EnsembleConfig) -> bool:
+    """Whether these are the weights of an attention, `[1, H, T, T]`."""
+    if given.numel() != config.encoder.heads * given.shape[-1] ** 2 or given.shape[-1] < 2 or bool((given < 0).any()):
+        return False
+    return bool(((given.sum(-1) - 1).abs() < 1e-2).all())
+
+
+def _is_certain(both: Both, config: EnsembleConfig, read: set[str], inputs: Inputs) -> bool:
+    """Whether the original has no chance left in training, when all that was read of it does not drop."""
+    try:
+        model: Any = copy.deepcopy(both.model)
+    except Exception:  # whatever somebody's model may raise
+        return all(name in read for name, one in both.model.named_modules() if type(one) is nn.Dropout and one.p > 0)
+    for name, module in model.named_modules():
+        if name in read:
+            module.p = 0.0
+        if isinstance(module, nn.MultiheadAttention) and module.dropout == config.encoder.attention_dropout:
+            module.dropout = 0.0
+        if isinstance(module, nn.TransformerEncoderLayer):
+            for part, rate in _IN_LAYER.items():
+                dropout: Any = getattr(module, part)
+                dropout.p = 0.0 if dropout.p == getattr(config.encoder, rate) else dropout.p
+    model.train()
+    answers: list[Tensor] = []
+    for seed in (0, 1):
+        with torch_seeded(seed, both.ensemble.device):
+            try:
+                answers.append(replace(both, model=model).original(inputs))
+            except ValueError:  # it is in no state to train, and so drops nothing
+                return True
+    return difference(*answers) <= both.allowed(inputs)
