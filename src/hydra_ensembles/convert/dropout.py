@@ -59,10 +59,14 @@ def _calls(model: nn.Module, wanted: Callable[[Any], bool]) -> Iterator[list[_Ca
     found: list[_Call] = []
 
     def hook(name: str) -> Callable[..., None]:
-        return lambda module, given: found.append(_Call(name, module.p, given[0]))
+        def seen(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            x = next(iter((*given, *named.values())))
+            found.append(_Call(name, module.p, x.to_padded_tensor(0.0) if x.is_nested else x))
 
-    named = model.named_modules()
-    handles = [module.register_forward_pre_hook(hook(name)) for name, module in named if wanted(module)]
+        return seen
+
+    parts = [(name, module) for name, module in model.named_modules() if wanted(module)]
+    handles = [module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in parts]
     try:
         yield found
     finally:
