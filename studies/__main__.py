@@ -17,7 +17,7 @@ from .dual_recipe import SUITES, DualRecipe, load_dual_recipe
 from .dual_seed import DualTask
 from .fetch import SETS
 from .fetch import prepare as prepare_set
-from .findings import RESULTS, TABLES, Study, paper_table, written
+from .findings import RESULTS, TABLES, Study, written
 from .rows import rows_of
 from .seed import Seed
 from .sets import DataFolder
@@ -83,12 +83,6 @@ def tables(
     if figures is not None:
         price.draw(read_object(results.parent / "price.json"), figures / "gain_against_price.svg")
     print(written(Study(name, results), TABLES))
-
-
-@app.command()
-def paper(name: Annotated[str, typer.Argument(help="Study of classifiers.")], results: Folder = RESULTS) -> None:
-    """Show the paper's numbers beside ours."""
-    print(paper_table(Study(name, results)))
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """What the documents show of the studies of classifiers, made from their stored columns alone."""
 
 import csv
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
@@ -13,9 +13,8 @@ from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_object
 
 from .classifiers import FORMAT
-from .measures import Array, Difference, Number, numbers, plain_numbers, read_columns
+from .measures import FEWEST, Array, Difference, Number, numbers, plain_numbers, read_columns
 from .paper import paper_numbers
-from .results import markdown
 from .rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, SINGLE, SOUP, TUNED
 
 MAIN = {
@@ -31,7 +30,6 @@ MAIN = {
 }
 LOWER = ("nll", "brier", "ece", "aurc", "fpr95")  # is better
 PLAIN = ("nll", "brier")  # not in per cent
-PAPER = ("accuracy", "nll", "ece", "near.auroc", "far.auroc", "all.auroc")
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "studies"
 FILE = Path(__file__).parent / "paper" / "classifier_claims.csv"
 
@@ -89,9 +87,21 @@ class Study:
         pairs = [(ours[key], theirs[key]) for ours, theirs in both if key in ours and key in theirs]
         return Difference.of([ours for ours, _ in pairs], [theirs for _, theirs in pairs]) if pairs else None
 
+    def parameters(self, row: str) -> str:
+        """Millions of parameters of a row; a dash where it has none of its own."""
+        found = [run["report"][row].get("parameters") for run in self.facts["runs"].values() if row in run["report"]]
+        return f"{found[0] / 1e6:.1f} M" if found[0] else "–"
+
     def cost(self, row: str) -> Mapping[str, Any]:
         """What was measured of a row's price."""
         return (self.facts["costs"] or {"rows": {}})["rows"].get(row, {})
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], note: str = "", left: int = 1) -> str:
+    """A table, so many columns of it to the left and the others to the right; and a note below."""
+    rule = "|".join(["---"] * left + ["---:"] * (len(head) - left))
+    table = [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(line)} |" for line in lines)]
+    return "\n".join([*table, "", note] if note else table)
 
 
 def printed(value: float | None, key: str, sign: str = "") -> str:
@@ -116,30 +126,42 @@ def marked(study: Study, row: str, key: str) -> str:
 
 
 def main_table(study: Study) -> str:
-    """Every row of a study."""
-    lines = []
+    """Every row of a study; of its price what was measured."""
+    costs, lines = study.facts["costs"], []
     for row in study.rows:
-        cost, trained = study.cost(row), study.facts["trainings"][row]
-        false = [one["far.fpr95"] for one in study.plain(row) if "far.fpr95" in one]
-        price = [
-            f"{cost['latency_ratio']:.2f}x" if cost else "–",
-            memory(cost),
-            f"{trained:g}",
-            str(len(study.seeds(row))),
-        ]
+        cost, false = study.cost(row), [one["far.fpr95"] for one in study.plain(row) if "far.fpr95" in one]
         cells = [marked(study, row, key) for key in MAIN]
-        lines.append([row, *cells, printed(mean(false), "fpr95") if false else "–", *price])
-    head = ["row", *MAIN.values(), "far FPR95 ↓", "cost", "memory", "trainings", "seeds"]
-    costs = study.facts["costs"]
-    where = f"a batch of {costs['batch']} on an {costs['device']}, bfloat16" if costs else "not measured"
+        price = [f"{cost['latency_ratio']:.2f}x" if cost else "–", memory(cost)] if costs else []
+        trained = [f"{study.facts['trainings'][row]:g}", str(len(study.seeds(row)))]
+        lines.append(
+            [row, *cells, printed(mean(false), "fpr95") if false else "–", study.parameters(row), *price, *trained]
+        )
+    measured = ["cost ↓", "memory ↓"] if costs else []
+    head = ["row", *MAIN.values(), "far FPR95 ↓", "parameters", *measured, "trainings ↓", "seeds"]
+    where = f" Cost and memory: a batch of {costs['batch']} on an {costs['device']}, bfloat16." if costs else ""
     note = (
         "Means over seeds, in per cent but for NLL and Brier score; **better** and *worse* than Single beyond chance "
         "(95 % intervals over seeds and test samples, paired). NLL, Brier score and ECE after calibration on held-out "
         "data. OOD AUROC by the largest probability, near and far; by entropy and Mahalanobis distance, mean over all "
-        f"sets. FPR95 of sets of 1,000 samples or more. Cost and memory: {where}; trainings: of a whole model, "
-        f"Single's among them. From `results/studies/{study.name}/`."
+        "sets. FPR95 of sets of 1,000 samples or more, at the first threshold that finds 95 % of them. "
+        f"Trainings: of a whole model, Single's among them.{where} From `results/studies/{study.name}/`."
     )
     return markdown(head, lines, note)
+
+
+def detection_table(study: Study) -> str:
+    """What Tables 15 to 17 print of finding foreign inputs by the largest probability, of all rows."""
+    keys = [f"{group}.{metric}" for group in ("near", "far", "all") for metric in ("auroc", "fpr95", "aupr")]
+    lines = []
+    for row in study.rows:
+        ours = study.plain(row)
+        means = [[one[key] for one in ours if key in one] for key in keys]
+        lines.append([row, *(printed(mean(one) if one else None, key) for one, key in zip(means, keys, strict=True))])
+    titles = {"auroc": "AUROC ↑", "fpr95": "FPR95 ↓", "aupr": "AUPR ↑"}
+    head = [f"{group} {titles[metric]}" for group, _, metric in (key.partition(".") for key in keys)]
+    small = small_sets(study)
+    note = f"FPR95 leaves out {', '.join(small)}: under 1,000 samples." if small else ""
+    return markdown(["row", *head], lines, note)
 
 
 def memory(cost: Mapping[str, Any]) -> str:
@@ -181,6 +203,10 @@ def shift_table(study: Study) -> str:
 def contrast_table(study: Study) -> str:
     """What the parts of the method bring: paired differences that decide the story."""
     pairs = [
+        ("Single, trained as long", SINGLE),
+        ("Single, D.2, nothing pruned", SINGLE),
+        (SOUP, SINGLE),
+        (DEEP, SINGLE),
         (HYDRA, SINGLE),
         (HYDRA, DEEP),
         (HYDRA, SOUP),
@@ -193,6 +219,7 @@ def contrast_table(study: Study) -> str:
         (HYDRA_CIRC, "Random heads"),
         (HYDRA_CIRC, HYDRA_TAYLOR),
         ("Hydra (Circ) and the whole model", HYDRA_CIRC),
+        ("CircAvg, 10,000 steps", "CircAvg"),
         ("Deep Ensembles, MLPs averaged", DEEP),
     ]
     keys = ["accuracy", "calibrated.nll", "aurc", "near.auroc", "far.auroc", "mahalanobis:all.auroc"]
@@ -260,7 +287,14 @@ def choices_table(study: Study) -> str:
             setting = ", ".join(f"{key} {value}" for key, value in one["setting"].items())
             cells = [printed(one[key], key) for key in ("accuracy", "calibrated.nll", "all.auroc")]
             lines.append([row, setting, *cells, taken])
-    return markdown(["row", "setting", "accuracy", "NLL", "AUROC, held-out sets", ""], lines, left=2)
+    told = [
+        f"of {what} {found[0]:+.2f} over {found[1]} rows"
+        for what, key in {"NLL": "calibrated.nll", "OOD AUROC": "all.auroc"}.items()
+        for found in [foretold(study, key)]
+        if found is not None
+    ]
+    note = f"Rank correlation of what held-out data said with what the test said: {', '.join(told)}." if told else ""
+    return markdown(["row", "setting", "accuracy", "NLL", "AUROC, held-out sets", ""], lines, note, left=2)
 
 
 SUMMARY = {
@@ -270,7 +304,7 @@ SUMMARY = {
     HYDRA: "the same, fused above a mean trunk",
     TUNED: "the same, trunk chosen on held-out data",
     "Single, D.2, nothing pruned": "trained on by the paper's recipe",
-    "CircAvg": "12 of 72 heads pruned, then that recipe",
+    "CircAvg": "heads pruned, then that recipe",
     HYDRA_CIRC: "three such, MLPs averaged: the paper",
 }
 SUMMARY_KEYS = (
@@ -303,11 +337,65 @@ def summary_table(study: Study) -> str:
     return markdown(head, lines, note, left=2)
 
 
+PRINTED = {  # columns of Tables 1 and 2, and near and far of Tables 15 to 17
+    "accuracy": "Acc ↑",
+    "brier": "Brier ↓",
+    "nll": "NLL ↓",
+    "ece": "ECE ↓",
+    "aece": "aECE ↓",
+    "all.auroc": "AUROC ↑",
+    "all.fpr95": "FPR95 ↓",
+    "all.aupr": "AUPR ↑",
+    "near.auroc": "near AUROC ↑",
+    "far.auroc": "far AUROC ↑",
+}
+
+
+def paper_table(study: Study) -> str:
+    """The paper's table of the task: our numbers, and the paper's in brackets."""
+    task, lines = study.facts["recipe"]["tasks"][study.name]["paper"], []
+    theirs = paper_numbers("classifier", task)
+    for row in (row for row in study.rows if row in theirs):
+        ours = study.plain(row)
+        cells = []
+        for key in PRINTED:
+            there, value = [one[key] for one in ours if key in one], theirs[row].get(key)
+            cells.append(f"{printed(mean(there) if there else None, key)} ({printed(value, key)})")
+        lines.append([row, *cells])
+    small = small_sets(study)
+    note = (
+        f"Ours, and in brackets the paper's on {task}; before calibration, OOD by the largest probability, means over "
+        "all sets and over seeds, in per cent but for NLL and Brier score. AUPR hangs on how many samples a set has."
+    ) + (f" Our FPR95 leaves out sets under 1,000 samples: {', '.join(small)}." if small else "")
+    return markdown(["row", *PRINTED.values()], lines, note)
+
+
+def small_sets(study: Study) -> list[str]:
+    """OOD sets too small for an FPR95."""
+    row = study.rows[0]
+    columns = study.columns(row, study.seeds(row)[0])
+    names = [name for group in study.facts["groups"].values() for name in group]
+    return [name for name in names if len(columns[f"{name}|msp"]) < FEWEST]
+
+
+def foretold(study: Study, key: str) -> tuple[float, int] | None:
+    """Rank correlation of a number of chosen settings on held-out data with that on the test, and of how many."""
+    said, came = [], []
+    for row, choice in study.facts["choices"].items():
+        if row in study.rows:
+            taken = next(one for one in choice["measured"] if one["setting"] == choice["setting"])
+            said.append(taken[key])
+            came.append(study.mean(row, key))
+    return (float(spearmanr(said, came).statistic), len(said)) if len(said) > 2 else None
+
+
 TABLES: Mapping[str, Callable[[Study], str]] = {
     "main": main_table,
     "summary": summary_table,
     "contrasts": contrast_table,
     "claims": claims_table,
+    "paper": paper_table,
+    "detection": detection_table,
     "sets": sets_table,
     "shift": shift_table,
     "choices": choices_table,
@@ -324,26 +412,3 @@ def blocks(folder: Path = RESULTS) -> dict[str, str]:
     studies = [Study(place.parent.name, folder) for place in sorted(folder.glob("*/study.json"))]
     known = [study for study in studies if "inside" in study.facts]
     return {f"study_{study.name}_{name}": table(study) for study in known for name, table in TABLES.items()}
-
-
-def paper_table(study: Study) -> str:
-    """Every number that the paper gives for the task, and ours."""
-    task, lines = study.facts["recipe"]["tasks"][study.name]["paper"], []
-    for row, numbers_ in paper_numbers("classifier", task).items():
-        ours = study.plain(row) if row in study.rows else []
-        for key, value in numbers_.items():
-            there = [one[key] for one in ours if key in one]
-            gap = printed(mean(there) - value, key, "+") if there else ""
-            lines.append([row, key, printed(value, key), printed(mean(there), key) if there else "–", gap])
-    return markdown(["row", "number", f"paper, {task}", "ours", "ours − paper"], lines, left=2)
-
-
-def foretold(study: Study) -> tuple[float, int] | None:
-    """Rank correlation of the NLL of chosen settings on held-out data with that on the test, and of how many."""
-    said, came = [], []
-    for row, choice in study.facts["choices"].items():
-        if row in study.rows:
-            taken = next(one for one in choice["measured"] if one["setting"] == choice["setting"])
-            said.append(taken["calibrated.nll"])
-            came.append(study.mean(row, "calibrated.nll"))
-    return (float(spearmanr(said, came).statistic), len(said)) if len(said) > 2 else None

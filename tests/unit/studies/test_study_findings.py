@@ -1,11 +1,14 @@
 """A whole study of classifiers on small models, from the first training to the tables, and the tables by other code."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from sklearn.metrics import roc_auc_score
+import torch
+from sklearn.metrics import auc, roc_auc_score, roc_curve
 from small_studies import SmallTask
+from torchmetrics.functional.classification import binary_calibration_error
 
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json, write_json
@@ -17,6 +20,7 @@ from studies.seed import Seed, slug
 from studies.workers import Workers
 
 NAME = "vision-cifar100"
+STORED = [place.parent.name for place in sorted(findings.RESULTS.glob("*/study.json")) if "inside" in read_json(place)]
 ROWS = [SINGLE, MC_DROPOUT, "CircAvg", "Hydra (Circ)", HYDRA, "Hydra, tuned"]
 
 
@@ -39,7 +43,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
 def test_every_row_is_reported_corrupted_and_shown(study: Study) -> None:
     assert study.rows == ROWS
     assert [study.seeds(row) for row in (SINGLE, HYDRA, MC_DROPOUT)] == [[0, 1], [0, 1], [0]]
-    tables = [findings.main_table, findings.sets_table, findings.shift_table]
+    tables = [findings.main_table, findings.detection_table, findings.sets_table, findings.shift_table]
     for table in tables:
         lines = [line for line in table(study).splitlines() if line.startswith("| ")]
         assert [line[2:].partition(" | ")[0] for line in lines[1:]] == ROWS
@@ -48,33 +52,90 @@ def test_every_row_is_reported_corrupted_and_shown(study: Study) -> None:
     assert {one["severity"] for one in shifted} == {1, 2, 3, 4, 5}
     assert study.cost(HYDRA)["latency_ratio"] > 0
     assert "| taken |" in findings.choices_table(study)
-    assert {one["verdict"] for one in findings.claims(study)} <= {
-        "reproduced",
-        "not reproduced",
-        "tie",
-        "not run",
-        "one seed",
-    }
+    head, *_ = findings.main_table(study).splitlines()
+    assert "| parameters | cost ↓ | memory ↓ | trainings ↓ |" in head
 
 
-def test_the_main_table_by_other_code(study: Study) -> None:
-    """From the stored columns with numpy and scikit-learn."""
-    columns = np.load(study.folder / "seed-0.npz")
-    for row in study.rows:
-        own = {key: columns[f"{row}|cifar100|{key}"].astype(float) for key in ("correct", "calibrated.nll", "msp")}
-        found = study.numbers(row, 0)
-        assert found["accuracy"].value == pytest.approx(own["correct"].mean())
-        assert found["calibrated.nll"].value == pytest.approx(own["calibrated.nll"].mean())
-        areas = []
-        for name in ("dtd10", "miniplaces", "mnist", "svhn"):
-            other = columns[f"{row}|{name}|msp"].astype(float)
-            truth = [0] * len(own["msp"]) + [1] * len(other)
-            areas.append(roc_auc_score(truth, np.concatenate([own["msp"], other])))
-        assert found["far.auroc"].value == pytest.approx(np.mean(areas))
-    assert (
-        f"| {SINGLE} | {100 * np.mean([study.numbers(SINGLE, seed)['accuracy'].value for seed in (0, 1)]):.2f} |"
-        in (findings.main_table(study))
-    )
+def test_what_held_out_data_foretold_is_said(study: Study) -> None:
+    """Of the rows with a choice, by ranks."""
+    choices = study.facts["choices"]
+    said = [min(one["calibrated.nll"] for one in choice["measured"]) for choice in choices.values()]
+    came = [study.mean(row, "calibrated.nll") for row in choices]
+    ranks = np.argsort(np.argsort([said, came], axis=1), axis=1)
+    found = findings.foretold(study, "calibrated.nll")
+    assert found == (pytest.approx(np.corrcoef(ranks)[0, 1]), 3)
+    assert f"NLL {found[0]:+.2f} over 3 rows" in findings.choices_table(study)
+
+
+def test_a_price_that_was_not_measured_has_no_columns(study: Study, tmp_path: Path) -> None:
+    shutil.copytree(study.folder, tmp_path / NAME)
+    write_json(tmp_path / NAME / "study.json", {**study.facts, "costs": None})
+    table = findings.main_table(Study(NAME, tmp_path))
+    assert "memory" not in table
+    assert "trainings ↓" in table
+
+
+def test_the_papers_table_has_both_numbers_and_names_sets_without_fpr95(study: Study) -> None:
+    lines = findings.paper_table(study).splitlines()
+    (hydra,) = (line for line in lines if line.startswith("| Hydra (Circ) |"))
+    ours = 100 * study.numbers("Hydra (Circ)", 0)["accuracy"].value
+    assert hydra.split(" | ")[1] == f"{ours:.2f} (92.11)"
+    assert not any(line.startswith(f"| {HYDRA} |") for line in lines)  # the paper has no such row
+    assert "mnist" in lines[-1]  # 60 samples
+
+
+def test_verdicts_are_a_closed_list(study: Study) -> None:
+    known = {"reproduced", "not reproduced", "tie", "not run", "one seed"}
+    assert {one["verdict"] for one in findings.claims(study)} <= known
+
+
+def by_other_code(study: Study, row: str, seed: int) -> list[float]:
+    """The numbers of the main table and far FPR95, from the stored columns with numpy, scikit-learn, torchmetrics."""
+    own, (near, far) = study.facts["inside"], (study.facts["groups"][name] for name in ("near", "far"))
+    columns = {key: one.astype(float) for key, one in study.columns(row, seed).items()}
+    correct, doubt = columns[f"{own}|correct"], torch.from_numpy(columns[f"{own}|calibrated.doubt"])
+    wrong = 1 - correct[np.argsort(columns[f"{own}|msp"], kind="stable")]
+    answered = np.arange(1, len(wrong) + 1)
+
+    def sides(name: str, score: str) -> tuple[np.ndarray, np.ndarray]:
+        inside, outside = columns[f"{own}|{score}"], columns[f"{name}|{score}"]
+        return np.repeat([0, 1], [len(inside), len(outside)]), np.concatenate([inside, outside])
+
+    def area(names: list[str], score: str) -> float:
+        return float(np.mean([roc_auc_score(*sides(name, score)) for name in names]))
+
+    def false(name: str) -> float:
+        positive, found, _ = roc_curve(*sides(name, "msp"), drop_intermediate=False)
+        return float(positive[np.argmax(found >= 0.95)])
+
+    large = [false(name) for name in far if len(columns[f"{name}|msp"]) >= 1000]
+    return [
+        correct.mean(),
+        columns[f"{own}|calibrated.nll"].mean(),
+        columns[f"{own}|calibrated.brier"].mean(),
+        float(binary_calibration_error(1 - doubt, torch.from_numpy(correct).int(), n_bins=15)),
+        auc(answered / len(wrong), np.cumsum(wrong) / answered) / (1 - 1 / len(wrong)),
+        area(near, "msp"),
+        area(far, "msp"),
+        area([*near, *far], "entropy"),
+        area([*near, *far], "mahalanobis"),
+        *([np.mean(large)] if large else []),
+    ]
+
+
+@pytest.mark.parametrize("name", ["small", *STORED])
+def test_the_main_table_by_other_code(name: str, request: pytest.FixtureRequest) -> None:
+    """Of every stored study, and a small one, three rows as they are printed: means over all of their seeds."""
+    study: Study = request.getfixturevalue("study") if name == "small" else Study(name, findings.RESULTS)
+    few = Study(study.name, study.folder.parent)
+    few.rows = [row for row in (SINGLE, "Hydra (Circ)", HYDRA) if row in study.rows]
+    lines = [line.split(" | ") for line in findings.main_table(few).splitlines()[2 : 2 + len(few.rows)]]
+    assert len(lines) >= 2
+    for row, (_, *cells) in zip(few.rows, lines, strict=True):
+        found = np.mean([by_other_code(few, row, seed) for seed in few.seeds(row)], axis=0)
+        for value, cell, key in zip(found, cells, [*findings.MAIN, "far.fpr95"][: len(found)], strict=False):
+            scale = 1 if key in ("calibrated.nll", "calibrated.brier") else 100
+            assert scale * value == pytest.approx(float(cell.strip("*")), abs=0.0006 if scale == 1 else 0.006), key
 
 
 def test_a_study_goes_on_where_it_stopped_and_choices_stay(study: Study, tmp_path: Path) -> None:
