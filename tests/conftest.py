@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,11 @@ gc.set_threshold(20_000, 50, 50)  # what is imported is much and stays: it is se
 
 TOGETHER = ("contract", "circuit", "cli", "studies")  # folders whose files share what takes long to make
 FIRST = {*TOGETHER, "integration", "pipeline", "training"} - {"cli"}  # they take long: no worker ends with one of them
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import what takes seconds to import (Ray) for tests that are not asked for."""
+    return True if collection_path.name == "slow" and "not slow" in config.getoption("markexpr") else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

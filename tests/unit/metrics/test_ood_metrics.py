@@ -5,7 +5,6 @@ import pytest
 import torch
 from cases import random_probs, random_scores, updated
 from sklearn import metrics as sklearn_metrics
-from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.metrics.ood import (
@@ -72,6 +71,8 @@ def test_fpr95_takes_the_nearest_recall_or_the_first_sufficient_one():
 
 
 def test_torch_uncertainty_convention_equals_its_referee(referee, quiet):
+    from torchmetrics.functional.classification import binary_auroc, binary_average_precision
+
     for seed in range(40):
         id_scores, ood_scores = random_scores(seed)
         scores, is_ood = joined(id_scores, ood_scores)

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from cases import random_member_probs, random_probs, updated
-from torchmetrics.functional.classification import multiclass_accuracy
 
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.metrics.probabilities import (
@@ -102,6 +101,8 @@ def test_diversity_by_hand():
 
 
 def test_random_cases_equal_the_referees(referee, quiet):
+    from torchmetrics.functional.classification import multiclass_accuracy
+
     for seed in range(30):
         probs, labels = random_probs(seed)
         classes = probs.shape[1]
