@@ -18,7 +18,16 @@ from ..preprocessing import is_raw
 from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_width
 from .contents import ENSEMBLE, Contents, ensemble_contents, read_ensemble, with_parts
 from .cost import Description, describe
-from .given import Arguments, Given, fitting_images, fitting_tokens, gathered, require_at_home, require_dense
+from .given import (
+    Arguments,
+    Given,
+    fitting_images,
+    fitting_tokens,
+    gathered,
+    require_at_home,
+    require_dense,
+    warn_of_padding_first,
+)
 from .layers import Context, Droppable, Encoder, GroupedNorm, dropping
 from .metadata import Calibration, Metadata, common_metadata, member_metadata
 from .states import (
@@ -299,7 +308,10 @@ class Ensemble(Saved, Droppable):
         if isinstance(self.config.stem, PatchStemConfig):
             fitting_images(self.config.stem, main)
             return main, None, None
-        return fitting_tokens(self.config.stem, main, mask, segments)
+        arguments = fitting_tokens(self.config.stem, main, mask, segments)
+        if self.config.readout.pool == "cls":
+            warn_of_padding_first(arguments[1])
+        return arguments
 
     def optimize(self, example_inputs: Given | None = None, **options: Any) -> "OptimizedEnsemble":
         """A frozen, faster runner of this ensemble; `OptimizedEnsemble` says which options there are."""

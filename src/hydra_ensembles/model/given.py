@@ -4,6 +4,7 @@ Nothing that could change an answer is passed over in silence. Values are looked
 data come from: a tensor on a GPU is not read back, and compiled code does not look either.
 """
 
+import warnings
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..batches import READ, looks_like_input, tensors_of
-from ..errors import DataError
+from ..errors import DataError, HydraWarning
 from .config import PatchStemConfig, TextStemConfig
 
 Given = Tensor | Mapping[str, Tensor]
@@ -119,6 +120,17 @@ def _fitting_mask(mask: Tensor) -> Tensor:
     if not _whole(mask):
         raise DataError(f"attention_mask is {mask.dtype}, and on a GPU its values are not looked at; {advice}, as bool")
     return mask
+
+
+def warn_of_padding_first(mask: Tensor | None) -> None:
+    """Warn, where it can be seen, of texts whose first token is padding, for models that read the first one alone."""
+    if mask is not None and mask.shape[1] and _visible(mask) and not bool(mask[:, 0].all()):
+        warnings.warn(
+            "some texts begin with padding, and this model reads its answer off the first token, as the original does: "
+            "pad on the right (tokenizer.padding_side = 'right'), unless it was trained on texts like these",
+            HydraWarning,
+            stacklevel=3,
+        )
 
 
 def _in_range(numbers: Tensor, end: int, name: str, of: str) -> Tensor:

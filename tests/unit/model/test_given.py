@@ -1,7 +1,9 @@
 """What a model is given: every way in reads the same inputs, and nothing that changes an answer is passed over."""
 
+import warnings
 from collections import UserDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 import hydra_ensembles as he
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import evaluate
 from random_ensembles import CLASSES, random_ensemble
 
@@ -204,6 +206,22 @@ def test_segments_of_a_model_that_has_none_are_refused_unless_they_say_nothing()
     assert torch.equal(one(IDS, MASK, torch.zeros_like(IDS)), one(IDS, MASK))
     with pytest.raises(DataError, match="segments"):
         one(IDS, MASK, SEGMENTS)
+
+
+@pytest.mark.parametrize("way", ["forward", "predict", "optimized", "mc_dropout"])
+def test_padding_where_the_first_token_is_read_is_warned_of(way: str) -> None:
+    first = model()
+    assert first.config.readout.pool == "cls"
+    last = he.Ensemble.from_state(
+        replace(first.config, readout=replace(first.config.readout, pool="last")), first.state_dict()
+    )
+    left = {name: one.flip(1) for name, one in BATCH.items()}
+    with pytest.warns(HydraWarning, match="padding_side"):
+        WAYS[way](first, left)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HydraWarning)
+        WAYS[way](first, BATCH)
+        WAYS[way](last, left)
 
 
 def test_forward_names_a_dtype_that_does_not_fit_and_predict_converts_it() -> None:
