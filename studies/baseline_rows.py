@@ -146,7 +146,7 @@ def last_layer(seed: Seed, setting: Setting) -> he.Ensemble:
 def snapshots(seed: Seed, setting: Setting) -> he.Ensemble:
     """Members along one training, as long as Single's; the rate rises anew for each."""
     task, number = seed.task, seed.derived("snapshots")
-    steps = max(1, task.plain["training"]["epochs"] * len(task.lessons(task.training())) // seed.members)
+    steps = max(2, task.plain["training"]["epochs"] * len(task.lessons(task.training())) // seed.members)
     training = sped_up(task, rate_of(setting), seed=number, epochs=None, steps=steps)
     return seed.kept(
         named(SNAPSHOT, setting),
