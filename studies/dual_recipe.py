@@ -65,7 +65,6 @@ class DualCounts:
 class DualRecipe:
     """One zero-shot study."""
 
-    KIND: ClassVar[str] = "dual"
     STAGES: ClassVar[tuple[str, ...]] = ("choose", "train", "rank", "fix", "report", "cost", "store")
 
     name: str

@@ -15,7 +15,6 @@ from hydra_ensembles import DualEncoder, Ensemble, ImagePreprocessing, Projectio
 from hydra_ensembles.baselines.start import fresh
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.model.config import ReadoutConfig, output_width
-from hydra_ensembles.model.states import place_of
 from hydra_ensembles.model.stem_readout import linear
 
 from .dual_recipe import Backbone, derived_seed
@@ -92,18 +91,6 @@ def fresh_classifier(start: Ensemble, seed: int) -> Ensemble:
     if bias in state:
         state[bias] = torch.zeros_like(state[bias])
     return Ensemble.from_state(start.config, state, start.metadata)
-
-
-def with_trunk(model: Ensemble, trunk: Ensemble, layers: int) -> Ensemble:
-    """A copy whose stem and first layers are those of another model; the model as it is without any such layers."""
-    if not layers:
-        return model
-    state = dict(model.state_dict())
-    for name, tensor in trunk.state_dict().items():
-        group, layer = place_of(name)
-        if group == "stem" or (layer is not None and layer < layers):
-            state[name] = tensor
-    return Ensemble.from_state(model.config, state, model.metadata)
 
 
 def untrained_dual(root: Path, input_size: int, seed: int) -> DualEncoder:

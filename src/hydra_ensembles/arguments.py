@@ -79,12 +79,11 @@ def require_number(name: str, value: Any, least: float, end: float) -> None:
         raise ConfigError(f"{name} must be a number of at least {least} and less than {end}, got {short(value)}")
 
 
-def require_whole(name: str, value: object, least: int, most: int = MOST) -> int:
+def require_whole(name: str, value: object, least: int) -> int:
     """The value as Python's own integer; refused where it is no whole number, too small or too large."""
     number = None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
-    if number is None or not least <= number <= most:
-        limit = "less than 2**63" if most == MOST else f"at most {most}"
-        raise ConfigError(f"{name} must be a whole number of at least {least} and {limit}, got {short(value)}")
+    if number is None or not least <= number <= MOST:
+        raise ConfigError(f"{name} must be a whole number of at least {least} and less than 2**63, got {short(value)}")
     return number
 
 

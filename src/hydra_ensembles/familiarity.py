@@ -20,9 +20,9 @@ from .errors import ConfigError, DataError
 from .metrics.conformal import Reference
 from .metrics.distance import BY_CLASS, FamiliarityName, is_normalised, is_relative
 from .metrics.inputs import check_finite
+from .model.dropping import dropping
 from .model.dual_encoder import require_ensemble
 from .model.ensemble import Ensemble
-from .model.layers import dropping
 from .model.metadata import Familiarity, FamiliaritySettings
 from .overlap import sample_keys
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,7 +74,6 @@ class RunFolder:
         identity: What the work depends on, as plain data; a folder begun with another identity is refused.
         what: The work in words, for messages: `"a build"`.
         device: Where ensembles and tensors are read to.
-        announce: Called with the name of a product and the seconds it took, when it has been made.
     """
 
     def __init__(
@@ -85,11 +83,10 @@ class RunFolder:
         *,
         what: str = "a build",
         device: torch.device = _CPU,
-        announce: Callable[[str, float], None] | None = None,
     ) -> None:
         self.path = None if path is None else Path(path).expanduser()
         self._identity, self._what = json.loads(json.dumps(identity)), what
-        self._device, self._announce = device, announce
+        self._device = device
         self._writes, self._working = self.path is not None and launched_rank() == 0, False
         if self.path is not None:
             require_own_folder(self.path, what)
@@ -192,10 +189,7 @@ class RunFolder:
                     f"{place} cannot be used: {error}. Delete {place} and run this again: it is made anew"
                 ) from error
         with self.working():
-            start = time.perf_counter()
             product = make()
-            if self._announce is not None:
-                self._announce(name, time.perf_counter() - start)
             if place is not None and self._writes:
                 if place.is_dir():  # what a kill in the middle of writing left
                     shutil.rmtree(place)
@@ -218,14 +212,6 @@ class RunFolder:
         identity, products = _read_identity(self.path / IDENTITY)
         require_same_run(identity, self._identity, self.path, self._what)
         return products
-
-
-def read_finished(folder: Path, name: str) -> Any:
-    """Plain data that a run has finished, for whoever reads its folder from outside; refused if changed since."""
-    products, file = _read_identity(folder / IDENTITY)[1], folder / name
-    if products is not None and products.get(name) != checksum(file, MAX_BYTES):
-        raise CheckpointError(f"{file} is not what the run in {folder} made; delete it and run that again")
-    return read_json(file)
 
 
 def _content(place: Path) -> Path:

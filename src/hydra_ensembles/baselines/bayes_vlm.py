@@ -20,6 +20,7 @@ from ..arguments import checked, require_number, require_whole, trusted
 from ..batches import Batches, Inputs
 from ..errors import CheckpointError, ConfigError, DataError
 from ..model.config import Sharing
+from ..model.dropping import Droppable, dropping
 from ..model.dual_encoder import (
     DEFAULT_TEMPLATES,
     DualEncoder,
@@ -32,7 +33,7 @@ from ..model.dual_encoder import (
     zero_shot,
 )
 from ..model.ensemble import Ensemble
-from ..model.layers import Droppable, GroupedLinear, dropping
+from ..model.layers import GroupedLinear
 from ..model.metadata import PROJECTION, TextSide
 from ..prediction import Prediction
 from ..schema import require_types

@@ -13,8 +13,8 @@ from ..batches import Batches, iterate
 from ..errors import ConfigError, DataError
 from ..metrics.inputs import check_finite
 from ..model.config import Sharing
+from ..model.dropping import dropping
 from ..model.ensemble import Ensemble
-from ..model.layers import dropping
 from ..schema import require_types
 from .start import joined, require_single
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from ..arguments import checked, require_number, require_whole, trusted
 from ..batches import Inputs
 from ..model.config import EnsembleConfig
+from ..model.dropping import Droppable, dropping
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, built_around
 from ..model.given import Given
-from ..model.layers import Droppable, dropping
 from ..prediction import Prediction
 
 

@@ -16,8 +16,8 @@ from ..arguments import checked, require_number, require_whole
 from ..batches import Batches, Inputs, borrowed, epoch_of, fingerprint, iterate, require_labels, require_rereadable
 from ..errors import ConfigError
 from ..heads.ranking import model_fingerprint
+from ..model.dropping import dropping
 from ..model.ensemble import Ensemble
-from ..model.layers import dropping
 from ..model.states import place_of
 from ..schema import require_types, to_plain
 from ..training.finetune import train_parametrised

@@ -14,10 +14,9 @@ from .._utils import __version__
 from ..demo import DemoSettings, run_demo
 from ..files import write_atomically
 from ..report.compare import to_rich
-from .build import build
+from .build import build, search
 from .command import Debug, command, described
 from .evaluations import atlas, compare, evaluate, report
-from .search import search
 from .serving import export, score, serve
 from .use import bench, info, predict
 

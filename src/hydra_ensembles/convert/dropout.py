@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._utils import torch_seeded
 from ..model.config import EnsembleConfig
-from ..model.layers import Dropout
+from ..model.dropping import Dropout
 from .core import Inputs
 from .probe import Both, difference
 

@@ -20,8 +20,8 @@ from ..baselines.mc_dropout import MCDropout
 from ..batches import Batches, Inputs, changed, iterate, length_of, move, require_labels, size_of
 from ..errors import ConfigError, DataError
 from ..metrics.inputs import at_least_float32, check_finite, where
+from ..model.dropping import evaluating
 from ..model.ensemble import Ensemble
-from ..model.layers import evaluating
 from ..optimize.runner import OptimizedEnsemble
 from ..overlap import Keys, sample_keys
 from ..prediction import Prediction

@@ -161,12 +161,10 @@ def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> 
     return tuple(rows)
 
 
-def existing_heads(
-    config: EnsembleConfig, layers: Iterable[int] | None = None, member: int = 0, tower: str = TOWER
-) -> tuple[Head, ...]:
-    """The heads a member keeps in the given layers (None: in all), first layer first."""
+def existing_heads(config: EnsembleConfig, layers: Iterable[int] | None = None, tower: str = TOWER) -> tuple[Head, ...]:
+    """The heads that the first member keeps in the given layers (None: in all), first layer first."""
     chosen = checked_layers(config, layers)
-    return tuple(Head(layer, head, tower) for layer in chosen for head in config.heads[member][layer])
+    return tuple(Head(layer, head, tower) for layer in chosen for head in config.heads[0][layer])
 
 
 def checked_layers(config: EnsembleConfig, layers: Iterable[int] | None) -> tuple[int, ...]:

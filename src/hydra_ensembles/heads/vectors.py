@@ -10,9 +10,10 @@ from torch import Tensor
 from ..arguments import checked
 from ..batches import Batches, iterate
 from ..errors import ConfigError, DataError
+from ..model.dropping import dropping
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
-from ..model.layers import Block, Context, dropping
+from ..model.layers import Block, Context
 from .masking import attention_of, existing_heads
 from .ranking import Head
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..arguments import checked
 from ..errors import ConfigError, DataError
 from .config import EnsembleConfig, KeptHeads, PatchStemConfig
+from .dropping import evaluating
 from .given import Given
-from .layers import evaluating
 
 Name = TypeVar("Name", bound=str)
 

@@ -18,8 +18,9 @@ from ..preprocessing import TextPreprocessing
 from .config import CosineConfig, DualEncoderConfig, EnsembleConfig, Sharing, output_width
 from .contents import DUAL_ENCODER, ENSEMBLE, Contents, dual_encoder_contents, read_dual_encoder
 from .cost import Description
+from .dropping import Droppable, dropping
 from .ensemble import Ensemble, Saved, built_around, copied
-from .layers import Droppable, GroupedLinear, dropping
+from .layers import GroupedLinear
 from .metadata import PROJECTION, TOWER, Metadata, TextSettings, TextSide, odd_names, text_state
 from .states import copies_of, head_axis, member_index, place_of
 from .stem_readout import Projections, compose, linear, projection_config, projection_from

@@ -18,6 +18,7 @@ from ..preprocessing import is_raw
 from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_width
 from .contents import ENSEMBLE, Contents, ensemble_contents, read_ensemble, with_parts
 from .cost import Description, describe
+from .dropping import Droppable, dropping
 from .given import (
     Arguments,
     Given,
@@ -28,7 +29,7 @@ from .given import (
     require_dense,
     warn_of_padding_first,
 )
-from .layers import Context, Droppable, Encoder, GroupedNorm, dropping
+from .layers import Context, Encoder, GroupedNorm
 from .metadata import Calibration, Metadata, common_metadata, member_metadata
 from .states import (
     join_states,

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import EncoderConfig, EnsembleConfig, PatchStemConfig, ProjectionConfig, Resample, TextStemConfig
-from .layers import ACTIVATIONS, Attention, Context, Dropout, GroupedLinear, GroupedNorm, empty
+from .dropping import Dropout
+from .layers import ACTIVATIONS, Attention, Context, GroupedLinear, GroupedNorm, empty
 
 
 class PatchStem(nn.Module):

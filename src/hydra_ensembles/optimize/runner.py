@@ -20,7 +20,8 @@ from ..model.cost import times_in_turn
 from ..model.ensemble import Ensemble
 from ..model.given import Given, require_at_home
 from ..prediction import Prediction
-from .freeze import Plan, frozen, with_plan
+from .freeze import frozen, with_plan
+from .frozen_layers import Plan
 
 PLANS: tuple[Plan, ...] = get_args(Plan)
 MEASURED_SHAPES = 32  # beyond so many different input shapes, a new one takes the plan of the nearest

@@ -36,17 +36,8 @@ from ..schema import from_plain, to_plain
 from ..training.recipe import Recipe
 from .chain import Chain, calibrated, model_identity
 from .choice import DEEP, FORMAT, SOUP, YOURS, Price, SearchResult, SearchRow, dominates
-from .settings import (
-    LARGEST_SEED,
-    Batch,
-    BuildData,
-    HydraConfig,
-    StartingModel,
-    halves,
-    read_all,
-    starting_model,
-    with_upper_layers,
-)
+from .material import Batch, BuildData, StartingModel, halves, read_all, samples_in, starting_model, with_upper_layers
+from .settings import LARGEST_SEED, HydraConfig
 
 DEPTHS = (5 / 6, 2 / 3, 1 / 2)  # of the layers: the trunks that are tried where nothing is asked for
 REPEATS = 10  # timed runs of a model, in turn with the one that was given
@@ -217,7 +208,7 @@ def _read(
     require_unlike("the in-distribution data", np.concatenate(known), apart)
     for name in ("train", "id"):
         warn_if_shared(name, keys[name], "judge_id", keys["judge_id"], why)
-    parts, sizes = 4 if judged is None else 2, {name: _size(one) for name, one in {"id": own, **outside}.items()}
+    parts, sizes = 4 if judged is None else 2, {name: samples_in(one) for name, one in {"id": own, **outside}.items()}
     if sizes["id"] < 2 * parts * classes or min(sizes.values()) < 4:
         raise DataError(
             f"too few samples: {sizes}; one in {parts} of id fits statistics of {classes} classes, so give "
@@ -308,10 +299,6 @@ def _shortened(config: HydraConfig, share: float, train: Batches | None) -> Hydr
     return replace(config, recipe=short)
 
 
-def _size(batches: list[Batch]) -> int:
-    return sum(size_of(inputs) for inputs, _ in batches)
-
-
 # --- the work --------------------------------------------------------------------------------------------------------
 
 
@@ -345,7 +332,7 @@ class _Search:
             raise ConfigError(
                 f"no candidate costs at most {cost:g} times the model: {known}; raise cost, or give others"
             )
-        samples = {name: _size(one) for name, one in self.judges.items()}
+        samples = {name: samples_in(one) for name, one in self.judges.items()}
         return SearchResult(tuple(rows), cost, self.settings.price, self.settings.scores, samples)
 
     def finish(self, planned: SearchResult) -> SearchResult:

@@ -32,7 +32,8 @@ from ..model.ensemble import Ensemble
 from ..run_folder import RESULT, RunFolder
 from ..schema import from_plain, to_plain
 from ..training.finetune import finetune
-from .settings import Batch, BuildData, HydraConfig, StartingModel, read_data, starting_model, with_upper_layers
+from .material import Batch, BuildData, StartingModel, read_data, starting_model, with_upper_layers
+from .settings import HydraConfig
 
 FORMAT = "hydra_ensembles build 1"
 SPARE = 2  # heads that a circuit goes further where it repeats another member

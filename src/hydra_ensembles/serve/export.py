@@ -21,9 +21,9 @@ from ..arguments import checked, require_number
 from ..errors import ConfigError, ConversionError, DataError
 from ..files import checksum, flush, json_bytes, locked, remove, writing
 from ..model.config import PatchStemConfig
+from ..model.dropping import dropping
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
-from ..model.layers import dropping
 from ..preprocessing import TextPreprocessing
 from ..schema import to_plain
 from .outputs import REASON_WORDS, Answering, Field, input_fields, output_fields

@@ -17,9 +17,9 @@ from ..arguments import checked
 from ..batches import Batches, Inputs, read_labels
 from ..errors import ConfigError, DataError
 from ..model.config import output_width
+from ..model.dropping import dropping
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
-from ..model.layers import dropping
 from .loop import Job, Learner, Runtime, train_best
 from .recipe import Recipe, trainable_state
 

@@ -9,7 +9,7 @@ import hydra_ensembles as he
 from architectures import VISION_VARIANTS, ArchitectureCase, images, timm_model
 from architectures_transformers import DINOV3, MODERNBERT, TEXT, VARIANTS, token_batch, transformers_model
 from hydra_ensembles.errors import ConversionError
-from hydra_ensembles.model.layers import dropping
+from hydra_ensembles.model.dropping import dropping
 
 CASES = [*VISION_VARIANTS, *VARIANTS]
 EVA02, EVA_DINOV3 = "eva02_base_patch14_224", "vit_small_patch16_dinov3"

@@ -13,7 +13,7 @@ from torch import Tensor
 import hydra_ensembles as he
 from hydra_ensembles.evaluation.evaluate import evaluate
 from hydra_ensembles.model.cost import measure_costs
-from hydra_ensembles.model.layers import dropping
+from hydra_ensembles.model.dropping import dropping
 from random_ensembles import random_batches, random_ensemble
 
 THREADS, TIMES = 8, 12

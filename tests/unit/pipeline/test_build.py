@@ -24,7 +24,7 @@ import hydra_ensembles as he
 from architectures import VISION_CASES
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError, SameMembersError
 from hydra_ensembles.pipeline import chain
-from hydra_ensembles.pipeline import settings as given
+from hydra_ensembles.pipeline import material as given
 from hydra_ensembles.pipeline.settings import Strategy
 
 STRATEGIES: list[Strategy] = ["circuit", "taylor", "sampled", "random"]

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import hydra_ensembles as he
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.pipeline.chain import model_identity
-from hydra_ensembles.pipeline.settings import Batch, halves, read_all, read_data, starting_model
+from hydra_ensembles.pipeline.material import Batch, halves, read_all, read_data, starting_model
 
 
 def test_preprocessing_of_the_model_is_changed_and_the_model_is_not() -> None:
@@ -141,7 +141,7 @@ def test_labels_of_ood_data_are_not_read() -> None:
 
 
 def test_a_model_is_moved_in_a_copy_and_left_where_it_is_wanted(monkeypatch) -> None:
-    monkeypatch.setattr("hydra_ensembles.pipeline.settings.require_device", torch.device)  # "meta" is no place to build
+    monkeypatch.setattr("hydra_ensembles.pipeline.material.require_device", torch.device)  # "meta" is no place to build
     given_model = image_model()
     moved = starting_model(given_model, None, (), "meta").base
     assert (moved.device.type, given_model.device.type) == ("meta", "cpu")

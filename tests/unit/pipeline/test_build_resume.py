@@ -16,7 +16,7 @@ from killed_build import CONFIG, run
 import hydra_ensembles as he
 from hydra_ensembles.errors import CheckpointError, HydraError, StorageError
 from hydra_ensembles.pipeline import chain
-from hydra_ensembles.pipeline import settings as given
+from hydra_ensembles.pipeline import material as given
 from hydra_ensembles.training.finetune import EnsembleLearner
 from processes import run_script, watch_replacements
 

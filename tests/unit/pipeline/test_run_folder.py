@@ -13,7 +13,7 @@ from build_cases import image_model, same
 from hydra_ensembles import run_folder
 from hydra_ensembles.errors import CheckpointError, StorageError
 from hydra_ensembles.files import checksum, sealed
-from hydra_ensembles.run_folder import RunFolder, read_finished, require_own_folder
+from hydra_ensembles.run_folder import RunFolder, require_own_folder
 
 IDENTITY = {"seed": 1, "model": {"weights": "abc"}}
 
@@ -23,13 +23,11 @@ def never() -> Any:
 
 
 def test_products_are_made_once_and_read_afterwards(tmp_path: Path) -> None:
-    told: list[str] = []
     tensors = {"a": torch.arange(3), "b": torch.rand(2, 2).T}
-    run = RunFolder(tmp_path / "new" / "run", IDENTITY, announce=lambda name, seconds: told.append(name))
+    run = RunFolder(tmp_path / "new" / "run", IDENTITY)
     made = run.json("deep/facts", lambda: {"pair": (1, 2)})
     stored = run.tensors("weights", lambda: tensors)
     assert made == {"pair": [1, 2]}
-    assert told == ["deep/facts.json", "weights.safetensors"]
     again = RunFolder(tmp_path / "new" / "run", IDENTITY)
     assert again.json("deep/facts", never) == made
     torch.testing.assert_close((again.tensors("weights", never), stored), (tensors, tensors), rtol=0.0, atol=0.0)
@@ -103,8 +101,6 @@ def test_a_damaged_product_is_named_and_a_write_that_fails_leaves_nothing(
     os.truncate(tmp_path / "a.json", 1 << 40)  # a hole, which nobody reads to its end
     with pytest.raises(CheckpointError, match=r"limit.*Delete .*a\.json"):
         run.json("a", never)
-    with pytest.raises(CheckpointError, match="limit"):
-        read_finished(tmp_path, "a.json")
 
 
 # --- digests, and one worker at a time ---------------------------------------------------------------------
@@ -173,10 +169,3 @@ def test_two_do_not_work_in_one_folder_and_reading_needs_no_lock(made: Path) -> 
         assert first.json("new", lambda: 1) == 1  # whoever has the lock has it
     assert second.json("other", lambda: 2) == 2
     assert not list(folder.rglob(".*"))
-
-
-def test_products_are_read_from_outside_as_they_were_made(made: Path) -> None:
-    assert read_finished(made / "run1", "facts.json") == {"number": 1}
-    copy(made / "run2" / "facts.json", made / "run1" / "facts.json")
-    with pytest.raises(CheckpointError, match=r"facts\.json"):
-        read_finished(made / "run1", "facts.json")

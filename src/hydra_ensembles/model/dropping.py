@@ -1,0 +1,61 @@
+"""Dropping parts of activations: in training mode, or as a thread says, without a flag of any module being changed."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .._utils import evaluation_mode
+
+_THREAD = threading.local()  # `rule`: what `dropping` says in this thread; absent or None where it says nothing
+
+
+@contextmanager
+def dropping(rule: bool | torch.Generator) -> Iterator[None]:
+    """Inside, in this thread alone, layers drop nothing (False), or by a generator, whatever mode they are in.
+
+    No flag of a module is changed: other threads may run, or train, the same model meanwhile.
+    """
+    before = getattr(_THREAD, "rule", None)
+    _THREAD.rule = rule
+    try:
+        yield
+    finally:
+        _THREAD.rule = before
+
+
+def drops(module: nn.Module) -> bool | torch.Generator:
+    """Whether a layer drops: as `dropping` says, else in training mode; a generator where one is to be used."""
+    rule: bool | torch.Generator | None = getattr(_THREAD, "rule", None)
+    return module.training if rule is None else rule
+
+
+class Droppable(nn.Module):
+    """A model all of whose layers do what `dropping` says."""
+
+
+@contextmanager
+def evaluating(*models: object) -> Iterator[None]:
+    """Evaluation mode inside: of ours in this thread alone, and no flag changes; of other modules by their flags."""
+    others = [one for one in models if isinstance(one, nn.Module) and not isinstance(one, Droppable)]
+    with dropping(False), evaluation_mode(*others):
+        yield
+
+
+class Dropout(nn.Dropout):
+    """Dropout that does what `dropping` says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Zero some of the activations and scale the others up."""
+        by = self.p > 0.0 and drops(self)
+        if isinstance(by, torch.Generator):
+            return dropped(x, self.p, by)
+        return F.dropout(x, self.p) if by else x
+
+
+def dropped(x: Tensor, p: float, generator: torch.Generator) -> Tensor:
+    """What `F.dropout` gives, with random numbers from a generator of one's own."""
+    return x * torch.empty_like(x).bernoulli_(1.0 - p, generator=generator).div_(1.0 - p)

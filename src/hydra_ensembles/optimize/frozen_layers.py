@@ -1,0 +1,243 @@
+"""The layers of a frozen ensemble: the attention and the patch stem as one of several plans runs them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..model.layers import (
+    Attention,
+    Context,
+    Read,
+    asked_by,
+    attend,
+    head_ranges,
+    into_heads,
+    out_of_heads,
+    read_tokens,
+)
+from ..model.rotary import turned
+from ..model.stem_readout import PatchStem
+
+Plan = Literal["batched", "loop", "grouped"]
+"""How members with inputs of their own are run: in one batched product, for which they are padded to the widest; one
+after another; or in one grouped product whatever their sizes. The result is the same."""
+
+Parts = tuple[Tensor, ...]  # those of query, key and value that were asked for, each [R, T, H, d_k]
+
+
+class FrozenAttention(nn.Module):
+    """Computes what an `Attention` with folded biases computes, by one of the plans.
+
+    Attributes:
+        one_input: Whether all heads see one input, or there is one copy of them: then a plain product with all of
+            them does, whatever the plan.
+        into: Input projections: one with query, key and value; or, where few tokens ask, one with the query and one
+            with key and value, each contiguous.
+        head_ends: `[M]` of int32, where each member's heads end on the axis of all heads; for the plan `"grouped"`.
+    """
+
+    distinct: Tensor | None
+    head_ends: Tensor | None
+
+    def __init__(self, source: Attention, one_input: bool, reads_few: bool) -> None:
+        super().__init__()
+        self.sizes, self.causal, self.one_input = source.sizes, source.causal, one_input
+        self.window, self.turn = source.window, source.turn
+        self.plan: Plan = "loop"
+        self.query_norm, self.key_norm = source.query_norm, source.key_norm
+        biased = {0, 1} if sees_key_bias(source) else {0}  # of query, key, value; the rest is folded away
+        parts = ((0,), (1, 2)) if reads_few else ((0, 1, 2),)
+        self.into = nn.ModuleList(IntoHeads(source.qkv, source.qkv_bias, one, biased) for one in parts)
+        self.out, self.out_bias = source.out, source.out_bias
+        self.register_buffer("distinct", source.distinct, persistent=False)
+        self.register_buffer("head_ends", None, persistent=False)
+
+    def use_plan(self, plan: Plan) -> None:
+        """Choose how members with inputs of their own are run; `"batched"` pads them to the widest member."""
+        self.plan = plan
+        if plan == "grouped":
+            ends = [stop for _, stop in head_ranges(self.sizes)]
+            self.head_ends = torch.tensor(ends, dtype=torch.int32, device=self.out.device)
+        if plan == "batched" and not self.one_input and len(set(self.sizes)) > 1:
+            for projection in self.into:
+                cast(IntoHeads, projection).pad(self.sizes)
+            self.out = _padded_heads(self.out, self.sizes)
+            self.sizes = (max(self.sizes),) * len(self.sizes)
+
+    def forward(self, x: Tensor, context: Context, read: Read = None) -> Tensor:
+        """Attend within `[N, B, T, d]` as `Attention` does, to `[max(N, G), B, T', d]`."""
+        if not sum(self.sizes):
+            return self._with_bias(x.new_zeros(*x.shape[:2], read_tokens(x.shape[2], read), self.out.shape[2]))
+        if self.one_input:
+            return self._all_at_once(x, context, read)
+        if self.plan == "loop":
+            return self._one_after_another(x, context, read)
+        copies, ends = len(self.sizes), self.head_ends
+        if ends is not None:
+            parts = self._parts(x, asked_by(x, read), lambda into, one: into.grouped(one, ends))
+            return self._out_of_members(self._attend(parts, context, read, 1))
+        parts = self._parts(x, asked_by(x, read), lambda into, one: into.batched(one, copies))
+        z = self._attend(parts, context, read, copies)  # [M·B, T', h, d_k]
+        return self._with_bias(out_of_heads(z, self.out, copies))
+
+    def _all_at_once(self, x: Tensor, context: Context, read: Read) -> Tensor:
+        """One product with all heads."""
+        parts = self._parts(x.flatten(0, 1), asked_by(x, read).flatten(0, 1), IntoHeads.plain)
+        z = self._attend(parts, context, read, x.shape[0])  # [N·B, T', H, d_k]
+        if len(self.sizes) == 1:
+            return self._out_of_copy(0, z).unflatten(0, (x.shape[0], -1))  # [N, B, T', d]
+        return self._out_of_members(z if self.distinct is None else z.index_select(2, self.distinct))
+
+    def _one_after_another(self, x: Tensor, context: Context, read: Read) -> Tensor:
+        """Member by member, from the input of the sublayer to its output."""
+        results, asking = [], asked_by(x, read)
+        for member, (start, stop) in enumerate(head_ranges(self.sizes)):
+            if start == stop:  # nothing to attend with
+                z = x.new_zeros(x.shape[1], read_tokens(x.shape[2], read), 0, self.out.shape[1])
+            else:
+                parts = self._parts(x[member], asking[member], partial(IntoHeads.plain, start=start, stop=stop))
+                z = self._attend(parts, context, read, 1, member)  # [B, T', h, d_k]
+            results.append(self._out_of_copy(member, z))
+        return torch.stack(results)  # [M, B, T', d]
+
+    def _parts(self, x: Tensor, asking: Tensor, product: "Callable[[IntoHeads, Tensor], Parts]") -> Parts:
+        """Query, key and value, each `[R, T, H, d_k]`, the query for the tokens that ask alone."""
+        projections = [cast(IntoHeads, one) for one in self.into]
+        if len(projections) == 1:
+            return product(projections[0], x)
+        return product(projections[0], asking) + product(projections[1], x)
+
+    def _attend(self, parts: Parts, context: Context, read: Read, repeats: int, member: int | None = None) -> Tensor:
+        """Attention of query, key and value, of all heads or those of one member, to `[R, T', H, d_k]`."""
+        q, k, v = parts
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm.of_heads(q, self.sizes, member), self.key_norm.of_heads(k, self.sizes, member)
+        if self.turn is not None:
+            places = read if isinstance(read, slice) else None
+            q, k = turned(q, context.turns[self.turn], places), turned(k, context.turns[self.turn])
+        mask = context.seen(self.window is not None, read)
+        return attend(q, k, v, mask, repeats, self.causal)
+
+    def _out_of_members(self, z: Tensor) -> Tensor:
+        """Output projections of heads side by side, `[B, T', K, d_k]` to `[M, B, T', d]`."""
+        copies = len(self.sizes)
+        if self.head_ends is not None:
+            ends = self.head_ends * self.out.shape[1]
+            rows = z.flatten(2).flatten(0, 1)  # [B·T', K·d_k]
+            y = F.grouped_mm(rows, self.out.flatten(0, 1), offs=ends)  # [M, B·T', d]
+        elif self.plan == "batched" and len(set(self.sizes)) == 1:
+            rows = z.flatten(0, 1).unflatten(1, (copies, -1)).flatten(2).transpose(0, 1)  # [M, B·T', h·d_k]
+            y = torch.bmm(rows, self.out.reshape(copies, -1, self.out.shape[2]))
+        else:
+            parts = enumerate(z.split(self.sizes, dim=2))
+            return torch.stack([self._out_of_copy(copy, part) for copy, part in parts])
+        return self._with_bias(y.unflatten(1, z.shape[:2]))
+
+    def _out_of_copy(self, copy: int, z: Tensor) -> Tensor:
+        """Output projection of one copy's heads, `[R, T', h, d_k]` to `[R, T', d]`, with its bias."""
+        start, stop = head_ranges(self.sizes)[copy]
+        weight = self.out[start:stop].flatten(0, 1)  # [h·d_k, d]
+        bias = None
+        if self.out_bias is not None:
+            bias = self.out_bias[min(copy, self.out_bias.shape[0] - 1)]
+        return F.linear(z.flatten(2).flatten(0, 1), weight.t(), bias).unflatten(0, z.shape[:2])
+
+    def _with_bias(self, y: Tensor) -> Tensor:
+        """`[M, B, T', d]` with each member's bias."""
+        return y if self.out_bias is None else y + self.out_bias[:, None, None]
+
+
+class IntoHeads(nn.Module):
+    """Some of query, key and value of all heads: weights `[K, P, d_k, d]`.
+
+    A plain product takes its bias along for free. In a batched or grouped product the bias is a pass of its own
+    over the result, so it is added only to the parts (`biased`) in which it is not zero.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, parts: tuple[int, ...], biased: set[int]) -> None:
+        super().__init__()
+        self.weight = fixed(weight if len(parts) == weight.shape[1] else weight[:, list(parts)])
+        self.biased = tuple(place for place, part in enumerate(parts) if bias is not None and part in biased)
+        self.bias = fixed(bias[:, list(parts)].contiguous()) if bias is not None and self.biased else None
+
+    def plain(self, x: Tensor, start: int = 0, stop: int | None = None) -> Parts:
+        """All heads, or `start:stop` of them, on `[R, T, d]` that each of them sees: one plain product."""
+        weight = self.weight[start:stop]  # [H, P, d_k, d]
+        bias = None if self.bias is None else self.bias[start:stop].flatten()
+        y = F.linear(x.flatten(0, 1), weight.flatten(0, 2), bias)  # two axes: one product, not one for each of R
+        return y.reshape(*x.shape[:2], *weight.shape[:3]).unbind(3)
+
+    def batched(self, x: Tensor, members: int) -> Parts:
+        """`[M, B, T, d]`, each member's part by its own K / M heads, members on the batch axis of the result."""
+        parts = into_heads(x, self.weight, None, members).unbind(3)  # each [M·B, T, h, d_k]
+        if self.bias is None:
+            return parts
+        bias = self.bias.unflatten(0, (members, -1))[:, None, None]  # [M, 1, 1, h, P, d_k]
+        return tuple(
+            (part.unflatten(0, (members, -1)) + bias[..., place, :]).flatten(0, 1) if place in self.biased else part
+            for place, part in enumerate(parts)
+        )
+
+    def grouped(self, x: Tensor, head_ends: Tensor) -> Parts:
+        """`[M, B, T, d]`, each member's part by its own heads, all heads side by side in the result."""
+        heads, count, head_dim, width = self.weight.shape
+        columns = self.weight.reshape(-1, width).t()  # [d, K·P·d_k]
+        y = F.grouped_mm(x.flatten(1, 2).contiguous(), columns, offs=head_ends * (count * head_dim))  # [B·T, K·P·d_k]
+        parts = y.reshape(x.shape[1], x.shape[2], heads, count, head_dim).unbind(3)  # each [B, T, K, d_k]
+        if self.bias is None:
+            return parts
+        return tuple(part + self.bias[:, place] if place in self.biased else part for place, part in enumerate(parts))
+
+    def pad(self, sizes: tuple[int, ...]) -> None:
+        """Give every member as many heads as the widest; the new ones are zero."""
+        self.weight = _padded_heads(self.weight, sizes)
+        self.bias = None if self.bias is None else _padded_heads(self.bias, sizes)
+
+
+def _padded_heads(tensor: Tensor, sizes: tuple[int, ...]) -> nn.Parameter:
+    """A tensor `[K, …]` with zeros put after each member's heads, up to as many as the widest has."""
+    widest = max(sizes)
+    parts = [torch.cat([part, part.new_zeros(widest - len(part), *part.shape[1:])]) for part in tensor.split(sizes)]
+    return fixed(torch.cat(parts))
+
+
+class FrozenPatchStem(nn.Module):
+    """A patch stem for images of the size its position embedding was made for; others go the usual way."""
+
+    prefix: Tensor | None  # [G, P, d], the prefix tokens with their positions
+
+    def __init__(self, source: PatchStem) -> None:
+        super().__init__()
+        self.source, self.config = source, source.config
+        self.register_buffer("prefix", source.prefix(source.position), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Embed images `[B, channels, H, W]` as `[G, B, T, d]`."""
+        config, source = self.config, self.source
+        if images.dim() != 4 or images.shape[1:] != (config.channels, *config.image_size):
+            return source(images)
+        (rows, columns), (height, width) = config.grid, config.patch_size
+        copies = source.patch.shape[0]
+        patches = images.reshape(-1, config.channels, rows, height, columns, width).permute(0, 2, 4, 1, 3, 5)
+        bias = None if source.patch_bias is None else source.patch_bias.flatten()
+        x = F.linear(patches.flatten(3).flatten(1, 2), source.patch.flatten(2).flatten(0, 1), bias)  # [B, h·w, G·d]
+        x = x.unflatten(2, (copies, -1)).permute(2, 0, 1, 3)  # [G, B, h·w, d]
+        if source.position is not None:
+            x = x + source.position[:, None, config.position_prefix :]
+        if self.prefix is not None:
+            x = torch.cat([self.prefix[:, None].expand(-1, x.shape[1], -1, -1), x], dim=2)
+        return x if source.norm is None else source.norm(x)
+
+
+def sees_key_bias(attention: Attention) -> bool:
+    """Whether the bias of the key matters: a norm sees it, a rotation makes it another one at every place."""
+    return attention.key_norm is not None or attention.turn is not None
+
+
+def fixed(tensor: Tensor) -> nn.Parameter:
+    """A parameter that is not trained."""
+    return nn.Parameter(tensor, requires_grad=False)

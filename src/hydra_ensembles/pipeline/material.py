@@ -1,0 +1,246 @@
+"""What an ensemble is built from: the model it starts with, and the data, read once and held against each other."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .._distributed import local_device
+from .._utils import derive_seed, require_device
+from ..batches import (
+    Batches,
+    Inputs,
+    Sources,
+    borrowed,
+    changed,
+    epoch_of,
+    fingerprint,
+    iterate,
+    named_sources,
+    require_labels,
+    require_rereadable,
+    size_of,
+)
+from ..convert.convert import convert
+from ..convert.processors import with_preprocessing
+from ..data.synthetic import synthetic_ood
+from ..errors import ConfigError, DataError
+from ..heads.masking import existing_heads, most_to_go, towers_of
+from ..heads.ranking import Head, data_fingerprint
+from ..model.dual_encoder import DualEncoder, Templates, checked_names, checked_templates, zero_shot
+from ..model.ensemble import Ensemble
+from ..model.states import place_of
+from ..overlap import keys_at_hand, require_unlike, sample_keys, warn_if_shared
+from ..prune import prune
+
+Batch = tuple[Inputs, Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class StartingModel:
+    """The model that members are pruned from; of a dual encoder, heads of both towers."""
+
+    base: Ensemble  # the classifier; of a dual encoder, the zero-shot ensemble of all its heads
+    dual: DualEncoder | None = None
+    names: tuple[str, ...] = ()  # the classes of the dual encoder
+    templates: tuple[str, ...] = ()  # the sentences that these stand in
+    upper: Ensemble | None = None  # where members start instead: the base with the upper layers of a pretrained model
+
+    @property
+    def ranked(self) -> Ensemble | DualEncoder:
+        """The model whose heads are ranked."""
+        return self.base if self.dual is None else self.dual
+
+    def heads(self, layers: Iterable[int] | None) -> int:
+        """Number of heads in these layers that a member may lose."""
+        towers = towers_of(self.ranked).items()
+        heads = [head for name, tower in towers for head in existing_heads(tower.config, layers, tower=name)]
+        return most_to_go(self.ranked, heads)
+
+    def pruned(self, heads: Sequence[Head]) -> Ensemble:
+        """A member without these heads."""
+        if self.dual is None:
+            return prune(self.upper or self.base, heads)
+        return zero_shot(prune(self.dual, heads), self.names, self.templates)
+
+
+def starting_model(
+    model: nn.Module,
+    class_names: Sequence[str] | None,
+    templates: Templates,
+    device: torch.device | str | None,
+    preprocessing: Mapping[str, Any] | None = None,
+) -> StartingModel:
+    """The model as an ensemble, or as a dual encoder with its zero-shot ensemble, on the device; one member."""
+    place = None if device is None else local_device(require_device(device))
+    found: Ensemble | DualEncoder = model if isinstance(model, Ensemble | DualEncoder) else convert(model)
+    if found.num_members != 1:
+        raise ConfigError(f"build starts from one model, got {found.num_members} members; take one: ensemble.member(i)")
+    if isinstance(found, Ensemble) and found.num_classes < 2:
+        raise ConfigError(f"build starts from a trained classifier, this model has {found.num_classes} classes")
+    if isinstance(found, Ensemble) == (class_names is not None):
+        raise ConfigError(
+            f"class_names are for a dual encoder, and needed there; the model is a {type(found).__name__}"
+        )
+    if place is not None and found.device != place:
+        found = (copy.deepcopy(found) if found is model else found).to(place)
+    if isinstance(found, Ensemble):
+        return StartingModel(found if preprocessing is None else with_preprocessing(found, preprocessing))
+    if preprocessing is not None:
+        raise ConfigError("preprocessing is for a classifier; convert a dual encoder with processor=")
+    names, sentences = checked_names(class_names or ()), checked_templates(templates)
+    return StartingModel(zero_shot(found, names, sentences), found, names, sentences)
+
+
+def with_upper_layers(start: StartingModel, pretrained: nn.Module, trunk: int) -> StartingModel:
+    """The start, whose members take the layers above a trunk (all weights without one) from a pretrained model."""
+    found: Any = pretrained if isinstance(pretrained, Ensemble) else convert(pretrained)
+    if start.dual is not None or not isinstance(found, Ensemble) or found.num_members != 1:
+        raise ConfigError(f"pretrained goes with a classifier and is one model, got {type(found).__name__}")
+    base = start.base
+    if any(getattr(found.config, part) != getattr(base.config, part) for part in ("stem", "encoder", "heads")):
+        differing = "; ".join(base.config.differences(found.config)[:5]) or "their heads"
+        raise ConfigError(f"pretrained must be the model before its fine-tuning, but it differs in {differing}")
+    state, upper = dict(base.state_dict()), found.state_dict()
+    for name, tensor in state.items():
+        group, layer = place_of(name)
+        above = not trunk or (group != "stem" and (layer is None or layer >= trunk))
+        if above and name in upper and upper[name].shape == tensor.shape and "classifier" not in name:
+            state[name] = upper[name].to(tensor)
+    metadata = base.metadata.after(f"layers from {trunk} on as they were pretrained")
+    return replace(start, upper=Ensemble.from_state(base.config, state, metadata))
+
+
+@dataclass(frozen=True)
+class BuildData:
+    """What a build reads; a set that its config has no use for is None."""
+
+    train: Batches | None  # labelled, as the caller gave them
+    ranking: list[Batch] | None  # labelled ID batches to rank heads on
+    validation: list[Batch] | None  # labelled ID batches to calibrate on, and to choose by in fine-tuning
+    ood: list[Batch] | dict[str, list[Batch]] | None  # for circuits; sources by name where there are several
+    seed: int  # what the order of a shuffling loader is drawn from
+
+    @property
+    def held_out(self) -> dict[str, list[Batch] | None]:
+        """The sets in memory, by name."""
+        outside: Mapping[str, Any] = {"ood": None} if self.ood is None else named_sources(self.ood, "ood")
+        return {"ranking": self.ranking, "validation": self.validation, **outside}
+
+    @property
+    def for_taylor(self) -> Batches | None:
+        """What Taylor rankings read."""
+        return self.ranking if self.train is None else self.train
+
+    def fingerprints(self) -> dict[str, str | None]:
+        """What the sets contain; of the training data only what is at hand, see `fingerprint`."""
+        names = {name: None if data is None else data_fingerprint(data, name) for name, data in self.held_out.items()}
+        train = None if self.train is None else fingerprint(self.train, "train", derive_seed(self.seed, "train"))
+        return {"train": train, **names}
+
+    def samples(self) -> dict[str, int | None]:
+        """Number of samples in each held-out set."""
+        return {name: None if data is None else samples_in(data) for name, data in self.held_out.items()}
+
+    def require_readable(self, base: Ensemble) -> None:
+        """The model can read a sample of every set; a wrong size or a wrong key shows before the long work."""
+        first = {name: data[0][0] for name, data in self.held_out.items() if data is not None}
+        if self.train is not None:
+            order = epoch_of(self.train, 0, derive_seed(self.seed, "train"), torch.device("cpu"))
+            with borrowed(self.train), order:
+                first["train"], labels = next(iterate(self.train, "train"))
+            require_labels(labels, base.num_classes, "train")
+        for name, inputs in first.items():
+            try:
+                with torch.no_grad():
+                    base(base.prepare(changed(inputs, lambda tensor: tensor[:1])))
+            except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+                raise DataError(f"the model cannot read the first batch of {name}: {error}") from error
+
+
+def read_data(
+    seed: int,
+    classes: int,
+    train: Batches | None,
+    id: Batches | None,
+    ood: Sources | Literal["synthetic"] | None,
+    validation: Batches | None,
+    model: Ensemble | None = None,
+) -> BuildData:
+    """Read and check the held-out sets, and hold them against each other.
+
+    Without `validation`, half of `id` ranks and half validates, whatever the strategy: builds that differ in
+    nothing else are then calibrated on the same samples. Synthetic OOD data is made from the half that ranks; `model`
+    knows the vocabulary of texts.
+    """
+    if train is not None:
+        require_rereadable(train, "train")
+    checked = None if validation is None else read_all(validation, "validation", seed, classes)
+    ranking = None if id is None else read_all(id, "id", seed, classes)
+    unlike: list[Batch] | dict[str, list[Batch]] | None = None
+    if isinstance(ood, Mapping):
+        named = zip(ood, named_sources(ood, "ood").items(), strict=True)
+        unlike = {str(key): read_all(batches, name, seed) for key, (name, batches) in named}
+    elif ood is not None and not isinstance(ood, str):
+        unlike = read_all(ood, "ood", seed)
+    given = {"train": keys_at_hand(train), "id": keys_at_hand(ranking), "validation": keys_at_hand(checked)}
+    warn_if_shared("id", given["id"], "validation", given["validation"], "what ranks the heads calibrates them, too")
+    known = {name: keys for name, keys in given.items() if keys is not None}
+    if unlike is not None and known:
+        sources = named_sources(unlike, "ood")
+        foreign = {name: np.concatenate([sample_keys(one) for one, _ in data]) for name, data in sources.items()}
+        require_unlike(" and ".join(known), np.concatenate(list(known.values())), foreign)
+    if ranking is not None and checked is None:
+        ranking, checked = halves(ranking, seed)
+    if isinstance(ood, str):
+        if ranking is None:
+            raise DataError(f"ood={ood!r} is made from the data of id=, which is missing; give it")
+        unlike = [(inputs, None) for (inputs,) in synthetic_ood(ranking, seed=seed, model=model)]
+    return BuildData(train, ranking, checked, unlike, seed)
+
+
+def read_all(batches: Batches, name: str, seed: int, classes: int | None = None) -> list[Batch]:
+    """All batches, held in memory; a shuffling loader gives the same order whenever the seed is the same.
+
+    Labels are read where there are classes that they must fit.
+    """
+    found: list[Batch] = []
+    with borrowed(batches), epoch_of(batches, 0, derive_seed(seed, name), torch.device("cpu")):
+        for index, (inputs, labels) in enumerate(iterate(batches, name, labelled=classes is not None)):
+            sizes = {} if isinstance(inputs, Tensor) else {key: len(part) for key, part in inputs.items()}
+            if len(set(sizes.values())) > 1:
+                raise DataError(f"batch {index} of {name} has different numbers of samples: {sizes}")
+            found.append((inputs, None if classes is None else require_labels(labels, classes, name, index)))
+    if not samples_in(found):
+        raise DataError(f"{name} has no samples in its {len(found)} batches; check the loader")
+    return found
+
+
+def halves(batches: list[Batch], seed: int) -> tuple[list[Batch], list[Batch]]:
+    """Two disjoint halves of the samples of `id`; the first has the odd one.
+
+    A sample stays in the batch it came in (text keeps its padding), so a batch may be cut in two.
+    """
+    total = samples_in(batches)
+    if total < 2:
+        raise DataError(f"id has {total} samples; two halves need at least 2: give more, or validation= as well")
+    order = np.random.Generator(np.random.PCG64(seed)).permutation(total)
+    chosen = torch.zeros(total, dtype=torch.bool)
+    chosen[torch.from_numpy(order[: (total + 1) // 2])] = True
+    halved: tuple[list[Batch], list[Batch]] = [], []
+    masks = chosen.split([size_of(inputs) for inputs, _ in batches])
+    for (inputs, labels), mask in zip(batches, masks, strict=True):
+        for half, keep in zip(halved, (mask, ~mask), strict=True):
+            if keep.any():
+                part = changed(inputs, lambda tensor, keep=keep: tensor[keep.to(tensor.device)])  # type: ignore[misc]
+                half.append((part, None if labels is None else labels[keep.to(labels.device)]))
+    return halved
+
+
+def samples_in(batches: list[Batch]) -> int:
+    """How many samples some batches have."""
+    return sum(size_of(inputs) for inputs, _ in batches)
