@@ -33,7 +33,7 @@ from .command import Json, assign, command, did_you_mean, emit, emit_json
 from .sources import USUAL_BATCH, ModelSettings, load_classifier, load_model
 
 NUMBERS = ("confidence", "epistemic", "entropy", "disagreement")
-SHORT = {"disagreement": "disagree", "familiarity": "familiar"}  # in the head of a table
+READ = ("confidence", "epistemic", "familiarity")  # in a table, which has to fit a terminal
 LONGEST = 60  # characters of an input that a table shows
 KEPT, PRUNED = "■", "·"
 SHOWN = 12  # items of a list
@@ -176,9 +176,9 @@ def _written(answers: Sequence[dict[str, Any]], format: OutputFormat) -> str | T
     table = Table(box=SIMPLE, padding=(0, 1), collapse_padding=True)
     for name in ("input", "label"):
         table.add_column(name, overflow="fold")
-    shown = NUMBERS if answers[0]["familiarity"] is None else (*NUMBERS, "familiarity")
+    shown = [name for name in READ if answers[0][name] is not None]
     for name in shown:
-        table.add_column(SHORT.get(name, name), justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict")
     for one in answers:
         numbers = (f"{one[name]:.3f}" for name in shown)

@@ -39,7 +39,7 @@ def test_no_cell_of_a_csv_file_is_a_formula_and_numbers_stay_numbers(text_folder
 def test_predictions_as_a_table_as_csv_and_in_files(run_folder, world, tmp_path):
     out = succeed("predict", run_folder, world / "test" / "red" / "0.png", world / "dots", env={"COLUMNS": "200"})
     assert out.count(".png") == 7
-    shown = ("input", "label", "confidence", "epistemic", "entropy", "disagree", "familiar", "verdict")
+    shown = ("input", "label", "confidence", "epistemic", "familiarity", "verdict")
     assert out.split()[: len(shown)] == list(shown)
     rows = predicted(run_folder, world / "dots", "--batch-size", 5)
     assert succeed("predict", run_folder, world / "dots", "-f", "csv", "-o", tmp_path / "out" / "p.csv") == ""
