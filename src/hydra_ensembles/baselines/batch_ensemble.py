@@ -16,9 +16,8 @@ from ..model.config import Sharing
 from ..model.ensemble import Ensemble
 from ..model.states import copies_of, place_of
 from ..schema import require_types, to_plain
-from ..training.finetune import CLASSIFIERS, train_parametrised
+from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
 from ..training.loop import Job
-from ..training.parametrised import Parametrised
 from ..training.recipe import Recipe
 from .start import joined, require_single
 

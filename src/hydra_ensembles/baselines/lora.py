@@ -15,9 +15,8 @@ from ..errors import ConfigError
 from ..model.config import Sharing
 from ..model.ensemble import Ensemble
 from ..schema import require_types, to_plain
-from ..training.finetune import CLASSIFIERS, train_parametrised
+from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
 from ..training.loop import Job
-from ..training.parametrised import Parametrised
 from ..training.recipe import Recipe
 from .start import joined, require_single
 

@@ -20,21 +20,10 @@ from ..model.dropping import dropping
 from ..model.ensemble import Ensemble
 from ..model.states import place_of
 from ..schema import require_types, to_plain
-from ..training.finetune import train_parametrised
-from ..training.loop import (
-    Job,
-    Position,
-    RunState,
-    Runtime,
-    read_state,
-    read_tensors,
-    require_layout,
-    training_runtime,
-    usable,
-    write_state,
-)
-from ..training.parametrised import Parametrised
+from ..training.finetune import Parametrised, train_parametrised
+from ..training.loop import Job, Runtime, training_runtime
 from ..training.recipe import Recipe, trainable_state
+from ..training.saved import Position, RunState, read_state, read_tensors, require_layout, usable, write_state
 from .start import require_single
 
 Rule = Literal["oba", "fastoba", "curvature"]

@@ -1,7 +1,5 @@
-"""One training loop: updates, validation, checkpoints that resume, one process or several."""
+"""One training loop: updates, validation, checkpoints by steps and by time, one process or several."""
 
-import hashlib
-import json
 import math
 import os
 from abc import ABC, abstractmethod
@@ -11,31 +9,40 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from time import monotonic
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from .._distributed import ALONE, Ranks, all_ranks, is_sharded, launched, local_device
-from .._utils import compiled_at_will, derive_seed, require_device, require_same_run
+from .._utils import compiled_at_will, derive_seed, require_device
 from ..arguments import require_whole
 from ..batches import Batches, borrowed, epoch_of, fingerprint, length_of, require_rereadable
 from ..errors import CheckpointError, ConfigError, DataError
-from ..files import read_file, read_sealed, remove_leftovers, resumable, write_atomically, write_sealed
+from ..files import read_sealed, remove_leftovers, resumable
 from ..heads.ranking import model_fingerprint
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.layers import Block
-from ..schema import ADDED_LATER, from_plain, to_plain
+from ..schema import to_plain
 from .recipe import Recipe, make_optimizer
+from .saved import (
+    INDEX,
+    Position,
+    RunState,
+    Validation,
+    read_state,
+    read_tensors,
+    remove_unused,
+    require_layout,
+    usable,
+    write_state,
+)
 
 BatchT = TypeVar("BatchT")
-INDEX = "checkpoint.json"
 EARLY, USUAL = 20.0, 60.0  # seconds until the first checkpoint, and between further ones at least
 SHARE = 0.02  # of the time, that writing them may take
 _LOADING = (
@@ -197,146 +204,6 @@ class Learner(ABC, Generic[BatchT]):
         if self.scaler.is_enabled():
             scale, growth = tensors["scaler/scale"].item(), tensors["scaler/growth_tracker"].item()
             self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": scale, "_growth_tracker": growth})
-
-
-@dataclass(frozen=True)
-class Validation:
-    """Accuracy and negative log-likelihood on validation data, and when they were measured."""
-
-    step: int
-    epoch: int
-    accuracy: float
-    nll: float
-
-    @property
-    def merit(self) -> tuple[float, float]:
-        """Larger is better: higher accuracy; where equal, lower NLL."""
-        return self.accuracy, -self.nll
-
-
-@dataclass(frozen=True)
-class Position:
-    """How far a run is: updates made, epochs finished, batches read of the present epoch."""
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-
-
-@dataclass(frozen=True)
-class RunState:
-    """Everything a run needs to go on, besides tensors: the content of `checkpoint.json`."""
-
-    fingerprint: Mapping[str, Any]  # what the run was started with; a checkpoint serves only the same
-    position: Position = Position()
-    evaluations: tuple[Validation, ...] = ()  # the journal of the run
-    best: Validation | None = None  # the one whose weights are kept; of equal ones, the first
-    waited: int = 0  # validations in a row that brought no improvement over `reference`
-    reference: float | None = None  # the last accuracy that did; None before the first validation
-    finished: bool = False  # whether the result is final
-    files: Mapping[str, str] = field(default_factory=dict)  # of tensors, by what they hold
-    checksums: Mapping[str, str] = field(default_factory=dict, metadata=ADDED_LATER)  # SHA-256 of each file
-    format: Literal["hydra-ensembles fine-tuning 1"] = "hydra-ensembles fine-tuning 1"
-
-    def after(self, found: Validation, min_delta: float) -> "RunState":
-        """The state after one more validation; only a rise by more than `min_delta` counts as improvement."""
-        improved = self.reference is None or found.accuracy - min_delta > self.reference
-        return replace(
-            self,
-            evaluations=(*self.evaluations, found),
-            best=found if self.best is None or found.merit > self.best.merit else self.best,
-            waited=0 if improved else self.waited + 1,
-            reference=found.accuracy if improved else self.reference,
-        )
-
-    def check(self) -> None:
-        """Refuse what no run can have written."""
-        position = self.position
-        counts = (position.step, position.epoch, position.batch, self.waited)
-        held = {"result"} if self.finished else {"current"} if self.best is None else {"current", "best"}
-        known = self.checksums.keys() in (set(), set(self.files.values()))  # files of before have none
-        if min(counts) < 0 or self.files.keys() != held or not known:
-            raise CheckpointError(
-                f"{INDEX} is at {position} with files of {sorted(self.files)}; expected are counts from 0 and files of "
-                f"{sorted(held)}, each with its checksum"
-            )
-
-
-def require_layout(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Refuse tensors of other names, shapes or types than `wanted`: they would be of another model."""
-    theirs, ours = (
-        {name: f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for name, one in tensors.items()}
-        for tensors in (found, wanted)
-    )
-    for name in sorted(theirs.keys() | ours.keys()):
-        was, now = theirs.get(name, "missing"), ours.get(name, "unknown")
-        if was != now:
-            raise CheckpointError(f"the tensor {name!r} is {was} in the file, and {now} in the model")
-
-
-@contextmanager
-def usable(folder: Path) -> Iterator[None]:
-    """Whatever is wrong with a checkpoint becomes an error that says what to delete."""
-    try:
-        yield
-    except (ValueError, SafetensorError) as error:
-        raise CheckpointError(
-            f"the checkpoint in {folder} cannot be used: {error}. Delete {folder} to start this training again"
-        ) from error
-
-
-def read_state(folder: Path, fingerprint: Mapping[str, Any]) -> RunState | None:
-    """The saved state of a run, or None when there is none; a state of another run is refused."""
-    path = folder / INDEX
-    if not path.exists():
-        return None
-    with usable(folder):
-        state = from_plain(RunState, read_sealed(path), path.name, complete=True)
-        state.check()
-    require_same_run(dict(state.fingerprint), json.loads(json.dumps(to_plain(fingerprint))), folder, "the training")
-    return state
-
-
-def read_tensors(
-    folder: Path, state: RunState, trained: Mapping[str, Tensor]
-) -> tuple[RunState, dict[str, dict[str, Tensor]]]:
-    """The tensors of every file that a state names, by what they hold; and the state with all checksums.
-
-    No file is larger than three times what is `trained`, which is what an optimizer keeps, and some room for names.
-    """
-    tensors, checksums = {}, {}
-    most = 3 * sum(tensor.nbytes for tensor in trained.values()) + (len(trained) << 12) + (1 << 20)
-    for what, name in state.files.items():
-        content = read_file(folder / Path(name).name, most)
-        checksums[name] = hashlib.sha256(content).hexdigest()
-        if state.checksums.get(name, checksums[name]) != checksums[name]:
-            raise CheckpointError(f"{name} was changed after it was written: its SHA-256 is not that in {INDEX}")
-        try:
-            tensors[what] = load(content)
-        except (SafetensorError, ValueError) as error:
-            raise CheckpointError(f"{name} holds no tensors ({error})") from error
-    return replace(state, checksums=checksums), tensors
-
-
-def write_state(folder: Path, state: RunState, tensors: Mapping[str, Mapping[str, Tensor]]) -> RunState:
-    """Save a state with its tensors, and give it back with their files; those not given anew stay in use."""
-    files, checksums = dict(state.files), dict(state.checksums)
-    for what, named in tensors.items():
-        files[what] = f"{what}-{state.position.step}-{state.position.epoch}.safetensors"
-        content = save({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()})
-        checksums[files[what]] = hashlib.sha256(content).hexdigest()
-        write_atomically(folder / files[what], content)
-    state = replace(state, files=files, checksums={name: checksums[name] for name in files.values()})
-    write_sealed(folder / INDEX, to_plain(state))
-    remove_unused(folder, state)
-    return state
-
-
-def remove_unused(folder: Path, state: RunState) -> None:
-    """Take away tensors that the state does not name: those it replaced."""
-    for path in folder.glob("*.safetensors"):
-        if path.name not in state.files.values():
-            path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 from training_cases import batches, same, samples, tiny
 
-from hydra_ensembles.training.finetune import EnsembleLearner, finetune, train_parametrised
+from hydra_ensembles.training.finetune import EnsembleLearner, Parametrised, finetune, train_parametrised
 from hydra_ensembles.training.loop import Job, Runtime
-from hydra_ensembles.training.parametrised import Parametrised
 from hydra_ensembles.training.recipe import Recipe
 
 NAME = "encoder.layers.1.mlp.up.weight"
