@@ -14,6 +14,11 @@ EXPECTED = {  # what each one prints, the folder it leaves a model in, and optio
         "hydra-abstain",
         ["--images", "16"],
     ),
+    "analyse_heads.py": (
+        r"chance gives 6%\n(?: .*\n){3}whole .*accuracy .*\nwithout 2 heads .*apart\n",
+        None,
+        ["--images", "8", "--prune", "2"],
+    ),
     "choose_members.py": (
         r"members +pruned +accuracy.*\n +1 +0 +\d+\.\d%.* 1\.00x +1\.00x\n(?: .*%.*\n){4}",
         None,
@@ -61,6 +66,7 @@ EXPECTED = {  # what each one prints, the folder it leaves a model in, and optio
 # README.md, docs/cli.md and the commands of the same names take the same steps, and are tested every day
 SLOW = (
     "abstain.py",
+    "analyse_heads.py",
     "choose_members.py",
     "head_atlas.py",
     "hf_bert.py",
