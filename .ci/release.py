@@ -67,7 +67,7 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 
 def look_at(sdist: Path, wheel: Path) -> tuple[str, list[str]]:
-    """Check names, metadata and sizes; the version and the extras."""
+    """Check names, metadata and sizes, and that the version is one that was closed; the version and the extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with zipfile.ZipFile(wheel) as files:
         sizes = {one.filename: one.compress_size for one in files.infolist()}
@@ -75,6 +75,7 @@ def look_at(sdist: Path, wheel: Path) -> tuple[str, list[str]]:
         metadata = email.message_from_bytes(files.read(name))
     with tarfile.open(sdist) as packed:
         listed = {name.partition("/")[2] for name in packed.getnames()}
+    version = str(metadata["Version"])
     data = {name: size for name, size in sizes.items() if name.startswith(DEMO) and not name.endswith(".py")}
     code, whole, extras = (
         wheel.stat().st_size - sum(data.values()),
@@ -89,6 +90,14 @@ def look_at(sdist: Path, wheel: Path) -> tuple[str, list[str]]:
         *([f"{code} bytes of code, at most {CODE}"] if code > CODE else []),
         *([f"{whole} bytes in all, at most {WHOLE}"] if whole > WHOLE else []),
         *(["the demo has no data"] if not data else []),
+        *(
+            f"{name} does not say {words!r}"
+            for name, words in {
+                "CHANGELOG.md": f"\n## [{version}] - ",
+                "CITATION.cff": f"\nversion: {version}\n",
+            }.items()
+            if words not in (ROOT / name).read_text()
+        ),
         *(
             ["extras are not those of pyproject.toml"]
             if set(extras or ()) != {name.replace("_", "-") for name in project["optional-dependencies"]}
@@ -109,7 +118,7 @@ def look_at(sdist: Path, wheel: Path) -> tuple[str, list[str]]:
         sys.exit("\n".join(wrong))
     print(f"{wheel.name}: {whole / 1e6:.1f} MB, of which {(whole - code) / 1e6:.1f} are the demo's; {len(sizes)} files")
     print(f"{sdist.name}: {sdist.stat().st_size / 1e6:.1f} MB, {len(listed)} files")
-    return str(metadata["Version"]), sorted(extras or ())
+    return version, sorted(extras or ())
 
 
 def main() -> None:

@@ -140,6 +140,8 @@ def cli() -> str:
     """The command: help without PyTorch, and a model described."""
     hydra().save_pretrained(FOLDER / "model")
     assert f"hydra-ensembles {VERSION}" in subprocess.check_output([COMMAND, "--version"], text=True)
+    module = [sys.executable, "-m", "hydra_ensembles", "--version"]
+    assert f"hydra-ensembles {VERSION}" in subprocess.check_output(module, text=True)
     assert "--strategy" in subprocess.check_output([COMMAND, "build", "--help"], text=True)
     facts = json.loads(subprocess.check_output([COMMAND, "info", FOLDER / "model", "--json"], text=True))
     return f"{facts['members']} members by the command"
