@@ -7,15 +7,16 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
 from scipy.stats import spearmanr
 
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_object
 
 from .classifiers import FORMAT
-from .measures import FEWEST, Array, Difference, Number, numbers, plain_numbers, read_columns
+from .measures import FEWEST, Array, Difference, Number, numbers, plain_numbers
 from .paper import paper_numbers
-from .rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, SINGLE, SOUP, TUNED
+from .rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, ROWS, SINGLE, SOUP, TUNED
 
 MAIN = {
     "accuracy": "accuracy ↑",
@@ -43,10 +44,7 @@ class Study:
         if self.facts.get("format") != FORMAT:
             raise DataError(f"{self.folder} has the format {self.facts.get('format')!r}; this version reads {FORMAT!r}")
         self._numbers: dict[tuple[str, int], dict[str, Number]] = {}
-
-    @cached_property
-    def _columns(self) -> dict[int, dict[str, Array]]:
-        return {int(seed): read_columns(self.folder / f"seed-{seed}.npz") for seed in self.facts["runs"]}
+        self._columns: dict[tuple[str, int], dict[str, Array]] = {}
 
     def seeds(self, row: str) -> list[int]:
         """Seeds of a row."""
@@ -58,9 +56,13 @@ class Study:
         return [row for row in self.facts["trainings"] if self.seeds(row)]
 
     def columns(self, row: str, seed: int) -> dict[str, Array]:
-        """Columns of a row, by `set|column`."""
-        prefix = f"{row}|"
-        return {key.removeprefix(prefix): one for key, one in self._columns[seed].items() if key.startswith(prefix)}
+        """Columns of a row, by `set|column`; those of other rows stay in the file."""
+        if (row, seed) not in self._columns:
+            prefix = f"{row}|"
+            with np.load(self.folder / f"seed-{seed}.npz", allow_pickle=False) as file:
+                found = {key.removeprefix(prefix): file[key] for key in file.files if key.startswith(prefix)}
+            self._columns[row, seed] = found
+        return self._columns[row, seed]
 
     def numbers(self, row: str, seed: int) -> dict[str, Number]:
         """Numbers with influences."""
@@ -284,9 +286,8 @@ def choices_table(study: Study) -> str:
     for row, choice in study.facts["choices"].items():
         for one in choice["measured"]:
             taken = "taken" if one["setting"] == choice["setting"] else ""
-            setting = ", ".join(f"{key} {value}" for key, value in one["setting"].items())
             cells = [printed(one[key], key) for key in ("accuracy", "calibrated.nll", "all.auroc")]
-            lines.append([row, setting, *cells, taken])
+            lines.append([row, told_setting(one["setting"]), *cells, taken])
     told = [
         f"of {what} {found[0]:+.2f} over {found[1]} rows"
         for what, key in {"NLL": "calibrated.nll", "OOD AUROC": "all.auroc"}.items()
@@ -297,16 +298,42 @@ def choices_table(study: Study) -> str:
     return markdown(["row", "setting", "accuracy", "NLL", "AUROC, held-out sets", ""], lines, note, left=2)
 
 
-SUMMARY = {
+WHAT: Mapping[str, str] = {
     SINGLE: "the model a user has",
+    "Single, trained as long": "one training as long as three",
+    "Single, D.2, nothing pruned": "Single, trained on by the paper's recipe",
+    MC_DROPOUT: "Single, five passes with dropout",
+    "LoRA-Ensemble": "three low-rank updates of the attention of one pretrained model",
+    "LoRA-single": "the first of them",
+    "BatchEnsemble": "three scalings of weights that are shared",
+    "MIMO": "one network for three images at once",
+    "Packed-Ensembles": "three narrow models in one",
+    "OBA": "Single without the weights that matter least, then D.2",
+    "Laplace (last layer)": "20 classifiers drawn around Single's",
+    "Snapshot": "three points along one training",
+    "SWAG": "three draws around where Single's training goes on",
+    "Deep Ensembles (classifiers)": "three classifiers on one frozen Single",
     SOUP: "mean of three fine-tunings",
     DEEP: "three fine-tunings",
-    HYDRA: "the same, fused above a mean trunk",
-    TUNED: "the same, trunk chosen on held-out data",
-    "Single, D.2, nothing pruned": "trained on by the paper's recipe",
-    "CircAvg": "heads pruned, then that recipe",
-    HYDRA_CIRC: "three such, MLPs averaged: the paper",
+    "Deep Ensembles, MLPs averaged": "three fine-tunings with the mean of their MLPs",
+    "Taylor": "heads pruned by gradients, then D.2",
+    "CircAvg": "heads pruned by accuracy and OOD detection, then D.2",
+    "CircAvg, 100 steps": "the same with 100 steps of D.2",
+    "CircAvg, 1,000 steps": "the same with 1,000 steps of D.2",
+    "CircAvg, 10,000 steps": "the same with all 10,000 steps of D.2",
+    "CircAcc": "heads pruned by accuracy, then D.2",
+    "CircOOD": "heads pruned by OOD detection, then D.2",
+    "Random heads": "three models without random heads, then D.2, MLPs averaged",
+    HYDRA_TAYLOR: "three draws of Taylor, MLPs averaged",
+    HYDRA_CIRC: "CircAvg, CircAcc and CircOOD, MLPs averaged: the paper",
+    "Hydra (Circ), MLPs apart": "the same three, nothing averaged",
+    "Hydra (Circ) and the whole model": "the same three, and Single after D.2 as a fourth",
+    "Branches, heads pruned": "Hydra without a tenth of the heads above the trunk",
+    HYDRA: "three fine-tunings above the mean of their first layers",
+    TUNED: "the same, with the trunk that held-out data chose",
 }
+"""Every row in a few words."""
+SUMMARY = (SINGLE, SOUP, DEEP, HYDRA, TUNED, "Single, D.2, nothing pruned", "CircAvg", HYDRA_CIRC)
 SUMMARY_KEYS = (
     "accuracy",
     "calibrated.nll",
@@ -318,12 +345,26 @@ SUMMARY_KEYS = (
 )
 
 
+def recipes_table(study: Study) -> str:
+    """What every row is, and the setting that held-out data chose for it."""
+    lines = []
+    for row in study.rows:
+        choice = study.facts["choices"].get(ROWS[row].like or row)
+        lines.append([row, WHAT[row], "–" if choice is None else told_setting(choice["setting"])])
+    return markdown(["row", "what it is", "setting"], lines, left=3)
+
+
+def told_setting(setting: Mapping[str, Any]) -> str:
+    """A setting in words."""
+    return ", ".join(f"{key} {value}" for key, value in setting.items())
+
+
 def summary_table(study: Study) -> str:
     """The rows that tell the story, in the columns that users ask for."""
     trained = study.facts["trainings"]
     lines = [
-        [row, what, f"{trained[row]:g}", *(marked(study, row, key) for key in SUMMARY_KEYS)]
-        for row, what in SUMMARY.items()
+        [row, WHAT[row], f"{trained[row]:g}", *(marked(study, row, key) for key in SUMMARY_KEYS)]
+        for row in SUMMARY
         if row in study.rows
     ]
     head = ["row", "what it is", "trainings", *(MAIN[key] for key in SUMMARY_KEYS)]
@@ -392,6 +433,7 @@ def foretold(study: Study, key: str) -> tuple[float, int] | None:
 TABLES: Mapping[str, Callable[[Study], str]] = {
     "main": main_table,
     "summary": summary_table,
+    "recipes": recipes_table,
     "contrasts": contrast_table,
     "claims": claims_table,
     "paper": paper_table,
