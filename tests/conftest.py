@@ -43,6 +43,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let untrained models be calibrated on few samples: no temperature is right for answers by chance."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # who only waits imports no torch
+        # what ours say, tests ask for by pytest.warns
+        config.addinivalue_line("filterwarnings", "ignore::hydra_ensembles.errors.HydraWarning")
     config.addinivalue_line("filterwarnings", "ignore:the temperature .* stopped at the bound:UserWarning")
     config.addinivalue_line("filterwarnings", "ignore:a share of .* can be promised from:UserWarning")
     config.addinivalue_line("filterwarnings", "ignore:few samples a class:UserWarning")

@@ -29,6 +29,7 @@ BYTES = 1 << 30  # of memory, above what the process held before the case
 PATIENCE = 120.0  # seconds by the clock, for a case that hangs
 CEILING = 8 << 30  # bytes: an attack must not take the machine with it
 EXAMPLES = 5  # failures told of each kind
+START = "forkserver"  # how processes are made: from one that has run nothing yet
 
 OUTCOMES = ("refused", "same", "other", "raw", "crash", "slow", "apart")
 FAILURES = ("other", "raw", "crash", "slow")
@@ -110,10 +111,7 @@ def count(
                     del running[pipe]
     finally:
         for worker in running.values():
-            if worker.place is None:
-                worker.pipe.close()  # which ends it
-            else:
-                worker.process.kill()
+            worker.process.kill()  # it waits for a case, or hangs in one
             worker.process.join()
     return Row.of(what, found)
 
@@ -122,7 +120,7 @@ class _Worker:
     """One process, and the place of the case that it works on."""
 
     def __init__(self, check: Callable[[Any], str], ready: Callable[[], object] | None) -> None:
-        context = multiprocessing.get_context("forkserver")
+        context: Any = multiprocessing.get_context(START)
         context.set_forkserver_preload(["hydra_ensembles", "torch._dynamo"])  # imported once, and nothing is run there
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(theirs, check, ready), daemon=True)
