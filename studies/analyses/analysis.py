@@ -166,11 +166,13 @@ def cell(values: Sequence[Any], column: str, form: Callable[[float, str], str] =
 
 
 def rows_table(found: Found, columns: Columns, table: str, task: str, first: str = "Method", note: str = "") -> str:
-    """`rows` of every seed, and the paper's numbers of the same name in italics below each."""
+    """`rows` of every seed, and the paper's numbers of the same name in italics below each; some may lack seeds."""
     printed_there, lines = paper(table, task), []
-    for row in by_seed(found, "rows")[0]:
+    for row in dict.fromkeys(row for rows in by_seed(found, "rows") for row in rows):
         cells = [cell(by_seed(found, "rows", row, column), column) for column in columns]
-        lines.append([row, *cells])
+        seeds = [number for number, one in found["seeds"].items() if row in one["rows"]]
+        fewer = "" if len(seeds) == len(found["seeds"]) else f" (seeds {', '.join(seeds)})"
+        lines.append([f"{row}{fewer}", *cells])
         if row in printed_there:
             there = printed_there[row]
             lines.append(["*paper*", *(f"*{there[one]}*" if one in there else "" for one in columns)])

@@ -313,6 +313,8 @@ def test_seeds_are_read_from_a_stored_study(tmp_path: Path) -> None:
     shown = seeds.seeds_table(found)
     assert f"{100 * np.mean(right):.2f} ± {100 * np.std(right, ddof=1):.2f}" in shown
     assert "*92.15*" in shown
+    del found["seeds"]["0"]["rows"]["Single"]
+    assert "Single (seeds 1)" in seeds.seeds_table(found)  # not of all that the note names
     with pytest.raises(DataError, match="studies run"):
         registry.read_stored("seeds", "text-sst2", tmp_path)
 
