@@ -68,7 +68,11 @@ def run(seed: Seed) -> dict[str, Any]:
         "CircAvg": seed.circuit("avg").first(count),
     }
     named = {name: pruning_step(base, heads) for name, heads in ranked.items()}
-    kind = "corrupted at severity 3" if task.kind == "image" else f"{chosen['replaced']:.0%} of the tokens replaced"
+    kind = (
+        f"corrupted at severity {chosen['severity']}"
+        if task.kind == "image"
+        else f"{chosen['replaced']:.0%} of the tokens replaced"
+    )
     return {"noise": kind, **experiment(base, by_severity, named, count, chosen, seed.number)}
 
 

@@ -64,7 +64,7 @@ def table(found: Found) -> str:
             lines.append([title, count, who, *cells])
     whole = ["", "0", "none", *(cell(by_seed(found, "whole", column), column) for column in COLUMNS)]
     steps = by_seed(found, "steps")[0]
-    after = "" if steps is None else f"Trained after: {steps} steps, all side by side. "
+    after = "" if steps is None else f"Trained after: {steps} steps, side by side, the classifier kept. "
     note = f"Of {by_seed(found, 'heads')[0]} heads. {after}The paper shows curves without numbers. {about(found)}"
     return markdown(["", "heads removed", "chosen by", *COLUMNS.values()], [whole, *lines], note, left=3)
 
