@@ -1,15 +1,16 @@
-"""Architectures of one's own, declared: where the parts of a model lie, and what its tensors do not tell."""
+"""Architectures of one's own, declared: where their parts lie, what tensors do not tell, how a model is called."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..arguments import checked
 from ..errors import ConfigError
 from ..model.config import Activation, HiddenActivation, NormKind, Pool, Resample, RotaryConfig
-from .core import nearest
+from .core import Inputs, nearest, run
 
 Part = Literal[
     "patch",
@@ -41,6 +42,11 @@ Part = Literal[
 PARTS: tuple[Part, ...] = get_args(Part)
 IN_BLOCK = PARTS[PARTS.index("block") : PARTS.index("norm")]
 Place = str | tuple[str, ...] | Tensor
+MASKS = ("attention_mask", "token_type_ids")  # as tokenizers name them
+PADDING = ("src_key_padding_mask", "key_padding_mask", "padding_mask")  # true at padding, as `torch.nn` has it
+# What a model may be given besides its input, and what no tokenizer gives.
+_UNTOLD = ("labels", "label", "targets", "target", "position_ids", "inputs_embeds", "head_mask")
+_FLAGS = ("return_", "output_", "use_")
 
 
 @dataclass(frozen=True)
@@ -158,3 +164,55 @@ Declaration.__init__ = checked(Declaration.__init__)  # type: ignore[method-assi
 def paths(place: Place) -> tuple[str, ...]:
     """The paths that a place consists of; none of a tensor."""
     return () if isinstance(place, Tensor) else (place,) if isinstance(place, str) else place
+
+
+# --- how a model is called -------------------------------------------------------------------------------------------
+
+
+def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(type(model).forward).parameters
+    except (TypeError, ValueError):  # compiled code has none
+        return {}
+
+
+def is_masked(declaration: Declaration, model: nn.Module) -> bool:
+    """Whether a text model knows which tokens are padding."""
+    if declaration.masked is not None:
+        return declaration.masked
+    return declaration.answer is not None or any(one in _arguments(model) for one in ("attention_mask", *PADDING))
+
+
+def unknown_arguments(declaration: Declaration, model: nn.Module) -> list[str]:
+    """Arguments of `forward` that may be tensors, are left out, and may yet change the answer: nobody knows."""
+    if declaration.answer is not None or declaration.masked is False:
+        return []
+    return [
+        name
+        for name, one in list(_arguments(model).items())[2:]  # behind the model and its input
+        if one.default is None
+        and (one.annotation is one.empty or "Tensor" in str(one.annotation))
+        and name not in (*MASKS, *PADDING, *_UNTOLD)
+        and not name.startswith(_FLAGS)
+    ]
+
+
+def called(declaration: Declaration, model: nn.Module, inputs: Inputs) -> Tensor:
+    """What a model answers, called as the declaration says or as its `forward` is written."""
+    if declaration.answer is not None:
+        given: Any = declaration.answer(model, inputs)
+        if not isinstance(given, Tensor):
+            raise TypeError(f"answer= gives a {type(given).__name__}, where logits [B, C] are expected")
+        return given
+    known, (main, *beside) = _arguments(model), inputs.items()
+    named = {name: tensor for name, tensor in beside if name in known}
+    padding = next((name for name in PADDING if name in known), None)
+    if padding is not None and "attention_mask" in inputs:
+        named[padding] = inputs["attention_mask"] == 0
+    output = run(model, main[1], **named)
+    if isinstance(output, Mapping):
+        output = output["logits"]
+    output = getattr(output, "logits", output)
+    if not isinstance(output, Tensor):
+        raise TypeError(f"it gives a {type(output).__name__}; say with answer= where its logits are")
+    return output

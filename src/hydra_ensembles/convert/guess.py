@@ -15,10 +15,10 @@ from ..model.config import Activation, HiddenActivation, Pool, Resample
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 from .core import ACTIVATIONS, translate
-from .declared import Declaration, Part, Place
+from .declared import Declaration, Part, Place, unknown_arguments
 from .own import AskedIds, MixedSamplesError, OwnIdError, require_every_id, require_samples_apart
 from .probe import Both, NoAnswerError, OtherSizeError, require_same_answers
-from .reading import read_declaration, unknown_arguments, with_size
+from .reading import read_declaration, with_size
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 

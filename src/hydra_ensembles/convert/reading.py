@@ -1,8 +1,7 @@
 """A declaration held against a live model: where every tensor lies, what does not fit, and what is made of the rest."""
 
-import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,6 @@ from ..model.config import (
 )
 from .core import (
     Architecture,
-    Inputs,
     Source,
     activation_of,
     copied,
@@ -33,16 +31,10 @@ from .core import (
     pair,
     refuse,
     require_fit,
-    run,
 )
-from .declared import IN_BLOCK, Declaration, Part, Place, paths
+from .declared import IN_BLOCK, Declaration, Part, Place, called, is_masked, paths, unknown_arguments
 
 NEEDED: tuple[Part, ...] = ("position", "norm1", "qkv", "out", "norm2", "up", "down")
-MASKS = ("attention_mask", "token_type_ids")  # as tokenizers name them
-PADDING = ("src_key_padding_mask", "key_padding_mask", "padding_mask")  # true at padding, as `torch.nn` has it
-# What a model may be given besides its input, and what no tokenizer gives.
-_UNTOLD = ("labels", "label", "targets", "target", "position_ids", "inputs_embeds", "head_mask")
-_FLAGS = ("return_", "output_", "use_")
 ADVICE = "correct the table of names; docs/how-to/own_model.md has every part"
 _BLOCK = "encoder.layers.{i}"
 _LINEAR = {
@@ -108,8 +100,8 @@ class _Reading:
             config=self.config,
             weights={},
             ignored=(*declaration.ignored, *(one for one, tensor in stored.items() if not tensor.is_floating_point())),
-            answer=lambda model, inputs, fresh: _called(declaration, model, inputs),
-            masks=_masked(declaration, model),
+            answer=lambda model, inputs, fresh: called(declaration, model, inputs),
+            masks=is_masked(declaration, model),
             advice=ADVICE,
         )
         self.rates: dict[str, float] = {}
@@ -154,9 +146,7 @@ class _Reading:
         if attention is not None:
             module = self._module("attention", attention, nn.MultiheadAttention)
             if module.bias_k is not None or module.add_zero_attn:
-                raise ConversionError(
-                    f"{self.frame.name}: {attention} adds keys of its own, which has no canonical form"
-                )
+                raise refuse(self.frame.name, f"{attention} adds keys of its own")
             names |= {"qkv": f"{attention}.in_proj_weight", "out": f"{attention}.out_proj"}
             known["heads"] = int(module.num_heads)
             self.rates["attention_dropout"] = float(module.dropout)
@@ -247,6 +237,7 @@ class _Reading:
 
     def _weights(self) -> Iterator[tuple[str, Source]]:
         """Canonical parameter → where it comes from, for every part that the table names and the model has."""
+        scale = self.declared.embedding_scale
         for part, place in self.names.items():
             if isinstance(place, Tensor):
                 name = "stem.positions" if "words" in self.names else "stem.position"
@@ -261,7 +252,7 @@ class _Reading:
             elif part in _TENSORS:
                 yield _TENSORS[part], copied(names[0])
             elif part == "words":
-                yield "stem.words", Source((names[0],), self._scaled)
+                yield "stem.words", Source((names[0],), lambda found, shape: (found[0] * scale).reshape(shape))
             elif part == "position":
                 yield "stem.positions" if "words" in self.names else "stem.position", Source((names[0],), _first_rows)
             elif part == "patch":
@@ -301,9 +292,6 @@ class _Reading:
     def _given(self, tensor: Tensor) -> Source:
         like = self._of("norm1")
         return Source((), lambda found, shape: _first_rows([tensor.to(like)], shape))
-
-    def _scaled(self, found: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        return (found[0] * self.declared.embedding_scale).reshape(shape)
 
     def _patches(self, found: Sequence[Tensor], shape: torch.Size) -> Tensor:
         _, width, channels, height, wide = shape
@@ -354,8 +342,7 @@ class _Reading:
     def config(self, model: nn.Module, num_labels: int | None) -> EnsembleConfig:
         """The canonical configuration, from the declaration and the shapes of the tensors."""
         heads, down, up, out = self.declared.heads or 1, *(self._of(part) for part in ("down", "up", "out"))
-        qkv, place, rotary = self.names["qkv"], self.names["up"], self.declared.rotary
-        rows = up.shape[0] * (2 if "gate" in self.names else 1)
+        rows, rotary = up.shape[0] * (2 if "gate" in self.names else 1), self.declared.rotary
         kind, eps = self._norm(("norm1", "norm2", "query_norm", "key_norm"))
         encoder = EncoderConfig(
             width=down.shape[0],
@@ -369,9 +356,9 @@ class _Reading:
             norm_eps=eps,
             norm_first=self.declared.norm_first is not False,
             qk_norm="query_norm" in self.names,
-            qkv_bias=any(self._bias(path) is not None for path in paths(qkv)),
+            qkv_bias=any(self._bias(path) is not None for path in paths(self.names["qkv"])),
             out_bias=self._bias(str(self.names["out"])) is not None,
-            mlp_bias=any(self._bias(str(one)) is not None for one in (place, self.names["down"])),
+            mlp_bias=any(self._bias(str(self.names[one])) is not None for one in ("up", "down")),
             layer_scale="scale1" in self.names,
             rotary=RotaryConfig(rotary) if isinstance(rotary, int | float) else rotary,
             **self.rates,  # type: ignore[arg-type]
@@ -397,13 +384,9 @@ class _Reading:
                     eps = torch.finfo(self._of(part).dtype).eps
                 found |= set() if eps is None else {float(eps)}
         if len(found) != 1 or len(kinds) != 1:
-            which = (
-                f"have the eps {sorted(found)} and are of the kinds {sorted(kinds)}"
-                if found
-                else "do not say their eps"
-            )
-            advice = "these must be the same" if found else "give norm_eps="
-            raise ConversionError(f"{self.frame.name}: the norms {', '.join(parts)} {which}; {advice}")
+            what = f"have the eps {sorted(found)} and are of the kinds {sorted(kinds)}; these must be the same"
+            what = what if found else "do not say their eps; give norm_eps="
+            raise ConversionError(f"{self.frame.name}: the norms {', '.join(parts)} {what}")
         return kinds.pop(), found.pop()
 
     def _text_stem(self) -> TextStemConfig:
@@ -515,57 +498,8 @@ def _first_rows(found: Sequence[Tensor], shape: torch.Size) -> Tensor:
     return found[0].reshape(-1, shape[-1])[: shape[-2]].reshape(shape)
 
 
-def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(type(model).forward).parameters
-    except (TypeError, ValueError):  # compiled code has none
-        return {}
-
-
-def _masked(declaration: Declaration, model: nn.Module) -> bool:
-    """Whether a text model knows which tokens are padding."""
-    if declaration.masked is not None:
-        return declaration.masked
-    return declaration.answer is not None or any(one in _arguments(model) for one in ("attention_mask", *PADDING))
-
-
-def unknown_arguments(declaration: Declaration, model: nn.Module) -> list[str]:
-    """Arguments of `forward` that may be tensors, are left out, and may yet change the answer: nobody knows."""
-    if declaration.answer is not None or declaration.masked is False:
-        return []
-    return [
-        name
-        for name, one in list(_arguments(model).items())[2:]  # behind the model and its input
-        if one.default is None
-        and (one.annotation is one.empty or "Tensor" in str(one.annotation))
-        and name not in (*MASKS, *PADDING, *_UNTOLD)
-        and not name.startswith(_FLAGS)
-    ]
-
-
 def with_size(declaration: Declaration, model: nn.Module, size: tuple[int, int] | None) -> Declaration:
     """The declaration with the size that images are said to have, where it has none and there are positions for it."""
     if size is None or declaration.image_size is not None or "patch" not in declaration.names:
         return declaration
     return replace(declaration, image_size=size) if _Reading(declaration, model).takes(size) else declaration
-
-
-def _called(declaration: Declaration, model: nn.Module, inputs: Inputs) -> Tensor:
-    """What a model answers, called as the declaration says or as its `forward` is written."""
-    if declaration.answer is not None:
-        given: Any = declaration.answer(model, inputs)
-        if not isinstance(given, Tensor):
-            raise TypeError(f"answer= gives a {type(given).__name__}, where logits [B, C] are expected")
-        return given
-    known, (main, *beside) = _arguments(model), inputs.items()
-    named = {name: tensor for name, tensor in beside if name in known}
-    padding = next((name for name in PADDING if name in known), None)
-    if padding is not None and "attention_mask" in inputs:
-        named[padding] = inputs["attention_mask"] == 0
-    output = run(model, main[1], **named)
-    if isinstance(output, Mapping):
-        output = output["logits"]
-    output = getattr(output, "logits", output)
-    if not isinstance(output, Tensor):
-        raise TypeError(f"it gives a {type(output).__name__}; say with answer= where its logits are")
-    return output

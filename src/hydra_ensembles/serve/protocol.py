@@ -145,7 +145,7 @@ def write_answer(
     tensors, buffers = list[dict[str, Any]](), list[bytes]()
     for field, binary in _asked(request, service.outputs):
         array = np.stack([answer[field.name] for answer in answers])  # [B, …]
-        tensor: dict[str, Any] = {"name": field.name, "datatype": _datatype(field), "shape": list(array.shape)}
+        tensor: dict[str, Any] = {"name": field.name, "datatype": NAMES[field.dtype], "shape": list(array.shape)}
         if binary:
             content = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
             tensor["parameters"] = {"binary_data_size": len(content)}
@@ -177,10 +177,6 @@ def _asked(request: Mapping[str, Any], outputs: Sequence[Field]) -> list[tuple[F
     if not isinstance(asked, list) or not all(isinstance(one, dict) and one.get("name") in names for one in asked):
         raise RequestError(f"outputs are asked for as a list of objects, each with a name: {', '.join(known)}")
     return [(known[one["name"]], bool(_parameters(one).get("binary_data", usual))) for one in asked]
-
-
-def _datatype(field: Field) -> str:
-    return NAMES[field.dtype]
 
 
 def deadline_of(request: Mapping[str, Any]) -> float:

@@ -71,8 +71,8 @@ class _Replica:
     """One copy of the model."""
 
     def __init__(self, model: str | Path | Ensemble, settings: ServeSettings, device: str | None) -> None:
-        ensemble = _loaded(model)
-        (self._run,) = Service(ensemble if device is None else ensemble.to(device), _single(settings)).workers()
+        ensemble, alone = _loaded(model), replace(settings, workers=1)  # Ray has the others
+        (self._run,) = Service(ensemble if device is None else ensemble.to(device), alone).workers()
 
     async def answer(self, rows: list[Row]) -> list[Answer | Exception]:
         """One answer for each row, or why there is none: one bad row costs no other its answer."""
@@ -136,8 +136,3 @@ class _Replicas:
 
 def _loaded(model: str | Path | Ensemble) -> Ensemble:
     return require_servable(model if isinstance(model, Ensemble) else Ensemble.from_pretrained(model))
-
-
-def _single(settings: ServeSettings) -> ServeSettings:
-    """The settings of one replica, which has one worker: Ray has the others."""
-    return replace(settings, workers=1)
