@@ -37,6 +37,7 @@ READ = ("confidence", "epistemic", "familiarity")  # in a table, which has to fi
 LONGEST = 60  # characters of an input that a table shows
 KEPT, PRUNED = "■", "·"
 SHOWN = 12  # items of a list
+LARGEST = torch.finfo(torch.float32).max  # a threshold that accepts all, where samples were too few for another
 MOST_DIGITS = 5  # of a batch size to measure
 TOKENS = 128  # length of the texts that `bench` runs, as far as the model takes so many
 
@@ -272,12 +273,15 @@ def preprocessing_of(ensemble: Ensemble) -> str:
 
 
 def _value(value: Any) -> str:
-    """Plain data in words; of a long list the first items."""
+    """Plain data in words, what is there of it; of a long list the first items."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_value(item)}" for name, item in value.items() if name != "kind")
+        given = {name: item for name, item in value.items() if name != "kind" and item is not None and item != []}
+        return ", ".join(f"{name} {_value(item)}" for name, item in given.items())
     if isinstance(value, list):
         return ", ".join(map(_value, value[:SHOWN])) + (", ..." if len(value) > SHOWN else "")
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}" if value < LARGEST else "that nothing exceeds"
+    return str(value)
 
 
 def _head_map(heads: Sequence[Sequence[Sequence[int]]], counts: Sequence[int]) -> list[str]:
