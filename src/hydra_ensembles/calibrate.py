@@ -82,12 +82,13 @@ def calibrate(
         >>> import torch, hydra_ensembles as he
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> calibrated = he.calibrate(base, batches, share=0.9, familiarity=None)
-        >>> calibrated.predict(torch.rand(3, 3, 64, 64)).accept.shape
+        >>> calibrated.predict(torch.randn(3, 3, 64, 64)).accept.shape
         torch.Size([3])
     """
-    require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "calibrate")  # compiled ones are let through
+    weights = getattr(ensemble, "_orig_mod", ensemble)  # compiled ones are let through
+    require_ensemble(weights, "calibrate")
     _require_members_for(score, ensemble.num_members)
     check_share(share)
     known, parts, seen = ensemble.metadata.familiarity, list[Samples](), list[str]()
@@ -135,7 +136,7 @@ def calibrate(
         history=(*ensemble.metadata.history, line),
     )
     # weights of its own: what was calibrated stays what it is, whatever becomes of the ensemble (masked, trained)
-    return Ensemble.from_state(ensemble.config, ensemble.state_dict(), metadata)
+    return Ensemble.from_state(ensemble.config, weights.state_dict(), metadata)
 
 
 def _half_fitted(

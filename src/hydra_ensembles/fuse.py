@@ -120,7 +120,7 @@ def soup(models: Iterable[nn.Module]) -> Ensemble:
         >>> import torch, hydra_ensembles as he
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> recipe = he.Recipe(learning_rate=1e-4, steps=1)
         >>> tuned = [he.finetune(base, batches, recipe, index=index, progress=False) for index in range(2)]
         >>> he.soup(tuned).num_members

@@ -241,7 +241,7 @@ def to_rgb(image: "Image") -> "Image":
     """Convert a PIL image of any mode to RGB.
 
     Greyscale is repeated over the channels, transparency is dropped, palettes are looked up, and 16-bit
-    greyscale keeps its upper eight bits (Pillow alone would clip it to white).
+    greyscale keeps its upper eight bits (Pillow alone would clip it to white); numbers of other ranges are refused.
     """
     return image if image.mode == "RGB" else _plain(image).convert("RGB")
 
@@ -257,9 +257,24 @@ def _plain(image: "Image") -> "Image":
         upper_bits = (np.asarray(image, dtype=np.uint16) >> 8).astype(np.uint8)
         grey: Image = require("PIL.Image", extra="data").fromarray(upper_bits)
         return grey
+    if image.mode in ("I", "F"):
+        return _of_bytes(np.asarray(image))
     if image.mode == "P" and "transparency" in image.info:
         return image.convert("RGBA")
     return image
+
+
+def _of_bytes(pixels: np.ndarray) -> "Image":
+    """A greyscale image of 32-bit numbers: bytes, or 16-bit whole numbers, as older releases of Pillow open them."""
+    low, high = float(pixels.min()), float(pixels.max())
+    whole = pixels.dtype.kind == "i"
+    if not 0 <= low <= high <= (65535 if whole else 255) or (not whole and high <= 1):
+        raise DataError(
+            f"an image has {pixels.dtype} pixels from {low:g} to {high:g}, of which nobody knows which is white; give "
+            "8-bit images, or 16-bit greyscale"
+        )
+    made: Image = require("PIL.Image", extra="data").fromarray((pixels / (256 if high > 255 else 1)).astype(np.uint8))
+    return made
 
 
 # --- cleaning of texts ---------------------------------------------------------------------------------------

@@ -265,6 +265,27 @@ def test_what_was_calibrated_under_a_mask_stays_so():
     torch.testing.assert_close(calibrated(images), inside)
 
 
+class Compiled(torch.nn.Module):
+    """What `torch.compile` gives, without compiling: the names of its tensors have another beginning."""
+
+    def __init__(self, model: Ensemble) -> None:
+        super().__init__()
+        self._orig_mod = model
+
+    def __getattr__(self, name: str) -> object:
+        return super().__getattr__(name) if name == "_orig_mod" else getattr(self._orig_mod, name)
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return self._orig_mod(*given)
+
+
+def test_a_compiled_ensemble_is_calibrated_as_it_is():
+    model = tiny(members=1)
+    expected, found = (calibrate(one, validation()) for one in (model, Compiled(model)))
+    assert found.metadata.calibration == expected.metadata.calibration
+    assert all(torch.equal(one, expected.state_dict()[name]) for name, one in found.state_dict().items())
+
+
 def test_labels_may_be_a_list_or_an_array_and_what_is_neither_is_named():
     logits, labels = sample(2, 40, 3, 1.0, 0)
     expected = fit_calibration(logits, labels)

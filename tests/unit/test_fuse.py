@@ -152,6 +152,18 @@ def test_class_names_in_another_order_are_refused(join: Callable[[list[he.Ensemb
     assert join([first, unnamed]).metadata.labels == ()
 
 
+@pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")
+@pytest.mark.parametrize("join", [he.fuse, he.Ensemble.stack, he.soup])
+def test_members_that_look_at_inputs_in_different_ways_are_refused(join: Callable[[Any], he.Ensemble]) -> None:
+    base = small()
+    size = base.config.stem.image_size
+    look = [he.ImagePreprocessing(size=size, mean=(mean,) * 3, std=(0.5,) * 3) for mean in (0.5, 0.4)]
+    first, other, unknown = (base.with_metadata(preprocessing=one) for one in (*look, None))
+    with pytest.raises(ConfigError, match="members 0 and 2 have different preprocessing"):
+        join([first, unknown, other])
+    assert join([first, first]).metadata.preprocessing == join([first, unknown]).metadata.preprocessing == look[0]
+
+
 # ViT-B/16 with 1,000 classes: the integers behind the paper's Table 7 (docs/paper_map.md explains them).
 VIT_BASE = EncoderConfig(width=768, layers=12, heads=12, head_dim=64, mlp_width=3072)
 PRUNED = (tuple(tuple(range(4, 12)) for _ in range(12)),)

@@ -32,6 +32,28 @@ def test_sixteen_bit_grey_is_scaled_not_clipped(channels: int, order: str) -> No
         assert channel.round().int().tolist() == [[0, 0x12], [0x80, 0xFF]]
 
 
+@pytest.mark.parametrize(
+    ("pixels", "expected"),
+    [
+        (np.array([[0, 0x1234], [0x8000, 0xFFFF]], dtype=np.int32), [[0, 0x12], [0x80, 0xFF]]),
+        (np.array([[0, 7], [128, 255]], dtype=np.int32), [[0, 7], [128, 255]]),
+        (np.array([[0, 7], [128, 255]], dtype=np.float32), [[0, 7], [128, 255]]),
+        (np.array([[0, 0.2], [0.5, 1]], dtype=np.float32), None),
+        (np.array([[0, 7], [128, 256]], dtype=np.float32), None),
+        (np.array([[0, np.nan], [128, 255]], dtype=np.float32), None),
+        (np.array([[0, -1], [128, 255]], dtype=np.int32), None),
+        (np.array([[0, 1], [128, 65536]], dtype=np.int32), None),
+    ],
+)
+def test_numbers_of_other_ranges_are_scaled_or_refused_not_clipped(pixels: Any, expected: Any) -> None:
+    for channels in (1, 3):
+        if expected is None:
+            with pytest.raises(DataError, match="8-bit"):
+                plain(channels)(Image.fromarray(pixels))
+        else:
+            assert (plain(channels)(Image.fromarray(pixels))[0, -1] * 255).round().int().tolist() == expected
+
+
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "1", "LA", "CMYK"])
 def test_other_modes_become_grey_as_pillow_does_it(mode: str) -> None:
     colours = np.random.default_rng(0).integers(0, 256, (4, 4, 3), dtype=np.uint8)

@@ -32,7 +32,7 @@ def mc_dropout(ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> "MCD
         >>> import torch, hydra_ensembles as he
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> he.mc_dropout(base, p=0.1, passes=5)(torch.rand(2, 3, 64, 64)).shape
+        >>> he.mc_dropout(base, p=0.1, passes=5)(torch.randn(2, 3, 64, 64)).shape
         torch.Size([5, 2, 7])
     """
     return MCDropout(ensemble, p, passes, seed)

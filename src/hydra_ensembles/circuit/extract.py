@@ -136,7 +136,7 @@ def extract_circuit(
         >>> import torch, hydra_ensembles as he
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> foreign = [(torch.randn(7, 3, 64, 64),)]
         >>> ranking = he.extract_circuit(base, batches, foreign, score="avg", budget=2, layers=[5], progress=False)
         >>> [head.layer for head in ranking.first(2)], ranking.score

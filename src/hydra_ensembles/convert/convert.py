@@ -89,7 +89,7 @@ def convert(
         >>> import timm, torch, hydra_ensembles as he
         >>> model = timm.create_model("test_vit", num_classes=3).eval()  # with pretrained=True, or your own weights
         >>> base = he.convert(model, labels=["forest", "river", "road"])
-        >>> images = torch.rand(2, 3, 160, 160)
+        >>> images = torch.randn(2, 3, 160, 160)
         >>> torch.allclose(base(images)[0], model(images), atol=1e-5)
         True
     """

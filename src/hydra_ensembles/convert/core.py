@@ -190,6 +190,7 @@ def qualified_name(model: object) -> str:
 # What a model may lack when the user asked for a new classifier.
 _FRESH = ("readout.hidden", "readout.classifier", "readout.distillation_classifier")
 _SHOWN = 8  # problems in an error
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def translate(
@@ -208,6 +209,12 @@ def translate(
         raise ConversionError(
             f"{architecture.name}: {len(empty)} parameters, such as {empty[0]}, are on the meta device and have no "
             "values, others have them; load the whole model, without offloading, and convert it then"
+        )
+    strange = sorted({str(one.dtype) for one in model.parameters() if one.dtype not in _DTYPES})
+    if strange:
+        raise ConversionError(
+            f"{architecture.name}: parameters are {strange}, quantised numbers, as it seems; convert the model as it "
+            f"was before that, in one of {[str(one) for one in _DTYPES]}"
         )
     stored = model.state_dict()
     foreign = {name: tensor.detach() for name, tensor in {**dict(model.named_buffers()), **stored}.items()}
@@ -382,7 +389,7 @@ def read_classifier(module: Any, num_labels: int | None, architecture: str) -> t
     if is_identity(module):
         return number_of_classes(0, num_labels, architecture), True
     if type(module) is not nn.Linear:
-        raise refuse(architecture, f"the classifier is a {type(module).__name__}, not a linear layer")
+        raise refuse(architecture, f"the classifier is a {qualified_name(module)}, not an nn.Linear")
     return number_of_classes(module.out_features, num_labels, architecture), module.bias is not None
 
 

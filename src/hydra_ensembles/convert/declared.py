@@ -111,7 +111,7 @@ class Declaration:
         ...         return self.head(self.encoder(x).mean(dim=1))
         >>> names = {"patch": "patchify", "position": "pos", "encoder": "encoder", "classifier": "head"}
         >>> declaration = he.Declaration(names, pool="mean", image_size=32)
-        >>> he.convert(Mine().eval(), declaration=declaration)(torch.rand(2, 3, 32, 32)).shape
+        >>> he.convert(Mine().eval(), declaration=declaration)(torch.randn(2, 3, 32, 32)).shape
         torch.Size([1, 2, 5])
     """
 

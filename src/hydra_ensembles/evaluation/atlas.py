@@ -133,7 +133,7 @@ class Atlas:
         >>> import torch, hydra_ensembles as he
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> found = he.atlas(base, batches, layers=[4, 5], inputs=0, progress=False)
         >>> costs = {(one.layer, one.head): found.cost(one)["log_likelihood"] for one in found.heads}
         >>> len(costs), sorted(found.cost(found.heads[0]))
@@ -238,7 +238,7 @@ def atlas(
         >>> import torch, hydra_ensembles as he
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> foreign = {"noise": [(torch.randn(7, 3, 64, 64),)]}
         >>> found = he.atlas(base, batches, foreign, layers=[5], inputs=1, progress=False)
         >>> found.save("atlas.json")

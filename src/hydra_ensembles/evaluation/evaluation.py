@@ -337,7 +337,7 @@ class Evaluation:
         >>> import torch, hydra_ensembles as he
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> found = he.evaluate(base, batches, {"noise": [(torch.randn(7, 3, 64, 64),)]}, progress=False)
         >>> found.save("base.json")
         >>> again = he.Evaluation.load("base.json")

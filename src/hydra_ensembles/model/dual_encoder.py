@@ -45,7 +45,7 @@ class DualEncoder(Saved, Droppable):
         `dual` is a CLIP of transformers or open_clip, made one of ours by `convert(model, processor=...)`:
 
         >>> import torch
-        >>> images, texts = torch.rand(2, 3, 32, 32), ["a photo of a cat", "a photo of a dog", "a red bus"]
+        >>> images, texts = torch.randn(2, 3, 32, 32), ["a photo of a cat", "a photo of a dog", "a red bus"]
         >>> dual(images, texts).shape  # a logit for each image and text, of every member
         torch.Size([1, 2, 3])
         >>> dual.encode_text(texts).shape == (1, 3, dual.embedding_width)
@@ -216,7 +216,7 @@ def load(
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
         >>> base.save_pretrained("my-model")
         >>> again = he.load("my-model")  # a folder, or "hub:owner/name"
-        >>> images = torch.rand(2, 3, 64, 64)
+        >>> images = torch.randn(2, 3, 64, 64)
         >>> torch.equal(again(images), base(images))
         True
     """
@@ -376,7 +376,7 @@ def zero_shot(
 
         >>> import torch, hydra_ensembles as he
         >>> classifier = he.zero_shot(dual, ["cat", "dog", "red bus"], "a photo of the {label}")
-        >>> classifier.predict(torch.rand(2, 3, 32, 32)).class_names
+        >>> classifier.predict(torch.randn(2, 3, 32, 32)).class_names
         ('cat', 'dog', 'red bus')
     """
     if not isinstance(dual, DualEncoder):

@@ -28,6 +28,8 @@ from .given import (
     require_at_home,
     require_dense,
     warn_of_padding_first,
+    warn_of_raw_pixels,
+    warn_of_untold_padding,
 )
 from .layers import Context, Encoder, GroupedNorm
 from .metadata import Calibration, Metadata, common_metadata, member_metadata
@@ -147,9 +149,9 @@ class Ensemble(Saved, Droppable):
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
         >>> hydra = he.fuse([he.prune(base, [(5, 0)]), he.prune(base, [(5, 1)])])
-        >>> hydra(torch.rand(4, 3, 64, 64)).shape  # member logits
+        >>> hydra(torch.randn(4, 3, 64, 64)).shape  # member logits
         torch.Size([2, 4, 7])
-        >>> answer = hydra.predict(torch.rand(4, 3, 64, 64))
+        >>> answer = hydra.predict(torch.randn(4, 3, 64, 64))
         >>> answer.probs.shape, answer.epistemic.shape
         (torch.Size([4, 7]), torch.Size([4]))
         >>> hydra.save_pretrained("my-hydra")
@@ -259,7 +261,8 @@ class Ensemble(Saved, Droppable):
 
         Whatever comes from the CPU is checked before it is sent to another device.
         """
-        if not isinstance(inputs, Tensor | Mapping) and not (inputs is None and named):
+        ready = isinstance(inputs, Tensor | Mapping) or (inputs is None and bool(named))
+        if not ready:
             if self.metadata.preprocessing is None:
                 advice = "give tensors, or convert the model with processor="
                 raise DataError(f"got {type(inputs).__name__}, but there is no saved preprocessing; {advice}")
@@ -268,6 +271,8 @@ class Ensemble(Saved, Droppable):
         arguments, home = self.unpack(inputs, **named), next(self.parameters())
         if arguments[0].is_meta and not home.is_meta:
             raise DataError("the inputs are on the device 'meta', where tensors have no values; give real ones")
+        if ready and self.kind == "image":
+            warn_of_raw_pixels(arguments[0], self.metadata.preprocessing)
         present = {name: tensor for name, tensor in zip(READ[self.kind], arguments, strict=False) if tensor is not None}
         return move(arguments[0] if self.kind == "image" else present, home.device, home.dtype)
 
@@ -316,6 +321,7 @@ class Ensemble(Saved, Droppable):
             fitting_images(self.config.stem, main)
             return main, None, None
         arguments = fitting_tokens(self.config.stem, main, mask, segments)
+        warn_of_untold_padding(*arguments[:2], self.metadata.preprocessing)
         if self.config.readout.pool == "cls":
             warn_of_padding_first(arguments[1])
         return arguments

@@ -4,7 +4,6 @@ Nothing that could change an answer is passed over in silence. Values are looked
 data come from: a tensor on a GPU is not read back, and compiled code does not look either.
 """
 
-import warnings
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -12,8 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .._utils import warn
 from ..batches import READ, looks_like_input, tensors_of
-from ..errors import DataError, HydraWarning
+from ..errors import DataError
+from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from .config import PatchStemConfig, TextStemConfig
 
 Given = Tensor | Mapping[str, Tensor]
@@ -91,6 +92,26 @@ def fitting_images(config: PatchStemConfig, images: Tensor) -> None:
         raise DataError(f"images are {height}x{width}, which the patch size {patch} does not divide; {advice}")
 
 
+def warn_of_raw_pixels(images: Tensor, known: object) -> None:
+    """Warn, where it can be seen, of images that are not normalised: from 0 to 255, or to 1 where `known` differs.
+
+    A few pixels of the first images tell; `known` is the preprocessing of the model, if there is any.
+    """
+    some = images[:8, :, :: max(1, images.shape[2] // 32), :: max(1, images.shape[3] // 32)]
+    if not _visible(images) or not some.numel():
+        return
+    low, high = (float(bound) for bound in some.aminmax())
+    darkest = brightest = 0.0
+    if isinstance(known, ImagePreprocessing):
+        darkest = min(-mean / std for mean, std in zip(known.mean, known.std, strict=True))
+        brightest = max((1 - mean) / std for mean, std in zip(known.mean, known.std, strict=True))
+    if (low >= 0 and high > max(50, 2 * brightest)) or (0 <= low < 0.5 < high <= 1 and darkest < -0.9):
+        warn(
+            f"images have values from {low:.3g} to {high:.3g}, as pixels have that are not normalised, and the model "
+            "takes them as they are: give PIL images, or what its preprocessing makes of them"
+        )
+
+
 def fitting_tokens(config: TextStemConfig, ids: Tensor, mask: Tensor | None, segments: Tensor | None) -> Arguments:
     """Token ids and segments as int32 or int64 and a mask of 0 and 1, provided they fit each other and the stem."""
     if ids.dim() != 2 or not _whole(ids) or ids.dtype == torch.bool:
@@ -122,14 +143,23 @@ def _fitting_mask(mask: Tensor) -> Tensor:
     return mask
 
 
+def warn_of_untold_padding(ids: Tensor, mask: Tensor | None, known: object) -> None:
+    """Warn, where it can be seen, of texts that end with padding and have no mask, though the tokenizer gives one."""
+    if mask is not None or not isinstance(known, TextPreprocessing) or not known.attention_mask:
+        return
+    if _visible(ids) and bool((ids[:, -1] == known.pad_id).any()):
+        warn(
+            f"some texts end with the id {known.pad_id}, which is padding, and there is no attention_mask: the model "
+            "takes padding for tokens; give all that the tokenizer gives, model(**batch)"
+        )
+
+
 def warn_of_padding_first(mask: Tensor | None) -> None:
     """Warn, where it can be seen, of texts whose first token is padding, for models that read the first one alone."""
     if mask is not None and mask.shape[1] and _visible(mask) and not bool(mask[:, 0].all()):
-        warnings.warn(
+        warn(
             "some texts begin with padding, and this model reads its answer off the first token, as the original does: "
-            "pad on the right (tokenizer.padding_side = 'right'), unless it was trained on texts like these",
-            HydraWarning,
-            stacklevel=3,
+            "pad on the right (tokenizer.padding_side = 'right'), unless it was trained on texts like these"
         )
 
 

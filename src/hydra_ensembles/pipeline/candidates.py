@@ -118,7 +118,7 @@ def search(
         >>> import torch, hydra_ensembles as he
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.rand(28, 3, 64, 64), torch.arange(28) % 7) for _ in range(2)]  # or a DataLoader
+        >>> batches = [(torch.randn(28, 3, 64, 64), torch.arange(28) % 7) for _ in range(2)]  # or a DataLoader
         >>> foreign = [(torch.randn(7, 3, 64, 64),) for _ in range(2)]
         >>> settings = {"id": batches, "ood": foreign, "cost": 3.0, "price": "multiply_adds", "progress": False}
         >>> plan = he.search(base, candidates=[{"strategy": "random", "prune": 2}], dry_run=True, **settings)

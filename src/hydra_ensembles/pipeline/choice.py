@@ -62,7 +62,7 @@ class SearchResult:
         >>> import torch, hydra_ensembles as he
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.rand(28, 3, 64, 64), torch.arange(28) % 7) for _ in range(2)]  # or a DataLoader
+        >>> batches = [(torch.randn(28, 3, 64, 64), torch.arange(28) % 7) for _ in range(2)]  # or a DataLoader
         >>> foreign = [(torch.randn(7, 3, 64, 64),) for _ in range(2)]
         >>> plan = he.search(base, id=batches, ood=foreign, price="multiply_adds", dry_run=True, progress=False)
         >>> plan.rows[0].price, plan.choice == "", len(plan.table().rows) == len(plan.rows)

@@ -170,7 +170,7 @@ def compare(
         >>> import torch, hydra_ensembles as he
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> methods = {"whole": base, "pruned": he.prune(base, [(5, 0), (5, 1)])}
         >>> found = {name: he.evaluate(model, batches, progress=False) for name, model in methods.items()}
         >>> table = he.compare(found)

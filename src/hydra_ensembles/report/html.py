@@ -73,7 +73,7 @@ def write_report(
         >>> import torch, hydra_ensembles as he
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> found = he.evaluate(base, batches, name="Single", progress=False)
         >>> he.write_report("report.html", [found], title="Mine").name
         'report.html'
@@ -131,7 +131,7 @@ def write_atlas(path: str | Path, atlas: Atlas, *, title: str | None = None) -> 
         >>> import torch, hydra_ensembles as he
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> found = he.atlas(base, batches, layers=[5], inputs=0, progress=False)
         >>> he.write_atlas("atlas.html", found).name
         'atlas.html'

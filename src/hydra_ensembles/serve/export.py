@@ -77,7 +77,7 @@ def export(
         >>> model = timm.create_model("test_vit", img_size=32, depth=1, num_classes=3).eval()
         >>> base = he.convert(model)
         >>> path = he.export(base, "model.pt2")
-        >>> torch.export.load(path).module()(pixel_values=torch.rand(2, 3, 32, 32))["label"].shape
+        >>> torch.export.load(path).module()(pixel_values=torch.randn(2, 3, 32, 32))["label"].shape
         torch.Size([2])
     """
     path = Path(path).expanduser()

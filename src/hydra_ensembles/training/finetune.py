@@ -227,7 +227,7 @@ def finetune(
         >>> import torch, hydra_ensembles as he
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.rand(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> recipe = he.Recipe(learning_rate=1e-4, steps=2)
         >>> tuned = he.finetune(he.prune(base, [(5, 0)]), batches, recipe, output="tuning", progress=False)
         >>> tuned.metadata.history[-1].startswith("fine-tuned")

@@ -288,9 +288,9 @@ def tune_text(
         `dual` is a CLIP of transformers or open_clip, made one of ours by `convert(model, processor=...)`:
 
         >>> import torch, hydra_ensembles as he
-        >>> pairs = [(torch.rand(4, 3, 32, 32), ["a cat", "a dog", "a red bus", "a tree"], torch.arange(4))]
+        >>> pairs = [(torch.randn(4, 3, 32, 32), ["a cat", "a dog", "a red bus", "a tree"], torch.arange(4))]
         >>> tuned = he.tune_text(dual, pairs, he.Recipe(learning_rate=1e-3, steps=2), progress=False)
-        >>> images = torch.rand(2, 3, 32, 32)
+        >>> images = torch.randn(2, 3, 32, 32)
         >>> torch.equal(tuned.encode_image(images), dual.encode_image(images))  # the image tower is locked
         True
     """

@@ -93,6 +93,7 @@ DEEP = nn.Sequential(nn.Dropout(0.1), nn.Linear(32, 5))
         (lambda: with_value(float("inf")), r"1 of the 4096 values of blocks\.1\.mlp\.fc1\.weight"),
         (lambda: with_part("blocks.1.mlp.fc1", nn.Linear(32, 100)), r"blocks\.1\.mlp\.fc1\.weight.*100"),
         (lambda: with_part("head", DEEP), "Sequential"),
+        (lambda: with_part("head", nn.Linear(32, 5).to(torch.float8_e4m3fn)), "float8_e4m3fn.*quantised"),
         (lambda: with_part("blocks.1", vit().blocks[1].to("meta")), r"blocks\.1\..* meta device"),
         (lambda: vit(block_fn=timm_block("ParallelScalingBlock")), "ParallelScalingBlock.*nearest way"),
         (lambda: with_part("head", DEEP, DISTILLED), "Sequential"),

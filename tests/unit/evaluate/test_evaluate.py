@@ -1,6 +1,7 @@
 """Running models over data: what is accepted, what is applied, what is refused; several processes as one."""
 
 import pickle
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier, local
@@ -262,6 +263,15 @@ def with_labels(label):
 def test_errors_name_the_set(model, arguments, token):
     with pytest.raises(DataError, match=token):
         evaluate(model or tiny_ensemble(), *arguments, progress=False)
+
+
+@pytest.mark.parametrize(("answer", "warned"), [("probs", True), ("logits", False), ("log_probs", False)])
+def test_probabilities_in_place_of_logits_are_warned_of(answer, warned):
+    logits = torch.randn(3, 8, 4).log_softmax(-1) if answer != "logits" else torch.randn(3, 8, 4).abs()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        evaluate_logits(logits.exp() if answer == "probs" else logits, torch.arange(8) % 4)
+    assert any("softmax" in str(one.message) for one in caught) is warned
 
 
 def never(inputs):

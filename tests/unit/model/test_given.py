@@ -224,6 +224,43 @@ def test_padding_where_the_first_token_is_read_is_warned_of(way: str) -> None:
         WAYS[way](last, left)
 
 
+@pytest.mark.parametrize(("masks", "said"), [(True, True), (False, False)])
+def test_padding_without_a_mask_is_warned_of_where_the_tokenizer_gives_one(masks: bool, said: bool) -> None:
+    known = he.TextPreprocessing(tokenizer="{}", max_length=7, pad_id=1, attention_mask=masks)
+    one, padded = model().with_metadata(preprocessing=known), IDS * MASK + (1 - MASK)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        one(padded, MASK)
+        one(IDS)
+        assert not caught
+        one(padded)
+    assert [issubclass(each.category, HydraWarning) for each in caught] == [True] * said
+
+
+@pytest.mark.parametrize(
+    ("mean", "low", "high", "said"),
+    [
+        ((0.5,) * 3, 0, 255, True),
+        (None, 0, 255, True),
+        ((0.5,) * 3, 0, 1, True),
+        (None, 0, 1, False),
+        ((0.0,) * 3, 0, 1, False),
+        ((0.5,) * 3, -1, 1, False),
+        ((0.5,) * 3, 0.8, 1, False),
+        (None, -60, 60, False),
+    ],
+)
+def test_pixels_that_are_not_normalised_are_warned_of(mean: Any, low: float, high: float, said: bool) -> None:
+    known = None if mean is None else he.ImagePreprocessing(size=(4, 6), mean=mean, std=(0.5,) * 3)
+    images = torch.linspace(low, high, 24).repeat(2, 3).reshape(2, 3, 4, 6)
+    one = model(IMAGE).with_metadata(preprocessing=known)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        one.predict(images)
+        one.predict(pixel_values=images)
+    assert [issubclass(each.category, HydraWarning) for each in caught] == [True, True] * said
+
+
 def test_forward_names_a_dtype_that_does_not_fit_and_predict_converts_it() -> None:
     one = model(IMAGE)
     with pytest.raises(DataError, match=r"float64.*float32"):
