@@ -13,7 +13,7 @@ from ._utils import warn
 from .arguments import checked
 from .batches import Batches
 from .errors import ConfigError, DataError
-from .familiarity import FitOptions, Fitting, Samples, answers, digests, require_fresh
+from .familiarity import Answered, FitOptions, Fitting, answers, digests, require_fresh
 from .metrics.conformal import Reference, check_share, conformal_threshold, samples_for
 from .metrics.distance import FamiliarityChoice, FamiliarityName
 from .metrics.inputs import check_labels, mean
@@ -91,12 +91,12 @@ def calibrate(
     require_ensemble(weights, "calibrate")
     _require_members_for(score, ensemble.num_members)
     check_share(share)
-    known, parts, seen = ensemble.metadata.familiarity, list[Samples](), list[str]()
+    known, parts, seen = ensemble.metadata.familiarity, list[Answered](), list[str]()
     fitted = known if known is not None and familiarity in ("auto", known.settings.scores[0]) else None
     for inputs, some in answers(ensemble, validation, "validation", labelled=True):
         parts.append(some if familiarity is not None else some._replace(features=some.features[..., :0]))
         seen += [] if fitted is None else digests(inputs)
-    samples = Samples.join(parts)
+    samples = Answered.join(parts)
     settings: dict[str, Any] = {"share": share, "score": score, "per_member": per_member, "temperature": temperature}
     fit = fit_calibration(samples.logits, samples.labels, **settings)
     degrees = ", ".join(f"{value:.4g}" for value in fit.calibration.temperature)
@@ -140,8 +140,8 @@ def calibrate(
 
 
 def _half_fitted(
-    ensemble: Ensemble, samples: Samples, score: FamiliarityName, share: float
-) -> tuple[Familiarity, Samples]:
+    ensemble: Ensemble, samples: Answered, score: FamiliarityName, share: float
+) -> tuple[Familiarity, Answered]:
     """Familiarity from a random half of the samples, and the other half, which can set its threshold."""
     draws = np.random.default_rng(0)
     fits = torch.from_numpy(draws.random(len(samples.labels)) < 0.5)
@@ -159,7 +159,7 @@ def _half_fitted(
 
 
 def _with_threshold(
-    known: Familiarity, held: Samples, calibration: Calibration, share: float
+    known: Familiarity, held: Answered, calibration: Calibration, share: float
 ) -> tuple[Familiarity, dict[str, float]]:
     """Familiarity with the threshold that samples without a part in it set; and what both thresholds do to them."""
     scores = known.scores(held.features, held.logits)  # [S, M, n]

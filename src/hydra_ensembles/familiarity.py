@@ -33,19 +33,19 @@ MARKS = 16  # samples that are known again
 _NULL = 1e-10  # of the largest eigenvalue: directions in which nothing varies
 
 
-class Samples(NamedTuple):
+class Answered(NamedTuple):
     """What a model says of some samples: features `[M, B, d]`, logits `[M, B, C]`, labels `[B]`; all on the CPU."""
 
     features: Tensor
     logits: Tensor
     labels: Tensor
 
-    def pick(self, rows: Tensor) -> "Samples":
+    def pick(self, rows: Tensor) -> "Answered":
         """Some of them, by place or by mask."""
-        return Samples(self.features[:, rows], self.logits[:, rows], self.labels[rows])
+        return Answered(self.features[:, rows], self.logits[:, rows], self.labels[rows])
 
     @classmethod
-    def join(cls, parts: Sequence["Samples"]) -> "Samples":
+    def join(cls, parts: Sequence["Answered"]) -> "Answered":
         """All of them."""
         return cls(
             torch.cat([one.features for one in parts], dim=1),
@@ -178,7 +178,7 @@ class FitOptions:
         return any(name in BY_CLASS for name in self.scores)
 
 
-def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> Iterator[tuple[Inputs, Samples]]:
+def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> Iterator[tuple[Inputs, Answered]]:
     """Every batch as it came, and what the model says of it; labels are zeros where none are wanted."""
     if not ensemble.num_classes:
         raise ConfigError("this ensemble has no classifier (num_classes is 0); convert the model with num_labels=")
@@ -189,7 +189,7 @@ def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> 
             labels = torch.zeros(features.shape[1], dtype=torch.long)
             if labelled:
                 labels = require_labels(targets, ensemble.num_classes, name, index).cpu()
-            yield inputs, Samples(features.float().cpu(), logits.float().cpu(), labels)
+            yield inputs, Answered(features.float().cpu(), logits.float().cpu(), labels)
 
 
 def digests(inputs: Inputs) -> list[str]:
@@ -216,9 +216,9 @@ class Reservoir:
 
     def __init__(self, most: int, draws: np.random.Generator) -> None:
         self.most, self.draws, self.offered = most, draws, 0
-        self.rows: list[Samples] = []
+        self.rows: list[Answered] = []
 
-    def offer(self, samples: Samples) -> list[Samples]:
+    def offer(self, samples: Answered) -> list[Answered]:
         """Take some of these; what is not taken, or has to go for it, comes back one by one."""
         left = []
         for place in range(len(samples.labels)):
@@ -233,9 +233,9 @@ class Reservoir:
             left.append(row)
         return left
 
-    def samples(self) -> Samples | None:
+    def samples(self) -> Answered | None:
         """All that are kept."""
-        return Samples.join(self.rows) if self.rows else None
+        return Answered.join(self.rows) if self.rows else None
 
 
 class Sums:
@@ -271,7 +271,7 @@ class Fitting:
         self.kept = Reservoir(options.stored, draws)
         self.marks: list[str] = []
 
-    def add(self, samples: Samples) -> None:
+    def add(self, samples: Answered) -> None:
         """Take in what a model says of some samples."""
         if not len(samples.labels):
             return
@@ -349,7 +349,7 @@ class Fitting:
             )
         return self.options.shrinkage if self.options.shrinkage is not None else (SHRINKAGE, SHRINKAGE_OF_FEW)[few]
 
-    def _vim(self, kept: Samples) -> dict[str, Tensor]:
+    def _vim(self, kept: Answered) -> dict[str, Tensor]:
         """Origin, directions outside the principal subspace, and the weight against the energy, of every member."""
         sums, width = self.sums[False], kept.features.shape[2]
         principal = self.options.principal or max(2 * width // 3, 1)

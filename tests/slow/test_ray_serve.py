@@ -14,7 +14,7 @@ import pytest
 
 from hydra_ensembles.errors import ConfigError, DataError, RequestError
 from hydra_ensembles.serve.ray_app import ATTEMPTS, _Replicas, ray_app
-from hydra_ensembles.serve.service import API_KEY, Row
+from hydra_ensembles.serve.service import API_KEY, Sample
 from processes import environment
 from served_models import served
 from serving import LIMIT, opened, picture, settings
@@ -157,7 +157,7 @@ class Handle:
 
 def test_what_a_dead_replica_took_along_is_asked_again() -> None:
     died, full = ray.exceptions.ActorDiedError(), serve.exceptions.BackPressureError(1, 1)
-    row = Row({})
+    row = Sample({})
     assert asyncio.run(_Replicas(Handle(died, died, {"label": 1})).answer([row])) == [{"label": 1}]
     for handle, status in ((Handle(*[died] * ATTEMPTS), 503), (Handle(full), 503)):
         with pytest.raises(RequestError) as refused:

@@ -13,7 +13,7 @@ import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from checkpoint_models import ensemble, hydra, ragged, single, text
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
-from hydra_ensembles.familiarity import HELD_OUT_MOST, Reservoir, Samples, fit_familiarity
+from hydra_ensembles.familiarity import HELD_OUT_MOST, Answered, Reservoir, fit_familiarity
 from hydra_ensembles.metrics.distance import FAMILIARITY_NAMES
 from hydra_ensembles.model.config import EnsembleConfig, ReadoutConfig
 from hydra_ensembles.model.ensemble import Ensemble
@@ -279,7 +279,7 @@ def test_memory_is_bounded_and_draws_are_even() -> None:
     left = []
     for start in range(0, 1000, 100):
         labels = torch.arange(start, start + 100)
-        left += kept.offer(Samples(torch.zeros(1, 100, 1), torch.zeros(1, 100, 2), labels))
+        left += kept.offer(Answered(torch.zeros(1, 100, 1), torch.zeros(1, 100, 2), labels))
     rows = kept.samples().labels
     assert sorted([*rows.tolist(), *(int(one.labels) for one in left)]) == list(range(1000))  # none lost, none twice
     assert len(rows) == 50

@@ -79,3 +79,16 @@ def test_the_page_on_architecture_lists_every_file_with_its_layer() -> None:
     listed = {row[1]: int(row[0]) for row in re.findall(r"^\| (\d) \| `([\w/]+)\.py` \|", page, re.MULTILINE)}
     files = {name.replace(".", "/"): LAYER[name.partition(".")[0]] for name in FILES}
     assert listed == {name: layer for name, layer in files.items() if not name.endswith("/__init__")}
+
+
+def test_one_word_has_one_meaning() -> None:
+    """No class and no file of the package has the name of another."""
+    files = [name.rpartition(".")[2] for name in FILES]
+    classes = [
+        node.name
+        for path in FILES.values()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    twice = {name for names in (files, classes) for name in names if names.count(name) > 1}
+    assert twice == {"__init__"}

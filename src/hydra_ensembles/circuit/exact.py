@@ -12,7 +12,7 @@ from ..heads.masking import masked
 from ..heads.ranking import Head
 from ..model.ensemble import Ensemble
 from .cache import CachedTower, Work, forward_cost
-from .scores import NO_HEAD, Answers, Distance, IntArray, Objective, Result, Samples, parts
+from .scores import NO_HEAD, Distance, IntArray, Objective, Result, Samples, Tally, parts
 
 Tell = Callable[[int], None]  # takes the number of candidates of this rank that are decided so far in a step
 
@@ -56,7 +56,7 @@ class Naive:
     def evaluate(self, head: Head) -> Result:
         """The result with one more head off."""
         off = [*self.off, *([] if head == NO_HEAD else [head])]
-        return Answers(self.samples, self.objective, [head], self.model.dtype).result(self.logits(off))
+        return Tally(self.samples, self.objective, [head], self.model.dtype).result(self.logits(off))
 
     def logits(self, off: Sequence[Head]) -> Iterator[tuple[IntArray, Tensor]]:
         """Logits `[B, C]` without some heads for all samples in batches, with their numbers."""
@@ -106,8 +106,8 @@ class Exact:
     def __init__(self, tower: CachedTower, objective: Objective, ranks: Ranks) -> None:
         self.tower, self.objective, self.ranks = tower, objective, ranks
         dtype, device = tower.model.ensemble.dtype, tower.model.ensemble.device
-        self.current = Answers(tower.samples, objective, [NO_HEAD], dtype)  # of the model as it is
-        self._answers = Answers(tower.samples, objective, tower.candidates, dtype)
+        self.current = Tally(tower.samples, objective, [NO_HEAD], dtype)  # of the model as it is
+        self._answers = Tally(tower.samples, objective, tower.candidates, dtype)
         self._chunk = min(-(-objective.samples // _CHUNKS), _LARGEST_CHUNK)
         kind = "cuda" if device.type == "cuda" else "cpu"
         self._together = max(_TOGETHER[kind], _PAIRS[kind] // self._chunk)

@@ -20,7 +20,7 @@ from ..model.ensemble import Ensemble
 from ..model.stem_readout import compose
 from .cache import CachedTower
 from .exact import Exact, Naive, Tell, run_without, silent
-from .scores import Answers, IntArray, Result, SampleGroup, Samples, to_device
+from .scores import IntArray, Result, SampleGroup, Samples, Tally, to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,4 +154,4 @@ class JointExact:
         """The result without a head of the text tower, on all samples: the images as they are meet other classes."""
         use_classes(self._classifier, self._classes[head])
         tower = self.images.tower
-        return Answers(tower.samples, self.images.objective, [head], self._classifier.dtype).result(tower.logits())
+        return Tally(tower.samples, self.images.objective, [head], self._classifier.dtype).result(tower.logits())

@@ -294,7 +294,7 @@ def _twice_below(values: Tensor, limits: Tensor) -> Tensor:
     return torch.searchsorted(ordered, limits) + torch.searchsorted(ordered, limits, right=True)
 
 
-class Answers:
+class Tally:
     """Answers of K models, each without one of `heads` (`NO_HEAD` for none), to n samples; logits are of `dtype`.
 
     A sample that was not evaluated yet counts as right, as an ID sample as most confident, as an OOD sample as least

@@ -86,7 +86,7 @@ Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Number:
+class Spread:
     """A number over draws and backbones: mean, standard deviation, and the interval that holds 95 % of them."""
 
     mean: float
@@ -95,7 +95,7 @@ class Number:
     high: float
 
     @classmethod
-    def of(cls, values: Values) -> "Number":
+    def of(cls, values: Values) -> "Spread":
         """Of all values that are numbers."""
         low, high = np.nanquantile(values, (0.025, 0.975))
         return cls(float(np.nanmean(values)), float(np.nanstd(values)), float(low), float(high))
@@ -107,7 +107,7 @@ class Method:
 
     backbones: int
     price: float
-    numbers: Mapping[str, Number]
+    numbers: Mapping[str, Spread]
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def gains(
             best[column.key] = tuple(name for name in found if name not in beaten)
     sizes = {name: one.size for name, one in next(iter(methods.values()))[0].items()}
     found_of = {
-        name: Method(len(methods[name]), prices[name], {key: Number.of(own) for key, own in values[name].items()})
+        name: Method(len(methods[name]), prices[name], {key: Spread.of(own) for key, own in values[name].items()})
         for name in methods
     }
     return Gains(share, draws, sizes, found_of, best)

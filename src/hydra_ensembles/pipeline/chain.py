@@ -176,7 +176,7 @@ def _familiar(fused: Ensemble, config: HydraConfig, ranking: list[Batch] | None,
 
 
 @dataclass(frozen=True)
-class Choice:
+class MemberHeads:
     """How the heads of a member were chosen, in words, and the heads it loses."""
 
     origin: str
@@ -187,7 +187,7 @@ class Choice:
 class Choices:
     """The content of `heads.json`."""
 
-    members: tuple[Choice, ...]
+    members: tuple[MemberHeads, ...]
 
     def of(self, config: HydraConfig) -> list[tuple[str, list[Head]]]:
         """Origin and heads of each member, held against the settings they were chosen for."""
@@ -299,7 +299,7 @@ class Chain:
                 origins = [*(f"circuit {score}" for score in CIRCUIT_ORDER), *drawn][:count]
         origins += ["all heads"] * (config.members - count)
         heads += ((),) * (config.members - count)
-        return Choices(tuple(Choice(origin, tuple(lost)) for origin, lost in zip(origins, heads, strict=True)))
+        return Choices(tuple(MemberHeads(origin, tuple(lost)) for origin, lost in zip(origins, heads, strict=True)))
 
     def _circuits(self) -> tuple[tuple[Head, ...], ...]:
         """One circuit for each of the first members; the ranking that others are drawn from goes further."""

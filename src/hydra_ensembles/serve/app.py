@@ -27,7 +27,7 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
 from . import protocol
 from .batcher import Batcher
-from .service import Answer, Row, ServeSettings, Service, finite, require_servable, tensor_of, text_of
+from .service import Answer, Sample, ServeSettings, Service, finite, require_servable, tensor_of, text_of
 from .telemetry import Telemetry, log, log_failure
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Get ready."""
 
-    async def answer(self, rows: Sequence[Row]) -> Sequence[Answer]:
+    async def answer(self, rows: Sequence[Sample]) -> Sequence[Answer]:
         """One answer for each row; cancelled where nobody waits for them any more."""
 
     async def close(self) -> None:
@@ -73,7 +73,7 @@ class LocalEngine:
     def __init__(self, service: Service) -> None:
         self.service = service
         self.observe: Callable[[int, float], None] = lambda rows, seconds: None
-        self._batcher: Batcher[Row, Answer] | None = None
+        self._batcher: Batcher[Sample, Answer] | None = None
 
     @property
     def waiting(self) -> int:
@@ -95,7 +95,7 @@ class LocalEngine:
         self.ready = True
         log("ready", model=settings.name, workers=len(runs), seconds=round(time.monotonic() - began, 2))
 
-    async def answer(self, rows: Sequence[Row]) -> Sequence[Answer]:
+    async def answer(self, rows: Sequence[Sample]) -> Sequence[Answer]:
         """Queue the rows and wait for their answers."""
         assert self._batcher is not None
         futures = self._batcher.submit(rows)
@@ -282,7 +282,7 @@ class _Server:
         return limited
 
     async def _answers(
-        self, request: "Request", rows: Callable[[], list[Row]], timeout: float = math.inf
+        self, request: "Request", rows: Callable[[], list[Sample]], timeout: float = math.inf
     ) -> Sequence[Answer]:
         """Decode, queue, wait, count. The body has been read: `rows` runs in a thread of its own.
 
@@ -363,7 +363,7 @@ class _Server:
             answers = await self._answers(request, rows)
         return _json({"model": self.settings.name, "predictions": [self.service.plain(answer) for answer in answers]})
 
-    async def _raw_rows(self, request: "Request", nearest: bool) -> Callable[[], list[Row]]:
+    async def _raw_rows(self, request: "Request", nearest: bool) -> Callable[[], list[Sample]]:
         """What makes rows of a body: a form, JSON, an image or a text."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         images: list[bytes] = []
@@ -389,7 +389,7 @@ class _Server:
             raise RequestError(f"content of the type {kind[:100]!r} is not taken; send {CONTENT}", 415)
         return lambda: self._samples(images, texts, nearest)
 
-    def _samples(self, images: Sequence[bytes], texts: Sequence[str | tuple[str, str]], nearest: bool) -> list[Row]:
+    def _samples(self, images: Sequence[bytes], texts: Sequence[str | tuple[str, str]], nearest: bool) -> list[Sample]:
         if images and texts:
             raise RequestError("got images and texts in one request; this model reads one kind")
         if not images and not texts:
@@ -434,7 +434,7 @@ class _Server:
         content, headers = protocol.write_answer(asked, self.service, answers)
         return Response(content, headers=headers)
 
-    def _tensor_rows(self, inputs: dict[str, Any]) -> list[Row]:
+    def _tensor_rows(self, inputs: dict[str, Any]) -> list[Sample]:
         """Rows of named tensors: encoded images, texts, or what the model reads."""
         raw, _ = protocol.RAW[self.service.kind]
         known = [one.name for one in self.service.inputs]

@@ -15,7 +15,7 @@ from ..arguments import require_whole
 from ..errors import ConfigError, RequestError
 from ..model.ensemble import Ensemble
 from .app import make_app
-from .service import Answer, Row, ServeSettings, Service, require_servable
+from .service import Answer, Sample, ServeSettings, Service, require_servable
 
 ATTEMPTS = 5  # replicas that are asked, one after another, where each one dies
 
@@ -74,11 +74,11 @@ class _Replica:
         ensemble, alone = _loaded(model), replace(settings, workers=1)  # Ray has the others
         (self._run,) = Service(ensemble if device is None else ensemble.to(device), alone).workers()
 
-    async def answer(self, rows: list[Row]) -> list[Answer | Exception]:
+    async def answer(self, rows: list[Sample]) -> list[Answer | Exception]:
         """One answer for each row, or why there is none: one bad row costs no other its answer."""
         return await asyncio.to_thread(self._answered, rows)
 
-    def _answered(self, rows: list[Row]) -> list[Answer | Exception]:
+    def _answered(self, rows: list[Sample]) -> list[Answer | Exception]:
         try:
             return list(self._run(rows))
         except Exception as error:
@@ -108,7 +108,7 @@ class _Replicas:
     async def close(self) -> None:
         self.ready = False
 
-    async def answer(self, rows: Sequence[Row]) -> Sequence[Answer]:
+    async def answer(self, rows: Sequence[Sample]) -> Sequence[Answer]:
         self.waiting += len(rows)
         try:
             found = await asyncio.gather(*map(self._one, rows), return_exceptions=True)
@@ -119,7 +119,7 @@ class _Replicas:
                 raise one
         return [one for one in found if not isinstance(one, BaseException)]
 
-    async def _one(self, row: Row) -> Answer:
+    async def _one(self, row: Sample) -> Answer:
         died, serving = require("ray.exceptions", extra="ray"), require("ray.serve.exceptions", extra="ray")
         for _ in range(ATTEMPTS):
             try:

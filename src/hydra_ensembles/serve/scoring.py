@@ -42,7 +42,7 @@ KEPT = "kept_"  # before the name of a column to keep that an answer has
 
 
 @dataclass(frozen=True)
-class Prepared:
+class ReadyBatch:
     """A batch ready for the model: inputs of the rows that could be read, and what the others say."""
 
     parts: list[tuple[Any, list[int]]]  # inputs as `Ensemble.predict` takes them, with their rows
@@ -145,7 +145,7 @@ class Scorer:
         """The answers to a batch, a row for each of its own."""
         return self.answer(self.prepare(batch))
 
-    def prepare(self, batch: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Prepared:
+    def prepare(self, batch: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> ReadyBatch:
         """Decode and preprocess a batch, on the CPU: while one is prepared the model may answer the last.
 
         The columns to keep are in `beside`, or in the batch.
@@ -159,15 +159,15 @@ class Scorer:
         if names[0] in batch:
             given = {name: _tensor(batch[name]) for name in names if name in batch}
             count = len(given[names[0]])
-            return Prepared([(given, list(range(count)))], [""] * count, kept)
+            return ReadyBatch([(given, list(range(count)))], [""] * count, kept)
         if raw not in batch:
             raise DataError(f"the batch has no column {raw!r} or {names[0]!r}; it has {sorted(batch)}")
         if self.ensemble.metadata.preprocessing is None:
             raise DataError(f"the model has no saved preprocessing; give batches with {names[0]!r}")
         parts, errors = self._images(list(batch[raw])) if self.ensemble.kind == "image" else self._texts(batch)
-        return Prepared(parts, errors, kept)
+        return ReadyBatch(parts, errors, kept)
 
-    def answer(self, prepared: Prepared) -> Arrays:
+    def answer(self, prepared: ReadyBatch) -> Arrays:
         """The columns of a prepared batch."""
         errors, fields, answers = list(prepared.errors), self.fields, dict(prepared.kept)
         for one in fields:
@@ -382,7 +382,7 @@ def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, seen: Callab
     parts: list[Arrays] = []
     unreadable: list[dict[str, str]] = []
 
-    def ready() -> Iterator[tuple[list[Item], Prepared | None]]:
+    def ready() -> Iterator[tuple[list[Item], ReadyBatch | None]]:
         remaining = iter(items)
         while batch := list(islice(remaining, batch_size)):
             good = [item for item in batch if not item.error]
@@ -400,7 +400,7 @@ def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, seen: Callab
         unreadable += ({INPUT: item.name, "reason": str(error)} for item, error in pairs if error)
         seen(len(batch))
     if not parts:  # nothing could be read: a shard without rows, with the same columns
-        empty = scorer.answer(Prepared([], [], {name: np.empty(0, dtype=object) for name in scorer.kept}))
+        empty = scorer.answer(ReadyBatch([], [], {name: np.empty(0, dtype=object) for name in scorer.kept}))
         del empty[ERROR]
         parts.append({INPUT: np.empty(0, dtype=object), **empty})
     lines = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in unreadable)

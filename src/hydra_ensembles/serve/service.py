@@ -124,7 +124,7 @@ class ServeSettings:
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class Sample:
     """One sample as the model reads it, without the axis of samples; on the CPU."""
 
     inputs: Mapping[str, Tensor]
@@ -160,7 +160,7 @@ class Service:
 
     # --- what comes in -----------------------------------------------------------------------------------------------
 
-    def images(self, contents: Sequence[bytes], nearest: bool = False) -> list[Row]:
+    def images(self, contents: Sequence[bytes], nearest: bool = False) -> list[Sample]:
         """Rows of encoded images; sizes are read off the headers before anything is decoded.
 
         Raises:
@@ -178,10 +178,10 @@ class Service:
                 raise
             except Exception as error:  # decoders raise whatever broken data lead them to
                 raise RequestError(f"image {index} ({len(content)} bytes) is broken", 415) from error
-            rows.append(Row({self._main: pixels.to(self.ensemble.dtype)}, nearest))
+            rows.append(Sample({self._main: pixels.to(self.ensemble.dtype)}, nearest))
         return rows
 
-    def texts(self, texts: Sequence[str | tuple[str, str]], nearest: bool = False) -> list[Row]:
+    def texts(self, texts: Sequence[str | tuple[str, str]], nearest: bool = False) -> list[Sample]:
         """Rows of texts, or pairs of texts; each is tokenised by itself.
 
         Raises:
@@ -197,7 +197,7 @@ class Service:
                 raise RequestError(f"text {index} has {count} characters; at most {most} are taken", 413)
         return [row for text in texts for row in self.tensors(self.preprocessing([text]), nearest)]
 
-    def tensors(self, given: Mapping[str, Tensor], nearest: bool = False) -> list[Row]:
+    def tensors(self, given: Mapping[str, Tensor], nearest: bool = False) -> list[Sample]:
         """Rows of inputs as the model reads them, `[B, …]` each.
 
         Raises:
@@ -211,7 +211,7 @@ class Service:
         if main.is_floating_point() and not bool(main.isfinite().all()):
             raise RequestError(f"{self._main} has values that are NaN or infinite")
         if self.kind == "image":
-            return [Row({self._main: one}, nearest) for one in main.to(self.ensemble.dtype)]
+            return [Sample({self._main: one}, nearest) for one in main.to(self.ensemble.dtype)]
         named: dict[str, Tensor | None] = {"input_ids": main, "attention_mask": mask, "token_type_ids": segments}
         if self._masked:
             length = self._length(main.shape[1])
@@ -224,7 +224,7 @@ class Service:
                 for name, one in named.items()
             }
         present = {name: one for name, one in named.items() if one is not None}
-        return [Row({name: one[index] for name, one in present.items()}, nearest) for index in range(len(main))]
+        return [Sample({name: one[index] for name, one in present.items()}, nearest) for index in range(len(main))]
 
     def _wanted(self, got: str) -> str:
         if self.preprocessing is None:
@@ -288,7 +288,7 @@ class Service:
         most = self.settings.max_batch
         return [*(1 << power for power in range(12) if 1 << power < most), most]
 
-    def workers(self) -> list[Callable[[list[Row]], list[Answer]]]:
+    def workers(self) -> list[Callable[[list[Sample]], list[Answer]]]:
         """One function for each model thread, that answers rows; warm, if the settings say so.
 
         Threads of one device share their weights. On CUDA a thread after another takes the next GPU.
@@ -316,11 +316,11 @@ class Service:
                 for row in self.examples():
                     plan.predict(_stacked([row] * size), check_finite=False)
 
-    def examples(self) -> list[Row]:
+    def examples(self) -> list[Sample]:
         """A blank row of every shape that is known beforehand."""
         size = self.image_size()
         if size is not None:
-            return [Row({self._main: torch.zeros(self.inputs[0].shape[0], *size)})]
+            return [Sample({self._main: torch.zeros(self.inputs[0].shape[0], *size)})]
         blank = [torch.zeros(1, length, dtype=torch.long) for length in self.lengths()]
         return [row for ids in blank for row in self.tensors({self._main: ids})]
 
@@ -359,12 +359,12 @@ class _Worker:
     plan: OptimizedEnsemble
     sizes: Sequence[int]  # of the pieces, from 1 up
 
-    def answer(self, rows: list[Row]) -> list[Answer]:
+    def answer(self, rows: list[Sample]) -> list[Answer]:
         """One answer for each row, in their order."""
         with _on(self.plan.device):
             return self._answer(rows)
 
-    def _answer(self, rows: list[Row]) -> list[Answer]:
+    def _answer(self, rows: list[Sample]) -> list[Answer]:
         groups: dict[Hashable, list[int]] = {}
         for place, row in enumerate(rows):
             groups.setdefault(row.shape, []).append(place)
@@ -376,7 +376,7 @@ class _Worker:
                 answers |= dict(zip(piece, self._piece([rows[place] for place in piece]), strict=True))
         return [answers[place] for place in range(len(rows))]
 
-    def _piece(self, rows: list[Row]) -> list[Answer]:
+    def _piece(self, rows: list[Sample]) -> list[Answer]:
         found = columns(self.plan.predict(_stacked(rows), check_finite=False))
         if not np.isfinite(found["member_logits"]).all():
             raise self._no_number(rows)
@@ -387,7 +387,7 @@ class _Worker:
                 answers[index][NEAREST] = label
         return answers
 
-    def _no_number(self, rows: list[Row]) -> HydraError:
+    def _no_number(self, rows: list[Sample]) -> HydraError:
         """Whose fault it is that logits are no numbers: of values that no image has, or else of what is served."""
         mains = [next(iter(row.inputs.values())) for row in rows]  # pixels or tokens
         if mains[0].is_floating_point() and max(float(one.abs().max()) for one in mains) > BRIGHTEST:
@@ -396,7 +396,7 @@ class _Worker:
         return RequestError(f"the model gives NaN or infinity for this input; it is served in {kind}", 500)
 
     @torch.inference_mode()
-    def _nearest(self, rows: list[Row]) -> list[int]:
+    def _nearest(self, rows: list[Sample]) -> list[int]:
         """The class whose mean is nearest to the features of each row; -1 where nothing knows of any."""
         known = self.plan.metadata.familiarity
         inputs = self.plan.prepare(_stacked(rows))
@@ -412,7 +412,7 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _stacked(rows: Sequence[Row]) -> Tensor | dict[str, Tensor]:
+def _stacked(rows: Sequence[Sample]) -> Tensor | dict[str, Tensor]:
     """Rows of one shape as a batch, `[B, …]`."""
     batch = {name: torch.stack([row.inputs[name] for row in rows]) for name in rows[0].inputs}
     return next(iter(batch.values())) if len(batch) == 1 else batch

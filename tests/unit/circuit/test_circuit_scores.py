@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from circuit_models import SCORES
 from hydra_ensembles.circuit.scores import (
     NO_HEAD,
-    Answers,
     Objective,
     Samples,
     Score,
+    Tally,
     judge,
     losses,
     quantum,
@@ -148,11 +148,11 @@ def test_hardest_samples_come_first() -> None:
     assert order.tolist() == [4, 0, 2, 3, 1]
 
 
-def answers(inside: int, outside: int, score: Score = "avg") -> Answers:
+def answers(inside: int, outside: int, score: Score = "avg") -> Tally:
     labels = torch.cat([torch.zeros(inside, dtype=torch.long), torch.full((outside,), -1)])
     samples = Samples((), labels, {"id_batches": inside, "ood": outside}, np.zeros((len(labels), 2), np.int64), "")
     objective = Objective(score, inside, (outside,) if outside else (), "likelihood")
-    return Answers(samples, objective, [Head(0, 0), Head(0, 1)], torch.float64)
+    return Tally(samples, objective, [Head(0, 0), Head(0, 1)], torch.float64)
 
 
 def test_integers_beyond_forty_bits_are_right() -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from hydra_ensembles.errors import ConfigError, HydraError, RequestError
 from hydra_ensembles.preprocessing import TextPreprocessing
 from hydra_ensembles.serve.outputs import columns
-from hydra_ensembles.serve.service import NEAREST, Row, Service, require_servable
+from hydra_ensembles.serve.service import NEAREST, Sample, Service, require_servable
 from served_models import SCORES, inputs_for, served
 from serving import opened, picture, settings
 from zero_shot_models import NAMES
@@ -114,7 +114,7 @@ def test_plans_keep_what_was_recorded_for_every_shape_they_will_run() -> None:
     one = service("text", max_batch=16)
     assert one.workers()[0].__self__.plan._compiled_shapes == 16  # few: as many as ever
     one._most_tokens = lambda: 512  # type: ignore[method-assign]
-    one.examples = lambda: [Row({"input_ids": torch.zeros(length)}) for length in one.lengths()]  # type: ignore[method-assign]
+    one.examples = lambda: [Sample({"input_ids": torch.zeros(length)}) for length in one.lengths()]  # type: ignore[method-assign]
     plan = one.workers()[0].__self__.plan
     assert plan._compiled_shapes == 30  # 5 sizes of 6 lengths
     plan._graphed = True
@@ -268,4 +268,8 @@ def test_only_classifiers_are_served() -> None:
 
 
 def test_a_row_knows_its_shape() -> None:
-    assert Row({"a": torch.zeros(2, 3)}).shape == Row({"a": torch.ones(2, 3)}).shape != Row({"a": torch.zeros(3)}).shape
+    assert (
+        Sample({"a": torch.zeros(2, 3)}).shape
+        == Sample({"a": torch.ones(2, 3)}).shape
+        != Sample({"a": torch.zeros(3)}).shape
+    )
