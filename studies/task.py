@@ -69,8 +69,9 @@ class Task:
         return {**{key: self.settings[key] for key in whole}, "task": own, "share": self.share}
 
     def samples(self, *sets: AnyDataset) -> Samples:
-        """Sets of one kind as one, the way the backbone of the task takes them."""
-        parts = [one if self.share == 1 else at_most(one, max(64, round(self.share * len(one)))) for one in sets]
+        """Sets of one kind as one, the way the backbone of the task takes them; a trial has some of every class."""
+        least = {id(one): max(64, 4 * len(one.class_names), round(self.share * len(one))) for one in sets}
+        parts = [one if self.share == 1 else at_most(one, least[id(one)]) for one in sets]
         images = [one for one in parts if isinstance(one, ImageDataset)]
         if not images:
             return Prepared(parts[0], tokenizer(self.source.root, self.plain["input_size"]))
