@@ -70,11 +70,11 @@ class Task:
 
     def samples(self, *sets: AnyDataset) -> Samples:
         """Sets of one kind as one, the way the backbone of the task takes them; a trial has some of every class."""
-        least = {id(one): max(64, 4 * len(one.class_names), round(self.share * len(one))) for one in sets}
-        parts = [one if self.share == 1 else at_most(one, least[id(one)]) for one in sets]
-        images = [one for one in parts if isinstance(one, ImageDataset)]
+        if self.share < 1:
+            sets = tuple(at_most(one, max(64, 4 * len(one.class_names), round(self.share * len(one)))) for one in sets)
+        images = [one for one in sets if isinstance(one, ImageDataset)]
         if not images:
-            return Prepared(parts[0], tokenizer(self.source.root, self.plain["input_size"]))
+            return Prepared(sets[0], tokenizer(self.source.root, self.plain["input_size"]))
         read = [ImageSamples.read(one, self.plain["input_size"], self.device, self.cache) for one in images]
         pixels, labels = torch.cat([one.pixels for one in read]), torch.cat([one.labels for one in read])
         return ImageSamples(pixels, labels, read[0].size)

@@ -72,7 +72,7 @@ class SmallTask(Task):
         settings = recipe()
         plain: dict[str, Any] = settings["tasks"][name]
         plain.pop("train", None)
-        plain["training"] = {"learning_rate": 1e-3, "epochs": 1, "batch_size": 16}
+        plain["training"] = {"learning_rate": 1e-3, "epochs": 1, "warmup": 0.1, "batch_size": 16}
         plain["recovery"] |= {"prune": 2, "steps": 2, "warmup": 1, "batch_size": 16}
         plain["input_size"], settings["circuits"] = 14, 12
         super().__init__(name, settings, SmallFolder(), CPU)

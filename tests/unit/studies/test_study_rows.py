@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from small_studies import CPU, SmallFolder, SmallTask
+from small_studies import CPU, Pictures, SmallFolder, SmallTask
 
 import hydra_ensembles as he
+from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import CheckpointError, DataError
 from studies import baseline_rows
 from studies.baseline_rows import BASELINES, LORA, MIMO, OBA, PACKED
@@ -73,6 +75,13 @@ def test_lora_single_is_a_member_of_lora_ensemble(seeds: dict[str, Seed]) -> Non
     one, all_of_them = BASELINES["LoRA-single"].make(seed, setting), BASELINES[LORA].make(seed, setting)
     torch.testing.assert_close(one(inputs), all_of_them(inputs)[:1])
     assert BASELINES["LoRA-single"].like == LORA
+
+
+def test_a_trial_has_some_samples_of_every_class() -> None:
+    task, labels = SmallTask(IMAGES), np.arange(900) % 90
+    task.share = 0.001
+    few = task.samples(ImageDataset(Pictures(labels % 4, 0), labels, [str(one) for one in range(90)], "many"))
+    assert torch.bincount(few.labels, minlength=90).tolist() == [4] * 90
 
 
 def test_from_scratch_every_seed_draws_all_weights(seeds: dict[str, Seed]) -> None:
