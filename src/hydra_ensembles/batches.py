@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal
@@ -182,6 +182,26 @@ def require_labels(labels: Tensor | None, classes: int, name: str = "data", inde
             f"the model has {classes} classes (0 to {classes - 1})"
         )
     return labels
+
+
+def require_same_classes(batches: Batches, labels: Sequence[str], name: str) -> None:
+    """Refuse data with classes of the names that the model has, but of other numbers, as folders in another order give.
+
+    Names are those of a data set of ours, or of torchvision's, inside the source; without names nothing is known.
+    """
+    for part in parts_of(batches):
+        names = getattr(part, "class_names", None) or getattr(part, "classes", None)
+        if not isinstance(names, list | tuple) or getattr(part, "target_transform", None) is not None:
+            continue
+        numbers = {one: number for number, one in enumerate(labels)}
+        wrong = [number for number, one in enumerate(names) if numbers.get(str(one), number) != number]
+        if wrong:
+            one = names[wrong[0]]
+            raise DataError(
+                f"class {wrong[0]} of {name} is {one!r}, which the model has as class {numbers[str(one)]}: one is then "
+                "taken for another; number them as the model does (dataset.relabel), or, where the loader does so, "
+                "leave the names out: model.with_metadata(labels=())"
+            )
 
 
 def require_rereadable(batches: Batches, name: str) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ._utils import warn
 from .arguments import checked, require_whole
-from .batches import Batches, Inputs, iterate, require_labels
+from .batches import Batches, Inputs, iterate, require_labels, require_same_classes
 from .errors import ConfigError, DataError
 from .metrics.conformal import Reference
 from .metrics.distance import BY_CLASS, FamiliarityName, is_normalised, is_relative
@@ -182,6 +182,8 @@ def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> 
     """Every batch as it came, and what the model says of it; labels are zeros where none are wanted."""
     if not ensemble.num_classes:
         raise ConfigError("this ensemble has no classifier (num_classes is 0); convert the model with num_labels=")
+    if labelled:
+        require_same_classes(batches, ensemble.metadata.labels, name)
     with dropping(False), torch.no_grad():
         for index, (inputs, targets) in enumerate(iterate(batches, name, labelled)):
             features, logits = ensemble.features_and_logits(ensemble.prepare(inputs))

@@ -16,7 +16,7 @@ import torch
 from .._distributed import Ranks, all_ranks, local_device
 from .._utils import require_device, warn
 from ..arguments import checked, require_whole
-from ..batches import Batches, Sources
+from ..batches import Batches, Sources, require_same_classes
 from ..errors import ConfigError, DataError, HydraError
 from ..files import resumable
 from ..heads.masking import TOWER, checked_layers, may_go, most_to_go, off_and_left, towers_of, working_copy
@@ -200,6 +200,7 @@ def extract_circuit(
     with all_ranks(place) as ranks:
         dual = ensemble if isinstance(ensemble, DualEncoder) else None
         model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, names, sentences, False)
+        require_same_classes(id_batches, model.metadata.labels, "id_batches")
         model = working_copy(model, dtype, place)
         samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
         run = Extraction(

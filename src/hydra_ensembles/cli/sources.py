@@ -372,7 +372,7 @@ def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labe
     names, labels, classes = data.class_names, model.metadata.labels, model.num_classes
     numbers = {label: label for label in present}
     if settings.by_position or names == labels:
-        pass
+        names = labels or names
     elif labels and not (_are_numbers(names) and set(names).isdisjoint(labels)):
         unknown = [names[index] for index in present if names[index] not in labels]
         if unknown:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..arguments import checked, require_whole
-from ..batches import Inputs, changed, iterate, length_of, require_labels, size_of
+from ..batches import Inputs, changed, iterate, length_of, require_labels, require_same_classes, size_of
 from ..circuit.timing import in_words, say
 from ..data.batching import Preprocess
 from ..data.dataset import Dataset
@@ -264,6 +264,7 @@ def atlas(
     given = {id_name: id_data, **foreign}
     loaders = {key: batched(data, key, preprocess, batch_size, num_workers) for key, data in given.items()}
     sweep = Sweep(ensemble, working_copy(ensemble, None, None), heads_of(ensemble, layers), measure)
+    require_same_classes(loaders[id_name], ensemble.metadata.labels, f"set {id_name!r}")
     shelves = {own: MostChanged(len(sweep.heads), inputs) for own in (True, False)}  # ID inputs, OOD inputs
     found: dict[str, list[Swept]] = {}
     keys: dict[str, list[Keys]] = {}

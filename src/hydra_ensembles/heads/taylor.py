@@ -15,7 +15,16 @@ from tqdm import tqdm
 
 from .._utils import require_device, torch_seeded
 from ..arguments import checked, require_whole
-from ..batches import Batches, Inputs, begin_epoch, borrowed, length_of, read_batch, require_labels
+from ..batches import (
+    Batches,
+    Inputs,
+    begin_epoch,
+    borrowed,
+    length_of,
+    read_batch,
+    require_labels,
+    require_same_classes,
+)
 from ..errors import ConfigError, DataError, HeadError
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
@@ -107,6 +116,7 @@ def taylor(
     order: list[tuple[float, Head]] = []
     with torch.inference_mode(False), torch_seeded(seed, torch.device("cpu")), borrowed(batches), ExitStack() as masks:
         model = working_copy(ensemble, dtype, None if device is None else require_device(device))
+        require_same_classes(batches, ensemble.metadata.labels, NAME)
         data = CalibrationBatches(batches, count, seed, ensemble.num_classes)
         samples = list(data) if len(steps) > 1 else data
         masks.enter_context(masked(model, off))

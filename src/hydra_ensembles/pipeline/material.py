@@ -23,6 +23,7 @@ from ..batches import (
     named_sources,
     require_labels,
     require_rereadable,
+    require_same_classes,
     size_of,
 )
 from ..convert.convert import convert
@@ -179,6 +180,9 @@ def read_data(
     """
     if train is not None:
         require_rereadable(train, "train")
+    for name, source in (("train", train), ("id", id), ("validation", validation)):
+        if source is not None and model is not None:
+            require_same_classes(source, model.metadata.labels, name)
     checked = None if validation is None else read_all(validation, "validation", seed, classes)
     ranking = None if id is None else read_all(id, "id", seed, classes)
     unlike: list[Batch] | dict[str, list[Batch]] | None = None

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._utils import derive_seed, evaluation_mode, torch_seeded
 from ..arguments import checked
-from ..batches import Batches, Inputs, changed, iterate, read_batch, require_labels, size_of
+from ..batches import Batches, Inputs, changed, iterate, read_batch, require_labels, require_same_classes, size_of
 from ..errors import ConfigError, DataError
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
@@ -246,6 +246,9 @@ def train_classifier(make_learner: Callable[[Runtime], Learner[Batch]], start: E
     if not start.num_classes:
         raise ConfigError("fine-tuning needs a classifier, but this ensemble has none (num_classes is 0)")
     job.recipe.check(start, job.train, job.validation)
+    for name, source in (("train", job.train), ("validation", job.validation)):
+        if source is not None:
+            require_same_classes(source, start.metadata.labels, name)
     if job.validation is not None:
         why = "it says little about new data"
         warn_if_shared("train", keys_at_hand(job.train), "validation", keys_at_hand(job.validation), why)

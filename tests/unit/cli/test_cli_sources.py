@@ -204,6 +204,8 @@ def test_folders_called_by_numbers_are_those_numbers(world, tmp_path):
     assert sorted(fit_to_model(data, model, DataSettings()).labels.tolist()) == [2, 10]
     assert sorted(fit_to_model(data, model, DataSettings(by_position=True)).labels.tolist()) == [0, 1]
     assert with_labels_of(model, data).metadata.labels == ()
+    named = model.with_metadata(labels=tuple(map(str, range(11))))
+    assert fit_to_model(data, named, DataSettings(by_position=True)).class_names == named.metadata.labels
 
 
 CODE = "import pathlib\npathlib.Path({mark!r}).touch()\nclass Own:\n    pass\n"
