@@ -148,9 +148,6 @@ def extract_circuit(
     chosen, numbered = _checked_places(ensemble, towers, layers)
     off, candidates = off_and_left(ensemble, chosen, numbered, removed)
     require_budget(budget, most_to_go(ensemble, candidates))
-    for name, value, accepted in (("score", score, Score), ("method", method, Method), ("ties", ties, Ties)):
-        if value not in get_args(accepted):
-            raise ConfigError(f"{name} must be one of {list(get_args(accepted))}, got {value!r}")
     if max_accuracy_loss is not None and not 0 <= max_accuracy_loss <= 1:
         raise ConfigError(f"max_accuracy_loss must be a share from 0 to 1, got {max_accuracy_loss}")
     audit_steps, seed = require_whole("audit_steps", audit_steps, 0), require_whole("seed", seed, 0)

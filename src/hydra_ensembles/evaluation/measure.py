@@ -13,7 +13,7 @@ from torch import Tensor
 from ..arguments import require_whole
 from ..errors import ConfigError, DataError
 from ..metrics.bootstrap import Interval, bootstrap_metric, bootstrap_ood
-from ..metrics.inputs import Convention, check_convention, mean, where
+from ..metrics.inputs import Convention, mean, where
 from ..metrics.ood import OodMetric, flagged, of_counts, risk_curve, roc_curve
 from ..metrics.probabilities import (
     adaptive_ece_of_confidence,
@@ -61,9 +61,6 @@ class Measure:
     familiarity: Familiarity | None = None  # of an ensemble that was fitted to give scores of features
 
     def __post_init__(self) -> None:
-        check_convention(self.convention)
-        if isinstance(self.scores, str):
-            raise ConfigError(f"scores={self.scores!r} is a string; give a sequence of names, as ({self.scores!r},)")
         fitted = () if self.familiarity is None else self.familiarity.settings.scores
         known = (*get_args(ScoreName), *fitted)
         unknown = [name for name in (self.score, *self.scores) if name not in known]

@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from operator import itemgetter
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -105,8 +105,6 @@ def taylor(
         raise ConfigError(f"taylor ranks one model, got {ensemble.num_members} members; give ensemble.member(i)")
     if not ensemble.num_classes:
         raise ConfigError("taylor needs a loss, but this ensemble has no classifier (num_classes is 0)")
-    if scope not in get_args(Scope):
-        raise ConfigError(f"scope must be one of {list(get_args(Scope))}, got {scope!r}")
     blocks = range(ensemble.num_layers) if scope == "layer" else None  # as many heads in each
     chosen_layers = checked_layers(ensemble.config, blocks if layers is None else layers)
     off, candidates = off_and_left(ensemble, [TOWER], chosen_layers, removed)

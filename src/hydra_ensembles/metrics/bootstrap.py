@@ -8,7 +8,6 @@ The draws depend on the seed and the numbers of samples alone, not on the device
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ..arguments import checked, require_whole
 from ..errors import ConfigError, DataError
-from .inputs import Convention, check_convention, check_same_length, check_scores
+from .inputs import Convention, check_same_length, check_scores
 from .ood import OodMetric, cumulative_counts, joint_ranks, of_counts
 
 # Draws held in memory at once; a thousand resamples of ten thousand samples are cut into pieces of this size.
@@ -125,9 +124,6 @@ def ood_replicates(
     """
     require_whole("resamples", resamples, 1)
     require_whole("seed", seed, 0)
-    check_convention(convention)
-    if metric not in get_args(OodMetric):
-        raise ConfigError(f"metric={metric!r} is not known; choose one of {', '.join(get_args(OodMetric))}")
     ood_sets = _as_list(ood_scores)
     if not ood_sets:
         raise DataError("got no OOD set; at least one is needed")

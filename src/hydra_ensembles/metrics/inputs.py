@@ -1,12 +1,12 @@
 """What metrics take. A public function checks it here, once; the arithmetic behind it trusts its caller."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, DataError
+from ..errors import DataError
 
 Labels = Tensor | Sequence[int]
 Convention = Literal["torch-uncertainty", "openood"]
@@ -28,12 +28,6 @@ def at_least_float32(values: Tensor) -> Tensor:
 def mean(values: Tensor) -> float:
     """Mean of per-sample values, taken in float64."""
     return values.detach().cpu().double().mean().item()
-
-
-def check_convention(convention: str) -> None:
-    """Refuse a convention that is not one of `Convention`."""
-    if convention not in get_args(Convention):
-        raise ConfigError(f"convention={convention!r} is not known; choose one of {', '.join(get_args(Convention))}")
 
 
 def check_finite(values: Tensor, what: str, name: str | None = None) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..arguments import checked
 from ..errors import ConfigError, DataError
-from .inputs import Convention, check_convention, check_finite, check_same_length, check_scores
+from .inputs import Convention, check_finite, check_same_length, check_scores
 
 OodMetric = Literal["auroc", "aupr", "fpr95"]
 
@@ -135,7 +135,6 @@ def roc_curve(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _measured(metric: OodMetric, id_scores: Tensor, ood_scores: Tensor, convention: Convention) -> float:
-    check_convention(convention)
     fp, tp, _ = flagged(id_scores, ood_scores)
     return of_counts(metric, fp.cpu(), tp.cpu(), convention).item()  # in float64, which not every device has
 

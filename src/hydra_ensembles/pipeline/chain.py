@@ -107,8 +107,6 @@ def build(
         (3, torch.Size([5]))
         >>> hydra.save_pretrained("my-hydra")
     """
-    if not isinstance(config, HydraConfig):
-        raise ConfigError(f"config must be a HydraConfig, got {type(config).__name__}")
     start = starting_model(model, class_names, templates, device, preprocessing)
     config = config.settled(start)
     if pretrained is not None:

@@ -21,7 +21,7 @@ from .._distributed import ALONE, Ranks, all_ranks, is_sharded, launched, local_
 from .._utils import compiled_at_will, derive_seed, require_device
 from ..arguments import require_whole
 from ..batches import Batches, borrowed, epoch_of, fingerprint, length_of, require_rereadable
-from ..errors import CheckpointError, ConfigError, DataError
+from ..errors import CheckpointError, DataError
 from ..files import read_sealed, remove_leftovers, resumable
 from ..heads.ranking import model_fingerprint
 from ..model.dual_encoder import DualEncoder
@@ -222,9 +222,6 @@ class Job:
 
     def __post_init__(self) -> None:
         """Check what `Recipe.check` does not."""
-        recipe: object = self.recipe
-        if not isinstance(recipe, Recipe):
-            raise ConfigError(f"recipe must be a Recipe, such as Recipe.preset('sst2'), got {type(recipe).__name__}")
         require_rereadable(self.train, "train")
         if self.validation is not None:
             require_rereadable(self.validation, "validation")

@@ -45,9 +45,9 @@ def test_every_row_is_reported_corrupted_and_shown(study: Study) -> None:
     assert study.rows == ROWS
     assert [study.seeds(row) for row in (SINGLE, HYDRA, MC_DROPOUT)] == [[0, 1], [0, 1], [0]]
     tables = {findings.main_table: ROWS, findings.detection_table: ROWS, findings.sets_table: ROWS}
-    for table, rows in {**tables, findings.shift_table: SHIFTED}.items():
+    for table, shown in {**tables, findings.shift_table: SHIFTED}.items():
         lines = [line for line in table(study).splitlines() if line.startswith("| ")]
-        assert [line[2:].partition(" | ")[0] for line in lines[1:]] == rows
+        assert [line[2:].partition(" | ")[0] for line in lines[1:]] == shown
     shifted = study.facts["runs"]["0"]["shift"][SINGLE]
     assert len(shifted) == 75
     assert {one["severity"] for one in shifted} == {1, 2, 3, 4, 5}
