@@ -33,7 +33,7 @@ from .captions import (
     view_features,
 )
 from .dual_recipe import DualChoice, DualRecipe, derived_seed, digest_of
-from .samples import ImageSamples, Prepared, SampleBatches, Samples
+from .samples import CIRCUIT_MEMORY, ImageSamples, Prepared, SampleBatches, Samples
 from .sets import SEEN, CircuitImages, DataFolder, PaperSets, SharedSets, at_most, read_yaml
 from .weights import load_dual, untrained_dual
 
@@ -399,6 +399,7 @@ class DualSeed:
                 progress=False,
                 class_names=names,
                 towers=TOWERS[towers],
+                max_memory=CIRCUIT_MEMORY,
             )
 
         return self.ranked(f"{score}-{towers}-{budget}", extract)

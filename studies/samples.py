@@ -23,6 +23,7 @@ from hydra_ensembles.training.recipe import RandAugment
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SMALLEST_CROP = 0.7  # of the side, in training
+CIRCUIT_MEMORY = 4e9  # bytes that a circuit may take, so that several processes fit on a GPU
 ALIKE = 8  # images of a batch that RandAugment changes alike
 
 Augment = bool | RandAugment

@@ -22,14 +22,13 @@ from hydra_ensembles.heads.members import (
 )
 
 from .dual_recipe import derived_seed
-from .samples import SampleBatches, alone
+from .samples import CIRCUIT_MEMORY, SampleBatches, alone
 from .task import Task
 from .weights import fresh_classifier, redrawn
 
 IDENTITY = "run.json"  # of a task: what its models were made by
 CHOICES = "choices"  # of a task: what half B chose for a row, before a test set was opened
 SPARE = 3  # heads that a circuit names beyond those that go, for members that would be alike
-CIRCUIT_MEMORY = 4e9  # bytes, so that several processes fit on a GPU
 Heads = Literal["circuits", "taylor", "random"]
 Setting = Mapping[str, Any]
 

@@ -13,8 +13,8 @@ from hydra_ensembles.heads import jensen_shannon, overlap, stability
 from hydra_ensembles.heads.masking import existing_heads
 
 from ..results import markdown
-from ..samples import SampleBatches
-from ..seed import CIRCUIT_MEMORY, Seed
+from ..samples import CIRCUIT_MEMORY, SampleBatches
+from ..seed import Seed
 from ..sets import given
 from .analysis import Analysis, Found, about, asked, by_seed, cell, heads_of, paper, paper_task
 

@@ -7,7 +7,8 @@ import hydra_ensembles as he
 from hydra_ensembles import HeadRanking
 from hydra_ensembles.heads.members import Score
 
-from ..seed import CIRCUIT_MEMORY, Seed
+from ..samples import CIRCUIT_MEMORY
+from ..seed import Seed
 from .analysis import Analysis, Found, by_seed, measured, rows_table
 
 SCORES: Mapping[Score, str] = {"ood": "CircOOD", "avg": "CircAvg"}
