@@ -14,16 +14,16 @@ import typer
 from .._utils import require
 from ..data.loading import Columns
 from ..errors import StorageError
-from ..schema import from_plain, to_plain
+from ..schema import to_plain
 from ..serve.app import make_app
 from ..serve.export import Format
 from ..serve.export import export as write_export
 from ..serve.scoring import SHARD, UNREADABLE, Scorer, score_archive
 from ..serve.service import API_KEY, ServeSettings
 from ..serve.telemetry import log_to_stdout
-from .command import Json, assign, command, emit_json
+from .command import Json, command, emit_json
 from .sources import USUAL_BATCH, ModelSettings, load_classifier
-from .use import find_inputs
+from .use import find_inputs, named_columns
 
 BACKLOG = 2048  # connections that the system keeps while the server is busy
 KEPT_OPEN = 75  # seconds that an idle connection stays: longer than proxies keep theirs, or they would lose requests
@@ -44,11 +44,7 @@ def serve(model: ModelSettings, settings: ServeSettings) -> None:
       hydra-ensembles serve hub:me/my-hydra --uds hydra.sock
       curl -F file=@photo.jpg http://127.0.0.1:8000/v1/predict
     """
-    for name in (
-        "fastapi",
-        "prometheus_client",
-        "python_multipart",
-    ):  # said before anything is loaded
+    for name in ("fastapi", "prometheus_client", "python_multipart"):  # said before anything is loaded
         require(name, extra="serve")
     uvicorn, place = require("uvicorn", extra="serve"), listen(settings)
     try:
@@ -193,10 +189,7 @@ def score(
       hydra-ensembles score run shards/ --output scores --keep id --batch-size 256
       hydra-ensembles score my-hydra-bert reviews.parquet --output scores --column text=review --wide
     """
-    columns: dict[str, Any] = {}
-    for pair in column or ():
-        assign(columns, pair)
-    named = from_plain(Columns, columns, "columns")
+    named = named_columns(column)
     scorer = Scorer(load_classifier(model), columns=named, keep=keep or (), wide=wide, workers=workers)
     found = score_archive(scorer, source, output, batch_size=batch_size, shard_rows=shard_rows, progress=progress)
     if as_json:

@@ -87,10 +87,7 @@ def predict(
     if threshold is not None:
         stored = ensemble.metadata.calibration or Calibration()
         ensemble = ensemble.with_metadata(calibration=replace(stored, threshold=threshold))
-    columns: dict[str, Any] = {}
-    for pair in column or ():
-        assign(columns, pair)
-    items = find_inputs(ensemble.kind, inputs or (), text or (), from_plain(Columns, columns, "columns"))
+    items = find_inputs(ensemble.kind, inputs or (), text or (), named_columns(column))
     answers: list[dict[str, Any]] = []
     for start in range(0, len(items), batch_size):
         batch = items[start : start + batch_size]
@@ -99,6 +96,14 @@ def predict(
     if answers[0]["verdict"] is None:
         print("no verdict: this model has no calibrated threshold; build stores one, or give --threshold",
               file=sys.stderr)  # fmt: skip
+
+
+def named_columns(pairs: Iterable[str] | None) -> Columns:
+    """The columns of a table from `ROLE=NAME`."""
+    columns: dict[str, Any] = {}
+    for pair in pairs or ():
+        assign(columns, pair)
+    return from_plain(Columns, columns, "columns")
 
 
 def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns: Columns) -> list[Item]:

@@ -284,8 +284,6 @@ _PROMPTS_AT_ONCE = 256
 
 def checked_names(class_names: Sequence[str]) -> tuple[str, ...]:
     """Class names, at least two and all different."""
-    if isinstance(class_names, str):
-        raise DataError(f"class_names is the string {class_names!r}; give a list of names, one per class")
     names = tuple(class_names)
     blank, twice = odd_names(names)
     if blank is not None:

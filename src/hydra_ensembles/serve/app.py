@@ -15,7 +15,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -100,20 +100,25 @@ class LocalEngine:
         assert self._batcher is not None
         futures = self._batcher.submit(rows)
         try:
-            found = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
+            return await all_of(map(asyncio.wrap_future, futures))
         finally:
             for future in futures:
                 future.cancel()
-        for one in found:
-            if isinstance(one, BaseException):
-                raise one
-        return [one for one in found if not isinstance(one, BaseException)]
 
     async def close(self) -> None:
         """Answer what waits, and end the threads."""
         self.ready = False
         if self._batcher is not None:
             await asyncio.to_thread(self._batcher.close)
+
+
+async def all_of(answers: Iterable[Awaitable[Answer]]) -> list[Answer]:
+    """All answers, once every one of them is there; or the first error among them."""
+    found = await asyncio.gather(*answers, return_exceptions=True)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return [one for one in found if not isinstance(one, BaseException)]
 
 
 def make_app(

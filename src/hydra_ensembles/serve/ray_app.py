@@ -14,7 +14,7 @@ from .._utils import require
 from ..arguments import require_whole
 from ..errors import ConfigError, RequestError
 from ..model.ensemble import Ensemble
-from .app import make_app
+from .app import all_of, make_app
 from .service import Answer, Sample, ServeSettings, Service, require_servable
 
 ATTEMPTS = 5  # replicas that are asked, one after another, where each one dies
@@ -111,13 +111,9 @@ class _Replicas:
     async def answer(self, rows: Sequence[Sample]) -> Sequence[Answer]:
         self.waiting += len(rows)
         try:
-            found = await asyncio.gather(*map(self._one, rows), return_exceptions=True)
+            return await all_of(map(self._one, rows))
         finally:
             self.waiting -= len(rows)
-        for one in found:
-            if isinstance(one, BaseException):
-                raise one
-        return [one for one in found if not isinstance(one, BaseException)]
 
     async def _one(self, row: Sample) -> Answer:
         died, serving = require("ray.exceptions", extra="ray"), require("ray.serve.exceptions", extra="ray")

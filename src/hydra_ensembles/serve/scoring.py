@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -80,14 +80,12 @@ class Scorer:
         model: str | Path | Ensemble,
         *,
         device: str = "auto",
-        dtype: str | None = None,
+        dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = None,
         columns: Columns | None = None,
         keep: Sequence[str] = (),
         wide: bool = False,
         workers: int = 4,
     ) -> None:
-        if dtype is not None and dtype not in ("float32", "float16", "bfloat16", "float64"):
-            raise ConfigError(f"dtype={dtype!r} is not known; choose float32, bfloat16, float16 or float64")
         self.model, self.device, self.dtype, self.wide = model, device, dtype, wide
         self.columns, self.keep, self.workers = columns or Columns(), tuple(keep), require_whole("workers", workers, 1)
         self._loaded: Ensemble | None = None
@@ -337,7 +335,7 @@ def score_archive(
                         beside.unlink(missing_ok=True)
                     write_atomically(file, made[0])
 
-                folder.product(SHARD.format(number), make, _unread, write)  # refused where it was changed
+                folder.product(SHARD.format(number), make, lambda _: (b"", b""), write)  # refused where it was changed
                 if there:
                     names = [item.name for item in part]
                     _require_among(place / SHARD.format(number), names)
@@ -346,10 +344,6 @@ def score_archive(
                     bar.update(len(names))
                 number += 1
         return Scored(**folder.json(SUMMARY, lambda: _summary(place, number, archive.ignored)))
-
-
-def _unread(_: Path) -> Any:
-    return None
 
 
 def _require_among(shard: Path, names: Sequence[str]) -> None:
