@@ -22,17 +22,24 @@ class OwnIdError(ConversionError):
 
 
 class MixedSamplesError(ConversionError):
-    """What the original says of a sample depends on the others in its batch."""
+    """What the original says of a sample depends on the others in its batch, or on chance."""
 
 
 # --- samples --------------------------------------------------------------------------------------------------------
 
 
 def require_samples_apart(both: Both) -> None:
-    """Refuse a model that answers a sample otherwise when another lies beside it, as no ensemble does."""
+    """Refuse a model that answers a sample otherwise a second time, or when another lies beside it, as none of ours."""
     inputs = both.samples()
     with both.answering():
-        together = both.original(inputs)
+        together, again = both.original(inputs), both.original(inputs)
+        changed = difference(again, together)
+        if changed > both.allowed(inputs):
+            raise MixedSamplesError(
+                f"{both.architecture.name}: the model answers the same batch otherwise a second time, by {changed:.2g} "
+                "of the size of its answers, in evaluation mode: look for something random, such as F.dropout without "
+                "training=self.training, or for what it keeps from call to call"
+            )
         alone = [both.original({name: one[at : at + 1] for name, one in inputs.items()}) for at in range(len(together))]
         apart = difference(torch.cat(alone), together)
         if apart <= both.allowed(inputs):

@@ -22,12 +22,12 @@ from .dropping import Droppable, dropping
 from .given import (
     Arguments,
     Given,
+    fitting_first_tokens,
     fitting_images,
     fitting_tokens,
     gathered,
     require_at_home,
     require_dense,
-    warn_of_padding_first,
     warn_of_raw_pixels,
     warn_of_untold_padding,
 )
@@ -323,7 +323,7 @@ class Ensemble(Saved, Droppable):
         arguments = fitting_tokens(self.config.stem, main, mask, segments)
         warn_of_untold_padding(*arguments[:2], self.metadata.preprocessing)
         if self.config.readout.pool == "cls":
-            warn_of_padding_first(arguments[1])
+            fitting_first_tokens(arguments[1], self.config.encoder.window)
         return arguments
 
     def optimize(self, example_inputs: Given | None = None, **options: Any) -> "OptimizedEnsemble":

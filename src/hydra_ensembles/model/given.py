@@ -154,13 +154,18 @@ def warn_of_untold_padding(ids: Tensor, mask: Tensor | None, known: object) -> N
         )
 
 
-def warn_of_padding_first(mask: Tensor | None) -> None:
-    """Warn, where it can be seen, of texts whose first token is padding, for models that read the first one alone."""
-    if mask is not None and mask.shape[1] and _visible(mask) and not bool(mask[:, 0].all()):
-        warn(
-            "some texts begin with padding, and this model reads its answer off the first token, as the original does: "
-            "pad on the right (tokenizer.padding_side = 'right'), unless it was trained on texts like these"
-        )
+def fitting_first_tokens(mask: Tensor | None, window: int | None) -> None:
+    """Warn, where it can be seen, of texts whose first token is padding, for models that read the first one alone.
+
+    With local attention (`window`) such a token may see no other, and what is read off it is nobody's answer: refused.
+    """
+    if mask is None or not mask.shape[1] or not _visible(mask) or bool(mask[:, 0].all()):
+        return
+    what = "some texts begin with padding, and this model reads its answer off the first token"
+    if window is not None:
+        raise DataError(f"{what}, which sees its neighbours alone; pad on the right (tokenizer.padding_side = 'right')")
+    advice = "pad on the right (tokenizer.padding_side = 'right'), unless it was trained on texts like these"
+    warn(f"{what}, as the original does: {advice}")
 
 
 def _in_range(numbers: Tensor, end: int, name: str, of: str) -> Tensor:

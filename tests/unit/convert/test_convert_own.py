@@ -89,6 +89,18 @@ def test_samples_may_be_said_to_be_answered_alone(kind: Any, declaration: he.Dec
     torch.testing.assert_close(he.convert(model, declaration=alone)(IMAGES)[0], expected, rtol=0, atol=1e-5)
 
 
+class RandomViT(OwnViT):
+    """Forgets to ask whether it trains."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(images, 0.1))
+
+
+def test_a_model_that_answers_at_random_is_refused_as_such() -> None:
+    with pytest.raises(ConversionError, match=r"a second time.*self\.training"):
+        he.convert(own(RandomViT), declaration=OWN_VIT)
+
+
 class SqueezedViT(OwnViT):
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images).squeeze()

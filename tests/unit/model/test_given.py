@@ -222,6 +222,10 @@ def test_padding_where_the_first_token_is_read_is_warned_of(way: str) -> None:
         warnings.simplefilter("error", HydraWarning)
         WAYS[way](first, BATCH)
         WAYS[way](last, left)
+    near = replace(first.config.encoder, local=(True,) * first.num_layers, window=2)
+    local = he.Ensemble.from_state(replace(first.config, encoder=near), first.state_dict())
+    with pytest.raises(DataError, match="padding_side"):
+        WAYS[way](local, left)
 
 
 @pytest.mark.parametrize(("masks", "said"), [(True, True), (False, False)])
