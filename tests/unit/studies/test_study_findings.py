@@ -12,15 +12,16 @@ from torchmetrics.functional.classification import binary_calibration_error
 
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json, write_json
-from studies import classifiers, findings, rows
+from studies import classifiers, findings
+from studies import rows as study_rows
 from studies.findings import Study, judged
 from studies.measures import Difference
-from studies.rows import HYDRA, MC_DROPOUT, SINGLE
+from studies.rows import HYDRA, MC_DROPOUT, SINGLE, SOUP
 from studies.seed import Seed, slug
 from studies.workers import Workers
 
 NAME = "vision-cifar100"
-STORED = [place.parent.name for place in sorted(findings.RESULTS.glob("*/study.json")) if "inside" in read_json(place)]
+STORED = [stored.name for stored in findings.stored_studies()]
 ROWS = [SINGLE, MC_DROPOUT, "CircAvg", "Hydra (Circ)", HYDRA, "Hydra, tuned"]
 SHIFTED = [SINGLE, HYDRA]  # asked about 75 corruptions each
 
@@ -86,10 +87,20 @@ def test_the_papers_table_has_both_numbers_and_names_sets_without_fpr95(study: S
 
 
 def test_every_row_is_told_and_its_setting_too(study: Study) -> None:
-    assert list(findings.WHAT) == list(rows.ROWS)
+    assert list(findings.WHAT) == list(study_rows.ROWS)
     rate = study.facts["choices"]["CircAvg"]["setting"]["rate"]
     (hydra,) = (one for one in findings.recipes_table(study).splitlines() if one.startswith("| Hydra (Circ) |"))
     assert hydra.endswith(f"| rate {rate} |")  # that of the row whose setting it has
+
+
+def test_gains_of_all_tasks_are_one_table(study: Study) -> None:
+    head, _, *lines = findings.gains_table([study, study]).splitlines()
+    assert head == f"| row | {NAME} | {NAME} |"
+    (hydra,) = (line for line in lines if line.startswith(f"| {HYDRA} |"))
+    gains = [study.difference(HYDRA, SINGLE, key) for key in findings.GAINS]
+    told = [f"{100 * one.value:+.2f}" if place != 1 else f"{one.value:+.3f}" for place, one in enumerate(gains) if one]
+    assert hydra.replace("*", "").split(" | ")[1] == " / ".join(told)
+    assert not any(line.startswith(f"| {SOUP} |") for line in lines)  # not run
 
 
 def test_verdicts_are_a_closed_list(study: Study) -> None:
@@ -136,7 +147,7 @@ def test_the_main_table_by_other_code(name: str, request: pytest.FixtureRequest)
     """Of every stored study, and a small one, two rows as they are printed: means over all of their seeds."""
     study: Study = request.getfixturevalue("study") if name == "small" else Study(name, findings.RESULTS)
     few = Study(study.name, study.folder.parent)
-    few.rows = [SINGLE, "Hydra (Circ)"]
+    few.rows = [SINGLE, HYDRA]
     lines = [line.split(" | ") for line in findings.main_table(few).splitlines()[2 : 2 + len(few.rows)]]
     for row, (_, *cells) in zip(few.rows, lines, strict=True):
         found = np.mean([by_other_code(few, row, seed) for seed in few.seeds(row)], axis=0)
