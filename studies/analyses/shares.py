@@ -26,18 +26,20 @@ from .analysis import (
 
 COLOURS = {"Taylor": "#b2182b", "CircAvg": "#2166ac", "random": "#9aa3ae"}
 COLUMNS = {"accuracy": "Acc ↑", **{key: f"all {head}" for key, head in ALL.items()}}
+WHOLE = "none|0"  # nothing goes: what training alone does
 STATES = {"untrained": "without training", "trained": "trained after (D.2)"}
 
 
 def run(seed: Seed) -> dict[str, Any]:
-    """Numbers by number of heads and by who chose them, without training and after."""
+    """Numbers by number of heads and by who chose them, without training and after; the whole model is trained too."""
     base, task = seed.base, seed.task
     removed = chosen_heads(seed)
     pruned = {name: he.prune(base, heads) for name, heads in removed.items()}
     found: dict[str, Any] = {"heads": heads_of(base), "whole": measured(seed, base)}
     found["untrained"] = {name: measured(seed, model) for name, model in pruned.items()}
-    members = side_by_side(seed, "shares", lambda: list(pruned.values()))
-    found["trained"] = {name: measured(seed, one) for name, one in zip(pruned, members, strict=True)}
+    started = {WHOLE: base, **pruned}
+    members = side_by_side(seed, "shares", lambda: list(started.values()))
+    found["trained"] = {name: measured(seed, one) for name, one in zip(started, members, strict=True)}
     return found | {"steps": few_steps(task).steps}
 
 
@@ -78,7 +80,8 @@ def figure(found: Found) -> Any:
         for place, (metric, title) in zip(row, metrics.items(), strict=True):
             for who, colour in COLOURS.items():
                 counts = [int(name.partition("|")[2]) for name in by_seed(found, state)[0] if name.startswith(who)]
-                curve = [(0, _mean(by_seed(found, "whole", metric)))]
+                start = ("whole",) if state == "untrained" else (state, WHOLE)
+                curve = [(0, _mean(by_seed(found, *start, metric)))]
                 curve += [(one, _mean(by_seed(found, state, f"{who}|{one}", metric))) for one in counts]
                 known = [(one, 100 * value) for one, value in curve if value is not None]
                 if known:
