@@ -366,9 +366,10 @@ def test_trainings_have_the_rates_that_half_b_chose() -> None:
         stored = root / "results" / "studies" / name / "study.json"
         if stored.exists():
             choices = json.loads(stored.read_text())["choices"]
-            assert rate == choices["CircAvg"]["setting"]["rate"]
-            if "MC Dropout" in choices:
-                assert known["diversity"]["tasks"][name]["dropout"] <= choices["MC Dropout"]["setting"]["rate"]
+            if "CircAvg" in choices:
+                assert rate == choices["CircAvg"]["setting"]["rate"]
+            held_out = {one["setting"]["rate"]: one["accuracy"] for one in choices["MC Dropout"]["measured"]}
+            assert held_out[known["diversity"]["tasks"][name]["dropout"]] > max(held_out.values()) - 0.02
     assert (root / "results" / "studies" / TASK / "study.json").exists()
 
 
