@@ -19,10 +19,9 @@ from ..model.layers import GroupedLinear
 from ..model.metadata import Metadata, odd_names
 from ..model.stem_readout import Projections, linear
 from ..preprocessing import TextPreprocessing
-from . import clip, siglip, timm, torchvision, transformers, transformers_rotary
+from . import open_clip, timm, torchvision, transformers, transformers_dual, transformers_rotary
 from .altered import require_known_parts, require_unaltered
-from .clip import DualArchitecture
-from .core import Architecture, qualified_name, require_finite, require_fit, translate
+from .core import Architecture, DualArchitecture, qualified_name, require_finite, require_fit, translate
 from .declared import Declaration
 from .dropout import read_dropout
 from .guess import beginning, guessed, require_proof
@@ -38,10 +37,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *torchvision.ARCHITECTURES,
     *transformers.ARCHITECTURES,
     *transformers_rotary.ARCHITECTURES,
-    *clip.ARCHITECTURES,
-    *siglip.ARCHITECTURES,
+    *transformers_dual.ARCHITECTURES,
+    *open_clip.ARCHITECTURES,
 )
-DUAL_ARCHITECTURES = (*clip.DUAL_ARCHITECTURES, *siglip.DUAL_ARCHITECTURES)
+DUAL_ARCHITECTURES = (*transformers_dual.DUAL_ARCHITECTURES, *open_clip.DUAL_ARCHITECTURES)
 _ALL: tuple[Architecture | DualArchitecture, ...] = (*ARCHITECTURES, *DUAL_ARCHITECTURES)
 _SCALES = ("logit_scale", "logit_bias")
 

@@ -160,6 +160,19 @@ class Architecture:
     models: str = ""
 
 
+@dataclass(frozen=True)
+class DualArchitecture:
+    """A foreign dual encoder, declared: its classes, and for each tower where it may lie and what it may be there.
+
+    The place is empty for a tower whose parts lie in the model itself, beside those of the other tower.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    image: tuple[tuple[str, Architecture], ...]
+    text: tuple[tuple[str, Architecture], ...]
+
+
 def below(prefix: str, weights: Weights) -> Weights:
     """The same declaration for a model that lies under `prefix`."""
 

@@ -1,13 +1,13 @@
-"""CLIP and MetaCLIP 2: the image and text towers of transformers and open_clip, alone and inside a dual encoder.
+"""open_clip: image and text towers of CLIP, its own and those of timm, alone and inside a dual encoder.
 
 A projection is declared as the tower's classifier: that is what it is for a tower on its own, and a dual
 encoder takes it off again.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .._utils import require
 from ..model.config import (
@@ -24,180 +24,24 @@ from ..preprocessing import ImagePreprocessing
 from . import timm
 from .core import (
     Architecture,
-    Inputs,
+    DualArchitecture,
     Weights,
     activation_of,
     attention,
     below,
     copied,
     dropout_rate,
-    either,
     first_of,
     is_identity,
-    named_outputs,
     norm_eps,
     number_of_classes,
     pair,
     qualified_name,
     refuse,
     require_usual_scale,
-    run,
     transposed,
 )
 from .processors import read_open_clip_tokenizer
-from .transformers import metadata_of_classifier, patch_stem, read_classes, read_encoder
-
-
-@dataclass(frozen=True)
-class DualArchitecture:
-    """A foreign dual encoder, declared: its classes, and for each tower where it may lie and what it may be there.
-
-    The place is empty for a tower whose parts lie in the model itself, beside those of the other tower.
-    """
-
-    name: str
-    classes: tuple[str, ...]
-    image: tuple[tuple[str, Architecture], ...]
-    text: tuple[tuple[str, Architecture], ...]
-
-
-# --- transformers --------------------------------------------------------------------------------------------
-
-_HF_IMAGE = "transformers CLIP image tower"
-_HF_TEXT = "transformers CLIP text tower"
-_FAMILIES = ("clip.modeling_clip.CLIP", "metaclip_2.modeling_metaclip_2.MetaClip2")
-_LEGACY_EOS = 2  # configurations with this id pool at the highest id of the vocabulary instead
-
-HF_LAYERS: Weights = below(
-    "encoder.layers.{i}.",
-    {
-        **attention("self_attn.out_proj", *(f"self_attn.{part}_proj.*" for part in "qkv")),
-        "encoder.layers.{i}.norm1": "layer_norm1",
-        "encoder.layers.{i}.norm2": "layer_norm2",
-        "encoder.layers.{i}.mlp.up": "mlp.fc1",
-        "encoder.layers.{i}.mlp.down": "mlp.fc2",
-    },
-)
-_HF_IMAGE_TOWER: Weights = {
-    "stem.patch": "embeddings.patch_embedding.weight",
-    "stem.class_token": "embeddings.class_embedding",
-    "stem.position": "embeddings.position_embedding.weight",
-    "stem.norm": "pre_layrnorm",
-    **HF_LAYERS,
-    "readout.norm": "post_layernorm",
-}
-_HF_TEXT_TOWER: Weights = {
-    "stem.words": "embeddings.token_embedding.weight",
-    "stem.positions": "embeddings.position_embedding.weight",
-    **HF_LAYERS,
-    "readout.norm": "final_layer_norm",
-}
-# A tower lies at the top, or (in a dual encoder, with a projection, and alone in older releases) under a prefix.
-_HF_IMAGE_WEIGHTS: Weights = {
-    **either(_HF_IMAGE_TOWER, below("vision_model.", _HF_IMAGE_TOWER)),
-    "readout.classifier": ("visual_projection", "classifier"),
-}
-_HF_TEXT_WEIGHTS: Weights = {
-    **either(_HF_TEXT_TOWER, below("text_model.", _HF_TEXT_TOWER)),
-    "readout.classifier": "text_projection",
-}
-
-
-def _classes(*names: str) -> tuple[str, ...]:
-    return tuple(f"transformers.models.{family}{name}" for family in _FAMILIES for name in names)
-
-
-def _hf_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    found = getattr(model.config, "vision_config", model.config)
-    stem = patch_stem(found, "bicubic", patch_bias=False, norm=True, norm_eps=float(found.layer_norm_eps))
-    encoder = read_encoder(found, _HF_IMAGE, attention_dropout=float(found.attention_dropout))
-    readout = _hf_readout(getattr(model, "visual_projection", None), found, num_labels, _HF_IMAGE)
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
-
-
-def _hf_classifier_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    """`CLIPForImageClassification` reads the mean patch, before the final norm."""
-    config = _hf_image_config(model, num_labels)
-    classes, bias = read_classes(model, model.classifier, num_labels, _HF_IMAGE)
-    return replace(config, readout=replace(config.readout, pool="mean", norm="none", num_classes=classes, bias=bias))
-
-
-def _hf_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    found = getattr(model.config, "text_config", model.config)
-    stem = TextStemConfig(
-        vocabulary=int(found.vocab_size),
-        positions=int(found.max_position_embeddings),
-        embedding_width=int(found.hidden_size),
-        norm=False,
-    )
-    encoder = read_encoder(found, _HF_TEXT, causal=True, attention_dropout=float(found.attention_dropout))
-    end = int(found.eos_token_id)
-    readout = replace(
-        _hf_readout(getattr(model, "text_projection", None), found, num_labels, _HF_TEXT),
-        pool="eot",
-        eot_token=None if end == _LEGACY_EOS and type(model).__name__.startswith("CLIP") else end,
-        norm="tokens",
-    )
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
-
-
-def _hf_readout(projection: nn.Linear | None, found: Any, num_labels: int | None, name: str) -> ReadoutConfig:
-    return ReadoutConfig(
-        num_classes=number_of_classes(0 if projection is None else projection.out_features, num_labels, name),
-        norm="pooled",
-        norm_eps=float(found.layer_norm_eps),
-        bias=projection is None or projection.bias is not None,
-    )
-
-
-def _hf_answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
-    output = run(model, **inputs)
-    answers = (getattr(output, name, None) for name in ("logits", "image_embeds", "text_embeds", "pooler_output"))
-    return next(answer for answer in answers if answer is not None)
-
-
-def _hf_dual_answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
-    with named_outputs(model):
-        output = model.get_image_features(**inputs) if "pixel_values" in inputs else model.get_text_features(**inputs)
-    return output if isinstance(output, Tensor) else output.pooler_output  # releases of transformers 5 differ
-
-
-_HF_IMAGES = Architecture(
-    name=_HF_IMAGE,
-    classes=_classes("VisionModel", "VisionModelWithProjection"),
-    config=_hf_image_config,
-    weights=_HF_IMAGE_WEIGHTS,
-    answer=_hf_answer,
-)
-_HF_CLASSIFIER = Architecture(
-    name=f"{_HF_IMAGE} with classifier",
-    classes=_classes("ForImageClassification"),
-    config=_hf_classifier_config,
-    weights=_HF_IMAGE_WEIGHTS,
-    ignored=("vision_model.post_layernorm",),
-    metadata=metadata_of_classifier,
-    answer=_hf_answer,
-)
-_HF_TEXTS = Architecture(
-    name=_HF_TEXT,
-    classes=_classes("TextModel", "TextModelWithProjection"),
-    config=_hf_text_config,
-    weights=_HF_TEXT_WEIGHTS,
-    answer=_hf_answer,
-)
-# In the dual encoder the two towers lie side by side; each ignores what belongs to the other.
-_HF_CLASSES = _classes("Model")
-_HF_UNREAD_BY_IMAGES = ("text_model.", "text_projection.", "logit_scale", "vision_model.embeddings.position_ids")
-_HF_UNREAD_BY_TEXTS = ("vision_model.", "visual_projection.", "logit_scale", "text_model.embeddings.position_ids")
-_HF_DUAL = DualArchitecture(
-    name="transformers CLIP and MetaCLIP 2",
-    classes=_HF_CLASSES,
-    image=(("", replace(_HF_IMAGES, classes=_HF_CLASSES, ignored=_HF_UNREAD_BY_IMAGES, answer=_hf_dual_answer)),),
-    text=(("", replace(_HF_TEXTS, classes=_HF_CLASSES, ignored=_HF_UNREAD_BY_TEXTS, answer=_hf_dual_answer)),),
-)
-
-
-# --- open_clip -----------------------------------------------------------------------------------------------
 
 _IMAGE = "open_clip image transformer"
 _TIMM = "open_clip image tower from timm"
@@ -417,5 +261,5 @@ _DUAL = DualArchitecture(
     text=(("text", _TEXTS), ("", _TEXTS_IN_CLIP)),
 )
 
-ARCHITECTURES: tuple[Architecture, ...] = (_HF_IMAGES, _HF_CLASSIFIER, _HF_TEXTS, _IMAGES, _IMAGES_FROM_TIMM, _TEXTS)
-DUAL_ARCHITECTURES: tuple[DualArchitecture, ...] = (_HF_DUAL, _DUAL)
+ARCHITECTURES: tuple[Architecture, ...] = (_IMAGES, _IMAGES_FROM_TIMM, _TEXTS)
+DUAL_ARCHITECTURES: tuple[DualArchitecture, ...] = (_DUAL,)

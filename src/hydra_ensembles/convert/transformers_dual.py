@@ -1,0 +1,270 @@
+"""transformers with two towers: CLIP, MetaCLIP 2, SigLIP and SigLIP 2; towers alone, classifiers, dual encoders.
+
+A projection is declared as the tower's classifier: that is what it is for a tower on its own, and a dual
+encoder takes it off again.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..model.config import EnsembleConfig, ReadoutConfig, TextStemConfig, all_heads
+from .core import (
+    POOLING,
+    Architecture,
+    DualArchitecture,
+    Inputs,
+    Weights,
+    activation_of,
+    attention,
+    below,
+    either,
+    named_outputs,
+    number_of_classes,
+    refuse,
+    run,
+)
+from .transformers import metadata_of_classifier, patch_stem, read_classes, read_encoder
+
+# --- CLIP and MetaCLIP 2 ---------------------------------------------------------------------------------------------
+
+_CLIP_IMAGE = "transformers CLIP image tower"
+_CLIP_TEXT = "transformers CLIP text tower"
+_FAMILIES = ("clip.modeling_clip.CLIP", "metaclip_2.modeling_metaclip_2.MetaClip2")
+_LEGACY_EOS = 2  # configurations with this id pool at the highest id of the vocabulary instead
+
+_LAYERS: Weights = below(
+    "encoder.layers.{i}.",
+    {
+        **attention("self_attn.out_proj", *(f"self_attn.{part}_proj.*" for part in "qkv")),
+        "encoder.layers.{i}.norm1": "layer_norm1",
+        "encoder.layers.{i}.norm2": "layer_norm2",
+        "encoder.layers.{i}.mlp.up": "mlp.fc1",
+        "encoder.layers.{i}.mlp.down": "mlp.fc2",
+    },
+)
+_CLIP_IMAGE_TOWER: Weights = {
+    "stem.patch": "embeddings.patch_embedding.weight",
+    "stem.class_token": "embeddings.class_embedding",
+    "stem.position": "embeddings.position_embedding.weight",
+    "stem.norm": "pre_layrnorm",
+    **_LAYERS,
+    "readout.norm": "post_layernorm",
+}
+_CLIP_TEXT_TOWER: Weights = {
+    "stem.words": "embeddings.token_embedding.weight",
+    "stem.positions": "embeddings.position_embedding.weight",
+    **_LAYERS,
+    "readout.norm": "final_layer_norm",
+}
+# A tower lies at the top, or (in a dual encoder, with a projection, and alone in older releases) under a prefix.
+_CLIP_IMAGE_WEIGHTS: Weights = {
+    **either(_CLIP_IMAGE_TOWER, below("vision_model.", _CLIP_IMAGE_TOWER)),
+    "readout.classifier": ("visual_projection", "classifier"),
+}
+_CLIP_TEXT_WEIGHTS: Weights = {
+    **either(_CLIP_TEXT_TOWER, below("text_model.", _CLIP_TEXT_TOWER)),
+    "readout.classifier": "text_projection",
+}
+
+
+def _clip_classes(*names: str) -> tuple[str, ...]:
+    return tuple(f"transformers.models.{family}{name}" for family in _FAMILIES for name in names)
+
+
+def _clip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    found = getattr(model.config, "vision_config", model.config)
+    stem = patch_stem(found, "bicubic", patch_bias=False, norm=True, norm_eps=float(found.layer_norm_eps))
+    encoder = read_encoder(found, _CLIP_IMAGE, attention_dropout=float(found.attention_dropout))
+    readout = _clip_readout(getattr(model, "visual_projection", None), found, num_labels, _CLIP_IMAGE)
+    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+
+
+def _clip_classifier_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    """`CLIPForImageClassification` reads the mean patch, before the final norm."""
+    config = _clip_image_config(model, num_labels)
+    classes, bias = read_classes(model, model.classifier, num_labels, _CLIP_IMAGE)
+    return replace(config, readout=replace(config.readout, pool="mean", norm="none", num_classes=classes, bias=bias))
+
+
+def _clip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    found = getattr(model.config, "text_config", model.config)
+    stem = TextStemConfig(
+        vocabulary=int(found.vocab_size),
+        positions=int(found.max_position_embeddings),
+        embedding_width=int(found.hidden_size),
+        norm=False,
+    )
+    encoder = read_encoder(found, _CLIP_TEXT, causal=True, attention_dropout=float(found.attention_dropout))
+    end = int(found.eos_token_id)
+    readout = replace(
+        _clip_readout(getattr(model, "text_projection", None), found, num_labels, _CLIP_TEXT),
+        pool="eot",
+        eot_token=None if end == _LEGACY_EOS and type(model).__name__.startswith("CLIP") else end,
+        norm="tokens",
+    )
+    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+
+
+def _clip_readout(projection: nn.Linear | None, found: Any, num_labels: int | None, name: str) -> ReadoutConfig:
+    return ReadoutConfig(
+        num_classes=number_of_classes(0 if projection is None else projection.out_features, num_labels, name),
+        norm="pooled",
+        norm_eps=float(found.layer_norm_eps),
+        bias=projection is None or projection.bias is not None,
+    )
+
+
+def _answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
+    output = run(model, **inputs)
+    answers = (getattr(output, name, None) for name in ("logits", "image_embeds", "text_embeds", "pooler_output"))
+    return next(answer for answer in answers if answer is not None)
+
+
+def _clip_dual_answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
+    with named_outputs(model):
+        output = model.get_image_features(**inputs) if "pixel_values" in inputs else model.get_text_features(**inputs)
+    return output if isinstance(output, Tensor) else output.pooler_output  # releases of transformers 5 differ
+
+
+_CLIP_IMAGES = Architecture(
+    name=_CLIP_IMAGE,
+    classes=_clip_classes("VisionModel", "VisionModelWithProjection"),
+    config=_clip_image_config,
+    weights=_CLIP_IMAGE_WEIGHTS,
+    answer=_answer,
+)
+_CLIP_CLASSIFIER = Architecture(
+    name=f"{_CLIP_IMAGE} with classifier",
+    classes=_clip_classes("ForImageClassification"),
+    config=_clip_classifier_config,
+    weights=_CLIP_IMAGE_WEIGHTS,
+    ignored=("vision_model.post_layernorm",),
+    metadata=metadata_of_classifier,
+    answer=_answer,
+)
+_CLIP_TEXTS = Architecture(
+    name=_CLIP_TEXT,
+    classes=_clip_classes("TextModel", "TextModelWithProjection"),
+    config=_clip_text_config,
+    weights=_CLIP_TEXT_WEIGHTS,
+    answer=_answer,
+)
+# In the dual encoder the two towers lie side by side; each ignores what belongs to the other.
+_CLIP_CLASSES = _clip_classes("Model")
+_CLIP_UNREAD_BY_IMAGES = ("text_model.", "text_projection.", "logit_scale", "vision_model.embeddings.position_ids")
+_CLIP_UNREAD_BY_TEXTS = ("vision_model.", "visual_projection.", "logit_scale", "text_model.embeddings.position_ids")
+_CLIP_DUAL = DualArchitecture(
+    name="transformers CLIP and MetaCLIP 2",
+    classes=_CLIP_CLASSES,
+    image=(
+        ("", replace(_CLIP_IMAGES, classes=_CLIP_CLASSES, ignored=_CLIP_UNREAD_BY_IMAGES, answer=_clip_dual_answer)),
+    ),
+    text=(("", replace(_CLIP_TEXTS, classes=_CLIP_CLASSES, ignored=_CLIP_UNREAD_BY_TEXTS, answer=_clip_dual_answer)),),
+)
+
+
+# --- SigLIP and SigLIP 2 ---------------------------------------------------------------------------------------------
+
+_SIGLIP_MODULE = "transformers.models.siglip.modeling_siglip.Siglip"
+_SIGLIP_IMAGE, _SIGLIP_TEXT = "transformers SigLIP image tower", "transformers SigLIP text tower"
+
+
+_SIGLIP_IMAGE_TOWER: Weights = {
+    "stem.patch": "embeddings.patch_embedding.weight",
+    "stem.patch_bias": "embeddings.patch_embedding.bias",
+    "stem.position": "embeddings.position_embedding.weight",
+    **_LAYERS,
+    "readout.norm": "post_layernorm",
+    "readout.map.query_token": "head.probe",
+    **attention("head.attention.out_proj", "head.attention.in_proj_*", place=POOLING),
+    "readout.map.norm": "head.layernorm",
+    "readout.map.up": "head.mlp.fc1",
+    "readout.map.down": "head.mlp.fc2",
+}
+_SIGLIP_TEXT_TOWER: Weights = {
+    "stem.words": "embeddings.token_embedding.weight",
+    "stem.positions": "embeddings.position_embedding.weight",
+    **_LAYERS,
+    "readout.norm": "final_layer_norm",
+    "readout.classifier": "head",
+}
+
+
+def _siglip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    found = getattr(model.config, "vision_config", model.config)
+    stem = patch_stem(found, "bicubic", class_token=False, position_prefix=0)
+    encoder = read_encoder(found, _SIGLIP_IMAGE, attention_dropout=float(found.attention_dropout))
+    if hasattr(model, "classifier"):  # which reads the mean patch: the attention that pools takes no part
+        classes, bias = read_classes(model, model.classifier, num_labels, _SIGLIP_IMAGE)
+        mean = ReadoutConfig(pool="mean", num_classes=classes, norm_eps=encoder.norm_eps, bias=bias)
+        return EnsembleConfig(stem, encoder, mean, all_heads(encoder))
+    if not getattr(found, "vision_use_head", True):
+        raise refuse(
+            _SIGLIP_IMAGE, "it has no attention that pools an image (vision_use_head), so it gives no features"
+        )
+    readout = ReadoutConfig(
+        pool="map",
+        num_classes=number_of_classes(0, num_labels, _SIGLIP_IMAGE),
+        norm_eps=encoder.norm_eps,
+        map_heads=encoder.heads,
+        map_mlp_width=encoder.mlp_width,
+        map_activation=activation_of(found.hidden_act, _SIGLIP_IMAGE),
+    )
+    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+
+
+def _siglip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    """The text tower reads the token at the last place, which is padding in all but the longest texts."""
+    model = getattr(model, "text_model", model)  # releases of transformers 5 differ, here and in their classes
+    found, embeddings = model.config, model.embeddings
+    stem = TextStemConfig(
+        vocabulary=embeddings.token_embedding.num_embeddings,
+        positions=embeddings.position_embedding.num_embeddings,
+        embedding_width=int(found.hidden_size),
+        norm=False,
+    )
+    encoder = read_encoder(found, _SIGLIP_TEXT, attention_dropout=float(found.attention_dropout))
+    classes = number_of_classes(model.head.out_features, num_labels, _SIGLIP_TEXT)
+    bias = model.head.bias is not None
+    readout = ReadoutConfig(pool="final", num_classes=classes, norm_eps=encoder.norm_eps, bias=bias)
+    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+
+
+_SIGLIP_IMAGES = Architecture(
+    name=_SIGLIP_IMAGE,
+    classes=(f"{_SIGLIP_MODULE}VisionModel", f"{_SIGLIP_MODULE}VisionTransformer"),
+    config=_siglip_image_config,
+    weights=either(_SIGLIP_IMAGE_TOWER, below("vision_model.", _SIGLIP_IMAGE_TOWER)),
+    answer=_answer,
+)
+_SIGLIP_CLASSIFIER = Architecture(
+    name="transformers SigLIP classifier",
+    classes=(f"{_SIGLIP_MODULE}ForImageClassification",),
+    config=_siglip_image_config,
+    weights={**below("vision_model.", _SIGLIP_IMAGE_TOWER), "readout.classifier": "classifier"},
+    ignored=("vision_model.head.",),
+    metadata=metadata_of_classifier,
+    answer=_answer,
+)
+_SIGLIP_TEXTS = Architecture(
+    name=_SIGLIP_TEXT,
+    classes=(f"{_SIGLIP_MODULE}TextModel", f"{_SIGLIP_MODULE}TextTransformer"),
+    config=_siglip_text_config,
+    weights=either(_SIGLIP_TEXT_TOWER, below("text_model.", _SIGLIP_TEXT_TOWER)),
+    answer=_answer,
+    masks=False,
+)
+_SIGLIP_DUAL = DualArchitecture(
+    name="transformers SigLIP",
+    classes=(f"{_SIGLIP_MODULE}Model",),
+    image=(("vision_model", _SIGLIP_IMAGES),),
+    text=(("text_model", _SIGLIP_TEXTS),),
+)
+
+ARCHITECTURES: tuple[Architecture, ...] = (
+    *(_CLIP_IMAGES, _CLIP_CLASSIFIER, _CLIP_TEXTS),
+    *(_SIGLIP_IMAGES, _SIGLIP_CLASSIFIER, _SIGLIP_TEXTS),
+)
+DUAL_ARCHITECTURES: tuple[DualArchitecture, ...] = (_CLIP_DUAL, _SIGLIP_DUAL)
