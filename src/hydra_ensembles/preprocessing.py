@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._utils import require
+from ._utils import require, warn
 from .errors import ConfigError, DataError
 from .schema import require_types
 
@@ -80,6 +80,12 @@ class ImagePreprocessing:
                 )
             if not image.width or not image.height:
                 raise DataError(f"image {index} is {image.width}x{image.height}, without a pixel; leave it out")
+        turned = next((index for index, image in enumerate(batch) if _is_turned(image)), None)
+        if turned is not None:
+            warn(
+                f"image {turned} is stored on its side or mirrored (EXIF), and is taken as it is stored, as data sets "
+                "are: PIL.ImageOps.exif_transpose turns it upright"
+            )
         pixels = torch.stack([self._pixels(image) for image in batch])  # [B, channels, H, W]
         mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
         return (pixels - mean) / std
@@ -262,6 +268,16 @@ def _plain(image: "Image") -> "Image":
     if image.mode == "P" and "transparency" in image.info:
         return image.convert("RGBA")
     return image
+
+
+def _is_turned(image: "Image") -> bool:
+    """Whether a camera says that an image is to be shown otherwise than it is stored."""
+    if not image.info.get("exif"):
+        return False
+    try:
+        return image.getexif().get(0x0112, 1) in range(2, 9)  # the orientation
+    except Exception:  # whatever is there in its place
+        return False
 
 
 def _of_bytes(pixels: np.ndarray) -> "Image":

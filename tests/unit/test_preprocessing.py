@@ -1,6 +1,8 @@
 """Images of unusual modes, and settings that check themselves; values are held against libraries in test_processors."""
 
+import io
 import json
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +61,19 @@ def test_other_modes_become_grey_as_pillow_does_it(mode: str) -> None:
     colours = np.random.default_rng(0).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     image = Image.fromarray(colours).convert(mode)
     assert np.array_equal(np.asarray(to_grey(image)), np.asarray(image.convert("L")))
+
+
+@pytest.mark.parametrize(("orientation", "said"), [(6, True), (1, False), (None, False), (b"broken", False)])
+def test_images_stored_on_their_side_are_warned_of(orientation: Any, said: bool) -> None:
+    stored, exif = io.BytesIO(), Image.Exif()
+    if isinstance(orientation, int):
+        exif[0x0112] = orientation
+    image = Image.fromarray(np.zeros((2, 2, 3), dtype=np.uint8))
+    image.save(stored, "PNG", exif=orientation if isinstance(orientation, bytes) else exif)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plain(3)([image, Image.open(stored)])
+    assert ["image 1" in str(one.message) for one in caught] == [True] * said
 
 
 def test_a_transparent_palette_gives_no_warning() -> None:

@@ -286,6 +286,13 @@ def _labels(given: Sequence[str] | None, known: Metadata, classes: int) -> tuple
         raise ConversionError(f"labels[{blank}] is {names[blank]!r}; every class needs a name, which is a string")
     if twice:
         raise ConversionError(f"labels lists {twice[:5]} more than once; names must tell the classes apart")
+    own = _told_apart(known.labels)
+    other = next((at for at, one in enumerate(names) if at < len(own) and one != own[at]), None)
+    if other is not None and set(names) == set(own):
+        raise ConversionError(
+            f"labels[{other}] is {names[other]!r}, and the model itself calls class {other} {own[other]!r}, by the same "
+            "names: leave labels out; if the model is wrong, .with_metadata(labels=...) names its classes afterwards"
+        )
     return names
 
 

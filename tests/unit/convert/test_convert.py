@@ -121,6 +121,17 @@ def test_labels_are_checked() -> None:
     assert he.convert(model, labels=list("abcde")).metadata.labels == tuple("abcde")
 
 
+def test_the_names_of_the_model_in_another_order_are_refused() -> None:
+    model: Any = transformers_model("ViTForImageClassification", "ViTConfig", VISION)
+    names = tuple(model.config.id2label.values())
+    model.config.id2label = dict(enumerate(f"class {name}" for name in names))
+    known = tuple(model.config.id2label.values())
+    with pytest.raises(ConversionError, match=r"labels\[0\].*with_metadata"):
+        he.convert(model, labels=known[::-1])
+    assert he.convert(model, labels=known).metadata.labels == he.convert(model).metadata.labels == known
+    assert he.convert(model, labels=names[::-1]).metadata.labels == names[::-1]  # other names
+
+
 @pytest.mark.parametrize(
     ("channels", "mean", "expected"),
     [
