@@ -290,7 +290,7 @@ def _labels(given: Sequence[str] | None, known: Metadata, classes: int) -> tuple
     other = next((at for at, one in enumerate(names) if at < len(own) and one != own[at]), None)
     if other is not None and set(names) == set(own):
         raise ConversionError(
-            f"labels[{other}] is {names[other]!r}, and the model itself calls class {other} {own[other]!r}, by the same "
+            f"labels[{other}] is {names[other]!r}, and the model calls class {other} {own[other]!r}, by the same "
             "names: leave labels out; if the model is wrong, .with_metadata(labels=...) names its classes afterwards"
         )
     return names
