@@ -158,18 +158,7 @@ def extract_circuit(
         if size is not None:
             require_whole(name, size, 1)
     with_text = "text" in {*chosen, *(head.tower for head in off)}  # heads of the text tower are off, or may be
-    if method == "screened" and with_text:
-        raise ConfigError('method="screened" is for one tower; use method="exact", or towers=("image",)')
-    if ood_score != "msp":
-        known = None if isinstance(ensemble, DualEncoder) else ensemble.metadata.familiarity
-        if known is None or ood_score not in known.settings.scores:
-            have = [] if known is None else list(known.settings.scores)
-            raise ConfigError(
-                f"ood_score must be 'msp' or a score of features that the ensemble was fitted to give, {have}; got "
-                f"{ood_score!r}: fit_familiarity(ensemble, id_batches, {ood_score!r}) gives an ensemble that has it"
-            )
-        if method == "screened":
-            raise ConfigError(f'method="screened" is for ood_score="msp", got {ood_score!r}; use method="exact"')
+    _check_methods(ensemble, method, ood_score, with_text)
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" compares ID with OOD samples; give ood_batches, or use score="acc"')
 
@@ -236,6 +225,22 @@ def extract_circuit(
     prompted = {"towers": chosen, "classes": len(names), "templates": sentences} if names else {}
     more |= {} if distance is None else {"ood_score": ood_score}
     return run.ranking(record, {**more, **prompted})
+
+
+def _check_methods(ensemble: Ensemble | DualEncoder, method: Method, ood_score: OODScore, with_text: bool) -> None:
+    """Refuse a method that cannot do what is asked, and a score of features that was not fitted."""
+    if method == "screened" and with_text:
+        raise ConfigError('method="screened" is for one tower; use method="exact", or towers=("image",)')
+    if ood_score != "msp":
+        known = None if isinstance(ensemble, DualEncoder) else ensemble.metadata.familiarity
+        if known is None or ood_score not in known.settings.scores:
+            have = [] if known is None else list(known.settings.scores)
+            raise ConfigError(
+                f"ood_score must be 'msp' or a score of features that the ensemble was fitted to give, {have}; got "
+                f"{ood_score!r}: fit_familiarity(ensemble, id_batches, {ood_score!r}) gives an ensemble that has it"
+            )
+        if method == "screened":
+            raise ConfigError(f'method="screened" is for ood_score="msp", got {ood_score!r}; use method="exact"')
 
 
 def _checked_classes(
