@@ -46,6 +46,7 @@ class Study:
             raise DataError(f"{self.folder} has the format {self.facts.get('format')!r}; this version reads {FORMAT!r}")
         self._numbers: dict[tuple[str, int], dict[str, Number]] = {}
         self._columns: dict[tuple[str, int], dict[str, Array]] = {}
+        self._plain: dict[str, list[dict[str, float]]] = {}
 
     def seeds(self, row: str) -> list[int]:
         """Seeds of a row."""
@@ -74,8 +75,11 @@ class Study:
 
     def plain(self, row: str) -> list[dict[str, float]]:
         """All numbers, seed by seed."""
-        facts = self.facts
-        return [plain_numbers(self.columns(row, seed), facts["inside"], facts["groups"]) for seed in self.seeds(row)]
+        if row not in self._plain:
+            facts, seeds = (self.facts["inside"], self.facts["groups"]), self.seeds(row)
+            found = [plain_numbers(self.columns(row, seed), *facts, self.numbers(row, seed)) for seed in seeds]
+            self._plain[row] = found
+        return self._plain[row]
 
     def mean(self, row: str, key: str) -> float | None:
         """The mean of a number over the seeds of a row; None where it has none."""

@@ -106,8 +106,9 @@ def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:
     for prefix, score in SCORES.items():
         if score not in own:
             continue
+        ours = _ordered(own[score])
         sets = {
-            name: _auroc(own[score], columns[f"{name}|{score}"].astype(np.float64), inside, name)
+            name: _auroc(ours, _ordered(columns[f"{name}|{score}"].astype(np.float64)), inside, name)
             for names in groups.values()
             for name in names
         }
@@ -117,9 +118,14 @@ def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:
     return found
 
 
-def plain_numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, float]:
-    """Every number of one model, those without influences too: adaptive ECE, AUPR, FPR95 of sets that are large."""
-    found = {key: one.value for key, one in numbers(columns, inside, groups).items()}
+def plain_numbers(
+    columns: Columns, inside: str, groups: Groups, known: Mapping[str, Number] | None = None
+) -> dict[str, float]:
+    """Every number of one model, those without influences too: adaptive ECE, AUPR, FPR95 of sets that are large.
+
+    What `numbers` gave of the same columns need not be found again.
+    """
+    found = {key: one.value for key, one in (known or numbers(columns, inside, groups)).items()}
     right = torch.from_numpy(columns[f"{inside}|correct"])
     for prefix in ("", "calibrated."):
         if f"{inside}|{DOUBT[prefix]}" not in columns:
@@ -177,18 +183,28 @@ def _aurc(scores: Floats, wrong: Floats, inside: str) -> Number:
     return Number(value, {inside: placed - placed.mean()})
 
 
-def _auroc(inside: Floats, outside: Floats, own: str, other: str) -> Number:
+Ordered = tuple[Floats, npt.NDArray[np.int64]]  # scores in rising order, and the place of each before
+
+
+def _ordered(scores: Floats) -> Ordered:
+    order = np.argsort(scores)
+    return scores[order], order
+
+
+def _auroc(inside: Ordered, outside: Ordered, own: str, other: str) -> Number:
     """How often an OOD sample has the larger score, a tie counting half; by sample of either side."""
     above = _share_below(outside, inside)  # of ID samples, for every OOD sample
     value = float(above.mean())
     return Number(value, {own: (1.0 - _share_below(inside, outside)) - value, other: above - value})
 
 
-def _share_below(points: Floats, values: Floats) -> Floats:
+def _share_below(points: Ordered, values: Ordered) -> Floats:
     """For every point the share of values below it, of equal ones half."""
-    ordered = np.sort(values)
-    below, upto = (np.searchsorted(ordered, points, side=side) for side in ("left", "right"))
-    return np.asarray((below + upto) / (2 * len(values)), dtype=np.float64)
+    (rising, order), (among, _) = points, values
+    below, upto = (np.searchsorted(among, rising, side=side) for side in ("left", "right"))
+    share = np.empty(len(rising))
+    share[order] = (below + upto) / (2 * len(among))
+    return share
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
