@@ -17,6 +17,7 @@ from hydra_ensembles.model.config import (
     all_heads,
 )
 from hydra_ensembles.model.metadata import Metadata
+from random_ensembles import noisy
 from zero_shot_models import word_tokenizer
 
 CLASSES, LAYERS, HEADS = 3, 3, 4
@@ -34,16 +35,6 @@ def _encoder(**changes: Any) -> EncoderConfig:
     return EncoderConfig(width=12, layers=LAYERS, heads=HEADS, head_dim=3, mlp_width=16, **changes)
 
 
-def _random(config: EnsembleConfig, metadata: Metadata, seed: int) -> he.Ensemble:
-    """All parameters far from zero, so that every head matters."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        ensemble = he.Ensemble(config, metadata)
-        for parameter in ensemble.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return ensemble.eval()
-
-
 @cache
 def model(kind: str = "image", seed: int = 4, dropout: float = 0.0) -> he.Ensemble:
     """A classifier with one member, its class names and its preprocessing."""
@@ -58,7 +49,7 @@ def model(kind: str = "image", seed: int = 4, dropout: float = 0.0) -> he.Ensemb
         blocks = _encoder(projection_dropout=dropout)
         stem_config = PatchStemConfig(patch_size=(4, 4), grid=(2, 2))
         config = EnsembleConfig(stem_config, blocks, ReadoutConfig(num_classes=CLASSES), all_heads(blocks))
-    return _random(config, Metadata(source="a test", labels=LABELS, preprocessing=preprocessing), seed)
+    return noisy(config, seed, metadata=Metadata(source="a test", labels=LABELS, preprocessing=preprocessing))
 
 
 @cache
@@ -75,15 +66,15 @@ def dual(seed: int = 0) -> he.DualEncoder:
     texts, images = _encoder(norm_first=False), _encoder()
     stem = TextStemConfig(vocabulary=VOCABULARY, positions=LONGEST, embedding_width=12)
     towers = (
-        _random(
+        noisy(
             EnsembleConfig(PatchStemConfig((4, 4), (2, 2)), images, ReadoutConfig(), all_heads(images)),
-            Metadata(preprocessing=he.ImagePreprocessing((SIZE, SIZE))),
             seed,
+            metadata=Metadata(preprocessing=he.ImagePreprocessing((SIZE, SIZE))),
         ),
-        _random(
+        noisy(
             EnsembleConfig(stem, texts, ReadoutConfig(pool="mean", norm="none"), all_heads(texts)),
-            Metadata(preprocessing=word_tokenizer(mask=True), history=("made",)),
             seed + 1,
+            metadata=Metadata(preprocessing=word_tokenizer(mask=True), history=("made",)),
         ),
     )
     with torch.random.fork_rng(devices=[]):

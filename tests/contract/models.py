@@ -1,6 +1,9 @@
-"""Converted models of the architectures, built once and not to be changed by a test."""
+"""Models of the architectures, converted and pruned ones, built once and not to be changed by a test."""
 
+from collections.abc import Sequence
 from functools import cache
+
+from torch import nn
 
 import hydra_ensembles as he
 from architectures import ArchitectureCase, perturbed
@@ -8,9 +11,25 @@ from architectures_clip import DualCase
 
 
 @cache
+def original(case: ArchitectureCase) -> nn.Module:
+    """The case's model, as its library made it."""
+    return case.build()
+
+
+@cache
 def base(case: ArchitectureCase) -> he.Ensemble:
     """The case's model, converted."""
-    return he.convert(case.build(), **case.convert_kwargs)
+    return he.convert(original(case), **case.convert_kwargs)
+
+
+@cache
+def _pruned(case: ArchitectureCase, heads: tuple[tuple[int, int], ...]) -> he.Ensemble:
+    return he.prune(base(case), heads)
+
+
+def members(case: ArchitectureCase, choice: Sequence[Sequence[tuple[int, int]]]) -> list[he.Ensemble]:
+    """The case's converted model without the heads of each choice."""
+    return [_pruned(case, tuple(heads)) for heads in choice]
 
 
 @cache

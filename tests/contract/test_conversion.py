@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import hydra_ensembles as he
 from architectures import ArchitectureCase, Inputs
 from contract.all_architectures import ALL_CASES
+from contract.models import base, original
 
 every_architecture = pytest.mark.parametrize("case", ALL_CASES, ids=str)
 resizable = pytest.mark.parametrize("case", [case for case in ALL_CASES if case.other_inputs], ids=str)
@@ -26,9 +27,7 @@ def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 @every_architecture
 @torch.no_grad()
 def test_logits_equal_the_originals(case: ArchitectureCase) -> None:
-    model = case.build()
-    ensemble = he.convert(model, **case.convert_kwargs)
-    inputs = case.inputs()
+    model, ensemble, inputs = original(case), base(case), case.inputs()
     logits = ensemble(inputs)
     expected = case.logits(model, inputs)
     assert ensemble.num_members == 1
@@ -39,8 +38,7 @@ def test_logits_equal_the_originals(case: ArchitectureCase) -> None:
 @resizable
 @torch.no_grad()
 def test_other_sizes_equal_the_originals(case: ArchitectureCase) -> None:
-    model = case.build()
-    ensemble = he.convert(model, **case.convert_kwargs)
+    model, ensemble = original(case), base(case)
     for make in case.other_inputs:
         inputs = make()
         assert relative_error(ensemble(inputs)[0], case.logits(model, inputs)) < 1e-5
@@ -49,13 +47,13 @@ def test_other_sizes_equal_the_originals(case: ArchitectureCase) -> None:
 @every_architecture
 @torch.no_grad()
 def test_bfloat16_stays_within_its_rounding(case: ArchitectureCase) -> None:
-    model, inputs = case.build(), case.inputs()
+    model, inputs = original(case), case.inputs()
     exact = case.logits(model, inputs)
     half = copy.deepcopy(model).to(torch.bfloat16)
     rounded = cast(inputs, torch.bfloat16)
-    original = case.logits(half, rounded).float()
+    theirs = case.logits(half, rounded).float()
     converted = he.convert(half, **case.convert_kwargs)(rounded)[0].float()
-    allowed = 2 * (original - exact).abs().max() + exact.abs().max() * 2**-7
+    allowed = 2 * (theirs - exact).abs().max() + exact.abs().max() * 2**-7
     assert (converted - exact).abs().max() <= allowed
 
 
@@ -81,7 +79,7 @@ def test_gradients_equal_the_originals_in_training(case: ArchitectureCase) -> No
 
 @every_architecture
 def test_the_original_is_not_touched(case: ArchitectureCase) -> None:
-    model = case.build()
+    model = original(case)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ensemble = he.convert(model, **case.convert_kwargs)
     with torch.no_grad():

@@ -54,10 +54,8 @@ def test_fused_equals_members_in_turn(case: DualCase) -> None:
         assert close(fused(pixels, texts), expected)
         assert fused.config.scale_copies == 1
     for index, member in enumerate(members):
-        assert (fused.member(index).image.heads, fused.member(index).text.heads) == (
-            member.image.heads,
-            member.text.heads,
-        )
+        taken = fused.member(index)
+        assert (taken.image.heads, taken.text.heads) == (member.image.heads, member.text.heads)
 
 
 @torch.no_grad()

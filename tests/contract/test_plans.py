@@ -9,7 +9,7 @@ from torch import Tensor
 import hydra_ensembles as he
 from architectures import ArchitectureCase
 from contract.all_architectures import ALL_CASES
-from contract.models import base, variants
+from contract.models import base, members, variants
 from hydra_ensembles.optimize.freeze import branching_layer, simplified
 from hydra_ensembles.optimize.runner import OptimizedEnsemble
 
@@ -30,12 +30,12 @@ PLANS = ("batched", "loop", "grouped")
 @cache
 def ensemble_of(case: ArchitectureCase, kind: str) -> he.Ensemble:
     """Built once; not to be changed by a test."""
-    whole, tuned = base(case), variants(case)
+    tuned = variants(case)
     if kind == "stack":
         return he.Ensemble.stack(tuned)
     if kind == "tuned":
         return he.fuse([he.prune(one, heads) for one, heads in zip(tuned, UNEVEN, strict=True)], stem="separate")
-    return he.fuse([he.prune(whole, heads) for heads in (EVEN if kind == "even" else UNEVEN)])
+    return he.fuse(members(case, EVEN if kind == "even" else UNEVEN))
 
 
 @cache
@@ -66,7 +66,7 @@ def test_the_chosen_plan_equals_the_ensemble(case: ArchitectureCase) -> None:
 
 @torch.no_grad()
 def test_what_members_have_in_common_is_kept_once(case: ArchitectureCase) -> None:
-    ensemble = he.fuse([he.prune(base(case), [(1, head)]) for head in range(3)])
+    ensemble = he.fuse(members(case, [[(1, head)] for head in range(3)]))
     simple = simplified(ensemble)
     assert branching_layer(simple) == 1
     assert close(simple(case.inputs()), ensemble(case.inputs()))
@@ -83,5 +83,5 @@ def test_an_empty_batch_gives_no_logits(case: ArchitectureCase) -> None:
     runs = [whole, *(whole.optimize(plans=[plan]) for plan in PLANS)]
     for kind in ("uneven", "stack"):
         runs += [ensemble_of(case, kind), *(by_plan(case, kind, plan) for plan in PLANS)]
-    members = [1] * 4 + [3] * 8
-    assert [run(nothing).shape for run in runs] == [(number, 0, outputs) for number in members]
+    numbers = [1] * 4 + [3] * 8
+    assert [run(nothing).shape for run in runs] == [(number, 0, outputs) for number in numbers]

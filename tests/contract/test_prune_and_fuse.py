@@ -7,7 +7,7 @@ from torch import Tensor
 import hydra_ensembles as he
 from architectures import ArchitectureCase
 from contract.all_architectures import ALL_CASES
-from contract.models import base
+from contract.models import base, members
 from hydra_ensembles.heads.masking import masked
 
 pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
@@ -29,7 +29,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 def test_pruned_equals_masked(case: ArchitectureCase, heads: list[tuple[int, int]]) -> None:
     whole, inputs = base(case), case.inputs()
     before = whole(inputs)
-    pruned = he.prune(whole, heads)
+    (pruned,) = members(case, [heads])
     with masked(whole, heads):
         expected = whole(inputs)
     assert close(pruned(inputs), expected)
@@ -43,28 +43,27 @@ def test_pruned_equals_masked(case: ArchitectureCase, heads: list[tuple[int, int
 def test_fused_equals_members_in_turn_when_shared_groups_are_equal(
     case: ArchitectureCase, choice: list[list[tuple[int, int]]]
 ) -> None:
-    whole, inputs = base(case), case.inputs()
-    members = [he.prune(whole, heads) for heads in choice]
-    expected = torch.cat([member(inputs) for member in members])
+    inputs, chosen = case.inputs(), members(case, choice)
+    expected = torch.cat([member(inputs) for member in chosen])
     for settings in ({}, {"norms": "mean", "readout": "mean"}, {"stem": "separate", "mlp": "separate"}):
-        fused = he.fuse(members, **settings)
+        fused = he.fuse(chosen, **settings)
         assert close(fused(inputs), expected)
     assert fused.config.trunk == 0
 
 
 @torch.no_grad()
 def test_a_common_first_layer_becomes_the_trunk(case: ArchitectureCase) -> None:
-    whole, inputs = base(case), case.inputs()
-    members = [he.prune(whole, [(0, 1), (1, head)]) for head in range(3)]
-    fused = he.fuse(members)
+    inputs, chosen = case.inputs(), members(case, [[(0, 1), (1, head)] for head in range(3)])
+    fused = he.fuse(chosen)
+    expected = [member(inputs) for member in chosen]
     assert fused.config.trunk == 1
-    assert close(fused(inputs), torch.cat([member(inputs) for member in members]))
-    assert [fused.member(i).heads for i in range(3)] == [member.heads for member in members]
-    assert all(close(fused.member(i)(inputs), members[i](inputs)) for i in range(3))
+    assert close(fused(inputs), torch.cat(expected))
+    taken = [fused.member(index) for index in range(3)]
+    assert [member.heads for member in taken] == [member.heads for member in chosen]
+    assert all(close(member(inputs), logits) for member, logits in zip(taken, expected, strict=True))
 
 
 def test_gradients_reach_every_parameter_of_a_fused_ensemble(case: ArchitectureCase) -> None:
-    whole = base(case)
-    fused = he.fuse([he.prune(whole, heads) for heads in EVEN]).train()
+    fused = he.fuse(members(case, EVEN)).train()
     fused(case.inputs()).square().sum().backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in fused.parameters())

@@ -34,14 +34,6 @@ def test_a_small_share_of_a_study_on_the_real_model_and_data(name: str, data: Pa
     assert len({hash(file.read_bytes()) for file in files}) == 3
 
 
-def test_published_tables_are_made_of_the_published_columns() -> None:
-    made = CliRunner().invoke(app, ["tables", "vision-cifar100"])
-    assert made.exit_code == 0, made.exception
-    page = (Path(__file__).parents[2] / "docs" / "study_cifar100.md").read_text(encoding="utf-8")
-    main = made.stdout.partition(": main\n\n")[2].partition("\n\n")[0]
-    assert main in page
-
-
 def test_real_images_of_the_zero_shot_study(data: Path) -> None:
     """Every class of every task has its own name; test rows of CIFAR-10 are the second half."""
     recipe = load_dual_recipe()

@@ -1,5 +1,6 @@
 """A whole study of classifiers on small models, from the first training to the tables, and the tables by other code."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -8,12 +9,13 @@ import pytest
 import torch
 from sklearn.metrics import auc, roc_auc_score, roc_curve
 from small_studies import SmallTask
-from torchmetrics.functional.classification import binary_calibration_error
+from typer.testing import CliRunner
 
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json, write_json
 from studies import classifiers, findings
 from studies import rows as study_rows
+from studies.__main__ import app
 from studies.findings import Study, judged
 from studies.measures import Difference
 from studies.rows import HYDRA, MC_DROPOUT, SINGLE, SOUP
@@ -56,6 +58,13 @@ def test_every_row_is_reported_corrupted_and_shown(study: Study) -> None:
     assert "| taken |" in findings.choices_table(study)
     head, *_ = findings.main_table(study).splitlines()
     assert "| parameters | cost ↓ | memory ↓ | trainings ↓ |" in head
+
+
+def test_the_command_shows_every_table(study: Study) -> None:
+    made = CliRunner().invoke(app, ["tables", NAME, "--results", str(study.folder.parent)])
+    assert made.exit_code == 0, made.exception
+    assert re.findall(rf"^### {NAME}: (\w+)$", made.stdout, re.MULTILINE) == list(findings.TABLES)
+    assert findings.main_table(study) in made.stdout
 
 
 def test_what_held_out_data_foretold_is_said(study: Study) -> None:
@@ -110,6 +119,8 @@ def test_verdicts_are_a_closed_list(study: Study) -> None:
 
 def by_other_code(study: Study, row: str, seed: int) -> list[float]:
     """The numbers of the main table and far FPR95, from the stored columns with numpy, scikit-learn, torchmetrics."""
+    from torchmetrics.functional.classification import binary_calibration_error
+
     own, (near, far) = study.facts["inside"], (study.facts["groups"][name] for name in ("near", "far"))
     columns = {key: one.astype(float) for key, one in study.columns(row, seed).items()}
     correct, doubt = columns[f"{own}|correct"], torch.from_numpy(columns[f"{own}|calibrated.doubt"])
