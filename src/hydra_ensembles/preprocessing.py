@@ -173,6 +173,9 @@ class TextPreprocessing:
         for index, encoding in enumerate(encodings):
             if 1 not in encoding.attention_mask:  # a tokenizer that adds nothing of its own
                 raise DataError(f"text {index} is {cleaned[index]!r}, which has no tokens; leave it out")
+        cut = next((index for index, encoding in enumerate(encodings) if encoding.overflowing), None)
+        if cut is not None:
+            warn(f"text {cut} is longer than the {self.max_length} tokens that are read: what comes after has no say")
         return encoded
 
     def require_tokenizer(self) -> None:

@@ -63,6 +63,15 @@ def test_other_modes_become_grey_as_pillow_does_it(mode: str) -> None:
     assert np.array_equal(np.asarray(to_grey(image)), np.asarray(image.convert("L")))
 
 
+@pytest.mark.parametrize(("words", "said"), [(3, False), (40, True)])
+def test_texts_that_are_cut_are_warned_of(words: int, said: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tokens = replace(word_tokenizer(mask=True), max_length=8)(["a cat", " ".join(["cat"] * words)])
+    assert tokens["input_ids"].shape[1] <= 8
+    assert ["text 1" in str(one.message) for one in caught] == [True] * said
+
+
 @pytest.mark.parametrize(("orientation", "said"), [(6, True), (1, False), (None, False), (b"broken", False)])
 def test_images_stored_on_their_side_are_warned_of(orientation: Any, said: bool) -> None:
     stored, exif = io.BytesIO(), Image.Exif()
