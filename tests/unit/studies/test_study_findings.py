@@ -20,6 +20,7 @@ from studies.findings import Study, judged
 from studies.measures import Difference
 from studies.rows import HYDRA, MC_DROPOUT, SINGLE, SOUP
 from studies.seed import Seed, slug
+from studies.task import recipe
 from studies.workers import Workers
 
 NAME = "vision-cifar100"
@@ -103,8 +104,9 @@ def test_every_row_is_told_and_its_setting_too(study: Study) -> None:
 
 
 def test_gains_of_all_tasks_are_one_table(study: Study) -> None:
+    assert set(findings.TITLES) == set(recipe()["tasks"])
     head, _, *lines = findings.gains_table([study, study]).splitlines()
-    assert head == f"| row | {NAME} | {NAME} |"
+    assert head == "| row | CIFAR-100 | CIFAR-100 |"
     (hydra,) = (line for line in lines if line.startswith(f"| {HYDRA} |"))
     gains = [study.difference(HYDRA, SINGLE, key) for key in findings.GAINS]
     told = [f"{100 * one.value:+.2f}" if place != 1 else f"{one.value:+.3f}" for place, one in enumerate(gains) if one]
