@@ -12,6 +12,7 @@ import re
 import statistics
 import sys
 import textwrap
+from pathlib import Path
 
 import inference_report
 from circuit import circuit_table
@@ -32,8 +33,14 @@ from studies.results import FIGURES, RESULTS, ROOT, load, table
 from studies.tower_scores import tower_table
 
 
+def documents() -> list[Path]:
+    """README and all pages."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
 def tables() -> dict[str, str]:
-    """Every table by name."""
+    """Every table by name; of the studies, those that a document shows."""
+    shown = {name for path in documents() for name in re.findall(r"<!-- table: ([^\n]+) -->", path.read_text())}
     return {
         "circuits": circuit_table("circuit_dinov2_cifar10.json"),
         "scaling": circuit_table("circuit_scaling.json"),
@@ -49,8 +56,8 @@ def tables() -> dict[str, str]:
         "conversion": conversion_line(),
         "takes": takes_table(),
         **inference_report.tables(),
-        **study_blocks(RESULTS / "studies"),
-        **dual_blocks(RESULTS / "studies"),
+        **study_blocks(RESULTS / "studies", shown),
+        **dual_blocks(RESULTS / "studies", shown),
         **blocks(RESULTS / "analyses", FIGURES),
     }
 
@@ -154,7 +161,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     made, stale = tables(), []
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    for path in documents():
         before = path.read_text()
         after = rendered(before, made)
         if after != before:

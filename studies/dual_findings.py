@@ -1,7 +1,7 @@
 """What the documents show of the zero-shot study, made from its stored columns alone."""
 
 import csv
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
@@ -229,7 +229,7 @@ TABLES: Mapping[str, Callable[[DualStudy], str]] = {
 """Every table by its name in the documents."""
 
 
-def blocks(results: Path) -> dict[str, str]:
-    """Every table of the stored study by the name of its block, `study_zero_shot_main` and so on."""
-    study = DualStudy(ZERO_SHOT, results)
-    return {f"study_zero_shot_{name}": table(study) for name, table in TABLES.items()}
+def blocks(results: Path, shown: Collection[str]) -> dict[str, str]:
+    """Tables of the stored study by their names in the documents, `study_zero_shot_main` and so on, where shown."""
+    study, named = DualStudy(ZERO_SHOT, results), {f"study_zero_shot_{name}": table for name, table in TABLES.items()}
+    return {name: table(study) for name, table in named.items() if name in shown}

@@ -1,7 +1,7 @@
 """What the documents show of the studies of classifiers, made from their stored columns alone."""
 
 import csv
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
@@ -47,6 +47,7 @@ class Study:
         self._numbers: dict[tuple[str, int], dict[str, Number]] = {}
         self._columns: dict[tuple[str, int], dict[str, Array]] = {}
         self._plain: dict[str, list[dict[str, float]]] = {}
+        self._files: dict[int, Any] = {}
 
     def seeds(self, row: str) -> list[int]:
         """Seeds of a row."""
@@ -60,9 +61,10 @@ class Study:
     def columns(self, row: str, seed: int) -> dict[str, Array]:
         """Columns of a row, by `set|column`; those of other rows stay in the file."""
         if (row, seed) not in self._columns:
-            prefix = f"{row}|"
-            with np.load(self.folder / f"seed-{seed}.npz", allow_pickle=False) as file:
-                found = {key.removeprefix(prefix): file[key] for key in file.files if key.startswith(prefix)}
+            if seed not in self._files:  # what it holds is listed once
+                self._files[seed] = np.load(self.folder / f"seed-{seed}.npz", allow_pickle=False)
+            file, prefix = self._files[seed], f"{row}|"
+            found = {key.removeprefix(prefix): file[key] for key in file.files if key.startswith(prefix)}
             self._columns[row, seed] = found
         return self._columns[row, seed]
 
@@ -501,8 +503,9 @@ def stored_studies(folder: Path = RESULTS) -> list[Study]:
     return [Study(name, folder) for name in recipe()["tasks"] if (folder / name / "study.json").exists()]
 
 
-def blocks(folder: Path = RESULTS) -> dict[str, str]:
-    """Every table of every stored study by its name in the documents, `study_NAME_TABLE`; `study_gains` of all."""
+def blocks(folder: Path, shown: Collection[str]) -> dict[str, str]:
+    """Tables of stored studies by their names in the documents, `study_NAME_TABLE`, where shown; and `study_gains`."""
     studies = stored_studies(folder)
-    each = {f"study_{study.name}_{name}": table(study) for study in studies for name, table in TABLES.items()}
+    named = {f"study_{study.name}_{name}": (table, study) for study in studies for name, table in TABLES.items()}
+    each = {name: table(study) for name, (table, study) in named.items() if name in shown}
     return {**each, "study_gains": gains_table(studies)}

@@ -101,7 +101,7 @@ def test_figures_are_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_tables_of_the_documents_are_those_of_the_results() -> None:
     made = tables.tables()
-    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+    for path in tables.documents():
         assert tables.rendered(path.read_text(), made) == path.read_text(), f"{path.name}: run benchmarks/tables.py"
 
 
