@@ -70,14 +70,16 @@ def test_pages_fetch_nothing(site: Path) -> None:
         assert not loaded + styles, page.name
 
 
-def test_how_tos_show_the_code_of_their_examples() -> None:
+def test_pages_show_the_code_of_every_example() -> None:
     """In the page itself, where a git host shows it, too; that it is what the script says is tested with the tables."""
-    pages = "".join(page.read_text() for page in (ROOT / "docs" / "how-to").glob("*.md"))
+    pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     assert "--8<--" not in pages
     for script in (ROOT / "examples").glob("*.py"):
         if script.name != "train_demo_backbone.py":
             assert f"<!-- code: examples/{script.name} " in pages, script.name
-            assert f"](../../examples/{script.name})" in pages, script.name
+            assert f"](../../examples/{script.name})" in pages or f"`python examples/{script.name}`" in pages, (
+                script.name
+            )
 
 
 def test_a_model_of_ones_own_is_short() -> None:

@@ -384,7 +384,7 @@ class PaddedText(EncoderText):
         return super().forward(ids, ids == self.pad)
 
 
-@pytest.mark.parametrize(("pad", "told"), [(0, False), (1, False), (3, False), (2999, False), (1234, True)])
+@pytest.mark.parametrize(("pad", "told"), [(0, False), (2999, False), (1234, True)])
 @pytest.mark.parametrize("declaration", [ENCODER_TEXT, None])
 def test_a_model_that_masks_ids_by_itself_is_found_out(pad: int, told: bool, declaration: he.Declaration) -> None:
     with pytest.raises(ConversionError, match="differ"):
