@@ -66,6 +66,11 @@ def build(folder: Path) -> tuple[Path, Path]:
     return sdist, wheel
 
 
+def unreleased(changelog: str) -> str:
+    """What the changelog has under Unreleased, which a release would ship without a version of its own."""
+    return changelog.partition("\n## [Unreleased]\n")[2].partition("\n## [")[0].strip()
+
+
 def look_at(sdist: Path, wheel: Path) -> tuple[str, list[str]]:
     """Check names, metadata and sizes, and that the version is one that was closed; the version and the extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -123,6 +128,8 @@ def look_at(sdist: Path, wheel: Path) -> tuple[str, list[str]]:
 
 def main() -> None:
     """Build, look, try; only then put the files into dist/."""
+    if left := unreleased((ROOT / "CHANGELOG.md").read_text()):
+        sys.exit(f"CHANGELOG.md has changes under [Unreleased]; put them under the version to release:\n{left}")
     with tempfile.TemporaryDirectory(prefix="release-") as place:
         folder = Path(place)
         sdist, wheel = build(folder)

@@ -8,6 +8,7 @@ in it is touched. What is written is in the document itself, so that a git host 
 """
 
 import argparse
+import math
 import re
 import statistics
 import sys
@@ -26,11 +27,15 @@ from hydra_ensembles.schema import from_plain
 from studies.analyses.registry import blocks
 from studies.circuit_draws import draws_table
 from studies.dual_findings import blocks as dual_blocks
+from studies.findings import Study
 from studies.findings import blocks as study_blocks
 from studies.fusing import fusion_table
 from studies.price import DEEP, HYDRA, LONGER, NUMBERS, SINGLE, SOUP, price_table
 from studies.results import FIGURES, RESULTS, ROOT, load, table
+from studies.rows import HYDRA_CIRC
 from studies.tower_scores import tower_table
+
+UNPRUNED = "Single, D.2, nothing pruned"  # the control of the paper's rows
 
 
 def documents() -> list[Path]:
@@ -53,6 +58,8 @@ def tables() -> dict[str, str]:
         "search": to_markdown(SearchResult.load(RESULTS / "search.json").table()),
         "price": price_table(load("price.json")),
         "gains": gains_table(),
+        "pruned": pruned_line(),
+        "demo_gain": demo_line(),
         "conversion": conversion_line(),
         "takes": takes_table(),
         **inference_report.tables(),
@@ -89,14 +96,61 @@ def gains_table() -> str:
         f"{statistics.fmean(costs[task].get(name, costs[task][SINGLE])['ratio'] for task in tasks):.2f}×"
         for name in trainings
     ]
-    rows = [list(row) for row in zip(trainings, map(str, trainings.values()), prices, *columns, strict=True)]
+    names = [*list(trainings)[:-1], f"{HYDRA}, {count} fine-tunings, nothing pruned"]
+    rows = [list(row) for row in zip(names, map(str, trainings.values()), prices, *columns, strict=True)]
     titles = ["accuracy ↑", "NLL ↓", "ECE ↓", "own mistakes, AURC ↓", "foreign, unsure ↑", "foreign, unfamiliar ↑"]
+    lower = [
+        f"{task} ({100 * one[HYDRA]['accuracy']['mean']:.1f} against {100 * one[SINGLE]['accuracy']['mean']:.1f})"
+        for task, one in tasks.items()
+        if one[HYDRA]["accuracy"]["mean"] < one[SINGLE]["accuracy"]["mean"]
+    ]
+    below = f"; in accuracy it is below {SINGLE} on {', '.join(lower)}" if lower else ""
     about = (
         f"Means over {len(tasks)} tasks ({', '.join(tasks)}) and their seeds, {count} members, calibrated; per cent "
         f"but for NLL; bold: the best number, whether or not the difference is chance. {HYDRA} here: {count} "
-        "fine-tunings fused above the mean of their first layers, no head pruned. From `results/price.json`."
+        f"fine-tunings fused above the mean of their first layers{below}. From `results/price.json`."
     )
     return "\n".join([*table(["method", "trainings ↓", "price ↓", *titles], rows), "", about])
+
+
+def pruned_line() -> str:
+    """Of the README: what the paper's way, members by pruning, came to on CIFAR-100, trained on and not."""
+    study = Study("vision-cifar100", RESULTS / "studies")
+    keys = {"accuracy": "accuracy", "calibrated.ece": "ECE", "near.auroc": "near *unsure*"}
+    keys["mahalanobis:all.auroc"] = "*unfamiliar*"
+
+    def numbers(row: str) -> list[str]:
+        return [f"{100 * (study.mean(row, key) or math.nan):.1f}" for key in keys]
+
+    rows = zip(keys.values(), *map(numbers, (HYDRA_CIRC, SINGLE, UNPRUNED)), strict=True)
+    told = ", ".join(f"{what} {ours} ({single}; {unpruned})" for what, ours, single, unpruned in rows)
+    seeds = load("analyses/untrained-vision-cifar100.json")["seeds"].values()
+    left = [
+        f"{100 * statistics.fmean(one['rows'][row]['accuracy'] for one in seeds):.1f}"
+        for row in (SINGLE, "Taylor", "CircAvg")
+    ]
+    return (
+        f"**Members by pruning**, the paper's way, on CIFAR-100: {HYDRA_CIRC}, three pruned models trained on, has "
+        f"{told}; in brackets {SINGLE}, and {SINGLE} trained on alike, unpruned (`results/studies/vision-cifar100/`). "
+        f"Without 12 of 72 heads and not trained on, one model falls from {left[0]} to {left[1]} (Taylor scores) or "
+        f"{left[2]} (circuits; `results/analyses/untrained-vision-cifar100.json`)."
+    )
+
+
+def demo_line() -> str:
+    """Of the README: what the demo's ensemble catches, beside the model that it is from."""
+    methods = load("demo.json")["gains"]["methods"]
+    keys = {"mistakes.unsure": "of its own mistakes", "near.both": "of near foreign images", "far.both": "of far ones"}
+    shares = [
+        f"{100 * methods['Hydra']['numbers'][key]['mean']:.0f} % {words} "
+        f"({100 * methods['Single']['numbers'][key]['mean']:.0f} %)"
+        for key, words in keys.items()
+    ]
+    return (
+        f"There the ensemble declines {', '.join(shares)}; in brackets the model alone, which does as well at "
+        f"{methods['Single']['price'] / methods['Hydra']['price']:.0%} of the work: what catches foreign images is the "
+        "second reason. From `results/demo.json`."
+    )
 
 
 def attack_table() -> str:

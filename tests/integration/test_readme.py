@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+import hydra_ensembles as he
 from architectures import timm_model
 
 SAMPLES = 48
@@ -63,13 +64,16 @@ def test_the_readme_code_runs(
         "ood_loader": [(others[i : i + 16], labels[:16]) for i in range(0, SAMPLES, 16)],
     }
     my_timm_model(tmp_path, monkeypatch)
-    build, mine = blocks(README)
+    own, mine = blocks(README)
     again, steps = blocks(QUICKSTART)
     assert mine == again
-    exec(build, names)
+    exec(own, names)
     exec(mine, {})
     assert re.match(r"\['(dark|light)'\] tensor\(\[0", capsys.readouterr().out)
     assert len([line for line in mine.splitlines() if line.strip()]) <= 10
+    thresholds = he.load(tmp_path / "my-model").metadata
+    assert thresholds.calibration is not None
+    assert thresholds.familiarity is not None, "two reasons to decline"
     exec(steps, names)
     assert "heads kept" in capsys.readouterr().out
     assert (tmp_path / "my-hydra" / "model.safetensors").exists()
