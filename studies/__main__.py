@@ -1,6 +1,7 @@
 """Run a study, make its tables again from stored results, or hold it against the paper: `python -m studies`."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,15 +11,15 @@ import typer
 from hydra_ensembles.errors import ConfigError, HydraError
 from hydra_ensembles.files import read_object
 
-from . import classifiers, dual_findings, dual_study, price
+from . import classifiers, dual_findings, dual_study, paper_task, price
 from .analyses import registry
 from .analyses.registry import with_analyses
 from .dual_recipe import SUITES, DualRecipe, load_dual_recipe
 from .dual_seed import DualTask
 from .fetch import SETS
 from .fetch import prepare as prepare_set
-from .findings import RESULTS, TABLES, Study, written
-from .rows import rows_of
+from .findings import RESULTS, TABLES, Study, paper_table, written
+from .rows import SINGLE, rows_of
 from .seed import Seed
 from .sets import DataFolder
 from .task import Task, recipe, seeds_of
@@ -86,6 +87,35 @@ def tables(
 
 
 @app.command()
+def paper(
+    name: Annotated[str, typer.Argument(help=f"Task of the paper: {', '.join(paper_task.TASKS)}.")],
+    model: Annotated[str, typer.Option(help="Pretrained: timm:NAME, torchvision:NAME, id of the hub, or folder.")],
+    data: Annotated[Path, typer.Option(help="Folder with the paper's sets, each in a folder of its name, or OpenOOD.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run goes on.")] = RUNS,
+    stages: Annotated[str, typer.Option(help="Stages, with commas between.")] = ",".join(classifiers.STAGES),
+    rows: Annotated[str, typer.Option(help="Rows, with semicolons between; default: those of the table.")] = "",
+    seeds: Annotated[str, typer.Option(help="Seeds, with commas between; default: as many as the paper.")] = "",
+    share: Annotated[float, typer.Option(help="Of every set, for a trial.")] = 1.0,
+    workers: Annotated[int, typer.Option(help="Processes that share the jobs of a stage.")] = 1,
+    device: Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Folder of the results; default: below the run folder.")] = None,
+) -> None:
+    """Run Table 1 or 2 of the paper with its data and a model of your own, and show both numbers side by side.
+
+    Sets, splits, recipes with all their steps, heads and seeds are the paper's; rows, seeds and stages can be named.
+    """
+    if name not in paper_task.TASKS:
+        raise ConfigError(f"the paper has no task {name!r}; choose one of {', '.join(paper_task.TASKS)}")
+    source, place = paper_task.folder_of(data), results or output / "results"
+    task = paper_task.PaperTask(f"paper-{name}", paper_task.recipe(model), source, torch_device(device), share)
+    source.require(task.suite)
+    wanted = rows.split(";") if rows else paper_task.rows_of_table(task)
+    run_study(task, output, place, stages.split(","), wanted, seeds, workers)
+    if (place / task.name / "study.json").exists():
+        print(paper_table(Study(task.name, place)))
+
+
+@app.command()
 def run(
     name: Annotated[str, typer.Argument(help="Task of recipes/classifiers.yaml.")],
     data: Annotated[Path, typer.Option(help="Folder with data/ and weights/.")] = Path("shared"),
@@ -103,17 +133,33 @@ def run(
 
     Trials and short runs name rows, seeds and stages; what is finished stays, and the rest can be added later.
     """
-    settings, place = recipe(), torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    settings = recipe()
     if name not in settings["tasks"]:
         raise ConfigError(f"there is no study {name!r}; choose one of {', '.join(settings['tasks'])}")
-    task = Task(name, settings, DataFolder(data, cifar), place, share, output / "decoded")
-    known, wanted = rows_of(task), rows.split(";") if rows else list(rows_of(task))
+    task = Task(name, settings, DataFolder(data, cifar), torch_device(device), share, output / "decoded")
+    run_study(task, output, results, stages.split(","), rows.split(";") if rows else [], seeds, workers)
+
+
+def torch_device(name: str | None) -> torch.device:
+    """Where to compute."""
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def run_study(
+    task: Task, output: Path, results: Path, stages: Sequence[str], rows: Sequence[str], seeds: str, workers: int
+) -> None:
+    """The stages of a study of classifiers, one after another; all rows where none is named, and all seeds."""
+    known, wanted = rows_of(task), rows or list(rows_of(task))
     if not set(wanted) <= set(known):
-        raise ConfigError(f"there are no rows {sorted(set(wanted) - set(known))} of {name}; it has {list(known)}")
+        raise ConfigError(f"there are no rows {sorted(set(wanted) - set(known))} of {task.name}; it has {list(known)}")
     numbers = [int(one) for one in seeds.split(",")] if seeds else seeds_of(task)
     with Workers(task, output, workers) as pool:
-        for stage in stages.split(","):
+        for stage in stages:
             match stage:
+                case "train":
+                    for first in ("option", "choose"):  # the rate that all trainings have, where there is a choice
+                        pool.run(classifiers.jobs_of(task, first, [SINGLE], numbers))
+                    pool.run(classifiers.jobs_of(task, stage, wanted, numbers))
                 case "cost":
                     classifiers.cost(Seed(task, numbers[0], output), wanted)
                 case "store":

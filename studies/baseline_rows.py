@@ -23,11 +23,18 @@ POINTS = 10  # that SWAG visits
 OBA_STEPS, OBA_BATCHES = 8, 16  # the public code has 49 and 200: 77 times as much
 
 
-def sped_up(task: Task, factor: float, **changes: Any) -> Recipe:
-    """Single's recipe with another rate of all but the classifier."""
-    usual = task.training()
+def sped_up(seed: Seed, factor: float, /, **changes: Any) -> Recipe:
+    """Single's recipe with another rate of all but the classifier; nothing stops early."""
+    usual = seed.training()
     rate = factor * usual.rates[0]
-    return task.training(learning_rate=rate, classifier_rate=usual.classifier_rate / factor, **changes)
+    alone: dict[str, Any] = {"classifier_rate": usual.classifier_rate / factor, "patience": None}
+    return seed.task.training(learning_rate=rate, **alone, **changes)
+
+
+def updates(seed: Seed) -> int:
+    """How many Single's training has."""
+    training = seed.training()
+    return training.plan(len(seed.task.lessons(training)))[0]
 
 
 def named(row: str, setting: Setting) -> str:
@@ -78,7 +85,7 @@ def rates(*factors: float) -> Any:
 def lora(seed: Seed, setting: Setting) -> he.Ensemble:
     """Low-rank updates of the attention and a classifier for each member; all else stays pretrained."""
     task = seed.task
-    training = sped_up(task, setting["faster"], seed=seed.derived("lora"), reinit_classifier="random")
+    training = sped_up(seed, setting["faster"], seed=seed.derived("lora"), reinit_classifier="random")
     settings = baselines.LoRA(seed.members) if setting["as"] == "paper" else baselines.LoRA.joint(seed.members)
     return seed.kept(
         named(LORA, setting),
@@ -89,7 +96,7 @@ def lora(seed: Seed, setting: Setting) -> he.Ensemble:
 def scaled(seed: Seed, setting: Setting) -> he.Ensemble:
     """Scales of inputs and outputs of shared weights, which train as Single's do."""
     task, number = seed.task, seed.derived("scales")
-    training = sped_up(task, setting["faster"], seed=number)
+    training = sped_up(seed, setting["faster"], seed=number)
 
     def make() -> he.Ensemble:
         start = seed.fresh(number)
@@ -105,7 +112,7 @@ def scaled(seed: Seed, setting: Setting) -> he.Ensemble:
 def several_images(seed: Seed, setting: Setting) -> he.Ensemble:
     """One network for several images at once; from scratch where Single is."""
     task, number = seed.task, seed.derived("mimo")
-    training = sped_up(task, setting["faster"], seed=number)
+    training = sped_up(seed, setting["faster"], seed=number)
     start = "scratch" if task.scratch else "pretrained"
     settings = baselines.MIMO(seed.members, setting["rho"], setting["repeat"], start)  # type: ignore[arg-type]
     return seed.kept(
@@ -117,7 +124,7 @@ def several_images(seed: Seed, setting: Setting) -> he.Ensemble:
 def packed(seed: Seed, setting: Setting) -> he.Ensemble:
     """Narrow members, trained together from scratch."""
     task = seed.task
-    training = sped_up(task, setting["faster"], seed=seed.derived("packed"))
+    training = sped_up(seed, setting["faster"], seed=seed.derived("packed"))
     settings = baselines.Packed(seed.members, setting["alpha"])
     return seed.kept(
         named(PACKED, setting),
@@ -146,8 +153,8 @@ def last_layer(seed: Seed, setting: Setting) -> he.Ensemble:
 def snapshots(seed: Seed, setting: Setting) -> he.Ensemble:
     """Members along one training, as long as Single's; the rate rises anew for each."""
     task, number = seed.task, seed.derived("snapshots")
-    steps = max(2, task.plain["training"]["epochs"] * len(task.lessons(task.training())) // seed.members)
-    training = sped_up(task, rate_of(setting), seed=number, epochs=None, steps=steps)
+    steps = max(2, updates(seed) // seed.members)
+    training = sped_up(seed, rate_of(setting), seed=number, epochs=None, steps=steps)
     return seed.kept(
         named(SNAPSHOT, setting),
         lambda: baselines.deep_ensemble(
@@ -159,9 +166,9 @@ def snapshots(seed: Seed, setting: Setting) -> he.Ensemble:
 def around_the_end(seed: Seed, setting: Setting) -> he.Ensemble:
     """Single trains on at a constant rate, as long as it has; members are drawn around the points it visits."""
     task, settings = seed.task, baselines.SWAG(seed.members, POINTS, POINTS)
-    steps = max(1, task.plain["training"]["epochs"] * len(task.lessons(task.training())) // settings.points)
+    steps = max(1, updates(seed) // settings.points)
     constant = {"epochs": None, "steps": steps, "schedule": "constant", "warmup": 0}
-    training = sped_up(task, rate_of(setting), seed=seed.derived("swag"), **constant)
+    training = sped_up(seed, rate_of(setting), seed=seed.derived("swag"), **constant)
     return seed.kept(
         named(SWAG, setting),
         lambda: baselines.swag(seed.base, task.lessons(training), training, settings, progress=False),
@@ -171,9 +178,9 @@ def around_the_end(seed: Seed, setting: Setting) -> he.Ensemble:
 def classifiers(seed: Seed, setting: Setting) -> he.Ensemble:
     """Classifiers trained apart on Single, which is frozen: the paper's D for texts."""
     task = seed.task
-    rate = rate_of(setting) * task.training().rates[0]
+    rate = rate_of(setting) * seed.training().rates[0]
     alone: dict[str, Any] = {"train_groups": ["readout"], "reinit_classifier": "random", "learning_rate": rate}
-    training = task.training(seed=seed.derived("classifiers"), **alone)
+    training = task.training(seed=seed.derived("classifiers"), patience=None, **alone)
     return seed.kept(
         named(CLASSIFIERS, setting),
         lambda: baselines.deep_ensemble(seed.base, task.lessons(training), training, seed.members, progress=False),

@@ -77,7 +77,8 @@ def option(seed: Seed, name: str) -> None:
     """Make the model of one setting that half B is to choose from; `name` says of which row, and which one."""
     row, _, place = name.rpartition("#")
     found = rows_of(seed.task)[row]
-    found.make(seed, found.options(seed.task)[int(place)])
+    if not (seed.study / CHOICES / f"{slug(row)}.json").exists():
+        found.make(seed, found.options(seed.task)[int(place)])
 
 
 def recover(seed: Seed, name: str) -> None:
@@ -102,6 +103,7 @@ Job = tuple[str, int, str]  # step, seed, and what of it
 def jobs_of(task: Task, stage: str, rows: Sequence[str], seeds: Sequence[int]) -> list[Job]:
     """What a stage has to do; its jobs do not wait for each other, but for those of the stages before."""
     first, known = int(task.settings["seeds"][0]), rows_of(task)
+    choosing = dict.fromkeys(known[row].like or row for row in rows)  # rows whose settings are chosen
     match stage:
         case "train":
             singles = range(task.settings["members"])
@@ -109,10 +111,10 @@ def jobs_of(task: Task, stage: str, rows: Sequence[str], seeds: Sequence[int]) -
         case "corrupt":
             return [(stage, first, "")] if "corruptions" in task.plain else []
         case "option":
-            options = {row: known[row].options(task) for row in rows}
+            options = {row: known[row].options(task) for row in choosing}
             return [(stage, first, f"{row}#{place}") for row, found in options.items() for place in range(len(found))]
         case "choose":
-            return [(stage, first, row) for row in rows if known[row].options(task)]
+            return [(stage, first, row) for row in choosing if known[row].options(task)]
         case "recover":
             named = (known[row].paper or ("circuits", 0) for row in rows)
             members = dict.fromkeys(f"{kind} {index}" for kind, count in named for index in range(count))

@@ -6,6 +6,7 @@ of the task chose. Nothing else is called Hydra.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import hydra_ensembles as he
@@ -15,16 +16,23 @@ from hydra_ensembles.training.recipe import Recipe
 
 from .baseline_rows import BASELINES
 from .row import EVERY, Model, Row, rate_of
+from .seed import SINGLE as SINGLE
 from .seed import Heads, Seed, Setting
 from .task import Task
 
-SINGLE, DEEP, SOUP = "Single", "Deep Ensembles", "Soup"
+DEEP, SOUP = "Deep Ensembles", "Soup"
 HYDRA, TUNED, HYDRA_CIRC, HYDRA_TAYLOR = "Hydra", "Hydra, tuned", "Hydra (Circ)", "Hydra (Taylor)"
 CIRC_AVG, MC_DROPOUT = "CircAvg", "MC Dropout"
 CURVE = "vision-cifar100"  # where it is seen what short recovery costs
 
 
 # --- settings to choose from -----------------------------------------------------------------------------------------
+
+
+def single_rates(task: Task) -> list[Setting]:
+    """The rates of Single's own training, where it has several."""
+    rates = task.training().rates
+    return [{"rate": rate} for rate in rates] if len(rates) > 1 else [{}]
 
 
 def paper_rates(task: Task) -> list[Setting]:
@@ -46,11 +54,17 @@ def fusings(task: Task) -> list[Setting]:
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
+def single(seed: Seed, setting: Setting) -> he.Ensemble:
+    """The model a user has; at a rate of its grid, where it has one."""
+    return seed.single(rate=rate_of(setting)) if setting else seed.base
+
+
 def longer(seed: Seed, _: Setting) -> he.Ensemble:
     """One model, trained as long as all members of an ensemble."""
-    task, number = seed.task, seed.derived("backbone", 0)
-    training = task.training(seed=number, epochs=seed.members * task.plain["training"]["epochs"])
-    return seed.trained("longer", lambda: seed.fresh(number), training)
+    number = seed.derived("backbone", 0)
+    usual = seed.training(seed=number)
+    epochs, steps = (None if one is None else seed.members * one for one in (usual.epochs, usual.steps))
+    return seed.trained("longer", lambda: seed.fresh(number), replace(usual, epochs=epochs, steps=steps))
 
 
 def branches(seed: Seed, setting: Setting) -> he.Ensemble:
@@ -105,7 +119,7 @@ def dropout(seed: Seed, setting: Setting) -> Model:
 
 
 ROWS: Mapping[str, Row] = {
-    SINGLE: Row(lambda seed, _: seed.base, 1, kinds=EVERY),
+    SINGLE: Row(single, 1, single_rates, kinds=EVERY),
     "Single, trained as long": Row(longer, 3, kinds=EVERY),
     "Single, D.2, nothing pruned": Row(
         lambda seed, one: seed.whole_recovered(rate_of(one)), 2, paper_rates, kinds=EVERY

@@ -5,8 +5,8 @@ import hashlib
 import os
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
 from hydra_ensembles.data.dataset import AnyDataset, ImageDataset
+from hydra_ensembles.preprocessing import ImagePreprocessing
 from hydra_ensembles.training.recipe import RandAugment
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SMALLEST_CROP = 0.7  # of the side, in training
 CIRCUIT_MEMORY = 4e9  # bytes that a circuit may take, so that several processes fit on a GPU
+AREA = 0.08  # of an image, in training by the paper's recipes: the smallest part
 ALIKE = 8  # images of a batch that RandAugment changes alike
 
 Augment = bool | RandAugment
@@ -47,6 +50,9 @@ class Samples(ABC):
     def batch(self, rows: Tensor, augment: Augment) -> Any:
         """One batch, as models and trainings of the library take it."""
 
+    def ahead(self, rows: Tensor) -> None:  # noqa: B027 (most have nothing to read)
+        """Told which batch will be asked for next, to begin reading it."""
+
 
 class SampleBatches:
     """Batches of samples: all in order as they are, or shuffled by torch's CPU generator and augmented for training.
@@ -64,8 +70,11 @@ class SampleBatches:
     def __iter__(self) -> Iterator[Any]:
         count = len(self.samples)
         order = torch.randperm(count) if self.training else torch.arange(count)
-        for rows in order.split(self.batch_size)[: len(self)]:
-            yield self.samples.batch(rows, self.training)
+        batches = order.split(self.batch_size)[: len(self)]
+        for place, rows in enumerate(batches):
+            batch = self.samples.batch(rows, self.training)
+            self.samples.ahead(batches[place + 1] if place + 1 < len(batches) else order[:0])
+            yield batch
 
 
 class ImageSamples(Samples):
@@ -150,6 +159,59 @@ def normalised(images: Tensor) -> Tensor:
     """Images in 0 to 1 as inputs of the backbone."""
     mean, std = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (MEAN, STD))
     return (images.clamp(0, 1) - mean) / std
+
+
+class FileImages(Samples):
+    """Images of any size, read when a batch is asked for and the next one's meanwhile, so that sets of any size fit.
+
+    In training each image is cut as torchvision's RandomResizedCrop does, maybe mirrored, and then changed by
+    RandAugment; what is drawn comes from torch's CPU generator, whichever thread cuts.
+    """
+
+    def __init__(self, dataset: ImageDataset, prepare: ImagePreprocessing, device: torch.device) -> None:
+        self.dataset, self.prepare, self.device = dataset, prepare, device
+        self.labels = torch.from_numpy(dataset.labels.copy())
+        self.pool = ThreadPoolExecutor(os.cpu_count())
+        self.coming: dict[int, Future[Any]] = {}
+
+    def ahead(self, rows: Tensor) -> None:
+        self.coming = {row: self._read(row) for row in rows.tolist()}
+
+    def _read(self, row: int) -> Future[Any]:
+        return self.pool.submit(lambda: self.dataset[row][0])
+
+    def batch(self, rows: Tensor, augment: Augment) -> tuple[Tensor, Tensor]:
+        """Inputs `[B, 3, h, w]` on the device and labels `[B]` on the CPU."""
+        images = [self.coming.pop(row) if row in self.coming else self._read(row) for row in rows.tolist()]
+        if not augment:
+            whole = self.pool.map(lambda one: self.prepare([one.result()]), images)
+            return torch.cat(list(whole)).to(self.device), self.labels[rows]
+        height, width = self.prepare.size
+        drawn = torch.rand(len(images), 5).tolist()
+        cut = self.pool.map(lambda one, chances: random_part(one.result(), chances, (width, height)), images, drawn)
+        pixels = torch.from_numpy(np.stack(list(cut))).permute(0, 3, 1, 2).to(self.device)  # [B, 3, h, w], eight bits
+        changed = randomly_changed(pixels, augment) if isinstance(augment, RandAugment) else pixels
+        mean, std = (
+            torch.tensor(one, device=self.device).view(1, -1, 1, 1) for one in (self.prepare.mean, self.prepare.std)
+        )
+        return (changed.float() / 255 - mean) / std, self.labels[rows]
+
+
+def random_part(image: Image.Image, chances: Sequence[float], size: tuple[int, int]) -> npt.NDArray[np.uint8]:
+    """A part of an image at this width and height, `[h, w, 3]`: 8 % to all of its area, 3:4 to 4:3, maybe mirrored.
+
+    `chances` are five numbers in 0 to 1: of area, shape, place from the left and the top, and mirroring.
+    """
+    area, shape, across, down, mirror = chances
+    area, shape = AREA + (1 - AREA) * area, (3 / 4) ** (1 - 2 * shape)
+    whole_width, whole_height = image.size
+    width = min(whole_width, (area * whole_width * whole_height * shape) ** 0.5)
+    height = min(whole_height, (area * whole_width * whole_height / shape) ** 0.5)
+    left, top = across * (whole_width - width), down * (whole_height - height)
+    box = (left, top, min(left + width, whole_width), min(top + height, whole_height))
+    part = image.convert("RGB").resize(size, Image.Resampling.BICUBIC, box)
+    pixels = np.asarray(part)
+    return pixels[:, ::-1] if mirror < 0.5 else pixels
 
 
 class Prepared(Samples):

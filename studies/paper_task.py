@@ -1,0 +1,162 @@
+"""The paper's own tasks for those who have its data: Tables 1 and 2 on ViT-B/16 and BERT-base, by appendices C and D.
+
+Every set lies in a folder of its own name below the data folder, in any layout that `he.data.load` reads (a folder of
+images by class, Parquet, CSV: columns `image`, or `text` and `text_pair`, and `label`); or, for images, as OpenOOD 1.5
+leaves it; or, for texts, on the Hugging Face hub. The validation set and the OOD set of circuits rank heads and choose
+settings, for the paper has no others; half A and half B are the same here. `recipes/paper.yaml` says what is ours.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import hydra_ensembles as he
+from hydra_ensembles.data import Columns, Suite
+from hydra_ensembles.data.dataset import AnyDataset, ImageDataset
+from hydra_ensembles.data.suites import SetRef
+from hydra_ensembles.errors import CheckpointError, DataError
+from hydra_ensembles.preprocessing import ImagePreprocessing
+
+from .dual_recipe import FOLDER
+from .paper import paper_numbers
+from .rows import rows_of
+from .samples import FileImages, Prepared, Samples
+from .sets import DataFolder, at_most, given
+from .task import Stage, Task
+from .task import recipe as classifiers_recipe
+from .weights import own_backbone
+
+TASKS = ("imagenet", "cifar100", "sst2")
+PARTS = {"train": "train", "validation": "val", "": "test"}  # of a set whose suite names no split, by its name
+
+
+def recipe(model: str) -> dict[str, Any]:
+    """The settings of the paper's tasks with a model of the user's own; what they leave open is as in our studies."""
+    found: dict[str, Any] = yaml.safe_load((FOLDER / "paper.yaml").read_text(encoding="utf-8"))
+    for plain in found["tasks"].values():
+        plain["backbone"] = model
+    return {**classifiers_recipe(), **found}
+
+
+@dataclass(frozen=True)
+class PaperFolder(DataFolder):
+    """The paper's sets below one folder; see the top of this file."""
+
+    def load(self, reference: SetRef) -> AnyDataset:
+        """A set from its own folder, else as the suite says."""
+        name, part = named(reference)
+        if not (self.root / name).exists():
+            return reference.load(self.root)
+        if part is None:  # OOD data: their labels are not read, and one part may be called anything
+            told = [one for place in ("", "data") for one in (self.root / name / place).glob(f"{reference.split}*")]
+            reference = replace(reference, split=reference.split if told else None, labels="optional")
+        own = replace(reference, source=name, config=None, folder="", columns=Columns())
+        return (own if part is None else replace(own, split=reference.split or part)).load(self.root)
+
+    def require(self, suite: Suite) -> None:
+        """Refuse a folder that lacks sets of a suite; all of them are named, with what is looked for."""
+        found, count = [], 0
+        for use, reference in uses(suite):
+            count += 1
+            try:
+                self.load(reference)
+            except DataError as error:
+                found.append(f"- {reference.name} ({use}): {self.looked_for(reference)}. {error}")
+        if found:
+            listed = "\n".join(found)
+            raise DataError(
+                f"{len(found)} of the {count} sets of {suite.name} are not in {self.root}, or not as they should be:\n"
+                f"{listed}\nLay each into a folder of its name (images by class, Parquet or CSV), or link it there."
+            )
+
+    def looked_for(self, reference: SetRef) -> str:
+        """Where a set may lie."""
+        name, part = named(reference)
+        places = [str(self.root / name / ((part and (reference.split or part)) or ""))]
+        if reference.source.endswith(".txt"):
+            places.append(f"the list {self.root / reference.source} with images in {self.root / reference.folder}")
+        elif reference.source.startswith("torchvision:"):
+            places.append(f"{reference.source} in {self.root / reference.folder}")
+        else:
+            places.append(reference.source)
+        return " or ".join(places)
+
+
+def named(reference: SetRef) -> tuple[str, str | None]:
+    """The folder that a set has to itself, and which part of it is meant; None for OOD data, whose folder has one."""
+    name, _, part = reference.name.partition("-")
+    return name, PARTS[part] if name in TASKS else None
+
+
+def uses(suite: Suite) -> Iterator[tuple[str, SetRef]]:
+    """Every set of a suite with what it is for."""
+    yield "training", given(suite, "train")
+    yield "validation", given(suite, "validation")
+    yield "test", suite.id
+    yield "OOD data of circuits", suite.circuit_ood
+    yield from (("near OOD", one) for one in suite.near)
+    yield from (("far OOD", one) for one in suite.far)
+
+
+class PaperTask(Task):
+    """A task of the paper with a model of the user's own."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.kind = self.plain["kind"]
+
+    @cached_property
+    def backbone(self) -> he.Ensemble:
+        """The user's model, with a classifier that is still to be drawn."""
+        classes = self.source.load(given(self.suite, "train")).class_names
+        return own_backbone(self.plain["backbone"], classes, text=self.kind == "text")
+
+    def start(self) -> he.Ensemble:
+        """The pretrained model."""
+        return self.backbone.to(self.device)
+
+    def inputs(self, sets: Sequence[AnyDataset]) -> Samples:
+        """A set by the model's own preprocessing; images are cut as the paper cuts them."""
+        (dataset,) = sets
+        prepare = self.backbone.metadata.preprocessing
+        if prepare is None:
+            raise CheckpointError(
+                f"{self.plain['backbone']} does not say how inputs are prepared; convert the model in Python with "
+                "processor=, save it with save_pretrained, and give that folder"
+            )
+        if not isinstance(dataset, ImageDataset):
+            return Prepared(dataset, replace(prepare, max_length=self.plain["input_size"]))
+        assert isinstance(prepare, ImagePreprocessing)
+        cut = replace(prepare, crop_fraction=self.plain["crop"], resize_mode="squash")
+        return FileImages(dataset, cut, self.device)
+
+    @cached_property
+    def _inside(self) -> dict[str, Samples]:
+        whole = self.source.load(given(self.suite, "validation"))
+        every, some = self.samples(whole), self.samples(at_most(whole, self.settings["circuits"]))
+        return {"rank": some, "calibrate": every, "B": every}
+
+    @cached_property
+    def foreign(self) -> Samples:
+        """OOD samples that rank heads; they are in no report."""
+        return self.samples(at_most(self.source.load(self.suite.circuit_ood), self.settings["circuits"]))
+
+    def _foreign(self, stage: Stage) -> dict[str, Sequence[SetRef]]:
+        return {"far": [self.suite.circuit_ood]} if stage == "held_out" else super()._foreign(stage)
+
+
+def rows_of_table(task: Task) -> list[str]:
+    """The rows of the paper's table that can be run: all but those that are pretrained in a way of their own."""
+    printed: Mapping[str, Any] = paper_numbers("classifier", task.plain["paper"])
+    return [row for row in rows_of(task) if row in printed]
+
+
+def folder_of(data: Path) -> PaperFolder:
+    """The sets below a folder that must exist."""
+    if not data.is_dir():
+        raise DataError(f"there is no folder {data}; give the one that the paper's sets lie in")
+    return PaperFolder(data)

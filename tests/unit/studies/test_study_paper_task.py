@@ -1,0 +1,210 @@
+"""The paper's tables with data and a model of one's own: from stand-in files to the table, and what is refused."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from paper_files import save, write_lists
+from PIL import Image
+
+import hydra_ensembles as he
+from architectures import timm_model
+from architectures_transformers import TEXT, save_tokenizer, transformers_model
+from datasets_stand_in import stand_in_hub
+from hydra_ensembles.data import ImageDataset, suite
+from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
+from hydra_ensembles.files import read_json
+from hydra_ensembles.training.recipe import RandAugment
+from pictures import encoded, picture
+from studies import __main__ as command
+from studies import paper_task
+from studies.findings import Study
+from studies.paper_task import PaperFolder, PaperTask, recipe, rows_of_table
+from studies.samples import FileImages, SampleBatches, random_part
+from studies.weights import own_backbone
+
+CPU = torch.device("cpu")
+ROWS = ["Single", "Deep Ensembles", "CircAvg", "Hydra (Circ)"]
+TEXTS = ("yelp", "amazon", "newsgroups20", "trec", "mnli", "rte", "wmt16")
+
+
+def write_images(root: Path) -> None:
+    """CIFAR-100 and CIFAR-10 in folders of their own, by class, in two sizes; the far sets as OpenOOD lists them."""
+    for split, count in (("train", 8), ("val", 4), ("test", 4)):
+        for label in ("apple", "bear", "road"):
+            for number in range(count):
+                content = encoded(picture(len(label) * number, size=8 + number % 2))
+                save(root / "cifar100" / split / label / f"{number}.png", content)
+    for number in range(6):
+        save(root / "cifar10" / f"{number}.png", encoded(picture(number, size=12)))
+    write_lists(root, images=6)
+
+
+def write_texts(root: Path) -> None:
+    def table(name: str, split: str, count: int, **more: list[Any]) -> None:
+        (root / name).mkdir(parents=True, exist_ok=True)
+        rng = np.random.default_rng(count)
+        lines = [" ".join(rng.choice(list("abcdefgh"), 5)) for _ in range(count)]
+        pq.write_table(pa.table({"text": lines, **more}), root / name / f"{split}.parquet")
+
+    table("sst2", "train", 3040, label=[number % 2 for number in range(3040)])
+    table("sst2", "validation", 12, label=[number % 2 for number in range(12)])
+    table("ag_news", "whatever", 12)
+    for name in TEXTS:
+        table(name, "test", 9)
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny ViT as timm saves it."""
+    from timm.models import save_for_hf
+
+    folder = tmp_path_factory.mktemp("vit")
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 6}
+    model = timm_model("vit_base_patch16_224", **sizes, num_classes=7)
+    model.pretrained_cfg |= {"input_size": (3, 16, 16)}
+    save_for_hf(model, folder, model_args=sizes, safe_serialization=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bert")
+    model = transformers_model("BertForMaskedLM", "BertConfig", TEXT)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def shortened(model: str) -> dict[str, Any]:
+    """The recipe in counts of seconds; all else as it is."""
+    found = recipe(model)
+    for name, plain in found["tasks"].items():
+        words = {"epochs": 1, "batch_size": 16} if "sst2" in name else {"steps": 2, "warmup": 1, "batch_size": 8}
+        plain["training"] |= words | ({} if "sst2" in name else {"evaluate_every": 1})
+        plain["recovery"] |= words | {"prune": 2} | ({} if "sst2" in name else {"last_blocks": 1})
+    return found | {"circuits": 8, "taylor_batches": 1, "cost_batch": 2}
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(paper_task, "recipe", shortened)
+    monkeypatch.setattr(sys, "argv", ["studies", "paper", *map(str, arguments)])
+    command.app(standalone_mode=False)
+
+
+def test_images_from_files_to_the_table(
+    vit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_images(tmp_path / "data")
+    output = tmp_path / "run"
+    rows = ("--rows", ";".join(ROWS), "--seeds", "0", "-o", output)
+    run(monkeypatch, "cifar100", "--model", vit, "--data", tmp_path / "data", *rows)
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| Hydra (Circ) |")]
+    assert len(table) == 1
+    assert "(92.11)" in table[0]  # the paper's accuracy beside ours
+    study = Study("paper-cifar100", output / "results")
+    assert study.rows == ROWS
+    assert study.facts["groups"] == {"near": ["cifar10"], "far": ["mnist", "svhn", "textures", "places365"]}
+    taken = study.facts["choices"]["Single"]
+    assert [one["setting"]["rate"] for one in taken["measured"]] == [0.001, 0.003, 0.01, 0.03]
+    models = {path.name for path in (output / "paper-cifar100" / "seed-0" / "models").iterdir() if path.is_dir()}
+    assert {f"single-{index}-rate-{taken['setting']['rate']:g}" for index in range(3)} <= models
+
+
+def test_texts_from_files_to_the_table(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_texts(tmp_path / "data")
+    rows = ("--rows", "Single;CircAcc;Deep Ensembles (classifiers)", "--seeds", "0", "--share", "0.01")
+    run(monkeypatch, "sst2", "--model", bert, "--data", tmp_path / "data", *rows, "-o", tmp_path / "run")
+    study = Study("paper-sst2", tmp_path / "run" / "results")
+    assert study.rows == ["Single", "Deep Ensembles (classifiers)", "CircAcc"]
+    assert study.facts["groups"]["far"] == list(TEXTS[2:])
+    report = read_json(tmp_path / "run" / "paper-sst2" / "seed-0" / "report" / "circacc.json")
+    single = read_json(tmp_path / "run" / "paper-sst2" / "seed-0" / "report" / "single.json")
+    assert report["parameters"] < single["parameters"]
+
+
+def test_all_that_is_missing_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vit: Path) -> None:
+    stand_in_hub(monkeypatch, {})
+    (tmp_path / "ninco").mkdir()
+    save(tmp_path / "ninco" / "0.png", encoded(picture(0)))
+    with pytest.raises(DataError) as caught:
+        run(monkeypatch, "imagenet", "--model", vit, "--data", tmp_path, "-o", tmp_path / "run")
+    told = str(caught.value)
+    for name in ("imagenet-train", "imagenet-validation", "openimage_o", "ssb_hard", "inaturalist", "textures"):
+        assert f"- {name} (" in told
+    assert "- ninco (" not in told
+    assert str(tmp_path / "imagenet" / "val") in told
+    assert "test_ssb_hard.txt" in told
+    with pytest.raises(DataError, match="hub:wmt/wmt16"):
+        PaperFolder(tmp_path).require(suite("paper-sst2"))
+    with pytest.raises(ConfigError, match="imagenet, cifar100, sst2"):
+        run(monkeypatch, "mnist", "--model", vit, "--data", tmp_path)
+    with pytest.raises(DataError, match="nowhere"):
+        run(monkeypatch, "sst2", "--model", vit, "--data", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "heads", "seeds", "missing"),
+    [
+        ("imagenet", 120_000, 48, 8, {"Packed-Ensembles"}),
+        ("cifar100", 10_000, 24, 8, {"Packed-Ensembles"}),
+        ("sst2", None, 72, 3, set()),
+    ],
+)
+def test_the_recipe_is_the_papers(name: str, steps: int | None, heads: int, seeds: int, missing: set[str]) -> None:
+    task = PaperTask(f"paper-{name}", recipe("timm:x"), PaperFolder(Path()), CPU)
+    assert task.recovery(learning_rate=0.1).steps == steps
+    assert task.plain["recovery"]["prune"] == heads
+    assert len(task.plain["seeds"]) == seeds
+    printed = set(paper_task.paper_numbers("classifier", task.plain["paper"]))
+    assert printed - set(rows_of_table(task)) == missing
+    assert (task.recovery(learning_rate=0.1).rand_augment is not None) == (name == "imagenet")
+
+
+def test_images_are_read_ahead_and_cut_the_same_by_any_thread() -> None:
+    images = [picture(number, size=10 + number) for number in range(7)]
+    data = ImageDataset(images, np.arange(7) % 2, ("a", "b"), "x")  # type: ignore[arg-type]
+    prepare = he.ImagePreprocessing((8, 8), crop_fraction=0.5, resize_mode="squash")
+    samples = FileImages(data, prepare, CPU)
+    whole = torch.cat([inputs for inputs, _ in SampleBatches(samples, 3)])
+    assert torch.equal(whole, prepare(images))
+    assert not samples.coming
+    for augment in (True, RandAugment(2, 12)):
+        drawn = []
+        for _ in range(2):
+            torch.manual_seed(5)
+            drawn.append(next(iter(SampleBatches(samples, 7, augment)))[0])
+        assert torch.equal(*drawn)
+        assert not torch.equal(drawn[0], whole)
+
+
+def test_a_random_part_is_inside_the_image_and_of_the_area_that_was_drawn() -> None:
+    ramp = Image.fromarray(np.tile(np.arange(64, dtype=np.uint8)[None, :, None], (48, 1, 3)))
+    all_of_it = random_part(ramp, (1.0, 1.0, 0.3, 0.3, 0.9), (64, 48))
+    assert np.array_equal(all_of_it, np.asarray(ramp))
+    mirrored = random_part(ramp, (1.0, 1.0, 0.3, 0.3, 0.1), (64, 48))
+    assert np.array_equal(mirrored, all_of_it[:, ::-1])
+    smallest = random_part(ramp, (0.0, 0.5, 1.0, 0.0, 0.9), (16, 16)).astype(int)
+    width = (0.08 * 64 * 48) ** 0.5
+    assert smallest.min() >= 64 - width - 2
+    assert smallest.max() >= 62
+
+
+def test_models_of_ones_own(vit: Path, bert: Path, tmp_path: Path) -> None:
+    found = own_backbone(str(vit), ("a", "b"), text=False)
+    assert (found.num_classes, found.num_layers) == (2, 2)
+    assert found.metadata.preprocessing is not None
+    for source, text in ((vit, False), (bert, True)):  # of BERT the pooler is not in the file: drawn by one seed
+        one, two = (own_backbone(str(source), ("a", "b"), text).state_dict() for _ in range(2))
+        assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    found.save_pretrained(tmp_path / "ours")
+    assert own_backbone(str(tmp_path / "ours"), ("a", "b"), text=False).num_classes == 2
+    with pytest.raises(ConfigError, match="2 classes"):
+        own_backbone(str(tmp_path / "ours"), ("a", "b", "c"), text=False)
+    with pytest.raises(CheckpointError, match="config"):
+        own_backbone(str(tmp_path), ("a", "b"), text=False)
