@@ -52,18 +52,17 @@ def test_every_strategy_makes_a_calibrated_ensemble(strategy: Strategy, tmp_path
 
 
 def test_circuits_on_several_sources_and_on_synthetic_data(tmp_path: Path) -> None:
+    one = config(members=1, prune=1)
     odd = {"near": batches(6, seed=5, shift=1.0), "far": batches(9, seed=6, shift=3.0)}
-    he.build(image_model(), config(members=1), output=tmp_path / "several", **sets(ood=odd))
+    he.build(image_model(), one, output=tmp_path / "several", **sets(ood=odd))
     ranking = he.HeadRanking.load(tmp_path / "several" / "rankings" / "avg.json")
     assert ranking.provenance["ood_sources"] == {"ood_batches['near']": 6, "ood_batches['far']": 9}
     assert ranking.provenance["ties"] == "likelihood"
     with pytest.raises(CheckpointError, match="data"):
-        he.build(
-            image_model(), config(members=1), output=tmp_path / "several", **sets(ood={**odd, "far": odd["near"][:1]})
-        )
+        he.build(image_model(), one, output=tmp_path / "several", **sets(ood={**odd, "far": odd["near"][:1]}))
     for model, given_ in ((image_model(), sets(ood="synthetic")), (text_model(), text_sets(ood="synthetic"))):
-        made = he.build(model, config(members=1), **given_)
-        assert same(made, he.build(model, config(members=1), **given_))
+        made = he.build(model, one, **given_)
+        assert same(made, he.build(model, one, **given_))
 
 
 def test_a_circuit_that_costs_too_much_accuracy_is_no_member() -> None:
