@@ -13,6 +13,7 @@ from scipy.stats import spearmanr
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_object
 
+from .baseline_rows import BASELINES
 from .classifiers import FORMAT
 from .measures import FEWEST, Array, Difference, Number, numbers, plain_numbers
 from .paper import paper_numbers
@@ -30,6 +31,8 @@ MAIN = {
     "entropy:all.auroc": "entropy ↑",
     "mahalanobis:all.auroc": "Mahalanobis ↑",
 }
+GAINS = ("accuracy", "calibrated.nll", "aurc", "near.auroc", "far.auroc", "mahalanobis:all.auroc")
+PAIRED = "Paired differences ± half a 95 % interval over seeds and test samples; bold without zero."
 LOWER = ("nll", "brier", "ece", "aurc", "fpr95")  # is better
 PLAIN = ("nll", "brier")  # not in per cent
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "studies"
@@ -101,6 +104,11 @@ class Study:
         found = [run["report"][row].get("parameters") for run in self.facts["runs"].values() if row in run["report"]]
         return f"{found[0] / 1e6:.1f} M" if found[0] else "–"
 
+    def work(self, row: str) -> str:
+        """Multiply-adds of a row over Single's; a dash where it has none of its own."""
+        ours, theirs = (self.facts["runs"][str(self.seeds(one)[0])]["report"][one] for one in (row, SINGLE))
+        return f"{ours['multiply_adds'] / theirs['multiply_adds']:.2f}x" if ours.get("multiply_adds") else "–"
+
     def cost(self, row: str) -> Mapping[str, Any]:
         """What was measured of a row's price."""
         return (self.facts["costs"] or {"rows": {}})["rows"].get(row, {})
@@ -123,6 +131,13 @@ def printed(value: float | None, key: str, sign: str = "") -> str:
 def told(found: Difference, key: str) -> str:
     """A difference with its interval."""
     return f"{printed(found.value, key, '+')} ± {printed(found.half_width, key)}"
+
+
+def gained(study: Study, first: str, second: str, key: str) -> str:
+    """First less second with its interval, bold where that leaves out zero; a dash where there is nothing of it."""
+    found = study.difference(first, second, key)
+    text = "–" if found is None else told(found, key)
+    return f"**{text}**" if found is not None and found.certain else text
 
 
 def marked(study: Study, row: str, key: str) -> str:
@@ -231,21 +246,27 @@ def contrast_table(study: Study) -> str:
         ("CircAvg, 10,000 steps", "CircAvg"),
         ("Deep Ensembles, MLPs averaged", DEEP),
     ]
-    keys = ["accuracy", "calibrated.nll", "aurc", "near.auroc", "far.auroc", "mahalanobis:all.auroc"]
     lines = []
     for first, second in pairs:
-        found = [study.difference(first, second, key) for key in keys]
-        if any(one is not None for one in found):
-            cells = [
-                "–" if one is None else f"**{text}**" if one.certain else text
-                for one, key in zip(found, keys, strict=True)
-                for text in ["" if one is None else told(one, key)]
-            ]
-            lines.append([first, second, *cells, str(max(one.seeds for one in found if one is not None))])
-    head = ["row", "less", *(MAIN[key] for key in keys), "seeds"]
-    return markdown(
-        head, lines, "Paired differences ± half a 95 % interval over seeds and test samples; bold without zero.", 2
+        if seeds := set(study.seeds(first)) & set(study.seeds(second)):
+            cells = [gained(study, first, second, key) for key in GAINS]
+            lines.append([first, second, *cells, str(len(seeds))])
+    return markdown(["row", "less", *(MAIN[key] for key in GAINS), "seeds"], lines, PAIRED, 2)
+
+
+def methods_table(study: Study) -> str:
+    """What each method takes, and what it brings over Single: for whoever has to pick one."""
+    lines = []
+    for row in (MC_DROPOUT, *BASELINES, SOUP, DEEP, HYDRA, HYDRA_CIRC):
+        if row in study.rows:
+            price = [f"{study.facts['trainings'][row]:g}", study.parameters(row), study.work(row)]
+            lines.append([row, *price, *(gained(study, row, SINGLE, key) for key in GAINS), str(len(study.seeds(row)))])
+    head = ["row", "trainings", "parameters", "work", *(MAIN[key] for key in GAINS), "seeds"]
+    note = (
+        f"{study.name}: what is gained over Single ({study.parameters(SINGLE)}, one training), in points but for NLL. "
+        f"{PAIRED} Work: multiply-adds of an answer over Single's. From `results/studies/{study.name}/`."
     )
+    return markdown(head, lines, note)
 
 
 def claims(study: Study) -> list[dict[str, Any]]:
@@ -442,6 +463,7 @@ TABLES: Mapping[str, Callable[[Study], str]] = {
     "summary": summary_table,
     "recipes": recipes_table,
     "contrasts": contrast_table,
+    "methods": methods_table,
     "claims": claims_table,
     "paper": paper_table,
     "detection": detection_table,

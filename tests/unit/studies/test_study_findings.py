@@ -52,6 +52,14 @@ def test_every_row_is_reported_corrupted_and_shown(study: Study) -> None:
     for table, shown in {**tables, findings.shift_table: SHIFTED}.items():
         lines = [line for line in table(study).splitlines() if line.startswith("| ")]
         assert [line[2:].partition(" | ")[0] for line in lines[1:]] == shown
+    methods = findings.methods_table(study).splitlines()[2:5]  # all but Single, which they are compared with
+    assert [line[2:].split(" | ")[:4] for line in methods] == [
+        [MC_DROPOUT, "1", "–", "–"],
+        [HYDRA, "3", study.parameters(HYDRA), study.work(HYDRA)],
+        ["Hydra (Circ)", "4", study.parameters("Hydra (Circ)"), study.work("Hydra (Circ)")],
+    ]
+    assert findings.gained(study, HYDRA, SINGLE, "accuracy") in methods[1]
+    assert 1 < float(study.work(HYDRA).removesuffix("x")) < 3
     shifted = study.facts["runs"]["0"]["shift"][SINGLE]
     assert len(shifted) == 75
     assert {one["severity"] for one in shifted} == {1, 2, 3, 4, 5}
