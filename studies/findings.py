@@ -15,7 +15,7 @@ from hydra_ensembles.files import read_object
 
 from .baseline_rows import BASELINES
 from .classifiers import FORMAT
-from .measures import FEWEST, Array, Difference, Number, numbers, plain_numbers
+from .measures import FEWEST, Array, Difference, Number, numbers, plain_numbers, read_columns
 from .paper import paper_numbers
 from .rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, ROWS, SINGLE, SOUP, TUNED
 from .task import recipe
@@ -31,8 +31,6 @@ MAIN = {
     "entropy:all.auroc": "entropy ↑",
     "mahalanobis:all.auroc": "Mahalanobis ↑",
 }
-GAINS = ("accuracy", "calibrated.nll", "aurc", "near.auroc", "far.auroc", "mahalanobis:all.auroc")
-PAIRED = "Paired differences ± half a 95 % interval over seeds and test samples; bold without zero."
 LOWER = ("nll", "brier", "ece", "aurc", "fpr95")  # is better
 PLAIN = ("nll", "brier")  # not in per cent
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "studies"
@@ -51,6 +49,7 @@ class Study:
         self._columns: dict[tuple[str, int], dict[str, Array]] = {}
         self._plain: dict[str, list[dict[str, float]]] = {}
         self._files: dict[int, Any] = {}
+        self._seconds: dict[int, dict[str, dict[str, Number]]] = {}
 
     def seeds(self, row: str) -> list[int]:
         """Seeds of a row."""
@@ -99,6 +98,27 @@ class Study:
         pairs = [(ours[key], theirs[key]) for ours, theirs in both if key in ours and key in theirs]
         return Difference.of([ours for ours, _ in pairs], [theirs for _, theirs in pairs]) if pairs else None
 
+    def gain(self, row: str, key: str) -> Difference | None:
+        """A row less Single over the seeds that both have: less the Single that was trained when the row was made.
+
+        Where a study was run in two parts, `again-N.npz` has Single's columns of the second, and the rows of it.
+        """
+        pairs = []
+        for seed in (seed for seed in self.seeds(row) if seed in self.seeds(SINGLE)):
+            ours, theirs = self.numbers(row, seed), self._again(seed).get(row) or self.numbers(SINGLE, seed)
+            if key in ours and key in theirs:
+                pairs.append((ours[key], theirs[key]))
+        return Difference.of([ours for ours, _ in pairs], [theirs for _, theirs in pairs]) if pairs else None
+
+    def _again(self, seed: int) -> dict[str, dict[str, Number]]:
+        if seed not in self._seconds:
+            place, self._seconds[seed] = self.folder / f"again-{seed}.npz", {}
+            if place.exists():
+                columns = read_columns(place)
+                rows = columns.pop("rows").tolist()
+                self._seconds[seed] = dict.fromkeys(rows, numbers(columns, self.facts["inside"], self.facts["groups"]))
+        return self._seconds[seed]
+
     def parameters(self, row: str) -> str:
         """Millions of parameters of a row; a dash where it has none of its own."""
         found = [run["report"][row].get("parameters") for run in self.facts["runs"].values() if row in run["report"]]
@@ -131,13 +151,6 @@ def printed(value: float | None, key: str, sign: str = "") -> str:
 def told(found: Difference, key: str) -> str:
     """A difference with its interval."""
     return f"{printed(found.value, key, '+')} ± {printed(found.half_width, key)}"
-
-
-def gained(study: Study, first: str, second: str, key: str) -> str:
-    """First less second with its interval, bold where that leaves out zero; a dash where there is nothing of it."""
-    found = study.difference(first, second, key)
-    text = "–" if found is None else told(found, key)
-    return f"**{text}**" if found is not None and found.certain else text
 
 
 def marked(study: Study, row: str, key: str) -> str:
@@ -246,27 +259,21 @@ def contrast_table(study: Study) -> str:
         ("CircAvg, 10,000 steps", "CircAvg"),
         ("Deep Ensembles, MLPs averaged", DEEP),
     ]
+    keys = ["accuracy", "calibrated.nll", "aurc", "near.auroc", "far.auroc", "mahalanobis:all.auroc"]
     lines = []
     for first, second in pairs:
-        if seeds := set(study.seeds(first)) & set(study.seeds(second)):
-            cells = [gained(study, first, second, key) for key in GAINS]
-            lines.append([first, second, *cells, str(len(seeds))])
-    return markdown(["row", "less", *(MAIN[key] for key in GAINS), "seeds"], lines, PAIRED, 2)
-
-
-def methods_table(study: Study) -> str:
-    """What each method takes, and what it brings over Single: for whoever has to pick one."""
-    lines = []
-    for row in (MC_DROPOUT, *BASELINES, SOUP, DEEP, HYDRA, HYDRA_CIRC):
-        if row in study.rows:
-            price = [f"{study.facts['trainings'][row]:g}", study.parameters(row), study.work(row)]
-            lines.append([row, *price, *(gained(study, row, SINGLE, key) for key in GAINS), str(len(study.seeds(row)))])
-    head = ["row", "trainings", "parameters", "work", *(MAIN[key] for key in GAINS), "seeds"]
-    note = (
-        f"{study.name}: what is gained over Single ({study.parameters(SINGLE)}, one training), in points but for NLL. "
-        f"{PAIRED} Work: multiply-adds of an answer over Single's. From `results/studies/{study.name}/`."
+        found = [study.difference(first, second, key) for key in keys]
+        if any(one is not None for one in found):
+            cells = [
+                "–" if one is None else f"**{text}**" if one.certain else text
+                for one, key in zip(found, keys, strict=True)
+                for text in ["" if one is None else told(one, key)]
+            ]
+            lines.append([first, second, *cells, str(max(one.seeds for one in found if one is not None))])
+    head = ["row", "less", *(MAIN[key] for key in keys), "seeds"]
+    return markdown(
+        head, lines, "Paired differences ± half a 95 % interval over seeds and test samples; bold without zero.", 2
     )
-    return markdown(head, lines, note)
 
 
 def claims(study: Study) -> list[dict[str, Any]]:
@@ -463,7 +470,6 @@ TABLES: Mapping[str, Callable[[Study], str]] = {
     "summary": summary_table,
     "recipes": recipes_table,
     "contrasts": contrast_table,
-    "methods": methods_table,
     "claims": claims_table,
     "paper": paper_table,
     "detection": detection_table,
@@ -501,23 +507,43 @@ TITLES = {  # of the tasks, where several stand in one table
     "text-sst2": "SST-2",
     "vision-eurosat-scratch": "EuroSAT",
 }
+OFFERED = (MC_DROPOUT, *BASELINES, SOUP, DEEP, HYDRA, HYDRA_CIRC)
+GAINED = (
+    "Gain over Single: accuracy ↑ / NLL ↓ after calibration / OOD AUROC near ↑ / far ↑ by the largest probability, "
+    "in points but for NLL. Bold: the 95 % interval over seeds and test samples leaves out zero, better or worse."
+)
+
+
+def gains(study: Study, row: str) -> str:
+    """What a row gains over Single in a study, and of how many seeds, where Single has more."""
+    found = [(study.gain(row, key), key) for key in GAINS]
+    texts = [(printed(one.value, key, "+"), one.certain) for one, key in found if one is not None]
+    told = " / ".join(f"**{text}**" if certain else text for text, certain in texts)
+    few = len(study.seeds(row)) < len(study.seeds(SINGLE))
+    return f"{told} ({len(study.seeds(row))} of {len(study.seeds(SINGLE))} seeds)" if told and few else told or "–"
 
 
 def gains_table(studies: Sequence[Study]) -> str:
     """What the main rows gain over Single on every task."""
+    rows = [row for row in GAINING if any(row in study.rows for study in studies)]
+    lines = [[row, *(gains(study, row) for study in studies)] for row in rows]
+    return markdown(["row", *(TITLES[study.name] for study in studies)], lines, GAINED)
+
+
+def methods_table(studies: Sequence[Study]) -> str:
+    """What each method takes on the first task that has it, and what it gains on every task: for whoever picks one."""
     lines = []
-    for row in (row for row in GAINING if any(row in study.rows for study in studies)):
-        cells = []
-        for study in studies:
-            found = [(study.difference(row, SINGLE, key), key) for key in GAINS]
-            texts = [(printed(one.value, key, "+"), one.certain) for one, key in found if one is not None]
-            cells.append(" / ".join(f"**{text}**" if certain else text for text, certain in texts) or "–")
-        lines.append([row, *cells])
+    for row in OFFERED:
+        if having := [study for study in studies if row in study.rows]:
+            first = having[0]
+            price = [f"{first.facts['trainings'][row]:g}", first.parameters(row), first.work(row)]
+            lines.append([row, *price, *(gains(study, row) for study in studies)])
+    singles = ", ".join(f"{TITLES[study.name]} {study.parameters(SINGLE)}" for study in studies)
     note = (
-        "Gain over Single: accuracy ↑ / NLL ↓ after calibration / OOD AUROC near ↑ / far ↑ by the largest probability, "
-        "in points but for NLL. Bold: the 95 % interval over seeds and test samples leaves out zero, better or worse."
+        "A dash: not run, or not for this task. Trainings of a whole model, Single's among them; parameters, and "
+        f"multiply-adds of an answer over Single's, on the first task that has the row (Single: {singles}). {GAINED}"
     )
-    return markdown(["row", *(TITLES[study.name] for study in studies)], lines, note)
+    return markdown(["method", "trainings", "parameters", "work", *(TITLES[one.name] for one in studies)], lines, note)
 
 
 def stored_studies(folder: Path = RESULTS) -> list[Study]:
@@ -526,8 +552,8 @@ def stored_studies(folder: Path = RESULTS) -> list[Study]:
 
 
 def blocks(folder: Path, shown: Collection[str]) -> dict[str, str]:
-    """Tables of stored studies by their names in the documents, `study_NAME_TABLE`, where shown; and `study_gains`."""
+    """Tables of stored studies by their names in the documents, `study_NAME_TABLE`, where shown; those of all."""
     studies = stored_studies(folder)
     named = {f"study_{study.name}_{name}": (table, study) for study in studies for name, table in TABLES.items()}
     each = {name: table(study) for name, (table, study) in named.items() if name in shown}
-    return {**each, "study_gains": gains_table(studies)}
+    return {**each, "study_gains": gains_table(studies), "study_methods": methods_table(studies)}

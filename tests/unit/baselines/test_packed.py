@@ -64,8 +64,9 @@ def test_the_paper_s_setting_on_a_vit_b():
     assert whole == replace(vit, heads=all_heads(encoder, 3))  # as many as members: a Deep Ensemble
 
 
-def test_a_trained_one_is_an_ensemble_and_the_seed_draws_it(tmp_path):
-    base = single()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_one_is_an_ensemble_and_the_seed_draws_it(kind, tmp_path):
+    base = single(kind)
     found = train(base)
     assert_an_ensemble(found, base, tmp_path / "saved")
     other = train(base, recipe=replace(QUICK, seed=1))

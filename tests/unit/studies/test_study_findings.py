@@ -17,7 +17,7 @@ from studies import classifiers, findings
 from studies import rows as study_rows
 from studies.__main__ import app
 from studies.findings import Study, judged
-from studies.measures import Difference
+from studies.measures import Difference, write_columns
 from studies.rows import HYDRA, MC_DROPOUT, SINGLE, SOUP
 from studies.seed import Seed, slug
 from studies.task import recipe
@@ -52,14 +52,6 @@ def test_every_row_is_reported_corrupted_and_shown(study: Study) -> None:
     for table, shown in {**tables, findings.shift_table: SHIFTED}.items():
         lines = [line for line in table(study).splitlines() if line.startswith("| ")]
         assert [line[2:].partition(" | ")[0] for line in lines[1:]] == shown
-    methods = findings.methods_table(study).splitlines()[2:5]  # all but Single, which they are compared with
-    assert [line[2:].split(" | ")[:4] for line in methods] == [
-        [MC_DROPOUT, "1", "–", "–"],
-        [HYDRA, "3", study.parameters(HYDRA), study.work(HYDRA)],
-        ["Hydra (Circ)", "4", study.parameters("Hydra (Circ)"), study.work("Hydra (Circ)")],
-    ]
-    assert findings.gained(study, HYDRA, SINGLE, "accuracy") in methods[1]
-    assert 1 < float(study.work(HYDRA).removesuffix("x")) < 3
     shifted = study.facts["runs"]["0"]["shift"][SINGLE]
     assert len(shifted) == 75
     assert {one["severity"] for one in shifted} == {1, 2, 3, 4, 5}
@@ -120,6 +112,26 @@ def test_gains_of_all_tasks_are_one_table(study: Study) -> None:
     told = [f"{100 * one.value:+.2f}" if place != 1 else f"{one.value:+.3f}" for place, one in enumerate(gains) if one]
     assert hydra.replace("*", "").split(" | ")[1] == " / ".join(told)
     assert not any(line.startswith(f"| {SOUP} |") for line in lines)  # not run
+    lines = [line[2:].split(" | ")[:5] for line in findings.methods_table([study]).splitlines()[2:5]]
+    assert [line[:4] for line in lines] == [
+        [MC_DROPOUT, "1", "–", "–"],
+        [HYDRA, "3", study.parameters(HYDRA), study.work(HYDRA)],
+        ["Hydra (Circ)", "4", study.parameters("Hydra (Circ)"), study.work("Hydra (Circ)")],
+    ]
+    assert lines[1][4].removesuffix(" |") == findings.gains(study, HYDRA)
+    assert 1 < float(study.work(HYDRA).removesuffix("x")) < 3
+
+
+def test_a_row_of_a_second_part_is_compared_with_the_single_of_that_part(study: Study, tmp_path: Path) -> None:
+    shutil.copytree(study.folder, tmp_path / NAME)
+    second = study.columns(HYDRA, 0)  # stands for another Single
+    write_columns(tmp_path / NAME / "again-0.npz", {"rows": np.array([MC_DROPOUT]), **second})
+    again = Study(NAME, tmp_path)
+    found, before = again.gain(MC_DROPOUT, "calibrated.nll"), study.gain(MC_DROPOUT, "calibrated.nll")
+    assert found == study.difference(MC_DROPOUT, HYDRA, "calibrated.nll") != before
+    assert before == study.difference(MC_DROPOUT, SINGLE, "calibrated.nll")
+    assert again.gain(HYDRA, "accuracy") == study.difference(HYDRA, SINGLE, "accuracy")  # of the first part
+    assert "1 of 2 seeds" in findings.gains(again, MC_DROPOUT)
 
 
 def test_verdicts_are_a_closed_list(study: Study) -> None:
