@@ -20,7 +20,8 @@ FIRST = {*TOGETHER, "integration", "pipeline", "training"} - {"cli"}  # they tak
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import what takes seconds to import (Ray) for tests that are not asked for."""
-    return True if collection_path.name == "slow" and "not slow" in config.getoption("markexpr") else None
+    usual = config.getoption("markexpr") == "not slow and not gpu"
+    return True if usual and collection_path.name == "slow" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
