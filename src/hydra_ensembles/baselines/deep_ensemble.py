@@ -47,6 +47,16 @@ def deep_ensemble(
         progress: Whether to show a progress bar.
         device: Where to train; None stays on the model's device.
         checkpoint_every: Updates between checkpoints.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles import baselines
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7))]  # or a DataLoader
+        >>> recipe = he.Recipe(learning_rate=1e-4, steps=1)
+        >>> deep = baselines.deep_ensemble(load_backbone(), batches, recipe, members=2, progress=False)
+        >>> deep.num_members
+        2
     """
     require_single(model, "deep_ensemble")
     require_whole("members", members, 1)

@@ -37,6 +37,7 @@ class BatchLoader:
         dataset: Gives `(item, label)` by position.
         preprocess: Turns a list of items into a tensor `[B, ...]` or a mapping of such tensors: a model's
             preprocessing, a `TrainTransform`, or any function.
+        batch_size: Samples a batch; the last one may have fewer.
         shuffle: Whether each epoch has an order of its own.
         seed: Decides order and augmentations.
         num_workers: Worker processes that read and preprocess; 0 does it in this one.
@@ -44,6 +45,14 @@ class BatchLoader:
 
     Raises:
         DataError: A setting is out of range; while iterating, what `preprocess` gives has the wrong length.
+
+    Examples:
+        >>> from hydra_ensembles import data
+        >>> from hydra_ensembles.demo import load_backbone, load_sample
+        >>> pictures, model = data.subset(load_sample().test, 10, seed=0), load_backbone()
+        >>> batches = data.batches(pictures, model.metadata.preprocessing, batch_size=4)
+        >>> [list(images.shape) for images, labels in batches]
+        [[4, 3, 64, 64], [4, 3, 64, 64], [2, 3, 64, 64]]
     """
 
     dataset: Items[tuple[Any, Any]]

@@ -218,6 +218,18 @@ def subset(dataset: SomeDataset, n: int, seed: int, stratified: bool = False) ->
     """Draw `n` items without replacement; they keep their order, and the same seed draws the same items.
 
     `stratified` keeps the class proportions. A `DataError` where there are fewer than `n` items.
+
+    Args:
+        dataset: What to draw from.
+        n: Number of items.
+        seed: Draws them.
+        stratified: Whether to keep the proportions of the classes.
+
+    Examples:
+        >>> from hydra_ensembles import data
+        >>> texts = data.TextDataset(["good", "bad", "fine", "awful"], [1, 0, 1, 0], class_names=["no", "yes"])
+        >>> sorted(data.subset(texts, 2, seed=0, stratified=True).labels.tolist())
+        [0, 1]
     """
     if not 0 <= n <= len(dataset):
         raise DataError(f"cannot draw {n} items from {dataset.name}, which has {len(dataset)}; lower n")
@@ -239,6 +251,19 @@ def split(
 
     One fraction gives two parts, that one and the rest; several give a part each, and must not add up to more than one
     (a `DataError`). `stratified` splits every class in these proportions.
+
+    Args:
+        dataset: What to split.
+        fractions: One, or one for each part.
+        seed: Draws the parts.
+        stratified: Whether every class is split in these proportions.
+
+    Examples:
+        >>> from hydra_ensembles import data
+        >>> texts = data.TextDataset(["good", "bad", "fine", "awful"], [1, 0, 1, 0], class_names=["no", "yes"])
+        >>> half, rest = data.split(texts, 0.5, seed=0, stratified=True)
+        >>> sorted(half.labels.tolist()), sorted(rest.labels.tolist())
+        ([0, 1], [0, 1])
     """
     shares = [fractions, 1.0 - fractions] if isinstance(fractions, int | float) else list(fractions)
     if not shares or min(shares) < 0 or math.fsum(shares) > 1.0 + 1e-9:
@@ -261,6 +286,17 @@ def without_classes(dataset: SomeDataset, classes: Collection[str | int], relabe
     """Leave out the items of some classes, given by name or number.
 
     Labels and class names stay as they are, unless `relabel` numbers the remaining classes from zero.
+
+    Args:
+        dataset: What to choose from.
+        classes: Names or numbers.
+        relabel: Whether to number the remaining classes anew.
+
+    Examples:
+        >>> from hydra_ensembles import data
+        >>> texts = data.TextDataset(["good", "bad", "fine", "awful"], [1, 0, 1, 0], class_names=["no", "yes"])
+        >>> [text for text, _ in data.without_classes(texts, ["no"])]
+        ['good', 'fine']
     """
     left_out = _class_numbers(dataset, classes)
     chosen = dataset.select(np.flatnonzero(~np.isin(dataset.labels, left_out)))
@@ -272,6 +308,17 @@ def only_classes(dataset: SomeDataset, classes: Sequence[str | int], relabel: bo
     """Keep the items of some classes, given by name or number.
 
     Labels and class names stay as they are, unless `relabel` numbers the kept classes in the order given.
+
+    Args:
+        dataset: What to choose from.
+        classes: Names or numbers.
+        relabel: Whether to number the kept classes anew, in the order given.
+
+    Examples:
+        >>> from hydra_ensembles import data
+        >>> texts = data.TextDataset(["good", "bad", "fine", "awful"], [1, 0, 1, 0], class_names=["no", "yes"])
+        >>> data.only_classes(texts, ["yes"], relabel=True).class_names
+        ('yes',)
     """
     kept = _class_numbers(dataset, classes)
     chosen = dataset.select(np.flatnonzero(np.isin(dataset.labels, kept)))

@@ -99,6 +99,14 @@ def load(
 
     Raises:
         DataError: The path, split, columns or labels are missing; the message lists what was found.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from hydra_ensembles import data
+        >>> _ = Path("reviews.csv").write_text("text,label\\ngood,yes\\nbad,no\\n")
+        >>> reviews = data.load("reviews.csv")  # or a folder of pictures, a sub-folder for each class
+        >>> len(reviews), reviews.class_names, reviews[0]
+        (2, ('no', 'yes'), ('good', 1))
     """
     name, base, columns = str(name_or_path), Path(root or ""), columns or Columns()
     if name.startswith(_TORCHVISION):

@@ -120,7 +120,16 @@ class Suite:
 
 
 def suite(name: str) -> Suite:
-    """Give a suite by its name; the `DataError` for one that does not exist lists those there are."""
+    """Give a suite by its name; the `DataError` for one that does not exist lists those there are.
+
+    Args:
+        name: As `all_suites` lists it.
+
+    Examples:
+        >>> from hydra_ensembles import data
+        >>> data.suite("paper-cifar100").id.name
+        'cifar100'
+    """
     known = all_suites()
     if name not in known:
         raise DataError(f"no suite {name!r}; choose one of {', '.join(known)}")

@@ -49,6 +49,13 @@ def synthetic_ood(id_batches: Batches, *, seed: int = 0, model: Ensemble | None 
 
     Raises:
         DataError: The batches are neither images nor token ids.
+
+    Examples:
+        >>> import torch
+        >>> from hydra_ensembles import data
+        >>> familiar = [(torch.randn(4, 3, 64, 64), torch.arange(4))]
+        >>> [list(images.shape) for (images,) in data.synthetic_ood(familiar)]
+        [[4, 3, 64, 64]]
     """
     require_whole("seed", seed, 0)
     with borrowed(id_batches), epoch_of(id_batches, 0, derive_seed(seed, "synthetic"), torch.device("cpu")):

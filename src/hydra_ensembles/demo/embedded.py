@@ -55,12 +55,28 @@ class DemoSample:
 
 
 def load_backbone(dtype: torch.dtype = torch.float32) -> Ensemble:
-    """The embedded vision transformer (6 layers of 6 heads, 64×64 images, 7 EuroSAT classes); float16 on disk."""
+    """The embedded vision transformer (6 layers of 6 heads, 64×64 images, 7 EuroSAT classes); float16 on disk.
+
+    Args:
+        dtype: Of its weights.
+
+    Examples:
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> load_backbone().num_members
+        1
+    """
     return Ensemble.from_pretrained(_there(BACKBONE), dtype=dtype)
 
 
 def load_sample() -> DemoSample:
-    """The embedded images; see the data card beside them for where they come from and what they are for."""
+    """The embedded images; see the data card beside them for where they come from and what they are for.
+
+    Examples:
+        >>> from hydra_ensembles.demo import load_sample
+        >>> sample = load_sample()
+        >>> len(sample.test), sorted(sample.near), sample.test.class_names[0]
+        (1050, ['AnnualCrop', 'River'], 'Forest')
+    """
     sets = read_images(_there(SAMPLE))
     near, far = ({name: sets.pop(name) for name in names} for names in (NEAR, FAR))
     return DemoSample(**sets, near=near, far=far)

@@ -67,13 +67,38 @@ def risk_coverage(scores: Tensor, errors: Tensor) -> RiskCoverage:
 
 @checked
 def aurc(scores: Tensor, errors: Tensor) -> float:
-    """Area under the risk-coverage curve, as `RiskCoverage.area` defines it."""
+    """Area under the risk-coverage curve, as `RiskCoverage.area` defines it.
+
+    Args:
+        scores: How unsure each answer is, `[B]`: the higher, the less sure.
+        errors: Whether (bool) or how much (any number) each answer is wrong, `[B]`.
+
+    Examples:
+        >>> import torch
+        >>> from hydra_ensembles import metrics
+        >>> unsure, wrong = torch.tensor([0.1, 0.2, 0.4, 0.7]), torch.tensor([False, False, False, True])
+        >>> round(metrics.aurc(unsure, wrong), 3)  # right answers first, the wrong one last
+        0.042
+    """
     return risk_coverage(scores, errors).area
 
 
 @checked
 def risk_at_coverage(scores: Tensor, errors: Tensor, coverage: float = 0.8) -> float:
-    """Mean error when at least this share of the samples is answered, the most certain ones."""
+    """Mean error when at least this share of the samples is answered, the most certain ones.
+
+    Args:
+        scores: How unsure each answer is, `[B]`: the higher, the less sure.
+        errors: Whether (bool) or how much (any number) each answer is wrong, `[B]`.
+        coverage: The share to answer, above 0 and at most 1.
+
+    Examples:
+        >>> import torch
+        >>> from hydra_ensembles import metrics
+        >>> unsure, wrong = torch.tensor([0.1, 0.2, 0.4, 0.7]), torch.tensor([False, False, False, True])
+        >>> metrics.risk_at_coverage(unsure, wrong, coverage=0.75)
+        0.0
+    """
     return risk_coverage(scores, errors).at(coverage)
 
 
@@ -103,19 +128,57 @@ def auroc(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch
     """Probability that an OOD sample scores higher than an ID sample, ties counting one half.
 
     The same exact number as `discordance`; both conventions agree on it.
+
+    Args:
+        id_scores: Scores of familiar samples, `[n]`: the higher, the stranger.
+        ood_scores: Scores of foreign samples, `[m]`.
+        convention: `"torch-uncertainty"` or `"openood"`; see the top of this file.
+
+    Examples:
+        >>> import torch
+        >>> from hydra_ensembles import metrics
+        >>> familiar, foreign = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
+        >>> round(metrics.auroc(familiar, foreign), 3)  # five pairs of six in the right order
+        0.833
     """
     return _measured("auroc", id_scores, ood_scores, convention)
 
 
 @checked
 def aupr(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch-uncertainty") -> float:
-    """Area under the precision-recall curve with OOD as the positive class."""
+    """Area under the precision-recall curve with OOD as the positive class.
+
+    Args:
+        id_scores: Scores of familiar samples, `[n]`: the higher, the stranger.
+        ood_scores: Scores of foreign samples, `[m]`.
+        convention: `"torch-uncertainty"` or `"openood"`; see the top of this file.
+
+    Examples:
+        >>> import torch
+        >>> from hydra_ensembles import metrics
+        >>> familiar, foreign = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
+        >>> round(metrics.aupr(familiar, foreign), 3)
+        0.833
+    """
     return _measured("aupr", id_scores, ood_scores, convention)
 
 
 @checked
 def fpr95(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch-uncertainty") -> float:
-    """Share of ID samples flagged at the threshold that flags 95 % of the OOD samples."""
+    """Share of ID samples flagged at the threshold that flags 95 % of the OOD samples.
+
+    Args:
+        id_scores: Scores of familiar samples, `[n]`: the higher, the stranger.
+        ood_scores: Scores of foreign samples, `[m]`.
+        convention: `"torch-uncertainty"` or `"openood"`; see the top of this file.
+
+    Examples:
+        >>> import torch
+        >>> from hydra_ensembles import metrics
+        >>> familiar, foreign = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
+        >>> round(metrics.fpr95(familiar, foreign), 3)
+        0.333
+    """
     return _measured("fpr95", id_scores, ood_scores, convention)
 
 

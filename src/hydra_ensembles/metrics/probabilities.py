@@ -44,13 +44,37 @@ class EntropyParts(NamedTuple):
 
 @checked
 def accuracy(probs: Tensor, labels: Labels) -> float:
-    """Share of samples whose most probable class is the label, divided once, so that 9 of 10 is 0.9."""
+    """Share of samples whose most probable class is the label, divided once, so that 9 of 10 is 0.9.
+
+    Args:
+        probs: Class probabilities `[B, C]`.
+        labels: The right classes `[B]`, integers.
+
+    Examples:
+        >>> import torch
+        >>> from hydra_ensembles import metrics
+        >>> probs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])  # of four samples
+        >>> metrics.accuracy(probs, torch.tensor([0, 0, 1, 0]))
+        0.75
+    """
     return mean(top_label(probs, labels)[1])
 
 
 @checked
 def brier(probs: Tensor, labels: Labels) -> float:
-    """Brier score: squared error summed over the classes, mean over the samples (0 best, 2 worst)."""
+    """Brier score: squared error summed over the classes, mean over the samples (0 best, 2 worst).
+
+    Args:
+        probs: Class probabilities `[B, C]`.
+        labels: The right classes `[B]`, integers.
+
+    Examples:
+        >>> import torch
+        >>> from hydra_ensembles import metrics
+        >>> probs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])  # of four samples
+        >>> round(metrics.brier(probs, torch.tensor([0, 0, 1, 0])), 3)
+        0.35
+    """
     return mean(brier_per_sample(*check_probs(probs, labels)))
 
 
@@ -59,6 +83,17 @@ def nll(probs: Tensor, labels: Labels) -> float:
     """Negative log-likelihood of the label, mean over the samples.
 
     Infinite as soon as one label has probability zero, as in torch-uncertainty; scikit-learn would clip.
+
+    Args:
+        probs: Class probabilities `[B, C]`.
+        labels: The right classes `[B]`, integers.
+
+    Examples:
+        >>> import torch
+        >>> from hydra_ensembles import metrics
+        >>> probs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])  # of four samples
+        >>> round(metrics.nll(probs, torch.tensor([0, 0, 1, 0])), 3)
+        0.511
     """
     return mean(nll_per_sample(*check_probs(probs, labels)))
 
@@ -68,6 +103,18 @@ def ece(probs: Tensor, labels: Labels, *, bins: int = BINS) -> float:
     """Expected calibration error: equal-width bins of top-1 confidence, L1, as torchmetrics defines it.
 
     Like there, a confidence of exactly 1 has a bin of its own.
+
+    Args:
+        probs: Class probabilities `[B, C]`.
+        labels: The right classes `[B]`, integers.
+        bins: Number of bins.
+
+    Examples:
+        >>> import torch
+        >>> from hydra_ensembles import metrics
+        >>> probs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])  # of four samples
+        >>> round(metrics.ece(probs, torch.tensor([0, 0, 1, 0]), bins=15), 3)
+        0.35
     """
     return ece_of_confidence(*top_label(probs, labels), bins=bins)
 
@@ -78,6 +125,18 @@ def adaptive_ece(probs: Tensor, labels: Labels, *, bins: int = BINS) -> float:
 
     torch-uncertainty's is NaN with fewer samples than bins, where here the empty bins are dropped. Equal confidences
     keep the order of the data.
+
+    Args:
+        probs: Class probabilities `[B, C]`.
+        labels: The right classes `[B]`, integers.
+        bins: Number of bins.
+
+    Examples:
+        >>> import torch
+        >>> from hydra_ensembles import metrics
+        >>> probs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])  # of four samples
+        >>> round(metrics.adaptive_ece(probs, torch.tensor([0, 0, 1, 0]), bins=2), 3)
+        0.15
     """
     return adaptive_ece_of_confidence(*top_label(probs, labels), bins=bins)
 

@@ -286,7 +286,20 @@ _LATEX = str.maketrans(
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """A Markdown table: best bold, second best underlined, notes below; names are shown letter by letter."""
+    """A Markdown table: best bold, second best underlined, notes below; names are shown letter by letter.
+
+    Args:
+        comparison: Of `compare`.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> from hydra_ensembles.report import to_markdown
+        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7))]
+        >>> table = he.compare({"whole": he.evaluate(load_backbone(), batches, progress=False)})
+        >>> to_markdown(table).splitlines()[0].startswith("| Method |")
+        True
+    """
     marks = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
     headings = ["Method", *(column.long_heading for column in comparison.columns)]
     lines = [[_markdown(heading) for heading in headings], ["---", *["---:"] * len(comparison.columns)]]

@@ -130,6 +130,13 @@ def make_app(
         model: A classifier.
         settings: Batches and limits; the address and the socket are for `hydra-ensembles serve`.
         engine: What answers; None for threads of this process.
+
+    Examples:
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> from hydra_ensembles.serve import make_app
+        >>> app = make_app(load_backbone())  # for uvicorn or any other ASGI server
+        >>> "/v1/predict" in {route.path for route in app.routes if hasattr(route, "path")}
+        True
     """
     fastapi = require("fastapi", extra="serve")
     service = model if isinstance(model, Service) else Service(require_servable(model), settings or ServeSettings())
