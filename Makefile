@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+DEMO   := $(or $(wildcard $(STAMP)),$(VENV)/.demo)  # what is there, else no more than the demo and its server need
 
 .PHONY: demo serve-demo test slow attack notebooks docs commands lint release format clean
 
@@ -11,11 +12,16 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(STAMP)
+$(VENV)/.demo: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[serve,data]'
+	touch $@
+
+demo: $(DEMO)
 	$(BIN)/hydra-ensembles demo
 
 # The page is at http://127.0.0.1:8000; the demo is run first where it has not been.
-serve-demo: $(STAMP)
+serve-demo: $(DEMO)
 	test -f hydra-demo/model/config.json || $(BIN)/hydra-ensembles demo
 	$(BIN)/hydra-ensembles serve hydra-demo/model --name eurosat-hydra
 
