@@ -260,7 +260,8 @@ class Reads(TorchDispatchMode):
 
 @pytest.mark.parametrize("calibrates", ["logits", "probs"])
 @pytest.mark.parametrize("temperature", [(1.5,), (0.5, 2.0)])
-def test_a_prediction_waits_once_or_not_at_all(temperature, calibrates):
+def test_a_prediction_waits_once_or_not_at_all(temperature, calibrates, monkeypatch):
+    monkeypatch.setattr("hydra_ensembles.model.given._visible", lambda tensor: False)  # as on a GPU
     model, calibration = ensemble(single()), Calibration(temperature, 0.4, calibrates=calibrates)
     model = type(model).stack([model] * len(temperature)).with_metadata(calibration=calibration)
     images = torch.zeros(2, 3, 8, 8)
