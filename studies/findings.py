@@ -92,23 +92,23 @@ class Study:
         return mean(values) if values else None
 
     def difference(self, first: str, second: str, key: str) -> Difference | None:
-        """First less second over the seeds that both have; None where there is nothing to compare."""
-        common = [seed for seed in self.seeds(first) if seed in self.seeds(second)]
-        both = [(self.numbers(first, seed), self.numbers(second, seed)) for seed in common]
-        pairs = [(ours[key], theirs[key]) for ours, theirs in both if key in ours and key in theirs]
-        return Difference.of([ours for ours, _ in pairs], [theirs for _, theirs in pairs]) if pairs else None
+        """First less second over the seeds that both have; None where there is nothing to compare.
 
-    def gain(self, row: str, key: str) -> Difference | None:
-        """A row less Single over the seeds that both have: less the Single that was trained when the row was made.
-
-        Where a study was run in two parts, `again-N.npz` has Single's columns of the second, and the rows of it.
+        A row is held against the Single that was trained when it was made: where a study was run in two parts,
+        `again-N.npz` has Single's columns of the second, and the rows of it.
         """
         pairs = []
-        for seed in (seed for seed in self.seeds(row) if seed in self.seeds(SINGLE)):
-            ours, theirs = self.numbers(row, seed), self._again(seed).get(row) or self.numbers(SINGLE, seed)
+        for seed in (seed for seed in self.seeds(first) if seed in self.seeds(second)):
+            ours, theirs = self.numbers(first, seed), self.numbers(second, seed)
+            theirs = self._again(seed).get(first, theirs) if second == SINGLE else theirs
             if key in ours and key in theirs:
                 pairs.append((ours[key], theirs[key]))
         return Difference.of([ours for ours, _ in pairs], [theirs for _, theirs in pairs]) if pairs else None
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether Single was trained again for some of the rows."""
+        return any(self.folder.glob("again-*.npz"))
 
     def _again(self, seed: int) -> dict[str, dict[str, Number]]:
         if seed not in self._seconds:
@@ -176,11 +176,12 @@ def main_table(study: Study) -> str:
     measured = ["cost ↓", "memory ↓"] if costs else []
     head = ["row", *MAIN.values(), "far FPR95 ↓", "parameters", *measured, "trainings ↓", "seeds"]
     where = f" Cost and memory: a batch of {costs['batch']} on an {costs['device']}, bfloat16." if costs else ""
+    parts = " Rows of the second part against the Single of it." if study.in_parts else ""
     note = (
         "Means over seeds, in per cent but for NLL and Brier score; **better** and *worse* than Single beyond chance "
-        "(95 % intervals over seeds and test samples, paired). NLL, Brier score and ECE after calibration on held-out "
-        "data. OOD AUROC by the largest probability, near and far; by entropy and Mahalanobis distance, mean over all "
-        "sets. FPR95 of sets of 1,000 samples or more, at the first threshold that finds 95 % of them. "
+        f"(95 % intervals over seeds and test samples, paired).{parts} NLL, Brier score and ECE after calibration on "
+        "held-out data. OOD AUROC by the largest probability, near and far; by entropy and Mahalanobis distance, mean "
+        "over all sets. FPR95 of sets of 1,000 samples or more, at the first threshold that finds 95 % of them. "
         f"Trainings: of a whole model, Single's among them.{where} From `results/studies/{study.name}/`."
     )
     return markdown(head, lines, note)
@@ -516,7 +517,7 @@ GAINED = (
 
 def gains(study: Study, row: str) -> str:
     """What a row gains over Single in a study, and of how many seeds, where Single has more."""
-    found = [(study.gain(row, key), key) for key in GAINS]
+    found = [(study.difference(row, SINGLE, key), key) for key in GAINS]
     texts = [(printed(one.value, key, "+"), one.certain) for one, key in found if one is not None]
     told = " / ".join(f"**{text}**" if certain else text for text, certain in texts)
     few = len(study.seeds(row)) < len(study.seeds(SINGLE))
