@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -271,9 +272,17 @@ def train_best(
         with nullcontext() if folder is None else ranks.locked(folder, "training"), resumable(folder):
             if folder is not None and ranks.rank == 0:
                 remove_leftovers(folder)
-            with compiled_at_will() if job.recipe.compile else nullcontext():
+            with _compiling() if job.recipe.compile else nullcontext():
                 results = [Run(make_learner(runtime), own, rate, runtime).finish() for rate in sorted(job.recipe.rates)]
     return max(results, key=lambda result: () if result.best is None else result.best.merit)
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Blocks are compiled as often as they need; what the compiler says of gradients of activations means nothing."""
+    with compiled_at_will(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+        yield
 
 
 def _only_read(folder: Path, rates: Iterable[float]) -> bool:

@@ -33,7 +33,6 @@ def test_a_gpu_trains_like_the_cpu(precision):
     torch.testing.assert_close(on_gpu(images), on_cpu(images), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by the tracer
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_compiled_blocks_train_like_those_that_are_not(precision):
     member, data = Ensemble.stack([prune(tiny(), [(0, 0)]), prune(tiny(1), [(1, 1)])]), batches()
