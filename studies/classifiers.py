@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 import hydra_ensembles as he
@@ -186,3 +187,22 @@ def collect(task: Task, output: Path, results: Path) -> None:
         "runs": runs,
     }
     write_json(results / task.name / "study.json", facts)
+
+
+def collect_again(task: Task, output: Path, results: Path) -> None:
+    """What a second run made once more of a stored study, Single at least, and which of the stored rows are its own.
+
+    A stored row is of this run where all its columns are equal.
+    """
+    for folder in sorted((output / task.name).glob("seed-*")):
+        known, own, twice = read_columns(results / task.name / f"{folder.name}.npz"), [], dict[str, Array]()
+        for name in rows_of(task):
+            place = folder / "report" / f"{slug(name)}.npz"
+            columns = read_columns(place) if place.exists() else {}
+            made = {f"{name}|{key}": one for key, one in columns.items()}
+            if made and all(key in known and np.array_equal(one, known[key]) for key, one in made.items()):
+                own.append(name)
+            else:
+                twice |= made
+        place = results / task.name / f"{folder.name.replace('seed', 'again')}.npz"
+        write_columns(place, {"rows": np.array(own), **twice})

@@ -10,11 +10,12 @@ from typing import Any, get_args
 from hydra_ensembles.metrics.distance import LearnedName
 
 from .dual_recipe import ZERO_SHOT
-from .findings import Study, judged, marked, printed, told
+from .findings import judged, marked, printed, told
 from .measures import Number, numbers, plain_numbers
 from .paper import read_csv, zero_shot_numbers
 from .results import markdown
 from .rows import SINGLE
+from .stored import Study
 
 CLASSIFICATION = {
     "accuracy": "accuracy ↑",

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from studies.__main__ import app
 from studies.dual_findings import TABLES, DualStudy, blocks, claims
 from studies.dual_study import HYDRA, SINGLE
-from studies.findings import RESULTS, judged
+from studies.findings import judged
 from studies.measures import Difference, read_columns, write_columns
+from studies.stored import RESULTS
 
 OUTSIDE = {"near": {"a": 900}, "far": {"b": 1100, "c": 900}}
 ROWS = (SINGLE, "Temperature Scaling", "Taylor", HYDRA)

@@ -16,10 +16,11 @@ from hydra_ensembles.files import read_json, write_json
 from studies import classifiers, findings
 from studies import rows as study_rows
 from studies.__main__ import app
-from studies.findings import Study, judged
+from studies.findings import judged
 from studies.measures import Difference, write_columns
 from studies.rows import HYDRA, MC_DROPOUT, SINGLE, SOUP
 from studies.seed import Seed, slug
+from studies.stored import RESULTS, Study
 from studies.task import recipe
 from studies.workers import Workers
 
@@ -123,10 +124,13 @@ def test_gains_of_all_tasks_are_one_table(study: Study) -> None:
 
 
 def test_a_row_of_a_second_part_is_compared_with_the_single_of_that_part(study: Study, tmp_path: Path) -> None:
-    shutil.copytree(study.folder, tmp_path / NAME)
-    second = study.columns(HYDRA, 0)  # stands for another Single
-    write_columns(tmp_path / NAME / "again-0.npz", {"rows": np.array([MC_DROPOUT]), **second})
-    again = Study(NAME, tmp_path)
+    run, results = tmp_path / "run", tmp_path / "results"
+    shutil.copytree(study.folder, results / NAME)
+    report = run / NAME / "seed-0" / "report"
+    write_columns(report / f"{slug(MC_DROPOUT)}.npz", study.columns(MC_DROPOUT, 0))
+    write_columns(report / f"{slug(SINGLE)}.npz", study.columns(HYDRA, 0))  # stands for another Single
+    classifiers.collect_again(SmallTask(NAME), run, results)
+    again = Study(NAME, results)
     found, before = (one.difference(MC_DROPOUT, SINGLE, "calibrated.nll") for one in (again, study))
     assert found == study.difference(MC_DROPOUT, HYDRA, "calibrated.nll") != before
     first = (one.difference(HYDRA, SINGLE, "accuracy") for one in (again, study))
@@ -178,7 +182,7 @@ def by_other_code(study: Study, row: str, seed: int) -> list[float]:
 @pytest.mark.parametrize("name", ["small", *STORED])
 def test_the_main_table_by_other_code(name: str, request: pytest.FixtureRequest) -> None:
     """Of every stored study, and a small one, two rows as they are printed: means over all of their seeds."""
-    study: Study = request.getfixturevalue("study") if name == "small" else Study(name, findings.RESULTS)
+    study: Study = request.getfixturevalue("study") if name == "small" else Study(name, RESULTS)
     few = Study(study.name, study.folder.parent)
     few.rows = [SINGLE, HYDRA]
     lines = [line.split(" | ") for line in findings.main_table(few).splitlines()[2 : 2 + len(few.rows)]]

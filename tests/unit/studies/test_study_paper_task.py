@@ -23,9 +23,9 @@ from hydra_ensembles.training.recipe import RandAugment
 from pictures import encoded, picture
 from studies import __main__ as command
 from studies import paper_task
-from studies.findings import Study
 from studies.paper_task import PaperFolder, PaperTask, recipe, rows_of_table
 from studies.samples import FileImages, SampleBatches, random_part
+from studies.stored import Study
 from studies.weights import own_backbone
 
 CPU = torch.device("cpu")

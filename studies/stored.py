@@ -1,0 +1,116 @@
+"""A stored study of classifiers: its rows, seeds and columns, and what one row has over another."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from hydra_ensembles.errors import DataError
+from hydra_ensembles.files import read_object
+
+from .classifiers import FORMAT
+from .measures import Array, Difference, Number, numbers, plain_numbers, read_columns
+from .rows import SINGLE
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "studies"
+
+
+class Study:
+    """The stored results of a study of classifiers."""
+
+    def __init__(self, name: str, results: Path) -> None:
+        self.name, self.folder = name, results / name
+        self.facts = read_object(self.folder / "study.json")
+        if self.facts.get("format") != FORMAT:
+            raise DataError(f"{self.folder} has the format {self.facts.get('format')!r}; this version reads {FORMAT!r}")
+        self._numbers: dict[tuple[str, int], dict[str, Number]] = {}
+        self._columns: dict[tuple[str, int], dict[str, Array]] = {}
+        self._plain: dict[str, list[dict[str, float]]] = {}
+        self._files: dict[int, Any] = {}
+        self._seconds: dict[int, dict[str, dict[str, Number]]] = {}
+
+    def seeds(self, row: str) -> list[int]:
+        """Seeds of a row."""
+        return [int(seed) for seed, run in self.facts["runs"].items() if row in run["report"]]
+
+    @cached_property
+    def rows(self) -> list[str]:
+        """Rows that any seed has, in the order of the tables."""
+        return [row for row in self.facts["trainings"] if self.seeds(row)]
+
+    def columns(self, row: str, seed: int) -> dict[str, Array]:
+        """Columns of a row, by `set|column`; those of other rows stay in the file."""
+        if (row, seed) not in self._columns:
+            if seed not in self._files:  # what it holds is listed once
+                self._files[seed] = np.load(self.folder / f"seed-{seed}.npz", allow_pickle=False)
+            file, prefix = self._files[seed], f"{row}|"
+            found = {key.removeprefix(prefix): file[key] for key in file.files if key.startswith(prefix)}
+            self._columns[row, seed] = found
+        return self._columns[row, seed]
+
+    def numbers(self, row: str, seed: int) -> dict[str, Number]:
+        """Numbers with influences."""
+        if (row, seed) not in self._numbers:
+            found = numbers(self.columns(row, seed), self.facts["inside"], self.facts["groups"])
+            self._numbers[row, seed] = found
+        return self._numbers[row, seed]
+
+    def plain(self, row: str) -> list[dict[str, float]]:
+        """All numbers, seed by seed."""
+        if row not in self._plain:
+            facts, seeds = (self.facts["inside"], self.facts["groups"]), self.seeds(row)
+            found = [plain_numbers(self.columns(row, seed), *facts, self.numbers(row, seed)) for seed in seeds]
+            self._plain[row] = found
+        return self._plain[row]
+
+    def mean(self, row: str, key: str) -> float | None:
+        """The mean of a number over the seeds of a row; None where it has none."""
+        found = [self.numbers(row, seed).get(key) for seed in self.seeds(row)]
+        values = [one.value for one in found if one is not None]
+        return mean(values) if values else None
+
+    def difference(self, first: str, second: str, key: str) -> Difference | None:
+        """First less second over the seeds that both have; None where there is nothing to compare.
+
+        A row is held against the Single that was trained when it was made: where a study was run in two parts,
+        `again-N.npz` has Single's columns of the second, and the rows of it.
+        """
+        pairs = []
+        for seed in (seed for seed in self.seeds(first) if seed in self.seeds(second)):
+            ours, theirs = self.numbers(first, seed), self.numbers(second, seed)
+            theirs = self._again(seed).get(first, theirs) if second == SINGLE else theirs
+            if key in ours and key in theirs:
+                pairs.append((ours[key], theirs[key]))
+        return Difference.of([ours for ours, _ in pairs], [theirs for _, theirs in pairs]) if pairs else None
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether Single was trained again for some of the rows."""
+        return any(self.folder.glob("again-*.npz"))
+
+    def _again(self, seed: int) -> dict[str, dict[str, Number]]:
+        if seed not in self._seconds:
+            place, self._seconds[seed] = self.folder / f"again-{seed}.npz", {}
+            if place.exists():
+                columns, prefix = read_columns(place), f"{SINGLE}|"
+                single = {key.removeprefix(prefix): one for key, one in columns.items() if key.startswith(prefix)}
+                found = numbers(single, self.facts["inside"], self.facts["groups"])
+                self._seconds[seed] = dict.fromkeys(columns["rows"].tolist(), found)
+        return self._seconds[seed]
+
+    def parameters(self, row: str) -> str:
+        """Millions of parameters of a row; a dash where it has none of its own."""
+        found = [run["report"][row].get("parameters") for run in self.facts["runs"].values() if row in run["report"]]
+        return f"{found[0] / 1e6:.1f} M" if found[0] else "–"
+
+    def work(self, row: str) -> str:
+        """Multiply-adds of a row over Single's; a dash where it has none of its own."""
+        ours, theirs = (self.facts["runs"][str(self.seeds(one)[0])]["report"][one] for one in (row, SINGLE))
+        return f"{ours['multiply_adds'] / theirs['multiply_adds']:.2f}x" if ours.get("multiply_adds") else "–"
+
+    def cost(self, row: str) -> Mapping[str, Any]:
+        """What was measured of a row's price."""
+        return (self.facts["costs"] or {"rows": {}})["rows"].get(row, {})
