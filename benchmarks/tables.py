@@ -28,7 +28,6 @@ from studies.analyses.registry import blocks
 from studies.circuit_draws import draws_table
 from studies.dual_findings import blocks as dual_blocks
 from studies.findings import blocks as study_blocks
-from studies.fusing import fusion_table
 from studies.price import DEEP, HYDRA, LONGER, NUMBERS, SINGLE, SOUP, price_table
 from studies.results import FIGURES, RESULTS, ROOT, load, table
 from studies.rows import HYDRA_CIRC
@@ -67,6 +66,22 @@ def tables() -> dict[str, str]:
         **dual_blocks(RESULTS / "studies", shown),
         **blocks(RESULTS / "analyses", FIGURES),
     }
+
+
+def fusion_table() -> str:
+    """A table of the documents: every way to fuse the same three members."""
+    found, lines = load("fusion_dinov2_cifar10.json"), []
+    for row in found["rows"]:
+        how = [row.get(key, "") for key in ("mlp", "norms", "readout")]
+        quality = [f"{100 * row['accuracy']:.1f}", f"{row['nll']:.4f}", f"{100 * row['ece']:.2f}"]
+        lines.append((row["method"], *how, *quality, f"{100 * row['auroc']:.2f}", f"{row['parameters'] / 1e6:.2f} M"))
+    header = ("method", "MLP", "norms", "readout", "accuracy", "NLL", "ECE", "AUROC", "parameters")
+    about = (
+        f"{found['hardware']}, torch {found['torch']}, seed {found['seed']}; {found['holdout_id']} ID and "
+        f"{found['holdout_ood']} OOD images held out, {found['prune']} of 72 heads pruned. From "
+        "`results/fusion_dinov2_cifar10.json`."
+    )
+    return "\n".join([*table(header, lines, "llll"), "", about])
 
 
 def demo_table() -> str:

@@ -1,6 +1,5 @@
 """What the documents show of the zero-shot study, made from its stored columns alone."""
 
-import csv
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, get_args
 from hydra_ensembles.metrics.distance import LearnedName
 
 from .dual_recipe import ZERO_SHOT
-from .findings import judged, marked, printed, told
+from .findings import claim_cells, marked, printed, tested
 from .measures import Number, numbers, plain_numbers
 from .paper import read_csv, zero_shot_numbers
 from .results import markdown
@@ -25,7 +24,6 @@ CLASSIFICATION = {
     "calibrated.ece": "ECE, own temperature ↓",
     "aurc": "AURC ↓",
 }
-CLAIMS = Path(__file__).parent / "paper" / "zero_shot_claims.csv"
 UNSEEN = "unseen"
 OWN = get_args(LearnedName)  # scores that rows bring
 
@@ -172,29 +170,17 @@ def sets_table(study: DualStudy) -> str:
 
 def claims(study: DualStudy) -> list[dict[str, Any]]:
     """What the paper claims, each with its margin: reproduced, not reproduced, or a tie."""
-    paper, found = study.paper(), []
-    with CLAIMS.open(encoding="utf-8", newline="") as file:
-        listed = list(csv.DictReader(file))
-    for one in listed:
-        scopes = study.detections if one["scope"] == "each ID task" else [UNSEEN]
-        for scope in scopes:
-            key, first, second = f"{scope}.{one['metric']}", one["first"], one["second"]
-            theirs = [paper.get(row, {}).get(key) for row in (first, second)]
-            ours = study.difference(first, second, key) if {first, second} <= set(study.rows) else None
-            verdict = "not testable" if ours is None else judged(ours, one["is"], float(one["margin"]))
-            gap = None if None in theirs else theirs[0] - theirs[1]  # type: ignore[operator]
-            found.append({**one, "scope": scope, "paper": gap, "ours": ours, "verdict": verdict})
-    return found
+    paper = study.paper()
+    return [
+        tested(study, {**one, "scope": scope}, f"{scope}.{one['metric']}", paper, "not testable")
+        for one in read_csv("zero_shot_claims")
+        for scope in (study.detections if one["scope"] == "each ID task" else [UNSEEN])
+    ]
 
 
 def claims_table(study: DualStudy) -> str:
     """The claims, the paper's difference beside ours."""
-    lines = []
-    for one in claims(study):
-        metric, ours = one["metric"], one["ours"]
-        theirs = "–" if one["paper"] is None else printed(one["paper"], metric, "+")
-        here = "–" if ours is None else told(ours, metric)
-        lines.append([one["scope"], f"{one['first']} {one['claim']}", theirs, here, one["verdict"]])
+    lines = [[one["scope"], *claim_cells(one)] for one in claims(study)]
     return markdown(["where", "claim", "paper", "here", "verdict"], lines, left=2)
 
 

@@ -1,7 +1,6 @@
 """What the documents show of the studies of classifiers, made from their stored columns alone."""
 
-import csv
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -10,7 +9,8 @@ from scipy.stats import spearmanr
 
 from .baseline_rows import BASELINES
 from .measures import FEWEST, Difference
-from .paper import paper_numbers
+from .paper import Numbers, paper_numbers, read_csv
+from .results import markdown
 from .rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, ROWS, SINGLE, SOUP, TUNED
 from .stored import RESULTS, Study
 from .task import recipe
@@ -28,14 +28,6 @@ MAIN = {
 }
 LOWER = ("nll", "brier", "ece", "aurc", "fpr95")  # is better
 PLAIN = ("nll", "brier")  # not in per cent
-FILE = Path(__file__).parent / "paper" / "classifier_claims.csv"
-
-
-def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], note: str = "", left: int = 1) -> str:
-    """A table, so many columns of it to the left and the others to the right; and a note below."""
-    rule = "|".join(["---"] * left + ["---:"] * (len(head) - left))
-    table = [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(line)} |" for line in lines)]
-    return "\n".join([*table, "", note] if note else table)
 
 
 def printed(value: float | None, key: str, sign: str = "") -> str:
@@ -63,13 +55,11 @@ def main_table(study: Study) -> str:
     """Every row of a study; of its price what was measured."""
     costs, lines = study.facts["costs"], []
     for row in study.rows:
-        cost, false = study.cost(row), [one["far.fpr95"] for one in study.plain(row) if "far.fpr95" in one]
+        cost, false = study.cost(row), printed(study.plain_mean(row, "far.fpr95"), "fpr95")
         cells = [marked(study, row, key) for key in MAIN]
         price = [f"{cost['latency_ratio']:.2f}x" if cost else "–", memory(cost)] if costs else []
         trained = [f"{study.facts['trainings'][row]:g}", str(len(study.seeds(row)))]
-        lines.append(
-            [row, *cells, printed(mean(false), "fpr95") if false else "–", study.parameters(row), *price, *trained]
-        )
+        lines.append([row, *cells, false, study.parameters(row), *price, *trained])
     measured = ["cost ↓", "memory ↓"] if costs else []
     head = ["row", *MAIN.values(), "far FPR95 ↓", "parameters", *measured, "trainings ↓", "seeds"]
     where = f" Cost and memory: a batch of {costs['batch']} on an {costs['device']}, bfloat16." if costs else ""
@@ -87,11 +77,7 @@ def main_table(study: Study) -> str:
 def detection_table(study: Study) -> str:
     """What Tables 15 to 17 print of finding foreign inputs by the largest probability, of all rows."""
     keys = [f"{group}.{metric}" for group in ("near", "far", "all") for metric in ("auroc", "fpr95", "aupr")]
-    lines = []
-    for row in study.rows:
-        ours = study.plain(row)
-        means = [[one[key] for one in ours if key in one] for key in keys]
-        lines.append([row, *(printed(mean(one) if one else None, key) for one, key in zip(means, keys, strict=True))])
+    lines = [[row, *(printed(study.plain_mean(row, key), key) for key in keys)] for row in study.rows]
     titles = {"auroc": "AUROC ↑", "fpr95": "FPR95 ↓", "aupr": "AUPR ↑"}
     head = [f"{group} {titles[metric]}" for group, _, metric in (key.partition(".") for key in keys)]
     small = small_sets(study)
@@ -176,18 +162,20 @@ def contrast_table(study: Study) -> str:
 
 def claims(study: Study) -> list[dict[str, Any]]:
     """What the paper claims of a task like this one, each with its margin: reproduced, not reproduced, or a tie."""
-    task = study.facts["recipe"]["tasks"][study.name]["paper"]
-    paper, found = paper_numbers("classifier", task), []
-    with FILE.open(encoding="utf-8", newline="") as file:
-        listed = [one for one in csv.DictReader(file) if task in one["tasks"].split(";")]
-    for one in listed:
-        first, second, metric = one["first"], one["second"], one["metric"]
-        theirs = [paper.get(row, {}).get(metric) for row in (first, second)]
-        difference = study.difference(first, second, metric)
-        verdict = "not run" if difference is None else judged(difference, one["is"], float(one["margin"]))
-        printed_ = None if None in theirs else theirs[0] - theirs[1]  # type: ignore[operator]
-        found.append({**one, "paper": printed_, "ours": difference, "verdict": verdict})
-    return found
+    paper = paper_numbers("classifier", study.stands_for)
+    listed = [one for one in read_csv("classifier_claims") if study.stands_for in one["tasks"].split(";")]
+    return [tested(study, one, one["metric"], paper, "not run") for one in listed]
+
+
+def tested(
+    study: Study, claim: Mapping[str, str], key: str, paper: Mapping[str, Numbers], missing: str
+) -> dict[str, Any]:
+    """A claim about a number: the paper's difference, ours, and the verdict; `missing` where we have none."""
+    first, second = claim["first"], claim["second"]
+    theirs, ours = [paper.get(row, {}).get(key) for row in (first, second)], study.difference(first, second, key)
+    verdict = missing if ours is None else judged(ours, claim["is"], float(claim["margin"]))
+    gap = None if None in theirs else theirs[0] - theirs[1]  # type: ignore[operator]
+    return {**claim, "paper": gap, "ours": ours, "verdict": verdict}
 
 
 def judged(found: Difference, claimed: str, margin: float) -> str:
@@ -202,15 +190,14 @@ def judged(found: Difference, claimed: str, margin: float) -> str:
 
 def claims_table(study: Study) -> str:
     """The claims, the paper's difference beside ours."""
-    lines = []
-    for one in claims(study):
-        ours, metric = one["ours"], one["metric"]
-        theirs = "–" if one["paper"] is None else printed(one["paper"], metric, "+")
-        lines.append(
-            [f"{one['first']} {one['claim']}", theirs, "–" if ours is None else told(ours, metric), one["verdict"]]
-        )
-    task = study.facts["recipe"]["tasks"][study.name]["paper"]
-    return markdown(["claim", f"paper, {task}", "here", "verdict"], lines)
+    return markdown(["claim", f"paper, {study.stands_for}", "here", "verdict"], map(claim_cells, claims(study)))
+
+
+def claim_cells(one: Mapping[str, Any]) -> list[str]:
+    """A claim in words, the paper's difference, ours, and the verdict."""
+    ours, metric = one["ours"], one["metric"]
+    here = "–" if ours is None else told(ours, metric)
+    return [f"{one['first']} {one['claim']}", printed(one["paper"], metric, "+"), here, one["verdict"]]
 
 
 def choices_table(study: Study) -> str:
@@ -327,19 +314,16 @@ PRINTED = {  # columns of Tables 1 and 2, and near and far of Tables 15 to 17
 
 def paper_table(study: Study) -> str:
     """The paper's table of the task: our numbers, and the paper's in brackets."""
-    task, lines = study.facts["recipe"]["tasks"][study.name]["paper"], []
-    theirs = paper_numbers("classifier", task)
-    for row in (row for row in study.rows if row in theirs):
-        ours = study.plain(row)
-        cells = []
-        for key in PRINTED:
-            there, value = [one[key] for one in ours if key in one], theirs[row].get(key)
-            cells.append(f"{printed(mean(there) if there else None, key)} ({printed(value, key)})")
-        lines.append([row, *cells])
+    theirs = paper_numbers("classifier", study.stands_for)
+    lines = [
+        [row, *(f"{printed(study.plain_mean(row, key), key)} ({printed(own.get(key), key)})" for key in PRINTED)]
+        for row, own in ((row, theirs[row]) for row in study.rows if row in theirs)
+    ]
     small = small_sets(study)
     note = (
-        f"Ours, and in brackets the paper's on {task}; before calibration, OOD by the largest probability, means over "
-        "all sets and over seeds, in per cent but for NLL and Brier score. AUPR hangs on how many samples a set has."
+        f"Ours, and in brackets the paper's on {study.stands_for}; before calibration, OOD by the largest probability, "
+        "means over all sets and over seeds, in per cent but for NLL and Brier score. AUPR hangs on how many samples a "
+        "set has."
     ) + (f" Our FPR95 leaves out sets under 1,000 samples: {', '.join(small)}." if small else "")
     return markdown(["row", *PRINTED.values()], lines, note)
 

@@ -4,7 +4,7 @@
 Ensembles on ImageNet-1K are those of Tables 21 and 22, for Table 15 mixes them up. `zero_shot.csv`: Tables 3 and 24 to
 28 (OpenCLIP ViT-B/32), `average` is the mean over its nine data sets; `zero_shot_tasks.csv` and `zero_shot_sets.csv`:
 set by set, without rows that do not give their own mean. `analyses.csv`: Tables 4 to 6 and 8 to 12, B.1 and B.2.2; near
-and far of Single on SST-2 are those of Table 17, for Table 4 prints averages. `claims.csv`: every comparison it makes.
+and far of Single on SST-2 are those of Table 17, for Table 4 prints averages. `…_claims.csv`: what it says of them.
 """
 
 import csv
@@ -15,14 +15,11 @@ from pathlib import Path
 FOLDER = Path(__file__).parent / "paper"
 AVERAGE = "average"
 STANDS_FOR: Mapping[str, str] = {
-    "vision-cifar10": "CIFAR-100",
-    "vision-tinyimagenet": "ImageNet-1K",
-    "text-sst2": "SST-2",
     "tinyimagenet": "ImageNet-1K",
     "imagenet": "ImageNet-1K",
     "cifar100": "CIFAR-100",
 }
-"""The task of the paper that a study of classifiers, or an ID task of a zero-shot study, stands for."""
+"""The task of the paper that an ID task of a zero-shot study stands for."""
 COLUMN: Mapping[str, str] = {"tinyimagenet": "imagenet", "scene15": "sun397", "dtd10": "dtd"}
 """The data set of the paper's Table 24 that a task of another name stands for."""
 SHARES = ("accuracy", "auroc", "fpr95", "aupr")  # printed in percent
@@ -68,9 +65,3 @@ def zero_shot_numbers(tasks: Sequence[str], detections: Sequence[str]) -> Mappin
             own = found.setdefault(row["method"], {})
             own.update({f"{task}.ood.{row['set']}.{key}": float(row[key]) / 100 for key in ("auroc", "fpr95", "aupr")})
     return found
-
-
-def claimed(kind: str, scope: str) -> list[tuple[str, str, str]]:
-    """Comparisons that the paper makes: metric, first and second method; the sign is that of its own numbers."""
-    rows = (row for row in read_csv("claims") if (row["kind"], row["scope"]) == (kind, scope))
-    return [(row["metric"], row["first"], row["second"]) for row in rows]

@@ -23,6 +23,8 @@ class Study:
 
     def __init__(self, name: str, results: Path) -> None:
         self.name, self.folder = name, results / name
+        if not (self.folder / "study.json").exists():
+            raise DataError(f"{self.folder} has no stored study; the stage `store` of `python -m studies` makes one")
         self.facts = read_object(self.folder / "study.json")
         if self.facts.get("format") != FORMAT:
             raise DataError(f"{self.folder} has the format {self.facts.get('format')!r}; this version reads {FORMAT!r}")
@@ -71,6 +73,16 @@ class Study:
         found = [self.numbers(row, seed).get(key) for seed in self.seeds(row)]
         values = [one.value for one in found if one is not None]
         return mean(values) if values else None
+
+    def plain_mean(self, row: str, key: str) -> float | None:
+        """The same of any number, such as an FPR95, that `plain` has."""
+        values = [one[key] for one in self.plain(row) if key in one]
+        return mean(values) if values else None
+
+    @property
+    def stands_for(self) -> str:
+        """The task of the paper that this one stands for."""
+        return str(self.facts["recipe"]["tasks"][self.name]["paper"])
 
     def difference(self, first: str, second: str, key: str) -> Difference | None:
         """First less second over the seeds that both have; None where there is nothing to compare.

@@ -4,14 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hydra_ensembles.errors import DataError
-from hydra_ensembles.files import read_json
-
 from ..dual_findings import DualStudy
-from ..measures import plain_numbers, read_columns
 from ..paper import zero_shot_numbers
 from ..results import markdown
 from ..rows import DEEP, HYDRA, HYDRA_CIRC, SINGLE
+from ..stored import Study
 from .analysis import ALL, CLASSIFICATION, Analysis, Found, about, by_seed, cell, paper_task, printed, rows_table
 
 ROWS = (SINGLE, DEEP, HYDRA_CIRC, HYDRA)
@@ -27,20 +24,12 @@ FOUND = {"accuracy": "Acc ↑", "nll": "NLL ↓", "ece": "ECE ↓"}
 
 def read_seeds(studies: Path, task: str) -> dict[str, Any]:
     """Numbers of every seed of a study that is stored."""
-    place = studies / task
-    if not (place / "study.json").exists():
-        raise DataError(f"{place} has no stored study; `python -m studies run {task}` makes one")
-    facts, seeds = read_json(place / "study.json"), dict[str, Any]()
-    for number in facts["runs"]:
-        columns = read_columns(place / f"seed-{number}.npz")
-        rows = {}
-        for row in ROWS:
-            own = {key.removeprefix(f"{row}|"): one for key, one in columns.items() if key.startswith(f"{row}|")}
-            if own:
-                rows[row] = plain_numbers(own, facts["inside"], facts["groups"])
-        if rows:
-            seeds[number] = {"rows": rows}
-    made_on = {one["device"] for run in facts["runs"].values() for one in run["report"].values()}
+    study = Study(task, studies)
+    found = {row: dict(zip(map(str, study.seeds(row)), study.plain(row), strict=True)) for row in ROWS}
+    runs = study.facts["runs"]
+    rows = {number: {row: one[number] for row, one in found.items() if number in one} for number in runs}
+    seeds = {number: {"rows": one} for number, one in rows.items() if one}
+    made_on = {one["device"] for run in runs.values() for one in run["report"].values()}
     return {"seeds": seeds, "device": ", ".join(sorted(made_on))}
 
 

@@ -5,14 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-import hydra_ensembles as he
-from architectures import timm_model
 from architectures_clip import DUAL_CASES, DualCase
-from studies import circuit_draws, fusing, tower_scores
+from studies import circuit_draws, tower_scores
 from studies.results import load
 from zero_shot_models import NAMES as CLASSES
 from zero_shot_models import TEMPLATES, dual_of
@@ -34,22 +31,6 @@ def test_circuits_over_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         first, second = row["removed"]
         assert row["in_common"] == float(first == second)  # of one head
         assert len(row["far"]["draws"]) == 2
-
-
-def test_every_way_to_fuse(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    model = timm_model("vit_base_patch16_224", img_size=fusing.SIZE, num_classes=3)
-    he.convert(model).save_pretrained(tmp_path / "model")
-    (tmp_path / "backbone.json").write_text("{}")
-    for name in ("train", "id", "ood", "holdout_id", "holdout_ood"):
-        images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8, generator=generator)
-        save_file({"images": images, "labels": torch.arange(6) % 3}, tmp_path / f"{name}.safetensors")
-    output = tmp_path / "fusion.json"
-    few = ["--prune", "2", "--epochs", "2", "--rates", "1e-4", "--device", "cpu"]
-    fusing.main(["fuse", "--folder", str(tmp_path), "--output", str(output), *few])
-    rows = json.loads(output.read_text())["rows"]
-    assert [row["method"] for row in rows] == ["single", *(f"member {s}" for s in fusing.SCORES), *["hydra"] * 8]
-    assert rows[4]["parameters"] < rows[-1]["parameters"] < 3 * rows[0]["parameters"]
 
 
 CASES = [case for case in DUAL_CASES if case.name in ("transformers-gelu", "open_clip-no-text-projection")]

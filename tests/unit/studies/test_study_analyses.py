@@ -34,6 +34,7 @@ from studies.analyses import (
 )
 from studies.analyses.gates import expand, gates_after, measure, pruning_step, weight_terms
 from studies.analyses.registry import ANALYSES
+from studies.classifiers import FORMAT
 from studies.measures import write_columns
 from studies.paper import read_csv
 from studies.seed import Seed
@@ -295,7 +296,7 @@ def test_seeds_are_read_from_a_stored_study(tmp_path: Path) -> None:
     draws, place = np.random.default_rng(0), tmp_path / TASK
     place.mkdir()
     made = {"report": {"Single": {"device": "a device"}}}
-    facts = {"runs": {"0": made, "1": made}, "inside": "in", "groups": {"near": ["out"]}}
+    facts = {"format": FORMAT, "runs": {"0": made, "1": made}, "inside": "in", "groups": {"near": ["out"]}}
     (place / "study.json").write_text(json.dumps(facts))
     right = []
     for number in (0, 1):
@@ -315,7 +316,7 @@ def test_seeds_are_read_from_a_stored_study(tmp_path: Path) -> None:
     assert "*92.15*" in shown
     del found["seeds"]["0"]["rows"]["Single"]
     assert "Single (seeds 1)" in seeds.seeds_table(found)  # not of all that the note names
-    with pytest.raises(DataError, match="studies run"):
+    with pytest.raises(DataError, match="no stored study"):
         registry.read_stored("seeds", "text-sst2", tmp_path)
 
 
