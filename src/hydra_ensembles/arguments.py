@@ -8,15 +8,24 @@ import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 import numpy as np
 from torch import Tensor, nn
 
 from .errors import ConfigError, DataError
-from .schema import short
+from .schema import require_types, short
 
-MOST = 2**63 - 1  # the largest number that torch and numpy count, and draw random numbers from
+END = 2**63  # the first number that torch and numpy do not count, nor draw random numbers from
+
+# Numbers with the range that `Checked` accepts: the first of it, and the first beyond it.
+Whole = Annotated[int, (1, END)]
+Seed = Annotated[int, (0, END)]
+Positive = Annotated[float, (math.ulp(0.0), math.inf)]
+NotNegative = Annotated[float, (0.0, math.inf)]
+Rate = Annotated[float, (0.0, 1.0)]
+Share = Annotated[float, (0.0, math.nextafter(1.0, 2.0))]  # 1 too
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -48,11 +57,15 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.cache
     def hints() -> dict[str, Any]:
-        return get_type_hints(function)
+        found = get_type_hints(function)
+        shared = [get_args(hint)[0] for hint in found.values() if get_origin(hint) is Unpack]
+        return found | {name: hint for keywords in shared for name, hint in get_type_hints(keywords).items()}
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
+        for name, value in (signature.bind(*args, **kwargs).arguments | kwargs).items():
+            if name not in hints() and any(get_origin(hint) is Unpack for hint in hints().values()):
+                raise TypeError(f"{title}() got an unexpected keyword argument {name!r}")
             if name in hints() and not _fits(hints()[name], value):
                 choices = _choices(hints()[name])
                 data = any(
@@ -72,17 +85,40 @@ def trusted(method: Callable[P, R]) -> Callable[P, R]:
     return functools.partial(bound.__func__.__wrapped__, bound.__self__)
 
 
+class Checked:
+    """Settings that give their fields the annotated types, and refuse values beyond the ranges that stand there."""
+
+    def __post_init__(self) -> None:
+        require_types(self)
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            _check_range(f"{type(self).__name__}.{name}", getattr(self, name), hint)
+
+
+def _check_range(name: str, value: Any, hint: Any) -> None:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        require_number(name, value, *inner[1])
+    elif origin is tuple:
+        for index, one in enumerate(value):
+            _check_range(f"{name}[{index}]", one, inner[0])
+    elif origin in (Union, types.UnionType) and value is not None:
+        _check_range(name, value, inner[0])
+
+
 def require_number(name: str, value: Any, least: float, end: float) -> None:
     """Refuse what is no number of at least `least` and less than `end`."""
     number: Any = math.nan if isinstance(value, bool | np.bool_) or not isinstance(value, Real) else value
     if not least <= number < end:
-        raise ConfigError(f"{name} must be a number of at least {least} and less than {end}, got {short(value)}")
+        low = "above 0" if least == math.ulp(0.0) else f"of at least {least}"
+        high = {math.inf: "", END: " and less than 2**63", math.nextafter(1.0, 2.0): " and at most 1"}
+        accepted = f"{low}{high.get(end, f' and less than {end}')}"
+        raise ConfigError(f"{name} must be a number {accepted}, got {short(value)}")
 
 
 def require_whole(name: str, value: object, least: int) -> int:
     """The value as Python's own integer; refused where it is no whole number, too small or too large."""
     number = None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
-    if number is None or not least <= number <= MOST:
+    if number is None or not least <= number < END:
         raise ConfigError(f"{name} must be a whole number of at least {least} and less than 2**63, got {short(value)}")
     return number
 

@@ -1,29 +1,27 @@
 """BatchEnsemble: members that share their weights up to a scale of every input and every output."""
 
-import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from .._utils import derive_seed
-from ..arguments import checked, require_number, require_whole
+from ..arguments import END, Checked, NotNegative, Positive, Whole
 from ..batches import Batches
 from ..errors import ConfigError
 from ..model.config import Sharing
 from ..model.ensemble import Ensemble
 from ..model.states import copies_of, place_of
-from ..schema import require_types, to_plain
+from ..schema import to_plain
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
-from ..training.loop import Job
+from ..training.loop import Job, Running, trains
 from ..training.recipe import Recipe
 from .start import joined, require_single
 
 
 @dataclass(frozen=True)
-class BatchEnsemble:
+class BatchEnsemble(Checked):
     """How members of a BatchEnsemble are scaled.
 
     A linear map of member m is `y = ((x ∘ r_m) Wᵀ) ∘ s_m + b_m`; query, key and value are one map. With the scales of a
@@ -41,20 +39,12 @@ class BatchEnsemble:
         rate: Learning rate of the scales over that of the weights. Scales never decay.
     """
 
-    members: int = 3
+    members: Annotated[int, (2, END)] = 3
     scales: Literal["all", "inputs"] = "all"
-    last_layers: int | None = None
+    last_layers: Whole | None = None
     start: Literal["normal", "signs"] = "normal"
-    deviation: float = 0.1
-    rate: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_types(self)
-        require_whole("BatchEnsemble.members", self.members, 2)
-        require_number("BatchEnsemble.deviation", self.deviation, 0.0, math.inf)
-        require_number("BatchEnsemble.rate", self.rate, math.ulp(0.0), math.inf)
-        if self.last_layers is not None:
-            require_whole("BatchEnsemble.last_layers", self.last_layers, 1)
+    deviation: NotNegative = 0.1
+    rate: Positive = 1.0
 
     def check(self, model: Ensemble) -> None:
         """Refuse more layers than there are, and folding where the norm comes after."""
@@ -68,20 +58,14 @@ class BatchEnsemble:
             )
 
 
-@checked
-@torch.inference_mode(False)
-@torch.enable_grad()
+@trains
 def batch_ensemble(
     model: Ensemble,
     train: Batches,
     recipe: Recipe,
     settings: BatchEnsemble = BatchEnsemble(),  # noqa: B008 (frozen)
     validation: Batches | None = None,
-    *,
-    output: str | Path | None = None,
-    progress: bool = True,
-    device: torch.device | str | None = None,
-    checkpoint_every: int = 500,
+    **run: Unpack[Running],
 ) -> Ensemble:
     """Members out of one model by scales of their own on shared weights; both train, every batch for all members.
 
@@ -94,10 +78,7 @@ def batch_ensemble(
         recipe: How to train; its groups say which weights and biases do, scales always do.
         settings: Which scales, and how they start.
         validation: Held-out batches with labels, as for `finetune`.
-        output: Folder for checkpoints; a run that was killed goes on from there.
-        progress: Whether to show a progress bar.
-        device: Where to train; None stays on the model's device.
-        checkpoint_every: Updates between checkpoints.
+        run: Checkpoints, progress and device, by keyword; see `Running`.
     """
     require_single(model, "batch_ensemble")
     settings.check(model)
@@ -105,9 +86,8 @@ def batch_ensemble(
     inputs, zero_shot = settings.scales == "inputs", model.config.readout.cosine is not None
     sharing = Sharing(stem=True, attention=inputs, mlp=inputs, norms=not inputs, readout=zero_shot)
     start = joined([model] * settings.members, sharing, trunk)
-    folder = None if output is None else Path(output) / "member-0"
     identity = {"method": "batch_ensemble", "settings": to_plain(settings)}
-    job = Job(recipe, train, validation, folder, checkpoint_every, progress, device, 0, identity)
+    job = Job(recipe, train, validation, identity=identity, **run)
     seed = derive_seed(recipe.seed, "scales")
     drawn = "random signs" if settings.start == "signs" else f"N(1, {settings.deviation:g})"
     line = f"BatchEnsemble, scales of {settings.scales} from {drawn} above a trunk of {trunk}"

@@ -9,14 +9,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import derive_seed
-from ..arguments import checked, require_number, require_whole, trusted
+from ..arguments import END, Checked, Positive, checked, require_whole, trusted
 from ..batches import Batches, Inputs
 from ..errors import CheckpointError, ConfigError, DataError
 from ..model.config import Sharing
@@ -36,7 +36,6 @@ from ..model.ensemble import Ensemble
 from ..model.layers import GroupedLinear
 from ..model.metadata import PROJECTION, TextSide
 from ..prediction import Prediction
-from ..schema import require_types
 from ..training.text import features_of, read_pairs
 from .start import joined
 
@@ -46,7 +45,7 @@ _READOUT, _CLASSES = "readout.projection.", "readout.class_embeddings.weight"
 
 
 @dataclass(frozen=True)
-class BayesVLM:
+class BayesVLM(Checked):
     """How the posterior of the projections is made.
 
     Attributes:
@@ -57,17 +56,10 @@ class BayesVLM:
             half, a thousand steps of Adam), and only the variance of each number of an embedding, not what they share.
     """
 
-    pseudo_count: float = 10.0
-    negatives: int = 32_768
-    prior_precision: float | None = None
+    pseudo_count: Positive = 10.0
+    negatives: Annotated[int, (2, END)] = 32_768
+    prior_precision: Positive | None = None
     as_published: bool = False
-
-    def __post_init__(self) -> None:
-        require_types(self)
-        require_number("BayesVLM.pseudo_count", self.pseudo_count, math.ulp(0.0), math.inf)
-        require_whole("BayesVLM.negatives", self.negatives, 2)
-        if self.prior_precision is not None:
-            require_number("BayesVLM.prior_precision", self.prior_precision, math.ulp(0.0), math.inf)
 
 
 @checked

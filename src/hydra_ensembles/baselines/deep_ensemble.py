@@ -1,21 +1,18 @@
 """Deep Ensembles by fine-tuning: one model trained several times, with what does not train stored once."""
 
 from dataclasses import replace
-from pathlib import Path
+from typing import Unpack
 
-import torch
-
-from ..arguments import checked, require_whole
+from ..arguments import require_whole
 from ..batches import Batches
 from ..model.ensemble import Ensemble
 from ..training.finetune import finetune
+from ..training.loop import Running, trains
 from ..training.recipe import Recipe
 from .start import joined, require_single, trained_apart
 
 
-@checked
-@torch.inference_mode(False)
-@torch.enable_grad()
+@trains
 def deep_ensemble(
     model: Ensemble,
     train: Batches,
@@ -24,10 +21,7 @@ def deep_ensemble(
     validation: Batches | None = None,
     *,
     snapshots: bool = False,
-    output: str | Path | None = None,
-    progress: bool = True,
-    device: torch.device | str | None = None,
-    checkpoint_every: int = 500,
+    **run: Unpack[Running],
 ) -> Ensemble:
     """Several fine-tunings of one model, each with an order of the data, dropout and classifier of its own.
 
@@ -43,10 +37,7 @@ def deep_ensemble(
         validation: Held-out batches with labels, as for `finetune`.
         snapshots: Each fine-tuning goes on from where the one before ended, its learning rate high again: a Snapshot
             Ensemble, for which each run may be short. A classifier starts anew in the first alone.
-        output: Folder for checkpoints; a run that was killed goes on from there.
-        progress: Whether to show a progress bar.
-        device: Where to train; None stays on the model's device.
-        checkpoint_every: Updates between checkpoints.
+        run: Checkpoints, progress and device, by keyword; see `Running`.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -63,17 +54,6 @@ def deep_ensemble(
     found: list[Ensemble] = []
     for index in range(members):
         goes_on = snapshots and index > 0
-        found.append(
-            finetune(
-                found[-1] if goes_on else model,
-                train,
-                replace(recipe, reinit_classifier=None) if goes_on else recipe,
-                validation,
-                output=output,
-                progress=progress,
-                device=device,
-                index=index,
-                checkpoint_every=checkpoint_every,
-            )
-        )
+        start, own = (found[-1], replace(recipe, reinit_classifier=None)) if goes_on else (model, recipe)
+        found.append(finetune(start, train, own, validation, index=index, **run))
     return joined(found, *trained_apart(model, recipe))

@@ -1,6 +1,5 @@
 """Last-layer Laplace: classifiers drawn from what the training data leave open about the one that was trained."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,14 +7,13 @@ import torch
 from torch import Tensor
 
 from .._utils import derive_seed
-from ..arguments import checked, require_number, require_whole
+from ..arguments import Checked, Positive, Seed, Whole, checked
 from ..batches import Batches, iterate
 from ..errors import ConfigError, DataError
 from ..metrics.inputs import check_finite
 from ..model.config import Sharing
 from ..model.dropping import dropping
 from ..model.ensemble import Ensemble
-from ..schema import require_types
 from .start import joined, require_single
 
 Structure = Literal["kron", "diag", "full"]
@@ -24,7 +22,7 @@ MOST_FULL = 20_000  # parameters of a full covariance: 3.2 GB in float64
 
 
 @dataclass(frozen=True)
-class Laplace:
+class Laplace(Checked):
     """What is known of the classifier, and how many are drawn.
 
     Attributes:
@@ -35,20 +33,11 @@ class Laplace:
         seed: Draws the classifiers.
     """
 
-    members: int = 20
+    members: Whole = 20
     structure: Structure = "kron"
-    prior_precision: float | None = None
-    samples: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_types(self)
-        require_whole("Laplace.members", self.members, 1)
-        if self.samples is not None:
-            require_whole("Laplace.samples", self.samples, 1)
-        require_whole("Laplace.seed", self.seed, 0)
-        if self.prior_precision is not None:
-            require_number("Laplace.prior_precision", self.prior_precision, math.ulp(0.0), math.inf)
+    prior_precision: Positive | None = None
+    samples: Whole | None = None
+    seed: Seed = 0
 
 
 @checked

@@ -2,21 +2,20 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from .._utils import derive_seed
-from ..arguments import checked, require_number, require_whole
+from ..arguments import Checked, Positive, Whole
 from ..batches import Batches
 from ..errors import ConfigError
 from ..model.config import Sharing
 from ..model.ensemble import Ensemble
-from ..schema import require_types, to_plain
+from ..schema import to_plain
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
-from ..training.loop import Job
+from ..training.loop import Job, Running, trains
 from ..training.recipe import Recipe
 from .start import joined, require_single
 
@@ -25,7 +24,7 @@ INPUTS: tuple[Projection, ...] = ("query", "key", "value")
 
 
 @dataclass(frozen=True)
-class LoRA:
+class LoRA(Checked):
     """How members of a LoRA-Ensemble differ from the model they come from, and how they are trained.
 
     The defaults are the paper's: rank 4, alpha 8, three fine-tunings with seeds of their own. `LoRA.joint` has the
@@ -41,21 +40,16 @@ class LoRA:
         training: `"apart"` (one run each, seeds of their own) or `"together"` (one run, each batch for all).
     """
 
-    members: int = 3
-    rank: int = 4
-    alpha: float | None = 8.0
+    members: Whole = 3
+    rank: Whole = 4
+    alpha: Positive | None = 8.0
     start: Literal["kaiming", "xavier"] = "kaiming"
-    gain: float = 1.0
+    gain: Positive = 1.0
     projections: tuple[Projection, ...] = ("query", "key", "value", "out")
     training: Literal["apart", "together"] = "apart"
 
     def __post_init__(self) -> None:
-        require_types(self)
-        require_whole("LoRA.members", self.members, 1)
-        require_whole("LoRA.rank", self.rank, 1)
-        for name, value in (("alpha", self.alpha), ("gain", self.gain)):
-            if value is not None:
-                require_number(f"LoRA.{name}", value, math.ulp(0.0), math.inf)
+        super().__post_init__()
         if not self.projections or len(set(self.projections)) < len(self.projections):
             raise ConfigError(f"LoRA.projections must name some of query, key, value, out; got {self.projections}")
 
@@ -78,20 +72,14 @@ class LoRA:
             raise ConfigError(f"LoRA.rank is {self.rank}, but the attention has matrices of rank {least}; lower it")
 
 
-@checked
-@torch.inference_mode(False)
-@torch.enable_grad()
+@trains
 def lora_ensemble(
     model: Ensemble,
     train: Batches,
     recipe: Recipe,
     settings: LoRA = LoRA(),  # noqa: B008 (frozen)
     validation: Batches | None = None,
-    *,
-    output: str | Path | None = None,
-    progress: bool = True,
-    device: torch.device | str | None = None,
-    checkpoint_every: int = 500,
+    **run: Unpack[Running],
 ) -> Ensemble:
     """Members out of one model by low-rank updates of its attention; all else but the classifiers stays as it is.
 
@@ -105,10 +93,7 @@ def lora_ensemble(
         recipe: How to train; `reinit_classifier="random"` gives every member a classifier of its own to start from.
         settings: Ranks, scales, and whether members train together.
         validation: Held-out batches with labels, as for `finetune`.
-        output: Folder for checkpoints; a run that was killed goes on from there.
-        progress: Whether to show a progress bar.
-        device: Where to train; None stays on the model's device.
-        checkpoint_every: Updates between checkpoints.
+        run: Checkpoints, progress and device, by keyword; see `Running`.
 
     Raises:
         ConfigError: A rank that is not below the width, several members, or a recipe that does not fit.
@@ -123,17 +108,16 @@ def lora_ensemble(
     start = joined([model] * settings.members, sharing, trunk) if together else model
     identity = {"method": "lora", "settings": to_plain(settings)}
 
-    def run(index: int) -> Ensemble:
-        folder = None if output is None else Path(output) / f"member-{index}"
-        job = Job(recipe, train, validation, folder, checkpoint_every, progress, device, index, identity)
+    def trained(index: int) -> Ensemble:
+        job = Job(recipe, train, validation, index=index, identity=identity, **run)
         seed = derive_seed(recipe.seed, "lora", index)
         parts = f"updates of {', '.join(settings.projections)}, classifiers"
         line = f"LoRA of rank {settings.rank}, scale {settings.scale:g}, {settings.training}"
         return train_parametrised(lambda copy: LowRank(copy, settings, recipe, seed), start, job, line, parts)
 
     if together:
-        return run(0)
-    return joined([run(index) for index in range(settings.members)], sharing, trunk)
+        return trained(0)
+    return joined([trained(index) for index in range(settings.members)], sharing, trunk)
 
 
 class LowRank(Parametrised):

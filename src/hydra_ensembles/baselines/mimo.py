@@ -2,22 +2,21 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, Unpack, cast
 
 import torch
 from torch import Tensor
 
 from .._utils import derive_seed
-from ..arguments import checked, require_whole
+from ..arguments import END, Checked, Share, Whole
 from ..batches import Batches, Inputs, move
 from ..errors import ConfigError, DataError
 from ..model.config import PatchStemConfig, Sharing
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
-from ..schema import require_types, to_plain
+from ..schema import to_plain
 from ..training.finetune import Batch, EnsembleLearner, train_classifier, trained_metadata
-from ..training.loop import Job, Runtime
+from ..training.loop import Job, Running, Runtime, trains
 from ..training.recipe import Recipe
 from .start import fresh, joined, require_single
 
@@ -25,7 +24,7 @@ PATCH = "stem.patch"
 
 
 @dataclass(frozen=True)
-class MIMO:
+class MIMO(Checked):
     """How a MIMO network is trained; the defaults are the paper's.
 
     Attributes:
@@ -36,33 +35,20 @@ class MIMO:
             where all images are the same); `"scratch"` draws all weights.
     """
 
-    members: int = 3
-    rho: float = 0.5
-    batch_repeat: int = 4
+    members: Annotated[int, (2, END)] = 3
+    rho: Share = 0.5
+    batch_repeat: Whole = 4
     start: Literal["pretrained", "scratch"] = "pretrained"
 
-    def __post_init__(self) -> None:
-        require_types(self)
-        require_whole("MIMO.members", self.members, 2)
-        require_whole("MIMO.batch_repeat", self.batch_repeat, 1)
-        if not 0.0 <= self.rho <= 1.0:
-            raise ConfigError(f"MIMO.rho is a share from 0 to 1, got {self.rho}")
 
-
-@checked
-@torch.inference_mode(False)
-@torch.enable_grad()
+@trains
 def mimo(
     model: Ensemble,
     train: Batches,
     recipe: Recipe,
     settings: MIMO = MIMO(),  # noqa: B008 (frozen)
     validation: Batches | None = None,
-    *,
-    output: str | Path | None = None,
-    progress: bool = True,
-    device: torch.device | str | None = None,
-    checkpoint_every: int = 500,
+    **run: Unpack[Running],
 ) -> Ensemble:
     """One network with several answers at the price of one: M patch kernels in training, M classifiers.
 
@@ -75,16 +61,11 @@ def mimo(
         recipe: How to train; its groups mean what they mean for `finetune`.
         settings: How images are put together.
         validation: Held-out batches with labels, as for `finetune`.
-        output: Folder for checkpoints; a run that was killed goes on from there.
-        progress: Whether to show a progress bar.
-        device: Where to train; None stays on the model's device.
-        checkpoint_every: Updates between checkpoints.
+        run: Checkpoints, progress and device, by keyword; see `Running`.
     """
     require_single(model, "mimo")
     start = wide(model, settings, recipe.seed)
-    folder = None if output is None else Path(output) / "member-0"
-    identity = {"method": "mimo", "settings": to_plain(settings)}
-    job = Job(recipe, train, validation, folder, checkpoint_every, progress, device, 0, identity)
+    job = Job(recipe, train, validation, identity={"method": "mimo", "settings": to_plain(settings)}, **run)
     result = train_classifier(partial(MimoLearner, model, start, settings, recipe), start, job)
     how = f"rho {settings.rho:g}, batch repeat {settings.batch_repeat}"
     line = f"MIMO of {settings.members} from {settings.start}, {how}: {result.described(recipe)}"

@@ -1,25 +1,26 @@
 """NegLabel: words that are no classes, beside the classes of a zero-shot model; what they attract looks foreign."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import derive_seed
-from ..arguments import checked, require_whole
+from ..arguments import Checked, Seed, Share, Whole, checked
 from ..errors import ConfigError, DataError
 from ..familiarity import with_score
 from ..model.dual_encoder import Templates, checked_templates, class_embeddings, text_tower
 from ..model.ensemble import Ensemble
 from ..model.metadata import Familiarity, FamiliaritySettings
-from ..schema import require_types
 from .start import embedding_statistics
 
 
 @dataclass(frozen=True)
-class NegLabel:
+class NegLabel(Checked):
     """How words are chosen; the defaults are those of the public code.
 
     Attributes:
@@ -29,18 +30,10 @@ class NegLabel:
         seed: Draws the groups.
     """
 
-    share: float = 0.15
-    percentile: float = 0.95
-    groups: int = 100
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_types(self)
-        require_whole("NegLabel.groups", self.groups, 1)
-        require_whole("NegLabel.seed", self.seed, 0)
-        if not 0.0 < self.share <= 1.0 or not 0.0 <= self.percentile <= 1.0:
-            got = f"share={self.share} and percentile={self.percentile}"
-            raise ConfigError(f"NegLabel.share is above 0 and at most 1, NegLabel.percentile from 0 to 1; got {got}")
+    share: Annotated[float, (math.ulp(0.0), math.nextafter(1.0, 2.0))] = 0.15  # above 0, and 1 too
+    percentile: Share = 0.95
+    groups: Whole = 100
+    seed: Seed = 0
 
 
 @checked

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -12,16 +12,16 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._utils import derive_seed
-from ..arguments import checked, require_number, require_whole
+from ..arguments import Checked, Rate, Whole
 from ..batches import Batches, Inputs, borrowed, epoch_of, fingerprint, iterate, require_labels, require_rereadable
 from ..errors import ConfigError
 from ..heads.ranking import model_fingerprint
 from ..model.dropping import dropping
 from ..model.ensemble import Ensemble
 from ..model.states import place_of
-from ..schema import require_types, to_plain
+from ..schema import to_plain
 from ..training.finetune import Parametrised, train_parametrised
-from ..training.loop import Job, Runtime, training_runtime
+from ..training.loop import Job, Running, Runtime, training_runtime, trains
 from ..training.recipe import Recipe, trainable_state
 from ..training.saved import Position, RunState, read_state, read_tensors, require_layout, usable, write_state
 from .start import require_single
@@ -31,7 +31,7 @@ _SMALL = 1e-6  # added to what importances are divided by
 
 
 @dataclass(frozen=True)
-class OBA:
+class OBA(Checked):
     """How weights are removed; the schedule and the rule are those of the public code.
 
     Attributes:
@@ -42,16 +42,10 @@ class OBA:
             `"fastoba"` the same over the largest of the model, `"curvature"` nothing.
     """
 
-    keep: float = 0.891
-    steps: int = 49
-    batches: int = 200
+    keep: Rate = 0.891
+    steps: Whole = 49
+    batches: Whole = 200
     rule: Rule = "oba"
-
-    def __post_init__(self) -> None:
-        require_types(self)
-        require_number("OBA.keep", self.keep, 0.0, 1.0)
-        require_whole("OBA.steps", self.steps, 1)
-        require_whole("OBA.batches", self.batches, 1)
 
     def check(self, model: Ensemble) -> None:
         """Refuse to remove more than can be removed."""
@@ -64,20 +58,14 @@ class OBA:
             )
 
 
-@checked
-@torch.inference_mode(False)
-@torch.enable_grad()
+@trains
 def oba(
     model: Ensemble,
     train: Batches,
     recipe: Recipe | None = None,
     settings: OBA = OBA(),  # noqa: B008 (frozen)
     validation: Batches | None = None,
-    *,
-    output: str | Path | None = None,
-    progress: bool = True,
-    device: torch.device | str | None = None,
-    checkpoint_every: int = 500,
+    **run: Unpack[Running],
 ) -> Ensemble:
     """A model with many zeros: weights whose removal the second-order term of the loss says to cost least are gone.
 
@@ -91,19 +79,16 @@ def oba(
         recipe: How to train what is left; None leaves it as it is.
         settings: How much is removed, and by which rule.
         validation: Held-out batches with labels, as for `finetune`.
-        output: Folder for checkpoints, of the pruning (after every step) and of the training.
-        progress: Whether to show a progress bar of the training.
-        device: Where to compute; None stays on the model's device.
-        checkpoint_every: Updates between checkpoints of the training.
+        run: Checkpoints (of the pruning after every step), progress and device, by keyword; see `Running`.
     """
     require_single(model, "oba")
     settings.check(model)
     require_rereadable(train, "train")
     if recipe is not None:
         recipe.check(model, train, validation)
-    folder = None if output is None else Path(output)
-    seed = derive_seed(0 if recipe is None else recipe.seed, "oba")
-    masks = pruned_masks(model, train, settings, seed, None if folder is None else folder / "pruning", device)
+    output, seed = run.get("output"), derive_seed(0 if recipe is None else recipe.seed, "oba")
+    folder = None if output is None else Path(output) / "pruning"
+    masks = pruned_masks(model, train, settings, seed, folder, run.get("device"))
     zeros = sum(int((~mask).sum()) for mask in masks.values())
     share = 1 - zeros / sum(one.numel() for one in model.parameters())
     line = f"OBA: {share:.1%} of the parameters left after {settings.steps} steps, rule {settings.rule}"
@@ -114,9 +99,7 @@ def oba(
     start = Ensemble.from_state(model.config, state, model.metadata.after(line))
     if recipe is None:
         return start
-    place = None if folder is None else folder / "member-0"
-    identity = {"method": "oba", "settings": to_plain(settings)}
-    job = Job(recipe, train, validation, place, checkpoint_every, progress, device, 0, identity)
+    job = Job(recipe, train, validation, identity={"method": "oba", "settings": to_plain(settings)}, **run)
     return train_parametrised(lambda copy: Masked(copy, masks), start, job, "trained what OBA left")
 
 

@@ -1,26 +1,23 @@
 """Packed-Ensembles: several narrow models trained together from scratch, together about as large as one."""
 
-import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
-
-import torch
+from typing import Unpack
 
 from .._utils import derive_seed
-from ..arguments import checked, require_number, require_whole
+from ..arguments import Checked, Positive, Whole
 from ..batches import Batches
 from ..errors import ConfigError
 from ..model.config import EnsembleConfig, TextStemConfig, all_heads
 from ..model.ensemble import Ensemble
-from ..schema import require_types
 from ..training.finetune import finetune
+from ..training.loop import Running, trains
 from ..training.recipe import Recipe
 from .start import fresh, require_single
 
 
 @dataclass(frozen=True)
-class Packed:
+class Packed(Checked):
     """How one model is cut into narrow ones: M members of width alpha · d / M.
 
     Attributes:
@@ -30,16 +27,9 @@ class Packed:
             and alpha 2 a head would be 42.67 wide: 8 heads keep it at 64.
     """
 
-    members: int = 3
-    alpha: float = 2.0
-    heads: int | None = None
-
-    def __post_init__(self) -> None:
-        require_types(self)
-        require_whole("Packed.members", self.members, 1)
-        require_number("Packed.alpha", self.alpha, math.ulp(0.0), math.inf)
-        if self.heads is not None:
-            require_whole("Packed.heads", self.heads, 1)
+    members: Whole = 3
+    alpha: Positive = 2.0
+    heads: Whole | None = None
 
     def narrow(self, config: EnsembleConfig) -> EnsembleConfig:
         """The configuration of such an ensemble out of that of a whole model; nothing is shared."""
@@ -73,20 +63,14 @@ class Packed:
         return EnsembleConfig(stem, narrow, readout, all_heads(narrow, self.members))
 
 
-@checked
-@torch.inference_mode(False)
-@torch.enable_grad()
+@trains
 def packed_ensemble(
     model: Ensemble,
     train: Batches,
     recipe: Recipe,
     settings: Packed = Packed(),  # noqa: B008 (frozen)
     validation: Batches | None = None,
-    *,
-    output: str | Path | None = None,
-    progress: bool = True,
-    device: torch.device | str | None = None,
-    checkpoint_every: int = 500,
+    **run: Unpack[Running],
 ) -> Ensemble:
     """Narrow members trained together from scratch, on the architecture of a model; its weights cannot be used.
 
@@ -99,22 +83,10 @@ def packed_ensemble(
         recipe: How to train; as one would the model from scratch.
         settings: How many members, and how wide.
         validation: Held-out batches with labels, as for `finetune`.
-        output: Folder for checkpoints; a run that was killed goes on from there.
-        progress: Whether to show a progress bar.
-        device: Where to train; None stays on the model's device.
-        checkpoint_every: Updates between checkpoints.
+        run: Checkpoints, progress and device, by keyword; see `Running`.
     """
     require_single(model, "packed_ensemble")
     config = settings.narrow(model.config)
     line = f"Packed-Ensemble of {settings.members} members, alpha {settings.alpha:g}, fresh weights"
     start = fresh(config, derive_seed(recipe.seed, "packed"), model.metadata.after(line))
-    return finetune(
-        start.to(model.device, model.dtype),
-        train,
-        recipe,
-        validation,
-        output=output,
-        progress=progress,
-        device=device,
-        checkpoint_every=checkpoint_every,
-    )
+    return finetune(start.to(model.device, model.dtype), train, recipe, validation, **run)

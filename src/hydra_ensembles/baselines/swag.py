@@ -3,24 +3,24 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Annotated, Unpack
 
 import torch
 from torch import Tensor
 
 from .._utils import derive_seed
-from ..arguments import checked, require_number, require_whole
+from ..arguments import END, Checked, NotNegative, Whole
 from ..batches import Batches
 from ..errors import ConfigError
 from ..model.ensemble import Ensemble
-from ..schema import require_types
 from ..training.finetune import finetune
+from ..training.loop import Running, trains
 from ..training.recipe import Recipe
 from .start import joined, require_single, trained_apart
 
 
 @dataclass(frozen=True)
-class SWAG:
+class SWAG(Checked):
     """How many points are visited, and what is drawn around their mean.
 
     Attributes:
@@ -30,34 +30,24 @@ class SWAG:
         scale: Of the covariance; 1 as published: half of the diagonal and half of the low-rank part.
     """
 
-    members: int = 3
-    points: int = 10
-    rank: int = 10
-    scale: float = 1.0
+    members: Whole = 3
+    points: Annotated[int, (2, END)] = 10
+    rank: Annotated[int, (2, END)] = 10
+    scale: NotNegative = 1.0
 
     def __post_init__(self) -> None:
-        require_types(self)
-        require_whole("SWAG.members", self.members, 1)
-        require_whole("SWAG.points", self.points, 2)
-        require_whole("SWAG.rank", self.rank, 2)
-        require_number("SWAG.scale", self.scale, 0.0, math.inf)
+        super().__post_init__()
         if self.rank > self.points:
             raise ConfigError(f"SWAG.rank is {self.rank}, but {self.points} points are collected; lower it")
 
 
-@checked
-@torch.inference_mode(False)
-@torch.enable_grad()
+@trains
 def swag(
     model: Ensemble,
     train: Batches,
     recipe: Recipe,
     settings: SWAG = SWAG(),  # noqa: B008 (frozen)
-    *,
-    output: str | Path | None = None,
-    progress: bool = True,
-    device: torch.device | str | None = None,
-    checkpoint_every: int = 500,
+    **run: Unpack[Running],
 ) -> Ensemble:
     """Members around the mean of the points that a trained model visits when it trains on at a constant rate.
 
@@ -69,25 +59,14 @@ def swag(
         train: Batches with labels that can be read again and again.
         recipe: How to train from one point to the next; `schedule="constant"`, tens of steps or a part of an epoch.
         settings: How many points and members.
-        output: Folder for checkpoints; a run that was killed goes on from there.
-        progress: Whether to show a progress bar.
-        device: Where to train; None stays on the model's device.
-        checkpoint_every: Updates between checkpoints.
+        run: Checkpoints, progress and device, by keyword; see `Running`.
     """
     require_single(model, "swag")
     sharing, trunk = trained_apart(model, recipe)
     point, visited = model, Visited(settings.rank)
     for index in range(settings.points):
-        point = finetune(
-            point,
-            train,
-            recipe if index == 0 else replace(recipe, reinit_classifier=None),
-            output=output,
-            progress=progress,
-            device=device,
-            index=index,
-            checkpoint_every=checkpoint_every,
-        )
+        own = recipe if index == 0 else replace(recipe, reinit_classifier=None)
+        point = finetune(point, train, own, index=index, **run)
         visited.add(point.state_dict())
     line = f"drawn by SWAG around the mean of {settings.points} points, rank {settings.rank}, scale {settings.scale:g}"
     drawn = torch.Generator().manual_seed(derive_seed(recipe.seed, "swag"))

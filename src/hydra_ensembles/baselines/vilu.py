@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +12,21 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from .._utils import derive_seed
-from ..arguments import checked, require_whole
+from ..arguments import Checked, Whole
 from ..batches import Batches
 from ..errors import ConfigError, DataError
 from ..familiarity import MARKS, answers, digests, with_score
 from ..metrics.distance import log_odds
 from ..model.ensemble import Ensemble
 from ..model.metadata import Familiarity, FamiliaritySettings
-from ..schema import require_types, to_plain
-from ..training.loop import Job, Learner, Runtime, train_best
+from ..schema import to_plain
+from ..training.loop import Job, Learner, Running, Runtime, train_best, trains
 from ..training.recipe import Recipe
 from .start import embedding_statistics
 
 
 @dataclass(frozen=True)
-class ViLU:
+class ViLU(Checked):
     """The network, and the batches it learns from.
 
     Attributes:
@@ -37,15 +36,9 @@ class ViLU:
             on. In the public code they may after some updates; its ImageNet script leaves them as they are.
     """
 
-    hidden: tuple[int, ...] = (512, 256, 128)
-    batch_size: int = 128
+    hidden: tuple[Whole, ...] = (512, 256, 128)
+    batch_size: Whole = 128
     projections: bool = False
-
-    def __post_init__(self) -> None:
-        require_types(self)
-        require_whole("ViLU.batch_size", self.batch_size, 1)
-        for width in self.hidden:
-            require_whole("ViLU.hidden", width, 1)
 
     @staticmethod
     def recipe(epochs: int = 300, learning_rate: float = 0.01, **changes: Any) -> Recipe:
@@ -54,20 +47,14 @@ class ViLU:
         return Recipe(**{**plain, "epochs": epochs, "learning_rate": learning_rate, **changes})
 
 
-@checked
-@torch.inference_mode(False)
-@torch.enable_grad()
+@trains
 def vilu(
     ensemble: Ensemble,
     train: Batches,
     recipe: Recipe | None = None,
     settings: ViLU = ViLU(),  # noqa: B008 (frozen)
     validation: Batches | None = None,
-    *,
-    output: str | Path | None = None,
-    progress: bool = True,
-    device: torch.device | str | None = None,
-    checkpoint_every: int = 500,
+    **run: Unpack[Running],
 ) -> Ensemble:
     """A copy of a zero-shot ensemble with the score `vilu`: `p.score("vilu")`, saved with the model.
 
@@ -80,10 +67,7 @@ def vilu(
         recipe: How to train; None takes `ViLU.recipe()`. Of its settings, those of blocks and groups mean nothing here.
         settings: Size of the network, and of batches.
         validation: Held-out labelled batches; the best network is that which most often knows who is right.
-        output: Folder for checkpoints; a run that was killed goes on from there.
-        progress: Whether to show a progress bar.
-        device: Where to train; None stays on the ensemble's device.
-        checkpoint_every: Updates between checkpoints.
+        run: Checkpoints, progress and device, by keyword; see `Running`.
 
     Raises:
         ConfigError: A model without class embeddings, or several processes: one is enough.
@@ -95,9 +79,8 @@ def vilu(
     statistics["texts"] = F.normalize(rows, dim=-1)
     cached, marks = cache(ensemble, train, "train", statistics, settings.batch_size, shuffle=True)
     held = None if validation is None else cache(ensemble, validation, "validation", statistics, settings.batch_size)[0]
-    folder = None if output is None else Path(output) / "vilu"
     identity = {"method": "vilu", "settings": to_plain(settings)}
-    job = Job(recipe, cached, held, folder, checkpoint_every, progress, device, 0, identity)
+    job = Job(recipe, cached, held, place="vilu", identity=identity, **run)
     recipe.check(ensemble, cached, held)
     result = train_best(partial(ViLULearner, rows, settings, recipe), ensemble, job)
     found = FamiliaritySettings(

@@ -2,44 +2,20 @@
 
 import math
 from dataclasses import dataclass, field
-from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, ClassVar, Literal, get_args
 
-from ..arguments import require_number
+from ..arguments import Checked, Rate, require_number
 from ..errors import ConfigError
-from ..schema import ADDED_LATER, require_types
+from ..schema import ADDED_LATER
 
 MAX_SIZE = 1 << 24  # no width, vocabulary or count of a real model is larger; guards against absurd files
 MAX_COPIES = 4096  # of layers, heads, members
 
-# Numbers with the range that `Checked` accepts: the first of it, and the first beyond it.
 Size = Annotated[int, (1, MAX_SIZE + 1)]
 Count = Annotated[int, (0, MAX_SIZE + 1)]
 Copies = Annotated[int, (1, MAX_COPIES + 1)]
-Rate = Annotated[float, (0.0, 1.0)]
 Epsilon = Annotated[float, (math.ulp(0.0), 1.0)]
 Base = Annotated[float, (1.0, 1e12)]
-
-
-class Checked:
-    """Settings that give their fields the annotated types, and refuse values beyond the ranges that stand there."""
-
-    def __post_init__(self) -> None:
-        require_types(self)
-        for name, hint in get_type_hints(type(self), include_extras=True).items():
-            _check_range(f"{type(self).__name__}.{name}", getattr(self, name), hint)
-
-
-def _check_range(name: str, value: Any, hint: Any) -> None:
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        require_number(name, value, *inner[1])
-    elif origin is tuple:
-        for index, one in enumerate(value):
-            _check_range(f"{name}[{index}]", one, inner[0])
-    elif origin in (Union, UnionType) and value is not None:
-        _check_range(name, value, inner[0])
-
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 NormKind = Literal["layer", "layer_no_bias", "rms"]

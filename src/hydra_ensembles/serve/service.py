@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import require
+from ..arguments import Checked
 from ..batches import READ
 from ..data.dataset import decode_image
 from ..errors import ConfigError, DataError, HydraError, RequestError
@@ -28,7 +29,6 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
 from ..optimize.runner import USUAL_SHAPES, OptimizedEnsemble
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
-from ..schema import require_types
 from .outputs import REASON_WORDS, columns, input_fields, output_fields
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # decoders that run nothing else, as that of EPS does
@@ -47,7 +47,7 @@ Answer = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class ServeSettings:
+class ServeSettings(Checked):
     """How a model is served.
 
     Attributes:
@@ -70,39 +70,24 @@ class ServeSettings:
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, (0, 65_536)] = 8000
     uds: str | None = None
     name: str = "model"
     api_key: str | None = field(default=None, repr=False)
-    max_batch: int = 16
-    max_wait: float = 5.0
-    max_queue: int = 256
-    timeout: float = 30.0
-    workers: int = 1
-    max_body: float = 16.0
-    max_pixels: float = 50.0
-    max_characters: int = 100_000
+    max_batch: Annotated[int, (1, 4097)] = 16
+    max_wait: Annotated[float, (0.0, 60_001.0)] = 5.0
+    max_queue: Annotated[int, (1, 1_000_001)] = 256
+    timeout: Annotated[float, (0.001, 86_401.0)] = 30.0
+    workers: Annotated[int, (1, 65)] = 1
+    max_body: Annotated[float, (0.001, 4097.0)] = 16.0
+    max_pixels: Annotated[float, (0.001, 1001.0)] = 50.0
+    max_characters: Annotated[int, (1, 100_000_001)] = 100_000
     precision: Precision | None = None
     compile: bool = False
     warm_up: bool = True
 
     def __post_init__(self) -> None:
-        """Check every number once, here."""
-        require_types(self)
-        for name, least, most in (
-            ("port", 0, 65535),
-            ("max_batch", 1, 4096),
-            ("max_wait", 0, 60_000),
-            ("max_queue", 1, 1_000_000),
-            ("timeout", 0.001, 86_400),
-            ("workers", 1, 64),
-            ("max_body", 0.001, 4096),
-            ("max_pixels", 0.001, 1000),
-            ("max_characters", 1, 100_000_000),
-        ):
-            value = getattr(self, name)
-            if not least <= value <= most or not math.isfinite(value):
-                raise ConfigError(f"{name} must be between {least} and {most}, got {value}")
+        super().__post_init__()
         if self.max_queue < self.max_batch:
             raise ConfigError(f"max_queue is {self.max_queue}, less than max_batch, {self.max_batch}; raise it")
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", self.name):

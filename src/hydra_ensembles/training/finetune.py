@@ -16,14 +16,13 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from .._utils import derive_seed, evaluation_mode, torch_seeded
-from ..arguments import checked
 from ..batches import Batches, Inputs, changed, iterate, read_batch, require_labels, require_same_classes, size_of
 from ..errors import ConfigError, DataError
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 from ..overlap import keys_at_hand, warn_if_shared
-from .loop import Job, Learner, RunResult, Runtime, train_best
+from .loop import Job, Learner, Running, RunResult, Runtime, train_best, trains
 from .recipe import Recipe, trainable_state
 
 Batch = tuple[Inputs, Tensor]
@@ -172,9 +171,7 @@ class EnsembleLearner(Learner[Batch]):
         return correct_sum / samples, nll_sum / samples
 
 
-@checked
-@torch.inference_mode(False)
-@torch.enable_grad()
+@trains
 def finetune(
     member: Ensemble,
     train: Batches,
@@ -234,8 +231,8 @@ def finetune(
         True
     """
     require_ensemble(member, "finetune")
-    folder = None if output is None else Path(output) / f"member-{index}"
-    job = Job(recipe, train, validation, folder, checkpoint_every, progress, device, index)
+    run: Running = {"output": output, "progress": progress, "device": device, "checkpoint_every": checkpoint_every}
+    job = Job(recipe, train, validation, index=index, **run)
     result = train_classifier(partial(EnsembleLearner, member, recipe, index=index), member, job)
     line = f"fine-tuned {result.described(recipe)}"
     return Ensemble.from_state(member.config, result.state_like(member), trained_metadata(member, result, line))

@@ -6,11 +6,11 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from .._distributed import ALONE, Ranks, all_ranks, is_sharded, launched, local_device
 from .._utils import compiled_at_will, derive_seed, require_device
-from ..arguments import require_whole
+from ..arguments import checked, require_whole
 from ..batches import Batches, borrowed, epoch_of, fingerprint, length_of, require_rereadable
 from ..errors import CheckpointError, DataError
 from ..files import read_sealed, remove_leftovers, resumable
@@ -44,6 +44,8 @@ from .saved import (
 )
 
 BatchT = TypeVar("BatchT")
+P = ParamSpec("P")
+R = TypeVar("R")
 EARLY, USUAL = 20.0, 60.0  # seconds until the first checkpoint, and between further ones at least
 SHARE = 0.02  # of the time, that writing them may take
 _LOADING = (
@@ -207,19 +209,47 @@ class Learner(ABC, Generic[BatchT]):
             self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": scale, "_growth_tracker": growth})
 
 
+def trains(function: Callable[P, R]) -> Callable[P, R]:
+    """A public function that trains: `checked`, and with gradients whatever its caller has switched off."""
+    return checked(torch.inference_mode(False)(torch.enable_grad()(function)))
+
+
+class Running(TypedDict, total=False):
+    """What every training takes beside model, data and recipe, and may be left out.
+
+    Attributes:
+        output: Folder for checkpoints; a run that was killed goes on from there. None, which is usual, writes none.
+        progress: Whether to show a progress bar, as is usual.
+        device: Where to train; None, which is usual, stays on the model's device.
+        checkpoint_every: Updates between checkpoints, usually 500.
+    """
+
+    output: str | Path | None
+    progress: bool
+    device: torch.device | str | None
+    checkpoint_every: int
+
+
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, whatever the learning rate; what cannot be is refused."""
+    """What is to be trained, whatever the learning rate, and how it runs (see `Running`); what cannot be is refused."""
 
     recipe: Recipe
     train: Batches
     validation: Batches | None
-    folder: Path | None  # of the checkpoints
-    checkpoint_every: int
-    progress: bool
-    device: torch.device | str | None  # None for that of the model
+    _: KW_ONLY
+    output: str | Path | None = None
+    progress: bool = True
+    device: torch.device | str | None = None
+    checkpoint_every: int = 500
     index: int = 0  # of the member; its random numbers are derived from it
+    place: str = "member-{}"  # of the checkpoints in `output`, by the index
     identity: Mapping[str, Any] = field(default_factory=dict)  # what else the run depends on, as plain data
+
+    @property
+    def folder(self) -> Path | None:
+        """Where checkpoints lie."""
+        return None if self.output is None else Path(self.output) / self.place.format(self.index)
 
     def __post_init__(self) -> None:
         """Check what `Recipe.check` does not."""

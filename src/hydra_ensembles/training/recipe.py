@@ -5,23 +5,25 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from .._utils import require
-from ..arguments import checked
+from ..arguments import Checked, NotNegative, Positive, Rate, Share, checked, require_number
 from ..batches import Batches, length_of
 from ..errors import ConfigError
 from ..model.config import GROUPS, EnsembleConfig, Group
 from ..model.ensemble import Ensemble
 from ..model.states import place_of
-from ..schema import ADDED_LATER, from_plain, require_types
+from ..schema import ADDED_LATER, from_plain
 
 OptimizerName = Literal["sgd", "adamw"]
 Precision = Literal["float32", "bf16", "fp16"]
 Schedule = Literal["cosine", "linear", "constant"]
+Counted = Annotated[int, (1, math.inf)]
+AnySeed = Annotated[int, (0, math.inf)]
 
 
 @cache
@@ -33,21 +35,15 @@ def presets() -> Mapping[str, Mapping[str, Any]]:
 
 
 @dataclass(frozen=True)
-class RandAugment:
+class RandAugment(Checked):
     """RandAugment settings for the data pipeline: operations per image, and their magnitude."""
 
-    operations: int = 2
-    magnitude: int = 12
-
-    def __post_init__(self) -> None:
-        """Check the ranges; torchvision has 31 magnitudes."""
-        require_types(self)
-        if self.operations < 1 or not 0 <= self.magnitude <= 30:
-            raise ConfigError(f"RandAugment needs operations of 1 or more and a magnitude from 0 to 30, got {self}")
+    operations: Counted = 2
+    magnitude: Annotated[int, (0, 31)] = 12  # torchvision has so many
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Checked):
     """One way to fine-tune. Give exactly one of `learning_rate` and `grid`, and one of `steps` and `epochs`.
 
     Attributes:
@@ -96,46 +92,46 @@ class Recipe:
     """
 
     optimizer: OptimizerName = "adamw"
-    learning_rate: float | None = None
-    classifier_rate: float = field(default=1.0, metadata=ADDED_LATER)
-    grid: tuple[float, ...] = ()
-    steps: int | None = None
-    epochs: int | None = None
-    momentum: float = 0.9
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
+    learning_rate: Positive | None = None
+    classifier_rate: Positive = field(default=1.0, metadata=ADDED_LATER)
+    grid: tuple[Positive, ...] = ()
+    steps: Counted | None = None
+    epochs: Counted | None = None
+    momentum: Rate = 0.9
+    betas: tuple[Rate, Rate] = (0.9, 0.999)
+    weight_decay: NotNegative = 0.0
     no_decay_on_bias_and_norm: bool = True
     warmup: int | float = 0
     schedule: Schedule = "cosine"
-    floor: float = 0.0
-    label_smoothing: float = 0.0
-    dropout: float | None = None
-    clip_norm: float | None = None
+    floor: Share = 0.0
+    label_smoothing: Rate = 0.0
+    dropout: Rate | None = None
+    clip_norm: Positive | None = None
     train_groups: tuple[Group, ...] = GROUPS
-    last_blocks: int | None = None
+    last_blocks: Counted | None = None
     reinit_classifier: Literal["zeros", "random"] | None = None
-    patience: int | None = None
-    min_delta: float = 0.0
-    evaluate_every: int | None = None
+    patience: Counted | None = None
+    min_delta: Rate = 0.0
+    evaluate_every: Counted | None = None
     precision: Precision = "float32"
     compile: bool = field(default=False, metadata=ADDED_LATER)
-    gradient_accumulation: int = 1
-    seed: int = 0
-    order_seed: int | None = field(default=None, metadata=ADDED_LATER)
-    batch_size: int | None = None
+    gradient_accumulation: Counted = 1
+    seed: AnySeed = 0
+    order_seed: AnySeed | None = field(default=None, metadata=ADDED_LATER)
+    batch_size: Counted | None = None
     rand_augment: RandAugment | None = None
     ours: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check every setting, and that they fit together."""
-        require_types(self)
+        super().__post_init__()
+        require_number("Recipe.warmup", self.warmup, 0, math.inf if isinstance(self.warmup, int) else 1.0)
         for one, other in (("learning_rate", "grid"), ("steps", "epochs")):
             given = [getattr(self, one), getattr(self, other)]
             if sum(value not in (None, ()) for value in given) != 1:
                 raise ConfigError(f"Recipe needs exactly one of {one} and {other}, got {given[0]} and {given[1]}")
         if len(set(self.grid)) != len(self.grid):
             raise ConfigError(f"Recipe.grid must have distinct learning rates, got {self.grid}")
-        self._check_numbers()
         if not self.train_groups or len(set(self.train_groups)) != len(self.train_groups):
             raise ConfigError(f"Recipe.train_groups must name some of {GROUPS}, each once; got {self.train_groups}")
         if self.reinit_classifier and "readout" not in self.train_groups:
@@ -143,25 +139,6 @@ class Recipe:
         if self.steps is not None:
             self.plan(None)
         _require_settings(self.ours)
-
-    def _check_numbers(self) -> None:
-        """Every number is in its range: at least the first bound, below the second."""
-        positive, share = (math.ulp(0.0), math.inf), (0.0, 1.0)
-        ranges: dict[str, tuple[float, float]] = {
-            **dict.fromkeys(("learning_rate", "grid", "classifier_rate", "clip_norm"), positive),
-            **dict.fromkeys(("momentum", "betas", "min_delta", "label_smoothing", "dropout"), share),
-            **dict.fromkeys(("weight_decay", "seed", "order_seed"), (0, math.inf)),
-            "floor": (0.0, math.nextafter(1.0, 2.0)),
-            "warmup": (0, math.inf) if isinstance(self.warmup, int) else share,
-            **dict.fromkeys(("steps", "epochs", "patience", "evaluate_every", "batch_size"), (1, math.inf)),
-            **dict.fromkeys(("last_blocks", "gradient_accumulation"), (1, math.inf)),
-        }
-        for name, (low, high) in ranges.items():
-            value = getattr(self, name)
-            for number in value if isinstance(value, tuple) else () if value is None else (value,):
-                if not low <= number < high:
-                    below = "" if math.isinf(high) else f" and below {high:g}"
-                    raise ConfigError(f"Recipe.{name} must be at least {low:g}{below}, got {number}")
 
     @classmethod
     @checked

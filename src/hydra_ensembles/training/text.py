@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import derive_seed, evaluation_mode, torch_seeded
-from ..arguments import checked
 from ..batches import Batches, Inputs, read_labels
 from ..errors import ConfigError, DataError
 from ..model.config import output_width
 from ..model.dropping import dropping
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
-from .loop import Job, Learner, Runtime, train_best
+from .loop import Job, Learner, Running, Runtime, train_best, trains
 from .recipe import Recipe, trainable_state
 
 LARGEST_SCALE = 4.605170185988092  # log(100): where open_clip stops the logit scale
@@ -237,9 +236,7 @@ def _joined(labels: list[Tensor | None], runtime: Runtime) -> Tensor | None:
     return torch.cat(present).to(runtime.device) if present else None
 
 
-@torch.inference_mode(False)
-@torch.enable_grad()
-@checked
+@trains
 def tune_text(
     dual: DualEncoder,
     train: Batches,
@@ -303,8 +300,8 @@ def tune_text(
     if not 0 < projection_rate < math.inf:
         raise ConfigError(f"projection_rate must be positive and finite, got {projection_rate}")
     own = {"image_projection": train_image_projection, "projection_rate": projection_rate, "task": "text tuning"}
-    folder = None if output is None else Path(output)
-    job = Job(recipe, train, validation, folder, checkpoint_every, progress, device, identity=own)
+    run: Running = {"output": output, "progress": progress, "device": device, "checkpoint_every": checkpoint_every}
+    job = Job(recipe, train, validation, place="", identity=own, **run)
     recipe.check(dual.text, train, validation)
     learner = partial(TextLearner, dual, recipe, train_image_projection, projection_rate)
     result = train_best(learner, dual, job)

@@ -130,3 +130,10 @@ def test_a_stopped_pruning_goes_on(tmp_path, monkeypatch):
 def test_settings_that_cannot_work_are_refused(settings, token):
     with pytest.raises(ConfigError, match=token):
         train(single(), OBA(**settings))
+
+
+def test_keywords_that_all_trainings_take_are_checked_though_they_are_written_once():
+    with pytest.raises(TypeError, match="outptu"):  # nothing would read it
+        train(single(), recipe=None, outptu="here")
+    with pytest.raises(ConfigError, match="checkpoint_every"):
+        train(single(), recipe=None, checkpoint_every="often")

@@ -37,7 +37,7 @@ class Odd(Added):
 
 
 def train(arrange, recipe, start=None):
-    job = Job(recipe, batches(), None, None, 10, False, None)
+    job = Job(recipe, batches(), None, progress=False)
     return train_parametrised(arrange, tiny() if start is None else start, job, "added")
 
 
