@@ -2,8 +2,9 @@
 
 `python -m studies prepare NAME SOURCE DATA` reads a checkout of the repository that `SETS` names and writes
 `DATA/images/NAME/SPLIT.parquet`: images, and labels with the names of classes, or captions. Photographs become JPEGs
-with a short side of at most 128 pixels; CIFAR-100 stays as it is, in lossless WebP. Sets that are only asked about, and
-those of whose classes a few images suffice, keep equally many images of each class. Terms are those of the originals.
+with a short side of at most 128 pixels; CIFAR-100 and TinyImageNet stay as they are. Sets that are only asked about,
+and those of whose classes a few images suffice, keep equally many images of each class. Terms are those of the
+originals.
 """
 
 import csv
@@ -28,6 +29,8 @@ from .sets import IMAGENET_CLASSES, imagenet_names
 SHORT_SIDE, QUALITY = 128, 80
 CIFAR100_SPLITS, CIFAR100_EACH = ("train-3", "train-4"), 100  # images a class and split, after train-0 to train-2
 CIFAR100_OTHERS = ("train-0", "train-1", "train-2", "test")
+TINY = "tiny-imagenet-200"  # folder of the checkout
+TINY_EACH, TINY_OTHERS = 100, ("validation", "test")
 CAPTIONS = 5
 
 Row = tuple[bytes, int | list[str]]  # an image, and its label or captions
@@ -177,7 +180,7 @@ def cifar100(source: Path, folder: Path) -> Splits:
 
     The set has images twice, some of them in its test set: a class has a few images less than five hundred.
     """
-    known = {hashlib.sha256(pixels).digest() for pixels in _pixels_of(folder)}
+    known = {_digest_of(one, decoded=True) for one in _images_of(folder, CIFAR100_OTHERS)}
     names, each = cifar100_names(source), len(CIFAR100_SPLITS) * CIFAR100_EACH
     found: dict[str, list[Row]] = {split: [] for split in CIFAR100_SPLITS}
     for label, name in enumerate(names):
@@ -196,14 +199,48 @@ def cifar100_names(source: Path) -> list[str]:
     return (source / "cifar-100-binary" / "fine_label_names.txt").read_text(encoding="utf-8").split()
 
 
-def _pixels_of(folder: Path) -> Iterator[bytes]:
-    """The images of the splits of CIFAR-100 that are there."""
-    for split in CIFAR100_OTHERS:
+def tinyimagenet(source: Path, folder: Path) -> Splits:
+    """All training images as they are, a hundred of a class in each split.
+
+    Images that the set has twice come once, and none that the validation and test splits of the folder have.
+    """
+    known = {_digest_of(one) for one in _images_of(folder, TINY_OTHERS)}
+    found: dict[str, list[Row]] = {}
+    for label, name in enumerate(tiny_classes(source)):
+        contents = [path.read_bytes() for path in sorted((source / TINY / "train" / name / "images").glob("*.JPEG"))]
+        for place, content in enumerate(contents):
+            if (digest := _digest_of(content)) not in known:
+                found.setdefault(f"train-{place // TINY_EACH}", []).append((content, label))
+                known.add(digest)
+    return found
+
+
+def tiny_classes(source: Path) -> list[str]:
+    """WordNet numbers, in the order of labels."""
+    return sorted((source / TINY / "wnids.txt").read_text(encoding="utf-8").split())
+
+
+def tiny_names(source: Path) -> list[str]:
+    """The first word for every class."""
+    lines = (source / TINY / "words.txt").read_text(encoding="utf-8").splitlines()
+    words = dict(line.split("\t", 1) for line in lines)
+    return [words[name].partition(",")[0] for name in tiny_classes(source)]
+
+
+def _images_of(folder: Path, splits: Sequence[str]) -> Iterator[bytes]:
+    """The images of splits that are there."""
+    for split in splits:
         path = folder / f"{split}.parquet"
         if not path.is_file():
-            raise DataError(f"{path} is missing; the new splits hold what {', '.join(CIFAR100_OTHERS)} do not")
+            raise DataError(f"{path} is missing; the new splits hold what {', '.join(splits)} do not")
         for cell in pq.read_table(path, columns=["image"]).column("image").to_pylist():
-            yield np.asarray(Image.open(io.BytesIO(cell["bytes"])).convert("RGB")).tobytes()
+            yield cell["bytes"]
+
+
+def _digest_of(content: bytes, decoded: bool = False) -> bytes:
+    """What tells an image from others: its file, or its pixels."""
+    told = np.asarray(Image.open(io.BytesIO(content)).convert("RGB")).tobytes() if decoded else content
+    return hashlib.sha256(told).digest()
 
 
 def _folder_names(folder: str) -> Callable[[Path], list[str]]:
@@ -228,5 +265,6 @@ SETS: Mapping[str, PublicSet] = {
         of_folders("test", 20, "flowers/test", "flowers/valid"),
         flower_names,
     ),
+    "tinyimagenet": PublicSet("seshuad/IMagenet", tinyimagenet, tiny_names),
     "cifar100_full": PublicSet("Taragon123/Taragon123.github.io", cifar100, cifar100_names),
 }
